@@ -1,0 +1,19 @@
+"""What this package raises, and how it names many things in one message."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+
+class PatchError(RuntimeError):
+    """`patch()` cannot serve what is installed; nothing has been patched."""
+
+
+class CheckpointMismatchError(RuntimeError):
+    """A checkpoint does not belong to the model that it is loaded into."""
+
+
+def named(names: Collection[str], limit: int = 10) -> str:
+    """The first `limit` names, quoted and in order, then how many more there are."""
+    shown = ", ".join(f"'{name}'" for name in sorted(names)[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

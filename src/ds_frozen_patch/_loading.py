@@ -1,0 +1,234 @@
+"""What happens around a load: a left-out parameter may be missing, and nothing else.
+
+Each wrapper has wrapt's four arguments: what it wraps (bound), its instance, args and kwargs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from . import _ownership
+from ._errors import CheckpointMismatchError, named
+from ._saving import forgets_optimizer, logger_of
+from .manifest import KEY, Manifest, names_by_parameter, shape_of
+
+_restores_optimizer: ContextVar[bool] = ContextVar("ds_frozen_patch_restores_optimizer", default=False)
+_optimizer_state: ContextVar[Any] = ContextVar("ds_frozen_patch_optimizer_state", default=None)
+
+
+def strategy_load(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A strategy's own `load_checkpoint`; where Lightning finds no checkpoint, says why."""
+    try:
+        with _ownership.at_work(strategy):
+            return wrapped(*args, **kwargs)
+    except FileNotFoundError:
+        path = Path(args[0] if args else kwargs.get("checkpoint_path", kwargs.get("path", "")))
+        if not path.exists():
+            raise FileNotFoundError(
+                f"There is no checkpoint at {path}. Pass the directory that a save wrote (it holds `latest` and"
+                " `checkpoint/`), with the same path on every node."
+            ) from None
+        if path.is_file() and path.parent.name != "checkpoint":
+            raise FileNotFoundError(
+                f"{path} is a file, and a DeepSpeed checkpoint is a directory. Put the weights of a single file into"
+                " the module before you hand it over: module.load_state_dict(torch.load(...)['state_dict'])."
+            ) from None
+        raise
+
+
+def engine_load(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`DeepSpeedEngine.load_checkpoint`: ZeRO-3 without an optimizer works, and the manifest stays ours."""
+    if _ownership.owner(engine) is None:
+        return wrapped(*args, **kwargs)
+    call = inspect.signature(wrapped).bind(*args, **kwargs)
+    call.apply_defaults()
+    restores_optimizer = call.arguments["load_optimizer_states"] and not call.arguments["load_module_only"]
+    with _set(_restores_optimizer, restores_optimizer), _set(_optimizer_state, None), _loadable(engine):
+        path, client_state = wrapped(*args, **kwargs)
+    if client_state is not None:
+        client_state.pop(KEY, None)
+    return path, client_state
+
+
+@contextmanager
+def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextmanager
+def _loadable(engine: Any) -> Iterator[None]:
+    """Lend DeepSpeed, for the time of a load, what it calls and has not got."""
+    optimizer = engine.optimizer
+    lent: list[tuple[Any, str, Any]] = []
+    if optimizer is not None and not hasattr(optimizer, "_restore_from_bit16_weights"):
+        # DeepSpeedZeRoOffload, made for test, validate or predict in ZeRO-3, has no master weights to restore,
+        # and no such method from 0.14.5 to at least 0.19.8.
+        restore = getattr(optimizer, "refresh_fp32_params", lambda: None)
+        lent.append((optimizer, "_restore_from_bit16_weights", restore))
+    if forgets_optimizer(engine):
+        lent.append((engine, "_load_zero_checkpoint", partial(_load_plain_optimizer, engine)))
+    for owner, name, value in lent:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, _ in lent:
+            delattr(owner, name)
+
+
+def _load_plain_optimizer(engine: Any, load_dir: str, tag: str, load_optimizer_states: bool = True) -> bool:
+    """In the place of ZeRO's load, for an optimizer that is not ZeRO's: see `forgets_optimizer`."""
+    state = _optimizer_state.get()
+    if state is None:
+        raise CheckpointMismatchError(
+            f"{load_dir} holds no optimizer state: DeepSpeed saves none in bf16 with ZeRO stage 0 before 0.18."
+            " Load it with the optimizer left out, or save it under ds_frozen_patch.patch()."
+        )
+    engine.optimizer.load_state_dict(state, load_optimizer_states=load_optimizer_states)
+    return True
+
+
+def engine_load_module(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`DeepSpeedEngine.load_module_state_dict`: it gets the whole checkpoint in every release."""
+    strategy = _ownership.owner(engine)
+    if strategy is None:
+        return wrapped(*args, **kwargs)
+    call = inspect.signature(wrapped).bind(*args, **kwargs)
+    checkpoint = call.arguments["checkpoint"]
+    _optimizer_state.set(checkpoint.get("optimizer"))
+    manifest = Manifest.from_checkpoint(checkpoint)
+    if manifest is not None:
+        _check_left_out(manifest, engine.module)
+        may_be_missing = manifest.names
+    else:
+        may_be_missing = _left_out_by_others(checkpoint, engine.module)
+        if may_be_missing:
+            _warn(
+                strategy,
+                "The checkpoint was saved without its frozen parameters and without a manifest: whether the base"
+                " is the one that it was trained on cannot be verified."
+            )
+    if _restores_optimizer.get():
+        _check_optimizer_layout(checkpoint, engine)
+    call.arguments["checkpoint"] = _without_stale_fragments(checkpoint, engine.module)
+    with _forgiving(engine.module, may_be_missing):
+        return wrapped(*call.args, **call.kwargs)
+
+
+@contextmanager
+def _forgiving(module: Any, names: frozenset[str]) -> Iterator[None]:
+    """Let `names`, and no others, be missing from a state dict that is loaded strictly."""
+
+    def forgive(_: Any, incompatible: Any) -> None:
+        incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name not in names]
+
+    handle = module.register_load_state_dict_post_hook(forgive)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _check_left_out(manifest: Manifest, module: Any) -> None:
+    """Every left-out parameter must be there, frozen, in its shape."""
+    now = dict(module.named_parameters(remove_duplicate=False))
+    gone, trained, reshaped = [], [], []
+    for parameter in manifest.left_out:
+        for name in parameter.names:
+            if name not in now:
+                gone.append(name)
+            elif now[name].requires_grad:
+                trained.append(name)
+            elif shape_of(now[name]) != parameter.shape:
+                reshaped.append(f"{name}: saved {list(parameter.shape)}, now {list(shape_of(now[name]))}")
+    problems = []
+    if gone:
+        problems.append(
+            f"The checkpoint left out parameters that the model does not have: {named(gone)}."
+            " Build the model as in the run that saved it."
+        )
+    if trained:
+        problems.append(
+            f"The checkpoint left out parameters that the model now trains: {named(trained)}. Their values are in no"
+            " checkpoint: freeze them again, or resume from a checkpoint saved while they were trainable."
+        )
+    if reshaped:
+        problems.append(
+            f"Left-out parameters have another shape now: {named(reshaped)}."
+            " Build the model as in the run that saved it."
+        )
+    if problems:
+        raise CheckpointMismatchError("\n".join(problems))
+
+
+def _left_out_by_others(checkpoint: Mapping[str, Any], module: Any) -> frozenset[str]:
+    """What a checkpoint without a manifest may lack: all that is frozen if all of it is missing, else nothing.
+
+    DeepSpeed's own flag leaves a tied parameter in under its alias, so the first name is what counts.
+    """
+    saved = checkpoint["module"]
+    frozen = [names for parameter, names in names_by_parameter(module).items() if not parameter.requires_grad]
+    if any(names[0] in saved for names in frozen):
+        return frozenset()
+    return frozenset(name for names in frozen for name in names)
+
+
+def _check_optimizer_layout(checkpoint: Mapping[str, Any], engine: Any) -> None:
+    """The parameters that ZeRO's flat partitions hold must be those of the optimizer now.
+
+    DeepSpeed compares their total size only, and in ZeRO-3 the module's state dict holds
+    placeholders, so a parameter of another shape would be loaded askew without a word.
+    """
+    saved_groups = checkpoint.get("param_shapes")
+    if not saved_groups or not hasattr(engine.optimizer, "load_state_dict"):
+        return
+    now_groups = engine._get_zero_param_shapes()
+    saved = {name: tuple(shape) for group in saved_groups for name, shape in group.items()}
+    now = {name: tuple(shape) for group in now_groups for name, shape in group.items()}
+    problems = []
+    if absent := saved.keys() - now.keys():
+        problems.append(f"trained in the checkpoint, but frozen or gone in the model: {named(absent)}")
+    if new := now.keys() - saved.keys():
+        problems.append(f"trained by the model, but missing from the checkpoint: {named(new)}")
+    if reshaped := [
+        f"{name}: saved {list(saved[name])}, now {list(now[name])}"
+        for name in saved.keys() & now.keys()
+        if saved[name] != now[name]
+    ]:
+        problems.append(f"of another shape: {named(reshaped)}")
+    if not problems and [list(group) for group in saved_groups] != [list(group) for group in now_groups]:
+        problems.append("in another order, or in other parameter groups, than at the save")
+    if problems:
+        raise CheckpointMismatchError(
+            "The checkpoint's trainable parameters are not the model's:\n"
+            + "\n".join(f"- {problem}" for problem in problems)
+            + "\nBuild the model and its optimizer as in the run that saved it."
+        )
+
+
+def _without_stale_fragments(checkpoint: Mapping[str, Any], module: Any) -> Mapping[str, Any]:
+    """A full checkpoint without its second copy of the frozen weights, if that lacks one that is frozen now.
+
+    DeepSpeed looks each frozen parameter up in it and raises KeyError for one frozen since the save.
+    Where this can happen (no optimizer is restored) the weights are all in the module's state dict.
+    """
+    fragments = checkpoint.get("frozen_param_fragments")
+    frozen = (names[0] for p, names in names_by_parameter(module).items() if not p.requires_grad)
+    if not fragments or all(name in fragments for name in frozen):
+        return checkpoint
+    return {**checkpoint, "frozen_param_fragments": None}
+
+
+def _warn(strategy: Any, message: str) -> None:
+    if strategy.is_global_zero:
+        logger_of(strategy).warning(message)

@@ -1,0 +1,254 @@
+"""`patch()`, `unpatch()` and `status()`: put the wrappers on, take them off, say what is what."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Optional
+
+import wrapt
+
+from . import _loading, _saving
+from ._errors import PatchError
+from ._targets import ENGINE, FLAG, TARGETS, Finding, Probed, probe
+
+_ADVICE: dict[str, Callable[..., Any]] = {
+    "__init__": _saving.strategy_init,
+    "setup": _saving.strategy_setup,
+    "setup_module": _saving.strategy_setup,
+    "setup_module_and_optimizers": _saving.strategy_setup,
+    "save_checkpoint": _saving.strategy_call,
+    "load_checkpoint": _loading.strategy_load,
+}
+_ENGINE_ADVICE: dict[str, Callable[..., Any]] = {
+    "save_checkpoint": _saving.engine_save,
+    "load_checkpoint": _loading.engine_load,
+    "module_state_dict": _saving.engine_module_state_dict,
+    "load_module_state_dict": _loading.engine_load_module,
+}
+
+
+@dataclass(frozen=True)
+class TargetStatus:
+    """What the shim makes of one target.
+
+    `state` is "native" (this Lightning has the flag itself; see `wrapped`), "patchable" (`patch()`
+    would serve it), "armed" (will be wrapped when it is imported), "applied" (wrapped), "refused"
+    (cannot be served) or "not installed". `wrapped` says whether our wrappers are on it now.
+    `found` and `remedy` are sentences for a person.
+    """
+
+    state: str
+    version: str | None
+    wrapped: bool
+    found: str
+    remedy: str
+
+
+class Status(dict[str, TargetStatus]):
+    """A `TargetStatus` per target, by its package's name, and one for "deepspeed". Prints as a table."""
+
+    def __str__(self) -> str:
+        rows = [("target", "version", "state", "wrapped", "found")]
+        for name, item in self.items():
+            found = f"{item.found}: {item.remedy}" if item.remedy else item.found
+            rows.append((name, item.version or "-", item.state, "yes" if item.wrapped else "no", found))
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        return "\n".join(
+            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]).rstrip()
+            for row in rows
+        )
+
+
+class _InitWrapper(wrapt.FunctionWrapper):  # type: ignore[misc]
+    """A wrapped constructor that shows the argument which it adds to `inspect`, and so to LightningCLI."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        signature = inspect.signature(self.__wrapped__)
+        parameters = [p for p in signature.parameters.values() if p.name != FLAG]
+        # None, not upstream's False: LightningCLI passes every default on, and a default is not a choice.
+        flag = inspect.Parameter(FLAG, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Optional[bool])
+        end = len(parameters) - (parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
+        return signature.replace(parameters=[*parameters[:end], flag, *parameters[end:]])
+
+
+@dataclass(frozen=True)
+class _Wrapping:
+    """One wrapper on one attribute of one class."""
+
+    cls: type
+    attribute: str
+    original: Any
+    inherited: bool
+    wrapper: Any
+
+    def undo(self) -> None:
+        """Put the very original back, if the attribute is still our wrapper."""
+        if self.cls.__dict__.get(self.attribute) is not self.wrapper:
+            return  # somebody wrapped over it: ours stays inside, switched off
+        if self.inherited:
+            delattr(self.cls, self.attribute)
+        else:
+            setattr(self.cls, self.attribute, self.original)
+
+
+@dataclass
+class _Patch:
+    """What one `patch()` did, until `unpatch()`. `modules` are those to be served, imported yet or not."""
+
+    findings: dict[str, Finding]
+    modules: dict[str, Probed]
+    wrappings: dict[str, list[_Wrapping]] = field(default_factory=dict)
+
+
+_current: _Patch | None = None
+_hooked: set[str] = set()  # wrapt cannot take an import hook back: without a current patch ours does nothing
+_lock = threading.RLock()
+
+
+def patch() -> Status:
+    """Make the checkpoints of every installed Lightning trainable-only, and loadable.
+
+    What is imported already is wrapped now, the rest when it is imported. Call it before training;
+    a second call changes nothing.
+
+    Returns:
+        What `status()` gives afterwards.
+
+    Raises:
+        PatchError: Lightning or DeepSpeed is not installed, or one of them cannot be served. The
+            message says why and what to do. Then nothing at all is patched. What can be seen only
+            at a target's import is raised there.
+    """
+    global _current
+    _finish_imports()
+    with _lock:
+        if _current is None:
+            findings = _probe_all()
+            installed = (what for what in (*TARGETS, ENGINE) if findings[what.name].verdict != "not installed")
+            _current = _Patch(findings, {what.module: what for what in installed})
+        _serve_all()
+    # What another thread had begun to import in between is whole only now.
+    _finish_imports()
+    with _lock:
+        _serve_all()
+        if unfinished := [m for m in _current.modules if m in sys.modules and m not in _current.wrappings]:
+            unpatch()
+            raise PatchError(
+                f"patch() was called while {unfinished[0]} was being imported; nothing is patched."
+                " To do: call it before that import or after it."
+            )
+        return status()
+
+
+def unpatch() -> None:
+    """Restore the very originals. Without `patch()` before, it does nothing."""
+    global _current
+    with _lock:
+        if _current is not None:
+            for wrapping in (w for wrappings in _current.wrappings.values() for w in reversed(wrappings)):
+                wrapping.undo()
+        _current = None
+
+
+@contextmanager
+def patched() -> Iterator[Status]:
+    """`patch()` while this lasts, then the state from before: for tests and notebooks."""
+    was_patched = _current is not None
+    now = patch()
+    try:
+        yield now
+    finally:
+        if not was_patched:
+            unpatch()
+
+
+def status() -> Status:
+    """What is installed and what `patch()` did, or would do, per target.
+
+    A target that is not imported yet is judged by its source, where that is enough.
+    """
+    with _lock:
+        return Status({what.name: _status_of(what) for what in (*TARGETS, ENGINE)})
+
+
+def _status_of(what: Probed) -> TargetStatus:
+    finding = _current.findings[what.name] if _current else probe(what)
+    wrapped = _current is not None and what.module in _current.wrappings
+    state = finding.verdict
+    if _current and state == "patchable":
+        state = "applied" if wrapped else "armed"
+    return TargetStatus(state, finding.version, wrapped, finding.reason, finding.remedy)
+
+
+def _probe_all() -> dict[str, Finding]:
+    findings = {what.name: probe(what) for what in (*TARGETS, ENGINE)}
+    if all(findings[target.name].verdict == "not installed" for target in TARGETS):
+        raise PatchError("Lightning is not installed. To do: pip install 'ds_frozen_patch[lightning]'.")
+    if findings[ENGINE.name].verdict == "not installed":
+        raise PatchError("DeepSpeed is not installed. To do: pip install 'deepspeed>=0.10.1'.")
+    if refused := [(name, finding) for name, finding in findings.items() if finding.verdict == "refused"]:
+        raise PatchError(_refusal(refused))
+    return findings
+
+
+def _refusal(refused: list[tuple[str, Finding]]) -> str:
+    lines = [f"{name} {finding.version or ''}: {finding.reason}. To do: {finding.remedy}." for name, finding in refused]
+    return "\n".join(["ds_frozen_patch cannot serve what is installed; nothing is patched.", *lines])
+
+
+def _finish_imports() -> None:
+    """Wait until what is being imported by another thread is there. Never called with our lock held."""
+    for what in (*TARGETS, ENGINE):
+        if what.module in sys.modules:
+            importlib.import_module(what.module)
+
+
+def _serve_all() -> None:
+    """Wrap each class whose module is imported, and wait for the import of the others."""
+    assert _current is not None
+    for module in _current.modules:
+        if module in sys.modules:
+            _on_import(sys.modules[module])
+        elif module not in _hooked:
+            _hooked.add(module)
+            wrapt.register_post_import_hook(_on_import, module)
+
+
+def _on_import(module: ModuleType) -> None:
+    """wrapt calls this once a module that we wait for is imported."""
+    with _lock:
+        _hooked.discard(module.__name__)
+        what = _current.modules.get(module.__name__) if _current else None
+        if _current is None or what is None or what.module in _current.wrappings or _half_imported(module, what):
+            return
+        finding = probe(what)
+        if finding.verdict == "refused":
+            unpatch()
+            raise PatchError(_refusal([(what.name, finding)]))
+        _current.findings[what.name] = finding
+        _current.wrappings[what.module] = _wrap(what, getattr(module, what.class_name), _current)
+
+
+def _half_imported(module: ModuleType, what: Probed) -> bool:
+    return not hasattr(module, what.class_name) and getattr(module.__spec__, "_initializing", False)
+
+
+def _wrap(what: Probed, cls: type, patch: _Patch) -> list[_Wrapping]:
+    advice = _ENGINE_ADVICE if what is ENGINE else _ADVICE
+    wrappings = []
+    for method in what.methods:
+        make = _InitWrapper if method == "__init__" else wrapt.FunctionWrapper
+        _, attribute, original = wrapt.resolve_path(cls, method)
+        wrapper = make(original, advice[method], enabled=lambda: _current is patch)
+        wrappings.append(_Wrapping(cls, attribute, original, method not in cls.__dict__, wrapper))
+    for wrapping in wrappings:
+        setattr(wrapping.cls, wrapping.attribute, wrapping.wrapper)
+    return wrappings

@@ -1,0 +1,167 @@
+"""What happens around a save: the wrappers of the constructor and of the ways to disk.
+
+Each wrapper has wrapt's four arguments: what it wraps (bound), its instance, args and kwargs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakSet
+
+from . import _ownership, manifest
+from ._targets import FLAG, TARGETS
+
+_full: ContextVar[bool] = ContextVar("ds_frozen_patch_full", default=False)
+_leaving_out: ContextVar[frozenset[str] | None] = ContextVar("ds_frozen_patch_leaving_out", default=None)
+_built_patched: WeakSet[Any] = WeakSet()
+_told: WeakSet[Any] = WeakSet()
+
+
+@contextmanager
+def full_checkpoint() -> Iterator[None]:
+    """Save full checkpoints while this lasts, frozen parameters included.
+
+    Enter it on every rank, around `trainer.save_checkpoint(...)` or `fabric.save(...)`.
+    """
+    token = _full.set(True)
+    try:
+        yield
+    finally:
+        _full.reset(token)
+
+
+def strategy_init(wrapped: Callable[..., None], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """`DeepSpeedStrategy(exclude_frozen_parameters=None | True | False)`; None follows `patch()`."""
+    parameters = inspect.signature(wrapped).parameters
+    if FLAG in parameters:
+        call = inspect.signature(wrapped).bind_partial(*args, **kwargs)
+        choice = call.arguments.get(FLAG)
+        call.arguments[FLAG] = effective = _checked(choice)
+        args, kwargs = call.args, call.kwargs
+    else:
+        kwargs = dict(kwargs)
+        effective = _checked(kwargs.pop(FLAG, None))
+    wrapped(*args, **kwargs)
+    strategy.exclude_frozen_parameters = effective
+    _built_patched.add(strategy)
+
+
+def _checked(choice: Any) -> bool:
+    if choice is not None and not isinstance(choice, bool):
+        raise TypeError(f"{FLAG} must be True, False or None (follow patch()), not {choice!r}")
+    return choice is not False
+
+
+def strategy_setup(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Trainer's `setup`, Fabric's `setup_module` and `setup_module_and_optimizers`: an engine is made."""
+    result = wrapped(*args, **kwargs)
+    if strategy.model is not None:
+        _ownership.own(strategy.model, strategy)
+    return result
+
+
+def strategy_call(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A strategy's own `save_checkpoint`: the engine that it calls knows whom it works for."""
+    with _ownership.at_work(strategy):
+        return wrapped(*args, **kwargs)
+
+
+def engine_save(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`DeepSpeedEngine.save_checkpoint`: sets the flag and adds the manifest."""
+    strategy = _ownership.owner(engine)
+    if strategy is None:
+        return wrapped(*args, **kwargs)
+    call = inspect.signature(wrapped).bind(*args, **kwargs)
+    call.arguments[FLAG] = exclude = _excludes(strategy, call.arguments.get(FLAG))
+    ours: dict[str, Any] = {}
+    if forgets_optimizer(engine):
+        ours["optimizer"] = engine.optimizer.state_dict()
+    left_out = None
+    if exclude:
+        left_out = manifest.describe(
+            engine.module, zero_stage=int(engine.zero_optimization_stage()), world_size=int(engine.dp_world_size)
+        )
+        ours[manifest.KEY] = left_out.to_state()
+        _tell_once(strategy, left_out)
+    call.arguments["client_state"] = {**(call.arguments.get("client_state") or {}), **ours}
+    token = _leaving_out.set(left_out.names if left_out else None)
+    try:
+        return wrapped(*call.args, **call.kwargs)
+    finally:
+        _leaving_out.reset(token)
+
+
+def forgets_optimizer(engine: Any) -> bool:
+    """Whether this is ZeRO stage 0 in bf16 with a plain optimizer.
+
+    DeepSpeed up to 0.17.6 at least takes that for a ZeRO optimizer: it saves none of its state, in any
+    checkpoint, and fails in a load ("no attribute 'dp_process_group'"). Later ones save it as "optimizer".
+    """
+    return (
+        engine.optimizer is not None
+        and engine.bfloat16_enabled()
+        and not engine.zero_optimization()
+        and "state_dict_list" not in inspect.signature(engine.optimizer.load_state_dict).parameters
+    )
+
+
+def _excludes(strategy: Any, asked: bool | None) -> bool:
+    if _full.get():
+        return False
+    if asked is not None and not _ownership.in_strategy():
+        return asked  # a direct call of the engine: what it says is what it means
+    return strategy not in _built_patched or strategy.exclude_frozen_parameters
+
+
+def engine_module_state_dict(
+    wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`DeepSpeedEngine.module_state_dict`: leaves out each frozen parameter under all its names.
+
+    DeepSpeed's own exclusion walks `named_parameters()`, which gives a tied parameter once, and
+    before 0.12.3 it raises KeyError for a module whose `state_dict` gives a subset.
+    """
+    left_out = _leaving_out.get()
+    if left_out is None:
+        return wrapped(*args, **kwargs)
+    call = inspect.signature(wrapped).bind(*args, **kwargs)
+    call.arguments[FLAG] = False
+    state = wrapped(*call.args, **call.kwargs)
+    for name in left_out:
+        state.pop(name, None)
+    return state
+
+
+def _tell_once(strategy: Any, left_out: manifest.Manifest) -> None:
+    if strategy in _told or not strategy.is_global_zero:
+        return
+    _told.add(strategy)
+    count = len(left_out.left_out)
+    logger_of(strategy).info(
+        "Checkpoints leave out %d frozen parameters and so save %s each%s. They must be there again when one is"
+        " loaded: build the model as you did for this run.",
+        count,
+        human_bytes(left_out.total_bytes),
+        f" ({', '.join(p.name for p in left_out.left_out[:2])}{', ...' if count > 2 else ''})" if count else "",
+    )
+
+
+def logger_of(strategy: Any) -> logging.Logger:
+    """A child of the logger of the strategy's Lightning, so that Lightning's own settings rule ours."""
+    modules = {cls.__module__ for cls in type(strategy).__mro__}
+    package = next((t.name for t in TARGETS if t.module in modules), "lightning")
+    return logging.getLogger(f"{package}.ds_frozen_patch")
+
+
+def human_bytes(count: float) -> str:
+    """A number of bytes as a person reads it, in powers of 1000: "2.4 GB"."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"

@@ -1,0 +1,163 @@
+"""The four targets and DeepSpeed: what is installed, and what it can already do.
+
+A class is judged by its features, never by its version: by the live class once its
+module is imported, and before that by its source, so that probing imports nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata, util
+from pathlib import Path
+
+FLAG = "exclude_frozen_parameters"
+
+Parameters = Mapping[str, tuple[str, ...]]
+"""The methods of a class that were found, each with the names of its parameters."""
+
+
+@dataclass(frozen=True)
+class Probed:
+    """One class to look at: where it is, and the methods that the shim relies on."""
+
+    name: str
+    module: str
+    class_name: str
+    methods: tuple[str, ...]
+    distributions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What probing a class gave.
+
+    `verdict` is "native", "patchable", "refused" or "not installed". `reason` says what was
+    found, and `remedy` what to do about a refusal.
+    """
+
+    verdict: str
+    version: str | None = None
+    reason: str = ""
+    remedy: str = ""
+
+
+_TRAINER = ("__init__", "setup", "save_checkpoint", "load_checkpoint")
+_FABRIC = ("__init__", "setup_module_and_optimizers", "setup_module", "save_checkpoint", "load_checkpoint")
+
+
+def _strategy(name: str, methods: tuple[str, ...], *distributions: str) -> Probed:
+    return Probed(name, f"{name}.strategies.deepspeed", "DeepSpeedStrategy", methods, distributions)
+
+
+TARGETS = (
+    _strategy("lightning.pytorch", _TRAINER, "lightning"),
+    _strategy("lightning.fabric", _FABRIC, "lightning"),
+    _strategy("pytorch_lightning", _TRAINER, "pytorch-lightning"),
+    _strategy("lightning_fabric", _FABRIC, "lightning-fabric", "pytorch-lightning"),
+)
+ENGINE = Probed(
+    "deepspeed",
+    "deepspeed.runtime.engine",
+    "DeepSpeedEngine",
+    ("save_checkpoint", "load_checkpoint", "module_state_dict", "load_module_state_dict"),
+    ("deepspeed",),
+)
+
+
+def probe(what: Probed) -> Finding:
+    """Judge one class as it is installed, without importing its module if its source tells enough."""
+    root = _package_folder(what.name)
+    if root is None and what.module not in sys.modules:
+        return Finding("not installed")
+    version = _version(what, root)
+    parameters = None if what.module in sys.modules else _read_source(what, root)
+    if parameters is None or any(method not in parameters for method in what.methods):
+        # Imported already, or the source leaves something open (a method may be inherited).
+        try:
+            parameters = _look_at(what)
+        except ImportError as error:
+            return _refused(what, version, f"{what.module} cannot be imported: {error}")
+    return _judge(what, version, parameters)
+
+
+def _judge(what: Probed, version: str | None, parameters: Parameters | None) -> Finding:
+    if parameters is None:
+        return _refused(what, version, f"{what.module} has no class {what.class_name}")
+    missing = [method for method in what.methods if method not in parameters]
+    if missing:
+        return _refused(what, version, f"{what.class_name} has no method {', '.join(missing)}")
+    if what is ENGINE:
+        if FLAG not in parameters["save_checkpoint"]:
+            return _refused(what, version, f"DeepSpeedEngine.save_checkpoint has no argument {FLAG}")
+        return Finding("patchable", version, f"save_checkpoint takes {FLAG}")
+    if FLAG in parameters["__init__"]:
+        return Finding("native", version, f"has {FLAG}; tied aliases, strict load and ZeRO-3 test need the shim")
+    return Finding("patchable", version, f"has no {FLAG}")
+
+
+def _refused(what: Probed, version: str | None, reason: str) -> Finding:
+    remedy = (
+        "install DeepSpeed 0.10.1 or newer: pip install -U 'deepspeed>=0.10.1'"
+        if what is ENGINE
+        else f"install a release that the README lists, or uninstall {what.distributions[-1]} if nothing uses it"
+    )
+    return Finding("refused", version, reason, remedy)
+
+
+def _package_folder(name: str) -> Path | None:
+    """The folder of a package that may have a parent, found without importing either."""
+    top, *rest = name.split(".")
+    try:
+        spec = util.find_spec(top)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    for location in spec.submodule_search_locations:
+        folder = Path(location, *rest)
+        if folder.is_dir():
+            return folder
+    return None
+
+
+def _version(what: Probed, root: Path | None) -> str | None:
+    # lightning_fabric comes in the wheel of pytorch-lightning too: its own file says which it is.
+    if root is not None and (note := root / "version.info").is_file():
+        return note.read_text(encoding="utf-8").strip()
+    for distribution in what.distributions:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _read_source(what: Probed, root: Path | None) -> Parameters | None:
+    if root is None:
+        return None
+    file = root.joinpath(*what.module[len(what.name) + 1 :].split(".")).with_suffix(".py")
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError):
+        return None
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == what.class_name:
+            return {item.name: _argument_names(item.args) for item in node.body if isinstance(item, ast.FunctionDef)}
+    return None
+
+
+def _argument_names(arguments: ast.arguments) -> tuple[str, ...]:
+    return tuple(item.arg for item in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))
+
+
+def _look_at(what: Probed) -> Parameters | None:
+    cls = getattr(importlib.import_module(what.module), what.class_name, None)
+    if not isinstance(cls, type):
+        return None
+    methods = {name: getattr(cls, name, None) for name in what.methods}
+    return {name: tuple(inspect.signature(method).parameters) for name, method in methods.items() if callable(method)}

@@ -1,0 +1,131 @@
+"""The manifest: what a trainable-only checkpoint says of the parameters that it left out.
+
+It travels in DeepSpeed's client state under `KEY`, so it cannot be parted from the weights,
+and holds plain Python values only, so that it can be read without unpickling a class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from ._errors import CheckpointMismatchError
+
+if TYPE_CHECKING:
+    import torch
+
+KEY = "ds_frozen_patch"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """One frozen parameter that a checkpoint does not hold.
+
+    `names` are all its names in the module: the one that `named_parameters()` gives, then its
+    tied aliases. `shape` is that of the whole parameter, also where ZeRO-3 has partitioned it.
+    `dtype` is torch's name for it, such as "bfloat16".
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        """The name that `named_parameters()` gives."""
+        return self.names[0]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What was left out of a checkpoint, and what wrote it.
+
+    `total_bytes` counts each left-out parameter once, in its own dtype. `versions` gives the
+    release of each package that took part, by its name on the package index.
+    """
+
+    left_out: tuple[LeftOut, ...]
+    total_bytes: int
+    zero_stage: int
+    world_size: int
+    versions: Mapping[str, str]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every name that the checkpoint does not hold, tied aliases included."""
+        return frozenset(name for parameter in self.left_out for name in parameter.names)
+
+    def to_state(self) -> dict[str, Any]:
+        """The manifest as plain values, to go into a checkpoint."""
+        return {
+            "format": FORMAT,
+            "left_out": [(list(p.names), list(p.shape), p.dtype) for p in self.left_out],
+            "total_bytes": self.total_bytes,
+            "zero_stage": self.zero_stage,
+            "world_size": self.world_size,
+            "versions": dict(self.versions),
+        }
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Mapping[str, Any]) -> Manifest | None:
+        """The manifest in a checkpoint's state, or None where there is none.
+
+        Raises:
+            CheckpointMismatchError: it is of a format that this release does not know.
+        """
+        state = checkpoint.get(KEY)
+        if state is None:
+            return None
+        found = state.get("format") if isinstance(state, dict) else None
+        if found != FORMAT:
+            raise CheckpointMismatchError(
+                f"The checkpoint's manifest has format {found!r}; this release of ds_frozen_patch reads format"
+                f" {FORMAT}. Update it: pip install -U ds_frozen_patch"
+            )
+        return cls(
+            left_out=tuple(LeftOut(tuple(n), tuple(shape), dtype) for n, shape, dtype in state["left_out"]),
+            total_bytes=state["total_bytes"],
+            zero_stage=state["zero_stage"],
+            world_size=state["world_size"],
+            versions=state["versions"],
+        )
+
+
+def names_by_parameter(module: torch.nn.Module) -> dict[torch.nn.Parameter, tuple[str, ...]]:
+    """Each parameter of a module with all its names, tied aliases included, in the module's order."""
+    names: dict[torch.nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return {parameter: tuple(all_names) for parameter, all_names in names.items()}
+
+
+def shape_of(parameter: torch.nn.Parameter) -> tuple[int, ...]:
+    """The shape of a whole parameter, also where ZeRO-3 has partitioned it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def describe(module: torch.nn.Module, *, zero_stage: int, world_size: int) -> Manifest:
+    """The manifest of a checkpoint that leaves out every frozen parameter of `module`."""
+    frozen = {p: names for p, names in names_by_parameter(module).items() if not p.requires_grad}
+    return Manifest(
+        left_out=tuple(
+            LeftOut(names, shape_of(p), str(p.dtype).removeprefix("torch.")) for p, names in frozen.items()
+        ),
+        total_bytes=sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in frozen),
+        zero_stage=zero_stage,
+        world_size=world_size,
+        versions=_versions(),
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("ds_frozen_patch", "lightning", "pytorch-lightning", "lightning-fabric", "deepspeed", "torch"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,78 @@
+"""Fabric keeps promises 1, 2 and 4 as Trainer does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ds_frozen_patch
+import pytest
+import runs
+from disk import model_states
+
+
+def whole_and_resumed(out: str, stage: int, precision: str) -> dict[str, Any]:
+    ds_frozen_patch.patch()
+    made = runs.fabric(2, stage, precision)
+    model, optimizer = runs.fabric_setup(made)
+    runs.fabric_epoch(made, model, optimizer)
+    made.save(f"{out}/small.ckpt", {"model": model, "optimizer": optimizer, "mine": {"step": 4}})
+    whole = (runs.fabric_epoch(made, model, optimizer), runs.trained_state(model))
+
+    made = runs.fabric(2, stage, precision)
+    model, optimizer = runs.fabric_setup(made)
+    state = {"model": model, "optimizer": optimizer, "mine": {"step": 0}}
+    remainder = made.load(f"{out}/small.ckpt", state)
+    resumed = (runs.fabric_epoch(made, model, optimizer), runs.trained_state(model))
+    return {"whole": whole, "resumed": resumed, "mine": state["mine"], "remainder": sorted(remainder)}
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [(0, "32-true"), (1, "bf16-mixed"), (2, "bf16-mixed"), (2, "32-true"), (3, "bf16-mixed"), (3, "32-true")],
+)
+def test_fabric_resumes_bit_for_bit(ranks: Any, tmp_path: Path, stage: int, precision: str) -> None:
+    for result in ranks(2, whole_and_resumed, out=str(tmp_path), stage=stage, precision=precision):
+        assert result["resumed"] == result["whole"]
+        assert len(set(result["whole"][0])) > 1
+        assert result["mine"] == {"step": 4}
+        assert "ds_frozen_patch" not in result["remainder"]
+    for saved in model_states(tmp_path / "small.ckpt"):
+        assert all("lora_" in name or name == "seen" for name in saved["module"])
+
+
+def weights_alone(out: str, stage: int) -> tuple[dict[str, str], dict[str, str]]:
+    """Load the model without its optimizer: into an engine for training, and into one for inference."""
+    ds_frozen_patch.patch()
+    made = runs.fabric(2, stage)
+    model, optimizer = runs.fabric_setup(made)
+    runs.fabric_epoch(made, model, optimizer)
+    made.save(f"{out}/small.ckpt", {"model": model, "optimizer": optimizer})
+    saved = runs.trained_state(model)
+
+    made = runs.fabric(2, stage)
+    model, _ = runs.fabric_setup(made)
+    made.load(f"{out}/small.ckpt", {"model": model})
+    return saved, runs.trained_state(model)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fabric_loads_weights_alone(ranks: Any, tmp_path: Path, stage: int) -> None:
+    for saved, loaded in ranks(2, weights_alone, out=str(tmp_path), stage=stage):
+        assert loaded == saved
+
+
+def constructor_says_no(out: str) -> None:
+    ds_frozen_patch.patch()
+    for choice in (True, False, None):
+        made = runs.fabric(2, 2, exclude_frozen_parameters=choice)
+        model, optimizer = runs.fabric_setup(made)
+        runs.fabric_epoch(made, model, optimizer)
+        made.save(f"{out}/{choice}.ckpt", {"model": model, "optimizer": optimizer})
+
+
+def test_explicit_false_wins(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, constructor_says_no, out=str(tmp_path))
+    for choice in (True, False, None):
+        (saved,) = model_states(tmp_path / f"{choice}.ckpt")
+        assert ("model.base_model.model.lm_head.weight" in saved["module"]) == (choice is False)

@@ -1,0 +1,107 @@
+"""Promise 6: plain Lightning loads what we write, and we load what others write."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import ds_frozen_patch
+import pytest
+import runs
+from disk import model_states
+from lightning.pytorch.strategies import DeepSpeedStrategy
+
+
+def train(out: str, stage: int, **strategy: Any) -> tuple[list[float], dict[str, str]]:
+    trainer = runs.trainer(out, 2, strategy=DeepSpeedStrategy(config=runs.config(stage), **strategy))
+    module = runs.LoraRun()
+    trainer.fit(module, runs.batches(2))
+    return module.losses[runs.BATCHES :], runs.trained_state(module)
+
+
+def resume(out: str, stage: int, seed: int = 1, strict: bool = True) -> tuple[list[float], dict[str, str]]:
+    trainer = runs.trainer(f"{out}/again", 2, stage)
+    module = runs.LoraRun(seed=seed)
+    module.strict_loading = strict
+    trainer.fit(module, runs.batches(2), ckpt_path=f"{out}/epoch=0.ckpt")
+    return module.losses, runs.trained_state(module)
+
+
+def ours_into_plain(out: str, stage: int) -> tuple[Any, Any]:
+    with ds_frozen_patch.patched():
+        trained = train(out, stage)
+    return trained, resume(out, stage, strict=False)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_plain_lightning_loads_ours(ranks: Any, tmp_path: Path, stage: int) -> None:
+    for trained, resumed in ranks(2, ours_into_plain, out=str(tmp_path), stage=stage):
+        assert resumed == trained
+
+
+def plain_into_ours(out: str, stage: int) -> tuple[Any, Any, list[str]]:
+    trained = train(out, stage)
+    ds_frozen_patch.patch()
+    with runs.heard() as messages:
+        # Another seed: the frozen parameters must come from the checkpoint.
+        resumed = resume(out, stage, seed=2)
+    return trained, resumed, [m for m in messages if m.startswith("WARNING")]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_full_checkpoint_of_plain_lightning(ranks: Any, tmp_path: Path, stage: int) -> None:
+    for trained, resumed, warned in ranks(2, plain_into_ours, out=str(tmp_path), stage=stage):
+        assert resumed == trained
+        assert warned == []
+
+
+def poc_into_ours(out: str, stage: int) -> tuple[Any, Any, list[str]]:
+    """The feature request's proof of concept: the strategy's method replaced, the flag set by hand."""
+    original = DeepSpeedStrategy.save_checkpoint
+
+    def save_checkpoint(self: Any, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+        filepath = self.broadcast(filepath)
+        checkpoint = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
+        self.deepspeed_engine.save_checkpoint(
+            filepath, client_state=checkpoint, tag="checkpoint", exclude_frozen_parameters=True
+        )
+
+    DeepSpeedStrategy.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
+    try:
+        trained = train(out, stage)
+    finally:
+        DeepSpeedStrategy.save_checkpoint = original  # type: ignore[method-assign]
+    return load_with_warnings(out, stage, trained)
+
+
+def native_into_ours(out: str, stage: int) -> tuple[Any, Any, list[str]]:
+    return load_with_warnings(out, stage, train(out, stage, exclude_frozen_parameters=True))
+
+
+def load_with_warnings(out: str, stage: int, trained: Any) -> tuple[Any, Any, list[str]]:
+    ds_frozen_patch.patch()
+    with runs.heard() as messages:
+        resumed = resume(out, stage)
+    return trained, resumed, [m for m in messages if m.startswith("WARNING")]
+
+
+HAS_FLAG = "exclude_frozen_parameters" in inspect.signature(DeepSpeedStrategy).parameters
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("way", ["proof of concept", "native flag"])
+def test_trainable_only_of_others(ranks: Any, tmp_path: Path, stage: int, way: str) -> None:
+    if way == "native flag" and not HAS_FLAG:
+        pytest.skip("this Lightning has no native flag")
+    function = native_into_ours if way == "native flag" else poc_into_ours
+    first, second = ranks(2, function, out=str(tmp_path), stage=stage)
+    assert first[0] == first[1]
+    assert second[0] == second[1]
+    assert len(first[2]) == 1
+    assert "cannot be verified" in first[2][0]
+    assert second[2] == []
+    # Such a checkpoint still holds the tied alias: DeepSpeed excludes it under one name only.
+    saved = model_states(tmp_path / "epoch=0.ckpt")[0]
+    assert "ds_frozen_patch" not in saved
+    assert any(name.endswith("lm_head.weight") for name in saved["module"])

@@ -1,0 +1,146 @@
+"""Ranks that stay: processes that import Lightning and DeepSpeed once and then run one test after another.
+
+A test calls `ranks(world_size, function, **arguments)`; the function runs on every rank at once, with a
+process group of gloo, and its results come back as a list. Each call starts unpatched.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+START_SECONDS = 180
+CALL_SECONDS = 240
+GRACE_SECONDS = 15  # what the other ranks get to fail in too, once one has failed
+
+
+class RankError(AssertionError):
+    """A function raised on at least one rank. `raised` has each rank's exception type and text, or None."""
+
+    def __init__(self, message: str, raised: list[tuple[str, str] | None]) -> None:
+        super().__init__(message)
+        self.raised = raised
+
+
+class Ranks:
+    """A pool of `world_size` ranks, started at the first call and again after one that failed."""
+
+    def __init__(self, world_size: int, package: str, log: Path) -> None:
+        self.world_size = world_size
+        self.package = package
+        self.log = log
+        self.processes: list[Any] = []
+        self.pipes: list[Connection] = []
+
+    def __call__(self, function: Callable[..., Any], /, **arguments: Any) -> list[Any]:
+        if not self.processes:
+            self._start()
+        self.log.write_text("")
+        for pipe in self.pipes:
+            pipe.send((function, arguments))
+        answers = self._collect(CALL_SECONDS)
+        failed = [rank for rank, answer in enumerate(answers) if answer is None or answer[0] == "raised"]
+        if failed:
+            self.stop()  # the ranks may be out of step now
+            raise RankError(self._report(answers), [a[1][:2] if a and a[0] == "raised" else None for a in answers])
+        return [answer[1] for answer in answers if answer is not None]
+
+    def _start(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, rank, self.world_size, port, self.package, str(self.log)), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.pipes.append(ours)
+        answers = self._collect(START_SECONDS)
+        if any(answer is None or answer[0] == "raised" for answer in answers):
+            self.stop()
+            raise RuntimeError(f"the ranks did not start:\n{self._report(answers)}")
+
+    def _collect(self, seconds: float) -> list[Any]:
+        answers: list[Any] = [None] * self.world_size
+        deadline = time.monotonic() + seconds
+        waiting = set(range(self.world_size))
+        while waiting and time.monotonic() < deadline:
+            for rank in list(waiting):
+                try:
+                    if not self.pipes[rank].poll(0.02):
+                        continue
+                    answers[rank] = self.pipes[rank].recv()
+                except (EOFError, ConnectionResetError):
+                    answers[rank] = ("raised", ("ProcessDied", f"exit code {self.processes[rank].exitcode}", ""))
+                waiting.discard(rank)
+                if answers[rank][0] == "raised":
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return answers
+
+    def _report(self, answers: list[Any]) -> str:
+        parts = []
+        for rank, answer in enumerate(answers):
+            if answer is None:
+                parts.append(f"rank {rank}: no answer in time")
+            elif answer[0] == "raised":
+                parts.append(f"rank {rank}:\n{answer[1][2] or answer[1][1]}")
+        output = self.log.read_text(errors="replace")[-3000:] if self.log.exists() else ""
+        return "\n".join([*parts, "--- what the ranks printed last ---", output])
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.processes, self.pipes = [], []
+
+
+def _serve(pipe: Connection, rank: int, world_size: int, port: int, package: str, log: str) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        NODE_RANK="0",
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        OMP_NUM_THREADS="1",
+    )
+    try:
+        import torch
+
+        from ds_frozen_patch import unpatch
+        from ds_frozen_patch.testing import cpu_strategy
+
+        torch.set_num_threads(1)
+        fabric = {"lightning": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}[package]
+        cpu_strategy({"lightning": "lightning.pytorch"}.get(package, package))
+        cpu_strategy(fabric)
+        pipe.send(("returned", None))
+    except BaseException as error:
+        pipe.send(("raised", (type(error).__name__, str(error), traceback.format_exc())))
+        return
+    while True:
+        function, arguments = pipe.recv()
+        try:
+            answer = ("returned", function(**arguments))
+        except BaseException as error:
+            answer = ("raised", (type(error).__name__, str(error), traceback.format_exc()))
+        finally:
+            unpatch()
+        pipe.send(answer)

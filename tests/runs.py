@@ -1,0 +1,165 @@
+"""The runs that the contract is about: a LoRA fine-tune by Trainer or Fabric, with what it leaves on disk.
+
+Everything here runs inside a rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import lightning.pytorch as pl
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DeepSpeedStrategy as FabricDeepSpeed
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from peft import LoraConfig, get_peft_model
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCABULARY = 96
+BATCHES = 4  # per rank and epoch
+
+
+class LoraRun(pl.LightningModule):
+    """A small Llama with LoRA adapters, a buffer that training changes, and the losses it has seen."""
+
+    def __init__(self, seed: int = 1, tied: bool = True, hidden: int = 32, vocabulary: int = VOCABULARY, rank: int = 4):
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=hidden,
+            intermediate_size=2 * hidden,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            tie_word_embeddings=tied,
+        )
+        lora = LoraConfig(r=rank, lora_alpha=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        self.model = get_peft_model(LlamaForCausalLM(config), lora)
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.int64))
+        self.losses: list[float] = []
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=tokens, labels=tokens).loss
+
+    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.seen += 1
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, _: int) -> None:
+        self.log("val_loss", self.loss(batch) + 0 * self.seen, sync_dist=True)
+
+    def test_step(self, batch: torch.Tensor, _: int) -> None:
+        self.log("test_loss", self.loss(batch) + 0 * self.seen, sync_dist=True)
+
+    def predict_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        return self.model(input_ids=batch).logits.float()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def batches(world_size: int) -> DataLoader[Any]:
+    tokens = torch.randint(VOCABULARY, (2 * BATCHES * world_size, 8), generator=torch.Generator().manual_seed(0))
+    return DataLoader(tokens, batch_size=2)  # type: ignore[arg-type]
+
+
+def config(stage: int, **extra: Any) -> dict[str, Any]:
+    """A DeepSpeed config as people write it: what the strategy's constructor would have made is not filled in."""
+    zero = {"zero_optimization": {"stage": stage, **extra}} if stage else {}
+    return {**zero, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+
+
+def trainer(
+    out: str | Path, world_size: int, stage: int = 2, *, strategy: Any = None, epochs: int = 2, **options: Any
+) -> pl.Trainer:
+    options.setdefault("precision", "bf16-mixed")
+    options.setdefault("callbacks", [ModelCheckpoint(str(out), filename="{epoch}", save_top_k=-1)])
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=DeepSpeedStrategy(config=config(stage)) if strategy is None else strategy,
+        max_epochs=epochs,
+        default_root_dir=out,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def trained_state(module: torch.nn.Module) -> dict[str, str]:
+    """A digest of each whole parameter and buffer, partitioned or not."""
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        return {name: digest(tensor) for name, tensor in tensors.items()}
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def fabric(world_size: int, stage: int, precision: str = "bf16-mixed", **strategy: Any) -> Fabric:
+    made = Fabric(
+        accelerator="cpu",
+        devices=world_size,
+        precision=precision,  # type: ignore[arg-type]
+        strategy=FabricDeepSpeed(config=config(stage), **strategy),
+    )
+    made.launch()
+    return made
+
+
+def fabric_setup(made: Fabric, **model: Any) -> tuple[Any, Any]:
+    module = LoraRun(**model)
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
+    return made.setup(module, optimizer)
+
+
+def fabric_epoch(made: Fabric, model: Any, optimizer: Any) -> list[float]:
+    losses = []
+    for tokens in made.setup_dataloaders(batches(made.world_size)):
+        loss = model(input_ids=tokens, labels=tokens) if False else model.loss(tokens)
+        losses.append(loss.item())
+        made.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """The messages of our loggers and all warnings, while this lasts."""
+    messages: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(f"{record.levelname}: {record.getMessage()}")
+
+    listener = Listener()
+    loggers = [logging.getLogger(f"lightning.{part}.ds_frozen_patch") for part in ("pytorch", "fabric")]
+    for logger in loggers:
+        logger.addHandler(listener)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield messages
+        finally:
+            messages.extend(f"{w.category.__name__}: {w.message}" for w in caught)
+            for logger in loggers:
+                logger.removeHandler(listener)
