@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,20 +50,20 @@ class LoraRun(pl.LightningModule):
         self.register_buffer("seen", torch.zeros(1, dtype=torch.int64))
         self.losses: list[float] = []
 
-    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.model(input_ids=tokens, labels=tokens).loss
 
     def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
-        loss = self.loss(batch)
+        loss = self(batch)
         self.seen += 1
         self.losses.append(loss.item())
         return loss
 
     def validation_step(self, batch: torch.Tensor, _: int) -> None:
-        self.log("val_loss", self.loss(batch) + 0 * self.seen, sync_dist=True)
+        self.log("val_loss", self(batch) + 0 * self.seen, sync_dist=True)
 
     def test_step(self, batch: torch.Tensor, _: int) -> None:
-        self.log("test_loss", self.loss(batch) + 0 * self.seen, sync_dist=True)
+        self.log("test_loss", self(batch) + 0 * self.seen, sync_dist=True)
 
     def predict_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
         return self.model(input_ids=batch).logits.float()
@@ -89,7 +89,8 @@ def trainer(
     out: str | Path, world_size: int, stage: int = 2, *, strategy: Any = None, epochs: int = 2, **options: Any
 ) -> pl.Trainer:
     options.setdefault("precision", "bf16-mixed")
-    options.setdefault("callbacks", [ModelCheckpoint(str(out), filename="{epoch}", save_top_k=-1)])
+    if options.get("enable_checkpointing", True):
+        options.setdefault("callbacks", [ModelCheckpoint(str(out), filename="{epoch}", save_top_k=-1)])
     return pl.Trainer(
         accelerator="cpu",
         devices=world_size,
@@ -134,12 +135,21 @@ def fabric_setup(made: Fabric, **model: Any) -> tuple[Any, Any]:
 def fabric_epoch(made: Fabric, model: Any, optimizer: Any) -> list[float]:
     losses = []
     for tokens in made.setup_dataloaders(batches(made.world_size)):
-        loss = model(input_ids=tokens, labels=tokens) if False else model.loss(tokens)
+        loss = model(tokens)
         losses.append(loss.item())
         made.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
     return losses
+
+
+def refusal(run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple[str, str]:
+    """The name and the text of what a call raises. It must raise on every rank, or the ranks fall out of step."""
+    try:
+        run(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("nothing was raised")
 
 
 @contextmanager

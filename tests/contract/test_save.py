@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,33 +73,29 @@ def test_bytes_on_disk(ranks: Any, tmp_path: Path, stage: int, bytes_each: int) 
     """2 bytes of bf16 weight (not in ZeRO-3), 4 of fp32 master, 8 of Adam's moments; the tied base is 4 MB."""
     trainable = ranks(2, save_large, out=str(tmp_path), stage=stage)[0]
     floor = bytes_each * trainable
-    assert floor > 3_500_000
+    assert floor > 3_000_000
     assert floor < size(tmp_path / "small.ckpt") < 1.03 * floor + 256 * 1024
 
 
-def save_by(out: str, way: str, world_size: int) -> None:
+def save_by(out: str, way: str) -> None:
     ds_frozen_patch.patch()
-    strategy: Any
-    if way == "alias":
-        strategy = "deepspeed_stage_2"
-    elif way == "constructor":
-        strategy = DeepSpeedStrategy(stage=2)
-    elif way == "dict":
-        strategy = DeepSpeedStrategy(config=runs.config(2))
-    else:
-        file = Path(out, f"config{os.environ['RANK']}.json")
-        file.write_text(json.dumps(runs.config(2)))
-        if way == "json":
-            strategy = DeepSpeedStrategy(config=str(file))
-        else:
-            os.environ["PL_DEEPSPEED_CONFIG_PATH"] = str(file)
-            strategy = "deepspeed"
+    file = Path(out, f"config{os.environ['RANK']}.json")
+    file.write_text(json.dumps(runs.config(2)))
+    if way == "environment":
+        os.environ["PL_DEEPSPEED_CONFIG_PATH"] = str(file)
+    ways: dict[str, Callable[[], Any]] = {
+        "alias": lambda: "deepspeed_stage_2",
+        "constructor": lambda: DeepSpeedStrategy(stage=2),
+        "dict": lambda: DeepSpeedStrategy(config=runs.config(2)),
+        "json": lambda: DeepSpeedStrategy(config=str(file)),
+        "environment": lambda: "deepspeed",
+    }
     try:
-        trainer = runs.trainer(out, world_size, strategy=strategy, epochs=1, enable_checkpointing=False, callbacks=[])
-        trainer.fit(runs.LoraRun(), runs.batches(world_size))
+        trainer = runs.trainer(out, 2, strategy=ways[way](), epochs=1, enable_checkpointing=False)
+        trainer.fit(runs.LoraRun(), runs.batches(2))
         trainer.save_checkpoint(f"{out}/small.ckpt")
-        again = runs.trainer(out, world_size, strategy=strategy, epochs=2, enable_checkpointing=False, callbacks=[])
-        again.fit(runs.LoraRun(), runs.batches(world_size), ckpt_path=f"{out}/small.ckpt")
+        again = runs.trainer(out, 2, strategy=ways[way](), epochs=2, enable_checkpointing=False)
+        again.fit(runs.LoraRun(), runs.batches(2), ckpt_path=f"{out}/small.ckpt")
         assert again.global_step == 2 * runs.BATCHES
     finally:
         os.environ.pop("PL_DEEPSPEED_CONFIG_PATH", None)
@@ -106,7 +103,7 @@ def save_by(out: str, way: str, world_size: int) -> None:
 
 @pytest.mark.parametrize("way", ["alias", "constructor", "dict", "json", "environment"])
 def test_every_way_to_configure(ranks: Any, tmp_path: Path, way: str) -> None:
-    ranks(2, save_by, out=str(tmp_path), way=way, world_size=2)
+    ranks(2, save_by, out=str(tmp_path), way=way)
     (saved,) = model_states(tmp_path / "small.ckpt")
     assert all("lora_" in name or name == "seen" for name in saved["module"])
 
@@ -152,7 +149,7 @@ def save_subset(out: str) -> None:
 
     ds_frozen_patch.patch()
     trainer = runs.trainer(
-        out, 2, strategy=OwnStrategy(config=runs.config(2)), epochs=1, callbacks=[], enable_checkpointing=False
+        out, 2, strategy=OwnStrategy(config=runs.config(2)), epochs=1, enable_checkpointing=False
     )
     trainer.fit(Subset(), runs.batches(2))
     trainer.save_checkpoint(f"{out}/small.ckpt")

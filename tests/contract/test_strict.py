@@ -10,8 +10,6 @@ import pytest
 import runs
 import torch
 from disk import model_states
-from lightning.pytorch.strategies import DeepSpeedStrategy
-from ranks import RankError
 
 
 class Other(runs.LoraRun):
@@ -37,14 +35,14 @@ class Other(runs.LoraRun):
             self.register_buffer("other", torch.zeros(1))
 
 
-def resume_changed(out: str, stage: int, change: str, evaluate: bool) -> None:
+def resume_changed(out: str, stage: int, change: str, evaluate: bool) -> tuple[str, str]:
     ds_frozen_patch.patch()
     if not Path(out, "epoch=0.ckpt").exists():
         trainer = runs.trainer(out, 2, stage, epochs=1)
         trainer.fit(runs.LoraRun(), runs.batches(2))
     trainer = runs.trainer(out, 2, stage, epochs=2)
     run = trainer.test if evaluate else trainer.fit
-    run(Other(change), runs.batches(2), ckpt_path=f"{out}/epoch=0.ckpt")
+    return runs.refusal(run, Other(change), runs.batches(2), ckpt_path=f"{out}/epoch=0.ckpt")
 
 
 Q = "model.base_model.model.model.layers.0.self_attn.q_proj"
@@ -67,10 +65,7 @@ Q = "model.base_model.model.model.layers.0.self_attn.q_proj"
 def test_a_changed_model_is_refused(
     ranks: Any, tmp_path: Path, stage: int, change: str, error: str, names: str
 ) -> None:
-    with pytest.raises(RankError) as refused:
-        ranks(2, resume_changed, out=str(tmp_path), stage=stage, change=change, evaluate=False)
-    for raised in refused.value.raised:
-        assert raised is not None
+    for raised in ranks(2, resume_changed, out=str(tmp_path), stage=stage, change=change, evaluate=False):
         assert raised[0] == error
         assert names in raised[1]
 
@@ -85,17 +80,19 @@ def test_a_changed_model_is_refused(
     ],
 )
 def test_a_changed_model_is_refused_in_test(ranks: Any, tmp_path: Path, stage: int, change: str, names: str) -> None:
-    with pytest.raises(RankError) as refused:
-        ranks(2, resume_changed, out=str(tmp_path), stage=stage, change=change, evaluate=True)
-    for raised in refused.value.raised:
-        assert raised is not None
+    for raised in ranks(2, resume_changed, out=str(tmp_path), stage=stage, change=change, evaluate=True):
         assert names in raised[1]
 
 
-def resume_edited(out: str, names: str) -> None:
+def train(out: str) -> None:
     ds_frozen_patch.patch()
-    trainer = runs.trainer(out, 2, strategy=DeepSpeedStrategy(config=runs.config(2)), epochs=2)
-    trainer.fit(runs.LoraRun(), runs.batches(2), ckpt_path=f"{out}/epoch=0.ckpt")
+    runs.trainer(out, 2, epochs=1).fit(runs.LoraRun(), runs.batches(2))
+
+
+def resume(out: str) -> tuple[str, str]:
+    ds_frozen_patch.patch()
+    trainer = runs.trainer(out, 2, epochs=2)
+    return runs.refusal(trainer.fit, runs.LoraRun(), runs.batches(2), ckpt_path=f"{out}/epoch=0.ckpt")
 
 
 def test_a_damaged_checkpoint_is_refused(ranks: Any, tmp_path: Path) -> None:
@@ -103,25 +100,45 @@ def test_a_damaged_checkpoint_is_refused(ranks: Any, tmp_path: Path) -> None:
     ranks(2, train, out=str(tmp_path))
     (file,) = Path(tmp_path, "epoch=0.ckpt", "checkpoint").glob("*model_states.pt")
     (saved,) = model_states(tmp_path / "epoch=0.ckpt")
-    lost = saved["module"].pop(f"{Q}.lora_A.default.weight")
-    saved["module"]["stranger"] = lost
+    saved["module"]["stranger"] = saved["module"].pop(f"{Q}.lora_A.default.weight")
     torch.save(saved, file)
-    with pytest.raises(RankError) as refused:
-        ranks(2, resume_edited, out=str(tmp_path), names="")
-    for raised in refused.value.raised:
-        assert raised is not None
-        assert f'Missing key(s) in state_dict: "{Q}.lora_A.default.weight".' in raised[1]
-        assert 'Unexpected key(s) in state_dict: "stranger".' in raised[1]
-        assert "base_layer" not in raised[1]
+    for name, text in ranks(2, resume, out=str(tmp_path)):
+        assert name == "RuntimeError"
+        assert f'Missing key(s) in state_dict: "{Q}.lora_A.default.weight".' in text
+        assert 'Unexpected key(s) in state_dict: "stranger".' in text
+        assert "base_layer" not in text
 
     saved["ds_frozen_patch"]["format"] = 99
     torch.save(saved, file)
-    with pytest.raises(RankError) as refused:
-        ranks(2, resume_edited, out=str(tmp_path), names="")
-    assert "format 99" in str(refused.value.raised[0])
+    for name, text in ranks(2, resume, out=str(tmp_path)):
+        assert name == "CheckpointMismatchError"
+        assert "format 99" in text
 
 
-def train(out: str) -> None:
+def wrong_paths(out: str) -> dict[str, tuple[str, str]]:
     ds_frozen_patch.patch()
-    trainer = runs.trainer(out, 2, epochs=1)
-    trainer.fit(runs.LoraRun(), runs.batches(2))
+    paths = {
+        "missing": f"{out}/nowhere.ckpt",
+        "file": f"{out}/file.ckpt",
+        "inner": f"{out}/epoch=0.ckpt/checkpoint",
+    }
+    found = {}
+    for kind, path in paths.items():
+        trainer = runs.trainer(out, 2, epochs=2)
+        found[kind] = runs.refusal(trainer.fit, runs.LoraRun(), runs.batches(2), ckpt_path=path)
+    made = runs.fabric(2, 2)
+    model, optimizer = runs.fabric_setup(made)
+    state = {"model": model, "optimizer": optimizer}
+    found["fabric"] = runs.refusal(made.load, f"{out}/nowhere.ckpt", state)
+    return found
+
+
+def test_wrong_paths(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, train, out=str(tmp_path))
+    (tmp_path / "file.ckpt").write_text("not a checkpoint")
+    for found in ranks(2, wrong_paths, out=str(tmp_path)):
+        assert {name for name, _ in found.values()} == {"FileNotFoundError"}
+        assert f"no checkpoint at {tmp_path}/nowhere.ckpt" in found["missing"][1]
+        assert f"no checkpoint at {tmp_path}/nowhere.ckpt" in found["fabric"][1]
+        assert f"{tmp_path}/file.ckpt is a file" in found["file"][1]
+        assert f"this parent directory instead: {tmp_path}/epoch=0.ckpt" in found["inner"][1]
