@@ -6,6 +6,7 @@ process group of gloo, and its results come back as a list. Each call starts unp
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -137,6 +138,9 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, package: str
         return
     while True:
         function, arguments = pipe.recv()
+        # DeepSpeed collects garbage many times per engine, and what was imported by now is a large heap to walk.
+        gc.collect()
+        gc.freeze()
         try:
             answer = ("returned", function(**arguments))
         except BaseException as error:

@@ -16,7 +16,7 @@ import wrapt
 
 from . import _loading, _saving
 from ._errors import PatchError
-from ._targets import ENGINE, FLAG, TARGETS, Finding, Probed, probe
+from ._targets import ENGINE, FLAG, TARGETS, Finding, Probed, imported_class, probe
 
 _ADVICE: dict[str, Callable[..., Any]] = {
     "__init__": _saving.strategy_init,
@@ -129,23 +129,30 @@ def patch() -> Status:
     """
     global _current
     _finish_imports()
+    findings = _probe_all() if _current is None else {}
     with _lock:
         if _current is None:
-            findings = _probe_all()
+            findings = findings or _probe_all()
             installed = (what for what in (*TARGETS, ENGINE) if findings[what.name].verdict != "not installed")
             _current = _Patch(findings, {what.module: what for what in installed})
         _serve_all()
     # What another thread had begun to import in between is whole only now.
     _finish_imports()
     with _lock:
-        _serve_all()
-        if unfinished := [m for m in _current.modules if m in sys.modules and m not in _current.wrappings]:
+        if _current is not None:  # else another thread has called unpatch() since
+            _serve_all()
+            _refuse_half_imported(_current)
+        return status()
+
+
+def _refuse_half_imported(current: _Patch) -> None:
+    for module in current.modules:
+        if module in sys.modules and module not in current.wrappings:
             unpatch()
             raise PatchError(
-                f"patch() was called while {unfinished[0]} was being imported; nothing is patched."
+                f"patch() was called while {module} was being imported; nothing is patched."
                 " To do: call it before that import or after it."
             )
-        return status()
 
 
 def unpatch() -> None:
@@ -175,15 +182,15 @@ def status() -> Status:
 
     A target that is not imported yet is judged by its source, where that is enough.
     """
-    with _lock:
-        return Status({what.name: _status_of(what) for what in (*TARGETS, ENGINE)})
+    patch = _current
+    return Status({what.name: _status_of(what, patch) for what in (*TARGETS, ENGINE)})
 
 
-def _status_of(what: Probed) -> TargetStatus:
-    finding = _current.findings[what.name] if _current else probe(what)
-    wrapped = _current is not None and what.module in _current.wrappings
+def _status_of(what: Probed, patch: _Patch | None) -> TargetStatus:
+    finding = patch.findings[what.name] if patch else probe(what)
+    wrapped = patch is not None and what.module in patch.wrappings
     state = finding.verdict
-    if _current and state == "patchable":
+    if patch and state == "patchable":
         state = "applied" if wrapped else "armed"
     return TargetStatus(state, finding.version, wrapped, finding.reason, finding.remedy)
 
@@ -205,7 +212,10 @@ def _refusal(refused: list[tuple[str, Finding]]) -> str:
 
 
 def _finish_imports() -> None:
-    """Wait until what is being imported by another thread is there. Never called with our lock held."""
+    """Wait until what another thread is importing is there.
+
+    Never called with our lock held: that thread may be waiting for it, in our import hook.
+    """
     for what in (*TARGETS, ENGINE):
         if what.module in sys.modules:
             importlib.import_module(what.module)
@@ -227,21 +237,20 @@ def _on_import(module: ModuleType) -> None:
     with _lock:
         _hooked.discard(module.__name__)
         what = _current.modules.get(module.__name__) if _current else None
-        if _current is None or what is None or what.module in _current.wrappings or _half_imported(module, what):
+        if _current is None or what is None or what.module in _current.wrappings:
             return
+        cls = imported_class(what)
+        if cls is None and getattr(module.__spec__, "_initializing", False):
+            return  # half imported: patch() comes back to it
         finding = probe(what)
         if finding.verdict == "refused":
             unpatch()
             raise PatchError(_refusal([(what.name, finding)]))
         _current.findings[what.name] = finding
-        _current.wrappings[what.module] = _wrap(what, getattr(module, what.class_name), _current)
+        _current.wrappings[what.module] = _wrap(what, cls, _current)
 
 
-def _half_imported(module: ModuleType, what: Probed) -> bool:
-    return not hasattr(module, what.class_name) and getattr(module.__spec__, "_initializing", False)
-
-
-def _wrap(what: Probed, cls: type, patch: _Patch) -> list[_Wrapping]:
+def _wrap(what: Probed, cls: Any, patch: _Patch) -> list[_Wrapping]:
     advice = _ENGINE_ADVICE if what is ENGINE else _ADVICE
     wrappings = []
     for method in what.methods:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
+from typing import Any
 
 FLAG = "exclude_frozen_parameters"
 
@@ -72,17 +73,24 @@ ENGINE = Probed(
 def probe(what: Probed) -> Finding:
     """Judge one class as it is installed, without importing its module if its source tells enough."""
     root = _package_folder(what.name)
-    if root is None and what.module not in sys.modules:
+    cls = imported_class(what)
+    if root is None and cls is None:
         return Finding("not installed")
     version = _version(what, root)
-    parameters = None if what.module in sys.modules else _read_source(what, root)
-    if parameters is None or any(method not in parameters for method in what.methods):
-        # Imported already, or the source leaves something open (a method may be inherited).
+    parameters = _look_at(what, cls) if cls else _read_source(what, root)
+    if not cls and (parameters is None or any(method not in parameters for method in what.methods)):
+        # The source leaves something open: a method may be inherited, a class made in another way.
         try:
-            parameters = _look_at(what)
+            module = importlib.import_module(what.module)
         except ImportError as error:
             return _refused(what, version, f"{what.module} cannot be imported: {error}")
+        parameters = _look_at(what, getattr(module, what.class_name, None))
     return _judge(what, version, parameters)
+
+
+def imported_class(what: Probed) -> Any | None:
+    """The live class, or None as long as its module is not, or only half, imported."""
+    return getattr(sys.modules.get(what.module), what.class_name, None)
 
 
 def _judge(what: Probed, version: str | None, parameters: Parameters | None) -> Finding:
@@ -155,8 +163,7 @@ def _argument_names(arguments: ast.arguments) -> tuple[str, ...]:
     return tuple(item.arg for item in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))
 
 
-def _look_at(what: Probed) -> Parameters | None:
-    cls = getattr(importlib.import_module(what.module), what.class_name, None)
+def _look_at(what: Probed, cls: Any) -> Parameters | None:
     if not isinstance(cls, type):
         return None
     methods = {name: getattr(cls, name, None) for name in what.methods}

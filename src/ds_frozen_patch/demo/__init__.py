@@ -1,0 +1,1 @@
+"""The demo: `python -m ds_frozen_patch.demo`."""

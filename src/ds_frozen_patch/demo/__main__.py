@@ -1,0 +1,122 @@
+"""Train with LoRA on two CPU ranks, save full and trainable-only, resume, compare: ZeRO-2 and ZeRO-3."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+SAVED_STEPS = 8  # SAVED_EPOCH * STEPS_PER_EPOCH of train.py, whose import would start Lightning here
+
+PARTS = {
+    "model weights": "*model_states.pt",
+    "optimizer state": "*optim_states.pt",
+}
+
+
+def main() -> int:
+    """Run the demo; 0 if every resumed run equals its uninterrupted one and the checkpoints did shrink."""
+    parser = argparse.ArgumentParser(prog="python -m ds_frozen_patch.demo", description=__doc__)
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the checkpoints in this new directory")
+    options = parser.parse_args()
+    if options.keep and options.keep.exists():
+        parser.error(f"--keep: {options.keep} exists already; name a directory that does not")
+
+    talk = Console(stderr=True)
+    with tempfile.TemporaryDirectory(prefix="ds_frozen_patch-demo-") as scratch:
+        root = options.keep or Path(scratch)
+        results = []
+        try:
+            for stage in (2, 3):
+                out = root / f"zero{stage}"
+                out.mkdir(parents=True)
+                _train(talk, f"ZeRO-{stage}, uninterrupted", out, stage)
+                _train(talk, f"ZeRO-{stage}, resumed", out, stage, "--ckpt-path", str(out / "trainable-only.ckpt"))
+                results.append(_result(stage, out))
+        except subprocess.CalledProcessError as failed:
+            talk.print(f"[red]A training run failed with exit code {failed.returncode}.[/red] Its last words:")
+            talk.print(failed.output[-3000:], markup=False, highlight=False)
+            return 1
+    return _report(Console(), results)
+
+
+def _train(talk: Console, title: str, out: Path, stage: int, *more: str) -> None:
+    command = [sys.executable, "-m", "ds_frozen_patch.demo.train", str(out), "--stage", str(stage), *more]
+    output = []
+    with talk.status(f"{title}: starting two ranks") as status:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert process.stdout is not None
+        for line in process.stdout:
+            output.append(line)
+            if line.startswith(("model built", "epoch ", "done")):
+                status.update(f"{title}: {line.strip()}")
+    if process.wait():
+        raise subprocess.CalledProcessError(process.returncode, command, "".join(output))
+    talk.print(f"{title}: done", highlight=False)
+
+
+def _result(stage: int, out: Path) -> dict[str, Any]:
+    whole = json.loads((out / "losses.json").read_text())
+    sizes = {
+        kind: {part: sum(f.stat().st_size for f in (out / f"{kind}.ckpt").rglob(glob)) for part, glob in PARTS.items()}
+        for kind in ("full", "trainable-only")
+    }
+    resumed = json.loads((out / "resumed.json").read_text())["losses"]
+    return {"stage": stage, "whole": whole, "resumed": resumed, "sizes": sizes}
+
+
+def _report(show: Console, results: list[dict[str, Any]]) -> int:
+    facts = results[0]["whole"]
+    show.print(
+        f"\nLlama with tied embeddings + LoRA: {facts['frozen'] / 1e6:.1f} M frozen and"
+        f" {facts['trainable'] / 1e6:.2f} M trainable parameters, 2 ranks, bf16.\n",
+        highlight=False,
+    )
+    sizes = Table(title="Bytes of a checkpoint, in MB", title_justify="left")
+    for column in ("", "full", "trainable-only", "ratio"):
+        sizes.add_column(column, justify="left" if not column else "right")
+    shrunk = True
+    for result in results:
+        full, small = result["sizes"]["full"], result["sizes"]["trainable-only"]
+        for part in PARTS:
+            sizes.add_row(f"ZeRO-{result['stage']} {part}", _mb(full[part]), _mb(small[part]), "")
+        ratio = sum(full.values()) / sum(small.values())
+        shrunk &= ratio > 10
+        sizes.add_row(
+            f"[bold]ZeRO-{result['stage']} total[/bold]", _mb(sum(full.values())), _mb(sum(small.values())),
+            f"[bold]{ratio:.1f} x[/bold]", end_section=True,
+        )  # fmt: skip
+    show.print(sizes)
+
+    equal = True
+    losses = Table(title="\nLoss on rank 0 after the checkpoint", title_justify="left")
+    for column in ("step", *(f"ZeRO-{r['stage']} {kind}" for r in results for kind in ("uninterrupted", "resumed"))):
+        losses.add_column(column, justify="right")
+    tails = [(r["whole"]["losses"][SAVED_STEPS:], r["resumed"]) for r in results]
+    for step in range(max(len(losses_of) for tail in tails for losses_of in tail)):
+        cells = [f"{part[step]:.6f}" if step < len(part) else "-" for tail in tails for part in tail]
+        losses.add_row(str(SAVED_STEPS + step + 1), *cells)
+    show.print(losses)
+    for result, (whole, resumed) in zip(results, tails, strict=True):
+        same = bool(resumed) and whole == resumed
+        equal &= same
+        verdict = "[green]equals[/green]" if same else "[red]DIFFERS FROM[/red]"
+        show.print(f"ZeRO-{result['stage']}: the resumed run {verdict} the uninterrupted one, bit for bit.", highlight=False)
+    if not shrunk:
+        show.print("[red]The trainable-only checkpoints are not ten times smaller: something is wrong.[/red]")
+    return 0 if equal and shrunk else 1
+
+
+def _mb(count: float) -> str:
+    return f"{count / 1e6:,.2f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

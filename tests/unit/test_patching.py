@@ -1,0 +1,350 @@
+"""Promises 11 and 12: any order of import, patch and unpatch; all or nothing; refusals with a remedy.
+
+Every case is a process of its own. Most use made-up Lightnings and DeepSpeeds, which import at once and can
+be what no real release is; the last ones use the real ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import wrapt
+
+import ds_frozen_patch
+
+STRATEGY = """
+class Base:
+    def inherited(self): ...
+
+class DeepSpeedStrategy(Base):
+    def __init__(self, stage=2{flag}):
+        self.stage = stage
+        self.model = None
+    def setup(self, trainer): ...
+    def setup_module(self, module): ...
+    def setup_module_and_optimizers(self, module, optimizers): ...
+    def {save}(self, checkpoint, filepath): return "saved"
+    def load_checkpoint(self, path): return "loaded"
+"""
+ENGINE = """
+class DeepSpeedEngine:
+    def save_checkpoint(self, save_dir, tag=None, client_state={{}}{flag}): ...
+    def load_checkpoint(self, load_dir): ...
+    def module_state_dict(self{flag}): ...
+    def load_module_state_dict(self, checkpoint, strict=True): ...
+"""
+FLAG = ", exclude_frozen_parameters=False"
+
+
+class Site:
+    """A folder of made-up packages, the only ones that a program run in it can import."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        (root / "wrapt").symlink_to(Path(wrapt.__file__).parent)
+        (root / "ds_frozen_patch").symlink_to(Path(ds_frozen_patch.__file__).parent)
+
+    def write(self, path: str, text: str = "") -> None:
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    def release(self, distribution: str, version: str) -> None:
+        name = distribution.replace("-", "_")
+        self.write(f"{name}-{version}.dist-info/METADATA", f"Name: {distribution}\nVersion: {version}\n")
+
+    def lightning(self, package: str = "lightning", version: str = "2.5.2", flag: str = "", **change: str) -> None:
+        self.release(package.replace("_", "-"), version)
+        parts = {"lightning": ("lightning/pytorch", "lightning/fabric")}.get(package, (package,))
+        for part in parts:
+            for folder in itertools.accumulate(f"{part}/strategies".split("/"), "{}/{}".format):
+                self.write(f"{folder}/__init__.py")
+            self.write(f"{part}/strategies/deepspeed.py", STRATEGY.format(**{"flag": flag, "save": "save_checkpoint"} | change))
+
+    def deepspeed(self, version: str = "0.17.6", flag: str = FLAG) -> None:
+        self.release("deepspeed", version)
+        self.write("deepspeed/__init__.py")
+        self.write("deepspeed/runtime/__init__.py")
+        self.write("deepspeed/runtime/engine.py", ENGINE.format(flag=flag))
+
+    def run(self, program: str) -> str:
+        path = f"import sys; sys.path.insert(0, {str(self.root)!r}); import ds_frozen_patch as dfp\n"
+        done = subprocess.run(
+            [sys.executable, "-S", "-E", "-c", path + program], capture_output=True, text=True, cwd=self.root, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    made = Site(tmp_path)
+    made.lightning()
+    made.deepspeed()
+    return made
+
+
+LOOK = """
+import inspect
+def imported():
+    import lightning.pytorch.strategies.deepspeed as strategies, deepspeed.runtime.engine as engines
+    return strategies.DeepSpeedStrategy, engines.DeepSpeedEngine
+def state():
+    strategy, engine = map(vars, imported())
+    kinds = {type(strategy[name]).__name__ for name in ("setup", "save_checkpoint", "load_checkpoint")}
+    kinds |= {type(value).__name__ for value in engine.values() if callable(value)}
+    flag = "exclude_frozen_parameters" in inspect.signature(imported()[0]).parameters
+    return {(("FunctionWrapper",), True): "patched", (("function",), False): "plain"}.get((tuple(kinds), flag), kinds)
+"""
+
+
+ORDERS = ["".join(order) for length in (1, 2, 3, 4) for order in itertools.product("ipu", repeat=length)]
+
+
+@pytest.mark.parametrize("order", [order for order in ORDERS if order.count("i") == 1])
+def test_any_order(site: Site, order: str) -> None:
+    """i: import, p: patch, u: unpatch. Whatever came before, the last patch or unpatch decides."""
+    expected = "patched" if order.replace("i", "").endswith("p") else "plain"
+    steps = {"i": "imported()", "p": "dfp.patch()", "u": "dfp.unpatch()"}
+    program = "\n".join(steps[step] for step in order)
+    assert site.run(f"{LOOK}\n{program}\nprint(state())").strip() == expected
+
+
+def test_unpatch_leaves_the_very_originals(site: Site) -> None:
+    program = """
+before = [dict(vars(cls)) for cls in imported()]
+hooks = list(sys.meta_path)
+for _ in range(3):
+    dfp.patch(); dfp.patch()
+    assert state() == "patched"
+    dfp.unpatch(); dfp.unpatch()
+    after = [dict(vars(cls)) for cls in imported()]
+    assert all(a.keys() == b.keys() and all(a[k] is b[k] for k in a) for a, b in zip(before, after)), after
+assert dfp.status()["lightning.pytorch"].state == "patchable"
+print("same")
+"""
+    assert site.run(LOOK + program).strip() == "same"
+
+
+def test_inherited_methods_are_given_back(site: Site) -> None:
+    """A method that the class only inherits is not left behind on it."""
+    source = STRATEGY.format(flag="", save="save_checkpoint").replace("    def setup(self, trainer): ...\n", "")
+    site.write("lightning/pytorch/strategies/deepspeed.py", source.replace("def inherited", "def setup"))
+    program = """
+cls = imported()[0]
+assert "setup" not in vars(cls)
+dfp.patch(); assert "setup" in vars(cls)
+dfp.unpatch(); assert "setup" not in vars(cls)
+"""
+    site.run(LOOK + program)
+
+
+def test_wrapped_over_by_somebody_else(site: Site) -> None:
+    program = """
+cls, _ = imported()
+dfp.patch()
+ours = cls.load_checkpoint
+cls.load_checkpoint = theirs = lambda self, path: "theirs " + ours(self, path)
+dfp.unpatch()
+assert cls.__dict__["load_checkpoint"] is theirs  # not ours to take away
+assert cls().load_checkpoint("x") == "theirs loaded"
+dfp.patch()
+assert cls().load_checkpoint("x") == "theirs loaded"
+dfp.unpatch()
+assert cls.__dict__["load_checkpoint"] is theirs
+"""
+    site.run(LOOK + program)
+
+
+def test_from_threads(site: Site) -> None:
+    program = """
+import faulthandler, threading, random
+faulthandler.dump_traceback_later(20, exit=True)
+def work(seed):
+    pick = random.Random(seed)
+    try:
+        for _ in range(60):
+            pick.choice([dfp.patch, dfp.unpatch, dfp.status, imported])()
+    except BaseException as error:
+        failed.append(error)
+failed = []
+threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+[t.start() for t in threads]; [t.join() for t in threads]
+assert not failed, failed
+dfp.patch(); assert state() == "patched", state()
+dfp.unpatch(); assert state() == "plain", state()
+"""
+    for _ in range(3):
+        site.run(LOOK + program)
+
+
+def test_subclasses_and_strategies_already_built(site: Site) -> None:
+    program = """
+cls, _ = imported()
+class Own(cls): pass
+built = Own()
+dfp.patch()
+assert type(vars(cls)["save_checkpoint"]).__name__ == "FunctionWrapper"
+assert Own.save_checkpoint.__wrapped__ is not None and built.save_checkpoint.__wrapped__ is not None
+assert "exclude_frozen_parameters" in inspect.signature(Own).parameters
+assert Own(exclude_frozen_parameters=False).exclude_frozen_parameters is False
+assert Own(exclude_frozen_parameters=None).exclude_frozen_parameters is True
+assert Own(3).stage == 3
+for wrong in ("yes", 1, []):
+    try: Own(exclude_frozen_parameters=wrong)
+    except TypeError as error: assert repr(wrong) in str(error) and "True, False or None" in str(error)
+    else: raise AssertionError(wrong)
+"""
+    site.run(LOOK + program)
+
+
+def test_patched_context(site: Site) -> None:
+    program = """
+with dfp.patched() as status:
+    assert status["lightning.pytorch"].state == "armed", status
+    assert state() == "patched"
+    with dfp.patched(): pass
+    assert state() == "patched"
+assert state() == "plain"
+dfp.patch()
+with dfp.patched(): pass
+assert state() == "patched"
+"""
+    site.run(LOOK + program)
+
+
+def states(site: Site, then: str = "") -> dict[str, str]:
+    output = site.run(f"{then}\nfor name, item in dfp.status().items(): print(name, item.state.replace(' ', '-'), item.wrapped)")
+    return dict(line.split(maxsplit=1) for line in output.splitlines())
+
+
+def test_status_of_each_kind(site: Site) -> None:
+    site.lightning("pytorch_lightning", "2.6.6", flag=FLAG)
+    nothing = {"lightning_fabric": "not-installed False"}
+    assert states(site) == nothing | {
+        "lightning.pytorch": "patchable False",
+        "lightning.fabric": "patchable False",
+        "pytorch_lightning": "native False",
+        "deepspeed": "patchable False",
+    }
+    assert states(site, "dfp.patch(); import pytorch_lightning.strategies.deepspeed") == nothing | {
+        "lightning.pytorch": "armed False",
+        "lightning.fabric": "armed False",
+        "pytorch_lightning": "native True",
+        "deepspeed": "armed False",
+    }
+    assert states(site, LOOK + "dfp.patch(); imported()") == nothing | {
+        "lightning.pytorch": "applied True",
+        "lightning.fabric": "armed False",
+        "pytorch_lightning": "native False",
+        "deepspeed": "applied True",
+    }
+    table = site.run("print(dfp.patch())")
+    assert table.splitlines()[0].split() == ["target", "version", "state", "wrapped", "found"]
+    assert table.splitlines()[1].split()[:4] == ["lightning.pytorch", "2.5.2", "armed", "no"]
+
+
+def test_status_and_patch_import_nothing(site: Site) -> None:
+    found = "print([m for m in ('torch', 'lightning', 'deepspeed') if m in sys.modules])"
+    assert site.run(f"dfp.status(); dfp.patch(); {found}").strip() == "[]"
+
+
+REFUSED = """
+try: dfp.patch()
+except dfp.PatchError as error: print(error)
+else: raise AssertionError("not refused")
+assert not any(item.wrapped or item.state in ("armed", "applied") for item in dfp.status().values())
+"""
+
+
+@pytest.mark.parametrize("before", ["", "import lightning.pytorch.strategies.deepspeed, deepspeed.runtime.engine"])
+@pytest.mark.parametrize("case", ["old deepspeed", "no deepspeed", "renamed method", "missing class", "missing module"])
+def test_refused(site: Site, case: str, before: str) -> None:
+    if case == "old deepspeed":
+        site.deepspeed("0.9.5", flag="")
+        words = ["deepspeed 0.9.5", "exclude_frozen_parameters", "pip install -U 'deepspeed>=0.10.1'"]
+        shutil.rmtree(site.root / "deepspeed-0.17.6.dist-info")
+    elif case == "no deepspeed":
+        shutil.rmtree(site.root / "deepspeed")
+        words = ["DeepSpeed is not installed", "pip install 'deepspeed>=0.10.1'"]
+        before = before.partition(",")[0]
+    elif case == "renamed method":
+        site.lightning("pytorch_lightning", "3.0.0", save="store")
+        words = ["pytorch_lightning 3.0.0", "has no method save_checkpoint", "uninstall pytorch-lightning"]
+    elif case == "missing class":
+        site.write("lightning/fabric/strategies/deepspeed.py", "")
+        words = ["lightning.fabric 2.5.2", "has no class DeepSpeedStrategy"]
+    else:
+        (site.root / "lightning/fabric/strategies/deepspeed.py").unlink()
+        words = ["lightning.fabric 2.5.2", "cannot be imported"]
+    message = site.run(before + REFUSED)
+    assert all(word in message for word in words), message
+    assert "nothing is patched" in message or case == "no deepspeed"
+
+
+def test_refused_without_lightning(site: Site) -> None:
+    shutil.rmtree(site.root / "lightning")
+    assert "Lightning is not installed. To do: pip install" in site.run(REFUSED)
+
+
+def test_refused_at_import_when_the_source_promised_more(site: Site) -> None:
+    """What only the import shows is raised there, and then nothing stays patched."""
+    with (site.root / "lightning/fabric/strategies/deepspeed.py").open("a") as file:
+        file.write("del DeepSpeedStrategy.load_checkpoint\n")
+    program = """
+dfp.patch()
+imported()
+try: import lightning.fabric.strategies.deepspeed
+except dfp.PatchError as error: assert "has no method load_checkpoint" in str(error)
+else: raise AssertionError
+assert state() == "plain"
+"""
+    site.run(LOOK + program)
+
+
+def test_a_fork_and_a_build_from_git_are_judged_by_features(site: Site) -> None:
+    site.lightning("pytorch_lightning", "2.5.2+git.abc", flag=FLAG)
+    site.deepspeed("0.9.0+git.fix")
+    found = states(site, "dfp.patch()")
+    assert found["pytorch_lightning"] == "native False"
+    assert found["deepspeed"] == "armed False"
+
+
+REAL = """
+import sys
+import ds_frozen_patch as dfp
+{before}
+print(sorted(m for m in ("torch", "lightning", "deepspeed") if m in sys.modules))
+status = dfp.patch()
+print("lightning.pytorch" in sys.modules)
+import lightning.pytorch, lightning.fabric.strategies, deepspeed
+from lightning.pytorch.strategies import DeepSpeedStrategy
+import inspect
+now = dfp.status()
+print(sorted(name for name, item in now.items() if item.wrapped))
+print("exclude_frozen_parameters" in inspect.signature(DeepSpeedStrategy).parameters)
+wrapped = type(vars(deepspeed.DeepSpeedEngine)["save_checkpoint"]).__name__
+dfp.unpatch()
+print(wrapped, type(vars(deepspeed.DeepSpeedEngine)["save_checkpoint"]).__name__)
+"""
+
+
+@pytest.mark.parametrize("before", ["", "import lightning.pytorch, deepspeed", "import lightning.fabric"])
+def test_real_lightning_and_deepspeed(before: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", REAL.format(before=before)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("[2")]
+    assert lines[0] == ("[]" if not before else "['deepspeed', 'lightning', 'torch']") or "fabric" in before
+    assert lines[1:] == [
+        str(bool(before)),  # the package `lightning` imports all of itself
+        "['deepspeed', 'lightning.fabric', 'lightning.pytorch']",
+        "True",
+        "FunctionWrapper function",
+    ]
