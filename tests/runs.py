@@ -17,7 +17,7 @@ import deepspeed
 import lightning.pytorch as pl
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.strategies import DeepSpeedStrategy as FabricDeepSpeed
+from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy as FabricDeepSpeed
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from peft import LoraConfig, get_peft_model
@@ -30,6 +30,9 @@ BATCHES = 4  # per rank and epoch
 
 class LoraRun(pl.LightningModule):
     """A small Llama with LoRA adapters, a buffer that training changes, and the losses it has seen."""
+
+    model: Any
+    seen: Any
 
     def __init__(self, seed: int = 1, tied: bool = True, hidden: int = 32, vocabulary: int = VOCABULARY, rank: int = 4):
         super().__init__()
@@ -51,21 +54,22 @@ class LoraRun(pl.LightningModule):
         self.losses: list[float] = []
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=tokens, labels=tokens).loss
+        loss: torch.Tensor = self.model(input_ids=tokens, labels=tokens).loss
+        return loss
 
-    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
-        loss = self(batch)
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss: torch.Tensor = self(batch)
         self.seen += 1
         self.losses.append(loss.item())
         return loss
 
-    def validation_step(self, batch: torch.Tensor, _: int) -> None:
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
         self.log("val_loss", self(batch) + 0 * self.seen, sync_dist=True)
 
-    def test_step(self, batch: torch.Tensor, _: int) -> None:
+    def test_step(self, batch: torch.Tensor, index: int) -> None:
         self.log("test_loss", self(batch) + 0 * self.seen, sync_dist=True)
 
-    def predict_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+    def predict_step(self, batch: torch.Tensor, index: int) -> Any:
         return self.model(input_ids=batch).logits.float()
 
     def configure_optimizers(self) -> Any:
@@ -126,7 +130,7 @@ def fabric(world_size: int, stage: int, precision: str = "bf16-mixed", **strateg
     return made
 
 
-def fabric_setup(made: Fabric, **model: Any) -> tuple[Any, Any]:
+def fabric_setup(made: Fabric, **model: Any) -> Any:
     module = LoraRun(**model)
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
     return made.setup(module, optimizer)

@@ -116,7 +116,7 @@ def engine_load_module(wrapped: Callable[..., Any], engine: Any, args: tuple[Any
             _warn(
                 strategy,
                 "The checkpoint was saved without its frozen parameters and without a manifest: whether the base"
-                " is the one that it was trained on cannot be verified."
+                " is the one that it was trained on cannot be verified.",
             )
     if _restores_optimizer.get():
         _check_optimizer_layout(checkpoint, engine)

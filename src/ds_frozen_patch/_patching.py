@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Optional
+from typing import Any
 
 import wrapt
 
@@ -66,7 +66,7 @@ class Status(dict[str, TargetStatus]):
         )
 
 
-class _InitWrapper(wrapt.FunctionWrapper):  # type: ignore[misc]
+class _InitWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     """A wrapped constructor that shows the argument which it adds to `inspect`, and so to LightningCLI."""
 
     @property
@@ -74,7 +74,7 @@ class _InitWrapper(wrapt.FunctionWrapper):  # type: ignore[misc]
         signature = inspect.signature(self.__wrapped__)
         parameters = [p for p in signature.parameters.values() if p.name != FLAG]
         # None, not upstream's False: LightningCLI passes every default on, and a default is not a choice.
-        flag = inspect.Parameter(FLAG, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Optional[bool])
+        flag = inspect.Parameter(FLAG, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=bool | None)
         end = len(parameters) - (parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
         return signature.replace(parameters=[*parameters[:end], flag, *parameters[end:]])
 

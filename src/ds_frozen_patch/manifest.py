@@ -111,9 +111,7 @@ def describe(module: torch.nn.Module, *, zero_stage: int, world_size: int) -> Ma
     """The manifest of a checkpoint that leaves out every frozen parameter of `module`."""
     frozen = {p: names for p, names in names_by_parameter(module).items() if not p.requires_grad}
     return Manifest(
-        left_out=tuple(
-            LeftOut(names, shape_of(p), str(p.dtype).removeprefix("torch.")) for p, names in frozen.items()
-        ),
+        left_out=tuple(LeftOut(names, shape_of(p), str(p.dtype).removeprefix("torch.")) for p, names in frozen.items()),
         total_bytes=sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in frozen),
         zero_stage=zero_stage,
         world_size=world_size,

@@ -44,7 +44,7 @@ def cpu_strategy(package: str = "lightning.pytorch") -> type[Any]:
     module.CUDAAccelerator = (accelerators.CUDAAccelerator, accelerators.CPUAccelerator)  # type: ignore[attr-defined]
     module._validate_device_index_selection = lambda parallel_devices: None  # type: ignore[attr-defined]
     strategy: type[Any] = module.DeepSpeedStrategy
-    strategy.root_device = property(_indexed_cpu)  # type: ignore[assignment]
+    strategy.root_device = property(_indexed_cpu)
     return strategy
 
 

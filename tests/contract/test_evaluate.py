@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import ds_frozen_patch
 import pytest
 import runs
 import torch
+
+import ds_frozen_patch
 
 
 def evaluate(trainer: Any, module: Any, data: Any, ckpt_path: str | None) -> dict[str, Any]:
@@ -41,6 +42,8 @@ def in_memory_and_loaded(out: str, stage: int, precision: str) -> tuple[Any, Any
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_evaluation_from_checkpoint(ranks: Any, tmp_path: Path, stage: int, precision: str) -> None:
-    for trained, untrained, loaded in ranks(2, in_memory_and_loaded, out=str(tmp_path), stage=stage, precision=precision):
+    for trained, untrained, loaded in ranks(
+        2, in_memory_and_loaded, out=str(tmp_path), stage=stage, precision=precision
+    ):
         assert loaded == trained
         assert untrained["predicted"] != trained["predicted"]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import ds_frozen_patch
 import pytest
 import runs
 from disk import model_states
+
+import ds_frozen_patch
 
 
 def whole_and_resumed(out: str, stage: int, precision: str) -> dict[str, Any]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import ds_frozen_patch
 import pytest
 import runs
 from disk import model_states
 from lightning.pytorch.strategies import DeepSpeedStrategy
+
+import ds_frozen_patch
 
 
 def whole_and_resumed(out: str, world_size: int, stage: int, precision: str, extra: dict[str, Any]) -> dict[str, Any]:
@@ -17,7 +18,9 @@ def whole_and_resumed(out: str, world_size: int, stage: int, precision: str, ext
     results = []
     for resume_from in (None, f"{out}/epoch=0.ckpt"):
         strategy = DeepSpeedStrategy(config=runs.config(stage, **extra))
-        trainer = runs.trainer(out if resume_from is None else f"{out}/again", world_size, strategy=strategy, precision=precision)
+        trainer = runs.trainer(
+            out if resume_from is None else f"{out}/again", world_size, strategy=strategy, precision=precision
+        )
         module = runs.LoraRun()
         trainer.fit(module, runs.batches(world_size), ckpt_path=resume_from)
         results.append((module.losses, runs.trained_state(module), trainer.global_step))
@@ -50,7 +53,13 @@ def test_trainer_resumes_bit_for_bit(
     ranks: Any, tmp_path: Path, world_size: int, stage: int, precision: str, extra: dict[str, Any]
 ) -> None:
     results = ranks(
-        world_size, whole_and_resumed, out=str(tmp_path), world_size=world_size, stage=stage, precision=precision, extra=extra
+        world_size,
+        whole_and_resumed,
+        out=str(tmp_path),
+        world_size=world_size,
+        stage=stage,
+        precision=precision,
+        extra=extra,
     )
     for result in results:
         losses, state, steps = result["whole"]

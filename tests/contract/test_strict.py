@@ -5,18 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import ds_frozen_patch
 import pytest
 import runs
 import torch
 from disk import model_states
+
+import ds_frozen_patch
 
 
 class Other(runs.LoraRun):
     """The run's model, changed in one way since the checkpoint was saved."""
 
     def __init__(self, change: str) -> None:
-        super().__init__(**({"rank": 8} if change == "reshaped" else {"hidden": 64} if change == "base" else {}))
+        super().__init__(rank=8 if change == "reshaped" else 4, hidden=64 if change == "base" else 32)
         if change == "new trainable":
             self.extra = torch.nn.Linear(2, 2)
         elif change == "new frozen":

@@ -108,7 +108,9 @@ def _report(show: Console, results: list[dict[str, Any]]) -> int:
         same = bool(resumed) and whole == resumed
         equal &= same
         verdict = "[green]equals[/green]" if same else "[red]DIFFERS FROM[/red]"
-        show.print(f"ZeRO-{result['stage']}: the resumed run {verdict} the uninterrupted one, bit for bit.", highlight=False)
+        show.print(
+            f"ZeRO-{result['stage']}: the resumed run {verdict} the uninterrupted one, bit for bit.", highlight=False
+        )
     if not shrunk:
         show.print("[red]The trainable-only checkpoints are not ten times smaller: something is wrong.[/red]")
     return 0 if equal and shrunk else 1

@@ -1,0 +1,62 @@
+"""Promise 7: `exclude_frozen_parameters` from YAML and the command line, by LightningCLI, on every Lightning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import runs
+from disk import model_states
+from lightning.pytorch.cli import LightningCLI
+
+import ds_frozen_patch
+
+STRATEGY = "lightning.pytorch.strategies.DeepSpeedStrategy"
+TRAINER = """
+trainer:
+  accelerator: cpu
+  devices: 2
+  precision: bf16-mixed
+  max_epochs: 1
+  logger: false
+  enable_progress_bar: false
+  enable_checkpointing: false
+  strategy:
+    class_path: {strategy}
+    init_args: {{stage: 2{flag}}}
+"""
+
+
+class Data(pl.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return runs.batches(2)
+
+
+def run_cli(out: str, flag: str, arguments: list[str]) -> None:
+    ds_frozen_patch.patch()
+    Path(out, "config.yaml").write_text(TRAINER.format(strategy=STRATEGY, flag=flag))
+    cli = LightningCLI(
+        runs.LoraRun,
+        Data,
+        args=["fit", "--config", f"{out}/config.yaml", f"--trainer.default_root_dir={out}", *arguments],
+        save_config_callback=None,
+    )
+    cli.trainer.save_checkpoint(f"{out}/run.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("flag", "arguments", "left_out"),
+    [
+        ("", [], True),
+        (", exclude_frozen_parameters: true", [], True),
+        (", exclude_frozen_parameters: false", [], False),
+        ("", ["--trainer.strategy.init_args.exclude_frozen_parameters=false"], False),
+        (", exclude_frozen_parameters: false", ["--trainer.strategy.exclude_frozen_parameters=true"], True),
+    ],
+)
+def test_lightning_cli(ranks: Any, tmp_path: Path, flag: str, arguments: list[str], left_out: bool) -> None:
+    ranks(2, run_cli, out=str(tmp_path), flag=flag, arguments=arguments)
+    (saved,) = model_states(tmp_path / "run.ckpt")
+    assert any("base_layer" in name for name in saved["module"]) != left_out
