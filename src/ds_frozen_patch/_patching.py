@@ -66,8 +66,20 @@ class Status(dict[str, TargetStatus]):
         )
 
 
+class _BoundInitWrapper(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
+    """What access through the class or an instance gives; wrapt 1.16 does not ask its parent for the signature."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        signature: inspect.Signature = self._self_parent.__signature__
+        bound = self._self_instance is not None
+        return signature.replace(parameters=list(signature.parameters.values())[bound:])
+
+
 class _InitWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     """A wrapped constructor that shows the argument which it adds to `inspect`, and so to LightningCLI."""
+
+    __bound_function_wrapper__ = _BoundInitWrapper
 
     @property
     def __signature__(self) -> inspect.Signature:

@@ -57,6 +57,26 @@ def test_full_checkpoint_of_plain_lightning(ranks: Any, tmp_path: Path, stage: i
         assert warned == []
 
 
+def frozen_since(out: str, stage: int) -> tuple[Any, Any]:
+    """Test from a full checkpoint with a parameter frozen that was trained at its save."""
+    train(out, stage)
+    ds_frozen_patch.patch()
+    losses = []
+    for freeze in (False, True):
+        module = runs.LoraRun(seed=2)
+        for parameter in module.parameters():
+            parameter.requires_grad_(parameter.requires_grad and not freeze)
+        (loss,) = runs.trainer(out, 2, stage).test(module, runs.batches(2), f"{out}/epoch=0.ckpt", verbose=False)
+        losses.append(loss["test_loss"])
+    return losses[0], losses[1]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_full_checkpoint_with_a_parameter_frozen_since(ranks: Any, tmp_path: Path, stage: int) -> None:
+    for before, after in ranks(2, frozen_since, out=str(tmp_path), stage=stage):
+        assert after == before
+
+
 def poc_into_ours(out: str, stage: int) -> tuple[Any, Any, list[str]]:
     """The feature request's proof of concept: the strategy's method replaced, the flag set by hand."""
     original = DeepSpeedStrategy.save_checkpoint
