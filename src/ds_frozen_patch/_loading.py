@@ -16,7 +16,9 @@ from typing import Any
 from . import _ownership
 from ._errors import CheckpointMismatchError, named
 from ._saving import forgets_optimizer, logger_of
-from .manifest import KEY, Manifest, names_by_parameter, shape_of
+from ._settings import current
+from .fingerprint import fingerprints, process_memory
+from .manifest import KEY, Manifest, dtype_of, names_by_parameter, shape_of
 
 _restores_optimizer: ContextVar[bool] = ContextVar("ds_frozen_patch_restores_optimizer", default=False)
 _optimizer_state: ContextVar[Any] = ContextVar("ds_frozen_patch_optimizer_state", default=None)
@@ -109,6 +111,7 @@ def engine_load_module(wrapped: Callable[..., Any], engine: Any, args: tuple[Any
     manifest = Manifest.from_checkpoint(checkpoint)
     if manifest is not None:
         _check_left_out(manifest, engine.module)
+        _verify_base(manifest, engine, strategy)
         may_be_missing = manifest.names
     else:
         may_be_missing = _left_out_by_others(checkpoint, engine.module)
@@ -120,7 +123,7 @@ def engine_load_module(wrapped: Callable[..., Any], engine: Any, args: tuple[Any
             )
     if _restores_optimizer.get():
         _check_optimizer_layout(checkpoint, engine)
-    call.arguments["checkpoint"] = _without_stale_fragments(checkpoint, engine.module)
+    call.arguments["checkpoint"] = _with_all_fragments(checkpoint, engine.module)
     with _forgiving(engine.module, may_be_missing):
         return wrapped(*call.args, **call.kwargs)
 
@@ -171,6 +174,42 @@ def _check_left_out(manifest: Manifest, module: Any) -> None:
         raise CheckpointMismatchError("\n".join(problems))
 
 
+def _verify_base(manifest: Manifest, engine: Any, strategy: Any) -> None:
+    """The left-out parameters must have the content that they had at the save, as their fingerprints tell."""
+    how = current().verify_base
+    if how == "off":
+        return
+    now = dict(engine.module.named_parameters(remove_duplicate=False))
+    mine = {saved.name: now[saved.name] for saved in manifest.left_out}
+    comparable = [p for p in manifest.left_out if p.fingerprint and p.dtype == dtype_of(mine[p.name])]
+    found = fingerprints([mine[p.name] for p in comparable], engine.device, process_memory())
+    differ = [(p, other) for p, other in zip(comparable, found, strict=True) if other and other != p.fingerprint]
+    unread = {p.name for p in manifest.left_out} - {p.name for p, o in zip(comparable, found, strict=True) if o}
+    if unread:
+        _warn(
+            strategy,
+            f"{len(unread)} of {len(manifest.left_out)} left-out parameters cannot be compared with the base that the"
+            f" checkpoint was saved with, for they are of another dtype now, quantized, or on NVMe: {named(unread)}",
+        )
+    if not differ:
+        return
+    lines = [f"- {p.name}: saved {p.fingerprint}, now {other}" for p, other in differ[:10]]
+    message = "\n".join(
+        [
+            f"The base is not the one that the checkpoint was saved with: {len(differ)} of {len(manifest.left_out)}"
+            " left-out parameters have another content (by fingerprint).",
+            *lines,
+            *([f"- and {len(differ) - 10} more"] if len(differ) > 10 else []),
+            "What usually causes it: another base model or revision, another seed, a layer that was initialised anew,"
+            " weights that the program changed after it had built them. Build the base as the run that saved did, or"
+            ' go on all the same with patch(verify_base="warn") or DS_FROZEN_PATCH_VERIFY_BASE=warn.',
+        ]
+    )
+    if how == "error":
+        raise CheckpointMismatchError(message)
+    _warn(strategy, message)
+
+
 def _left_out_by_others(checkpoint: Mapping[str, Any], module: Any) -> frozenset[str]:
     """What a checkpoint without a manifest may lack: all that is frozen if all of it is missing, else nothing.
 
@@ -216,17 +255,17 @@ def _check_optimizer_layout(checkpoint: Mapping[str, Any], engine: Any) -> None:
         )
 
 
-def _without_stale_fragments(checkpoint: Mapping[str, Any], module: Any) -> Mapping[str, Any]:
-    """A full checkpoint without its second copy of the frozen weights, if that lacks one that is frozen now.
+def _with_all_fragments(checkpoint: Mapping[str, Any], module: Any) -> Mapping[str, Any]:
+    """The checkpoint with a frozen value for each parameter that is frozen now, if it has them apart.
 
-    DeepSpeed looks each frozen parameter up in it and raises KeyError for one frozen since the save.
-    Where this can happen (no optimizer is restored) the weights are all in the module's state dict.
+    DeepSpeed looks each of them up and raises KeyError for one that is not there: left out, or frozen since a
+    full save. Those are given their own values, which what is in the module's state dict may have set before.
     """
     fragments = checkpoint.get("frozen_param_fragments")
-    frozen = (names[0] for p, names in names_by_parameter(module).items() if not p.requires_grad)
-    if not fragments or all(name in fragments for name in frozen):
+    if not fragments:
         return checkpoint
-    return {**checkpoint, "frozen_param_fragments": None}
+    own = {names[0]: getattr(p, "ds_tensor", p) for p, names in names_by_parameter(module).items()}
+    return {**checkpoint, "frozen_param_fragments": {**own, **fragments}}
 
 
 def _warn(strategy: Any, message: str) -> None:

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -14,7 +14,7 @@ from typing import Any
 
 import wrapt
 
-from . import _loading, _saving
+from . import _loading, _saving, _settings
 from ._errors import PatchError
 from ._targets import ENGINE, FLAG, TARGETS, Finding, Probed, imported_class, probe
 
@@ -125,21 +125,30 @@ _hooked: set[str] = set()  # wrapt cannot take an import hook back: without a cu
 _lock = threading.RLock()
 
 
-def patch() -> Status:
+def patch(*, verify_base: str | None = None, keep: Iterable[str] | None = None) -> Status:
     """Make the checkpoints of every installed Lightning trainable-only, and loadable.
 
-    What is imported already is wrapped now, the rest when it is imported. Call it before training;
-    a second call changes nothing.
+    What is imported already is wrapped now, the rest when it is imported. Call it before training.
+    A second call changes only the settings that it names.
+
+    Args:
+        verify_base: what to do if a checkpoint is loaded onto another base than it was saved with: "error" (the
+            default), "warn", or "off" to not look. Without it, the environment variable
+            DS_FROZEN_PATCH_VERIFY_BASE counts.
+        keep: shell patterns such as "*.random_features": frozen parameters with such names are saved all the
+            same, because no base holds their values.
 
     Returns:
         What `status()` gives afterwards.
 
     Raises:
+        TypeError, ValueError: an argument is not of these.
         PatchError: Lightning or DeepSpeed is not installed, or one of them cannot be served. The
             message says why and what to do. Then nothing at all is patched. What can be seen only
             at a target's import is raised there.
     """
     global _current
+    new_settings = _settings.settings(verify_base, keep, before=_settings.current() if _current else None)
     _finish_imports()
     findings = _probe_all() if _current is None else {}
     with _lock:
@@ -148,6 +157,7 @@ def patch() -> Status:
             installed = (what for what in (*TARGETS, ENGINE) if findings[what.name].verdict != "not installed")
             _current = _Patch(findings, {what.module: what for what in installed})
         _serve_all()
+        _settings.put_in_force(new_settings)
     # What another thread had begun to import in between is whole only now.
     _finish_imports()
     with _lock:
@@ -175,18 +185,21 @@ def unpatch() -> None:
             for wrapping in (w for wrappings in _current.wrappings.values() for w in reversed(wrappings)):
                 wrapping.undo()
         _current = None
+        _settings.put_in_force(None)
 
 
 @contextmanager
-def patched() -> Iterator[Status]:
-    """`patch()` while this lasts, then the state from before: for tests and notebooks."""
-    was_patched = _current is not None
-    now = patch()
+def patched(*, verify_base: str | None = None, keep: Iterable[str] | None = None) -> Iterator[Status]:
+    """`patch(...)` while this lasts, then the state from before: for tests and notebooks."""
+    before = _settings.current() if _current is not None else None
+    now = patch(verify_base=verify_base, keep=keep)
     try:
         yield now
     finally:
-        if not was_patched:
+        if before is None:
             unpatch()
+        else:
+            _settings.put_in_force(before)
 
 
 def status() -> Status:

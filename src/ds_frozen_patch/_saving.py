@@ -14,7 +14,11 @@ from typing import Any
 from weakref import WeakSet
 
 from . import _ownership, manifest
+from ._errors import named
+from ._settings import Settings
+from ._settings import current as _settings
 from ._targets import FLAG, TARGETS
+from .fingerprint import process_memory
 
 _full: ContextVar[bool] = ContextVar("ds_frozen_patch_full", default=False)
 _leaving_out: ContextVar[frozenset[str] | None] = ContextVar("ds_frozen_patch_leaving_out", default=None)
@@ -60,9 +64,20 @@ def _checked(choice: Any) -> bool:
 def strategy_setup(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Trainer's `setup`, Fabric's `setup_module` and `setup_module_and_optimizers`: an engine is made."""
     result = wrapped(*args, **kwargs)
-    if strategy.model is not None:
-        _ownership.own(strategy.model, strategy)
+    engine = strategy.model
+    if engine is not None:
+        _ownership.own(engine, strategy)
+        _check_keep(strategy, engine.module)
     return result
+
+
+def _check_keep(strategy: Any, module: Any) -> None:
+    frozen = [names for p, names in manifest.names_by_parameter(module).items() if not p.requires_grad]
+    idle = [pattern for pattern in _settings().keep if not any(Settings(keep=(pattern,)).keeps(n) for n in frozen)]
+    if idle and strategy.is_global_zero:
+        logger_of(strategy).warning(
+            "patch(keep=[...]) names what is no frozen parameter: %s. Nothing is kept for it.", named(idle)
+        )
 
 
 def strategy_call(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -83,10 +98,8 @@ def engine_save(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
         ours["optimizer"] = engine.optimizer.state_dict()
     left_out = None
     if exclude:
-        left_out = manifest.describe(
-            engine.module, zero_stage=int(engine.zero_optimization_stage()), world_size=int(engine.dp_world_size)
-        )
-        ours[manifest.KEY] = left_out.to_state()
+        left_out = _leave_out(strategy, engine)
+        ours |= {manifest.KEY: left_out.to_state()} | _kept_fragments(engine, left_out)
         _tell_once(strategy, left_out)
     call.arguments["client_state"] = {**(call.arguments.get("client_state") or {}), **ours}
     token = _leaving_out.set(left_out.names if left_out else None)
@@ -94,6 +107,68 @@ def engine_save(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
         return wrapped(*call.args, **call.kwargs)
     finally:
         _leaving_out.reset(token)
+
+
+def _leave_out(strategy: Any, engine: Any) -> manifest.Manifest:
+    """The manifest of what is left out now, with a warning where it has changed since it was last read."""
+    optimized = _optimized(engine)
+    left_out = {
+        parameter: names
+        for parameter, names in manifest.names_by_parameter(engine.module).items()
+        if not parameter.requires_grad and parameter not in optimized and not _settings().keeps(names)
+    }
+    memory = process_memory()
+    before = [memory.recall(parameter) for parameter in left_out]
+    made = manifest.describe(
+        left_out,
+        device=engine.device,
+        zero_stage=int(engine.zero_optimization_stage()),
+        world_size=int(engine.dp_world_size),
+    )
+    changed = [
+        parameter.name
+        for parameter, fingerprint in zip(made.left_out, before, strict=True)
+        if fingerprint is not None and parameter.fingerprint != fingerprint
+    ]
+    if changed and strategy.is_global_zero:
+        logger_of(strategy).warning(
+            "The run has changed frozen parameters in place: %s. What they hold now is in no checkpoint, and this one"
+            " can be loaded only onto a base with the same changes. To save them, name them in patch(keep=[...]).",
+            named(changed),
+        )
+    return made
+
+
+def _optimized(engine: Any) -> set[Any]:
+    """The parameters that the optimizer holds: one that was frozen after training began is not base."""
+    groups = next(
+        (
+            getattr(engine.optimizer, name)
+            for name in ("bit16_groups", "fp16_groups", "bf16_groups")
+            if hasattr(engine.optimizer, name)
+        ),
+        [group["params"] for group in getattr(engine.optimizer, "param_groups", [])],
+    )
+    return {parameter for group in groups for parameter in group}
+
+
+def _kept_fragments(engine: Any, left_out: manifest.Manifest) -> dict[str, Any]:
+    """The values of frozen parameters that are kept, where DeepSpeed saves frozen values apart from the module's.
+
+    It does so from stage 2 on, for all of them or, with its flag, for none; in ZeRO-3 they are nowhere else.
+    """
+    kept = {
+        names[0]: parameter
+        for parameter, names in manifest.names_by_parameter(engine.module).items()
+        if not parameter.requires_grad and names[0] not in left_out.names and _settings().keeps(names)
+    }
+    if not kept or not engine.zero_optimization_partition_gradients():
+        return {}
+    shape, fragment = engine._get_param_shape_func, engine._get_param_fragment_func
+    return {
+        "frozen_param_shapes": {name: shape(parameter) for name, parameter in kept.items()},
+        "frozen_param_fragments": {name: fragment(parameter) for name, parameter in kept.items()},
+    }
 
 
 def forgets_optimizer(engine: Any) -> bool:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from ._errors import CheckpointMismatchError
+from .fingerprint import fingerprints, process_memory
 
 if TYPE_CHECKING:
     import torch
@@ -26,12 +28,14 @@ class LeftOut:
 
     `names` are all its names in the module: the one that `named_parameters()` gives, then its
     tied aliases. `shape` is that of the whole parameter, also where ZeRO-3 has partitioned it.
-    `dtype` is torch's name for it, such as "bfloat16".
+    `dtype` is torch's name for it, such as "bfloat16". `fingerprint` is of its content (see
+    `ds_frozen_patch.fingerprint`), or None where that could not be read.
     """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str
+    fingerprint: str | None
 
     @property
     def name(self) -> str:
@@ -62,7 +66,7 @@ class Manifest:
         """The manifest as plain values, to go into a checkpoint."""
         return {
             "format": FORMAT,
-            "left_out": [(list(p.names), list(p.shape), p.dtype) for p in self.left_out],
+            "left_out": [(list(p.names), list(p.shape), p.dtype, p.fingerprint) for p in self.left_out],
             "total_bytes": self.total_bytes,
             "zero_stage": self.zero_stage,
             "world_size": self.world_size,
@@ -86,7 +90,9 @@ class Manifest:
                 f" {FORMAT}. Update it: pip install -U ds_frozen_patch"
             )
         return cls(
-            left_out=tuple(LeftOut(tuple(n), tuple(shape), dtype) for n, shape, dtype in state["left_out"]),
+            left_out=tuple(
+                LeftOut(tuple(names), tuple(shape), dtype, print_) for names, shape, dtype, print_ in state["left_out"]
+            ),
             total_bytes=state["total_bytes"],
             zero_stage=state["zero_stage"],
             world_size=state["world_size"],
@@ -107,18 +113,34 @@ def shape_of(parameter: torch.nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def describe(module: torch.nn.Module, *, zero_stage: int, world_size: int) -> Manifest:
-    """The manifest of a checkpoint that leaves out every frozen parameter of `module`."""
-    frozen = {p: names for p, names in names_by_parameter(module).items() if not p.requires_grad}
+def dtype_of(parameter: torch.nn.Parameter) -> str:
+    """torch's name for a parameter's dtype, such as "bfloat16"."""
+    return str(parameter.dtype).removeprefix("torch.")
+
+
+def describe(
+    left_out: Mapping[torch.nn.Parameter, tuple[str, ...]], *, device: Any, zero_stage: int, world_size: int
+) -> Manifest:
+    """The manifest of a checkpoint that leaves out these parameters; every rank must call it.
+
+    Args:
+        left_out: each parameter with all its names.
+        device: where the ranks' parts of the fingerprints are added up.
+    """
+    found = fingerprints(list(left_out), device, process_memory())
     return Manifest(
-        left_out=tuple(LeftOut(names, shape_of(p), str(p.dtype).removeprefix("torch.")) for p, names in frozen.items()),
-        total_bytes=sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in frozen),
+        left_out=tuple(
+            LeftOut(names, shape_of(parameter), dtype_of(parameter), fingerprint)
+            for (parameter, names), fingerprint in zip(left_out.items(), found, strict=True)
+        ),
+        total_bytes=sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in left_out),
         zero_stage=zero_stage,
         world_size=world_size,
         versions=_versions(),
     )
 
 
+@cache
 def _versions() -> dict[str, str]:
     found = {}
     for name in ("ds_frozen_patch", "lightning", "pytorch-lightning", "lightning-fabric", "deepspeed", "torch"):

@@ -1,0 +1,64 @@
+"""What `patch()` was told: one set of settings per process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+VERIFY_BASE = ("error", "warn", "off")
+VERIFY_BASE_VARIABLE = "DS_FROZEN_PATCH_VERIFY_BASE"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """See `patch()`."""
+
+    verify_base: str = "error"
+    keep: tuple[str, ...] = ()
+
+    def keeps(self, names: Iterable[str]) -> bool:
+        """Whether a frozen parameter with these names is to be saved all the same."""
+        return any(fnmatchcase(name, pattern) for name in names for pattern in self.keep)
+
+
+def settings(
+    verify_base: str | None = None, keep: Iterable[str] | None = None, before: Settings | None = None
+) -> Settings:
+    """Checked settings; None leaves what was there before: an earlier call's, the environment's, the default.
+
+    Raises:
+        ValueError: `verify_base`, or the environment variable, is none of the three words.
+        TypeError: `keep` is not a collection of strings.
+    """
+    if before is None:
+        before = Settings(_word(os.environ.get(VERIFY_BASE_VARIABLE, "error"), VERIFY_BASE_VARIABLE))
+    if verify_base is not None:
+        before = replace(before, verify_base=_word(verify_base, "verify_base"))
+    if keep is not None:
+        patterns = None if isinstance(keep, str) else tuple(keep)
+        if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
+            raise TypeError(f"keep must be a list of patterns such as ['*.random_features'], not {keep!r}")
+        before = replace(before, keep=patterns)
+    return before
+
+
+def current() -> Settings:
+    """The settings of the `patch()` in force, or the defaults."""
+    return _in_force or settings()
+
+
+def put_in_force(new: Settings | None) -> None:
+    """Let `current()` give these from now on; None for the defaults."""
+    global _in_force
+    _in_force = new
+
+
+_in_force: Settings | None = None
+
+
+def _word(word: str, origin: str) -> str:
+    if word not in VERIFY_BASE:
+        raise ValueError(f"{origin} must be 'error', 'warn' or 'off', not {word!r}")
+    return word

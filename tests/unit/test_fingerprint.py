@@ -1,0 +1,176 @@
+"""The fingerprint on its own: what it does not depend on, and what it must not miss."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ds_frozen_patch.fingerprint import BLOCK_BYTES, Memory, _weights, block_sums, fingerprints
+
+DTYPES = [
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.int8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+]
+
+
+def bits(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    """Values of every bit pattern, NaNs included."""
+    made = torch.empty(shape, dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (made.nbytes,), dtype=torch.uint8, generator=generator)
+    return raw.view(dtype).view(shape)
+
+
+def fingerprint(values: torch.Tensor) -> str:
+    (found,) = fingerprints([torch.nn.Parameter(values, requires_grad=False)])
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pieces_add_up(dtype: torch.dtype) -> None:
+    """Any partitioning, at any element, gives the sums of the whole."""
+    values = bits((3 * BLOCK_BYTES // torch.empty(0, dtype=dtype).element_size() + 7,), dtype)
+    first, whole = block_sums(values, 0)
+    assert first == 0
+    assert len(whole) == 4
+    pick = random.Random(0)
+    for _ in range(5):
+        cuts = sorted([0, len(values), *(pick.randrange(len(values)) for _ in range(pick.choice([1, 2, 9])))])
+        total = torch.zeros_like(whole)
+        for begin, end in itertools.pairwise(cuts):
+            if begin < end:
+                first, sums = block_sums(values[begin:end], begin)
+                total[first : first + len(sums)] += sums
+        assert torch.equal(total, whole)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 5), (700, 700), (0,), (4, 0)])
+def test_shapes(shape: tuple[int, ...]) -> None:
+    values = bits(shape)
+    assert fingerprint(values) == fingerprint(values.clone())
+    if values.numel():
+        changed = values.clone()
+        changed.view(-1).view(torch.int16)[-1] += 1
+        assert fingerprint(changed) != fingerprint(values)
+
+
+def test_layout_does_not_matter() -> None:
+    values = bits((300, 500, 3))
+    assert fingerprint(values.permute(2, 0, 1).contiguous().permute(1, 2, 0)) == fingerprint(values)
+    assert fingerprint(torch.cat([values, values])[300:]) == fingerprint(values)
+    strided = torch.stack([values.flatten(), values.flatten()], dim=1)[:, 0]
+    assert not strided.is_contiguous()
+    assert fingerprint(strided) == fingerprint(values.flatten())
+
+
+def swapped(first: int, second: int) -> Callable[[torch.Tensor], None]:
+    def swap(rows: torch.Tensor) -> None:
+        rows[[first, second]] = rows[[second, first]]
+
+    return swap
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        swapped(0, 1),
+        swapped(0, 4095),
+        swapped(17, 17 + 512),
+        swapped(1000, 3000),
+        lambda rows: rows.copy_(rows.roll(1, 1)),
+    ],
+)
+@pytest.mark.parametrize("width", [64, 67, 128])
+def test_rearranged_rows(width: int, change: Callable[[torch.Tensor], None]) -> None:
+    values = bits((4096, width))
+    changed = values.clone()
+    change(changed.view(torch.int16))
+    assert fingerprint(changed) != fingerprint(values)
+
+
+def test_one_bit_anywhere() -> None:
+    """Each bit of a few words at either end of a block, and bits at random."""
+    values = bits((2 * BLOCK_BYTES // 2,))
+    words = values.view(torch.int64)
+    before = fingerprint(values)
+    pick = random.Random(0)
+    places = [
+        0,
+        1,
+        BLOCK_BYTES // 8 - 1,
+        BLOCK_BYTES // 8,
+        len(words) - 1,
+        *(pick.randrange(len(words)) for _ in range(5)),
+    ]
+    for place in places:
+        for bit in range(64):
+            flip = torch.tensor(1, dtype=torch.int64) << bit
+            words[place] ^= flip
+            assert fingerprint(values) != before
+            words[place] ^= flip
+    assert fingerprint(values) == before
+
+
+def test_any_two_elements_swapped_within_a_block() -> None:
+    """Two of few distinct values, so that their differences have many factors of two."""
+    patterns = torch.tensor([0, 1, -(2**15), 2**14, 2**15 - 1, -1], dtype=torch.int16)
+    generator = torch.Generator().manual_seed(0)
+    values = patterns[torch.randint(len(patterns), (BLOCK_BYTES // 2,), generator=generator)]
+    _, before = block_sums(values, 0)
+    pick = random.Random(0)
+    tried = 0
+    while tried < 500:
+        i, j = pick.randrange(len(values)), pick.randrange(len(values))
+        if values[i] != values[j]:
+            values[[i, j]] = values[[j, i]]
+            assert not torch.equal(block_sums(values, 0)[1], before)
+            values[[i, j]] = values[[j, i]]
+            tried += 1
+
+
+def test_weights_are_what_the_reasoning_needs() -> None:
+    weights = torch.cat(_weights())
+    assert bool((weights & 1).all())
+    assert len(set((weights & 0xFFFFFFFF).tolist())) == len(weights)
+    # Fixed for ever: a fingerprint on disk must mean the same in every release.
+    assert fingerprint(torch.arange(-50000, 50000, dtype=torch.int32)) == KNOWN
+
+
+KNOWN = "dd7c5e55e6d66723bffe159993fb119d"
+
+
+def test_memory_computes_only_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+
+    def counted(piece: torch.Tensor, offset: int) -> tuple[int, torch.Tensor]:
+        read.append(len(piece))
+        return block_sums(piece, offset)
+
+    monkeypatch.setattr("ds_frozen_patch.fingerprint.block_sums", counted)
+    memory = Memory()
+    one, two = (torch.nn.Parameter(bits((n,)), requires_grad=False) for n in (10, 20))
+    first = fingerprints([one, two], remembered=memory)
+    assert read == [10, 20]
+    assert fingerprints([one, two], remembered=memory) == first
+    assert read == [10, 20]
+    with torch.no_grad():
+        two.mul_(2)
+    second = fingerprints([one, two], remembered=memory)
+    assert read == [10, 20, 20]
+    assert second[0] == first[0]
+    assert second[1] != first[1]
+    one.data = one.data.clone()  # another storage, the same content
+    assert fingerprints([one, two], remembered=memory) == second
+    assert read == [10, 20, 20, 10]
