@@ -7,6 +7,7 @@ until the lock or the package's metadata changes.
 from __future__ import annotations
 
 import hashlib
+import shutil
 import sys
 from pathlib import Path
 
@@ -15,7 +16,9 @@ import nox
 ROOT = Path(__file__).resolve().parent.parent
 CELLS = ("everyday", "newest")
 
-nox.options.sessions = ["tests", "lint"]
+OLDER = "deepspeed==0.16.9"  # laid over the everyday cell: what a run was saved by before it was upgraded
+
+nox.options.sessions = ["tests", "upgrade", "lint"]
 nox.options.stop_on_first_error = False
 
 
@@ -30,6 +33,27 @@ def tests(session: nox.Session, cell: str) -> None:
 def demo(session: nox.Session) -> None:
     """Fine-tune with LoRA on two CPU ranks, save full and trainable-only, resume, compare."""
     session.run(environment(session, "everyday"), "-m", "ds_frozen_patch.demo", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
+def upgrade(session: nox.Session) -> None:
+    """Save with lightning 2.5.2 and an older DeepSpeed, resume with the newest releases."""
+    old, new = environment(session, "everyday"), environment(session, "newest")
+    overlay = ROOT / ".nox" / OLDER
+    if not overlay.is_dir():
+        pip = (old, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+        session.run(*pip, "--no-deps", "--no-build-isolation", "--target", str(overlay), OLDER, external=True)
+    folder = session.create_tmp()
+    shutil.rmtree(folder)
+    Path(folder).mkdir(parents=True)
+    session.run(old, "tests/upgrade.py", "save", folder, env={"PYTHONPATH": str(overlay)}, external=True)
+    session.run(new, "tests/upgrade.py", "resume", folder, external=True)
+
+
+@nox.session(venv_backend="none")
+def bench(session: nox.Session) -> None:
+    """What fingerprints cost, against saves of the same run; what follows `--` goes to the benchmark."""
+    session.run(environment(session, "everyday"), "ci/bench_fingerprint.py", *session.posargs, external=True)
 
 
 @nox.session(venv_backend="none")

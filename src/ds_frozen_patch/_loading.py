@@ -15,7 +15,7 @@ from typing import Any
 
 from . import _ownership
 from ._errors import CheckpointMismatchError, named
-from ._saving import forgets_optimizer, logger_of
+from ._saving import forgets_optimizer, has_plain_optimizer, logger_of
 from ._settings import current
 from .fingerprint import fingerprints, process_memory
 from .manifest import KEY, Manifest, dtype_of, names_by_parameter, shape_of
@@ -91,11 +91,6 @@ def _loadable(engine: Any) -> Iterator[None]:
 def _load_plain_optimizer(engine: Any, load_dir: str, tag: str, load_optimizer_states: bool = True) -> bool:
     """In the place of ZeRO's load, for an optimizer that is not ZeRO's: see `forgets_optimizer`."""
     state = _optimizer_state.get()
-    if state is None:
-        raise CheckpointMismatchError(
-            f"{load_dir} holds no optimizer state: DeepSpeed saves none in bf16 with ZeRO stage 0 before 0.18."
-            " Load it with the optimizer left out, or save it under ds_frozen_patch.patch()."
-        )
     engine.optimizer.load_state_dict(state, load_optimizer_states=load_optimizer_states)
     return True
 
@@ -122,6 +117,7 @@ def engine_load_module(wrapped: Callable[..., Any], engine: Any, args: tuple[Any
                 " is the one that it was trained on cannot be verified.",
             )
     if _restores_optimizer.get():
+        _check_optimizer_state(checkpoint, engine)
         _check_optimizer_layout(checkpoint, engine)
     call.arguments["checkpoint"] = _with_all_fragments(checkpoint, engine.module)
     with _forgiving(engine.module, may_be_missing):
@@ -220,6 +216,16 @@ def _left_out_by_others(checkpoint: Mapping[str, Any], module: Any) -> frozenset
     if any(names[0] in saved for names in frozen):
         return frozenset()
     return frozenset(name for names in frozen for name in names)
+
+
+def _check_optimizer_state(checkpoint: Mapping[str, Any], engine: Any) -> None:
+    """Without ZeRO, the optimizer's state must be in the checkpoint itself."""
+    if has_plain_optimizer(engine) and checkpoint.get("optimizer") is None:
+        raise CheckpointMismatchError(
+            f"The checkpoint of deepspeed {checkpoint.get('ds_version', '(unknown)')} holds no state for the optimizer"
+            " that this run makes: in bf16 with ZeRO stage 0, releases of DeepSpeed save none, or another kind. Resume"
+            " with the release that saved it, if that was done under patch(), or start anew with ZeRO stage 1."
+        )
 
 
 def _check_optimizer_layout(checkpoint: Mapping[str, Any], engine: Any) -> None:

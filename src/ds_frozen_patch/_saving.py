@@ -171,18 +171,22 @@ def _kept_fragments(engine: Any, left_out: manifest.Manifest) -> dict[str, Any]:
     }
 
 
-def forgets_optimizer(engine: Any) -> bool:
-    """Whether this is ZeRO stage 0 in bf16 with a plain optimizer.
-
-    DeepSpeed up to 0.17.6 at least takes that for a ZeRO optimizer: it saves none of its state, in any
-    checkpoint, and fails in a load ("no attribute 'dp_process_group'"). Later ones save it as "optimizer".
-    """
+def has_plain_optimizer(engine: Any) -> bool:
+    """Whether the engine has an optimizer, and not one of ZeRO's with partitions of its own on disk."""
     return (
         engine.optimizer is not None
-        and engine.bfloat16_enabled()
         and not engine.zero_optimization()
         and "state_dict_list" not in inspect.signature(engine.optimizer.load_state_dict).parameters
     )
+
+
+def forgets_optimizer(engine: Any) -> bool:
+    """Whether this is ZeRO stage 0 in bf16 with a plain optimizer.
+
+    DeepSpeed 0.17 takes that for a ZeRO optimizer: it saves none of its state, in any checkpoint, and fails in
+    a load ("no attribute 'dp_process_group'"). Later releases save it as "optimizer", and so do we.
+    """
+    return has_plain_optimizer(engine) and bool(engine.bfloat16_enabled())
 
 
 def _excludes(strategy: Any, asked: bool | None) -> bool:

@@ -147,7 +147,8 @@ def save_with(out: str, zero: dict[str, Any]) -> None:
 def test_the_same_with_offload_and_any_persistence(ranks: Any, tmp_path: Path) -> None:
     ranks(2, save, out=str(tmp_path / "plain"), world_size=2, stage=2)
     offload = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
-    for name, zero in (("offload", offload), ("none", {"stage3_param_persistence_threshold": 0})):
+    others = {"none": {"stage3_param_persistence_threshold": 0}, "hpz": {"zero_hpz_partition_size": 2}}
+    for name, zero in ({"offload": offload} | others).items():
         ranks(2, save_with, out=str(tmp_path / name), zero=zero)
         assert prints(str(tmp_path / name)) == prints(str(tmp_path / "plain"))
 

@@ -143,3 +143,22 @@ def test_wrong_paths(ranks: Any, tmp_path: Path) -> None:
         assert f"no checkpoint at {tmp_path}/nowhere.ckpt" in found["fabric"][1]
         assert f"{tmp_path}/file.ckpt is a file" in found["file"][1]
         assert f"this parent directory instead: {tmp_path}/epoch=0.ckpt" in found["inner"][1]
+
+
+def resume_without_optimizer_state(out: str) -> tuple[str, str]:
+    """ZeRO stage 0 in bf16, from what plain DeepSpeed 0.17 writes, or another release with another optimizer."""
+    with ds_frozen_patch.patched():
+        runs.trainer(out, 2, 0, epochs=1).fit(runs.LoraRun(), runs.batches(2))
+        if torch.distributed.get_rank() == 0:
+            (file,) = Path(out, "epoch=0.ckpt", "checkpoint").glob("*model_states.pt")
+            (saved,) = model_states(f"{out}/epoch=0.ckpt")
+            torch.save({**saved, "optimizer": None}, file)
+        torch.distributed.barrier()
+        trainer = runs.trainer(out, 2, 0, epochs=2)
+        return runs.refusal(trainer.fit, runs.LoraRun(), runs.batches(2), ckpt_path=f"{out}/epoch=0.ckpt")
+
+
+def test_no_optimizer_state(ranks: Any, tmp_path: Path) -> None:
+    for name, text in ranks(2, resume_without_optimizer_state, out=str(tmp_path)):
+        assert name == "CheckpointMismatchError"
+        assert "holds no state for the optimizer" in text
