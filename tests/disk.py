@@ -15,5 +15,5 @@ def model_states(checkpoint: str | Path) -> list[dict[str, Any]]:
 
 
 def size(checkpoint: str | Path) -> int:
-    """Bytes of all files of a checkpoint, DeepSpeed's copy of its own script left out."""
-    return sum(f.stat().st_size for f in Path(checkpoint).rglob("*") if f.is_file() and f.suffix != ".py")
+    """Bytes of all files of a checkpoint, as `du --apparent-size` counts them."""
+    return sum(file.stat().st_size for file in Path(checkpoint).rglob("*") if file.is_file())

@@ -105,7 +105,8 @@ def engine_load_module(wrapped: Callable[..., Any], engine: Any, args: tuple[Any
     _optimizer_state.set(checkpoint.get("optimizer"))
     manifest = Manifest.from_checkpoint(checkpoint)
     if manifest is not None:
-        _check_left_out(manifest, engine.module)
+        if call.arguments.get("strict", True):
+            _check_left_out(manifest, engine.module)
         _verify_base(manifest, engine, strategy)
         may_be_missing = manifest.names
     else:
@@ -175,24 +176,24 @@ def _verify_base(manifest: Manifest, engine: Any, strategy: Any) -> None:
     how = current().verify_base
     if how == "off":
         return
+    # By all names, because what was tied at the save need not be tied now; of tied ones the first name counts.
     now = dict(engine.module.named_parameters(remove_duplicate=False))
-    mine = {saved.name: now[saved.name] for saved in manifest.left_out}
-    comparable = [p for p in manifest.left_out if p.fingerprint and p.dtype == dtype_of(mine[p.name])]
-    found = fingerprints([mine[p.name] for p in comparable], engine.device, process_memory())
-    differ = [(p, other) for p, other in zip(comparable, found, strict=True) if other and other != p.fingerprint]
-    unread = {p.name for p in manifest.left_out} - {p.name for p, o in zip(comparable, found, strict=True) if o}
-    if unread:
+    pairs = {now[name]: (name, saved) for saved in manifest.left_out for name in reversed(saved.names) if name in now}
+    comparable = [p for p, (_, saved) in pairs.items() if saved.fingerprint and saved.dtype == dtype_of(p)]
+    found = dict(zip(comparable, fingerprints(comparable, engine.device, process_memory()), strict=True))
+    if unread := [name for p, (name, _) in pairs.items() if found.get(p) is None]:
         _warn(
             strategy,
-            f"{len(unread)} of {len(manifest.left_out)} left-out parameters cannot be compared with the base that the"
+            f"{len(unread)} of {len(pairs)} left-out parameters cannot be compared with the base that the"
             f" checkpoint was saved with, for they are of another dtype now, quantized, or on NVMe: {named(unread)}",
         )
+    differ = [(*pairs[p], content) for p, content in found.items() if content and content != pairs[p][1].fingerprint]
     if not differ:
         return
-    lines = [f"- {p.name}: saved {p.fingerprint}, now {other}" for p, other in differ[:10]]
+    lines = [f"- {name}: saved {saved.fingerprint}, now {content}" for name, saved, content in differ[:10]]
     message = "\n".join(
         [
-            f"The base is not the one that the checkpoint was saved with: {len(differ)} of {len(manifest.left_out)}"
+            f"The base is not the one that the checkpoint was saved with: {len(differ)} of {len(pairs)}"
             " left-out parameters have another content (by fingerprint).",
             *lines,
             *([f"- and {len(differ) - 10} more"] if len(differ) > 10 else []),

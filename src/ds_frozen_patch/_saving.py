@@ -221,12 +221,15 @@ def _tell_once(strategy: Any, left_out: manifest.Manifest) -> None:
         return
     _told.add(strategy)
     count = len(left_out.left_out)
+    if not count:
+        logger_of(strategy).info("Nothing is frozen, so checkpoints leave nothing out.")
+        return
     logger_of(strategy).info(
         "Checkpoints leave out %d frozen parameters and so save %s each%s. They must be there again when one is"
         " loaded: build the model as you did for this run.",
         count,
         human_bytes(left_out.total_bytes),
-        f" ({', '.join(p.name for p in left_out.left_out[:2])}{', ...' if count > 2 else ''})" if count else "",
+        f" ({', '.join(p.name for p in left_out.left_out[:2])}{', ...' if count > 2 else ''})",
     )
 
 

@@ -37,10 +37,10 @@ def settings(
     if verify_base is not None:
         before = replace(before, verify_base=_word(verify_base, "verify_base"))
     if keep is not None:
-        patterns = None if isinstance(keep, str) else tuple(keep)
-        if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
+        patterns = list(keep) if isinstance(keep, Iterable) and not isinstance(keep, str) else [keep]
+        if isinstance(keep, str) or not all(isinstance(pattern, str) for pattern in patterns):
             raise TypeError(f"keep must be a list of patterns such as ['*.random_features'], not {keep!r}")
-        before = replace(before, keep=patterns)
+        before = replace(before, keep=tuple(patterns))
     return before
 
 
@@ -58,7 +58,7 @@ def put_in_force(new: Settings | None) -> None:
 _in_force: Settings | None = None
 
 
-def _word(word: str, origin: str) -> str:
-    if word not in VERIFY_BASE:
+def _word(word: object, origin: str) -> str:
+    if not isinstance(word, str) or word not in VERIFY_BASE:
         raise ValueError(f"{origin} must be 'error', 'warn' or 'off', not {word!r}")
     return word

@@ -78,7 +78,7 @@ class Manifest:
         """The manifest in a checkpoint's state, or None where there is none.
 
         Raises:
-            CheckpointMismatchError: it is of a format that this release does not know.
+            CheckpointMismatchError: it is of a format that this release does not know, or damaged.
         """
         state = checkpoint.get(KEY)
         if state is None:
@@ -89,6 +89,15 @@ class Manifest:
                 f"The checkpoint's manifest has format {found!r}; this release of ds_frozen_patch reads format"
                 f" {FORMAT}. Update it: pip install -U ds_frozen_patch"
             )
+        try:
+            return cls._from_state(state)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointMismatchError(
+                f"The checkpoint's manifest is damaged ({type(error).__name__}: {error}). Load a copy that is whole."
+            ) from None
+
+    @classmethod
+    def _from_state(cls, state: Mapping[str, Any]) -> Manifest:
         return cls(
             left_out=tuple(
                 LeftOut(tuple(names), tuple(shape), dtype, print_) for names, shape, dtype, print_ in state["left_out"]

@@ -38,6 +38,9 @@ class Changed(runs.LoraRun):
         elif change == "swapped tensors":
             gate, up = (parameters[MLP.format(name)].data for name in ("gate", "up"))
             gate[:], up[:] = up.clone(), gate.clone()
+        elif change == "untied":
+            head = self.model.base_model.model.lm_head
+            head.weight = torch.nn.Parameter(torch.randn_like(head.weight), requires_grad=False)
         elif change == "new layer":
             parameters[MLP.format("down")].data.normal_()
 
@@ -88,6 +91,7 @@ def test_one_element_of_the_last_row(ranks: Any, tmp_path: Path, stage: int, wor
         ("swapped rows", [EMBEDDING]),
         ("swapped tensors", [MLP.format("gate"), MLP.format("up")]),
         ("new layer", [MLP.format("down")]),
+        ("untied", ["model.base_model.model.lm_head.weight"]),
     ],
 )
 def test_other_bases(ranks: Any, tmp_path: Path, change: str, names: list[str]) -> None:

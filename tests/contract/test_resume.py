@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import runs
+import torch
 from disk import model_states
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
@@ -71,3 +73,49 @@ def test_trainer_resumes_bit_for_bit(
         assert all("lora_" in name or name == "seen" for name in saved["module"])
         assert saved["module"]["seen"].item() == runs.BATCHES
         assert not saved.get("frozen_param_fragments")
+
+
+class BuiltPartitioned(pl.LightningModule):
+    """A model that is made under ZeRO-3's `zero.Init`, which partitions each parameter as it is made."""
+
+    net: torch.nn.Sequential
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        torch.manual_seed(self.seed)
+        base = torch.nn.Linear(16, 16).requires_grad_(False)
+        self.net = torch.nn.Sequential(torch.nn.Embedding(96, 16).requires_grad_(False), base, torch.nn.Linear(16, 96))
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss = torch.nn.functional.cross_entropy(self.net(batch).flatten(0, 1), batch.flatten())
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+def built_partitioned(out: str) -> Any:
+    ds_frozen_patch.patch()
+    results = []
+    for resume_from in (None, f"{out}/epoch=0.ckpt"):
+        trainer = runs.trainer(out if resume_from is None else f"{out}/again", 2, 3)
+        module = BuiltPartitioned(seed=1)
+        trainer.fit(module, runs.batches(2), ckpt_path=resume_from)
+        results.append((module.losses[-runs.BATCHES :], runs.trained_state(module)))
+    other = runs.trainer(out, 2, 3)
+    refused = runs.refusal(other.fit, BuiltPartitioned(seed=2), runs.batches(2), ckpt_path=f"{out}/epoch=0.ckpt")
+    return (*results, refused)
+
+
+def test_a_model_built_under_zero_init(ranks: Any, tmp_path: Path) -> None:
+    for whole, resumed, refused in ranks(2, built_partitioned, out=str(tmp_path)):
+        assert resumed == whole
+        assert refused[0] == "CheckpointMismatchError"
+        assert "- net.0.weight: saved " in refused[1]
+    for saved in model_states(tmp_path / "epoch=0.ckpt"):
+        assert set(saved["module"]) == {"net.2.weight", "net.2.bias"}

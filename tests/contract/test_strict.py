@@ -26,9 +26,6 @@ class Other(runs.LoraRun):
             self.model.base_model.model.model.norm.weight.requires_grad_(True)
         elif change == "now frozen":
             next(p for p in self.parameters() if p.requires_grad).requires_grad_(False)
-        elif change == "untied":
-            head = self.model.base_model.model.lm_head
-            head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
         elif change == "gone frozen":
             del self.model.base_model.model.model.layers[1].mlp
             self.model.base_model.model.model.layers[1].mlp = torch.nn.Identity()
@@ -115,6 +112,12 @@ def test_a_damaged_checkpoint_is_refused(ranks: Any, tmp_path: Path) -> None:
         assert name == "CheckpointMismatchError"
         assert "format 99" in text
 
+    for damage in ({"format": 1}, {"format": 1, "left_out": [3]}, "nothing"):
+        torch.save({**saved, "ds_frozen_patch": damage}, file)
+        for name, text in ranks(2, resume, out=str(tmp_path)):
+            assert name == "CheckpointMismatchError"
+            assert "manifest" in text
+
 
 def wrong_paths(out: str) -> dict[str, tuple[str, str]]:
     ds_frozen_patch.patch()
@@ -162,3 +165,25 @@ def test_no_optimizer_state(ranks: Any, tmp_path: Path) -> None:
     for name, text in ranks(2, resume_without_optimizer_state, out=str(tmp_path)):
         assert name == "CheckpointMismatchError"
         assert "holds no state for the optimizer" in text
+
+
+def resume_loosely(out: str) -> int:
+    """`strict=False` is the user's word: what the model no longer has is passed over."""
+    with ds_frozen_patch.patched():
+        made = runs.fabric(2, 2)
+        model, optimizer = runs.fabric_setup(made)
+        runs.fabric_epoch(made, model, optimizer)
+        made.save(f"{out}/small.ckpt", {"model": model, "optimizer": optimizer})
+        made = runs.fabric(2, 2)
+        module = Other("gone frozen")
+        other = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
+        model, other = made.setup(module, other)
+        state = {"model": model, "optimizer": other}
+        name, _ = runs.refusal(made.load, f"{out}/small.ckpt", state)
+        assert name == "CheckpointMismatchError"
+        made.load(f"{out}/small.ckpt", state, strict=False)
+        return len(runs.fabric_epoch(made, model, other))
+
+
+def test_loose_load_stays_loose(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2, resume_loosely, out=str(tmp_path)) == [runs.BATCHES] * 2

@@ -316,6 +316,41 @@ def test_a_fork_and_a_build_from_git_are_judged_by_features(site: Site) -> None:
     assert found["deepspeed"] == "armed False"
 
 
+def test_wrong_arguments_patch_nothing(site: Site) -> None:
+    program = """
+import os
+def refused(error, *words, **arguments):
+    try: dfp.patch(**arguments)
+    except error as raised: assert all(word in str(raised) for word in words), raised
+    else: raise AssertionError(arguments)
+    assert dfp.status()["lightning.pytorch"].state == "patchable"
+refused(ValueError, "verify_base", "'loud'", "'warn'", verify_base="loud")
+refused(ValueError, "verify_base", verify_base=True)
+refused(TypeError, "keep", "['*.random_features']", keep="*.weight")
+refused(TypeError, "keep", keep=[1])
+refused(TypeError, "keep", keep=3)
+os.environ["DS_FROZEN_PATCH_VERIFY_BASE"] = "no"
+refused(ValueError, "DS_FROZEN_PATCH_VERIFY_BASE", "'no'")
+del os.environ["DS_FROZEN_PATCH_VERIFY_BASE"]
+"""
+    site.run(program)
+
+
+def test_settings_are_kept_and_given_back(site: Site) -> None:
+    program = """
+from ds_frozen_patch._settings import Settings, current
+dfp.patch(verify_base="warn"); dfp.patch(keep=["a.*"]); dfp.patch()
+assert current() == Settings("warn", ("a.*",))
+with dfp.patched(verify_base="off"): assert current() == Settings("off", ("a.*",))
+assert current() == Settings("warn", ("a.*",))
+dfp.unpatch()
+assert current() == Settings()
+import os; os.environ["DS_FROZEN_PATCH_VERIFY_BASE"] = "off"
+dfp.patch(); assert current() == Settings("off")
+"""
+    site.run(program)
+
+
 REAL = """
 import sys
 import ds_frozen_patch as dfp
