@@ -69,7 +69,7 @@ def load(out: str, world_size: int, stage: int, change: str, evaluate: bool, **p
 
 
 @pytest.mark.parametrize("evaluate", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_one_element_of_the_last_row(ranks: Any, tmp_path: Path, stage: int, world_size: int, evaluate: bool) -> None:
     ranks(world_size, save, out=str(tmp_path), world_size=world_size, stage=stage)
@@ -82,6 +82,18 @@ def test_one_element_of_the_last_row(ranks: Any, tmp_path: Path, stage: int, wor
     for raised, warned, _ in ranks(world_size, load, **arguments, change="nothing"):
         assert raised is None
         assert warned == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_on_another_number_of_ranks(ranks: Any, tmp_path: Path, stage: int, world_size: int) -> None:
+    """Saved by three ranks, tested from on fewer."""
+    ranks(3, save, out=str(tmp_path), world_size=3, stage=stage)
+    arguments = {"out": str(tmp_path), "world_size": world_size, "stage": stage, "evaluate": True}
+    for raised, warned, _ in ranks(world_size, load, **arguments, change="nothing"):
+        assert (raised, warned) == (None, [])
+    for raised, _, _ in ranks(world_size, load, **arguments, change="one element"):
+        assert f"- {EMBEDDING}: saved " in raised
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,16 @@ import json
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+NEEDED = ("rich", "torch", "lightning", "deepspeed", "peft", "transformers")
+if missing := [name for name in NEEDED if find_spec(name) is None]:
+    sys.exit(f"The demo needs {', '.join(missing)}: pip install 'ds_frozen_patch[lightning,demo]'")
+
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
 
 SAVED_STEPS = 8  # SAVED_EPOCH * STEPS_PER_EPOCH of train.py, whose import would start Lightning here
 
