@@ -53,6 +53,11 @@ def engine_load(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
     restores_optimizer = call.arguments["load_optimizer_states"] and not call.arguments["load_module_only"]
     with _set(_restores_optimizer, restores_optimizer), _set(_optimizer_state, None), _loadable(engine):
         path, client_state = wrapped(*args, **kwargs)
+    for parameter in engine.module.parameters():
+        if getattr(parameter, "ds_secondary_tensor", None) is not None:
+            # hpZ's second copy within a node is of before the load; without one, DeepSpeed makes it anew. It does
+            # so by itself from 0.18.3 on, but not for frozen parameters that the checkpoint holds.
+            parameter.ds_secondary_tensor = None
     if client_state is not None:
         client_state.pop(KEY, None)
     return path, client_state

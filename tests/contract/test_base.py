@@ -163,9 +163,12 @@ def save_with(out: str, zero: dict[str, Any]) -> None:
 def test_the_same_with_offload_and_any_persistence(ranks: Any, tmp_path: Path) -> None:
     ranks(2, save, out=str(tmp_path / "plain"), world_size=2, stage=2)
     offload = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
-    others = {"none": {"stage3_param_persistence_threshold": 0}, "hpz": {"zero_hpz_partition_size": 2}}
+    others: dict[str, Any] = {
+        "none": {"stage3_param_persistence_threshold": 0},
+        "hpz": {"zero_hpz_partition_size": 2},
+    }
     for name, zero in ({"offload": offload} | others).items():
-        ranks(2, save_with, out=str(tmp_path / name), zero=zero)
+        ranks(2, save_with, alone=name == "hpz", out=str(tmp_path / name), zero=zero)
         assert prints(str(tmp_path / name)) == prints(str(tmp_path / "plain"))
 
 
@@ -265,25 +268,33 @@ def test_a_base_that_the_run_changes(ranks: Any, tmp_path: Path, stage: int) -> 
     assert f"- {NORM}: saved " in refused[1]
 
 
-def keeps(out: str, stage: int) -> Any:
-    """Frozen parameters that are saved all the same: a seed of its own does not matter for them."""
+def keeps(out: str, stage: int, **zero: Any) -> Any:
+    """Frozen parameters that are saved all the same: what the program builds for them does not matter."""
     ds_frozen_patch.patch(keep=["*.norm.weight", "*embed_tokens*"])
+
+    def new_trainer(folder: str) -> Any:
+        return runs.trainer(folder, 2, strategy=DeepSpeedStrategy(config=runs.config(stage, **zero)))
+
     results = []
     for change, resume_from in (("nothing", None), ("one element", f"{out}/epoch=0.ckpt")):
-        trainer = runs.trainer(out if resume_from is None else f"{out}/again", 2, stage)
+        trainer = new_trainer(out if resume_from is None else f"{out}/again")
         module = Changed(change)
         trainer.fit(module, runs.batches(2), ckpt_path=resume_from)
         results.append((module.losses[-runs.BATCHES :], runs.trained_state(module)))
     tested = []
     for change in ("nothing", "one element"):
-        trainer = runs.trainer(out, 2, stage)
+        trainer = new_trainer(out)
         tested.append(trainer.test(Changed(change), runs.batches(2), f"{out}/epoch=1.ckpt", verbose=False))
     return results, tested
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_keep(ranks: Any, tmp_path: Path, stage: int) -> None:
-    for (whole, resumed), (before, after) in ranks(2, keeps, out=str(tmp_path), stage=stage):
+HPZ = {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
+
+
+@pytest.mark.parametrize(("stage", "zero"), [(0, {}), (1, {}), (2, {}), (3, {}), (3, HPZ)])
+def test_keep(ranks: Any, tmp_path: Path, stage: int, zero: dict[str, Any]) -> None:
+    results = ranks(2, keeps, alone=bool(zero), out=str(tmp_path), stage=stage, **zero)
+    for (whole, resumed), (before, after) in results:
         assert resumed == whole
         assert after == before
     saved = model_states(tmp_path / "epoch=0.ckpt")[0]

@@ -47,6 +47,7 @@ OFFLOAD_BOTH = {**OFFLOAD, "offload_param": {"device": "cpu"}}
         (2, 3, "32-true", {}),
         (2, 3, "bf16-mixed", OFFLOAD_BOTH),
         (2, 3, "bf16-mixed", {"stage3_param_persistence_threshold": 0}),
+        (2, 3, "bf16-mixed", {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}),
         (1, 2, "bf16-mixed", {}),
         (1, 3, "bf16-mixed", {}),
     ],
@@ -62,6 +63,7 @@ def test_trainer_resumes_bit_for_bit(
         stage=stage,
         precision=precision,
         extra=extra,
+        alone="zero_hpz_partition_size" in extra,
     )
     for result in results:
         losses, state, steps = result["whole"]
