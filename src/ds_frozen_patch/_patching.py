@@ -169,7 +169,7 @@ def patch(*, verify_base: str | None = None, keep: Iterable[str] | None = None) 
 
 def _refuse_half_imported(current: _Patch) -> None:
     for module in current.modules:
-        if module in sys.modules and module not in current.wrappings:
+        if module in sys.modules and module not in current.wrappings and module not in _hooked:
             unpatch()
             raise PatchError(
                 f"patch() was called while {module} was being imported; nothing is patched."
@@ -254,25 +254,30 @@ def _serve_all() -> None:
             _on_import(sys.modules[module])
         elif module not in _hooked:
             _hooked.add(module)
-            wrapt.register_post_import_hook(_on_import, module)
+            wrapt.register_post_import_hook(_hook, module)
 
 
-def _on_import(module: ModuleType) -> None:
+def _hook(module: ModuleType) -> None:
     """wrapt calls this once a module that we wait for is imported."""
     with _lock:
         _hooked.discard(module.__name__)
-        what = _current.modules.get(module.__name__) if _current else None
-        if _current is None or what is None or what.module in _current.wrappings:
-            return
-        cls = imported_class(what)
-        if cls is None and getattr(module.__spec__, "_initializing", False):
-            return  # half imported: patch() comes back to it
-        finding = probe(what)
-        if finding.verdict == "refused":
-            unpatch()
-            raise PatchError(_refusal([(what.name, finding)]))
-        _current.findings[what.name] = finding
-        _current.wrappings[what.module] = _wrap(what, cls, _current)
+        _on_import(module)
+
+
+def _on_import(module: ModuleType) -> None:
+    """Wrap the class of a module that is imported, unless that is done. Called with our lock held."""
+    what = _current.modules.get(module.__name__) if _current else None
+    if _current is None or what is None or what.module in _current.wrappings:
+        return
+    cls = imported_class(what)
+    if cls is None and getattr(module.__spec__, "_initializing", False):
+        return  # half imported: patch() comes back to it
+    finding = probe(what)
+    if finding.verdict == "refused":
+        unpatch()
+        raise PatchError(_refusal([(what.name, finding)]))
+    _current.findings[what.name] = finding
+    _current.wrappings[what.module] = _wrap(what, cls, _current)
 
 
 def _wrap(what: Probed, cls: Any, patch: _Patch) -> list[_Wrapping]:

@@ -64,9 +64,9 @@ def _adapt_deepspeed() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # To gather ZeRO-3's parameters it starts many collectives and waits for the last. On NCCL's one stream
     # that is enough; gloo has two threads, and a late one overwrote weights that had just been loaded.
-    for name in ("all_gather", "all_gather_into_tensor", "allgather_fn", "all_reduce", "broadcast", "reduce_scatter"):
-        collective = getattr(deepspeed.comm, name, None)
-        if collective is not None and not isinstance(collective, wrapt.FunctionWrapper):
+    for name in ("all_gather", "all_gather_into_tensor"):
+        collective = getattr(deepspeed.comm, name)
+        if not isinstance(collective, wrapt.FunctionWrapper):
             setattr(deepspeed.comm, name, wrapt.FunctionWrapper(collective, _finished))
 
 
