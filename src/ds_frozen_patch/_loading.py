@@ -15,10 +15,10 @@ from typing import Any
 
 from . import _ownership
 from ._errors import CheckpointMismatchError, named
-from ._saving import forgets_optimizer, has_plain_optimizer, logger_of
+from ._saving import forgets_optimizer, has_plain_optimizer, warn
 from ._settings import current
 from .fingerprint import fingerprints, process_memory
-from .manifest import KEY, Manifest, dtype_of, names_by_parameter, shape_of
+from .manifest import KEY, Manifest, dtype_of, frozen_names, names_by_parameter, shape_of
 
 _restores_optimizer: ContextVar[bool] = ContextVar("ds_frozen_patch_restores_optimizer", default=False)
 _optimizer_state: ContextVar[Any] = ContextVar("ds_frozen_patch_optimizer_state", default=None)
@@ -117,7 +117,7 @@ def engine_load_module(wrapped: Callable[..., Any], engine: Any, args: tuple[Any
     else:
         may_be_missing = _left_out_by_others(checkpoint, engine.module)
         if may_be_missing:
-            _warn(
+            warn(
                 strategy,
                 "The checkpoint was saved without its frozen parameters and without a manifest: whether the base"
                 " is the one that it was trained on cannot be verified.",
@@ -187,7 +187,7 @@ def _verify_base(manifest: Manifest, engine: Any, strategy: Any) -> None:
     comparable = [p for p, (_, saved) in pairs.items() if saved.fingerprint and saved.dtype == dtype_of(p)]
     found = dict(zip(comparable, fingerprints(comparable, engine.device, process_memory()), strict=True))
     if unread := [name for p, (name, _) in pairs.items() if found.get(p) is None]:
-        _warn(
+        warn(
             strategy,
             f"{len(unread)} of {len(pairs)} left-out parameters cannot be compared with the base that the"
             f" checkpoint was saved with, for they are of another dtype now, quantized, or on NVMe: {named(unread)}",
@@ -209,7 +209,7 @@ def _verify_base(manifest: Manifest, engine: Any, strategy: Any) -> None:
     )
     if how == "error":
         raise CheckpointMismatchError(message)
-    _warn(strategy, message)
+    warn(strategy, message)
 
 
 def _left_out_by_others(checkpoint: Mapping[str, Any], module: Any) -> frozenset[str]:
@@ -218,7 +218,7 @@ def _left_out_by_others(checkpoint: Mapping[str, Any], module: Any) -> frozenset
     DeepSpeed's own flag leaves a tied parameter in under its alias, so the first name is what counts.
     """
     saved = checkpoint["module"]
-    frozen = [names for parameter, names in names_by_parameter(module).items() if not parameter.requires_grad]
+    frozen = frozen_names(module).values()
     if any(names[0] in saved for names in frozen):
         return frozenset()
     return frozenset(name for names in frozen for name in names)
@@ -278,8 +278,3 @@ def _with_all_fragments(checkpoint: Mapping[str, Any], module: Any) -> Mapping[s
         return checkpoint
     own = {names[0]: getattr(p, "ds_tensor", p) for p, names in names_by_parameter(module).items()}
     return {**checkpoint, "frozen_param_fragments": {**own, **fragments}}
-
-
-def _warn(strategy: Any, message: str) -> None:
-    if strategy.is_global_zero:
-        logger_of(strategy).warning(message)

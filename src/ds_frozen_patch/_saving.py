@@ -41,9 +41,9 @@ def full_checkpoint() -> Iterator[None]:
 
 def strategy_init(wrapped: Callable[..., None], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """`DeepSpeedStrategy(exclude_frozen_parameters=None | True | False)`; None follows `patch()`."""
-    parameters = inspect.signature(wrapped).parameters
-    if FLAG in parameters:
-        call = inspect.signature(wrapped).bind_partial(*args, **kwargs)
+    signature = inspect.signature(wrapped)
+    if FLAG in signature.parameters:
+        call = signature.bind_partial(*args, **kwargs)
         choice = call.arguments.get(FLAG)
         call.arguments[FLAG] = effective = _checked(choice)
         args, kwargs = call.args, call.kwargs
@@ -72,12 +72,10 @@ def strategy_setup(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, 
 
 
 def _check_keep(strategy: Any, module: Any) -> None:
-    frozen = [names for p, names in manifest.names_by_parameter(module).items() if not p.requires_grad]
+    frozen = manifest.frozen_names(module).values()
     idle = [pattern for pattern in _settings().keep if not any(Settings(keep=(pattern,)).keeps(n) for n in frozen)]
-    if idle and strategy.is_global_zero:
-        logger_of(strategy).warning(
-            "patch(keep=[...]) names what is no frozen parameter: %s. Nothing is kept for it.", named(idle)
-        )
+    if idle:
+        warn(strategy, f"patch(keep=[...]) names what is no frozen parameter: {named(idle)}. Nothing is kept for it.")
 
 
 def strategy_call(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -99,7 +97,7 @@ def engine_save(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
     left_out = None
     if exclude:
         left_out = _leave_out(strategy, engine)
-        ours |= {manifest.KEY: left_out.to_state()} | _kept_fragments(engine, left_out)
+        ours |= {manifest.KEY: left_out.to_state()} | _kept_fragments(engine)
         _tell_once(strategy, left_out)
     call.arguments["client_state"] = {**(call.arguments.get("client_state") or {}), **ours}
     token = _leaving_out.set(left_out.names if left_out else None)
@@ -114,8 +112,8 @@ def _leave_out(strategy: Any, engine: Any) -> manifest.Manifest:
     optimized = _optimized(engine)
     left_out = {
         parameter: names
-        for parameter, names in manifest.names_by_parameter(engine.module).items()
-        if not parameter.requires_grad and parameter not in optimized and not _settings().keeps(names)
+        for parameter, names in manifest.frozen_names(engine.module).items()
+        if parameter not in optimized and not _settings().keeps(names)
     }
     memory = process_memory()
     before = [memory.recall(parameter) for parameter in left_out]
@@ -130,11 +128,12 @@ def _leave_out(strategy: Any, engine: Any) -> manifest.Manifest:
         for parameter, fingerprint in zip(made.left_out, before, strict=True)
         if fingerprint is not None and parameter.fingerprint != fingerprint
     ]
-    if changed and strategy.is_global_zero:
-        logger_of(strategy).warning(
-            "The run has changed frozen parameters in place: %s. What they hold now is in no checkpoint, and this one"
-            " can be loaded only onto a base with the same changes. To save them, name them in patch(keep=[...]).",
-            named(changed),
+    if changed:
+        warn(
+            strategy,
+            f"The run has changed frozen parameters in place: {named(changed)}. What they hold now is in no checkpoint,"
+            " and this one can be loaded only onto a base with the same changes. To save them, name them in"
+            " patch(keep=[...]).",
         )
     return made
 
@@ -152,15 +151,15 @@ def _optimized(engine: Any) -> set[Any]:
     return {parameter for group in groups for parameter in group}
 
 
-def _kept_fragments(engine: Any, left_out: manifest.Manifest) -> dict[str, Any]:
+def _kept_fragments(engine: Any) -> dict[str, Any]:
     """The values of frozen parameters that are kept, where DeepSpeed saves frozen values apart from the module's.
 
     It does so from stage 2 on, for all of them or, with its flag, for none; in ZeRO-3 they are nowhere else.
     """
     kept = {
         names[0]: parameter
-        for parameter, names in manifest.names_by_parameter(engine.module).items()
-        if not parameter.requires_grad and names[0] not in left_out.names and _settings().keeps(names)
+        for parameter, names in manifest.frozen_names(engine.module).items()
+        if _settings().keeps(names)
     }
     if not kept or not engine.zero_optimization_partition_gradients():
         return {}
@@ -231,6 +230,12 @@ def _tell_once(strategy: Any, left_out: manifest.Manifest) -> None:
         human_bytes(left_out.total_bytes),
         f" ({', '.join(p.name for p in left_out.left_out[:2])}{', ...' if count > 2 else ''})",
     )
+
+
+def warn(strategy: Any, message: str) -> None:
+    """Log a warning, on rank 0 only."""
+    if strategy.is_global_zero:
+        logger_of(strategy).warning(message)
 
 
 def logger_of(strategy: Any) -> logging.Logger:

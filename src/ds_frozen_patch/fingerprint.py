@@ -161,7 +161,7 @@ def _weights() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _digest(parameter: torch.nn.Parameter, sums: torch.Tensor) -> str:
-    size = _numel(parameter) * parameter.element_size()
+    size = numel_of(parameter) * parameter.element_size()
     content = size.to_bytes(8, "little") + sums.numpy().astype("<i8").tobytes()
     return hashlib.blake2b(content, digest_size=16, person=b"frozen patch 1").hexdigest()
 
@@ -173,7 +173,7 @@ def _own_sums(parameter: torch.nn.Parameter, index: int) -> Iterator[tuple[int, 
     if hasattr(parameter, "ds_tensor"):
         rank, holds_first_copy = _partition(parameter)
         offset = rank * parameter.ds_tensor.ds_numel
-        count = min(parameter.ds_tensor.ds_numel, _numel(parameter) - offset)  # what is beyond is padding
+        count = min(parameter.ds_tensor.ds_numel, numel_of(parameter) - offset)  # what is beyond is padding
         if holds_first_copy and count > 0:
             yield block_sums(parameter.ds_tensor.detach().view(-1)[:count], offset)
         return
@@ -223,12 +223,13 @@ def _state(parameter: torch.nn.Parameter) -> tuple[Any, ...]:
     return content.data_ptr(), content._version, content.dtype, content.device, tuple(content.shape)
 
 
-def _numel(parameter: torch.nn.Parameter) -> int:
+def numel_of(parameter: torch.nn.Parameter) -> int:
+    """The elements of a whole parameter, also where ZeRO-3 has partitioned it."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _block_count(parameter: torch.nn.Parameter) -> int:
-    return -(-_numel(parameter) * parameter.element_size() // BLOCK_BYTES)
+    return -(-numel_of(parameter) * parameter.element_size() // BLOCK_BYTES)
 
 
 def _rank_and_world_size() -> tuple[int, int]:

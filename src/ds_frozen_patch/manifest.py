@@ -13,7 +13,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from ._errors import CheckpointMismatchError
-from .fingerprint import fingerprints, process_memory
+from .fingerprint import fingerprints, numel_of, process_memory
 
 if TYPE_CHECKING:
     import torch
@@ -117,6 +117,11 @@ def names_by_parameter(module: torch.nn.Module) -> dict[torch.nn.Parameter, tupl
     return {parameter: tuple(all_names) for parameter, all_names in names.items()}
 
 
+def frozen_names(module: torch.nn.Module) -> dict[torch.nn.Parameter, tuple[str, ...]]:
+    """Each frozen parameter of a module with all its names, in the module's order."""
+    return {p: names for p, names in names_by_parameter(module).items() if not p.requires_grad}
+
+
 def shape_of(parameter: torch.nn.Parameter) -> tuple[int, ...]:
     """The shape of a whole parameter, also where ZeRO-3 has partitioned it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
@@ -142,7 +147,7 @@ def describe(
             LeftOut(names, shape_of(parameter), dtype_of(parameter), fingerprint)
             for (parameter, names), fingerprint in zip(left_out.items(), found, strict=True)
         ),
-        total_bytes=sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in left_out),
+        total_bytes=sum(numel_of(p) * p.element_size() for p in left_out),
         zero_stage=zero_stage,
         world_size=world_size,
         versions=_versions(),
