@@ -1,92 +1,126 @@
 """How everything here is run: `nox -f ci/noxfile.py --list`.
 
-Environments are made from `ci/locks/` in `.nox/`, shared by the sessions that name the same lock, and kept
-until the lock or the package's metadata changes.
+Environments are made from `ci/locks/` in `.nox/`, as `ci/environments.py` says, and kept until a lock changes.
 """
 
 from __future__ import annotations
 
 import hashlib
-import shutil
 import sys
 from pathlib import Path
 
 import nox
 
-ROOT = Path(__file__).resolve().parent.parent
-CELLS = ("everyday", "newest")
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-OLDER = "deepspeed==0.16.9"  # laid over the everyday cell: what a run was saved by before it was upgraded
+import cells
+from environments import LOCKS, ROOT, cell_python, newest_releases, tools_python, write_lock, write_tools_lock
+from packaging.version import Version
 
-nox.options.sessions = ["tests", "upgrade", "lint"]
+CELLS = cells.read()
+EVERY_TEST = ("everyday", "newest")
+RESULTS = ROOT / ".nox" / "results"
+# The checkpoints that older cells leave for newer ones are of the program that trains them.
+TRAINS = b"".join((ROOT / "tests" / name).read_bytes() for name in ("runs.py", "contract/test_upgrade.py"))
+SAVED = ROOT / ".nox" / "saved" / hashlib.sha256(TRAINS).hexdigest()[:8]
+
+# Every test on two cells, and the promises where releases are oldest, mixed and refused.
+SOME = ("oldest", "two-versions", "refused")
+nox.options.sessions = ["tests", *(f"matrix({cell})" for cell in SOME), "lint"]
 nox.options.stop_on_first_error = False
 
 
 @nox.session(venv_backend="none")
-@nox.parametrize("cell", CELLS, ids=CELLS)
+@nox.parametrize("cell", EVERY_TEST, ids=EVERY_TEST)
 def tests(session: nox.Session, cell: str) -> None:
     """Every test on one cell of releases; what follows `--` goes to pytest."""
-    session.run(environment(session, cell), "-m", "pytest", *session.posargs, external=True)
+    run_tests(session, cell, *session.posargs)
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("cell", list(CELLS), ids=list(CELLS))
+def matrix(session: nox.Session, cell: str) -> None:
+    """The promises on one cell of releases, its outcome kept for the table; what follows `--` goes to pytest."""
+    run_promises(session, cell, *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def lock(session: nox.Session) -> None:
+    """Resolve the locks of the cells that follow `--` anew, or all of them and their bases."""
+    session.chdir(ROOT)
+    chosen = session.posargs or list(CELLS)
+    if not session.posargs:
+        for old in LOCKS.glob("base-*.txt"):
+            old.unlink()
+        write_tools_lock(session)
+    for name in chosen:
+        write_lock(session, CELLS[name])
+
+
+@nox.session(venv_backend="none")
+def propose(session: nox.Session) -> None:
+    """Add a cell for the newest releases, or for `-- lightning==X deepspeed==Y`, lock it and run it."""
+    session.chdir(ROOT)
+    releases = newest_releases(session, *(session.posargs or ["lightning", "deepspeed"]))
+    wanted = releases["lightning"], releases["deepspeed"]
+    if any(cell.releases == tuple(map(Version, wanted)) for cell in CELLS.values()):
+        session.log(f"lightning {wanted[0]} with deepspeed {wanted[1]} is in ci/matrix.json already")
+        return
+    entry = cells.propose(*wanted)
+    cells.add(entry)
+    CELLS[entry["name"]] = cells.read()[entry["name"]]
+    session.log(f"added {entry['name']} to ci/matrix.json; look at what it needs and expects, and why:")
+    session.log(cells.formatted(entry))
+    write_lock(session, CELLS[entry["name"]])
+    run_promises(session, entry["name"])
+
+
+@nox.session(venv_backend="none")
+def table(session: nox.Session) -> None:
+    """Make the README's compatibility table of the last full run of the matrix."""
+    run(session, "everyday", "ci/table.py")
 
 
 @nox.session(venv_backend="none")
 def demo(session: nox.Session) -> None:
     """Fine-tune with LoRA on two CPU ranks, save full and trainable-only, resume, compare."""
-    session.run(environment(session, "everyday"), "-m", "ds_frozen_patch.demo", *session.posargs, external=True)
-
-
-@nox.session(venv_backend="none")
-def upgrade(session: nox.Session) -> None:
-    """Save with lightning 2.5.2 and an older DeepSpeed, resume with the newest releases."""
-    old, new = environment(session, "everyday"), environment(session, "newest")
-    overlay = ROOT / ".nox" / OLDER
-    if not overlay.is_dir():
-        pip = (old, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-        session.run(*pip, "--no-deps", "--no-build-isolation", "--target", str(overlay), OLDER, external=True)
-    folder = session.create_tmp()
-    shutil.rmtree(folder)
-    Path(folder).mkdir(parents=True)
-    session.run(old, "tests/upgrade.py", "save", folder, env={"PYTHONPATH": str(overlay)}, external=True)
-    session.run(new, "tests/upgrade.py", "resume", folder, external=True)
+    run(session, "everyday", "-m", "ds_frozen_patch.demo", *session.posargs)
 
 
 @nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
     """What fingerprints cost, against saves of the same run; what follows `--` goes to the benchmark."""
-    session.run(environment(session, "everyday"), "ci/bench_fingerprint.py", *session.posargs, external=True)
+    run(session, "everyday", "ci/bench_fingerprint.py", *session.posargs)
 
 
 @nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
     """ruff and mypy, the latter against the types of the everyday cell."""
-    typed = environment(session, "everyday")
-    tools = environment(session, "lint")
+    session.chdir(ROOT)
+    typed = cell_python(session, CELLS["everyday"])
+    tools = tools_python(session)
     session.run(tools, "-m", "ruff", "check", ".", external=True)
     session.run(tools, "-m", "ruff", "format", "--check", ".", external=True)
     session.run(tools, "-m", "mypy", "--python-executable", typed, external=True)
 
 
-def environment(session: nox.Session, name: str) -> str:
-    """The Python of the virtual environment that `ci/locks/NAME.txt` describes, made if it is not there."""
+def run(session: nox.Session, cell: str, *arguments: str, **environment: str) -> None:
+    """Run a Python program in a cell's environment, from the repository's root."""
     session.chdir(ROOT)
-    lock = ROOT / "ci" / "locks" / f"{name}.txt"
-    folder = ROOT / ".nox" / name
-    python = str(folder / "bin" / "python")
-    digest = hashlib.sha256(lock.read_bytes() + (ROOT / "setup.cfg").read_bytes()).hexdigest()
-    made_of = folder / "made-of"
-    if made_of.is_file() and made_of.read_text() == digest:
-        return python
+    python = cell_python(session, CELLS[cell])
+    session.run(python, *arguments, env=CELLS[cell].environment | environment, external=True)
 
-    def pip(*arguments: str) -> None:
-        session.run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments, external=True)
 
-    session.run(sys.executable, "-m", "venv", "--clear", str(folder), external=True)
-    pins = [line for line in lock.read_text().splitlines() if not line.startswith("#")]
-    deepspeed = [pin for pin in pins if pin.startswith("deepspeed==")]
-    pip(*(pin for pin in pins if pin not in deepspeed))
-    if deepspeed:
-        # It comes as a source distribution that looks for torch while it is built.
-        pip("--no-build-isolation", "--no-deps", *deepspeed)
-        pip("--no-build-isolation", "--no-deps", "--editable", str(ROOT))
-    made_of.write_text(digest)
-    return python
+def run_promises(session: nox.Session, cell: str, *arguments: str) -> None:
+    """Run the tests of the promises in a cell's environment, and keep what became of them."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    run_tests(session, cell, "-m", "not everyday", f"--outcome={RESULTS / cell}.json", *arguments)
+
+
+def run_tests(session: nox.Session, cell: str, *arguments: str) -> None:
+    """Run pytest in a cell's environment; the tests look up what is expected of it."""
+    for older in CELLS[cell].resumes:
+        if not (SAVED / older.name / "zero3" / "facts.json").exists():
+            pytest = ("-m", "pytest", f"--saved={SAVED}", "-q", "-k", "test_saves_for_newer_cells")
+            run(session, older.name, *pytest, CELL=older.name)
+    run(session, cell, "-m", "pytest", f"--saved={SAVED}", *arguments, CELL=cell)

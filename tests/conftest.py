@@ -1,25 +1,32 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from typing import Any
 
+import cells
 import pytest
 from ranks import Ranks
+from under_test import CELL
 
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
     """`ranks(2, function, **arguments)` runs a function on two CPU ranks and returns their results.
 
-    With `alone=True` the ranks are stopped afterwards, for what leaves a mark on DeepSpeed: once a process has used
-    hpZ's groups, every later ZeRO-3 engine in it does.
+    With `alone=True` the processes run nothing else, for what leaves a mark on DeepSpeed or minds one: once a process
+    has used hpZ's groups, every later ZeRO-3 engine in it does.
     """
     pools: dict[int, Ranks] = {}
 
     def run(world_size: int, function: Callable[..., Any], /, alone: bool = False, **arguments: Any) -> list[Any]:
         if world_size not in pools:
-            log = tmp_path_factory.mktemp(f"ranks{world_size}") / "output.txt"
-            pools[world_size] = Ranks(world_size, "lightning", log)
+            pools[world_size] = Ranks(world_size, tmp_path_factory.mktemp(f"ranks{world_size}") / "output.txt")
+        if alone:
+            pools[world_size].stop()
         try:
             return pools[world_size](function, **arguments)
         finally:
@@ -29,3 +36,75 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., li
     yield run
     for pool in pools.values():
         pool.stop()
+
+
+@pytest.fixture(scope="session")
+def saved(request: pytest.FixtureRequest) -> Path:
+    """Where cells leave their checkpoints for newer ones."""
+    folder: Path | None = request.config.getoption("--saved")
+    assert folder is not None, "pass --saved DIR, as the noxfile does, to say where older cells have left checkpoints"
+    return folder
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--saved", type=Path, help="where cells leave their checkpoints for newer ones to resume")
+    parser.addoption("--outcome", type=Path, help="write what became of each promise into this JSON file")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what the cell's matrix says cannot run there, with its reason; a refused cell cannot start an engine."""
+    for test, why in CELL.cannot.items():
+        found = [item for item in items if test in item.nodeid]
+        if config.getoption("--outcome") and not found:
+            raise pytest.UsageError(f"ci/matrix.json lists {test} as one that {CELL.name} cannot run; there is none")
+        for item in found:
+            item.add_marker(pytest.mark.skip(reason=why))
+    if CELL.refused:
+        starting = [item for item in items if "ranks" in getattr(item, "fixturenames", ())]
+        config.hook.pytest_deselected(items=starting)
+        items[:] = [item for item in items if item not in starting]
+
+
+class Outcome:
+    """What became of the tests of each promise, written into a file at the end."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.begun = time.monotonic()
+        self.promises: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self.skipped: list[str] = []
+        self.found: dict[str, str] = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        promise = item.get_closest_marker("promise")
+        if promise and (report.when == "call" or report.outcome != "passed"):
+            self.promises[str(promise.args[0])][report.outcome] += 1
+        if report.skipped:
+            reason = str(report.longrepr[2]).removeprefix("Skipped: ")  # type: ignore[index]
+            self.skipped += [reason] if reason not in self.skipped else []
+        self.found |= {name: str(state) for name, state in report.user_properties}
+        return report
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        unlisted = [reason for reason in self.skipped if reason not in CELL.cannot.values()]
+        if unlisted:
+            print(f"\nSkipped, but not listed in ci/matrix.json: {unlisted}")
+            session.exitstatus = 1
+        outcome = {
+            "entry": next(entry for entry in cells.entries() if entry["name"] == CELL.name),
+            "date": time.strftime("%Y-%m-%d"),
+            "failed": bool(session.exitstatus),
+            "found": self.found,
+            "promises": self.promises,
+            "skipped": self.skipped,
+            "seconds": round(time.monotonic() - self.begun),
+        }
+        self.file.write_text(json.dumps(outcome, indent=1))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if file := config.getoption("--outcome"):
+        config.pluginmanager.register(Outcome(file))

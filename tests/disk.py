@@ -7,11 +7,19 @@ from typing import Any
 
 import torch
 
+from ds_frozen_patch.manifest import plain
+
 
 def model_states(checkpoint: str | Path) -> list[dict[str, Any]]:
-    """The state in each `*model_states.pt` of a checkpoint that this test run has saved itself."""
+    """The state in each `*model_states.pt` of a checkpoint that this test run has saved itself.
+
+    The names are the user's module's: without what Lightning 2.0 puts before them.
+    """
     files = sorted(Path(checkpoint, "checkpoint").glob("*model_states.pt"))
-    return [torch.load(file, map_location="cpu", weights_only=False) for file in files]
+    states = [torch.load(file, map_location="cpu", weights_only=False) for file in files]
+    for state in states:
+        state["module"] = {plain(name): value for name, value in state["module"].items()}
+    return states
 
 
 def size(checkpoint: str | Path) -> int:

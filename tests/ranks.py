@@ -18,6 +18,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import crutches
+
 START_SECONDS = 180
 CALL_SECONDS = 240
 GRACE_SECONDS = 15  # what the other ranks get to fail in too, once one has failed
@@ -34,9 +36,8 @@ class RankError(AssertionError):
 class Ranks:
     """A pool of `world_size` ranks, started at the first call and again after one that failed."""
 
-    def __init__(self, world_size: int, package: str, log: Path) -> None:
+    def __init__(self, world_size: int, log: Path) -> None:
         self.world_size = world_size
-        self.package = package
         self.log = log
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
@@ -61,9 +62,8 @@ class Ranks:
         context = multiprocessing.get_context("spawn")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, rank, self.world_size, port, self.package, str(self.log)), daemon=True
-            )
+            arguments = (theirs, rank, self.world_size, port, str(self.log))
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -107,7 +107,7 @@ class Ranks:
         self.processes, self.pipes = [], []
 
 
-def _serve(pipe: Connection, rank: int, world_size: int, port: int, package: str, log: str) -> None:
+def _serve(pipe: Connection, rank: int, world_size: int, port: int, log: str) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -120,22 +120,26 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, package: str
         NODE_RANK="0",
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(world_size),
+        LOCAL_SIZE=str(world_size),  # else DeepSpeed up to 0.15 asks numactl
         OMP_NUM_THREADS="1",
+        DS_ACCELERATOR="cpu",
     )
     try:
         import torch
+        from under_test import CELL, FABRIC, TRAINER
 
         from ds_frozen_patch import unpatch
         from ds_frozen_patch.testing import cpu_strategy
 
         torch.set_num_threads(1)
-        fabric = {"lightning": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}[package]
-        cpu_strategy({"lightning": "lightning.pytorch"}.get(package, package))
-        cpu_strategy(fabric)
+        crutches.lend(CELL.needs)
+        cpu_strategy(TRAINER)
+        cpu_strategy(FABRIC)
         pipe.send(("returned", None))
     except BaseException as error:
         pipe.send(("raised", (type(error).__name__, str(error), traceback.format_exc())))
         return
+    environment = dict(os.environ)
     while True:
         function, arguments = pipe.recv()
         # DeepSpeed collects garbage many times per engine, and what was imported by now is a large heap to walk.
@@ -147,4 +151,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, package: str
             answer = ("raised", (type(error).__name__, str(error), traceback.format_exc()))
         finally:
             unpatch()
+            # LightningCLI leaves a seed there, and with it another order of the data.
+            os.environ.clear()
+            os.environ.update(environment)
         pipe.send(answer)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.everyday
+
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 
 

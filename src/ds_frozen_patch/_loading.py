@@ -6,6 +6,7 @@ Each wrapper has wrapt's four arguments: what it wraps (bound), its instance, ar
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,30 +19,63 @@ from ._errors import CheckpointMismatchError, named
 from ._saving import forgets_optimizer, has_plain_optimizer, warn
 from ._settings import current
 from .fingerprint import fingerprints, process_memory
-from .manifest import KEY, Manifest, dtype_of, frozen_names, names_by_parameter, shape_of
+from .manifest import (
+    KEY,
+    Manifest,
+    dtype_of,
+    frozen_names,
+    names_by_parameter,
+    parameters_by_name,
+    plain,
+    prefix_of,
+    shape_of,
+)
 
 _restores_optimizer: ContextVar[bool] = ContextVar("ds_frozen_patch_restores_optimizer", default=False)
 _optimizer_state: ContextVar[Any] = ContextVar("ds_frozen_patch_optimizer_state", default=None)
+_asked_for: ContextVar[tuple[Any, ...]] = ContextVar("ds_frozen_patch_asked_for", default=())
+_source: ContextVar[tuple[str, str | None]] = ContextVar("ds_frozen_patch_source")
 
 
 def strategy_load(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A strategy's own `load_checkpoint`; where Lightning finds no checkpoint, says why."""
-    try:
-        with _ownership.at_work(strategy):
-            return wrapped(*args, **kwargs)
-    except FileNotFoundError:
-        path = Path(args[0] if args else kwargs.get("checkpoint_path", kwargs.get("path", "")))
-        if not path.exists():
-            raise FileNotFoundError(
-                f"There is no checkpoint at {path}. Pass the directory that a save wrote (it holds `latest` and"
-                " `checkpoint/`), with the same path on every node."
-            ) from None
-        if path.is_file() and path.parent.name != "checkpoint":
-            raise FileNotFoundError(
-                f"{path} is a file, and a DeepSpeed checkpoint is a directory. Put the weights of a single file into"
-                " the module before you hand it over: module.load_state_dict(torch.load(...)['state_dict'])."
-            ) from None
-        raise
+    """A strategy's own `load_checkpoint`; where there is no checkpoint, says so, and why."""
+    call = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    state = call.get("state")  # Fabric's: what is to be restored, by name; the module alone stands for itself
+    if not (strategy.load_full_weights and strategy.zero_stage_3):
+        _check_path(Path(call.get("checkpoint_path", call.get("path", ""))))
+    asked_for = tuple(map(_unwrapped, state.values())) if isinstance(state, Mapping) else ()
+    with _ownership.at_work(strategy), _set(_asked_for, asked_for), _lent(_moved_in_deepspeed()):
+        return wrapped(*args, **kwargs)
+
+
+def _unwrapped(item: Any) -> Any:
+    """What Fabric of Lightning 2.0 hands to the strategy still in its wrapper: an optimizer."""
+    return item.optimizer if any(cls.__name__ == "_FabricOptimizer" for cls in type(item).__mro__) else item
+
+
+def _moved_in_deepspeed() -> list[tuple[Any, str, Any]]:
+    """What Fabric of Lightning 2.1 to 2.3 imports from `deepspeed.runtime`, where it was before DeepSpeed 0.14.1."""
+    runtime, moved = (sys.modules.get(f"deepspeed.runtime{inner}") for inner in ("", ".base_optimizer"))
+    if moved is None or hasattr(runtime, "DeepSpeedOptimizer"):
+        return []
+    return [(runtime, "DeepSpeedOptimizer", moved.DeepSpeedOptimizer)]
+
+
+def _check_path(path: Path) -> None:
+    """Raise FileNotFoundError for what cannot be a checkpoint: before 2.1 Lightning goes on, and DeepSpeed fails."""
+    if not path.exists():
+        raise FileNotFoundError(
+            f"There is no checkpoint at {path}. Pass the directory that a save wrote (it holds `latest` and"
+            " `checkpoint/`), with the same path on every node."
+        )
+    inner = path if path.name == "checkpoint" else path.parent
+    if inner.name == "checkpoint" and (inner.parent / "latest").is_file():
+        raise FileNotFoundError(f"{path} is a part of a DeepSpeed checkpoint. Pass all of it: {inner.parent}")
+    if path.is_file():
+        raise FileNotFoundError(
+            f"{path} is a file, and a DeepSpeed checkpoint is a directory. Put the weights of a single file into"
+            " the module before you hand it over: module.load_state_dict(torch.load(...)['state_dict'])."
+        )
 
 
 def engine_load(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -50,9 +84,18 @@ def engine_load(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
         return wrapped(*args, **kwargs)
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     call.apply_defaults()
+    if engine.optimizer is not None and any(item is engine.optimizer for item in _asked_for.get()):
+        # Fabric of Lightning 2.0 does not know DeepSpeed's optimizers for what they are, and restores none.
+        call.arguments["load_optimizer_states"] = True
     restores_optimizer = call.arguments["load_optimizer_states"] and not call.arguments["load_module_only"]
-    with _set(_restores_optimizer, restores_optimizer), _set(_optimizer_state, None), _loadable(engine):
-        path, client_state = wrapped(*args, **kwargs)
+    source = (call.arguments["load_dir"], call.arguments["tag"])
+    with (
+        _set(_restores_optimizer, restores_optimizer),
+        _set(_optimizer_state, None),
+        _set(_source, source),
+        _lent(_missing_in(engine)),
+    ):
+        path, client_state = wrapped(*call.args, **call.kwargs)
     for parameter in engine.module.parameters():
         if getattr(parameter, "ds_secondary_tensor", None) is not None:
             # hpZ's second copy within a node is of before the load; without one, DeepSpeed makes it anew. It does
@@ -73,17 +116,8 @@ def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _loadable(engine: Any) -> Iterator[None]:
-    """Lend DeepSpeed, for the time of a load, what it calls and has not got."""
-    optimizer = engine.optimizer
-    lent: list[tuple[Any, str, Any]] = []
-    if optimizer is not None and not hasattr(optimizer, "_restore_from_bit16_weights"):
-        # DeepSpeedZeRoOffload, made for test, validate or predict in ZeRO-3, has no master weights to restore,
-        # and no such method from 0.14.5 to at least 0.19.8.
-        restore = getattr(optimizer, "refresh_fp32_params", lambda: None)
-        lent.append((optimizer, "_restore_from_bit16_weights", restore))
-    if forgets_optimizer(engine):
-        lent.append((engine, "_load_zero_checkpoint", partial(_load_plain_optimizer, engine)))
+def _lent(lent: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """While this lasts, each object has the attribute of that name and value."""
     for owner, name, value in lent:
         setattr(owner, name, value)
     try:
@@ -91,6 +125,26 @@ def _loadable(engine: Any) -> Iterator[None]:
     finally:
         for owner, name, _ in lent:
             delattr(owner, name)
+
+
+def _missing_in(engine: Any) -> list[tuple[Any, str, Any]]:
+    """What DeepSpeed calls in a load, and has not got."""
+    optimizer = engine.optimizer
+    lent: list[tuple[Any, str, Any]] = []
+    if optimizer is not None and not hasattr(optimizer, "_restore_from_bit16_weights"):
+        # DeepSpeedZeRoOffload, made for test, validate or predict in ZeRO-3, has no master weights to restore,
+        # and no such method from 0.14.5 to at least 0.19.8.
+        restore = getattr(optimizer, "refresh_fp32_params", lambda: None)
+        lent.append((optimizer, "_restore_from_bit16_weights", restore))
+        if engine.zero_optimization_partition_weights() and not hasattr(engine, "_optimizer_has_ckpt_event_prologue"):
+            # DeepSpeed 0.10.1 cannot load into it at all: see also `_gathered`.
+            lent.append((optimizer, "checkpoint_event_prologue", optimizer.partition_all_parameters))
+            lent.append((optimizer, "checkpoint_event_epilogue", lambda: None))
+            lent.append((optimizer, "dp_process_group", engine.data_parallel_group))
+            lent.append((engine, "_load_zero_checkpoint", lambda *args, **kwargs: True))
+    if forgets_optimizer(engine):
+        lent.append((engine, "_load_zero_checkpoint", partial(_load_plain_optimizer, engine)))
+    return lent
 
 
 def _load_plain_optimizer(engine: Any, load_dir: str, tag: str, load_optimizer_states: bool = True) -> bool:
@@ -125,9 +179,28 @@ def engine_load_module(wrapped: Callable[..., Any], engine: Any, args: tuple[Any
     if _restores_optimizer.get():
         _check_optimizer_state(checkpoint, engine)
         _check_optimizer_layout(checkpoint, engine)
-    call.arguments["checkpoint"] = _with_all_fragments(checkpoint, engine.module)
-    with _forgiving(engine.module, may_be_missing):
+    call.arguments["checkpoint"] = _named_as_now(_with_all_fragments(checkpoint, engine.module), engine.module)
+    with _forgiving(engine.module, may_be_missing), _gathered(call, engine):
         return wrapped(*call.args, **call.kwargs)
+
+
+@contextmanager
+def _gathered(call: inspect.BoundArguments, engine: Any) -> Iterator[None]:
+    """For ZeRO-3 without an optimizer on DeepSpeed 0.10.1, what later releases do: load whole parameters."""
+    if (
+        "fetch_z3_params" in call.signature.parameters
+        or _restores_optimizer.get()
+        or not engine.zero_optimization_partition_weights()
+    ):
+        yield
+        return
+    from deepspeed import zero
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    whole = get_fp32_state_dict_from_zero_checkpoint(*_source.get())
+    call.arguments["checkpoint"] = _named_as_now({**call.arguments["checkpoint"], "module": whole}, engine.module)
+    with zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+        yield
 
 
 @contextmanager
@@ -135,7 +208,7 @@ def _forgiving(module: Any, names: frozenset[str]) -> Iterator[None]:
     """Let `names`, and no others, be missing from a state dict that is loaded strictly."""
 
     def forgive(_: Any, incompatible: Any) -> None:
-        incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name not in names]
+        incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if plain(name) not in names]
 
     handle = module.register_load_state_dict_post_hook(forgive)
     try:
@@ -146,7 +219,7 @@ def _forgiving(module: Any, names: frozenset[str]) -> Iterator[None]:
 
 def _check_left_out(manifest: Manifest, module: Any) -> None:
     """Every left-out parameter must be there, frozen, in its shape."""
-    now = dict(module.named_parameters(remove_duplicate=False))
+    now = parameters_by_name(module)
     gone, trained, reshaped = [], [], []
     for parameter in manifest.left_out:
         for name in parameter.names:
@@ -182,7 +255,7 @@ def _verify_base(manifest: Manifest, engine: Any, strategy: Any) -> None:
     if how == "off":
         return
     # By all names, because what was tied at the save need not be tied now; of tied ones the first name counts.
-    now = dict(engine.module.named_parameters(remove_duplicate=False))
+    now = parameters_by_name(engine.module)
     pairs = {now[name]: (name, saved) for saved in manifest.left_out for name in reversed(saved.names) if name in now}
     comparable = [p for p, (_, saved) in pairs.items() if saved.fingerprint and saved.dtype == dtype_of(p)]
     found = dict(zip(comparable, fingerprints(comparable, engine.device, process_memory()), strict=True))
@@ -217,7 +290,7 @@ def _left_out_by_others(checkpoint: Mapping[str, Any], module: Any) -> frozenset
 
     DeepSpeed's own flag leaves a tied parameter in under its alias, so the first name is what counts.
     """
-    saved = checkpoint["module"]
+    saved = {plain(name) for name in checkpoint["module"]}
     frozen = frozen_names(module).values()
     if any(names[0] in saved for names in frozen):
         return frozenset()
@@ -243,9 +316,12 @@ def _check_optimizer_layout(checkpoint: Mapping[str, Any], engine: Any) -> None:
     saved_groups = checkpoint.get("param_shapes")
     if not saved_groups or not hasattr(engine.optimizer, "load_state_dict"):
         return
-    now_groups = engine._get_zero_param_shapes()
-    saved = {name: tuple(shape) for group in saved_groups for name, shape in group.items()}
-    now = {name: tuple(shape) for group in now_groups for name, shape in group.items()}
+    saved_groups, now_groups = (
+        [{plain(name): tuple(shape) for name, shape in group.items()} for group in groups]
+        for groups in (saved_groups, engine._get_zero_param_shapes())
+    )
+    saved = {name: shape for group in saved_groups for name, shape in group.items()}
+    now = {name: shape for group in now_groups for name, shape in group.items()}
     problems = []
     if absent := saved.keys() - now.keys():
         problems.append(f"trained in the checkpoint, but frozen or gone in the model: {named(absent)}")
@@ -277,4 +353,16 @@ def _with_all_fragments(checkpoint: Mapping[str, Any], module: Any) -> Mapping[s
     if not fragments:
         return checkpoint
     own = {names[0]: getattr(p, "ds_tensor", p) for p, names in names_by_parameter(module).items()}
-    return {**checkpoint, "frozen_param_fragments": {**own, **fragments}}
+    saved = {plain(name): value for name, value in fragments.items()}
+    return {**checkpoint, "frozen_param_fragments": {**own, **saved}}
+
+
+def _named_as_now(checkpoint: Mapping[str, Any], module: Any) -> Mapping[str, Any]:
+    """The checkpoint with its names as the module has them, whichever side is Lightning's before 2.1."""
+    prefix = prefix_of(name for name, _ in module.named_parameters())
+    renamed = {
+        key: {prefix + plain(name): value for name, value in checkpoint[key].items()}
+        for key in ("module", "frozen_param_fragments")
+        if checkpoint.get(key) and prefix_of(checkpoint[key]) != prefix
+    }
+    return {**checkpoint, **renamed}

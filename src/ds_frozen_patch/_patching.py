@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +18,7 @@ import wrapt
 
 from . import _loading, _saving, _settings
 from ._errors import PatchError
-from ._targets import ENGINE, FLAG, TARGETS, Finding, Probed, imported_class, probe
+from ._targets import ENGINE, FLAG, TARGETS, Finding, Probed, imported_class, newer_than_tested, probe
 
 _ADVICE: dict[str, Callable[..., Any]] = {
     "__init__": _saving.strategy_init,
@@ -74,6 +76,11 @@ class _BoundInitWrapper(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
         signature: inspect.Signature = self._self_parent.__signature__
         bound = self._self_instance is not None
         return signature.replace(parameters=list(signature.parameters.values())[bound:])
+
+    @property
+    def __func__(self) -> Any:
+        """What `inspect` looks at instead of a bound method, from Python 3.13 on for a class too."""
+        return self._self_parent
 
 
 class _InitWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
@@ -156,6 +163,7 @@ def patch(*, verify_base: str | None = None, keep: Iterable[str] | None = None) 
             findings = findings or _probe_all()
             installed = (what for what in (*TARGETS, ENGINE) if findings[what.name].verdict != "not installed")
             _current = _Patch(findings, {what.module: what for what in installed})
+            _warn_of_untested(findings)
         _serve_all()
         _settings.put_in_force(new_settings)
     # What another thread had begun to import in between is whole only now.
@@ -165,6 +173,20 @@ def patch(*, verify_base: str | None = None, keep: Iterable[str] | None = None) 
             _serve_all()
             _refuse_half_imported(_current)
         return status()
+
+
+def _warn_of_untested(findings: dict[str, Finding]) -> None:
+    newer = {
+        f"{what.distributions[0]} {findings[what.name].version} (tested: up to {tested})"
+        for what in (*TARGETS, ENGINE)
+        if (tested := newer_than_tested(what, findings[what.name].version))
+    }
+    if newer and os.environ.get("LOCAL_RANK", "0") == "0":
+        warnings.warn(
+            f"ds_frozen_patch is applied to a release that is newer than all that it was tested with:"
+            f" {', '.join(sorted(newer))}. It has all that the shim relies on. Look for a newer ds_frozen_patch.",
+            stacklevel=3,
+        )
 
 
 def _refuse_half_imported(current: _Patch) -> None:

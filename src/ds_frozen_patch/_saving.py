@@ -156,8 +156,9 @@ def _kept_fragments(engine: Any) -> dict[str, Any]:
 
     It does so from stage 2 on, for all of them or, with its flag, for none; in ZeRO-3 they are nowhere else.
     """
+    prefix = manifest.prefix_of(name for name, _ in engine.module.named_parameters())
     kept = {
-        names[0]: parameter
+        prefix + names[0]: parameter
         for parameter, names in manifest.frozen_names(engine.module).items()
         if _settings().keeps(names)
     }
@@ -210,8 +211,8 @@ def engine_module_state_dict(
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     call.arguments[FLAG] = False
     state = wrapped(*call.args, **call.kwargs)
-    for name in left_out:
-        state.pop(name, None)
+    for name in [name for name in state if manifest.plain(name) in left_out]:
+        del state[name]
     return state
 
 

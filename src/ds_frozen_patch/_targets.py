@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 FLAG = "exclude_frozen_parameters"
+TESTED = {"lightning": "2.6.6", "deepspeed": "0.19.8"}
+"""The newest releases of `ci/matrix.json`. They decide nothing: `patch()` says so of what is newer."""
 
 Parameters = Mapping[str, tuple[str, ...]]
 """The methods of a class that were found, each with the names of its parameters."""
@@ -86,6 +88,18 @@ def probe(what: Probed) -> Finding:
             return _refused(what, version, f"{what.module} cannot be imported: {error}")
         parameters = _look_at(what, getattr(module, what.class_name, None))
     return _judge(what, version, parameters)
+
+
+def newer_than_tested(what: Probed, version: str | None) -> str | None:
+    """The newest release that was tested, if `version` is newer; a `.devN` or `+git` build of a release is not."""
+    from packaging.version import InvalidVersion, Version
+
+    tested = TESTED["deepspeed" if what is ENGINE else "lightning"]
+    try:
+        newer = version is not None and Version(Version(version).base_version) > Version(tested)
+    except InvalidVersion:
+        return None
+    return tested if newer else None
 
 
 def imported_class(what: Probed) -> Any | None:

@@ -6,7 +6,7 @@ and holds plain Python values only, so that it can be read without unpickling a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -20,16 +20,19 @@ if TYPE_CHECKING:
 
 KEY = "ds_frozen_patch"
 FORMAT = 1
+PREFIX = "_forward_module."
+"""What Lightning before 2.1 puts before the names of a LightningModule's parameters, in its checkpoints too."""
 
 
 @dataclass(frozen=True)
 class LeftOut:
     """One frozen parameter that a checkpoint does not hold.
 
-    `names` are all its names in the module: the one that `named_parameters()` gives, then its
-    tied aliases. `shape` is that of the whole parameter, also where ZeRO-3 has partitioned it.
-    `dtype` is torch's name for it, such as "bfloat16". `fingerprint` is of its content (see
-    `ds_frozen_patch.fingerprint`), or None where that could not be read.
+    `names` are all its names in the user's module, without `PREFIX` in every release of Lightning:
+    the one that `named_parameters()` gives, then its tied aliases. `shape` is that of the whole
+    parameter, also where ZeRO-3 has partitioned it. `dtype` is torch's name for it, such as
+    "bfloat16". `fingerprint` is of its content (see `ds_frozen_patch.fingerprint`), or None where
+    that could not be read.
     """
 
     names: tuple[str, ...]
@@ -59,7 +62,7 @@ class Manifest:
 
     @property
     def names(self) -> frozenset[str]:
-        """Every name that the checkpoint does not hold, tied aliases included."""
+        """Every name that the checkpoint does not hold, with or without `PREFIX`, tied aliases included."""
         return frozenset(name for parameter in self.left_out for name in parameter.names)
 
     def to_state(self) -> dict[str, Any]:
@@ -109,16 +112,31 @@ class Manifest:
         )
 
 
+def plain(name: str) -> str:
+    """A name as the user's module has it."""
+    return name.removeprefix(PREFIX)
+
+
+def prefix_of(names: Iterable[str]) -> str:
+    """`PREFIX` if these names of one module have it, which all or none do, else nothing."""
+    return PREFIX if next(iter(names), "").startswith(PREFIX) else ""
+
+
+def parameters_by_name(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters of a module by their plain names, tied aliases included, in the module's order."""
+    return {plain(name): parameter for name, parameter in module.named_parameters(remove_duplicate=False)}
+
+
 def names_by_parameter(module: torch.nn.Module) -> dict[torch.nn.Parameter, tuple[str, ...]]:
-    """Each parameter of a module with all its names, tied aliases included, in the module's order."""
+    """Each parameter of a module with all its plain names, tied aliases included, in the module's order."""
     names: dict[torch.nn.Parameter, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    for name, parameter in parameters_by_name(module).items():
         names.setdefault(parameter, []).append(name)
     return {parameter: tuple(all_names) for parameter, all_names in names.items()}
 
 
 def frozen_names(module: torch.nn.Module) -> dict[torch.nn.Parameter, tuple[str, ...]]:
-    """Each frozen parameter of a module with all its names, in the module's order."""
+    """Each frozen parameter of a module with all its plain names, in the module's order."""
     return {p: names for p, names in names_by_parameter(module).items() if not p.requires_grad}
 
 

@@ -12,16 +12,21 @@ import pytest
 import runs
 import torch
 from disk import model_states
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from peft import LoraConfig, get_peft_model
+from under_test import BF16, CELL, PRECISION, Callback, DeepSpeedStrategy, ModelCheckpoint
 
 import ds_frozen_patch
 from ds_frozen_patch import fingerprint
 
+pytestmark = pytest.mark.promise(5)
+
 EMBEDDING = "model.base_model.model.model.embed_tokens.weight"
 NORM = "model.base_model.model.model.norm.weight"
 MLP = "model.base_model.model.model.layers.1.mlp.{}_proj.weight"
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.everyday)
 
 
 class Changed(runs.LoraRun):
@@ -69,7 +74,7 @@ def load(out: str, world_size: int, stage: int, change: str, evaluate: bool, **p
 
 
 @pytest.mark.parametrize("evaluate", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [slow(1), 2, slow(3)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_one_element_of_the_last_row(ranks: Any, tmp_path: Path, stage: int, world_size: int, evaluate: bool) -> None:
     ranks(world_size, save, out=str(tmp_path), world_size=world_size, stage=stage)
@@ -84,6 +89,7 @@ def test_one_element_of_the_last_row(ranks: Any, tmp_path: Path, stage: int, wor
         assert warned == []
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_on_another_number_of_ranks(ranks: Any, tmp_path: Path, stage: int, world_size: int) -> None:
@@ -141,12 +147,13 @@ def prints(out: str, epoch: int = 0) -> dict[str, str]:
     return {names[0]: fingerprint for names, _, _, fingerprint in saved}
 
 
+@pytest.mark.everyday
 def test_the_same_in_every_stage_and_world_size(ranks: Any, tmp_path: Path) -> None:
     found = []
     for world_size in (1, 2, 3):
         for stage in (0, 1, 2, 3):
             out = str(tmp_path / f"{world_size}-{stage}")
-            ranks(world_size, save, out=out, world_size=world_size, stage=stage)
+            ranks(world_size, save, out=out, world_size=world_size, stage=stage, precision=PRECISION)
             found.append(prints(out))
     assert len(found[0]) == 20
     assert all(re.fullmatch("[0-9a-f]{32}", one) for one in found[0].values())
@@ -160,6 +167,7 @@ def save_with(out: str, zero: dict[str, Any]) -> None:
     runs.trainer(out, 2, strategy=strategy, epochs=1).fit(runs.LoraRun(), runs.batches(2))
 
 
+@pytest.mark.everyday
 def test_the_same_with_offload_and_any_persistence(ranks: Any, tmp_path: Path) -> None:
     ranks(2, save, out=str(tmp_path / "plain"), world_size=2, stage=2)
     offload = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
@@ -273,7 +281,7 @@ def keeps(out: str, stage: int, **zero: Any) -> Any:
     ds_frozen_patch.patch(keep=["*.norm.weight", "*embed_tokens*"])
 
     def new_trainer(folder: str) -> Any:
-        return runs.trainer(folder, 2, strategy=DeepSpeedStrategy(config=runs.config(stage, **zero)))
+        return runs.trainer(folder, 2, stage, strategy=DeepSpeedStrategy(config=runs.config(stage, **zero)))
 
     results = []
     for change, resume_from in (("nothing", None), ("one element", f"{out}/epoch=0.ckpt")):
@@ -291,7 +299,7 @@ def keeps(out: str, stage: int, **zero: Any) -> Any:
 HPZ = {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
 
 
-@pytest.mark.parametrize(("stage", "zero"), [(0, {}), (1, {}), (2, {}), (3, {}), (3, HPZ)])
+@pytest.mark.parametrize(("stage", "zero"), [(0, {}), (1, {}), (2, {}), (3, {}), slow(3, HPZ)])
 def test_keep(ranks: Any, tmp_path: Path, stage: int, zero: dict[str, Any]) -> None:
     results = ranks(2, keeps, alone=bool(zero), out=str(tmp_path), stage=stage, **zero)
     for (whole, resumed), (before, after) in results:
@@ -357,8 +365,8 @@ def test_the_manifest_is_small_and_plain(ranks: Any, tmp_path: Path) -> None:
     assert torch.load(file, weights_only=True) == found
     torch.save({**found, "left_out": []}, tmp_path / "empty.pt")
     assert file.stat().st_size - (tmp_path / "empty.pt").stat().st_size < 200 * len(found["left_out"])
-    assert found["total_bytes"] == 2 * 23_712  # bf16
-    assert found["versions"].keys() >= {"ds_frozen_patch", "lightning", "deepspeed", "torch"}
+    assert found["total_bytes"] == 23_712 * (2 if BF16 else 4)
+    assert found["versions"].keys() >= {"ds_frozen_patch", CELL.lightning.split()[0], "deepspeed", "torch"}
     assert (found["zero_stage"], found["world_size"]) == (2, 2)
 
 
@@ -398,9 +406,10 @@ def vary(out: str, stage: int, kind: str) -> Any:
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("kind", ["modules_to_save", "several adapters", "batch norm"])
 def test_variants(ranks: Any, tmp_path: Path, stage: int, kind: str) -> None:
-    if kind == "modules_to_save" and stage == 3 and deepspeed.__version__.startswith("0.17."):
-        pytest.skip("DeepSpeed 0.17 cannot train it, with or without us: no attribute 'ds_grads_remaining'")
-    for rank, (whole, resumed, frozen) in enumerate(ranks(2, vary, out=str(tmp_path), stage=stage, kind=kind)):
+    # Old releases of DeepSpeed leave zero.Init on for some classes, such as batch norms, once it was used in a process.
+    alone = kind == "batch norm" and "deepspeed-on-cpu" in CELL.needs
+    results = ranks(2, vary, alone=alone, out=str(tmp_path), stage=stage, kind=kind)
+    for rank, (whole, resumed, frozen) in enumerate(results):
         saved = model_states(tmp_path / "epoch=0.ckpt")[0]["module"].keys()
         assert not saved & frozen
         if kind == "several adapters":

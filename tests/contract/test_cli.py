@@ -5,20 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import runs
 from disk import model_states
-from lightning.pytorch.cli import LightningCLI
+from under_test import PRECISION, TRAINER, LightningCLI, pl
 
 import ds_frozen_patch
 
-STRATEGY = "lightning.pytorch.strategies.DeepSpeedStrategy"
+pytestmark = pytest.mark.promise(7)
+
+STRATEGY = f"{TRAINER}.strategies.DeepSpeedStrategy"
 TRAINER = """
 trainer:
   accelerator: cpu
   devices: 2
-  precision: bf16-mixed
+  precision: {precision}
   max_epochs: 1
   logger: false
   enable_progress_bar: false
@@ -36,7 +37,7 @@ class Data(pl.LightningDataModule):
 
 def run_cli(out: str, flag: str, arguments: list[str]) -> None:
     ds_frozen_patch.patch()
-    Path(out, "config.yaml").write_text(TRAINER.format(strategy=STRATEGY, flag=flag))
+    Path(out, "config.yaml").write_text(TRAINER.format(strategy=STRATEGY, precision=PRECISION, flag=flag))
     cli = LightningCLI(
         runs.LoraRun,
         Data,

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import runs
 import torch
+from under_test import PRECISIONS
 
 import ds_frozen_patch
+
+pytestmark = pytest.mark.promise(3)
 
 
 def evaluate(trainer: Any, module: Any, data: Any, ckpt_path: str | None) -> dict[str, Any]:
@@ -39,7 +42,7 @@ def in_memory_and_loaded(out: str, stage: int, precision: str) -> tuple[Any, Any
     return trained, untrained, loaded
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_evaluation_from_checkpoint(ranks: Any, tmp_path: Path, stage: int, precision: str) -> None:
     for trained, untrained, loaded in ranks(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import runs
 from disk import model_states
+from under_test import PRECISION, PRECISIONS
 
 import ds_frozen_patch
+
+pytestmark = pytest.mark.promise(2)
 
 
 def whole_and_resumed(out: str, stage: int, precision: str) -> dict[str, Any]:
@@ -29,8 +33,7 @@ def whole_and_resumed(out: str, stage: int, precision: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "precision"),
-    [(0, "32-true"), (1, "bf16-mixed"), (2, "bf16-mixed"), (2, "32-true"), (3, "bf16-mixed"), (3, "32-true")],
+    ("stage", "precision"), [(0, "32-true"), (1, PRECISION), *itertools.product((2, 3), PRECISIONS)]
 )
 def test_fabric_resumes_bit_for_bit(ranks: Any, tmp_path: Path, stage: int, precision: str) -> None:
     for result in ranks(2, whole_and_resumed, out=str(tmp_path), stage=stage, precision=precision):
@@ -42,8 +45,14 @@ def test_fabric_resumes_bit_for_bit(ranks: Any, tmp_path: Path, stage: int, prec
         assert all("lora_" in name or name == "seen" for name in saved["module"])
 
 
-def weights_alone(out: str, stage: int) -> tuple[dict[str, str], dict[str, str]]:
-    """Load the model without its optimizer: into an engine for training, and into one for inference."""
+def moments(optimizer: Any) -> float:
+    """How much Adam remembers."""
+    states = optimizer.optimizer.optimizer.state.values()
+    return float(sum(state["exp_avg"].abs().sum() for state in states if "exp_avg" in state))
+
+
+def weights_alone(out: str, stage: int) -> tuple[dict[str, str], dict[str, str], list[float]]:
+    """Load the model without its optimizer, then with it."""
     ds_frozen_patch.patch()
     made = runs.fabric(2, stage)
     model, optimizer = runs.fabric_setup(made)
@@ -52,15 +61,19 @@ def weights_alone(out: str, stage: int) -> tuple[dict[str, str], dict[str, str]]
     saved = runs.trained_state(model)
 
     made = runs.fabric(2, stage)
-    model, _ = runs.fabric_setup(made)
+    model, optimizer = runs.fabric_setup(made)
     made.load(f"{out}/small.ckpt", {"model": model})
-    return saved, runs.trained_state(model)
+    loaded, remembered = runs.trained_state(model), [moments(optimizer)]
+    made.load(f"{out}/small.ckpt", {"model": model, "optimizer": optimizer})
+    return saved, loaded, [*remembered, moments(optimizer)]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_fabric_loads_weights_alone(ranks: Any, tmp_path: Path, stage: int) -> None:
-    for saved, loaded in ranks(2, weights_alone, out=str(tmp_path), stage=stage):
+    for saved, loaded, (alone, together) in ranks(2, weights_alone, out=str(tmp_path), stage=stage):
         assert loaded == saved
+        assert alone == 0
+        assert together > 0
 
 
 def constructor_says_no(out: str) -> None:

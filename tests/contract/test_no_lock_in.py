@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import runs
 from disk import model_states
-from lightning.pytorch.strategies import DeepSpeedStrategy
+from under_test import DeepSpeedStrategy
 
 import ds_frozen_patch
+
+pytestmark = pytest.mark.promise(6)
 
 
 def train(out: str, stage: int, **strategy: Any) -> tuple[list[float], dict[str, str]]:

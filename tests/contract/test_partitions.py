@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from ds_frozen_patch.fingerprint import BLOCK_BYTES, fingerprints
 
+pytestmark = [pytest.mark.promise(5), pytest.mark.everyday]
+
 
 def partitioned(whole: torch.Tensor, group: Any, **more: Any) -> torch.nn.Parameter:
     """A parameter of which this rank holds its part among `group`, with garbage for padding."""

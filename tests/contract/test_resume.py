@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import runs
 import torch
 from disk import model_states
-from lightning.pytorch.strategies import DeepSpeedStrategy
+from under_test import PRECISION, PRECISIONS, DeepSpeedStrategy, pl
 
 import ds_frozen_patch
+
+pytestmark = pytest.mark.promise(2)
 
 
 def whole_and_resumed(out: str, world_size: int, stage: int, precision: str, extra: dict[str, Any]) -> dict[str, Any]:
@@ -33,23 +34,19 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 OFFLOAD_BOTH = {**OFFLOAD, "offload_param": {"device": "cpu"}}
 
 
+HPZ = {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
+
+
 @pytest.mark.parametrize(
     ("world_size", "stage", "precision", "extra"),
     [
-        (2, 0, "32-true", {}),
-        (2, 0, "bf16-mixed", {}),
-        (2, 1, "bf16-mixed", {}),
-        (2, 1, "32-true", {}),
-        (2, 2, "bf16-mixed", {}),
-        (2, 2, "32-true", {}),
-        (2, 2, "bf16-mixed", OFFLOAD),
-        (2, 3, "bf16-mixed", {}),
-        (2, 3, "32-true", {}),
-        (2, 3, "bf16-mixed", OFFLOAD_BOTH),
-        (2, 3, "bf16-mixed", {"stage3_param_persistence_threshold": 0}),
-        (2, 3, "bf16-mixed", {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}),
-        (1, 2, "bf16-mixed", {}),
-        (1, 3, "bf16-mixed", {}),
+        *((2, stage, precision, {}) for stage in (0, 1, 2, 3) for precision in PRECISIONS),
+        (2, 2, PRECISION, OFFLOAD),
+        (2, 3, PRECISION, OFFLOAD_BOTH),
+        (2, 3, PRECISION, {"stage3_param_persistence_threshold": 0}),
+        pytest.param(2, 3, PRECISION, HPZ, marks=pytest.mark.everyday),
+        pytest.param(1, 2, PRECISION, {}, marks=pytest.mark.everyday),
+        pytest.param(1, 3, PRECISION, {}, marks=pytest.mark.everyday),
     ],
 )
 def test_trainer_resumes_bit_for_bit(
@@ -91,6 +88,9 @@ class BuiltPartitioned(pl.LightningModule):
         torch.manual_seed(self.seed)
         base = torch.nn.Linear(16, 16).requires_grad_(False)
         self.net = torch.nn.Sequential(torch.nn.Embedding(96, 16).requires_grad_(False), base, torch.nn.Linear(16, 96))
+
+    if not hasattr(pl.LightningModule, "configure_model"):
+        configure_sharded_model = configure_model  # its name before Lightning 2.1
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         loss = torch.nn.functional.cross_entropy(self.net(batch).flatten(0, 1), batch.flatten())

@@ -12,6 +12,8 @@ from disk import model_states
 
 import ds_frozen_patch
 
+pytestmark = pytest.mark.promise(4)
+
 
 class Other(runs.LoraRun):
     """The run's model, changed in one way since the checkpoint was saved."""
@@ -125,6 +127,7 @@ def wrong_paths(out: str) -> dict[str, tuple[str, str]]:
         "missing": f"{out}/nowhere.ckpt",
         "file": f"{out}/file.ckpt",
         "inner": f"{out}/epoch=0.ckpt/checkpoint",
+        "shard": str(next(Path(out, "epoch=0.ckpt", "checkpoint").glob("*model_states.pt"))),
     }
     found = {}
     for kind, path in paths.items():
@@ -145,7 +148,8 @@ def test_wrong_paths(ranks: Any, tmp_path: Path) -> None:
         assert f"no checkpoint at {tmp_path}/nowhere.ckpt" in found["missing"][1]
         assert f"no checkpoint at {tmp_path}/nowhere.ckpt" in found["fabric"][1]
         assert f"{tmp_path}/file.ckpt is a file" in found["file"][1]
-        assert f"this parent directory instead: {tmp_path}/epoch=0.ckpt" in found["inner"][1]
+        assert f"Pass all of it: {tmp_path}/epoch=0.ckpt" in found["inner"][1]
+        assert f"Pass all of it: {tmp_path}/epoch=0.ckpt" in found["shard"][1]
 
 
 def resume_without_optimizer_state(out: str) -> tuple[str, str]:

@@ -66,6 +66,7 @@ def test_shapes(shape: tuple[int, ...]) -> None:
         assert fingerprint(changed) != fingerprint(values)
 
 
+@pytest.mark.everyday
 def test_layout_does_not_matter() -> None:
     values = bits((300, 500, 3))
     assert fingerprint(values.permute(2, 0, 1).contiguous().permute(1, 2, 0)) == fingerprint(values)

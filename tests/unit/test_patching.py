@@ -12,16 +12,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import packaging
 import pytest
 import wrapt
+from under_test import FABRIC, TRAINER
 
 import ds_frozen_patch
+
+pytestmark = pytest.mark.promise(11)
 
 STRATEGY = """
 class Base:
     def inherited(self): ...
 
 class DeepSpeedStrategy(Base):
+    load_full_weights = zero_stage_3 = True
     def __init__(self, stage=2{flag}):
         self.stage = stage
         self.model = None
@@ -48,6 +53,7 @@ class Site:
         self.root = root
         (root / "wrapt").symlink_to(Path(wrapt.__file__).parent)
         (root / "ds_frozen_patch").symlink_to(Path(ds_frozen_patch.__file__).parent)
+        (root / "packaging").symlink_to(Path(packaging.__file__).parent)
 
     def write(self, path: str, text: str = "") -> None:
         file = self.root / path
@@ -191,7 +197,9 @@ built = Own()
 dfp.patch()
 assert type(vars(cls)["save_checkpoint"]).__name__ == "FunctionWrapper"
 assert Own.save_checkpoint.__wrapped__ is not None and built.save_checkpoint.__wrapped__ is not None
-assert "exclude_frozen_parameters" in inspect.signature(Own).parameters
+for shown in (cls, Own, Own.__init__, built.__init__):
+    assert "exclude_frozen_parameters" in inspect.signature(shown).parameters, shown
+assert "self" not in inspect.signature(built.__init__).parameters
 assert Own(exclude_frozen_parameters=False).exclude_frozen_parameters is False
 assert Own(exclude_frozen_parameters=None).exclude_frozen_parameters is True
 assert Own(3).stage == 3
@@ -263,6 +271,7 @@ assert not any(item.wrapped or item.state in ("armed", "applied") for item in df
 """
 
 
+@pytest.mark.promise(12)
 @pytest.mark.parametrize("before", ["", "import lightning.pytorch.strategies.deepspeed, deepspeed.runtime.engine"])
 @pytest.mark.parametrize("case", ["old deepspeed", "no deepspeed", "renamed method", "missing class", "missing module"])
 def test_refused(site: Site, case: str, before: str) -> None:
@@ -288,11 +297,13 @@ def test_refused(site: Site, case: str, before: str) -> None:
     assert "nothing is patched" in message or case == "no deepspeed"
 
 
+@pytest.mark.promise(12)
 def test_refused_without_lightning(site: Site) -> None:
     shutil.rmtree(site.root / "lightning")
     assert "Lightning is not installed. To do: pip install" in site.run(REFUSED)
 
 
+@pytest.mark.promise(12)
 def test_refused_at_import_when_the_source_promised_more(site: Site) -> None:
     """What only the import shows is raised there, and then nothing stays patched."""
     with (site.root / "lightning/fabric/strategies/deepspeed.py").open("a") as file:
@@ -308,6 +319,28 @@ assert state() == "plain"
     site.run(LOOK + program)
 
 
+@pytest.mark.promise(12)
+def test_other_signatures(site: Site) -> None:
+    """Arguments that were added, renamed, or are passed through, change nothing."""
+    source = STRATEGY.format(flag="", save="save_checkpoint")
+    source = source.replace("self, stage=2", "self, *args, stage=2, **kwargs")
+    source = source.replace("load_checkpoint(self, path)", "load_checkpoint(self, where, /, weights_only=None, **more)")
+    source = source.replace("save_checkpoint(self, checkpoint, filepath)", "save_checkpoint(self, *args, **kwargs)")
+    site.write("lightning/pytorch/strategies/deepspeed.py", source)
+    site.release("lightning", "2.5.2")
+    program = """
+dfp.patch()
+cls, _ = imported()
+assert dfp.status()["lightning.pytorch"].state == "applied"
+strategy = cls(1, stage=3, exclude_frozen_parameters=False)
+assert (strategy.stage, strategy.exclude_frozen_parameters) == (3, False)
+assert strategy.save_checkpoint({}, filepath="x") == "saved"
+assert strategy.load_checkpoint("x", weights_only=True, strict=False) == "loaded"
+"""
+    site.run(LOOK + program)
+
+
+@pytest.mark.promise(12)
 def test_a_fork_and_a_build_from_git_are_judged_by_features(site: Site) -> None:
     site.lightning("pytorch_lightning", "2.5.2+git.abc", flag=FLAG)
     site.deepspeed("0.9.0+git.fix")
@@ -316,6 +349,36 @@ def test_a_fork_and_a_build_from_git_are_judged_by_features(site: Site) -> None:
     assert found["deepspeed"] == "armed False"
 
 
+@pytest.mark.parametrize(
+    ("lightning", "deepspeed", "named"),
+    [
+        ("2.6.6", "0.19.8", []),
+        ("2.6.6+git.abc", "0.19.8.dev0", []),
+        ("99.1.0", "0.19.8", ["lightning 99.1.0 (tested: up to "]),
+        ("99.1.0.dev3", "99.0", ["lightning 99.1.0.dev3", "deepspeed 99.0"]),
+        ("unknown", "0.17.6", []),
+    ],
+)
+def test_newer_than_all_that_was_tested(site: Site, lightning: str, deepspeed: str, named: list[str]) -> None:
+    """It is applied, with one warning, because it has what the shim needs."""
+    for folder in site.root.glob("*.dist-info"):
+        shutil.rmtree(folder)
+    site.lightning(version=lightning)
+    site.deepspeed(deepspeed)
+    program = """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    dfp.patch(); dfp.patch(); dfp.status(); imported()
+assert state() == "patched"
+for one in caught: print(one.filename, one.message)
+"""
+    lines = site.run(LOOK + program).splitlines()
+    assert len(lines) == bool(named)
+    assert all(name in lines[0] and lines[0].startswith("<string>") for name in named)
+
+
+@pytest.mark.promise(12)
 def test_wrong_arguments_patch_nothing(site: Site) -> None:
     program = """
 import os
@@ -355,11 +418,11 @@ REAL = """
 import sys
 import ds_frozen_patch as dfp
 {before}
-print(sorted(m for m in ("torch", "lightning", "deepspeed") if m in sys.modules))
+print(sorted(m for m in ("torch", "{trainer}", "deepspeed") if m in sys.modules))
 status = dfp.patch()
-print("lightning.pytorch" in sys.modules)
-import lightning.pytorch, lightning.fabric.strategies, deepspeed
-from lightning.pytorch.strategies import DeepSpeedStrategy
+print("{trainer}" in sys.modules)
+import {trainer}, {fabric}.strategies, deepspeed
+from {trainer}.strategies import DeepSpeedStrategy
 import inspect
 now = dfp.status()
 print(sorted(name for name, item in now.items() if item.wrapped))
@@ -370,17 +433,19 @@ print(wrapped, type(vars(deepspeed.DeepSpeedEngine)["save_checkpoint"]).__name__
 """
 
 
-@pytest.mark.parametrize("before", ["", "import lightning.pytorch, deepspeed", "import lightning.fabric"])
+@pytest.mark.everyday
+@pytest.mark.parametrize("before", ["", "import {trainer}, deepspeed", "import {fabric}"])
 def test_real_lightning_and_deepspeed(before: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", REAL.format(before=before)], capture_output=True, text=True, timeout=120, check=False
-    )
+    names = {"trainer": TRAINER, "fabric": FABRIC}
+    program = REAL.format(before=before.format(**names), **names)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if not line.startswith("[2")]
-    assert lines[0] == ("[]" if not before else "['deepspeed', 'lightning', 'torch']") or "fabric" in before
+    assert lines[0] == ("[]" if not before else str(sorted(["deepspeed", "torch", TRAINER]))) or "fabric" in before
     assert lines[1:] == [
-        str(bool(before)),  # the package `lightning` imports all of itself
-        "['deepspeed', 'lightning.fabric', 'lightning.pytorch']",
+        # The package `lightning` imports all of itself; of the others each does so alone.
+        str("trainer" in before or (before != "" and TRAINER == "lightning.pytorch")),
+        str(sorted(["deepspeed", FABRIC, TRAINER])),
         "True",
         "FunctionWrapper function",
     ]

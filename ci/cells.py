@@ -1,0 +1,158 @@
+"""The cells of `ci/matrix.json`, for the noxfile, the tests and the compatibility table."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+MATRIX = Path(__file__).with_name("matrix.json")
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a combination of releases asks for that has nothing to do with us: `pins`, `environment` variables."""
+
+    why: str
+    pins: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination of releases that is really run, and what is expected of it.
+
+    `lightning` and `beside` are a package and its release, such as "lightning 2.5.2"; the tests use the first.
+    `expect` gives a state by namespace. `cannot` gives, for a part of a test's id, why it cannot run here.
+    """
+
+    name: str
+    python: str
+    torch: str
+    lightning: str
+    deepspeed: str
+    wrapt: str
+    why: str
+    needs: dict[str, Need]
+    expect: dict[str, str]
+    period: tuple[str, ...]
+    cannot: dict[str, str]
+    beside: str | None = None
+
+    @property
+    def base(self) -> str:
+        """The environment that it shares with the other cells of its Python and torch."""
+        return f"base-py{self.python}-torch{self.torch}"
+
+    @property
+    def package(self) -> str:
+        """The namespace that the tests use: "lightning" or "pytorch_lightning"."""
+        return self.lightning.split()[0].replace("-", "_")
+
+    @property
+    def pins(self) -> list[str]:
+        """What its lock is made from, beside what its base is made from."""
+        releases = dict(item.split() for item in (self.lightning, self.beside) if item)
+        if "lightning" in releases:
+            releases.setdefault("pytorch-lightning", releases["lightning"])  # else its newest comes along
+        releases |= {"deepspeed": self.deepspeed, "wrapt": self.wrapt}
+        own = [f"{name}=={version}" for name, version in releases.items()]
+        return own + [pin for need in self.needs.values() for pin in need.pins]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment variables that it needs."""
+        return {name: value for need in self.needs.values() for name, value in need.environment.items()}
+
+    @property
+    def states(self) -> dict[str, str]:
+        """What `status()` must give for each target, and for deepspeed, once everything is imported."""
+        by_package = {"lightning": "not installed", "pytorch_lightning": "not installed", "deepspeed": "applied"}
+        by_package |= self.expect
+        return {
+            "lightning.pytorch": by_package["lightning"],
+            "lightning.fabric": by_package["lightning"],
+            "pytorch_lightning": by_package["pytorch_lightning"],
+            "lightning_fabric": by_package["pytorch_lightning"],
+            "deepspeed": by_package["deepspeed"],
+        }
+
+    @property
+    def releases(self) -> tuple[Version, Version]:
+        """Lightning's and DeepSpeed's."""
+        return Version(self.lightning.split()[1]), Version(self.deepspeed)
+
+    @property
+    def resumes(self) -> list[Cell]:
+        """The cells whose checkpoints it must resume: the oldest, the everyday and the last one with older releases."""
+        older = [cell for cell in read().values() if not cell.refused and self._follows(cell)]
+        chosen = {cell.name: cell for cell in (*older[:1], *older[-1:]) if not self.refused}
+        return list(chosen.values()) + [cell for cell in older if cell.name == "everyday" and cell.name not in chosen]
+
+    def _follows(self, other: Cell) -> bool:
+        pairs = list(zip(other.releases, self.releases, strict=True))
+        return all(old <= new for old, new in pairs) and any(old < new for old, new in pairs)
+
+    @property
+    def refused(self) -> bool:
+        """Whether `patch()` must refuse it."""
+        return "refused" in self.expect.values()
+
+
+def entries() -> list[dict[str, Any]]:
+    """What the file says of each cell, in its order: from old releases to new ones."""
+    found: list[dict[str, Any]] = _matrix()["cells"]
+    return found
+
+
+def read() -> dict[str, Cell]:
+    """The cells by name, in the file's order."""
+    return {entry["name"]: cell(**entry) for entry in entries()}
+
+
+def propose(lightning: str, deepspeed: str) -> dict[str, Any]:
+    """What the file could say of two more releases: as the nearest cell with no newer ones does."""
+    wanted = Version(lightning), Version(deepspeed)
+    plain = [cell for cell in read().values() if cell.lightning.startswith("lightning ")]
+    older = [cell for cell in plain if all(old <= new for old, new in zip(cell.releases, wanted, strict=True))]
+    nearest = max(older, key=lambda cell: cell.releases, default=plain[0]).name
+    (entry,) = [entry for entry in entries() if entry["name"] == nearest]
+    name = f"lightning-{lightning}-deepspeed-{deepspeed}"
+    changed = {"name": name, "lightning": f"lightning {lightning}", "deepspeed": deepspeed}
+    return {**entry, **changed, "why": f"proposed after {nearest}"}
+
+
+def add(entry: dict[str, Any]) -> None:
+    """Write one more cell into the file."""
+    text = MATRIX.read_text(encoding="utf-8")
+    end = text.index("\n  ],")
+    MATRIX.write_text(f"{text[:end]},\n{formatted(entry)}{text[end:]}", encoding="utf-8")
+
+
+def formatted(entry: dict[str, Any]) -> str:
+    """A cell as the file has it: its releases, why it is there, what it needs and what is expected."""
+    last = ("why", "needs", "expect")
+    lines = [{key: entry[key] for key in entry if key not in last}, {"why": entry["why"]}]
+    lines.append({key: entry[key] for key in last[1:]})
+    return "    {" + ",\n     ".join(json.dumps(line)[1:-1] for line in lines) + "}"
+
+
+def cell(*, name: str, torch: str, needs: list[str], **entry: Any) -> Cell:
+    """A cell from what the file says of it, or could say."""
+    matrix = _matrix()
+    return Cell(
+        name=name,
+        torch=torch,
+        needs={need: Need(**matrix["needs"][need]) for need in needs},
+        period=tuple(matrix["period"].get(torch, ())),
+        cannot={test: item["why"] for item in matrix["cannot"] if name in item["cells"] for test in item["tests"]},
+        **entry,
+    )
+
+
+def _matrix() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(MATRIX.read_text(encoding="utf-8"))
+    return found

@@ -1,0 +1,131 @@
+"""The environments of the cells: their locks, and how uv makes them.
+
+A base holds torch and all that the tests need beside it; a cell lies over its base and holds Lightning, DeepSpeed,
+wrapt and what they ask for. Locks have the hash of every file but torch's and its CUDA libraries': which build of
+torch is taken is the machine's choice (`PIP_FIND_LINKS` and `UV_FIND_LINKS` count).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import nox
+from cells import Cell
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCKS = ROOT / "ci" / "locks"
+BUILDS_OF_TORCH = re.compile(r"(torch|triton|nvidia-.*|cuda-.*)==")
+
+
+def cell_python(session: nox.Session, cell: Cell) -> str:
+    """The Python of a cell's environment, made if it is not there or its lock has changed."""
+
+    def add_torch(python: str) -> None:
+        _uv(session, "pip", "install", "--python", python, f"torch=={cell.torch}")
+
+    def lay_over_base(python: str) -> None:
+        (own,) = Path(python).parent.parent.glob("lib/python*/site-packages")
+        (below,) = Path(base).parent.parent.glob("lib/python*/site-packages")
+        (own / "base.pth").write_text(f"{below}\n")
+        _uv(session, "pip", "install", "--python", python, "--no-deps", "--editable", str(ROOT))
+
+    base = _environment(session, cell.python, (cell.base,), add_torch)
+    return _environment(session, cell.python, (cell.name, cell.base), lay_over_base)
+
+
+def tools_python(session: nox.Session) -> str:
+    """The Python of the environment with uv, ruff and mypy, which pip makes."""
+    folder = ROOT / ".nox" / "tools"
+    python = str(folder / "bin" / "python")
+    if not _is_made(folder, ("tools",)):
+        session.run(sys.executable, "-m", "venv", "--clear", str(folder), external=True)
+        pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+        session.run(*pip, "--require-hashes", "-r", str(LOCKS / "tools.txt"), external=True)
+        _mark_made(folder, ("tools",))
+    return python
+
+
+def write_lock(session: nox.Session, cell: Cell) -> None:
+    """Resolve a cell anew into its lock, over its base's lock, which is made if it is not there."""
+    base = LOCKS / f"{cell.base}.txt"
+    common = [f"torch=={cell.torch}", *cell.period]
+    if not base.exists():
+        blocks = _resolve(session, cell.python, common)
+        base.write_text("".join(block for block in blocks if not block.startswith("wrapt==")))
+    below = base.read_text()
+    blocks = _resolve(session, cell.python, [*common, *cell.pins], preferred=below)
+    (LOCKS / f"{cell.name}.txt").write_text("".join(block for block in blocks if block not in _blocks(below)))
+
+
+def write_tools_lock(session: nox.Session) -> None:
+    """Resolve `ci/locks/tools.in` anew, with the uv of the lock as it is."""
+    plain = ("--generate-hashes", "--no-header", "--no-annotate", "--universal", "--python-version", "3.10")
+    _uv(session, "pip", "compile", *plain, str(LOCKS / "tools.in"), "--output-file", str(LOCKS / "tools.txt"))
+
+
+def newest_releases(session: nox.Session, *wanted: str) -> dict[str, str]:
+    """The newest release on the package index of each of these packages, which may have a version themselves."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, found = Path(folder, "wanted.in"), Path(folder, "found.txt")
+        source.write_text("\n".join([*wanted, "lightning!=2.6.2,!=2.6.3", "deepspeed"]))
+        _uv(session, "pip", "compile", "--no-deps", "--no-header", str(source), "--output-file", str(found))
+        return dict(re.findall(r"^([\w-]+)==(\S+)", found.read_text(), re.MULTILINE))
+
+
+def _resolve(session: nox.Session, python: str, pins: list[str], preferred: str = "") -> list[str]:
+    """What uv resolves the pins and the tests' requirements to: a block of lines per package, without torch."""
+    with tempfile.TemporaryDirectory() as folder:
+        wanted, lock = Path(folder, "pins.in"), Path(folder, "lock.txt")
+        wanted.write_text("\n".join(pins))
+        lock.write_text(preferred)  # uv keeps to the releases of an output that is there, where it can
+        sources = ("setup.cfg", "--extra", "test", "--extra", "demo", str(wanted))
+        plain = ("--generate-hashes", "--no-header", "--no-annotate", "--python-version", python)
+        _uv(session, "pip", "compile", *sources, *plain, "--output-file", str(lock))
+        return [block for block in _blocks(lock.read_text()) if not BUILDS_OF_TORCH.match(block)]
+
+
+def _blocks(lock: str) -> list[str]:
+    """The packages of a lock, each with its lines of hashes."""
+    return re.findall(r"^[^\s#].*\n(?:[ \t].*\n)*", lock, re.MULTILINE)
+
+
+def _environment(session: nox.Session, python: str, locks: tuple[str, ...], finish: Callable[[str], None]) -> str:
+    """The Python of an environment with what the first lock holds; made anew if one of the locks has changed."""
+    folder = ROOT / ".nox" / locks[0]
+    made = str(folder / "bin" / "python")
+    if not _is_made(folder, locks):
+        session.log(f"making the environment {locks[0]}")
+        _uv(session, "venv", "--clear", "--python", python, str(folder))
+        lock = str(LOCKS / f"{locks[0]}.txt")
+        _uv(session, "pip", "install", "--python", made, "--no-deps", "--require-hashes", "-r", lock)
+        finish(made)
+        _mark_made(folder, locks)
+    return made
+
+
+def _digest(locks: tuple[str, ...]) -> str:
+    files = [ROOT / "setup.cfg", *(LOCKS / f"{name}.txt" for name in locks)]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _is_made(folder: Path, locks: tuple[str, ...]) -> bool:
+    note = folder / "made-of"
+    return note.is_file() and note.read_text() == _digest(locks)
+
+
+def _mark_made(folder: Path, locks: tuple[str, ...]) -> None:
+    (folder / "made-of").write_text(_digest(locks))
+
+
+def _uv(session: nox.Session, *arguments: str) -> None:
+    environment = {"UV_FIND_LINKS": os.environ.get("UV_FIND_LINKS", os.environ.get("PIP_FIND_LINKS", ""))}
+    # pyenv's shims are no Pythons to uv; the Pythons behind them are.
+    versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    environment["PATH"] = os.pathsep.join([*map(str, sorted(versions.glob("*/bin"))), os.environ["PATH"]])
+    session.run(tools_python(session), "-m", "uv", "--quiet", *arguments, env=environment, external=True)

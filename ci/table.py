@@ -1,0 +1,96 @@
+"""The compatibility table of the README, made from the last full run of the matrix: `nox -f ci/noxfile.py -s table`.
+
+Every cell's tests leave an outcome in `.nox/results/`; together they become `ci/last-run.json`, and the table.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import cells
+
+ROOT = Path(__file__).resolve().parent.parent
+LAST_RUN = ROOT / "ci" / "last-run.json"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- table: nox -f ci/noxfile.py -s table -->\n", "<!-- end of table -->\n"
+HEADER = ("cell", "Lightning", "DeepSpeed", "torch", "Python", "wrapt", "state", "promises", "tests", "s")
+
+
+def collect(results: Path) -> dict[str, Any]:
+    """The outcomes of all cells; exits with what is missing, failed or out of date."""
+    outcomes, problems = {}, []
+    for entry in cells.entries():
+        file = results / f"{entry['name']}.json"
+        outcome = json.loads(file.read_text()) if file.exists() else None
+        if outcome is None:
+            problems.append(f"{entry['name']} has not run")
+        elif outcome["entry"] != entry:
+            problems.append(f"{entry['name']} has changed in ci/matrix.json since it ran")
+        elif outcome["failed"]:
+            problems.append(f"{entry['name']} failed")
+        outcomes[entry["name"]] = outcome
+    if problems:
+        sys.exit(f"There is no full run to make a table of: {'; '.join(problems)}. Run: nox -f ci/noxfile.py -s matrix")
+    return outcomes
+
+
+def render(outcomes: dict[str, Any]) -> str:
+    """The table in Markdown, with a note for each thing that a cell cannot run."""
+    notes: list[str] = []
+    lines = [HEADER, ["---"] * len(HEADER)]
+    for name, outcome in outcomes.items():
+        entry, promises = outcome["entry"], outcome["promises"]
+        needs = cells.cell(**entry).needs
+        why = [*outcome["skipped"], *(f"{name}: {need.why}" for name, need in needs.items())]
+        for item in why:
+            if item not in notes:
+                notes.append(item)
+        marks = "".join(f" [{notes.index(item) + 1}]" for item in why)
+        lightning = ", ".join(entry[key] for key in ("lightning", "beside") if key in entry)
+        states = sorted({state for state in outcome["found"].values() if state != "not installed"} - {"applied"})
+        lines.append(
+            (
+                f"{name}{marks}",
+                lightning,
+                entry["deepspeed"],
+                entry["torch"],
+                entry["python"],
+                entry["wrapt"],
+                ", ".join(states) if "refused" in states else ", ".join(sorted(set(entry["expect"].values()))),
+                _ranges(int(number) for number in promises),
+                str(sum(counts.get("passed", 0) for counts in promises.values())),
+                str(outcome["seconds"]),
+            )
+        )
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    date = max(outcome["date"] for outcome in outcomes.values())
+    numbered = "\n".join(f"{number}. {note}" for number, note in enumerate(notes, 1))
+    return f"The last full run was on {date}:\n\n{table}\n\n{numbered}\n"
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """[1, 2, 3, 5] as "1-3, 5"."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and found[-1][-1] == number - 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)
+
+
+def main() -> None:
+    """Write `ci/last-run.json` and the README's table."""
+    outcomes = collect(ROOT / ".nox" / "results")
+    LAST_RUN.write_text(json.dumps(outcomes, indent=1) + "\n")
+    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    README.write_text(f"{before}{BEGIN}\n{render(outcomes)}\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Promise 12: `status()` and `patch()` say of the cell's releases what `ci/matrix.json` expects, at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from under_test import CELL
+
+pytestmark = pytest.mark.promise(12)
+PROGRAM = """
+import importlib, json, sys
+import ds_frozen_patch
+
+def import_all():
+    for name, state in EXPECTED.items():
+        if state != "not installed":
+            inner = "runtime.engine" if name == "deepspeed" else "strategies.deepspeed"
+            importlib.import_module(f"{name}.{inner}")
+
+def states():
+    return {name: (item.state, item.wrapped) for name, item in ds_frozen_patch.status().items()}
+
+EXPECTED = json.loads(sys.argv[1])
+if "import first" in sys.argv:
+    import_all()
+found = {"before": states(), "refusal": None}
+try:
+    ds_frozen_patch.patch()
+except ds_frozen_patch.PatchError as error:
+    found["refusal"] = str(error)
+found["patched"] = states()
+import_all()
+found["imported"] = states()
+print("FOUND", json.dumps(found))
+"""
+
+
+def found(*arguments: str) -> dict[str, Any]:
+    command = [sys.executable, "-c", PROGRAM, json.dumps(CELL.states), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    answer: dict[str, Any] = json.loads(line.removeprefix("FOUND "))
+    return answer
+
+
+@pytest.mark.parametrize(
+    "order",
+    [pytest.param([], id="patch first"), pytest.param(["import first"], id="import first", marks=pytest.mark.everyday)],
+)
+def test_status(order: list[str], record_property: Callable[[str, object], None]) -> None:
+    answer = found(*order)
+    for name, (state, _) in answer["imported"].items():
+        record_property(name, state)
+    if CELL.refused:
+        assert f"deepspeed {CELL.deepspeed}" in answer["refusal"]
+        assert "To do: install DeepSpeed 0.10.1 or newer" in answer["refusal"]
+        assert answer["imported"] == answer["before"] == {name: [state, False] for name, state in CELL.states.items()}
+        return
+    assert answer["refusal"] is None
+    unpatched = {"applied": "patchable"}
+    armed = {"applied": "applied" if order else "armed"}
+    assert answer["before"] == {name: [unpatched.get(state, state), False] for name, state in CELL.states.items()}
+    assert {name: state for name, (state, _) in answer["patched"].items()} == {
+        name: armed.get(state, state) for name, state in CELL.states.items()
+    }
+    assert answer["imported"] == {name: [state, state != "not installed"] for name, state in CELL.states.items()}

@@ -1,0 +1,59 @@
+"""What old releases of DeepSpeed and torch need to run on CPU ranks at all: of the tests, never of the package."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+def lend(needs: Collection[str]) -> None:
+    """Lend this process the crutches among the needs of a cell, before DeepSpeed is imported."""
+    if "gloo-gathers" in needs:
+        _gather_with_gloo()
+    if "deepspeed-on-cpu" in needs:
+        _do_without_intel()
+        _reduce_cpu_gradients()
+
+
+def _do_without_intel() -> None:
+    for name in ("intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"):
+        sys.modules[name] = ModuleType(name)
+        sys.modules[name].__spec__ = ModuleSpec(name, None)
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator()._communication_backend_name = "gloo"
+
+
+def _reduce_cpu_gradients() -> None:
+    """ZeRO stage 0 knows its gradients by the name of CUDA's tensor types."""
+    from deepspeed.runtime import engine
+
+    engine.split_half_float_double_sparse = lambda gradients: [(gradients[0].dtype, gradients)]
+
+
+def _gather_with_gloo() -> None:
+    """The two collectives on one tensor that gloo of torch 2.1 lacks, by those on lists that it has."""
+    import torch.distributed as dist
+
+    def all_gather_into_tensor(output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+        parts = list(output_tensor.detach().view(dist.get_world_size(group), -1).unbind())
+        return dist.all_gather(parts, input_tensor.flatten(), group=group, async_op=async_op)
+
+    def reduce_scatter_tensor(
+        output: Any, input: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        whole = input.clone()
+        dist.all_reduce(whole, op=op, group=group)
+        output.copy_(whole.view(dist.get_world_size(group), -1)[dist.get_rank(group)].view_as(output))
+        return _Done() if async_op else None
+
+    dist.all_gather_into_tensor = all_gather_into_tensor
+    dist.reduce_scatter_tensor = reduce_scatter_tensor
+
+
+class _Done:
+    def wait(self) -> None:
+        """It is done already."""

@@ -1,0 +1,120 @@
+"""The matrix is what the package says of itself: ranges, locks, the README's table; and nox reads the same file."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+from pathlib import Path
+
+import cells
+import pytest
+import table
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from ds_frozen_patch._targets import TESTED
+
+pytestmark = pytest.mark.everyday
+ROOT = Path(__file__).parent.parent.parent
+CELLS = cells.read()
+SERVED = [cell for cell in CELLS.values() if not cell.refused]
+
+
+def metadata() -> configparser.ConfigParser:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    return config
+
+
+def bounds(requirement: str) -> tuple[Version, Version]:
+    by_operator = {item.operator: Version(item.version) for item in Requirement(requirement).specifier}
+    return by_operator[">="], by_operator["<"]
+
+
+@pytest.mark.parametrize("package", ["lightning", "deepspeed", "torch", "wrapt"])
+def test_metadata_ranges(package: str) -> None:
+    """From the matrix's oldest release to the end of its newest one's line: a minor, for wrapt a major."""
+    versions = [Version(getattr(cell, package).split()[-1]) for cell in SERVED]
+    options = metadata()
+    listed = options["options"]["install_requires"] + options["options.extras_require"]["lightning"]
+    (requirement,) = [line for line in listed.splitlines() if re.match(rf"{package}\W", line)]
+    lowest, limit = bounds(requirement)
+    newest = max(versions)
+    assert lowest == min(versions)
+    assert limit == Version(f"{newest.major + 1}" if package == "wrapt" else f"{newest.major}.{newest.minor + 1}")
+
+
+def test_malicious_releases_are_excluded() -> None:
+    (lightning,) = re.findall("lightning>.*", metadata()["options.extras_require"]["lightning"])
+    specifier = Requirement(lightning).specifier
+    assert not {"2.6.2", "2.6.3"} & set(specifier.filter(["2.6.1", "2.6.2", "2.6.3", "2.6.4"]))
+    locks = [file.read_text() for file in (ROOT / "ci" / "locks").glob("*.txt")]
+    assert not [line for lock in locks for line in re.findall(r"^(?:pytorch-)?lightning==2\.6\.[23]\b.*", lock, re.M)]
+
+
+def test_metadata_pythons() -> None:
+    pythons = sorted({cell.python for cell in SERVED}, key=Version)
+    options = metadata()
+    assert options["options"]["python_requires"] == f">={pythons[0]}"
+    listed = re.findall(r"Python :: (3\.\d+)", options["metadata"]["classifiers"])
+    assert (listed[0], listed[-1]) == (pythons[0], pythons[-1])
+
+
+def test_tested_releases() -> None:
+    for name, release in TESTED.items():
+        assert Version(release) == max(Version(getattr(cell, name).split()[-1]) for cell in SERVED)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_locks(name: str) -> None:
+    """A cell's lock and its base's hold all its pins, each with its hashes."""
+    cell = CELLS[name]
+    texts = [(ROOT / "ci" / "locks" / f"{lock}.txt").read_text() for lock in (name, cell.base)]
+    own, below = (dict(re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE)) for text in texts)
+    for pin in (*cell.pins, *cell.period):
+        package, _, version = pin.partition("==")
+        assert (below | own)[package] == version
+    assert not {"torch", "triton"} & (own | below).keys()
+    for text in texts:
+        assert len(re.findall(r"^[\w.-]+==\S+ \\\n +--hash=sha256:", text, re.MULTILINE)) == len(
+            re.findall(r"^[\w.-]+==", text, re.MULTILINE)
+        )
+
+
+def test_the_readme_shows_the_last_full_run() -> None:
+    last_run = json.loads((ROOT / "ci" / "last-run.json").read_text())
+    assert [outcome["entry"] for outcome in last_run.values()] == cells.entries(), "run the whole matrix again"
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{table.BEGIN}\n{table.render(last_run)}\n{table.END}" in readme
+
+
+def test_every_promise_in_every_cell() -> None:
+    last_run = json.loads((ROOT / "ci" / "last-run.json").read_text())
+    for name, outcome in last_run.items():
+        shown = {int(promise) for promise, counts in outcome["promises"].items() if counts.get("passed")}
+        expected = {11, 12} if CELLS[name].refused else {1, 2, 3, 4, 5, 6, 7, 11, 12, 13}
+        assert expected <= shown, name
+        assert not any(counts.get("failed") for counts in outcome["promises"].values()), name
+        assert outcome["found"] == CELLS[name].states, name
+
+
+def test_the_file_is_as_the_propose_command_writes_it() -> None:
+    assert ",\n".join(map(cells.formatted, cells.entries())) in cells.MATRIX.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("lightning", "deepspeed", "nearest"),
+    [
+        ("2.4.0", "0.16.9", "lightning-2.4"),
+        ("2.3.3", "0.12.6", "lightning-2.2"),
+        ("2.5.4", "0.17.6", "everyday"),
+        ("99.0", "99.0", "newest"),
+        ("2.1.0", "0.9.5", "lightning-2.1"),
+    ],
+)
+def test_a_proposed_cell_is_like_the_nearest(lightning: str, deepspeed: str, nearest: str) -> None:
+    proposed, like = cells.cell(**cells.propose(lightning, deepspeed)), CELLS[nearest]
+    assert proposed.releases == (Version(lightning), Version(deepspeed))
+    assert f"pytorch-lightning=={lightning}" in proposed.pins
+    assert (proposed.base, proposed.needs) == (like.base, like.needs)
