@@ -49,6 +49,8 @@ def lock(session: nox.Session) -> None:
     """Resolve the locks of the cells that follow `--` anew, or all of them and their bases."""
     session.chdir(ROOT)
     chosen = session.posargs or list(CELLS)
+    if unknown := [name for name in chosen if name not in CELLS]:
+        session.error(f"no cells of ci/matrix.json: {', '.join(unknown)}. There are {', '.join(CELLS)}")
     if not session.posargs:
         for old in LOCKS.glob("base-*.txt"):
             old.unlink()
@@ -61,6 +63,8 @@ def lock(session: nox.Session) -> None:
 def propose(session: nox.Session) -> None:
     """Add a cell for the newest releases, or for `-- lightning==X deepspeed==Y`, lock it and run it."""
     session.chdir(ROOT)
+    if wrong := [item for item in session.posargs if item.partition("==")[0] not in ("lightning", "deepspeed")]:
+        session.error(f"name releases as lightning==X deepspeed==Y, not {' '.join(wrong)}")
     releases = newest_releases(session, *(session.posargs or ["lightning", "deepspeed"]))
     wanted = releases["lightning"], releases["deepspeed"]
     if any(cell.releases == tuple(map(Version, wanted)) for cell in CELLS.values()):
