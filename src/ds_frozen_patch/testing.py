@@ -71,10 +71,15 @@ def _adapt_deepspeed() -> None:
 
 
 def _finished(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    import torch
-
-    with torch.no_grad():  # what DeepSpeed 0.12 and 0.18 gather into are views that autograd would watch
-        handle = wrapped(*args, **kwargs)
+    # Releases of DeepSpeed gather into views that autograd watches, and forbids to write to.
+    handle = wrapped(*map(_detached, args), **{name: _detached(value) for name, value in kwargs.items()})
     if handle is not None:
         handle.wait()
     return handle
+
+
+def _detached(value: Any) -> Any:
+    """The same memory without autograd, for a tensor or a list of them."""
+    if isinstance(value, list):
+        return [_detached(item) for item in value]
+    return value.detach() if hasattr(value, "detach") else value
