@@ -88,13 +88,16 @@ class Cell:
     @property
     def resumes(self) -> list[Cell]:
         """The cells whose checkpoints it must resume: the oldest, the everyday and the last one with older releases."""
-        older = [cell for cell in read().values() if not cell.refused and self._follows(cell)]
-        chosen = {cell.name: cell for cell in (*older[:1], *older[-1:]) if not self.refused}
-        return list(chosen.values()) + [cell for cell in older if cell.name == "everyday" and cell.name not in chosen]
+        if self.refused:
+            return []
+        served = [cell for cell in read().values() if not cell.refused and cell.releases != self.releases]
+        older = [cell for cell in served if cell.is_no_newer_than(self.releases)]
+        chosen = (*older[:1], *older[-1:], *(cell for cell in older if cell.name == "everyday"))
+        return list({cell.name: cell for cell in chosen}.values())
 
-    def _follows(self, other: Cell) -> bool:
-        pairs = list(zip(other.releases, self.releases, strict=True))
-        return all(old <= new for old, new in pairs) and any(old < new for old, new in pairs)
+    def is_no_newer_than(self, releases: tuple[Version, Version]) -> bool:
+        """Whether neither its Lightning nor its DeepSpeed is newer than these."""
+        return all(own <= other for own, other in zip(self.releases, releases, strict=True))
 
     @property
     def refused(self) -> bool:
@@ -102,27 +105,26 @@ class Cell:
         return "refused" in self.expect.values()
 
 
-def entries() -> list[dict[str, Any]]:
-    """What the file says of each cell, in its order: from old releases to new ones."""
-    found: list[dict[str, Any]] = _matrix()["cells"]
-    return found
+def entries() -> dict[str, dict[str, Any]]:
+    """What the file says of each cell, by name and in its order: from old releases to new ones."""
+    return {entry["name"]: entry for entry in _matrix()["cells"]}
 
 
 def read() -> dict[str, Cell]:
     """The cells by name, in the file's order."""
-    return {entry["name"]: cell(**entry) for entry in entries()}
+    matrix = _matrix()
+    return {entry["name"]: _cell(matrix, **entry) for entry in matrix["cells"]}
 
 
 def propose(lightning: str, deepspeed: str) -> dict[str, Any]:
     """What the file could say of two more releases: as the nearest cell with no newer ones does."""
     wanted = Version(lightning), Version(deepspeed)
     plain = [cell for cell in read().values() if cell.lightning.startswith("lightning ")]
-    older = [cell for cell in plain if all(old <= new for old, new in zip(cell.releases, wanted, strict=True))]
+    older = [cell for cell in plain if cell.is_no_newer_than(wanted)]
     nearest = max(older, key=lambda cell: cell.releases, default=plain[0]).name
-    (entry,) = [entry for entry in entries() if entry["name"] == nearest]
     name = f"lightning-{lightning}-deepspeed-{deepspeed}"
     changed = {"name": name, "lightning": f"lightning {lightning}", "deepspeed": deepspeed}
-    return {**entry, **changed, "why": f"proposed after {nearest}"}
+    return {**entries()[nearest], **changed, "why": f"proposed after {nearest}"}
 
 
 def add(entry: dict[str, Any]) -> None:
@@ -140,9 +142,12 @@ def formatted(entry: dict[str, Any]) -> str:
     return "    {" + ",\n     ".join(json.dumps(line)[1:-1] for line in lines) + "}"
 
 
-def cell(*, name: str, torch: str, needs: list[str], **entry: Any) -> Cell:
+def cell(entry: dict[str, Any]) -> Cell:
     """A cell from what the file says of it, or could say."""
-    matrix = _matrix()
+    return _cell(_matrix(), **entry)
+
+
+def _cell(matrix: dict[str, Any], *, name: str, torch: str, needs: list[str], **entry: Any) -> Cell:
     return Cell(
         name=name,
         torch=torch,

@@ -23,16 +23,16 @@ HEADER = ("cell", "Lightning", "DeepSpeed", "torch", "Python", "wrapt", "state",
 def collect(results: Path) -> dict[str, Any]:
     """The outcomes of all cells; exits with what is missing, failed or out of date."""
     outcomes, problems = {}, []
-    for entry in cells.entries():
-        file = results / f"{entry['name']}.json"
+    for name, entry in cells.entries().items():
+        file = results / f"{name}.json"
         outcome = json.loads(file.read_text()) if file.exists() else None
         if outcome is None:
-            problems.append(f"{entry['name']} has not run")
+            problems.append(f"{name} has not run")
         elif outcome["entry"] != entry:
-            problems.append(f"{entry['name']} has changed in ci/matrix.json since it ran")
+            problems.append(f"{name} has changed in ci/matrix.json since it ran")
         elif outcome["failed"]:
-            problems.append(f"{entry['name']} failed")
-        outcomes[entry["name"]] = outcome
+            problems.append(f"{name} failed")
+        outcomes[name] = outcome
     if problems:
         sys.exit(f"There is no full run to make a table of: {'; '.join(problems)}. Run: nox -f ci/noxfile.py -s matrix")
     return outcomes
@@ -44,7 +44,7 @@ def render(outcomes: dict[str, Any]) -> str:
     lines = [HEADER, ["---"] * len(HEADER)]
     for name, outcome in outcomes.items():
         entry, promises = outcome["entry"], outcome["promises"]
-        needs = cells.cell(**entry).needs
+        needs = cells.cell(entry).needs
         why = [*outcome["skipped"], *(f"{name}: {need.why}" for name, need in needs.items())]
         for item in why:
             if item not in notes:

@@ -94,7 +94,7 @@ class Outcome:
             print(f"\nSkipped, but not listed in ci/matrix.json: {unlisted}")
             session.exitstatus = 1
         outcome = {
-            "entry": next(entry for entry in cells.entries() if entry["name"] == CELL.name),
+            "entry": cells.entries()[CELL.name],
             "date": time.strftime("%Y-%m-%d"),
             "failed": bool(session.exitstatus),
             "found": self.found,

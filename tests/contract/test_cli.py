@@ -15,7 +15,7 @@ import ds_frozen_patch
 pytestmark = pytest.mark.promise(7)
 
 STRATEGY = f"{TRAINER}.strategies.DeepSpeedStrategy"
-TRAINER = """
+CONFIG = """
 trainer:
   accelerator: cpu
   devices: 2
@@ -37,7 +37,7 @@ class Data(pl.LightningDataModule):
 
 def run_cli(out: str, flag: str, arguments: list[str]) -> None:
     ds_frozen_patch.patch()
-    Path(out, "config.yaml").write_text(TRAINER.format(strategy=STRATEGY, precision=PRECISION, flag=flag))
+    Path(out, "config.yaml").write_text(CONFIG.format(strategy=STRATEGY, precision=PRECISION, flag=flag))
     cli = LightningCLI(
         runs.LoraRun,
         Data,
