@@ -40,7 +40,7 @@ _ENGINE_ADVICE: dict[str, Callable[..., Any]] = {
 class TargetStatus:
     """What the shim makes of one target.
 
-    `state` is "native" (this Lightning has the flag itself; see `wrapped`), "patchable" (`patch()`
+    `state` is "native" (this Lightning has the flag itself; see `wrapped` and `found`), "patchable" (`patch()`
     would serve it), "armed" (will be wrapped when it is imported), "applied" (wrapped), "refused"
     (cannot be served) or "not installed". `wrapped` says whether our wrappers are on it now.
     `found` and `remedy` are sentences for a person.
@@ -161,9 +161,10 @@ def patch(*, verify_base: str | None = None, keep: Iterable[str] | None = None) 
     with _lock:
         if _current is None:
             findings = findings or _probe_all()
-            installed = (what for what in (*TARGETS, ENGINE) if findings[what.name].verdict != "not installed")
-            _current = _Patch(findings, {what.module: what for what in installed})
+            served = (what for what in (*TARGETS, ENGINE) if _is_to_be_served(findings[what.name]))
+            _current = _Patch(findings, {what.module: what for what in served})
             _warn_of_untested(findings)
+            _warn_of_complete(findings)
         _serve_all()
         _settings.put_in_force(new_settings)
     # What another thread had begun to import in between is whole only now.
@@ -185,6 +186,20 @@ def _warn_of_untested(findings: dict[str, Finding]) -> None:
         warnings.warn(
             f"ds_frozen_patch is applied to a release that is newer than all that it was tested with:"
             f" {', '.join(sorted(newer))}. It has all that the shim relies on. Look for a newer ds_frozen_patch.",
+            stacklevel=3,
+        )
+
+
+def _is_to_be_served(finding: Finding) -> bool:
+    return finding.verdict != "not installed" and not finding.complete
+
+
+def _warn_of_complete(findings: dict[str, Finding]) -> None:
+    complete = [f"{name} {finding.version}" for name, finding in findings.items() if finding.complete]
+    if complete and os.environ.get("LOCAL_RANK", "0") == "0":
+        warnings.warn(
+            f"patch() leaves alone what has our patch series already: {', '.join(complete)}. Its checkpoints are full"
+            f" unless you say DeepSpeedStrategy({FLAG}=True), and it does not verify the base.",
             stacklevel=3,
         )
 

@@ -20,8 +20,19 @@ FLAG = "exclude_frozen_parameters"
 TESTED = {"lightning": "2.6.6", "deepspeed": "0.19.8"}
 """The newest releases of `ci/matrix.json`. They decide nothing: `patch()` says so of what is newer."""
 
+LOADS_STRICTLY = "_prepare_load"
+"""What a strategy's `load_checkpoint` calls where our patch series for Lightning is applied (`patches/`)."""
+
 Parameters = Mapping[str, tuple[str, ...]]
 """The methods of a class that were found, each with the names of its parameters."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was seen of a class: its methods, and whether it is that of a Lightning with our patch series."""
+
+    parameters: Parameters
+    has_series: bool
 
 
 @dataclass(frozen=True)
@@ -40,13 +51,14 @@ class Finding:
     """What probing a class gave.
 
     `verdict` is "native", "patchable", "refused" or "not installed". `reason` says what was
-    found, and `remedy` what to do about a refusal.
+    found, and `remedy` what to do about a refusal. `complete`: nothing is left for the shim to do.
     """
 
     verdict: str
     version: str | None = None
     reason: str = ""
     remedy: str = ""
+    complete: bool = False
 
 
 _TRAINER = ("__init__", "setup", "save_checkpoint", "load_checkpoint")
@@ -79,15 +91,15 @@ def probe(what: Probed) -> Finding:
     if root is None and cls is None:
         return Finding("not installed")
     version = _version(what, root)
-    parameters = _look_at(what, cls) if cls else _read_source(what, root)
-    if not cls and (parameters is None or any(method not in parameters for method in what.methods)):
+    seen = _look_at(what, cls) if cls else _read_source(what, root)
+    if not cls and (seen is None or any(method not in seen.parameters for method in what.methods)):
         # The source leaves something open: a method may be inherited, a class made in another way.
         try:
             module = importlib.import_module(what.module)
         except ImportError as error:
             return _refused(what, version, f"{what.module} cannot be imported: {error}")
-        parameters = _look_at(what, getattr(module, what.class_name, None))
-    return _judge(what, version, parameters)
+        seen = _look_at(what, getattr(module, what.class_name, None))
+    return _judge(what, version, seen)
 
 
 def newer_than_tested(what: Probed, version: str | None) -> str | None:
@@ -107,17 +119,20 @@ def imported_class(what: Probed) -> Any | None:
     return getattr(sys.modules.get(what.module), what.class_name, None)
 
 
-def _judge(what: Probed, version: str | None, parameters: Parameters | None) -> Finding:
-    if parameters is None:
+def _judge(what: Probed, version: str | None, seen: Seen | None) -> Finding:
+    if seen is None:
         return _refused(what, version, f"{what.module} has no class {what.class_name}")
-    missing = [method for method in what.methods if method not in parameters]
+    missing = [method for method in what.methods if method not in seen.parameters]
     if missing:
         return _refused(what, version, f"{what.class_name} has no method {', '.join(missing)}")
     if what is ENGINE:
-        if FLAG not in parameters["save_checkpoint"]:
+        if FLAG not in seen.parameters["save_checkpoint"]:
             return _refused(what, version, f"DeepSpeedEngine.save_checkpoint has no argument {FLAG}")
         return Finding("patchable", version, f"save_checkpoint takes {FLAG}")
-    if FLAG in parameters["__init__"]:
+    if FLAG in seen.parameters["__init__"] and seen.has_series:
+        reason = f"complete, by the patch series: say DeepSpeedStrategy({FLAG}=True)"
+        return Finding("native", version, reason, complete=True)
+    if FLAG in seen.parameters["__init__"]:
         return Finding("native", version, f"has {FLAG}; tied aliases, strict load and ZeRO-3 test need the shim")
     return Finding("patchable", version, f"has no {FLAG}")
 
@@ -159,7 +174,7 @@ def _version(what: Probed, root: Path | None) -> str | None:
     return None
 
 
-def _read_source(what: Probed, root: Path | None) -> Parameters | None:
+def _read_source(what: Probed, root: Path | None) -> Seen | None:
     if root is None:
         return None
     file = root.joinpath(*what.module[len(what.name) + 1 :].split(".")).with_suffix(".py")
@@ -169,16 +184,24 @@ def _read_source(what: Probed, root: Path | None) -> Parameters | None:
         return None
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == what.class_name:
-            return {item.name: _argument_names(item.args) for item in node.body if isinstance(item, ast.FunctionDef)}
+            methods = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
+            parameters = {name: _argument_names(method.args) for name, method in methods.items()}
+            return Seen(parameters, "load_checkpoint" in methods and _prepares(methods["load_checkpoint"]))
     return None
+
+
+def _prepares(method: ast.FunctionDef) -> bool:
+    return any(LOADS_STRICTLY in (getattr(n, "id", ""), getattr(n, "attr", "")) for n in ast.walk(method))
 
 
 def _argument_names(arguments: ast.arguments) -> tuple[str, ...]:
     return tuple(item.arg for item in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))
 
 
-def _look_at(what: Probed, cls: Any) -> Parameters | None:
+def _look_at(what: Probed, cls: Any) -> Seen | None:
     if not isinstance(cls, type):
         return None
     methods = {name: getattr(cls, name, None) for name in what.methods}
-    return {name: tuple(inspect.signature(method).parameters) for name, method in methods.items() if callable(method)}
+    parameters = {name: tuple(inspect.signature(item).parameters) for name, item in methods.items() if callable(item)}
+    code = getattr(inspect.unwrap(methods["load_checkpoint"] or len), "__code__", None)
+    return Seen(parameters, code is not None and LOADS_STRICTLY in code.co_names)

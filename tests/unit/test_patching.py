@@ -64,14 +64,16 @@ class Site:
         name = distribution.replace("-", "_")
         self.write(f"{name}-{version}.dist-info/METADATA", f"Name: {distribution}\nVersion: {version}\n")
 
-    def lightning(self, package: str = "lightning", version: str = "2.5.2", flag: str = "", **change: str) -> None:
+    def lightning(
+        self, package: str = "lightning", version: str = "2.5.2", flag: str = "", loads: str = '"loaded"', **change: str
+    ) -> None:
         self.release(package.replace("_", "-"), version)
         parts = {"lightning": ("lightning/pytorch", "lightning/fabric")}.get(package, (package,))
         for part in parts:
             for folder in itertools.accumulate(f"{part}/strategies".split("/"), "{}/{}".format):
                 self.write(f"{folder}/__init__.py")
             source = STRATEGY.format(**{"flag": flag, "save": "save_checkpoint"} | change)
-            self.write(f"{part}/strategies/deepspeed.py", source)
+            self.write(f"{part}/strategies/deepspeed.py", source.replace('"loaded"', loads))
 
     def deepspeed(self, version: str = "0.17.6", flag: str = FLAG) -> None:
         self.release("deepspeed", version)
@@ -230,6 +232,34 @@ def states(site: Site, then: str = "") -> dict[str, str]:
     show = "for name, item in dfp.status().items(): print(name, item.state.replace(' ', '-'), item.wrapped)"
     output = site.run(f"{then}\n{show}")
     return dict(line.split(maxsplit=1) for line in output.splitlines())
+
+
+@pytest.mark.parametrize("order", ["dfp.patch(); imported()", "imported(); dfp.patch()"])
+def test_a_lightning_with_our_patch_series_is_left_alone(site: Site, order: str) -> None:
+    site.lightning(flag=FLAG, loads="_prepare_load(self.model)")
+    site.lightning("pytorch_lightning", "2.6.6", flag=FLAG)
+    program = f"""
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    {order}
+print([str(w.message).split(":")[1] for w in caught if "series" in str(w.message)])
+strategy = imported()[0]
+print({{type(vars(strategy)[name]).__name__ for name in ("__init__", "setup", "save_checkpoint", "load_checkpoint")}})
+print(dfp.status()["lightning.pytorch"].found.split(",")[0])
+import pytorch_lightning.strategies.deepspeed
+print([name for name, item in dfp.status().items() if item.wrapped])
+print({{item.state for name, item in dfp.status().items() if "lightning" in name and "_" not in name}})
+dfp.unpatch()
+"""
+    assert site.run(LOOK + program).splitlines() == [
+        "[' lightning.pytorch 2.5.2, lightning.fabric 2.5.2. Its checkpoints are full unless you say"
+        " DeepSpeedStrategy(exclude_frozen_parameters=True), and it does not verify the base.']",
+        "{'function'}",
+        "complete",
+        "['pytorch_lightning', 'deepspeed']",
+        "{'native'}",
+    ]
 
 
 def test_status_of_each_kind(site: Site) -> None:
