@@ -27,6 +27,8 @@ class Cell:
 
     `lightning` and `beside` are a package and its release, such as "lightning 2.5.2"; the tests use the first.
     `expect` gives a state by namespace. `cannot` gives, for a part of a test's id, why it cannot run here.
+    `patches` is the folder of the patch series that is applied to its Lightning, which then runs without the shim;
+    all else of it is as in the cell `like`.
     """
 
     name: str
@@ -41,6 +43,13 @@ class Cell:
     period: tuple[str, ...]
     cannot: dict[str, str]
     beside: str | None = None
+    patches: str | None = None
+    like: str | None = None
+
+    @property
+    def lock(self) -> str:
+        """The name of the lock that its environment is made from."""
+        return self.like or self.name
 
     @property
     def base(self) -> str:
@@ -88,16 +97,31 @@ class Cell:
     @property
     def resumes(self) -> list[Cell]:
         """The cells whose checkpoints it must resume: the oldest, the everyday and the last one with older releases."""
-        if self.refused:
+        if not self.is_served_by_shim:
             return []
-        served = [cell for cell in read().values() if not cell.refused and cell.releases != self.releases]
+        served = [cell for cell in read().values() if cell.is_served_by_shim and cell.releases != self.releases]
         older = [cell for cell in served if cell.is_no_newer_than(self.releases)]
         chosen = (*older[:1], *older[-1:], *(cell for cell in older if cell.name == "everyday"))
         return list({cell.name: cell for cell in chosen}.values())
 
+    @property
+    def twin(self) -> Cell | None:
+        """The cell that differs in nothing but that its Lightning has the patch series."""
+        return read().get(f"{self.name}-patched")
+
+    @property
+    def takes_from(self) -> list[Cell]:
+        """The cells that must have saved what its tests load."""
+        return [*self.resumes, *([self.twin] if self.twin else [])]
+
     def is_no_newer_than(self, releases: tuple[Version, Version]) -> bool:
         """Whether neither its Lightning nor its DeepSpeed is newer than these."""
         return all(own <= other for own, other in zip(self.releases, releases, strict=True))
+
+    @property
+    def is_served_by_shim(self) -> bool:
+        """Whether `patch()` does something here."""
+        return not self.refused and not self.patches
 
     @property
     def refused(self) -> bool:
@@ -107,19 +131,27 @@ class Cell:
 
 def entries() -> dict[str, dict[str, Any]]:
     """What the file says of each cell, by name and in its order: from old releases to new ones."""
-    return {entry["name"]: entry for entry in _matrix()["cells"]}
+    matrix = _matrix()
+    own = {entry["name"]: entry for entry in matrix["cells"]}
+    return own | {f"{item['like']}-patched": _patched(own[item["like"]], item) for item in matrix["patched"]}
+
+
+def _patched(like: dict[str, Any], item: dict[str, str]) -> dict[str, Any]:
+    """A cell like another one whose Lightning has our patch series, and so nothing for the shim to do."""
+    native = dict.fromkeys(like["expect"], "native")
+    return {**like, **item, "name": f"{like['name']}-patched", "why": "our patch series, and no shim", "expect": native}
 
 
 def read() -> dict[str, Cell]:
     """The cells by name, in the file's order."""
     matrix = _matrix()
-    return {entry["name"]: _cell(matrix, **entry) for entry in matrix["cells"]}
+    return {name: _cell(matrix, **entry) for name, entry in entries().items()}
 
 
 def propose(lightning: str, deepspeed: str) -> dict[str, Any]:
     """What the file could say of two more releases: as the nearest cell with no newer ones does."""
     wanted = Version(lightning), Version(deepspeed)
-    plain = [cell for cell in read().values() if cell.lightning.startswith("lightning ")]
+    plain = [cell for cell in read().values() if cell.lightning.startswith("lightning ") and not cell.patches]
     older = [cell for cell in plain if cell.is_no_newer_than(wanted)]
     nearest = max(older, key=lambda cell: cell.releases, default=plain[0]).name
     name = f"lightning-{lightning}-deepspeed-{deepspeed}"

@@ -12,11 +12,12 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import nox
 from cells import Cell
+from series_folder import PATCHES, apply_to_package
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "ci" / "locks"
@@ -34,20 +35,24 @@ def cell_python(session: nox.Session, cell: Cell) -> str:
         (below,) = Path(base).parent.parent.glob("lib/python*/site-packages")
         (own / "base.pth").write_text(f"{below}\n")
         _uv(session, "pip", "install", "--python", python, "--no-deps", "--editable", str(ROOT))
+        for package in ("lightning", "pytorch_lightning"):
+            if cell.patches and (own / package).is_dir():
+                apply_to_package(PATCHES / cell.patches, own, package)
 
-    base = _environment(session, cell.python, (cell.base,), add_torch)
-    return _environment(session, cell.python, (cell.name, cell.base), lay_over_base)
+    base = _environment(session, cell.python, cell.base, (cell.base,), add_torch)
+    made_of = sorted((PATCHES / cell.patches).glob("*.patch")) if cell.patches else []
+    return _environment(session, cell.python, cell.name, (cell.lock, cell.base), lay_over_base, made_of)
 
 
 def tools_python(session: nox.Session) -> str:
     """The Python of the environment with uv, ruff and mypy, which pip makes."""
     folder = ROOT / ".nox" / "tools"
     python = str(folder / "bin" / "python")
-    if not _is_made(folder, ("tools",)):
+    if not _is_made(folder, _files(("tools",))):
         session.run(sys.executable, "-m", "venv", "--clear", str(folder), external=True)
         pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
         session.run(*pip, "--require-hashes", "-r", str(LOCKS / "tools.txt"), external=True)
-        _mark_made(folder, ("tools",))
+        _mark_made(folder, _files(("tools",)))
     return python
 
 
@@ -95,32 +100,46 @@ def _blocks(lock: str) -> list[str]:
     return re.findall(r"^[^\s#].*\n(?:[ \t].*\n)*", lock, re.MULTILINE)
 
 
-def _environment(session: nox.Session, python: str, locks: tuple[str, ...], finish: Callable[[str], None]) -> str:
-    """The Python of an environment with what the first lock holds; made anew if one of the locks has changed."""
-    folder = ROOT / ".nox" / locks[0]
+def _environment(
+    session: nox.Session,
+    python: str,
+    name: str,
+    locks: tuple[str, ...],
+    finish: Callable[[str], None],
+    made_of: Sequence[Path] = (),
+) -> str:
+    """The Python of an environment with what the first lock holds.
+
+    It is made anew if one of the locks has changed, or of the other files that it is made of.
+    """
+    folder = ROOT / ".nox" / name
     made = str(folder / "bin" / "python")
-    if not _is_made(folder, locks):
-        session.log(f"making the environment {locks[0]}")
+    files = [*_files(locks), *made_of]
+    if not _is_made(folder, files):
+        session.log(f"making the environment {name}")
         _uv(session, "venv", "--clear", "--python", python, str(folder))
         lock = str(LOCKS / f"{locks[0]}.txt")
         _uv(session, "pip", "install", "--python", made, "--no-deps", "--require-hashes", "-r", lock)
         finish(made)
-        _mark_made(folder, locks)
+        _mark_made(folder, files)
     return made
 
 
-def _digest(locks: tuple[str, ...]) -> str:
-    files = [ROOT / "setup.cfg", *(LOCKS / f"{name}.txt" for name in locks)]
+def _files(locks: tuple[str, ...]) -> list[Path]:
+    return [ROOT / "setup.cfg", *(LOCKS / f"{name}.txt" for name in locks)]
+
+
+def _digest(files: Sequence[Path]) -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def _is_made(folder: Path, locks: tuple[str, ...]) -> bool:
+def _is_made(folder: Path, files: Sequence[Path]) -> bool:
     note = folder / "made-of"
-    return note.is_file() and note.read_text() == _digest(locks)
+    return note.is_file() and note.read_text() == _digest(files)
 
 
-def _mark_made(folder: Path, locks: tuple[str, ...]) -> None:
-    (folder / "made-of").write_text(_digest(locks))
+def _mark_made(folder: Path, files: Sequence[Path]) -> None:
+    (folder / "made-of").write_text(_digest(files))
 
 
 def _uv(session: nox.Session, *arguments: str) -> None:

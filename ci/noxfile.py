@@ -20,13 +20,18 @@ from packaging.version import Version
 CELLS = cells.read()
 EVERY_TEST = ("everyday", "newest")
 RESULTS = ROOT / ".nox" / "results"
-# The checkpoints that older cells leave for newer ones are of the program that trains them.
-TRAINS = b"".join((ROOT / "tests" / name).read_bytes() for name in ("runs.py", "contract/test_upgrade.py"))
-SAVED = ROOT / ".nox" / "saved" / hashlib.sha256(TRAINS).hexdigest()[:8]
+OWN_TESTS = ROOT / ".nox" / "upstream-tests"
+# The checkpoints that cells leave for others are of the program that trains them, and of the patches.
+TRAINS = [ROOT / "tests" / name for name in ("runs.py", "contract/test_upgrade.py", "contract/test_no_lock_in.py")]
+TRAINS += sorted(ROOT.glob("patches/*/*.patch"))
+SAVED = ROOT / ".nox" / "saved" / hashlib.sha256(b"".join(file.read_bytes() for file in TRAINS)).hexdigest()[:8]
 
-# Every test on two cells, and the promises where releases are oldest, mixed and refused.
-SOME = ("oldest", "two-versions", "refused")
-nox.options.sessions = ["tests", *(f"matrix({cell})" for cell in SOME), "lint"]
+# Lightning's own tests of DeepSpeed are run on these releases of it, each in the environment of a cell.
+UPSTREAM = {"2.1.4": "lightning-2.3", "2.4.0": "lightning-2.4", "2.5.2": "everyday", "2.6.5": "newest"}
+
+# Every test on two cells, and the promises where releases are oldest, mixed, refused and patched.
+SOME = ("oldest", "two-versions", "refused", "everyday-patched")
+nox.options.sessions = ["tests", *(f"matrix({cell})" for cell in SOME), "patches", "lint"]
 nox.options.stop_on_first_error = False
 
 
@@ -48,9 +53,10 @@ def matrix(session: nox.Session, cell: str) -> None:
 def lock(session: nox.Session) -> None:
     """Resolve the locks of the cells that follow `--` anew, or all of them and their bases."""
     session.chdir(ROOT)
-    chosen = session.posargs or list(CELLS)
-    if unknown := [name for name in chosen if name not in CELLS]:
-        session.error(f"no cells of ci/matrix.json: {', '.join(unknown)}. There are {', '.join(CELLS)}")
+    locked = [name for name, cell in CELLS.items() if cell.lock == name]
+    chosen = session.posargs or locked
+    if unknown := [name for name in chosen if name not in locked]:
+        session.error(f"no cells of ci/matrix.json with a lock: {', '.join(unknown)}. There are {', '.join(locked)}")
     if not session.posargs:
         for old in LOCKS.glob("base-*.txt"):
             old.unlink()
@@ -83,6 +89,26 @@ def propose(session: nox.Session) -> None:
 def table(session: nox.Session) -> None:
     """Make the README's compatibility table of the last full run of the matrix."""
     run(session, "everyday", "ci/table.py")
+
+
+@nox.session(venv_backend="none")
+def patches(session: nox.Session) -> None:
+    """Check the patch series of `patches/` on every release on the index, or on every tag of `-- --repo CLONE`."""
+    run(session, "lightning-2.3", "ci/series.py", "lint")
+    run(session, "lightning-2.3", "ci/series.py", "check", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def upstream_tests(session: nox.Session) -> None:
+    """Lightning's own tests of DeepSpeed before and after the patch series: `-- CLONE`, or `-- CLONE TAG...`."""
+    if not session.posargs:
+        session.error("name a clone of Lightning's repository: -- CLONE, or -- CLONE TAG...")
+    clone, *tags = session.posargs
+    for tag in tags or UPSTREAM:
+        if tag not in UPSTREAM:
+            session.error(f"no cell is chosen for {tag}; there are {', '.join(UPSTREAM)}")
+        run(session, UPSTREAM[tag], "ci/upstream_tests.py", "run", str(Path(clone).resolve()), tag, str(OWN_TESTS))
+    run(session, "everyday", "ci/upstream_tests.py", "table", str(OWN_TESTS))
 
 
 @nox.session(venv_backend="none")
@@ -123,8 +149,8 @@ def run_promises(session: nox.Session, cell: str, *arguments: str) -> None:
 
 def run_tests(session: nox.Session, cell: str, *arguments: str) -> None:
     """Run pytest in a cell's environment; the tests look up what is expected of it."""
-    for older in CELLS[cell].resumes:
-        if not (SAVED / older.name / "zero3" / "facts.json").exists():
-            pytest = ("-m", "pytest", f"--saved={SAVED}", "-q", "-k", "test_saves_for_newer_cells")
-            run(session, older.name, *pytest, CELL=older.name)
+    for other in CELLS[cell].takes_from:
+        if not (SAVED / other.name / "zero3" / "facts.json").exists():
+            pytest = ("-m", "pytest", f"--saved={SAVED}", "-q", "-k", "test_saves_for_")
+            run(session, other.name, *pytest, CELL=other.name)
     run(session, cell, "-m", "pytest", f"--saved={SAVED}", *arguments, CELL=cell)

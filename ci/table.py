@@ -52,6 +52,9 @@ def render(outcomes: dict[str, Any]) -> str:
         marks = "".join(f" [{notes.index(item) + 1}]" for item in why)
         lightning = ", ".join(entry[key] for key in ("lightning", "beside") if key in entry)
         states = sorted({state for state in outcome["found"].values() if state != "not installed"} - {"applied"})
+        expected = ", ".join(sorted(set(entry["expect"].values())))
+        if "patches" in entry:
+            expected += f", by patches/{entry['patches']}"
         lines.append(
             (
                 f"{name}{marks}",
@@ -60,7 +63,7 @@ def render(outcomes: dict[str, Any]) -> str:
                 entry["torch"],
                 entry["python"],
                 entry["wrapt"],
-                ", ".join(states) if "refused" in states else ", ".join(sorted(set(entry["expect"].values()))),
+                ", ".join(states) if "refused" in states else expected,
                 _ranges(int(number) for number in promises),
                 str(sum(counts.get("passed", 0) for counts in promises.values())),
                 str(outcome["seconds"]),

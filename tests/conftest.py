@@ -61,9 +61,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in found:
             item.add_marker(pytest.mark.skip(reason=why))
     if CELL.refused:
-        starting = [item for item in items if "ranks" in getattr(item, "fixturenames", ())]
-        config.hook.pytest_deselected(items=starting)
-        items[:] = [item for item in items if item not in starting]
+        _deselect(config, items, lambda item: "ranks" in getattr(item, "fixturenames", ()))
+    if CELL.patches:
+        _deselect(config, items, lambda item: not item.get_closest_marker("series"))
+    else:
+        _deselect(config, items, lambda item: "alone" in getattr(item.get_closest_marker("series"), "args", ()))
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item], is_out: Callable[[pytest.Item], bool]) -> None:
+    out = [item for item in items if is_out(item)]
+    config.hook.pytest_deselected(items=out)
+    items[:] = [item for item in items if item not in out]
 
 
 class Outcome:

@@ -125,10 +125,10 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, log: str) ->
         DS_ACCELERATOR="cpu",
     )
     try:
+        import provider
         import torch
         from under_test import CELL, FABRIC, TRAINER
 
-        from ds_frozen_patch import unpatch
         from ds_frozen_patch.testing import cpu_strategy
 
         torch.set_num_threads(1)
@@ -150,7 +150,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, log: str) ->
         except BaseException as error:
             answer = ("raised", (type(error).__name__, str(error), traceback.format_exc()))
         finally:
-            unpatch()
+            provider.stop()
             # LightningCLI leaves a seed there, and with it another order of the data.
             os.environ.clear()
             os.environ.update(environment)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import provider
 import pytest
 import runs
 from disk import model_states
 from under_test import PRECISION, TRAINER, LightningCLI, pl
 
-import ds_frozen_patch
-
-pytestmark = pytest.mark.promise(7)
+pytestmark = [pytest.mark.promise(7), pytest.mark.series]
 
 STRATEGY = f"{TRAINER}.strategies.DeepSpeedStrategy"
 CONFIG = """
@@ -36,7 +35,7 @@ class Data(pl.LightningDataModule):
 
 
 def run_cli(out: str, flag: str, arguments: list[str]) -> None:
-    ds_frozen_patch.patch()
+    provider.trainable_only()
     Path(out, "config.yaml").write_text(CONFIG.format(strategy=STRATEGY, precision=PRECISION, flag=flag))
     cli = LightningCLI(
         runs.LoraRun,

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import provider
 import pytest
 import runs
 import torch
 from under_test import PRECISIONS
 
-import ds_frozen_patch
-
-pytestmark = pytest.mark.promise(3)
+pytestmark = [pytest.mark.promise(3), pytest.mark.series]
 
 
 def evaluate(trainer: Any, module: Any, data: Any, ckpt_path: str | None) -> dict[str, Any]:
@@ -23,7 +22,7 @@ def evaluate(trainer: Any, module: Any, data: Any, ckpt_path: str | None) -> dic
 
 
 def in_memory_and_loaded(out: str, stage: int, precision: str) -> tuple[Any, Any, Any]:
-    ds_frozen_patch.patch()
+    provider.trainable_only()
     data = runs.batches(2)
     trainer = runs.trainer(out, 2, stage, epochs=1, precision=precision)
     module = runs.LoraRun()
@@ -35,7 +34,7 @@ def in_memory_and_loaded(out: str, stage: int, precision: str) -> tuple[Any, Any
 
     untrained = evaluate(fresh(), runs.LoraRun(), data, None)
     loaded = evaluate(fresh(), runs.LoraRun(), data, f"{out}/epoch=0.ckpt")
-    with ds_frozen_patch.full_checkpoint():
+    with provider.full_checkpoint():
         trainer = runs.trainer(f"{out}/full", 2, stage, epochs=1, precision=precision)
         trainer.fit(runs.LoraRun(), data)
     assert evaluate(fresh(), runs.LoraRun(seed=2), data, f"{out}/full/epoch=0.ckpt") == loaded

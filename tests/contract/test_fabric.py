@@ -6,18 +6,17 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import provider
 import pytest
 import runs
 from disk import model_states
-from under_test import PRECISION, PRECISIONS
+from under_test import CELL, PRECISION, PRECISIONS
 
-import ds_frozen_patch
-
-pytestmark = pytest.mark.promise(2)
+pytestmark = [pytest.mark.promise(2), pytest.mark.series]
 
 
 def whole_and_resumed(out: str, stage: int, precision: str) -> dict[str, Any]:
-    ds_frozen_patch.patch()
+    provider.trainable_only()
     made = runs.fabric(2, stage, precision)
     model, optimizer = runs.fabric_setup(made)
     runs.fabric_epoch(made, model, optimizer)
@@ -53,7 +52,7 @@ def moments(optimizer: Any) -> float:
 
 def weights_alone(out: str, stage: int) -> tuple[dict[str, str], dict[str, str], list[float]]:
     """Load the model without its optimizer, then with it."""
-    ds_frozen_patch.patch()
+    provider.trainable_only()
     made = runs.fabric(2, stage)
     model, optimizer = runs.fabric_setup(made)
     runs.fabric_epoch(made, model, optimizer)
@@ -76,9 +75,12 @@ def test_fabric_loads_weights_alone(ranks: Any, tmp_path: Path, stage: int) -> N
         assert together > 0
 
 
+CHOICES = (True, False) if CELL.patches else (True, False, None)  # None is ours, and follows patch()
+
+
 def constructor_says_no(out: str) -> None:
-    ds_frozen_patch.patch()
-    for choice in (True, False, None):
+    provider.trainable_only()
+    for choice in CHOICES:
         made = runs.fabric(2, 2, exclude_frozen_parameters=choice)
         model, optimizer = runs.fabric_setup(made)
         runs.fabric_epoch(made, model, optimizer)
@@ -87,6 +89,6 @@ def constructor_says_no(out: str) -> None:
 
 def test_explicit_false_wins(ranks: Any, tmp_path: Path) -> None:
     ranks(2, constructor_says_no, out=str(tmp_path))
-    for choice in (True, False, None):
+    for choice in CHOICES:
         (saved,) = model_states(tmp_path / f"{choice}.ckpt")
         assert ("model.base_model.model.lm_head.weight" in saved["module"]) == (choice is False)

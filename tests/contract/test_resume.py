@@ -5,19 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import provider
 import pytest
 import runs
 import torch
 from disk import model_states
-from under_test import PRECISION, PRECISIONS, DeepSpeedStrategy, pl
+from under_test import CELL, PRECISION, PRECISIONS, DeepSpeedStrategy, pl
 
-import ds_frozen_patch
-
-pytestmark = pytest.mark.promise(2)
+pytestmark = [pytest.mark.promise(2), pytest.mark.series]
 
 
 def whole_and_resumed(out: str, world_size: int, stage: int, precision: str, extra: dict[str, Any]) -> dict[str, Any]:
-    ds_frozen_patch.patch()
+    provider.trainable_only()
     results = []
     for resume_from in (None, f"{out}/epoch=0.ckpt"):
         strategy = DeepSpeedStrategy(config=runs.config(stage, **extra))
@@ -102,13 +101,15 @@ class BuiltPartitioned(pl.LightningModule):
 
 
 def built_partitioned(out: str) -> Any:
-    ds_frozen_patch.patch()
+    provider.trainable_only()
     results = []
     for resume_from in (None, f"{out}/epoch=0.ckpt"):
         trainer = runs.trainer(out if resume_from is None else f"{out}/again", 2, 3)
         module = BuiltPartitioned(seed=1)
         trainer.fit(module, runs.batches(2), ckpt_path=resume_from)
         results.append((module.losses[-runs.BATCHES :], runs.trained_state(module)))
+    if CELL.patches:
+        return (*results, None)  # it does not verify the base
     other = runs.trainer(out, 2, 3)
     refused = runs.refusal(other.fit, BuiltPartitioned(seed=2), runs.batches(2), ckpt_path=f"{out}/epoch=0.ckpt")
     return (*results, refused)
@@ -117,7 +118,8 @@ def built_partitioned(out: str) -> Any:
 def test_a_model_built_under_zero_init(ranks: Any, tmp_path: Path) -> None:
     for whole, resumed, refused in ranks(2, built_partitioned, out=str(tmp_path)):
         assert resumed == whole
-        assert refused[0] == "CheckpointMismatchError"
-        assert "- net.0.weight: saved " in refused[1]
+        if not CELL.patches:
+            assert refused[0] == "CheckpointMismatchError"
+            assert "- net.0.weight: saved " in refused[1]
     for saved in model_states(tmp_path / "epoch=0.ckpt"):
         assert set(saved["module"]) == {"net.2.weight", "net.2.bias"}

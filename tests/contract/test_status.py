@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from under_test import CELL
 
-pytestmark = pytest.mark.promise(12)
+pytestmark = [pytest.mark.promise(12), pytest.mark.series]
 PROGRAM = """
 import importlib, json, sys
 import ds_frozen_patch
@@ -36,6 +36,7 @@ except ds_frozen_patch.PatchError as error:
 found["patched"] = states()
 import_all()
 found["imported"] = states()
+found["found"] = {name: item.found for name, item in ds_frozen_patch.status().items()}
 print("FOUND", json.dumps(found))
 """
 
@@ -69,4 +70,8 @@ def test_status(order: list[str], record_property: Callable[[str, object], None]
     assert {name: state for name, (state, _) in answer["patched"].items()} == {
         name: armed.get(state, state) for name, state in CELL.states.items()
     }
-    assert answer["imported"] == {name: [state, state != "not installed"] for name, state in CELL.states.items()}
+    # What has our patch series is left alone, and what it says of itself is more than "native".
+    left_alone = ("not installed", "native") if CELL.patches else ("not installed",)
+    assert answer["imported"] == {name: [state, state not in left_alone] for name, state in CELL.states.items()}
+    complete = {name for name, said in answer["found"].items() if said.startswith("complete")}
+    assert complete == {name for name, state in CELL.states.items() if CELL.patches and state == "native"}

@@ -1,0 +1,46 @@
+"""Promise 9: one fp32 file from any checkpoint, by Lightning's own converter."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import provider
+import pytest
+import runs
+import torch
+from under_test import TRAINER
+
+pytestmark = [pytest.mark.promise(9), pytest.mark.series("alone")]
+
+
+def save_both_ways(out: str, stage: int) -> dict[str, Any]:
+    """A trainable-only and a full checkpoint of one moment; gives the fp32 values that training ended with."""
+    provider.trainable_only()
+    trainer = runs.trainer(out, 2, stage, epochs=1, enable_checkpointing=False, precision="32-true")
+    module = runs.LoraRun()
+    trainer.fit(module, runs.batches(2))
+    trainer.save_checkpoint(f"{out}/small.ckpt")
+    with provider.full_checkpoint(trainer.strategy):
+        trainer.save_checkpoint(f"{out}/full.ckpt")
+    return runs.trained_state(module)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_lightnings_own_converter(ranks: Any, tmp_path: Path, stage: int) -> None:
+    trained = ranks(2, save_both_ways, out=str(tmp_path), stage=stage)[0]
+    convert = importlib.import_module(f"{TRAINER}.utilities.deepspeed").convert_zero_checkpoint_to_fp32_state_dict
+    for kind in ("small", "full"):
+        (tmp_path / f"{kind}.ckpt" / "latest").unlink()
+        convert(tmp_path / f"{kind}.ckpt", tmp_path / f"{kind}.pt", tag="checkpoint")
+        single = torch.load(tmp_path / f"{kind}.pt", weights_only=False)
+        module = runs.LoraRun(seed=1 if kind == "small" else 2)
+        missing, unexpected = module.load_state_dict(single["state_dict"], strict=kind == "full")
+        assert not unexpected
+        assert not [name for name in missing if "lora_" in name]
+        found = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        assert {name: runs.digest(value) for name, value in found.items()} == trained
+        assert bool(missing) == (kind == "small")
+        assert single["hyper_parameters"]["hidden"] == 32
+        assert not single.keys() & {"module", "frozen_param_fragments", "frozen_param_shapes", "param_shapes"}
