@@ -1,4 +1,4 @@
-"""What fingerprints cost, in one run: `nox -f ci/noxfile.py -s bench`.
+"""What fingerprints cost, in one run: `nox -f ci/noxfile.py -s "bench(fingerprint)"`.
 
 A base of 400 million bf16 parameters and 4 million trainable ones, one rank, ZeRO-2, by Fabric. In turn, round after
 round: a full save, a trainable-only save under the shim, the same by DeepSpeed's own flag, and all fingerprints anew.

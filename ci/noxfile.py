@@ -6,6 +6,7 @@ Environments are made from `ci/locks/` in `.nox/`, as `ci/environments.py` says,
 from __future__ import annotations
 
 import hashlib
+import shutil
 import sys
 from pathlib import Path
 
@@ -27,7 +28,8 @@ TRAINS += sorted(ROOT.glob("patches/*/*.patch"))
 SAVED = ROOT / ".nox" / "saved" / hashlib.sha256(b"".join(file.read_bytes() for file in TRAINS)).hexdigest()[:8]
 
 # Lightning's own tests of DeepSpeed are run on these releases of it, each in the environment of a cell.
-UPSTREAM = {"2.1.4": "lightning-2.3", "2.4.0": "lightning-2.4", "2.5.2": "everyday", "2.6.5": "newest"}
+UPSTREAM = {"2.0.9.post0": "lightning-2.4", "2.1.4": "lightning-2.4", "2.4.0": "lightning-2.4"}
+UPSTREAM |= {"2.5.2": "everyday", "2.6.5": "newest", "7f0c3436cd3f6ad3753125672024fc415cbcb414": "newest"}
 
 # Every test on two cells, and the promises where releases are oldest, mixed, refused and patched.
 SOME = ("oldest", "two-versions", "refused", "everyday-patched")
@@ -104,10 +106,12 @@ def upstream_tests(session: nox.Session) -> None:
     if not session.posargs:
         session.error("name a clone of Lightning's repository: -- CLONE, or -- CLONE TAG...")
     clone, *tags = session.posargs
+    if unknown := [tag for tag in tags if tag not in UPSTREAM]:
+        session.error(f"no cell is chosen for {', '.join(unknown)}; there are {', '.join(UPSTREAM)}")
+    shutil.rmtree(OWN_TESTS, ignore_errors=True)
     for tag in tags or UPSTREAM:
-        if tag not in UPSTREAM:
-            session.error(f"no cell is chosen for {tag}; there are {', '.join(UPSTREAM)}")
-        run(session, UPSTREAM[tag], "ci/upstream_tests.py", "run", str(Path(clone).resolve()), tag, str(OWN_TESTS))
+        place = str(Path(session.invoked_from, clone).resolve())
+        run(session, UPSTREAM[tag], "ci/upstream_tests.py", "run", place, tag, str(OWN_TESTS))
     run(session, "everyday", "ci/upstream_tests.py", "table", str(OWN_TESTS))
 
 
@@ -118,9 +122,10 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
-def bench(session: nox.Session) -> None:
-    """What fingerprints cost, against saves of the same run; what follows `--` goes to the benchmark."""
-    run(session, "everyday", "ci/bench_fingerprint.py", *session.posargs)
+@nox.parametrize("what", ["fingerprint", "inspect"], ids=["fingerprint", "inspect"])
+def bench(session: nox.Session, what: str) -> None:
+    """What a thing costs against another, in one run; what follows `--` goes to the benchmark."""
+    run(session, "everyday", f"ci/bench_{what}.py", *session.posargs)
 
 
 @nox.session(venv_backend="none")

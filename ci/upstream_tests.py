@@ -5,8 +5,8 @@ the environment of this Python, and keeps what became of them in FOLDER. `python
 compares all that is kept there. It fails if a test that passed does so no longer, if a new test fails, or if one is
 skipped in all of its variants.
 
-Most of them need a GPU and skip without one. FutureWarnings, which are errors in Lightning's tests, are none here:
-they are of packages newer than the release.
+Most of them need a GPU and skip: GPUs are hidden, to have the same everywhere. FutureWarnings, which are errors in
+Lightning's tests, are none here: they are of packages newer than the release.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def run_tests(root: Path) -> Outcomes:
     found: Outcomes = {}
     for part in ("tests_pytorch", "tests_fabric"):
         paths = os.pathsep.join(map(str, (root / "src", root / "tests", Path(__file__).resolve().parent)))
-        environment = {**os.environ, "PYTHONPATH": paths, "UPSTREAM_OUTCOMES": str(root / "outcomes.json")}
+        own = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths, "UPSTREAM_OUTCOMES": str(root / "outcomes.json")}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "upstream_plugin", "-W", "ignore::FutureWarning"]
-        command += map(str, sorted((root / "tests" / part).rglob("test_deepspeed*.py")))
-        done = subprocess.run(command, cwd=root / "tests", env=environment, stdout=sys.stderr, check=False)
+        command += ["--timeout=600", *map(str, sorted((root / "tests" / part).rglob("test_deepspeed*.py")))]
+        done = subprocess.run(command, cwd=root / "tests", env=os.environ | own, stdout=sys.stderr, check=False)
         if done.returncode not in (0, 1):
             raise SeriesError(f"pytest did not get through {part}, as it says above: it ended with {done.returncode}")
         found |= json.loads((root / "outcomes.json").read_text())
@@ -94,8 +94,11 @@ def compare(before: Outcomes, after: Outcomes) -> tuple[list[str], list[str], li
 def table(folder: Path) -> None:
     """Print the table in Markdown and what is to be known of single tests; exits with what is wrong."""
     kept: list[dict[str, Any]] = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+    if not kept:
+        sys.exit(f"{folder} holds no outcomes; make some with `run`")
     found = {release["tag"]: compare(release["before"], release["after"]) for release in kept}
-    rows = [[release["tag"], release["environment"], *found[release["tag"]][0]] for release in kept]
+    # The tag can be a commit.
+    rows = [[release["tag"][:12], release["environment"], *found[release["tag"]][0]] for release in kept]
     print("\n".join(f"| {' | '.join(row)} |" for row in (HEADER, ["---"] * len(HEADER), *rows)))
     for tag, (_, known, _) in found.items():
         print("\n".join([f"\n{tag}:\n", *(f"- {item}" for item in known)]))

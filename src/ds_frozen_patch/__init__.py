@@ -4,11 +4,12 @@
 >>> ds_frozen_patch.patch()
 """
 
-from ._errors import CheckpointMismatchError, PatchError
+from ._errors import CheckpointError, CheckpointMismatchError, PatchError
 from ._patching import Status, TargetStatus, patch, patched, status, unpatch
 from ._saving import full_checkpoint
 
 __all__ = [
+    "CheckpointError",
     "CheckpointMismatchError",
     "PatchError",
     "Status",

@@ -13,6 +13,10 @@ class CheckpointMismatchError(RuntimeError):
     """A checkpoint does not belong to the model that it is loaded into."""
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint, or a file of one, cannot be read."""
+
+
 def named(names: Collection[str], limit: int = 10) -> str:
     """The first `limit` names, quoted and in order, then how many more there are."""
     shown = ", ".join(f"'{name}'" for name in sorted(names)[:limit])

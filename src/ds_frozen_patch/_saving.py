@@ -18,6 +18,7 @@ from ._errors import named
 from ._settings import Settings
 from ._settings import current as _settings
 from ._targets import FLAG, TARGETS
+from ._text import human_bytes
 from .fingerprint import process_memory
 
 _full: ContextVar[bool] = ContextVar("ds_frozen_patch_full", default=False)
@@ -244,12 +245,3 @@ def logger_of(strategy: Any) -> logging.Logger:
     modules = {cls.__module__ for cls in type(strategy).__mro__}
     package = next((t.name for t in TARGETS if t.module in modules), "lightning")
     return logging.getLogger(f"{package}.ds_frozen_patch")
-
-
-def human_bytes(count: float) -> str:
-    """A number of bytes as a person reads it, in powers of 1000: "2.4 GB"."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"

@@ -391,16 +391,14 @@ class Variant(runs.LoraRun):
             )
 
 
-def vary(out: str, stage: int, kind: str) -> Any:
+def vary(out: str, stage: int, kind: str, resume_from: str | None) -> Any:
     ds_frozen_patch.patch()
-    results = []
-    for resume_from in (None, f"{out}/epoch=0.ckpt"):
-        trainer = runs.trainer(out if resume_from is None else f"{out}/again", 2, stage, precision="32-true")
-        torch.manual_seed(0)
-        module = Variant(kind)
-        trainer.fit(module, runs.batches(2), ckpt_path=resume_from)
-        results.append((module.losses[-runs.BATCHES :], runs.trained_state(module)))
-    return (*results, {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad})
+    trainer = runs.trainer(out, 2, stage, precision="32-true")
+    torch.manual_seed(0)
+    module = Variant(kind)
+    trainer.fit(module, runs.batches(2), ckpt_path=resume_from)
+    frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    return (module.losses[-runs.BATCHES :], runs.trained_state(module)), frozen
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -408,9 +406,12 @@ def vary(out: str, stage: int, kind: str) -> Any:
 def test_variants(ranks: Any, tmp_path: Path, stage: int, kind: str) -> None:
     # Old releases of DeepSpeed leave zero.Init on for some classes, such as batch norms, once it was used in a process.
     alone = kind == "batch norm" and "deepspeed-on-cpu" in CELL.needs
-    results = ranks(2, vary, alone=alone, out=str(tmp_path), stage=stage, kind=kind)
-    for rank, (whole, resumed, frozen) in enumerate(results):
-        saved = model_states(tmp_path / "epoch=0.ckpt")[0]["module"].keys()
+    first, again = (
+        ranks(2, vary, alone=alone, out=str(tmp_path / out), stage=stage, kind=kind, resume_from=resume_from)
+        for out, resume_from in (("first", None), ("again", f"{tmp_path}/first/epoch=0.ckpt"))
+    )
+    for rank, ((whole, frozen), (resumed, _)) in enumerate(zip(first, again, strict=True)):
+        saved = model_states(tmp_path / "first" / "epoch=0.ckpt")[0]["module"].keys()
         assert not saved & frozen
         if kind == "several adapters":
             assert any(".one.weight" in name for name in frozen)

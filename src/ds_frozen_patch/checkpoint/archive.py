@@ -1,0 +1,249 @@
+"""A file of `torch.save` seen from outside: what its pickle says, without torch, and without running any of it.
+
+Such a file is a zip archive: `data.pkl`, and a record of raw bytes for each storage. Here the pickle becomes plain
+values, `StoredTensor`s that say where their bytes are, and stand-ins for everything else. Nothing that a pickle names
+is imported or called, so that no file can run code; and no tensor's bytes are read.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from .._errors import CheckpointError
+
+ITEM_SIZES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
+    "bool": 1, "complex64": 8, "complex128": 16, "uint16": 2, "uint32": 4, "uint64": 8, "float8_e4m3fn": 1,
+    "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
+}  # fmt: skip
+"""Bytes per element, by torch's name of a dtype."""
+_STORAGES = {
+    "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
+    "ByteStorage": "uint8", "BoolStorage": "bool", "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128", "UntypedStorage": "uint8",
+}  # fmt: skip
+# What belongs in a checkpoint, by full name: DeepSpeed's and Lightning's classes, and what plain data is made of.
+_EXPECTED = (
+    *(f"{package}.*.[A-Z]*" for package in ("deepspeed", "lightning", "pytorch_lightning", "lightning_fabric")),
+    *(f"{package}.*.[A-Z]*" for package in ("peft", "transformers", "omegaconf")),
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    *(f"torch.{dtype}" for dtype in ITEM_SIZES),
+    "torch.device", "torch.serialization._get_layout", "torch._utils._rebuild_*", "torch.nn.parameter.*",
+    "torch.Tensor", "torch.[A-Z]*Storage",
+    "numpy.*multiarray.scalar", "numpy.*multiarray._reconstruct", "numpy.dtype", "numpy.ndarray", "numpy.dtypes.*",
+    *(f"builtins.{name}" for name in ("bool", "bytes", "dict", "float", "int", "list", "object", "range", "str")),
+    *(f"builtins.{name}" for name in ("tuple", "type")),
+    "collections.*", "pathlib.*Path", "argparse.Namespace", "types.SimpleNamespace", "datetime.*", "decimal.Decimal",
+    "fractions.Fraction", "uuid.UUID", "copyreg._reconstructor",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The raw bytes of one or more tensors: the record `key`, of `numel` elements of `dtype`."""
+
+    key: str
+    dtype: str
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the record, in bytes."""
+        return self.numel * ITEM_SIZES[self.dtype]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the file: a view of a storage. `offset` and `stride` are in elements of `dtype`."""
+
+    storage: Storage
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """The number of its elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its elements, in bytes."""
+        return self.numel * ITEM_SIZES[self.dtype]
+
+
+class StandIn:
+    """In the place of an object of a class, or of what a function gives: never that object, and nothing is run.
+
+    `stands_for` is the full name of the class or function; `arguments` are those that the pickle has for it.
+    """
+
+    stands_for = ""
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
+    items: Any = ()
+
+    def __new__(cls, *arguments: Any, **_: Any) -> StandIn:
+        """What the pickle calls instead of the class or function."""
+        made = super().__new__(cls)
+        made.arguments, made.items = arguments, []
+        return made
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items.append((key, value))
+
+    def append(self, item: Any) -> None:
+        """For a list's items."""
+        self.items.append(item)
+
+    def extend(self, items: Any) -> None:
+        """For a list's items."""
+        self.items.extend(items)
+
+    def add(self, item: Any) -> None:
+        """For a set's items."""
+        self.items.append(item)
+
+    def __repr__(self) -> str:
+        return f"<{self.stands_for}>"
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a file's pickle holds, and how many bytes it has."""
+
+    state: Any
+    pickle_bytes: int
+
+
+def read(path: Path, *, trust: bool = False) -> Contents:
+    """Read what one file of `torch.save` holds, and no tensor's bytes.
+
+    Args:
+        path: the file.
+        trust: take stand-ins for classes of any module. Without it, one that is not expected in a checkpoint is an
+            error that names it: whoever loads the file by torch's own means would run its code.
+
+    Raises:
+        CheckpointError: the file is not there, cut, damaged, of another kind, or names an unexpected class.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            (pickled,) = [name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl")]
+            content = archive.read(pickled)
+    except (zipfile.BadZipFile, ValueError, EOFError, OSError, NotImplementedError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read, is cut, damaged, or no file of torch.save ({error}). Take a whole copy of it."
+        ) from None
+    try:
+        return Contents(_Unpickler(path, content, trust).load(), len(content))
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a damaged pickle leads to
+        raise CheckpointError(
+            f"The pickle in {path} is damaged ({type(error).__name__}: {error}). Take a whole copy of the file."
+        ) from None
+
+
+def tensors(value: Any) -> Iterator[tuple[tuple[Any, ...], StoredTensor]]:
+    """All tensors in a state, each with the keys that lead to it."""
+    # What is in two places is looked at once, because it can hold itself.
+    waiting: list[tuple[tuple[Any, ...], Any]] = [((), value)]
+    seen: set[int] = set()
+    while waiting:
+        path, item = waiting.pop()
+        if isinstance(item, StoredTensor):
+            yield path, item
+        elif isinstance(item, dict | list | tuple | set | frozenset | StandIn) and id(item) not in seen:
+            seen.add(id(item))
+            if isinstance(item, StandIn):
+                item = {"arguments": item.arguments, "state": item.state, "items": item.items}
+            pairs = item.items() if isinstance(item, dict) else enumerate(item)
+            waiting.extend(((*path, key), inner) for key, inner in pairs)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, path: Path, content: bytes, trust: bool) -> None:
+        super().__init__(io.BytesIO(content))
+        self.path, self.trust = path, trust
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{'builtins' if module == '__builtin__' else module}.{name}"  # that was its name in Python 2
+        if full in _PLAIN:
+            return _PLAIN[full]
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        if not self.trust and not any(fnmatchcase(full, pattern) for pattern in _EXPECTED):
+            raise CheckpointError(
+                f"{self.path} names {full}, which is not expected in a checkpoint: torch.load could run it. Nothing was"
+                " run. If you know where the file is from, go on with --trust (here it is not run then either)."
+            )
+        return type(name.rpartition(".")[2], (StandIn,), {"stands_for": full})
+
+    def persistent_load(self, pid: Any) -> Any:
+        kind, dtype, key, _, numel = pid
+        if kind != "storage" or not isinstance(dtype, str):
+            raise ValueError(f"unknown record {kind}")
+        return Storage(str(key), dtype, int(numel))
+
+
+def _tensor(storage: Storage, offset: int, shape: Any, stride: Any, *_: Any) -> StoredTensor:
+    return StoredTensor(storage, storage.dtype, offset, tuple(shape), tuple(stride))
+
+
+def _untyped_tensor(
+    storage: Storage, offset: int, shape: Any, stride: Any, _: Any, __: Any, dtype: Any, *more: Any
+) -> StoredTensor:
+    return StoredTensor(storage, dtype.stands_for.removeprefix("torch."), offset, tuple(shape), tuple(stride))
+
+
+def _of_type(function: Any, _: Any, arguments: Any, __: Any) -> Any:
+    """A tensor with attributes of its own, as ZeRO-3's partitions are."""
+    return function(*arguments)
+
+
+def _first(value: Any, *_: Any) -> Any:
+    return value
+
+
+def _size(shape: Any = ()) -> tuple[int, ...]:
+    return tuple(shape)
+
+
+def _bytes(text: str, encoding: str) -> bytes:
+    return text.encode(encoding)
+
+
+# What becomes a plain value, by full name; each is a class without code of its own, or one of the functions above.
+_PLAIN: dict[str, Any] = {
+    "builtins.set": set,
+    "builtins.frozenset": frozenset,
+    "builtins.bytearray": bytearray,
+    "builtins.complex": complex,
+    "builtins.slice": slice,
+    "collections.OrderedDict": OrderedDict,
+    "_codecs.encode": _bytes,
+    "torch.Size": _size,
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _untyped_tensor,
+    "torch._tensor._rebuild_from_type_v2": _of_type,
+    "torch._utils._rebuild_parameter": _first,
+    "torch._utils._rebuild_parameter_with_state": _first,
+}

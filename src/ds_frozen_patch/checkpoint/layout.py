@@ -1,0 +1,90 @@
+"""The files of a DeepSpeed checkpoint directory.
+
+epoch=5.ckpt/
+├── latest                                      the name of the folder that counts: the tag
+└── checkpoint/
+    ├── mp_rank_00_model_states.pt              ZeRO 0 to 2: one for all ranks
+    ├── zero_pp_rank_0_mp_rank_00_model_states.pt    ZeRO-3: one for each rank
+    └── zero_pp_rank_0_mp_rank_00_optim_states.pt    from ZeRO 1 on: one for each rank; bf16_zero_... in some
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from .._errors import CheckpointError, named
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A checkpoint's files: `model` and `optimizer` in the order of ranks, the latter empty in ZeRO stage 0."""
+
+    root: Path
+    tag: str
+    model: tuple[Path, ...]
+    optimizer: tuple[Path, ...]
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """All of them."""
+        return (*self.model, *self.optimizer)
+
+
+def find(path: str | Path, tag: str | None = None) -> Layout:
+    """The files of a checkpoint.
+
+    Args:
+        path: the directory that a save wrote, with `latest` in it.
+        tag: the folder in it; without one, what `latest` says.
+
+    Raises:
+        CheckpointError: there is no checkpoint at the path, or a file of it is missing.
+    """
+    root = Path(path)
+    folder = root / (_latest(root) if tag is None else tag)
+    if not folder.is_dir():
+        tags = sorted(item.name for item in root.iterdir() if item.is_dir()) if root.is_dir() else []
+        raise CheckpointError(f"{root} has no folder {folder.name!r}; it has {named(tags) or 'none'}. Name one: --tag")
+    model = _by_rank(folder, _MODEL)
+    optimizer = _by_rank(folder, _OPTIMIZER)
+    if not model:
+        raise CheckpointError(f"{folder} holds no *model_states.pt: it is no folder of a DeepSpeed checkpoint.")
+    if optimizer and len(model) != len(optimizer) and model[0].name != "mp_rank_00_model_states.pt":
+        raise CheckpointError(
+            f"{folder} holds model states of {len(model)} ranks and optimizer states of {len(optimizer)}."
+            " Take a whole copy of the checkpoint."
+        )
+    return Layout(root, folder.name, model, optimizer)
+
+
+def _latest(root: Path) -> str:
+    note = root / "latest"
+    if root.is_file():
+        raise CheckpointError(f"{root} is a file; name the directory of a DeepSpeed checkpoint.")
+    if not root.is_dir():
+        raise CheckpointError(f"There is no directory {root}. Check the path.")
+    if note.is_file():
+        return note.read_text(encoding="utf-8").strip()
+    if any(_MODEL.fullmatch(item.name) for item in root.iterdir()):
+        raise CheckpointError(f"{root} is a folder of a checkpoint. Name the directory that holds it: {root.parent}")
+    raise CheckpointError(f"{root} has no file `latest`: it is no DeepSpeed checkpoint, or name its folder with --tag.")
+
+
+def _by_rank(folder: Path, kind: re.Pattern[str]) -> tuple[Path, ...]:
+    found: dict[int, Path] = {}
+    for item in sorted(folder.iterdir()):
+        match = kind.fullmatch(item.name)
+        if match and int(match[2]):
+            raise CheckpointError(f"{item} is of tensor parallelism, which these tools do not know.")
+        if match:
+            found[int(match[1] or 0)] = item
+    if missing := sorted(set(range(len(found))) - found.keys()):
+        raise CheckpointError(
+            f"{folder} lacks the {kind.pattern.split('_')[-2]} states of rank {missing[0]}. Take a whole copy of it."
+        )
+    return tuple(found[rank] for rank in sorted(found))

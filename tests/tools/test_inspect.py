@@ -1,0 +1,281 @@
+"""`ds-frozen-patch inspect` and `status`: what they say of real checkpoints, and of what is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import provider
+import pytest
+import runs
+import torch
+from under_test import CELL
+
+from ds_frozen_patch import CheckpointError
+from ds_frozen_patch.checkpoint.inspection import Inspection, inspect
+from ds_frozen_patch.cli import main
+
+pytestmark = [pytest.mark.promise(14), pytest.mark.everyday]
+CHECKPOINTS = {(stage, 2) for stage in (0, 1, 2, 3)} | {(2, 1), (3, 1)}
+
+
+def save_both_ways(out: str, world_size: int, stage: int) -> dict[str, int]:
+    """A trainable-only and a full checkpoint of one moment; gives the elements that are trained and frozen."""
+    provider.trainable_only()
+    trainer = runs.trainer(out, world_size, stage, epochs=1, enable_checkpointing=False)
+    module = runs.LoraRun(hidden=64, vocabulary=1024)
+    trainer.fit(module, runs.batches(world_size))
+    trainer.save_checkpoint(f"{out}/small.ckpt")
+    with provider.full_checkpoint():
+        trainer.save_checkpoint(f"{out}/full.ckpt")
+    sizes = {True: 0, False: 0}
+    for parameter in module.parameters():
+        sizes[parameter.requires_grad] += getattr(parameter, "ds_numel", parameter.numel())
+    return {"trained": sizes[True], "frozen": sizes[False]}
+
+
+Made = Callable[[int, int], tuple[Path, dict[str, int]]]
+
+
+@pytest.fixture(scope="module")
+def made(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """`made(stage, world_size)`: a folder with `small.ckpt` and `full.ckpt`, and what is in them."""
+    done: dict[tuple[int, int], tuple[Path, dict[str, int]]] = {}
+
+    def make(stage: int, world_size: int = 2) -> tuple[Path, dict[str, int]]:
+        if (stage, world_size) not in done:
+            out = tmp_path_factory.mktemp(f"zero{stage}")
+            done[stage, world_size] = (
+                out,
+                ranks(world_size, save_both_ways, out=str(out), world_size=world_size, stage=stage)[0],
+            )
+        return done[stage, world_size]
+
+    return make
+
+
+@pytest.mark.parametrize(("stage", "world_size"), sorted(CHECKPOINTS))
+def test_every_byte_has_a_kind(made: Made, stage: int, world_size: int) -> None:
+    out, sizes = made(stage, world_size)
+    small, full = inspect(out / "small.ckpt"), inspect(out / "full.ckpt")
+    width = 2 if stage else 4  # bf16, but for stage 0
+    trained, frozen = sizes["trained"], sizes["frozen"]
+    for found, whole in ((small, False), (full, True)):
+        assert (found.zero_stage, found.world_size) == (stage, world_size)
+        assert (found.epoch, found.global_step) == (1, runs.BATCHES)
+        assert found.versions["deepspeed"] == CELL.deepspeed
+        for name, kinds in found.files.items():
+            assert sum(kinds.values()) == (Path(found.path) / "checkpoint" / name).stat().st_size
+            assert kinds["file format"] > 0
+        close = pytest.approx
+        weights = {"trainable weights": width * trained, "frozen weights": width * frozen * whole}
+        if stage == 3:  # ZeRO-3 has the trained ones in fp32 only
+            weights["trainable weights"] = 0
+        if stage == 0 and whole:
+            weights = {"weights, trainable or frozen": width * (trained + frozen)}
+        expected = {**weights, "fp32 master weights": 4 * trained * bool(stage), "optimizer state": 8 * trained}
+        for kind, size in expected.items():
+            assert found.kinds.get(kind, 0) == close(size, rel=0.02, abs=512), kind
+        assert found.kinds["buffers"] == 8 * len(list((Path(found.path) / "checkpoint").glob("*model_states.pt")))
+        assert (found.manifest is None) == whole
+        assert found.kinds.get("client state", 0) < 200_000
+    if stage:
+        kept = [kind for kind in small.kinds if kind not in ("client state", "file format")]
+        assert {kind: full.kinds[kind] for kind in kept} == {kind: small.kinds[kind] for kind in kept}
+        assert full.prunable == pytest.approx(width * frozen, rel=0.02)
+    assert small.prunable == 0
+    assert small.manifest is not None
+    assert small.manifest.total_bytes == width * frozen
+
+
+def test_a_second_copy_of_frozen_weights_is_told(made: Made, tmp_path: Path) -> None:
+    """On a GPU, ZeRO-2 saves frozen weights twice; on the CPU the two share their memory, which is undone here."""
+    out, sizes = made(2, 2)
+    shutil.copytree(out / "full.ckpt", tmp_path / "full.ckpt")
+    file = tmp_path / "full.ckpt" / "checkpoint" / "mp_rank_00_model_states.pt"
+    state = torch.load(file, weights_only=False)
+    state["frozen_param_fragments"] = {name: t.clone() for name, t in state["frozen_param_fragments"].items()}
+    torch.save(state, file)
+    found = inspect(tmp_path / "full.ckpt")
+    assert found.kinds["frozen weights"] == found.kinds["frozen weights, second copy"] == 2 * sizes["frozen"]
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "ds_frozen_patch.cli", *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_command_line(made: Made) -> None:
+    out, _ = made(2, 2)
+    text = command("inspect", out / "full.ckpt")
+    assert (text.returncode, text.stderr) == (0, "")
+    assert "ZeRO stage 2, ranks: 2, epoch 1, step 4" in text.stdout
+    assert "fp32 master weights" in text.stdout
+    assert "Without its frozen weights it would be" in text.stdout
+    assert "Trainable-only: 20 frozen parameters" in command("inspect", out / "small.ckpt").stdout
+    found = json.loads(command("inspect", out / "small.ckpt", "--tag", "checkpoint", "--json").stdout)
+    assert found["kinds"] == inspect(out / "small.ckpt").kinds
+    assert len(found["manifest"]["left_out"]) == 20
+
+
+def test_inspect_needs_neither_torch_nor_lightning(made: Made) -> None:
+    out, _ = made(3, 2)
+    program = f"""
+import sys
+from ds_frozen_patch.checkpoint.inspection import inspect
+inspect({str(out / "full.ckpt")!r})
+print([name for name in ("torch", "lightning", "deepspeed", "numpy") if name in sys.modules])
+"""
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_status_as_json() -> None:
+    found = json.loads(command("status", "--json").stdout)
+    assert found["deepspeed"]["version"] == CELL.deepspeed
+    assert found["lightning.pytorch"]["wrapped"] is False
+    assert command("status").stdout.split()[:2] == ["target", "version"]
+
+
+@pytest.mark.parametrize("words", [(), ("status",), ("inspect",)])
+def test_the_readme_has_the_help(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    readme = Path(__file__).parents[2] / "README.md"
+    said = command(*words, "--help").stdout
+    assert f"$ {' '.join(('ds-frozen-patch', *words))} --help\n{said}```\n" in readme.read_text(encoding="utf-8")
+
+
+def test_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["inspect"], ["inspect", "a", "b"], ["bake"]):
+        with pytest.raises(SystemExit) as exit_:
+            main(arguments)
+        assert exit_.value.code == 2
+    assert "usage: ds-frozen-patch" in capsys.readouterr().err
+
+
+class RunsCode:
+    """What an attacker puts into a pickle."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.file}",)
+
+
+@pytest.fixture
+def copied(made: Made, tmp_path: Path) -> Path:
+    shutil.copytree(made(2, 2)[0] / "full.ckpt", tmp_path / "copy.ckpt")
+    return tmp_path / "copy.ckpt"
+
+
+def refusal(path: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What the command line says of a checkpoint: one sentence or a few, and exit status 1."""
+    assert main(["inspect", str(path), *arguments]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("ds-frozen-patch: ")
+    assert said.err.count("\n") == 1
+    return said.err
+
+
+def test_a_checkpoint_cannot_run_code(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = copied / "checkpoint" / "mp_rank_00_model_states.pt"
+    state = torch.load(file, weights_only=False)
+    state["mine"] = RunsCode(tmp_path / "it ran")
+    torch.save(state, file)
+    said = refusal(copied, capsys)
+    assert "posix.system" in said
+    assert "--trust" in said
+    assert inspect(copied, trust=True).kinds == pytest.approx(inspect(copied, trust=True).kinds)
+    assert not (tmp_path / "it ran").exists()
+
+
+def test_a_class_of_the_users_is_named(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = copied / "checkpoint" / "mp_rank_00_model_states.pt"
+    before = inspect(copied)
+    state = torch.load(file, weights_only=False)
+    state["hyper_parameters"]["mine"] = Inspection.__mro__[0]
+    torch.save(state, file)
+    assert "ds_frozen_patch.checkpoint.inspection.Inspection" in refusal(copied, capsys)
+    assert inspect(copied, trust=True).zero_stage == before.zero_stage
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[content.index(b"data.pkl") + 300] ^= 4
+    file.write_bytes(content)
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def no_checkpoint(file: Path) -> None:
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("something", "else")
+
+
+@pytest.mark.parametrize("damage", [cut, flip, empty, no_checkpoint])
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"])
+def test_a_damaged_file(
+    copied: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None], name: str
+) -> None:
+    (file,) = (copied / "checkpoint").glob(f"*{name.removeprefix('bf16_')}")
+    damage(file)
+    said = refusal(copied, capsys)
+    assert str(file) in said
+    assert "Take a whole copy" in said
+
+
+def test_a_file_of_something_else(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = copied / "checkpoint" / "mp_rank_00_model_states.pt"
+    others: list[Any] = [[], {"state_dict": {}}, {"module": 1}]
+    for state in others:
+        torch.save(state, file)
+        assert f"{file} is no file of a DeepSpeed checkpoint: it has no 'module'" in refusal(copied, capsys)
+    torch.save({"module": {}, "param_shapes": 5, "buffer_names": [{}, 7], "ds_config": "x", "ds_version": 1}, file)
+    assert inspect(copied).versions == {}
+
+
+def test_a_state_that_holds_itself(copied: Path) -> None:
+    file = copied / "checkpoint" / "mp_rank_00_model_states.pt"
+    before = inspect(copied).kinds
+    state = torch.load(file, weights_only=False)
+    state["mine"] = {"more": torch.ones(8)}
+    state["mine"]["itself"] = state["mine"]
+    torch.save(state, file)
+    after = inspect(copied).kinds
+    assert after["client state"] > before["client state"] + 32
+    assert {**after, **{kind: before[kind] for kind in ("client state", "file format")}} == before
+
+
+def test_paths_that_are_no_checkpoint(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"Name the directory that holds it: {copied}" in refusal(copied / "checkpoint", capsys)
+    assert "is a file; name the directory" in refusal(copied / "latest", capsys)
+    assert "There is no directory" in refusal(tmp_path / "nowhere", capsys)
+    assert "has no file `latest`" in refusal(tmp_path, capsys)
+    assert "has no folder 'other'; it has 'checkpoint'" in refusal(copied, capsys, "--tag", "other")
+    (shard,) = (copied / "checkpoint").glob("*zero_pp_rank_0_*optim_states.pt")
+    shard.unlink()
+    assert "lacks the optim states of rank 0" in refusal(copied, capsys)
+    for file in (copied / "checkpoint").iterdir():
+        file.unlink()
+    assert "holds no *model_states.pt" in refusal(copied, capsys)
+
+
+def test_a_shard_of_another_rank_number_is_missing(made: Made, tmp_path: Path) -> None:
+    shutil.copytree(made(3, 2)[0] / "small.ckpt", tmp_path / "copy.ckpt")
+    (tmp_path / "copy.ckpt" / "checkpoint" / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(CheckpointError, match="model states of 1 ranks and optimizer states of 2"):
+        inspect(tmp_path / "copy.ckpt")
