@@ -131,7 +131,10 @@ class Cell:
 
 def entries() -> dict[str, dict[str, Any]]:
     """What the file says of each cell, by name and in its order: from old releases to new ones."""
-    matrix = _matrix()
+    return _entries(_matrix())
+
+
+def _entries(matrix: dict[str, Any]) -> dict[str, dict[str, Any]]:
     own = {entry["name"]: entry for entry in matrix["cells"]}
     return own | {f"{item['like']}-patched": _patched(own[item["like"]], item) for item in matrix["patched"]}
 
@@ -145,7 +148,7 @@ def _patched(like: dict[str, Any], item: dict[str, str]) -> dict[str, Any]:
 def read() -> dict[str, Cell]:
     """The cells by name, in the file's order."""
     matrix = _matrix()
-    return {name: _cell(matrix, **entry) for name, entry in entries().items()}
+    return {name: _cell(matrix, **entry) for name, entry in _entries(matrix).items()}
 
 
 def propose(lightning: str, deepspeed: str) -> dict[str, Any]:

@@ -50,18 +50,23 @@ class Trial:
         return landing(self.before, self.after)
 
 
-def try_series(repo: Path, ref: str, patches: list[Path], root: Path) -> Trial:
-    """`git am` a series on the files of a tag or commit that it touches, in a new repository in the folder `root`."""
-    root.mkdir(parents=True)
+def lay_out(repo: Path, ref: str, paths: list[str], root: Path) -> None:
+    """Lay files and folders of a tag or commit, as far as it has them, into a new repository in the folder `root`."""
+    root.mkdir(parents=True, exist_ok=True)
     git(root, "init", "--quiet", "--template=", **PLAIN)
-    paths = touched(patches)
     # Not a checkout, because it takes longer, and because clones without all files are of use too.
     listing = git(repo, "ls-tree", "-r", "-z", "--name-only", "--full-tree", f"{ref}^{{commit}}", "--", *paths)
-    if there := [path for path in listing.split("\0") if path in paths]:
+    if there := [path for path in listing.split("\0") if path]:
         archive = git(repo, "archive", "--format=tar", ref, *there).encode("utf-8", "surrogateescape")
         subprocess.run(["tar", "-x", "-C", str(root)], input=archive, check=True)
     git(root, "add", "--all", "--force", **PLAIN)
     git(root, "commit", "--quiet", "--allow-empty", "--message", ref, **PLAIN)
+
+
+def try_series(repo: Path, ref: str, patches: list[Path], root: Path) -> Trial:
+    """`git am` a series on the files of a tag or commit that it touches, in a new repository in the folder `root`."""
+    paths = touched(patches)
+    lay_out(repo, ref, paths, root)
     base, before, failed = git(root, "rev-parse", "HEAD").strip(), texts(root, paths), ""
     try:
         if not patches:

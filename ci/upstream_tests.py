@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from series_folder import PATCHES, SeriesError, git, read_index, touched
-from series_trial import PLAIN
+from series_trial import PLAIN, lay_out
 
 HEADER = ("tag", "environment", "before: passed / skipped / failed", "after", "new", "regressions")
 Outcomes = dict[str, tuple[str, str]]
@@ -43,16 +43,6 @@ def run(clone: Path, tag: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     kept = {"tag": tag, "environment": ", ".join(cell), "before": before, "after": after}
     (folder / f"{tag}.json").write_text(json.dumps(kept, indent=1))
-
-
-def lay_out(clone: Path, tag: str, paths: list[str], root: Path) -> None:
-    """Lay files and folders of a release into a repository of their own."""
-    listing = git(clone, "ls-tree", "-r", "-z", "--name-only", "--full-tree", tag, "--", *paths)
-    archive = git(clone, "archive", "--format=tar", tag, *filter(None, listing.split("\0")))
-    subprocess.run(["tar", "-x", "-C", str(root)], input=archive.encode("utf-8", "surrogateescape"), check=True)
-    git(root, "init", "--quiet", "--template=", **PLAIN)
-    git(root, "add", "--all", "--force", **PLAIN)
-    git(root, "commit", "--quiet", "--message", tag, **PLAIN)
 
 
 def run_tests(root: Path) -> Outcomes:

@@ -182,11 +182,10 @@ def _warn_of_untested(findings: dict[str, Finding]) -> None:
         for what in (*TARGETS, ENGINE)
         if (tested := newer_than_tested(what, findings[what.name].version))
     }
-    if newer and os.environ.get("LOCAL_RANK", "0") == "0":
-        warnings.warn(
+    if newer:
+        _warn_caller(
             f"ds_frozen_patch is applied to a release that is newer than all that it was tested with:"
-            f" {', '.join(sorted(newer))}. It has all that the shim relies on. Look for a newer ds_frozen_patch.",
-            stacklevel=3,
+            f" {', '.join(sorted(newer))}. It has all that the shim relies on. Look for a newer ds_frozen_patch."
         )
 
 
@@ -196,12 +195,17 @@ def _is_to_be_served(finding: Finding) -> bool:
 
 def _warn_of_complete(findings: dict[str, Finding]) -> None:
     complete = [f"{name} {finding.version}" for name, finding in findings.items() if finding.complete]
-    if complete and os.environ.get("LOCAL_RANK", "0") == "0":
-        warnings.warn(
+    if complete:
+        _warn_caller(
             f"patch() leaves alone what has our patch series already: {', '.join(complete)}. Its checkpoints are full"
-            f" unless you say DeepSpeedStrategy({FLAG}=True), and it does not verify the base.",
-            stacklevel=3,
+            f" unless you say DeepSpeedStrategy({FLAG}=True), and it does not verify the base."
         )
+
+
+def _warn_caller(message: str) -> None:
+    """Warn whoever called `patch()`, once per node; for the functions that it calls."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        warnings.warn(message, stacklevel=4)
 
 
 def _refuse_half_imported(current: _Patch) -> None:

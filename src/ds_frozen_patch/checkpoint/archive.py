@@ -8,7 +8,6 @@ is imported or called, so that no file can run code; and no tensor's bytes are r
 from __future__ import annotations
 
 import io
-import math
 import pickle
 import zipfile
 from collections import OrderedDict
@@ -71,16 +70,6 @@ class StoredTensor:
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """The number of its elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """The size of its elements, in bytes."""
-        return self.numel * ITEM_SIZES[self.dtype]
 
 
 class StandIn:
