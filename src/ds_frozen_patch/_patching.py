@@ -16,9 +16,9 @@ from typing import Any
 
 import wrapt
 
-from . import _loading, _saving, _settings
+from . import _converting, _loading, _saving, _settings
 from ._errors import PatchError
-from ._targets import ENGINE, FLAG, TARGETS, Finding, Probed, imported_class, newer_than_tested, probe
+from ._targets import CONVERTERS, ENGINE, FLAG, TARGETS, Finding, Probed, imported_class, newer_than_tested, probe
 
 _ADVICE: dict[str, Callable[..., Any]] = {
     "__init__": _saving.strategy_init,
@@ -100,9 +100,9 @@ class _InitWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
 
 @dataclass(frozen=True)
 class _Wrapping:
-    """One wrapper on one attribute of one class."""
+    """One wrapper on one attribute of one class, or of a module."""
 
-    cls: type
+    cls: Any
     attribute: str
     original: Any
     inherited: bool
@@ -161,7 +161,7 @@ def patch(*, verify_base: str | None = None, keep: Iterable[str] | None = None) 
     with _lock:
         if _current is None:
             findings = findings or _probe_all()
-            served = (what for what in (*TARGETS, ENGINE) if _is_to_be_served(findings[what.name]))
+            served = [what for what in (*TARGETS, ENGINE, *CONVERTERS) if _is_to_be_served(findings[what.name])]
             _current = _Patch(findings, {what.module: what for what in served})
             _warn_of_untested(findings)
             _warn_of_complete(findings)
@@ -282,7 +282,7 @@ def _finish_imports() -> None:
 
     Never called with our lock held: that thread may be waiting for it, in our import hook.
     """
-    for what in (*TARGETS, ENGINE):
+    for what in (*TARGETS, ENGINE, *CONVERTERS):
         if what.module in sys.modules:
             importlib.import_module(what.module)
 
@@ -310,6 +310,9 @@ def _on_import(module: ModuleType) -> None:
     what = _current.modules.get(module.__name__) if _current else None
     if _current is None or what is None or what.module in _current.wrappings:
         return
+    if what in CONVERTERS:
+        _current.wrappings[what.module] = _wrap_converter(what, module, _current)
+        return
     cls = imported_class(what)
     if cls is None and getattr(module.__spec__, "_initializing", False):
         return  # half imported: patch() comes back to it
@@ -319,6 +322,16 @@ def _on_import(module: ModuleType) -> None:
         raise PatchError(_refusal([(what.name, finding)]))
     _current.findings[what.name] = finding
     _current.wrappings[what.module] = _wrap(what, cls, _current)
+
+
+def _wrap_converter(what: Probed, module: ModuleType, patch: _Patch) -> list[_Wrapping]:
+    (name,) = what.methods
+    original = getattr(module, name, None)
+    if original is None:
+        return []
+    wrapper = wrapt.FunctionWrapper(original, _converting.convert, enabled=lambda: _current is patch)
+    setattr(module, name, wrapper)
+    return [_Wrapping(module, name, original, False, wrapper)]
 
 
 def _wrap(what: Probed, cls: Any, patch: _Patch) -> list[_Wrapping]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from . import _ownership, manifest
 from ._errors import named
@@ -25,6 +25,7 @@ _full: ContextVar[bool] = ContextVar("ds_frozen_patch_full", default=False)
 _leaving_out: ContextVar[frozenset[str] | None] = ContextVar("ds_frozen_patch_leaving_out", default=None)
 _built_patched: WeakSet[Any] = WeakSet()
 _told: WeakSet[Any] = WeakSet()
+_trained_at_first: WeakKeyDictionary[Any, frozenset[Any]] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -68,6 +69,7 @@ def strategy_setup(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, 
     engine = strategy.model
     if engine is not None:
         _ownership.own(engine, strategy)
+        _trained_at_first[engine] = frozenset(p for p in engine.module.parameters() if p.requires_grad)
         _check_keep(strategy, engine.module)
     return result
 
@@ -120,6 +122,7 @@ def _leave_out(strategy: Any, engine: Any) -> manifest.Manifest:
     before = [memory.recall(parameter) for parameter in left_out]
     made = manifest.describe(
         left_out,
+        module=engine.module,
         device=engine.device,
         zero_stage=int(engine.zero_optimization_stage()),
         world_size=int(engine.dp_world_size),
@@ -140,7 +143,10 @@ def _leave_out(strategy: Any, engine: Any) -> manifest.Manifest:
 
 
 def _optimized(engine: Any) -> set[Any]:
-    """The parameters that the optimizer holds: one that was frozen after training began is not base."""
+    """The parameters that the optimizer trains, or did: one that was frozen after training began is not base.
+
+    In ZeRO stage 0 an optimizer made of all of a module's parameters holds those too that were frozen from the start.
+    """
     groups = next(
         (
             getattr(engine.optimizer, name)
@@ -149,7 +155,8 @@ def _optimized(engine: Any) -> set[Any]:
         ),
         [group["params"] for group in getattr(engine.optimizer, "param_groups", [])],
     )
-    return {parameter for group in groups for parameter in group}
+    trained = _trained_at_first.get(engine)
+    return {parameter for group in groups for parameter in group if trained is None or parameter in trained}
 
 
 def _kept_fragments(engine: Any) -> dict[str, Any]:

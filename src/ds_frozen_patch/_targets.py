@@ -82,6 +82,11 @@ ENGINE = Probed(
     ("save_checkpoint", "load_checkpoint", "module_state_dict", "load_module_state_dict"),
     ("deepspeed",),
 )
+CONVERTERS = tuple(
+    Probed(name, f"{name}.utilities.deepspeed", "", ("convert_zero_checkpoint_to_fp32_state_dict",), ())
+    for name in ("lightning.pytorch", "pytorch_lightning")
+)
+"""The modules of Lightning's converter to one file; each is served with the target of its package."""
 
 
 def probe(what: Probed) -> Finding:

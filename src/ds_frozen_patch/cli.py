@@ -6,59 +6,277 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from ._errors import CheckpointError, CheckpointMismatchError
+from ._errors import CheckpointError, CheckpointMismatchError, named
 from ._patching import status
 from ._text import human_bytes
+from .checkpoint.consolidation import Consolidated, consolidate, parse_size
+from .checkpoint.converting import DTYPES
+from .checkpoint.exporting import FORMATS, Exported, export
 from .checkpoint.inspection import Inspection, inspect
+from .checkpoint.pruning import Pruned, prune
+from .checkpoint.verification import Verified, verify
 
-EXAMPLES = """examples:
+EXAMPLES = {
+    "": """
   ds-frozen-patch status
   ds-frozen-patch inspect lightning_logs/version_0/checkpoints/last.ckpt
-"""
+  ds-frozen-patch prune last.ckpt small.ckpt
+  ds-frozen-patch consolidate small.ckpt whole.ckpt --base ./Llama-3.1-8B
+  ds-frozen-patch export small.ckpt adapter --format peft
+""",
+    "status": "\n  ds-frozen-patch status --json\n",
+    "inspect": "\n  ds-frozen-patch inspect last.ckpt\n",
+    "prune": """
+  ds-frozen-patch prune last.ckpt small.ckpt
+  ds-frozen-patch prune last.ckpt small.ckpt --dry-run
+""",
+    "consolidate": """
+  ds-frozen-patch consolidate last.ckpt weights.ckpt
+  ds-frozen-patch consolidate last.ckpt weights.safetensors --dtype bf16
+  ds-frozen-patch consolidate small.ckpt whole --base ./Llama-3.1-8B --max-shard-size 2GB
+""",
+    "merge": "\n  ds-frozen-patch merge small.ckpt whole.ckpt --base ./Llama-3.1-8B\n",
+    "export": """
+  ds-frozen-patch export last.ckpt adapter --format peft
+  ds-frozen-patch export last.ckpt trained.safetensors --format safetensors
+""",
+    "verify": """
+  ds-frozen-patch verify small.ckpt
+  ds-frozen-patch verify small.ckpt --base ./Llama-3.1-8B
+""",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, or 1 where something is wrong. Wrong use exits with 2."""
     given = _parser().parse_args(arguments)
     try:
-        if given.command == "status":
-            _status(given.json)
-        else:
-            _inspect(given)
+        run: Callable[[argparse.Namespace], int] = given.run
+        return run(given)
     except (CheckpointError, CheckpointMismatchError) as error:
         print(f"ds-frozen-patch: {error}", file=sys.stderr)
-        return 1
-    return 0
+    except ImportError as error:
+        print(f"ds-frozen-patch: {error}. This command needs torch: pip install torch", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("ds-frozen-patch: interrupted; nothing was left at the target", file=sys.stderr)
+    return 1
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ds-frozen-patch",
         description="Trainable-only checkpoints for Lightning + DeepSpeed, seen from outside.",
-        epilog=EXAMPLES,
+        epilog=f"examples:{EXAMPLES['']}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    command = commands.add_parser("status", help="what is installed, and what patch() would do about it")
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command = commands.add_parser("inspect", help="what the bytes of a checkpoint are; reads no tensor")
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], about: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(
+            name,
+            help=about,
+            description=about[0].upper() + about[1:] + ".",
+            epilog=f"examples:{EXAMPLES[name]}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.set_defaults(run=run)
+        return command
+
+    _common(add("status", _status, "what is installed, and what patch() would do about it"))
+    command = add("inspect", _inspect, "what the bytes of a checkpoint are; reads no tensor")
     command.add_argument("checkpoint", metavar="CKPT", help="the directory of a DeepSpeed checkpoint")
-    command.add_argument("--tag", help="the folder in it (default: what its file `latest` says)")
-    command.add_argument("--trust", action="store_true", help="read files that name unexpected classes, and run none")
-    command.add_argument("--json", action="store_true", help="print JSON")
+    _reads(command)
+    command = add("prune", _prune, "a full checkpoint without its frozen parameters, as if it had been saved so")
+    _writes(command, "a directory to make")
+    command.add_argument(
+        "--no-fingerprints",
+        action="store_true",
+        help="do not read the frozen parameters: faster, but a load cannot verify its base then",
+    )
+    command = add("consolidate", _consolidate, "the weights of a checkpoint in one file, in fp32")
+    _writes(command, "a .ckpt for Lightning, a .safetensors, or a folder of such files to make")
+    _gathers(command, is_whole=False)
+    command = add("merge", _consolidate, "the same as consolidate with a base: a trainable-only checkpoint made whole")
+    _writes(command, "a .ckpt for Lightning, a .safetensors, or a folder of such files to make")
+    _gathers(command, is_whole=True)
+    command = add("export", _export, "what was trained, as a PEFT adapter or a plain file of safetensors")
+    _writes(command, "for peft a folder to make, else a file")
+    command.add_argument("--format", choices=FORMATS, required=True)
+    command.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="default: %(default)s")
+    command.add_argument("--adapter", metavar="NAME", help="which of the run's adapters, for peft")
+    command.add_argument(
+        "--adapter-config", metavar="FILE", help="an adapter_config.json, where the run has not recorded its own"
+    )
+    command = add("verify", _verify, "whether a checkpoint is whole, of one save, and its base the right one")
+    command.add_argument("checkpoint", metavar="CKPT", help="the directory of a DeepSpeed checkpoint")
+    command.add_argument("--base", help="what the run was built from, to be compared with the manifest")
+    _reads(command)
+    command.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
     return parser
 
 
-def _status(as_json: bool) -> None:
+def _common(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _reads(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--tag", help="the folder in it (default: what its file `latest` says)")
+    command.add_argument("--trust", action="store_true", help="read files that name unexpected classes, and run none")
+    _common(command)
+
+
+def _writes(command: argparse.ArgumentParser, target: str) -> None:
+    command.add_argument("source", metavar="SRC", help="the directory of a DeepSpeed checkpoint; stays as it is")
+    command.add_argument("target", metavar="DST", help=target)
+    _reads(command)
+    command.add_argument(
+        "--trainable",
+        metavar="PATTERN",
+        action="append",
+        default=[],
+        help="names that were trained, for a ZeRO stage 0 that does not say it; may be given again",
+    )
+    command.add_argument("--dry-run", action="store_true", help="write nothing, and say what would be written")
+    command.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr, nothing on stdout")
+
+
+def _gathers(command: argparse.ArgumentParser, is_whole: bool) -> None:
+    command.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="default: %(default)s")
+    command.add_argument(
+        "--base",
+        required=is_whole,
+        help="what the run was built from, to put in what was left out: a folder of safetensors, a file, or a full"
+        " checkpoint; it is verified",
+    )
+    command.add_argument(
+        "--max-shard-size", metavar="SIZE", type=_size, default="5GB", help="of each file in a folder (default: 5GB)"
+    )
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _status(given: argparse.Namespace) -> int:
     found = status()
-    print(json.dumps({n: dataclasses.asdict(item) for n, item in found.items()}, indent=1) if as_json else found)
+    print(json.dumps({n: dataclasses.asdict(item) for n, item in found.items()}, indent=1) if given.json else found)
+    return 0
 
 
-def _inspect(given: argparse.Namespace) -> None:
+def _inspect(given: argparse.Namespace) -> int:
     found = inspect(given.checkpoint, given.tag, trust=given.trust)
     print(json.dumps(found.to_json(), indent=1) if given.json else _report(found))
+    return 0
+
+
+def _options(given: argparse.Namespace) -> dict[str, Any]:
+    """What the commands that write have in common."""
+    return {
+        "trainable": given.trainable,
+        "trust": given.trust,
+        "dry_run": given.dry_run,
+        "quiet": given.quiet or given.json,
+    }
+
+
+def _say(given: argparse.Namespace, found: Any, text: str) -> None:
+    if given.json:
+        print(json.dumps({**found.to_json(), "dry_run": given.dry_run}, indent=1))
+    elif not given.quiet:
+        print(f"Would write {text}" if given.dry_run else f"Wrote {text}")
+
+
+def _prune(given: argparse.Namespace) -> int:
+    found = prune(given.source, given.target, given.tag, fingerprints=not given.no_fingerprints, **_options(given))
+    _say(given, found, _pruned(found, given))
+    return 0
+
+
+def _pruned(found: Pruned, given: argparse.Namespace) -> str:
+    left_out = found.manifest.left_out
+    size = f"{human_bytes(found.size_after)} of " if found.size_after is not None else "a part of "
+    lines = [
+        f"{found.target}: {size}{human_bytes(found.size_before)}.",
+        f"Left out: {len(left_out)} frozen parameters, {human_bytes(found.manifest.total_bytes)}.",
+    ]
+    if given.no_fingerprints:
+        lines.append("Without fingerprints: a load cannot tell a wrong base.")
+    return "\n".join(lines)
+
+
+def _consolidate(given: argparse.Namespace) -> int:
+    found = consolidate(
+        given.source,
+        given.target,
+        given.tag,
+        dtype=given.dtype,
+        base=given.base,
+        max_shard_size=given.max_shard_size,
+        **_options(given),
+    )
+    _say(given, found, _consolidated(found))
+    return 0
+
+
+def _consolidated(found: Consolidated) -> str:
+    files = f" in {len(found.files)} files" if len(found.files) > 1 else ""
+    lines = [f"{found.target}: {found.tensors} tensors, {human_bytes(found.size)} in {found.dtype}{files}."]
+    if not found.is_whole:
+        lines.append("Its frozen parameters were left out of the checkpoint; --base puts them in.")
+    if found.unverified:
+        lines.append(f"Without a fingerprint, so not verified: {named(found.unverified, 3)}.")
+    return "\n".join(lines)
+
+
+def _export(given: argparse.Namespace) -> int:
+    found = export(
+        given.source,
+        given.target,
+        given.tag,
+        format=given.format,
+        dtype=given.dtype,
+        adapter=given.adapter,
+        adapter_config=given.adapter_config,
+        **_options(given),
+    )
+    _say(given, found, _exported(found))
+    return 0
+
+
+def _exported(found: Exported) -> str:
+    lines = [f"{found.target}: {len(found.tensors)} tensors, {human_bytes(found.size)}."]
+    if found.outside:
+        lines.append(f"Trained too, but outside of the model that has the adapter: {named(found.outside, 3)}.")
+    return "\n".join(lines)
+
+
+def _verify(given: argparse.Namespace) -> int:
+    found = verify(given.checkpoint, given.tag, base=given.base, trust=given.trust, quiet=given.quiet or given.json)
+    if given.json:
+        print(json.dumps(found.to_json(), indent=1))
+    elif not (given.quiet and not found.problems):
+        print(_verified(found, given.base))
+    return 1 if found.problems else 0
+
+
+def _verified(found: Verified, base: str | None) -> str:
+    if found.problems:
+        return "\n".join([f"{found.path}: {len(found.problems)} wrong.", *(f"- {said}" for said in found.problems)])
+    lines = [
+        f"{found.path}: whole, {found.files} files, {human_bytes(found.size)}.",
+        f"{found.trained} trained parameters; {found.left_out} left out.",
+    ]
+    if base:
+        lines.append(f"{found.compared} of them are in {base} as they were at the save.")
+    if found.unverified:
+        lines.append(f"Without a fingerprint, so not to be verified: {named(found.unverified, 3)}.")
+    return "\n".join(lines)
 
 
 def _report(found: Inspection) -> str:

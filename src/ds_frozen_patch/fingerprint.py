@@ -28,7 +28,7 @@ It is no defence against somebody who builds a base to collide: the weights are 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -71,8 +71,31 @@ def fingerprints(
             begin += count
         sums = _added_up(sums, device)
         for parameter, own in zip(todo, torch.split(sums, counts), strict=True):
-            memory.keep(parameter, _digest(parameter, own) if _is_readable(parameter) else None)
+            size = numel_of(parameter) * parameter.element_size()
+            memory.keep(parameter, _digest(size, own) if _is_readable(parameter) else None)
     return [memory.recall(parameter) for parameter in parameters]
+
+
+def of_stream(dtype: str, numel: int, chunks: Iterable[bytes | bytearray | memoryview]) -> str:
+    """The fingerprint of a whole parameter whose content comes in pieces, in this process alone.
+
+    Args:
+        dtype: torch's name of it, such as "bfloat16".
+        numel: the number of its elements.
+        chunks: its bytes, in order; each of a whole number of elements.
+    """
+    import torch
+
+    kind: torch.dtype = getattr(torch, dtype)
+    size = numel * kind.itemsize
+    sums = torch.zeros(-(-size // BLOCK_BYTES), dtype=torch.int64)
+    offset = 0
+    for chunk in chunks:
+        piece = torch.frombuffer(chunk, dtype=kind)
+        block, found = block_sums(piece, offset)
+        sums[block : block + len(found)] += found
+        offset += len(piece)
+    return _digest(size, sums)
 
 
 @cache
@@ -160,8 +183,8 @@ def _weights() -> tuple[torch.Tensor, torch.Tensor]:
     return weights[:BLOCK_WORDS], weights[BLOCK_WORDS:]
 
 
-def _digest(parameter: torch.nn.Parameter, sums: torch.Tensor) -> str:
-    size = numel_of(parameter) * parameter.element_size()
+def _digest(size: int, sums: torch.Tensor) -> str:
+    """Of a parameter's size in bytes, and the sums of its blocks."""
     content = size.to_bytes(8, "little") + sums.numpy().astype("<i8").tobytes()
     return hashlib.blake2b(content, digest_size=16, person=b"frozen patch 1").hexdigest()
 

@@ -6,8 +6,9 @@ and holds plain Python values only, so that it can be read without unpickling a 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -51,7 +52,9 @@ class Manifest:
     """What was left out of a checkpoint, and what wrote it.
 
     `total_bytes` counts each left-out parameter once, in its own dtype. `versions` gives the
-    release of each package that took part, by its name on the package index.
+    release of each package that took part, by its name on the package index. `adapters` gives the
+    configuration of each of PEFT's adapters, as the JSON of an `adapter_config.json`: by the name of
+    the module that has it, then by the adapter's.
     """
 
     left_out: tuple[LeftOut, ...]
@@ -59,6 +62,7 @@ class Manifest:
     zero_stage: int
     world_size: int
     versions: Mapping[str, str]
+    adapters: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def names(self) -> frozenset[str]:
@@ -74,6 +78,7 @@ class Manifest:
             "zero_stage": self.zero_stage,
             "world_size": self.world_size,
             "versions": dict(self.versions),
+            **({"adapters": {name: dict(said) for name, said in self.adapters.items()}} if self.adapters else {}),
         }
 
     @classmethod
@@ -109,6 +114,7 @@ class Manifest:
             zero_stage=state["zero_stage"],
             world_size=state["world_size"],
             versions=state["versions"],
+            adapters=state.get("adapters", {}),
         )
 
 
@@ -150,13 +156,38 @@ def dtype_of(parameter: torch.nn.Parameter) -> str:
     return str(parameter.dtype).removeprefix("torch.")
 
 
+def adapters_of(module: torch.nn.Module) -> dict[str, dict[str, str]]:
+    """What `Manifest.adapters` says of a module."""
+    found: dict[str, dict[str, str]] = {}
+    for name, inner in ((plain(name), inner) for name, inner in module.named_modules()):
+        configs = getattr(inner, "peft_config", None)
+        # PEFT's inner model has the same ones as the outer.
+        if isinstance(configs, dict) and not any(name.startswith(f"{outer}.") or not outer for outer in found):
+            found[name] = {
+                adapter: json.dumps(config.to_dict(), default=_plain_value, sort_keys=True)
+                for adapter, config in configs.items()
+                if hasattr(config, "to_dict")
+            }
+    return found
+
+
+def _plain_value(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set) else str(value)
+
+
 def describe(
-    left_out: Mapping[torch.nn.Parameter, tuple[str, ...]], *, device: Any, zero_stage: int, world_size: int
+    left_out: Mapping[torch.nn.Parameter, tuple[str, ...]],
+    *,
+    module: torch.nn.Module,
+    device: Any,
+    zero_stage: int,
+    world_size: int,
 ) -> Manifest:
     """The manifest of a checkpoint that leaves out these parameters; every rank must call it.
 
     Args:
         left_out: each parameter with all its names.
+        module: they are of.
         device: where the ranks' parts of the fingerprints are added up.
     """
     found = fingerprints(list(left_out), device, process_memory())
@@ -169,6 +200,7 @@ def describe(
         zero_stage=zero_stage,
         world_size=world_size,
         versions=_versions(),
+        adapters=adapters_of(module),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import runs
 import torch
 from under_test import TRAINER
 
-pytestmark = [pytest.mark.promise(9), pytest.mark.series("alone")]
+pytestmark = [pytest.mark.promise(9), pytest.mark.series]
 
 
 def save_both_ways(out: str, stage: int) -> dict[str, Any]:
@@ -27,14 +28,25 @@ def save_both_ways(out: str, stage: int) -> dict[str, Any]:
     return runs.trained_state(module)
 
 
+@pytest.fixture
+def convert() -> Iterator[Callable[..., Any]]:
+    provider.trainable_only()
+    yield importlib.import_module(f"{TRAINER}.utilities.deepspeed").convert_zero_checkpoint_to_fp32_state_dict
+    provider.stop()
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_lightnings_own_converter(ranks: Any, tmp_path: Path, stage: int) -> None:
+def test_lightnings_own_converter(ranks: Any, convert: Callable[..., Any], tmp_path: Path, stage: int) -> None:
     trained = ranks(2, save_both_ways, out=str(tmp_path), stage=stage)[0]
-    convert = importlib.import_module(f"{TRAINER}.utilities.deepspeed").convert_zero_checkpoint_to_fp32_state_dict
     for kind in ("small", "full"):
         (tmp_path / f"{kind}.ckpt" / "latest").unlink()
-        convert(tmp_path / f"{kind}.ckpt", tmp_path / f"{kind}.pt", tag="checkpoint")
+        (tmp_path / f"{kind}.pt").write_text("what is replaced")
+        given = convert(tmp_path / f"{kind}.ckpt", tmp_path / f"{kind}.pt", tag="checkpoint")
         single = torch.load(tmp_path / f"{kind}.pt", weights_only=False)
+        assert given.keys() == single.keys()
+        assert {n: runs.digest(v) for n, v in given["state_dict"].items()} == {
+            n: runs.digest(v) for n, v in single["state_dict"].items()
+        }
         module = runs.LoraRun(seed=1 if kind == "small" else 2)
         missing, unexpected = module.load_state_dict(single["state_dict"], strict=kind == "full")
         assert not unexpected

@@ -61,6 +61,31 @@ def test_only_frozen_parameters_are_left_out(ranks: Any, tmp_path: Path, stage: 
         assert (tmp_path / "small.ckpt" / "checkpoint" / shard.name).stat().st_size == shard.stat().st_size
 
 
+class OptimizesAll(runs.LoraRun):
+    """Hands all of its parameters to the optimizer, as many modules do, and leaves it to them who is trained."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def save_with_an_optimizer_of_all(out: str, stage: int) -> list[str]:
+    provider.trainable_only()
+    trainer = runs.trainer(out, 2, stage, epochs=1, enable_checkpointing=False)
+    module = OptimizesAll()
+    trainer.fit(module, runs.batches(2))
+    trainer.save_checkpoint(f"{out}/small.ckpt")
+    again = runs.trainer(out, 2, stage, epochs=2, enable_checkpointing=False)
+    again.fit(OptimizesAll(), runs.batches(2), ckpt_path=f"{out}/small.ckpt")
+    return [name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad]
+
+
+@pytest.mark.series
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_optimizer_of_all_parameters(ranks: Any, tmp_path: Path, stage: int) -> None:
+    frozen = ranks(2, save_with_an_optimizer_of_all, out=str(tmp_path), stage=stage)[0]
+    assert not set(frozen) & model_states(tmp_path / "small.ckpt")[0]["module"].keys()
+
+
 def save_large(out: str, stage: int) -> int:
     provider.trainable_only()
     trainer = runs.trainer(out, 2, stage, epochs=1, enable_checkpointing=False, limit_train_batches=1)

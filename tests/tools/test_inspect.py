@@ -143,7 +143,10 @@ def test_status_as_json() -> None:
     assert command("status").stdout.split()[:2] == ["target", "version"]
 
 
-@pytest.mark.parametrize("words", [(), ("status",), ("inspect",)])
+COMMANDS = ("status", "inspect", "prune", "consolidate", "merge", "export", "verify")
+
+
+@pytest.mark.parametrize("words", [(), *((name,) for name in COMMANDS)])
 def test_the_readme_has_the_help(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     readme = Path(__file__).parents[2] / "README.md"

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._errors import CheckpointError
 from ..manifest import KEY, Manifest
-from .archive import Contents, StandIn, Storage, StoredTensor, read, tensors
-from .layout import find
+from .archive import Contents, Storage, StoredTensor, tensors
+from .states import configured_stage, load, names, names_of_groups, number
 
 TRAINABLE, FROZEN, SECOND_COPY = "trainable weights", "frozen weights", "frozen weights, second copy"
 EITHER = "weights, trainable or frozen"
@@ -77,28 +76,22 @@ def inspect(path: str | Path, tag: str | None = None, *, trust: bool = False) ->
         CheckpointError: there is no checkpoint, or a file of it is missing, cut, damaged or not expected.
         CheckpointMismatchError: its manifest is of a format that this release does not know.
     """
-    layout = find(path, tag)
+    states = load(path, tag, trust)
     files: dict[str, dict[str, int]] = {}
-    states: list[Mapping[str, Any]] = []
-    for file in layout.files:
-        contents = read(file, trust=trust)
-        part, kinds = _OPTIMIZER if file in layout.optimizer else _MODEL
-        if not isinstance(contents.state, dict) or not isinstance(contents.state.get(part), dict):
-            raise CheckpointError(f"{file} is no file of a DeepSpeed checkpoint: it has no {part!r}. Check the path.")
+    for file, contents in zip(states.layout.files, states.contents, strict=True):
+        kinds = _optimizer_kinds if file in states.layout.optimizer else _model_kinds
         files[file.name] = _sizes(contents, kinds(contents.state), file.stat().st_size)
-        states.append(contents.state)
-    model, optimizers = states[0], states[len(layout.model) :]
-    manifest = Manifest.from_checkpoint(model)
+    model = states.models[0]
     return Inspection(
-        path=str(layout.root),
-        tag=layout.tag,
-        zero_stage=_zero_stage(model, optimizers),
-        world_size=_number(model.get("dp_world_size")) or len(layout.optimizer) or 1,
-        global_step=_number(model.get("global_step", model.get("global_steps"))),
-        epoch=_number(model.get("epoch")),
-        versions=_versions(model, manifest),
+        path=str(states.layout.root),
+        tag=states.layout.tag,
+        zero_stage=states.zero_stage,
+        world_size=states.world_size,
+        global_step=number(model.get("global_step", model.get("global_steps"))),
+        epoch=number(model.get("epoch")),
+        versions=states.versions,
         files=files,
-        manifest=manifest,
+        manifest=states.manifest,
     )
 
 
@@ -117,8 +110,8 @@ def _sizes(contents: Contents, kinds: Iterator[tuple[str, StoredTensor]], size: 
 
 def _model_kinds(state: Mapping[str, Any]) -> Iterator[tuple[str, StoredTensor]]:
     """What each tensor of a `*model_states.pt` is."""
-    trained = {name for group in _items(state.get("param_shapes")) for name in _names(group)}
-    buffers = _names(state.get("buffer_names"))
+    trained = {name for group in names_of_groups(state) for name in group}
+    buffers = names(state.get("buffer_names"))
     module = {name: item for name, item in state["module"].items() if isinstance(item, StoredTensor)}
     listed: dict[tuple[Storage, int], str] = {}
     for name, tensor in module.items():
@@ -128,7 +121,7 @@ def _model_kinds(state: Mapping[str, Any]) -> Iterator[tuple[str, StoredTensor]]
     for tensor in module.values():
         # A tied alias of a trainable parameter is in no list, but it is the same memory.
         yield listed.get((tensor.storage, tensor.offset), unlisted), tensor
-    others = {"frozen_param_fragments": FROZEN if _stage_of(state) == 3 else SECOND_COPY, "optimizer": OPTIMIZER}
+    others = {"frozen_param_fragments": FROZEN if configured_stage(state) == 3 else SECOND_COPY, "optimizer": OPTIMIZER}
     for key, value in state.items():
         for _, tensor in tensors(value):
             yield others.get(key, CLIENT_STATE), tensor
@@ -138,41 +131,3 @@ def _optimizer_kinds(state: Mapping[str, Any]) -> Iterator[tuple[str, StoredTens
     """What each tensor of a `*optim_states.pt` is."""
     for path, tensor in tensors(state):
         yield MASTER if any("fp32" in str(key) for key in path) else OPTIMIZER, tensor
-
-
-# What each kind of file must have, and what its tensors are.
-_MODEL, _OPTIMIZER = ("module", _model_kinds), ("optimizer_state_dict", _optimizer_kinds)
-
-
-def _zero_stage(model: Mapping[str, Any], optimizers: list[Mapping[str, Any]]) -> int:
-    for state in optimizers:
-        said = state["optimizer_state_dict"].get("zero_stage")
-        said = said.arguments[0] if isinstance(said, StandIn) and said.arguments else said  # an enum of DeepSpeed's
-        if isinstance(said, int):
-            return said
-    return _stage_of(model)
-
-
-def _stage_of(model: Mapping[str, Any]) -> int:
-    config = model.get("ds_config")
-    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
-    return (_number(zero.get("stage")) or 0) if isinstance(zero, Mapping) else 0
-
-
-def _items(value: Any) -> list[Any]:
-    """The items of a list, or the keys of a mapping; nothing of what a checkpoint has not got, or has otherwise."""
-    return list(value) if isinstance(value, list | tuple | Mapping) else []
-
-
-def _names(value: Any) -> set[str]:
-    return {item for item in _items(value) if isinstance(item, str)}
-
-
-def _number(value: Any) -> int | None:
-    return value if isinstance(value, int) else None
-
-
-def _versions(model: Mapping[str, Any], manifest: Manifest | None) -> dict[str, str]:
-    said = {"deepspeed": model.get("ds_version"), "pytorch-lightning": model.get("pytorch-lightning_version")}
-    found = {name: version for name, version in said.items() if isinstance(version, str)}
-    return {**found, **(manifest.versions if manifest else {})}

@@ -1,0 +1,153 @@
+"""A base on disk: the frozen parameters' values in the files that a program builds its model from.
+
+Their names there are not those in the module that was trained, which has wrappers around the model: the attribute of a
+LightningModule before them, and PEFT's names in between.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .._errors import CheckpointError, named
+from ..manifest import LeftOut, Manifest, plain
+from . import safetensors_file
+from .archive import Storage, StoredTensor, read
+from .records import Piece, Whole, whole
+from .states import check_together, load
+from .weights import weights
+
+_PEFTS_OWN = ("base_model.model.", "base_layer.", "original_module.")
+
+
+@dataclass(frozen=True)
+class Base:
+    """The tensors of a base by name, and where it is."""
+
+    path: Path
+    tensors: dict[str, Whole]
+
+    def find(self, parameter: LeftOut) -> Whole | None:
+        """The tensor for a parameter that was left out of a checkpoint, under any of its names; None without one."""
+        for name in parameter.names:
+            found = self.tensors.get(name) or self._by_ending(_without_wrappers(name))
+            if found is not None:
+                return found
+        return None
+
+    def _by_ending(self, name: str) -> Whole | None:
+        # The trained module has the model as an attribute: its name has more in front. Or the files are of a larger
+        # model, such as one with a head: then theirs has.
+        ending = name
+        while ending:
+            if ending in self.tensors:
+                return self.tensors[ending]
+            ending = ending.partition(".")[2]
+        parts = name.split(".")
+        for start in range(len(parts) - 1):
+            ending = ".".join(parts[start:])
+            longer = [known for known in self.tensors if known.endswith(f".{ending}")]
+            if len(longer) == 1:
+                return self.tensors[longer[0]]
+        return None
+
+
+def _without_wrappers(name: str) -> str:
+    for part in _PEFTS_OWN:
+        name = name.replace(part, "")
+    return name
+
+
+def open_base(path: str | Path, trust: bool = False) -> Base:
+    """Read what a base has, and no tensor of it.
+
+    Args:
+        path: a folder of safetensors, one such file, one of `torch.save` (a state dict, or with one under
+            "state_dict"), or the directory of a full DeepSpeed checkpoint.
+        trust: also read files that name classes which do not belong there. Nothing of them is run.
+
+    Raises:
+        CheckpointError: it is none of these, or damaged.
+    """
+    base = Path(path)
+    if base.is_dir():
+        return Base(base, _of_folder(base, trust))
+    if not base.exists():
+        raise CheckpointError(f"There is no base at {base}. Check the path.")
+    return Base(base, _of_file(base, trust))
+
+
+def _of_folder(folder: Path, trust: bool) -> dict[str, Whole]:
+    if (folder / "latest").is_file():
+        states = load(folder, None, trust)
+        check_together(states)
+        found = weights(states)
+        tensors = {**found.buffers, **found.frozen}
+        return {**tensors, **{alias: tensors[to] for alias, to in found.aliases.items() if to in tensors}}
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{index} is damaged ({error}). Take a whole copy of it.") from None
+        paths = [folder / Path(name).name for name in files]
+        if missing := [item.name for item in paths if not item.is_file()]:
+            raise CheckpointError(f"{folder} lacks {named(missing)}, which its index names. Take a whole copy of it.")
+    else:
+        paths = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    if not paths:
+        raise CheckpointError(
+            f"{folder} holds no base: no *.safetensors, no pytorch_model*.bin and no DeepSpeed checkpoint (`latest`)."
+        )
+    return {name: tensor for item in paths for name, tensor in _of_file(item, trust).items()}
+
+
+def _of_file(file: Path, trust: bool) -> dict[str, Whole]:
+    """The tensors of one file; a tied alias, that safetensors leaves out, is among them where the file says it."""
+    if file.suffix == ".safetensors":
+        found = {}
+        for name, (dtype, shape) in safetensors_file.described(file).items():
+            tensor = Whole(dtype, shape, ())
+            storage = Storage(file, name, dtype, tensor.numel)
+            found[name] = Whole(dtype, shape, (Piece(storage, 0, tensor.numel),))
+        about = safetensors_file.metadata(file)
+        return {**found, **{alias: found[to] for alias, to in about.items() if to in found and alias not in found}}
+    state: Any = read(file, trust=trust).state
+    if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
+        state = state["state_dict"]
+    if not isinstance(state, Mapping) or not any(isinstance(item, StoredTensor) for item in state.values()):
+        raise CheckpointError(f"{file} holds no weights: it is neither a state dict nor has one. Check the path.")
+    return {plain(str(name)): whole(item) for name, item in state.items() if isinstance(item, StoredTensor)}
+
+
+def tensors_for(manifest: Manifest, base: Base) -> dict[str, Whole]:
+    """The base's tensor for each parameter that was left out, by the parameter's first name.
+
+    Raises:
+        CheckpointError: one is missing or has another shape.
+    """
+    found = {parameter: base.find(parameter) for parameter in manifest.left_out}
+    if missing := [parameter.name for parameter, tensor in found.items() if tensor is None]:
+        raise CheckpointError(f"{base.path} lacks {named(missing)}. Name the base that the run was built from.")
+    shapes = {
+        parameter.name: f"{list(tensor.shape)} there, {list(parameter.shape)} at the save"
+        for parameter, tensor in found.items()
+        if tensor is not None and tensor.shape != parameter.shape
+    }
+    if shapes:
+        said = "; ".join(f"{name!r} is {shape}" for name, shape in list(shapes.items())[:5])
+        raise CheckpointError(f"{base.path} is not the base that was saved with: {said}.")
+    return {parameter.name: tensor for parameter, tensor in found.items() if tensor is not None}
+
+
+def refuse_wrong(base: Base, names: Iterable[str]) -> None:
+    """Raise CheckpointError where the base has other values than the one that was saved with."""
+    wrong = list(names)
+    if wrong:
+        raise CheckpointError(
+            f"{base.path} is not the base that was saved with: it has other values in {named(wrong)}. Name the base"
+            " that the run was built from."
+        )

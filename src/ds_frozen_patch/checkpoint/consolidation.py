@@ -1,0 +1,287 @@
+"""One file of weights, or some, from all that the ranks have saved: for a module without DeepSpeed, or to share."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .._errors import CheckpointError
+from .._progress import progress
+from ..manifest import KEY, LeftOut, Manifest
+from . import converting, safetensors_file
+from .archive import ITEM_SIZES, Storage, StoredTensor, read
+from .base import Base, open_base, refuse_wrong, tensors_for
+from .records import Piece, Records, Whole, mapped, whole
+from .states import DEEPSPEEDS_OWN, States, check_together, load
+from .weights import Weights, weights
+from .writing import check_output, output, write_archive
+
+TORCH_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
+DEFAULT_SHARD_BYTES = 5_000_000_000
+"""What Hugging Face's libraries take as well."""
+
+
+@dataclass(frozen=True)
+class Consolidated:
+    """What `consolidate` has done, or would do.
+
+    `is_whole`: whether frozen parameters are in it, so that a module can be loaded from it strictly. `tensors` counts
+    tied ones once, `size` is that of their bytes. `unverified` names the parameters from a base that could not be
+    compared with those at the save, for want of a fingerprint.
+    """
+
+    source: str
+    target: str
+    dtype: str
+    is_whole: bool
+    tensors: int
+    size: int
+    files: tuple[str, ...]
+    unverified: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What goes into an output: each tensor, those that a base must be verified for, and tied aliases."""
+
+    tensors: dict[str, Whole]
+    aliases: dict[str, str]
+    from_base: dict[str, LeftOut]
+    halves: dict[str, Whole]
+    base: Base | None
+
+    def size(self, dtype: str) -> int:
+        """The bytes of all tensors in an output of this dtype."""
+        return sum(_size(tensor, dtype) for tensor in self.tensors.values())
+
+
+def consolidate(
+    source: str | Path,
+    target: str | Path,
+    tag: str | None = None,
+    *,
+    dtype: str = "fp32",
+    base: str | Path | None = None,
+    max_shard_size: int = DEFAULT_SHARD_BYTES,
+    trainable: Sequence[str] = (),
+    trust: bool = False,
+    dry_run: bool = False,
+    quiet: bool = True,
+) -> Consolidated:
+    """Put the weights of a checkpoint into one file, tensor by tensor, the trained ones from their fp32 masters.
+
+    Args:
+        source: the directory of a DeepSpeed checkpoint, full or trainable-only. It stays as it is.
+        target: a `.ckpt` (or `.pt`, `.pth`, `.bin`), with all that Lightning keeps in one; a `.safetensors`; or a
+            folder to make, of safetensors in shards.
+        tag: the folder in the source; without one, what its file `latest` says.
+        dtype: "fp32", "bf16" or "fp16", of all floating tensors.
+        base: what the run was built from, to make a trainable-only checkpoint whole: a folder of safetensors, a single
+            file, or a full checkpoint. Its parameters are compared with the fingerprints in the manifest.
+        max_shard_size: of each file in a folder, in bytes; one tensor may be larger.
+        trainable: as for `prune`.
+        trust: also read files that name classes which do not belong in a checkpoint. Nothing of them is run.
+        dry_run: write nothing and read no tensor.
+        quiet: show no progress on stderr.
+
+    Raises:
+        CheckpointError: a file of the source or of the base is missing, damaged or of another run; the base is not that
+            of the save; there is something at the target already, or it cannot be written. Nothing is left there then.
+        ValueError: the dtype is not known.
+    """
+    if dtype not in converting.DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(converting.DTYPES)}, not {dtype!r}")
+    states = load(source, tag, trust)
+    check_together(states)
+    found = weights(states, trainable)
+    manifest = states.manifest
+    if base is not None and manifest is None:
+        raise CheckpointError(
+            f"{source} has no manifest that says what was left out of it"
+            + (", and is a full checkpoint: it needs no base." if found.frozen else ", so no base can be put into it.")
+        )
+    path, kind = Path(target), converting.DTYPES[dtype]
+    plan = _plan(found, manifest, open_base(base, trust) if base is not None else None)
+    shards = _shards(plan, kind, path, max_shard_size)
+    lacks_frozen = manifest.left_out if manifest else states.leaves_out_frozen
+    is_whole = base is not None or not lacks_frozen
+    done = Consolidated(
+        source=str(source),
+        target=str(target),
+        dtype=dtype,
+        is_whole=is_whole,
+        tensors=len(plan.tensors),
+        size=plan.size(kind),
+        files=tuple(shards),
+        unverified=tuple(name for name, parameter in plan.from_base.items() if parameter.fingerprint is None),
+    )
+    sources = [states.layout.root, *([Path(base)] if base is not None else [])]
+    if dry_run:
+        check_output(path, *sources)
+        return done
+    with output(path, *sources) as made, Records() as records, progress("writing", done.size, quiet) as told:
+        if path.suffix in TORCH_SUFFIXES:
+            _write_torch(made, states, plan, kind, is_whole, Reader(records, plan, kind, told))
+        elif path.suffix == ".safetensors":
+            write_shard(made, plan.tensors, plan, kind, Reader(records, plan, kind, told))
+        else:
+            _write_folder(made, shards, plan, kind, Reader(records, plan, kind, told))
+    return done
+
+
+def consolidate_over(checkpoint_dir: str | Path, output_file: str | Path, tag: str | None = None) -> dict[str, Any]:
+    """Consolidate into a Lightning checkpoint of any name, in place of what is there, and give what was written.
+
+    Returns:
+        The file's state: its tensors are mapped from the file, and objects of classes are stand-ins.
+
+    Raises:
+        CheckpointError: as `consolidate`, but for what is there.
+    """
+    states = load(checkpoint_dir, tag, trust=True)
+    check_together(states)
+    plan = _plan(weights(states), states.manifest, None)
+    file = Path(output_file)
+    with (
+        output(file, over=True) as made,
+        Records() as records,
+        progress("writing", plan.size("float32"), False) as told,
+    ):
+        is_whole = not (states.manifest and states.manifest.left_out)
+        _write_torch(made, states, plan, "float32", is_whole, Reader(records, plan, "float32", told))
+    state: dict[str, Any] = read(file, trust=True).state
+    stored = {name: whole(item) for name, item in state["state_dict"].items()}
+    return {**state, "state_dict": mapped(stored)}
+
+
+def _plan(found: Weights, manifest: Manifest | None, base: Base | None) -> Plan:
+    from_base = tensors_for(manifest, base) if manifest and base else {}
+    left_out = {parameter.name: parameter for parameter in manifest.left_out} if manifest and base else {}
+    more = {alias: name for name, parameter in left_out.items() for alias in parameter.names[1:]}
+    return Plan(
+        tensors={**from_base, **found.frozen, **found.trained, **found.buffers},
+        aliases={**found.aliases, **more},
+        from_base=left_out,
+        halves=found.halves,
+        base=base,
+    )
+
+
+def _size(tensor: Whole, dtype: str) -> int:
+    return tensor.numel * ITEM_SIZES[converting.dtype_in(tensor, dtype)]
+
+
+def _shards(plan: Plan, dtype: str, target: Path, max_shard_size: int) -> dict[str, dict[str, Whole]]:
+    """The tensors of each file of the output."""
+    if target.suffix in (*TORCH_SUFFIXES, ".safetensors"):
+        return {target.name: plan.tensors}
+    shards: list[dict[str, Whole]] = [{}]
+    filled = 0
+    for name, tensor in plan.tensors.items():
+        size = _size(tensor, dtype)
+        if shards[-1] and filled + size > max_shard_size:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += size
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
+
+
+class Reader:
+    """Reads a tensor of the plan as it goes into the output, and checks it against what else is known of it."""
+
+    def __init__(self, records: Records, plan: Plan, dtype: str, told: Callable[[int], object]) -> None:
+        self.records, self.plan, self.dtype, self.told = records, plan, dtype, told
+
+    def __call__(self, name: str) -> bytearray:
+        tensor = self.plan.tensors[name]
+        values = self.records.read(tensor)
+        dtype = tensor.dtype
+        parameter = self.plan.from_base.get(name)
+        if parameter is not None and self.plan.base is not None:
+            # As the run had it: a program may load its base in another dtype than the file has.
+            values, dtype = converting.converted(values, dtype, parameter.dtype), parameter.dtype
+            refuse_wrong(self.plan.base, [] if converting.is_base(parameter, values) else [name])
+        half = self.plan.halves.get(name)
+        if half is not None and not converting.is_close(values, tensor.dtype, self.records.read(half), half.dtype):
+            files = " and ".join(sorted({piece.storage.file.name for piece in (*tensor.pieces, *half.pieces)}))
+            raise CheckpointError(
+                f"{files} are not of one run: the optimizer's master of {name!r} is not the weight that the model had."
+                " Take all files from one checkpoint."
+            )
+        made = converting.converted(values, dtype, converting.dtype_in(tensor, self.dtype))
+        self.told(len(made))
+        return made
+
+
+def _write_torch(file: Path, states: States, plan: Plan, dtype: str, is_whole: bool, reader: Reader) -> None:
+    """A Lightning checkpoint: the client's state, and the weights as `state_dict`."""
+    kept = {key: value for key, value in states.models[0].items() if key not in DEEPSPEEDS_OWN}
+    if is_whole:
+        kept.pop(KEY, None)
+    made: dict[str, StoredTensor] = {}
+    for name, tensor in plan.tensors.items():
+        storage = Storage(Path(), name, converting.dtype_in(tensor, dtype), tensor.numel)
+        made[name] = StoredTensor(storage, storage.dtype, 0, tensor.shape, _strides(tensor.shape))
+    for alias, name in plan.aliases.items():
+        if name in made:
+            made[alias] = made[name]
+
+    def content(storage: Storage, begin: int, count: int) -> Iterator[bytes | memoryview]:
+        if storage.file == Path():
+            yield bytes(reader(storage.key)) if not storage.numel else memoryview(reader(storage.key))
+        else:
+            yield from reader.records.chunks(Whole("uint8", (count,), (Piece(storage, begin, count),)))
+
+    write_archive(file, {**kept, "state_dict": made}, content)
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1] * len(shape)
+    for place in range(len(shape) - 2, -1, -1):
+        strides[place] = strides[place + 1] * max(shape[place + 1], 1)
+    return tuple(strides)
+
+
+def write_shard(file: Path, tensors: dict[str, Whole], plan: Plan, dtype: str, reader: Reader) -> None:
+    """A file of safetensors. It cannot hold a tensor twice: of tied ones it says the first's name, as the library."""
+    about = {alias: name for alias, name in plan.aliases.items() if name in tensors}
+    entries = [(name, converting.dtype_in(tensor, dtype), tensor.shape) for name, tensor in tensors.items()]
+    with file.open("wb") as out:
+        safetensors_file.write_header(out, entries, {"format": "pt", **about})
+        for name in tensors:
+            out.write(reader(name))
+
+
+def _write_folder(folder: Path, shards: dict[str, dict[str, Whole]], plan: Plan, dtype: str, reader: Reader) -> None:
+    folder.mkdir()
+    for name, tensors in shards.items():
+        write_shard(folder / name, tensors, plan, dtype, reader)
+    if len(shards) > 1:
+        size = plan.size(dtype)
+        where = {tensor: name for name, tensors in shards.items() for tensor in tensors}
+        index = {"metadata": {"total_size": size}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+
+def parse_size(text: str) -> int:
+    """Bytes, of a text such as "5GB", "500MB" or "1000000"; units are powers of 1000.
+
+    Raises:
+        ValueError: it is no size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
+    size = int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ")) if match else 0
+    if size < 1:
+        raise ValueError(f"{text!r} is no size; give one such as 5GB or 500MB")
+    return size

@@ -1,0 +1,190 @@
+"""What was trained, for others to use: an adapter folder as PEFT's own, or a plain file of safetensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .._errors import CheckpointError, named
+from .._progress import progress
+from ..manifest import Manifest
+from . import converting
+from .consolidation import Plan, Reader, write_shard
+from .records import Records
+from .states import check_together, load
+from .weights import Weights, weights
+from .writing import check_output, output
+
+FORMATS = ("peft", "safetensors")
+_PEFTS_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What `export` has done, or would do. `outside` names what was trained and has no place in an adapter."""
+
+    source: str
+    target: str
+    format: str
+    tensors: tuple[str, ...]
+    size: int
+    outside: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One of PEFT's adapters: the name of the module that has it, its own, and its configuration, if it is known."""
+
+    module: str
+    name: str
+    config: dict[str, Any] | None
+
+    def peft_name(self, name: str) -> str | None:
+        """A parameter's name in an adapter's file, which has neither the module's nor the adapter's; None outside."""
+        prefix = f"{self.module}." if self.module else ""
+        if not name.startswith(prefix):
+            return None
+        inner = name.removeprefix(prefix)
+        inner = inner if inner.startswith(_PEFTS_PREFIX) else _PEFTS_PREFIX + inner
+        parts = inner.replace(f"modules_to_save.{self.name}.", "").split(".")
+        return ".".join(part for part in parts if part != self.name)
+
+    def owns(self, name: str) -> bool:
+        """Whether a parameter is the adapter's own."""
+        return self.peft_name(name) is not None and self.name in name.split(".")
+
+
+def export(
+    source: str | Path,
+    target: str | Path,
+    tag: str | None = None,
+    *,
+    format: str = "safetensors",
+    dtype: str = "fp32",
+    adapter: str | None = None,
+    adapter_config: str | Path | None = None,
+    trainable: Sequence[str] = (),
+    trust: bool = False,
+    dry_run: bool = False,
+    quiet: bool = True,
+) -> Exported:
+    """Write what a checkpoint's run has trained, without its optimizer.
+
+    Args:
+        source: the directory of a DeepSpeed checkpoint, full or trainable-only. It stays as it is.
+        target: for "peft" a folder to make, which `PeftModel.from_pretrained` takes; for "safetensors" a file to make,
+            with the module's own names, buffers too, which `load_trainable` takes.
+        tag: the folder in the source; without one, what its file `latest` says.
+        format: "peft" or "safetensors".
+        dtype: "fp32", "bf16" or "fp16", of all floating tensors.
+        adapter: the name of the adapter, for "peft"; by default the only one, or "default".
+        adapter_config: an `adapter_config.json`, or its folder, where the run has not recorded its own: `patch()` does.
+        trainable: as for `prune`.
+        trust: also read files that name classes which do not belong in a checkpoint. Nothing of them is run.
+        dry_run: write nothing and read no tensor.
+        quiet: show no progress on stderr.
+
+    Raises:
+        CheckpointError: a file of the source is missing, damaged or of another run; there is no such adapter, no
+            configuration of it, or a part of it was left out as frozen; there is something at the target already, or it
+            cannot be written. Nothing is left there then.
+        ValueError: the format or the dtype is not known.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, not {format!r}")
+    if dtype not in converting.DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(converting.DTYPES)}, not {dtype!r}")
+    states = load(source, tag, trust)
+    check_together(states)
+    found = weights(states, trainable)
+    config = None
+    if format == "peft":
+        chosen = _adapter(found, states.manifest, adapter, adapter_config)
+        named_, outside = _of_adapter(found, states.manifest, chosen)
+        config = chosen.config
+    else:
+        named_, outside = {name: name for name in (*found.trained, *found.buffers)}, []
+    tensors = {**found.frozen, **found.trained, **found.buffers}
+    plan = Plan(
+        tensors={name: tensors[own] for name, own in named_.items()},
+        aliases=found.aliases if format == "safetensors" else {},
+        from_base={},
+        halves={name: found.halves[own] for name, own in named_.items() if own in found.halves},
+        base=None,
+    )
+    kind, path = converting.DTYPES[dtype], Path(target)
+    size = plan.size(kind)
+    done = Exported(str(source), str(target), format, tuple(plan.tensors), size, tuple(outside))
+    if dry_run:
+        check_output(path, states.layout.root)
+        return done
+    with output(path, states.layout.root) as made, Records() as records, progress("writing", size, quiet) as told:
+        file = made
+        if config is not None:
+            made.mkdir()
+            file = made / "adapter_model.safetensors"
+            said = json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True)
+            (made / "adapter_config.json").write_text(said, encoding="utf-8")
+        write_shard(file, plan.tensors, plan, kind, Reader(records, plan, kind, told))
+    return done
+
+
+def _adapter(found: Weights, manifest: Manifest | None, name: str | None, file: str | Path | None) -> Adapter:
+    """The adapter that is meant: as the run has recorded it, else as the names of what was trained give it away."""
+    recorded = dict(manifest.adapters) if manifest else {}
+    if len(recorded) > 1:
+        raise CheckpointError(
+            f"The run had several models with adapters: {named(list(recorded))}. One folder of PEFT holds one; take the"
+            " other format: --format safetensors"
+        )
+    for module, adapters in recorded.items():
+        known = name or (next(iter(adapters)) if len(adapters) == 1 else "default")
+        if known not in adapters:
+            raise CheckpointError(f"The run had no adapter {known!r}, but {named(list(adapters))}. Say it: --adapter")
+        return Adapter(module, known, _config(file) if file else json.loads(adapters[known]))
+    prefixes = {own.partition(_PEFTS_PREFIX)[0] for own in found.trained if _PEFTS_PREFIX in own}
+    if len(prefixes) != 1:
+        raise CheckpointError(
+            "The names of what was trained are of no model of PEFT, or of several. Take the other format:"
+            " --format safetensors"
+        )
+    if file is None:
+        raise CheckpointError(
+            "The run has not recorded the adapter's configuration. Name a file with it: --adapter-config"
+            " adapter_config.json (PeftConfig.save_pretrained writes one)."
+        )
+    return Adapter(prefixes.pop().removesuffix("."), name or "default", _config(file))
+
+
+def _config(path: str | Path) -> dict[str, Any]:
+    file = Path(path) / "adapter_config.json" if Path(path).is_dir() else Path(path)
+    try:
+        said = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(said, dict) or "peft_type" not in said:
+            raise ValueError("it has no peft_type")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is no adapter_config.json of PEFT ({error}).") from None
+    return said
+
+
+def _of_adapter(found: Weights, manifest: Manifest | None, adapter: Adapter) -> tuple[dict[str, str], list[str]]:
+    """The names in the checkpoint by those in the adapter's file, and what was trained besides."""
+    left_out = [name for name in (manifest.names if manifest else ()) if adapter.owns(name)]
+    if left_out:
+        raise CheckpointError(
+            f"Parts of the adapter were frozen and so are not in the checkpoint: {named(left_out)}. Save them with"
+            " patch(keep=[...]), or take a full checkpoint."
+        )
+    chosen = [*found.trained, *(name for name in found.frozen if adapter.owns(name))]
+    by_name = {adapter.peft_name(name): name for name in chosen}
+    if not any(adapter.owns(name) for name in chosen):
+        raise CheckpointError(f"The checkpoint holds nothing of an adapter {adapter.name!r}. Say which: --adapter")
+    outside = [name for name in chosen if adapter.peft_name(name) is None]
+    return {name: own for name, own in by_name.items() if name is not None}, outside

@@ -1,0 +1,159 @@
+"""A full checkpoint becomes a trainable-only one; the frozen weights are not even read, unless for fingerprints."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from .._errors import CheckpointError
+from .._progress import progress
+from ..fingerprint import of_stream
+from ..manifest import KEY, LeftOut, Manifest, plain
+from .archive import Storage
+from .records import Piece, Records, Whole
+from .states import States, check_together, load
+from .weights import Weights, weights
+from .writing import check_output, output, write_archive
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What `prune` has done, or would do. Sizes are in bytes; `size_after` is None where nothing was written."""
+
+    source: str
+    target: str
+    size_before: int
+    size_after: int | None
+    manifest: Manifest
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        return {**vars(self), "manifest": self.manifest.to_state()}
+
+
+def prune(
+    source: str | Path,
+    target: str | Path,
+    tag: str | None = None,
+    *,
+    trainable: Sequence[str] = (),
+    fingerprints: bool = True,
+    trust: bool = False,
+    dry_run: bool = False,
+    quiet: bool = True,
+) -> Pruned:
+    """Write the trainable-only checkpoint that would have been saved in place of a full one.
+
+    It takes time and disk in proportion to what is kept, and with fingerprints one read of what is not; memory for a
+    few MiB and the files' pickles.
+
+    Args:
+        source: the directory of a full DeepSpeed checkpoint, of any ZeRO stage and number of ranks. It stays as it is.
+        target: the directory to make.
+        tag: the folder in the source; without one, what its file `latest` says.
+        trainable: patterns (as in `fnmatch`) of the names that were trained, for a checkpoint of ZeRO stage 0 that does
+            not say it.
+        fingerprints: read the frozen parameters, so that a load can verify its base. Without, loads warn that they
+            cannot.
+        trust: also read files that name classes which do not belong in a checkpoint. Nothing of them is run.
+        dry_run: write nothing, read no tensor, and say what would be left out.
+        quiet: show no progress on stderr.
+
+    Raises:
+        CheckpointError: the source is no full checkpoint, or damaged; there is something at the target already, or it
+            cannot be written. Nothing is left there then.
+    """
+    states = load(source, tag, trust)
+    check_together(states)
+    found = weights(states, trainable)
+    if states.manifest or not found.frozen:
+        raise CheckpointError(f"{source} holds no frozen parameters, so there is nothing to prune.")
+    layout = states.layout
+    size = sum(file.stat().st_size for file in layout.files)
+    prints: Mapping[str, str] = {}
+    if dry_run:
+        check_output(Path(target), layout.root)
+        return Pruned(str(source), str(target), size, None, _manifest(states, found, prints))
+    with output(target, layout.root) as made:
+        with Records() as records:
+            if fingerprints:
+                prints = _fingerprints(records, found, quiet)
+            manifest = _manifest(states, found, prints)
+            folder = made / layout.tag
+            folder.mkdir(parents=True)
+            with progress("writing", size - manifest.total_bytes, quiet) as done:
+                for file, state in zip(layout.model, states.models, strict=True):
+                    write_archive(folder / file.name, _without(state, manifest), _reader(records, done))
+                for file, contents in zip(layout.optimizer, states.contents[len(layout.model) :], strict=True):
+                    write_archive(folder / file.name, contents.state, _reader(records, done))
+        _copy_others(states, made)
+        size_after = sum(file.stat().st_size for file in folder.iterdir())
+    return Pruned(str(source), str(target), size, size_after, manifest)
+
+
+def _copy_others(states: States, made: Path) -> None:
+    """What lies beside the states: the note of the tag, DeepSpeed's converter, and what a trainer has put there."""
+    layout = states.layout
+    folder = layout.model[0].parent
+    for item in folder.iterdir():
+        if item.is_dir():
+            shutil.copytree(item, made / layout.tag / item.name)
+        elif item not in layout.files:
+            shutil.copy2(item, made / layout.tag / item.name)
+    for item in layout.root.iterdir():
+        if item.is_file() and item.name != "latest":
+            shutil.copy2(item, made / item.name)
+    (made / "latest").write_text(layout.tag, encoding="utf-8")
+
+
+def _fingerprints(records: Records, found: Weights, quiet: bool) -> dict[str, str]:
+    prints = {}
+    with progress("fingerprints", sum(item.nbytes for item in found.frozen.values()), quiet) as done:
+        for name, item in found.frozen.items():
+            if item.dtype != "int8":  # else it is quantized, as ZeRO++ does it, and says nothing without its scales
+                chunks = records.chunks(item) if item.view is None else [records.read(item)]
+                prints[name] = of_stream(item.dtype, item.numel, _counted(chunks, done))
+    return prints
+
+
+def _manifest(states: States, found: Weights, prints: Mapping[str, str]) -> Manifest:
+    return Manifest(
+        left_out=tuple(
+            LeftOut(found.names_of(name), item.shape, item.dtype, prints.get(name))
+            for name, item in found.frozen.items()
+        ),
+        total_bytes=sum(item.nbytes for item in found.frozen.values()),
+        zero_stage=states.zero_stage,
+        world_size=states.world_size,
+        versions={"ds_frozen_patch": metadata.version("ds_frozen_patch"), **states.versions},
+    )
+
+
+def _without(state: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
+    """A file's state as a trainable-only save makes it."""
+    left_out = manifest.names
+    module = state["module"]
+    kept = type(module)((name, item) for name, item in module.items() if plain(name) not in left_out)
+    if hasattr(module, "_metadata"):
+        kept._metadata = module._metadata
+    changed = {"module": kept, "frozen_param_shapes": None, "frozen_param_fragments": None}
+    return {**state, **{key: value for key, value in changed.items() if key in state}, KEY: manifest.to_state()}
+
+
+def _reader(records: Records, done: Callable[[int], object]) -> Callable[[Storage, int, int], Iterator[memoryview]]:
+    """What gives the bytes of storages to be copied."""
+
+    def read(storage: Storage, begin: int, count: int) -> Iterator[memoryview]:
+        return _counted(records.chunks(Whole("uint8", (count,), (Piece(storage, begin, count),))), done)
+
+    return read
+
+
+def _counted(chunks: Iterable[Any], done: Callable[[int], object]) -> Iterator[Any]:
+    for chunk in chunks:
+        yield chunk
+        done(len(chunk))

@@ -1,0 +1,184 @@
+"""What the files of a checkpoint say, read together: its settings, and whether they belong together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .._errors import CheckpointError
+from ..manifest import KEY, Manifest
+from .archive import Contents, StandIn, StoredTensor, read, tensors
+from .layout import Layout, find
+from .records import Records, whole
+
+DEEPSPEEDS_OWN = frozenset(
+    [
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "sparse_tensor_module_names",
+        "csr_tensor_module_names",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "ds_config",
+        "ds_version",
+        "universal_checkpoint_info",
+    ]
+)
+"""What DeepSpeed puts into a file of model states; the rest is the client's."""
+
+
+@dataclass(frozen=True)
+class States:
+    """The states of all files of a checkpoint, in the order of `layout.files`."""
+
+    layout: Layout
+    contents: tuple[Contents, ...]
+
+    @property
+    def models(self) -> list[dict[str, Any]]:
+        """The states of the files of model states, by rank."""
+        return [contents.state for contents in self.contents[: len(self.layout.model)]]
+
+    @property
+    def optimizers(self) -> list[dict[str, Any]]:
+        """What DeepSpeed's optimizer of each rank has saved."""
+        return [contents.state["optimizer_state_dict"] for contents in self.contents[len(self.layout.model) :]]
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The manifest, in a checkpoint that ds_frozen_patch made trainable-only."""
+        return Manifest.from_checkpoint(self.models[0])
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that saved it."""
+        return number(self.models[0].get("dp_world_size")) or len(self.layout.optimizer) or 1
+
+    @property
+    def zero_stage(self) -> int:
+        """0 to 3."""
+        for state in self.optimizers:
+            said = state.get("zero_stage")
+            said = said.arguments[0] if isinstance(said, StandIn) and said.arguments else said  # DeepSpeed's enum
+            if isinstance(said, int):
+                return said
+        return configured_stage(self.models[0])
+
+    @property
+    def leaves_out_frozen(self) -> bool:
+        """Whether DeepSpeed was told to leave frozen parameters out; known from ZeRO-2 on."""
+        return self.zero_stage >= 2 and self.models[0].get("frozen_param_shapes") is None
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """The releases that saved it, by package."""
+        model, manifest = self.models[0], self.manifest
+        said = {"deepspeed": model.get("ds_version"), "pytorch-lightning": model.get("pytorch-lightning_version")}
+        found = {name: version for name, version in said.items() if isinstance(version, str)}
+        return {**found, **(manifest.versions if manifest else {})}
+
+
+def load(path: str | Path, tag: str | None, trust: bool) -> States:
+    """Read the states of all files of a checkpoint, and no tensor.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or a file of it is missing, cut, damaged or not expected.
+    """
+    layout = find(path, tag)
+    contents = tuple(read(file, trust=trust) for file in layout.files)
+    for file, content in zip(layout.files, contents, strict=True):
+        part = "optimizer_state_dict" if file in layout.optimizer else "module"
+        if not isinstance(content.state, dict) or not isinstance(content.state.get(part), dict):
+            raise CheckpointError(f"{file} is no file of a DeepSpeed checkpoint: it has no {part!r}. Check the path.")
+    return States(layout, contents)
+
+
+def check_together(states: States) -> None:
+    """Raise CheckpointError where files are missing or are not of one and the same save."""
+    count = len(states.layout.optimizer)
+    if states.zero_stage and count != states.world_size and names_of_groups(states.models[0]):
+        raise CheckpointError(
+            f"{states.layout.root} was saved by {states.world_size} ranks and has the optimizer states of {count}."
+            " Take a whole copy of it, without files of another save."
+        )
+    for what, files, said in (
+        ("model", states.layout.model, [_model_says(state) for state in states.models]),
+        ("optimizer", states.layout.optimizer, _optimizers_say(states)),
+    ):
+        for file, own in zip(files, said, strict=True):
+            for key, value in own.items():
+                if value != said[0][key]:
+                    raise CheckpointError(
+                        f"{file} is of another save than {files[0].name}: they differ in {key}. Take all {what} states"
+                        " from one checkpoint."
+                    )
+
+
+def _model_says(state: Mapping[str, Any]) -> dict[str, str]:
+    keys = ("global_steps", "global_step", "epoch", "ds_version", "dp_world_size", "ds_config", "param_shapes", KEY)
+    return {key: _comparable(state.get(key)) for key in keys}
+
+
+def _optimizers_say(states: States) -> list[dict[str, str]]:
+    """What ranks share of their optimizers: the settings, and how many steps were taken."""
+    said = []
+    with Records() as records:
+        for contents, own in zip(states.contents[len(states.layout.model) :], states.optimizers, strict=True):
+            inner = own.get("base_optimizer_state", own.get("optimizer_state_dict"))
+            groups = inner.get("param_groups") if isinstance(inner, dict) else None
+            steps = [
+                bytes(records.read(whole(tensor))).hex()
+                for path, tensor in tensors(own)
+                if path[-1] == "step" and tensor.numel == 1
+            ]
+            said.append(
+                {
+                    "ds_version": _comparable(contents.state.get("ds_version")),
+                    "ds_config": _comparable(contents.state.get("ds_config")),
+                    "partition_count": _comparable(own.get("partition_count")),
+                    "the optimizer's settings": _comparable(groups),
+                    "the number of steps": _comparable(sorted(steps)),
+                }
+            )
+    return said
+
+
+def _comparable(value: Any) -> str:
+    return json.dumps(value, default=lambda item: "tensor" if isinstance(item, StoredTensor) else repr(item))
+
+
+def configured_stage(model: Mapping[str, Any]) -> int:
+    """The ZeRO stage that the configuration in a model's state says."""
+    config = model.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    return (number(zero.get("stage")) or 0) if isinstance(zero, Mapping) else 0
+
+
+def names_of_groups(model: Mapping[str, Any]) -> list[dict[str, tuple[int, ...]]]:
+    """The shape of each trained parameter by its name, for each of the optimizer's groups."""
+    groups = model.get("param_shapes")
+    return [dict(group) for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+
+
+def names(value: Any) -> set[str]:
+    """The names in a list, or among the keys of a mapping; none of what a checkpoint has otherwise."""
+    return {item for item in value if isinstance(item, str)} if isinstance(value, list | tuple | Mapping) else set()
+
+
+def number(value: Any) -> int | None:
+    """An integer, or None where a checkpoint has something else."""
+    return value if isinstance(value, int) else None

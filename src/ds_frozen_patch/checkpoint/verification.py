@@ -1,0 +1,176 @@
+"""Whether a checkpoint can be relied on: all its files there, whole, and of one save, and its base the right one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from .._errors import CheckpointError, CheckpointMismatchError, named
+from .._progress import progress
+from ..manifest import Manifest
+from . import converting
+from .archive import ITEM_SIZES, Storage, tensors
+from .base import Base, open_base, tensors_for
+from .records import Records
+from .states import States, check_together, load
+from .weights import Weights, weights
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What `verify` has found. `problems` is empty where all is well; each of them is a sentence or two.
+
+    `size` is that of all files, in bytes. `trained` and `left_out` count parameters, `compared` those of them that
+    were left out and found in the base as they were at the save. `unverified` names those without a fingerprint.
+    """
+
+    path: str
+    problems: tuple[str, ...]
+    files: int
+    size: int
+    trained: int
+    left_out: int
+    compared: int
+    unverified: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        return dict(vars(self))
+
+
+def verify(
+    path: str | Path,
+    tag: str | None = None,
+    *,
+    base: str | Path | None = None,
+    trust: bool = False,
+    quiet: bool = True,
+) -> Verified:
+    """Read all of a checkpoint, and say what is wrong with it.
+
+    Every record is compared with its checksum, the ranks' parts with each other and with the shapes that they must add
+    up to, the fp32 masters with the weights that the model computed with (in ZeRO 1 and 2), and the manifest with what
+    is there.
+
+    Args:
+        path: the directory of a DeepSpeed checkpoint, full or trainable-only.
+        tag: the folder in it; without one, what its file `latest` says.
+        base: what the run was built from (see `consolidate`), to be compared with the manifest's fingerprints.
+        trust: also read files that name classes which do not belong in a checkpoint. Nothing of them is run.
+        quiet: show no progress on stderr.
+
+    Raises:
+        CheckpointError: there is no base at its path, or none that can be read. What is wrong with the checkpoint
+            itself is not raised, but reported.
+    """
+    problems: list[str] = []
+    try:
+        states = load(path, tag, trust)
+        manifest = states.manifest
+    except (CheckpointError, CheckpointMismatchError) as error:
+        return Verified(str(path), (str(error),), 0, 0, 0, 0, 0, ())
+    opened = open_base(base, trust) if base is not None else None
+    found = None
+    try:
+        check_together(states)
+        found = weights(states)
+    except CheckpointError as error:
+        problems.append(str(error))
+    size = sum(file.stat().st_size for file in states.layout.files)
+    with progress("reading", size, quiet) as told:
+        problems += _damaged(states, told)
+    if found is not None and not problems:
+        problems += _apart(found)
+    if manifest is not None:
+        problems += _contradictions(states, manifest)
+    compared = 0
+    if opened is not None:
+        wrong, compared = _compared(manifest, opened, quiet)
+        problems += wrong
+    return Verified(
+        path=str(path),
+        problems=tuple(problems),
+        files=len(states.layout.files),
+        size=size,
+        trained=len(found.trained) if found else 0,
+        left_out=len(manifest.left_out) if manifest else 0,
+        compared=compared,
+        unverified=tuple(p.name for p in manifest.left_out if p.fingerprint is None) if manifest else (),
+    )
+
+
+def _damaged(states: States, told: Callable[[int], object]) -> list[str]:
+    """What is wrong with the bytes of each file."""
+    problems = []
+    for file, contents in zip(states.layout.files, states.contents, strict=True):
+        storages: dict[Storage, None] = {tensor.storage: None for _, tensor in tensors(contents.state)}
+        try:
+            with Records() as records:
+                for storage in storages:
+                    records.check(storage)
+                    told(storage.nbytes)
+        except CheckpointError as error:
+            problems.append(str(error))
+        told(file.stat().st_size - sum(storage.nbytes for storage in storages))
+    return problems
+
+
+def _apart(found: Weights) -> list[str]:
+    """The masters that are not those of the model's weights."""
+    apart = []
+    with Records() as records:
+        for name, half in found.halves.items():
+            master = found.trained[name]
+            if not converting.is_close(records.read(master), master.dtype, records.read(half), half.dtype):
+                apart.append(name)
+    if not apart:
+        return []
+    return [
+        f"The optimizer's masters are not the weights that the model had: {named(apart, 3)}. Its files are of another"
+        " run, or the weights were changed past the optimizer."
+    ]
+
+
+def _contradictions(states: States, manifest: Manifest) -> list[str]:
+    """Where the manifest and the rest of the checkpoint do not agree."""
+    there = {name for state in states.models for name, _ in state["module"].items()} & manifest.names
+    said = {
+        "its ZeRO stage": (manifest.zero_stage, states.zero_stage),
+        "its number of ranks": (manifest.world_size, states.world_size),
+        "the size of what was left out": (
+            manifest.total_bytes,
+            sum(prod(p.shape) * ITEM_SIZES.get(p.dtype, 0) for p in manifest.left_out),
+        ),
+    }
+    problems = [
+        f"The manifest says of {what}: {one}; it is {other}." for what, (one, other) in said.items() if one != other
+    ]
+    if there:
+        problems.append(f"The manifest says that {named(there)} were left out, but they are there.")
+    return problems
+
+
+def _compared(manifest: Manifest | None, base: Base, quiet: bool) -> tuple[list[str], int]:
+    """What is wrong with a base, and how many of its parameters are right."""
+    if manifest is None:
+        return ["The checkpoint has no manifest, so its base cannot be verified."], 0
+    try:
+        there = tensors_for(manifest, base)
+    except CheckpointError as error:
+        return [str(error)], 0
+    wrong, right = [], 0
+    with Records() as records, progress("base", sum(t.nbytes for t in there.values()), quiet) as told:
+        for parameter in manifest.left_out:
+            tensor = there[parameter.name]
+            if parameter.fingerprint is not None:
+                values = converting.converted(records.read(tensor), tensor.dtype, parameter.dtype)
+                same = converting.is_base(parameter, values)
+                wrong += [] if same else [parameter.name]
+                right += same
+            told(tensor.nbytes)
+    if wrong:
+        return [f"{base.path} is not the base that was saved with: it has other values in {named(wrong)}."], right
+    return [], right

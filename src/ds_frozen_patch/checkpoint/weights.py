@@ -1,0 +1,215 @@
+"""The weights of a checkpoint by name, put together from what its ranks have saved; where they lie, not what they are.
+
+Trained weights come from the optimizer's fp32 masters, where there are any. How they are laid out, as
+`deepspeed.utils.zero_to_fp32` reads them too: in ZeRO 1 and 2 each group of parameters is one flat tensor, in the order
+of `param_shapes` and cut into one part for each rank. In ZeRO-3 each parameter is cut into as many parts, all of one
+size, and each rank has its parts one after the other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any
+
+from .._errors import CheckpointError, named
+from ..manifest import plain
+from .archive import StoredTensor, tensors
+from .records import Piece, Whole, joined, whole
+from .states import States, names, names_of_groups
+
+
+@dataclass(frozen=True)
+class Weights:
+    """All weights of a checkpoint by their plain names, each tied one by its first name only.
+
+    `aliases` gives the first name of each tied alias. `halves` are the weights that the model computed with, of those
+    that are in `trained` as fp32 masters; ZeRO-3 does not save them.
+    """
+
+    trained: dict[str, Whole]
+    frozen: dict[str, Whole]
+    buffers: dict[str, Whole]
+    aliases: dict[str, str]
+    halves: dict[str, Whole]
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """A parameter's name and its tied aliases."""
+        return (name, *(alias for alias, first in self.aliases.items() if first == name))
+
+
+def weights(states: States, trainable: Sequence[str] = ()) -> Weights:
+    """Where the weights of a checkpoint lie.
+
+    Args:
+        states: what the files of the checkpoint say.
+        trainable: patterns (as in `fnmatch`) of the names that were trained, for a full checkpoint of ZeRO stage 0 that
+            does not say it.
+
+    Raises:
+        CheckpointError: the files do not fit together, or do not say which weights were trained.
+    """
+    model = states.models[0]
+    module = {name: item for name, item in model["module"].items() if isinstance(item, StoredTensor)}
+    first = _first_names(module, model)
+    buffers = names(model.get("buffer_names")) & module.keys()
+    masters = _masters(states)
+    listed = [name for group in names_of_groups(model) for name in group]
+    if missing := [name for name in listed if name not in module]:
+        raise CheckpointError(
+            f"{states.layout.model[0]} lacks the weights of {named(missing)}. Take a whole copy of it."
+        )
+    known = masters or {name: whole(module[name]) for name in listed}
+    candidates = [
+        name for name in module if name == first[name] and name not in buffers and _is_parameter(name, module)
+    ]
+    says_what_is_frozen = isinstance(model.get("frozen_param_fragments"), dict)
+    if not known and not states.manifest and not says_what_is_frozen:
+        known = {name: whole(module[name]) for name in _chosen(candidates, module, model, trainable)}
+    frozen = _frozen(states, module) if says_what_is_frozen else {}
+    trained = dict(known)
+    for name in candidates:
+        if name in trained:
+            frozen.pop(name, None)
+        elif name not in frozen and module[name].numel:
+            # Neither trained nor known to be frozen: a parameter that no optimizer holds.
+            (trained if states.manifest or says_what_is_frozen else frozen)[name] = whole(module[name])
+    ours = {*trained, *frozen}
+    return Weights(
+        trained={plain(name): item for name, item in trained.items()},
+        frozen={plain(name): item for name, item in frozen.items()},
+        buffers={plain(name): whole(item) for name, item in module.items() if name in buffers},
+        aliases={plain(name): plain(to) for name, to in first.items() if name != to and to in ours},
+        halves={plain(name): whole(module[name]) for name in masters if name in module and module[name].numel},
+    )
+
+
+def _first_names(module: Mapping[str, StoredTensor], model: Mapping[str, Any]) -> dict[str, str]:
+    """The first of all names that share one tensor, for each of them."""
+    shared = model.get("shared_params")
+    first = {alias: to for alias, to in shared.items() if alias in module} if isinstance(shared, dict) else {}
+    places: dict[Any, str] = {}
+    for name, tensor in module.items():
+        place = (tensor.storage, tensor.offset, tensor.shape) if tensor.numel else name
+        first.setdefault(name, places.setdefault(place, name))
+    return first
+
+
+def _is_parameter(name: str, module: Mapping[str, Any]) -> bool:
+    """Not so what modules keep besides, such as `_extra_state`, or the quantization states of a weight."""
+    parent = name.rpartition(".")[0]
+    return not name.endswith("_extra_state") and parent not in module
+
+
+def _masters(states: States) -> dict[str, Whole]:
+    """The fp32 masters by name, in the order of the optimizer; none where the optimizer keeps none of its own."""
+    groups = names_of_groups(states.models[0])
+    if not states.optimizers or not groups:
+        return {}
+    partitions = [
+        _tensors_of(state, "fp32_flat_groups") or _tensors_of(state, "single_partition_of_fp32_groups")
+        for state in states.optimizers
+    ]
+    if not all(partitions):
+        raise CheckpointError(f"{states.layout.root} has no fp32 master weights among its optimizer states.")
+    found: dict[str, Whole] = {}
+    if states.zero_stage == 3:
+        shapes = {name: shape for group in groups for name, shape in group.items()}
+        parts = {name: -(-prod(shape) // len(partitions)) for name, shape in shapes.items()}
+        for rank, own in enumerate(partitions):
+            _check_size(states, rank, sum(item.numel for item in own), sum(parts.values()), 0)
+        begin = 0
+        for name, shape in shapes.items():
+            pieces = _cut([piece for own in partitions for piece in joined(own, begin, parts[name])], prod(shape))
+            found[name] = Whole(partitions[0][0].dtype, tuple(shape), pieces)
+            begin += parts[name]
+        return found
+    for index, group in enumerate(groups):
+        try:
+            own = [ranks[index] for ranks in partitions]
+        except IndexError:
+            raise CheckpointError(f"{states.layout.root} lacks the masters of parameter group {index}.") from None
+        wanted = sum(prod(shape) for shape in group.values())
+        _check_size(states, 0, sum(item.numel for item in own), wanted, 2 * len(partitions))
+        begin = 0
+        for name, shape in group.items():
+            found[name] = Whole(own[0].dtype, tuple(shape), joined(own, begin, prod(shape)))
+            begin += prod(shape)
+    return found
+
+
+def _check_size(states: States, rank: int, has: int, wants: int, padding: int) -> None:
+    if not wants <= has <= wants + padding:
+        raise CheckpointError(
+            f"{states.layout.optimizer[rank]} does not fit the model's states: the masters have {has} elements in place"
+            f" of {wants}. It is of another run, or they are on NVMe; take all files from one checkpoint."
+        )
+
+
+def _tensors_of(state: Mapping[str, Any], key: str) -> list[StoredTensor]:
+    """The flat tensors of a rank, by group."""
+    found = [
+        tensor for _, tensor in sorted(tensors(state.get(key)), key=lambda item: [str(k).zfill(9) for k in item[0]])
+    ]
+    return [tensor for tensor in found if tensor.is_contiguous]
+
+
+def _cut(pieces: Sequence[Piece], count: int) -> tuple[Piece, ...]:
+    """The first elements of some pieces: what is beyond is padding."""
+    kept = []
+    for piece in pieces:
+        if count > 0:
+            kept.append(Piece(piece.storage, piece.begin, min(piece.count, count)))
+        count -= piece.count
+    if count > 0:
+        raise CheckpointError(f"{pieces[0].storage.file} does not hold its part of a parameter." if pieces else "empty")
+    return tuple(kept)
+
+
+def _frozen(states: States, module: Mapping[str, StoredTensor]) -> dict[str, Whole]:
+    """The frozen parameters that DeepSpeed lists, which it does from ZeRO-2 on."""
+    model = states.models[0]
+    shapes = model.get("frozen_param_shapes") or {}
+    if states.zero_stage < 3:
+        return {name: whole(module[name]) for name in shapes if name in module}
+    found = {}
+    for name, shape in shapes.items():
+        parts = [state["frozen_param_fragments"].get(name) for state in states.models]
+        if not all(isinstance(part, StoredTensor) and part.is_contiguous for part in parts):
+            raise CheckpointError(f"{states.layout.root} lacks a partition of {name!r}. Take a whole copy of it.")
+        pieces = [piece for part in parts for piece in joined([part], 0, part.numel)]
+        found[name] = Whole(parts[0].dtype, tuple(shape), _cut(pieces, prod(shape)))
+    return found
+
+
+def _chosen(
+    candidates: Sequence[str], module: Mapping[str, StoredTensor], model: Mapping[str, Any], trainable: Sequence[str]
+) -> list[str]:
+    """The trained ones of a full checkpoint of stage 0, where only the optimizer's state tells them from the others.
+
+    Its moments have the shapes of what it trained. Where it trained all of a shape, or none, they are known by that.
+    """
+    optimizer = model.get("optimizer")
+    state = optimizer.get("state", optimizer) if isinstance(optimizer, dict) else {}
+    trained = Counter(tensor.shape for path, tensor in tensors(state) if path[-1] == "exp_avg")
+    if trainable:
+        chosen = [name for name in candidates if any(fnmatchcase(plain(name), pattern) for pattern in trainable)]
+        left = trained - Counter(module[name].shape for name in chosen)
+        if left:
+            raise CheckpointError(
+                f"The optimizer has trained {left.total()} parameters more than the given patterns choose, of shape"
+                f" {named([str(list(shape)) for shape in left])}. Choose all that were trained."
+            )
+        return chosen
+    there = Counter(module[name].shape for name in candidates)
+    unclear = [name for name in candidates if trained[module[name].shape] not in (0, there[module[name].shape])]
+    if unclear or not trained:
+        raise CheckpointError(
+            "A full checkpoint of ZeRO stage 0 does not say which parameters were trained, and the optimizer's state"
+            f" leaves it open for {named(unclear or list(candidates), 3)}. Say it with --trainable, such as"
+            " --trainable '*lora_*'."
+        )
+    return [name for name in candidates if trained[module[name].shape]]
