@@ -20,6 +20,7 @@ from packaging.version import Version
 
 CELLS = cells.read()
 EVERY_TEST = ("everyday", "newest")
+BENCHMARKS = ("fingerprint", "inspect", "prune", "consolidate")
 RESULTS = ROOT / ".nox" / "results"
 OWN_TESTS = ROOT / ".nox" / "upstream-tests"
 # The checkpoints that cells leave for others are of the program that trains them, and of the patches.
@@ -122,7 +123,7 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
-@nox.parametrize("what", ["fingerprint", "inspect"], ids=["fingerprint", "inspect"])
+@nox.parametrize("what", BENCHMARKS, ids=BENCHMARKS)
 def bench(session: nox.Session, what: str) -> None:
     """What a thing costs against another, in one run; what follows `--` goes to the benchmark."""
     run(session, "everyday", f"ci/bench_{what}.py", *session.posargs)

@@ -39,13 +39,24 @@ _source: ContextVar[tuple[str, str | None]] = ContextVar("ds_frozen_patch_source
 
 def strategy_load(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A strategy's own `load_checkpoint`; where there is no checkpoint, says so, and why."""
-    call = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    call = dict(inspect.signature(wrapped).bind(*args, **kwargs).arguments)
     state = call.get("state")  # Fabric's: what is to be restored, by name; the module alone stands for itself
     if not (strategy.load_full_weights and strategy.zero_stage_3):
-        _check_path(Path(call.get("checkpoint_path", call.get("path", ""))))
+        path = Path(call.pop("checkpoint_path", call.get("path", "")))
+        if "path" not in call and path.is_file() and (found := _read_single_file(strategy, path, call)) is not None:
+            return found
+        _check_path(path)
     asked_for = tuple(map(_unwrapped, state.values())) if isinstance(state, Mapping) else ()
     with _ownership.at_work(strategy), _set(_asked_for, asked_for), _lent(_moved_in_deepspeed()):
         return wrapped(*args, **kwargs)
+
+
+def _read_single_file(strategy: Any, file: Path, options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Load what Trainer has saved with `weights_only=True`; None if the file is none of these."""
+    from . import _single_file
+
+    content = None if file.parent.name == "checkpoint" else _single_file.read(strategy, file, **options)
+    return None if content is None else _single_file.load(strategy, file, content)
 
 
 def _unwrapped(item: Any) -> Any:
@@ -63,6 +74,11 @@ def _moved_in_deepspeed() -> list[tuple[Any, str, Any]]:
 
 def _check_path(path: Path) -> None:
     """Raise FileNotFoundError for what cannot be a checkpoint: before 2.1 Lightning goes on, and DeepSpeed fails."""
+    if not path.exists() and (previous := path.with_name(f".{path.name}.previous")).is_dir():
+        raise FileNotFoundError(
+            f"There is no checkpoint at {path}: a save over it was killed in its very last step. The one from before is"
+            f" {previous}; rename it to {path.name}."
+        )
     if not path.exists():
         raise FileNotFoundError(
             f"There is no checkpoint at {path}. Pass the directory that a save wrote (it holds `latest` and"
@@ -73,8 +89,9 @@ def _check_path(path: Path) -> None:
         raise FileNotFoundError(f"{path} is a part of a DeepSpeed checkpoint. Pass all of it: {inner.parent}")
     if path.is_file():
         raise FileNotFoundError(
-            f"{path} is a file, and a DeepSpeed checkpoint is a directory. Put the weights of a single file into"
-            " the module before you hand it over: module.load_state_dict(torch.load(...)['state_dict'])."
+            f"{path} is a file, and a DeepSpeed checkpoint is a directory. Trainer takes single files that Lightning"
+            " has saved, Fabric none: put the weights into the module before you hand it over, with"
+            " ds_frozen_patch.load_trainable(module, path)."
         )
 
 
@@ -96,14 +113,20 @@ def engine_load(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
         _lent(_missing_in(engine)),
     ):
         path, client_state = wrapped(*call.args, **call.kwargs)
-    for parameter in engine.module.parameters():
-        if getattr(parameter, "ds_secondary_tensor", None) is not None:
-            # hpZ's second copy within a node is of before the load; without one, DeepSpeed makes it anew. It does
-            # so by itself from 0.18.3 on, but not for frozen parameters that the checkpoint holds.
-            parameter.ds_secondary_tensor = None
+    forget_second_copies(engine)
     if client_state is not None:
         client_state.pop(KEY, None)
     return path, client_state
+
+
+def forget_second_copies(engine: Any) -> None:
+    """hpZ's second copy within a node is of before a load; without one, DeepSpeed makes it anew.
+
+    It does so by itself from 0.18.3 on, but not for frozen parameters that the checkpoint holds.
+    """
+    for parameter in engine.module.parameters():
+        if getattr(parameter, "ds_secondary_tensor", None) is not None:
+            parameter.ds_secondary_tensor = None
 
 
 @contextmanager
@@ -165,11 +188,11 @@ def engine_load_module(wrapped: Callable[..., Any], engine: Any, args: tuple[Any
     manifest = Manifest.from_checkpoint(checkpoint)
     if manifest is not None:
         if call.arguments.get("strict", True):
-            _check_left_out(manifest, engine.module)
-        _verify_base(manifest, engine, strategy)
+            check_left_out(manifest, engine.module)
+        verify_base(manifest, engine, strategy)
         may_be_missing = manifest.names
     else:
-        may_be_missing = _left_out_by_others(checkpoint, engine.module)
+        may_be_missing = left_out_by_others(checkpoint, engine.module)
         if may_be_missing:
             warn(
                 strategy,
@@ -217,7 +240,7 @@ def _forgiving(module: Any, names: frozenset[str]) -> Iterator[None]:
         handle.remove()
 
 
-def _check_left_out(manifest: Manifest, module: Any) -> None:
+def check_left_out(manifest: Manifest, module: Any) -> None:
     """Every left-out parameter must be there, frozen, in its shape."""
     now = parameters_by_name(module)
     gone, trained, reshaped = [], [], []
@@ -249,7 +272,7 @@ def _check_left_out(manifest: Manifest, module: Any) -> None:
         raise CheckpointMismatchError("\n".join(problems))
 
 
-def _verify_base(manifest: Manifest, engine: Any, strategy: Any) -> None:
+def verify_base(manifest: Manifest, engine: Any, strategy: Any) -> None:
     """The left-out parameters must have the content that they had at the save, as their fingerprints tell."""
     how = current().verify_base
     if how == "off":
@@ -285,7 +308,7 @@ def _verify_base(manifest: Manifest, engine: Any, strategy: Any) -> None:
     warn(strategy, message)
 
 
-def _left_out_by_others(checkpoint: Mapping[str, Any], module: Any) -> frozenset[str]:
+def left_out_by_others(checkpoint: Mapping[str, Any], module: Any) -> frozenset[str]:
     """What a checkpoint without a manifest may lack: all that is frozen if all of it is missing, else nothing.
 
     DeepSpeed's own flag leaves a tied parameter in under its alias, so the first name is what counts.

@@ -132,7 +132,13 @@ _hooked: set[str] = set()  # wrapt cannot take an import hook back: without a cu
 _lock = threading.RLock()
 
 
-def patch(*, verify_base: str | None = None, keep: Iterable[str] | None = None) -> Status:
+def patch(
+    *,
+    verify_base: str | None = None,
+    keep: Iterable[str] | None = None,
+    export: str | None = None,
+    fp32_weights: bool | None = None,
+) -> Status:
     """Make the checkpoints of every installed Lightning trainable-only, and loadable.
 
     What is imported already is wrapped now, the rest when it is imported. Call it before training.
@@ -144,6 +150,10 @@ def patch(*, verify_base: str | None = None, keep: Iterable[str] | None = None) 
             DS_FROZEN_PATCH_VERIFY_BASE counts.
         keep: shell patterns such as "*.random_features": frozen parameters with such names are saved all the
             same, because no base holds their values.
+        export: what to put into each checkpoint's directory, to be used at once: "safetensors" for
+            a file `trainable.safetensors`, or "peft" for a folder `adapter`.
+        fp32_weights: let single files (of `save_weights_only=True`) and what `export` makes hold the
+            optimizer's fp32 masters instead of the model's own weights, which may be of 16 bits.
 
     Returns:
         What `status()` gives afterwards.
@@ -155,7 +165,8 @@ def patch(*, verify_base: str | None = None, keep: Iterable[str] | None = None) 
             at a target's import is raised there.
     """
     global _current
-    new_settings = _settings.settings(verify_base, keep, before=_settings.current() if _current else None)
+    before = _settings.current() if _current else None
+    new_settings = _settings.settings(verify_base, keep, export, fp32_weights, before)
     _finish_imports()
     findings = _probe_all() if _current is None else {}
     with _lock:
@@ -230,10 +241,16 @@ def unpatch() -> None:
 
 
 @contextmanager
-def patched(*, verify_base: str | None = None, keep: Iterable[str] | None = None) -> Iterator[Status]:
+def patched(
+    *,
+    verify_base: str | None = None,
+    keep: Iterable[str] | None = None,
+    export: str | None = None,
+    fp32_weights: bool | None = None,
+) -> Iterator[Status]:
     """`patch(...)` while this lasts, then the state from before: for tests and notebooks."""
     before = _settings.current() if _current is not None else None
-    now = patch(verify_base=verify_base, keep=keep)
+    now = patch(verify_base=verify_base, keep=keep, export=export, fp32_weights=fp32_weights)
     try:
         yield now
     finally:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import inspect
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from . import _ownership, manifest
-from ._errors import named
+from ._errors import CheckpointError, named
 from ._settings import Settings
 from ._settings import current as _settings
 from ._targets import FLAG, TARGETS
@@ -82,9 +84,58 @@ def _check_keep(strategy: Any, module: Any) -> None:
 
 
 def strategy_call(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A strategy's own `save_checkpoint`: the engine that it calls knows whom it works for."""
+    """A strategy's own `save_checkpoint`: the engine that it calls knows whom it works for.
+
+    With `weights_only=True` Lightning would have the engine save all that it always does.
+    """
+    from . import _single_file
+
+    call = inspect.signature(wrapped).bind(*args, **kwargs)
+    path = "filepath" if "filepath" in call.signature.parameters else "path"  # Trainer's name of it, and Fabric's
     with _ownership.at_work(strategy):
-        return wrapped(*args, **kwargs)
+        target = Path(strategy.broadcast(call.arguments[path]))
+        if _single_file.is_weights_only(call.arguments.get("checkpoint", {})):  # Fabric has no such argument
+            return _single_file.save(
+                strategy, call.arguments["checkpoint"], target, call.arguments.get("storage_options")
+            )
+        with _unfinished(strategy, target) as call.arguments[path]:
+            return wrapped(*call.args, **call.kwargs)
+
+
+@contextmanager
+def _unfinished(strategy: Any, target: Path) -> Iterator[Path]:
+    """A directory for a checkpoint that takes the target's place, and name, once every rank has written its part.
+
+    So one that is there is whole, and has no files of an earlier save by more ranks. It needs DeepSpeed to have written
+    all when it says so, which engines of other kinds do not promise.
+    """
+    if type(getattr(strategy.model, "checkpoint_engine", None)).__name__ != "TorchCheckpointEngine":
+        yield target
+        return
+    partial, previous = (target.with_name(f".{target.name}.{what}") for what in ("partial", "previous"))
+    _on_each_disk(strategy, lambda: shutil.rmtree(partial, ignore_errors=True))
+    yield partial
+    strategy.barrier("ds_frozen_patch: written")
+
+    def swap() -> None:
+        if partial.is_dir():
+            shutil.rmtree(previous, ignore_errors=True)
+            if target.exists():
+                target.rename(previous)
+            partial.rename(target)
+            shutil.rmtree(previous, ignore_errors=True)
+
+    _on_each_disk(strategy, swap)
+
+
+def _on_each_disk(strategy: Any, do: Callable[[], None]) -> None:
+    """Rank 0 does it, and then a rank of each node, whose disk may be another."""
+    if strategy.is_global_zero:
+        do()
+    strategy.barrier("ds_frozen_patch: rank 0")
+    if strategy.local_rank == 0 and not strategy.is_global_zero:
+        do()
+    strategy.barrier("ds_frozen_patch: each node")
 
 
 def engine_save(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -93,24 +144,36 @@ def engine_save(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
     if strategy is None:
         return wrapped(*args, **kwargs)
     call = inspect.signature(wrapped).bind(*args, **kwargs)
-    call.arguments[FLAG] = exclude = _excludes(strategy, call.arguments.get(FLAG))
+    call.arguments[FLAG] = exclude = excludes(strategy, call.arguments.get(FLAG))
     ours: dict[str, Any] = {}
     if forgets_optimizer(engine):
         ours["optimizer"] = engine.optimizer.state_dict()
     left_out = None
     if exclude:
-        left_out = _leave_out(strategy, engine)
+        left_out = leave_out(strategy, engine)
         ours |= {manifest.KEY: left_out.to_state()} | _kept_fragments(engine)
         _tell_once(strategy, left_out)
     call.arguments["client_state"] = {**(call.arguments.get("client_state") or {}), **ours}
     token = _leaving_out.set(left_out.names if left_out else None)
     try:
-        return wrapped(*call.args, **call.kwargs)
+        saved = wrapped(*call.args, **call.kwargs)
+    except (NotImplementedError, AssertionError) as error:
+        if "NVMe" not in str(error):
+            raise
+        raise CheckpointError(
+            f"{error}. What works with it is to save the weights alone:"
+            " ModelCheckpoint(save_weights_only=True) or trainer.save_checkpoint(path, weights_only=True)."
+        ) from error
     finally:
         _leaving_out.reset(token)
+    if _settings().export:
+        from . import _ready
+
+        _ready.write(engine, strategy, Path(call.arguments["save_dir"]))
+    return saved
 
 
-def _leave_out(strategy: Any, engine: Any) -> manifest.Manifest:
+def leave_out(strategy: Any, engine: Any) -> manifest.Manifest:
     """The manifest of what is left out now, with a warning where it has changed since it was last read."""
     optimized = _optimized(engine)
     left_out = {
@@ -197,7 +260,8 @@ def forgets_optimizer(engine: Any) -> bool:
     return has_plain_optimizer(engine) and bool(engine.bfloat16_enabled())
 
 
-def _excludes(strategy: Any, asked: bool | None) -> bool:
+def excludes(strategy: Any, asked: bool | None = None) -> bool:
+    """Whether a save leaves frozen parameters out, if the engine was `asked` so."""
     if _full.get():
         return False
     if asked is not None and not _ownership.in_strategy():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 VERIFY_BASE = ("error", "warn", "off")
+EXPORT = ("safetensors", "peft")
 VERIFY_BASE_VARIABLE = "DS_FROZEN_PATCH_VERIFY_BASE"
 
 
@@ -17,6 +18,8 @@ class Settings:
 
     verify_base: str = "error"
     keep: tuple[str, ...] = ()
+    export: str | None = None
+    fp32_weights: bool = False
 
     def keeps(self, names: Iterable[str]) -> bool:
         """Whether a frozen parameter with these names is to be saved all the same."""
@@ -24,13 +27,17 @@ class Settings:
 
 
 def settings(
-    verify_base: str | None = None, keep: Iterable[str] | None = None, before: Settings | None = None
+    verify_base: str | None = None,
+    keep: Iterable[str] | None = None,
+    export: str | None = None,
+    fp32_weights: bool | None = None,
+    before: Settings | None = None,
 ) -> Settings:
     """Checked settings; None leaves what was there before: an earlier call's, the environment's, the default.
 
     Raises:
-        ValueError: `verify_base`, or the environment variable, is none of the three words.
-        TypeError: `keep` is not a collection of strings.
+        ValueError: `verify_base`, or the environment variable, or `export` is none of their words.
+        TypeError: `keep` is not a collection of strings, or `fp32_weights` no bool.
     """
     if before is None:
         before = Settings(_word(os.environ.get(VERIFY_BASE_VARIABLE, "error"), VERIFY_BASE_VARIABLE))
@@ -41,6 +48,14 @@ def settings(
         if isinstance(keep, str) or not all(isinstance(pattern, str) for pattern in patterns):
             raise TypeError(f"keep must be a list of patterns such as ['*.random_features'], not {keep!r}")
         before = replace(before, keep=tuple(patterns))
+    if export is not None:
+        if export not in EXPORT:
+            raise ValueError(f"export must be 'safetensors' or 'peft', not {export!r}")
+        before = replace(before, export=export)
+    if fp32_weights is not None:
+        if not isinstance(fp32_weights, bool):
+            raise TypeError(f"fp32_weights must be True or False, not {fp32_weights!r}")
+        before = replace(before, fp32_weights=fp32_weights)
     return before
 
 

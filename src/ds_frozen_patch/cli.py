@@ -91,12 +91,13 @@ def _parser() -> argparse.ArgumentParser:
     _reads(command)
     command = add("prune", _prune, "a full checkpoint without its frozen parameters, as if it had been saved so")
     _writes(command, "a directory to make")
+    _chooses(command)
     command.add_argument(
         "--no-fingerprints",
         action="store_true",
         help="do not read the frozen parameters: faster, but a load cannot verify its base then",
     )
-    command = add("consolidate", _consolidate, "the weights of a checkpoint in one file, in fp32")
+    command = add("consolidate", _consolidate, "the weights of a checkpoint in one file, what was trained in fp32")
     _writes(command, "a .ckpt for Lightning, a .safetensors, or a folder of such files to make")
     _gathers(command, is_whole=False)
     command = add("merge", _consolidate, "the same as consolidate with a base: a trainable-only checkpoint made whole")
@@ -104,8 +105,11 @@ def _parser() -> argparse.ArgumentParser:
     _gathers(command, is_whole=True)
     command = add("export", _export, "what was trained, as a PEFT adapter or a plain file of safetensors")
     _writes(command, "for peft a folder to make, else a file")
+    _chooses(command)
     command.add_argument("--format", choices=FORMATS, required=True)
-    command.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="default: %(default)s")
+    command.add_argument(
+        "--dtype", choices=list(DTYPES), help="of all (default: what was trained in fp32, else as saved)"
+    )
     command.add_argument("--adapter", metavar="NAME", help="which of the run's adapters, for peft")
     command.add_argument(
         "--adapter-config", metavar="FILE", help="an adapter_config.json, where the run has not recorded its own"
@@ -132,19 +136,24 @@ def _writes(command: argparse.ArgumentParser, target: str) -> None:
     command.add_argument("source", metavar="SRC", help="the directory of a DeepSpeed checkpoint; stays as it is")
     command.add_argument("target", metavar="DST", help=target)
     _reads(command)
+    command.add_argument("--dry-run", action="store_true", help="write nothing, and say what would be written")
+    command.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr, nothing on stdout")
+
+
+def _chooses(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--trainable",
         metavar="PATTERN",
         action="append",
         default=[],
-        help="names that were trained, for a ZeRO stage 0 that does not say it; may be given again",
+        help="names that were trained, for a ZeRO stage 0 or 1 that does not say it; may be given again",
     )
-    command.add_argument("--dry-run", action="store_true", help="write nothing, and say what would be written")
-    command.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr, nothing on stdout")
 
 
 def _gathers(command: argparse.ArgumentParser, is_whole: bool) -> None:
-    command.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="default: %(default)s")
+    command.add_argument(
+        "--dtype", choices=list(DTYPES), help="of all (default: what was trained in fp32, else as saved)"
+    )
     command.add_argument(
         "--base",
         required=is_whole,
@@ -178,7 +187,6 @@ def _inspect(given: argparse.Namespace) -> int:
 def _options(given: argparse.Namespace) -> dict[str, Any]:
     """What the commands that write have in common."""
     return {
-        "trainable": given.trainable,
         "trust": given.trust,
         "dry_run": given.dry_run,
         "quiet": given.quiet or given.json,
@@ -193,7 +201,14 @@ def _say(given: argparse.Namespace, found: Any, text: str) -> None:
 
 
 def _prune(given: argparse.Namespace) -> int:
-    found = prune(given.source, given.target, given.tag, fingerprints=not given.no_fingerprints, **_options(given))
+    found = prune(
+        given.source,
+        given.target,
+        given.tag,
+        trainable=given.trainable,
+        fingerprints=not given.no_fingerprints,
+        **_options(given),
+    )
     _say(given, found, _pruned(found, given))
     return 0
 
@@ -226,7 +241,7 @@ def _consolidate(given: argparse.Namespace) -> int:
 
 def _consolidated(found: Consolidated) -> str:
     files = f" in {len(found.files)} files" if len(found.files) > 1 else ""
-    lines = [f"{found.target}: {found.tensors} tensors, {human_bytes(found.size)} in {found.dtype}{files}."]
+    lines = [f"{found.target}: {found.tensors} tensors, {human_bytes(found.size)}{files}."]
     if not found.is_whole:
         lines.append("Its frozen parameters were left out of the checkpoint; --base puts them in.")
     if found.unverified:
@@ -243,6 +258,7 @@ def _export(given: argparse.Namespace) -> int:
         dtype=given.dtype,
         adapter=given.adapter,
         adapter_config=given.adapter_config,
+        trainable=given.trainable,
         **_options(given),
     )
     _say(given, found, _exported(found))

@@ -9,9 +9,13 @@ import provider
 import pytest
 import runs
 import torch
-from under_test import PRECISION, DeepSpeedStrategy, ModelCheckpoint
+from safetensors.torch import load_file
+from under_test import PRECISION, Callback, DeepSpeedStrategy, ModelCheckpoint, pl
 
-pytestmark = [pytest.mark.promise(8), pytest.mark.series("alone")]
+import ds_frozen_patch
+from ds_frozen_patch.fingerprint import numel_of
+
+pytestmark = pytest.mark.promise(8)
 
 
 def save_weights_only(out: str, stage: int) -> dict[str, Any]:
@@ -30,6 +34,7 @@ def save_weights_only(out: str, stage: int) -> dict[str, Any]:
     return {"trained": trained, "best": best, "tested": tested, "digests": digests}
 
 
+@pytest.mark.series
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_save_weights_only(ranks: Any, tmp_path: Path, stage: int) -> None:
     first, second = ranks(2, save_weights_only, out=str(tmp_path), stage=stage)
@@ -45,3 +50,218 @@ def test_save_weights_only(ranks: Any, tmp_path: Path, stage: int) -> None:
     assert weights["model.base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"].dtype == (
         torch.bfloat16 if PRECISION == "bf16-mixed" else torch.float32
     )
+
+
+def strategy(stage: int) -> Any:
+    return DeepSpeedStrategy(
+        config=runs.config(stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}))
+    )
+
+
+def train_and_save(out: str, stage: int, precision: str = PRECISION) -> tuple[pl.Trainer, runs.LoraRun]:
+    """One epoch, and its end saved as weights alone and as a checkpoint."""
+    trainer = runs.trainer(
+        out,
+        2,
+        strategy=strategy(stage),
+        epochs=1,
+        enable_checkpointing=False,
+        precision=precision if stage else "32-true",
+    )
+    module = runs.LoraRun()
+    trainer.fit(module, runs.batches(2))
+    trainer.save_checkpoint(f"{out}/weights.ckpt", weights_only=True)
+    trainer.save_checkpoint(f"{out}/small.ckpt")
+    return trainer, module
+
+
+class Remembers(Callback):
+    """What training begins with."""
+
+    steps = -1
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.steps = trainer.global_step
+        trainer.save_checkpoint(f"{trainer.default_root_dir}/start.ckpt", weights_only=True)
+
+
+class WithoutDecay(runs.LoraRun):
+    """DeepSpeed 0.10 and 0.12 decay the masters, not the weights, once more when an engine is made."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, weight_decay=0)
+
+
+def fit_from_weights(out: str, stage: int) -> list[Any]:
+    ds_frozen_patch.patch()
+    train_and_save(out, stage)
+    found = []
+    for way in ("by trainer", "by hand"):
+        module, start = WithoutDecay(), Remembers()
+        if way == "by hand":
+            ds_frozen_patch.load_trainable(module, f"{out}/weights.ckpt")
+        fresh = runs.trainer(
+            out,
+            2,
+            strategy=strategy(stage),
+            enable_checkpointing=False,
+            callbacks=[start],
+            precision=PRECISION if stage else "32-true",
+        )
+        with runs.heard() as messages:
+            fresh.fit(module, runs.batches(2), ckpt_path=f"{out}/weights.ckpt" if way == "by trainer" else None)
+        said = [m for m in messages if "the optimizer, the schedulers and the count of steps are new" in m]
+        found.append((module.losses, runs.trained_state(module), start.steps, len(said)))
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_fit_starts_from_weights(ranks: Any, tmp_path: Path, stage: int) -> None:
+    for by_trainer, by_hand in ranks(2, fit_from_weights, out=str(tmp_path), stage=stage):
+        assert by_trainer[:3] == by_hand[:3]
+        assert by_trainer[0]
+        assert by_trainer[2] == 0
+        assert (by_trainer[3], by_hand[3]) == (1, 0)
+
+
+def save_masters(out: str, stage: int) -> None:
+    ds_frozen_patch.patch(fp32_weights=True)
+    train_and_save(out, stage)
+    start = Remembers()
+    options: dict[str, Any] = {
+        "enable_checkpointing": False,
+        "callbacks": [start],
+        "limit_train_batches": 1,
+        "epochs": 1,
+    }
+    fresh = runs.trainer(out, 2, strategy=strategy(stage), **options)
+    fresh.fit(runs.LoraRun(), runs.batches(2), ckpt_path=f"{out}/weights.ckpt")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fp32_masters(ranks: Any, tmp_path: Path, stage: int) -> None:
+    ranks(2, save_masters, out=str(tmp_path), stage=stage)
+    weights = torch.load(tmp_path / "weights.ckpt", weights_only=True)["state_dict"]
+    ds_frozen_patch.consolidate(tmp_path / "small.ckpt", tmp_path / "consolidated.ckpt")
+    expected = torch.load(tmp_path / "consolidated.ckpt", weights_only=True)["state_dict"]
+    assert weights.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(weights[name], value), name
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in weights.values())
+    if hasattr(__import__("deepspeed").utils, "safe_set_full_fp32_param"):
+        start = torch.load(tmp_path / "start.ckpt", weights_only=True)["state_dict"]
+        for name, value in expected.items():
+            assert torch.equal(start[name], value), name
+
+
+def load_onto(out: str, stage: int) -> list[str]:
+    ds_frozen_patch.patch()
+    train_and_save(out, stage)
+    raised = []
+    for module in (runs.LoraRun(seed=2), runs.LoraRun(rank=8)):
+        try:
+            trainer = runs.trainer(out, 2, strategy=strategy(stage), enable_checkpointing=False)
+            trainer.test(module, runs.batches(2), ckpt_path=f"{out}/weights.ckpt", verbose=False)
+        except ds_frozen_patch.CheckpointMismatchError as error:
+            raised.append(str(error))
+    return raised
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_it_does_not_belong_to(ranks: Any, tmp_path: Path, stage: int) -> None:
+    for other_base, other_shape in ranks(2, load_onto, out=str(tmp_path), stage=stage):
+        assert "The base is not the one that the checkpoint was saved with: 15 of 20" in other_base  # not the norms
+        assert "weights.ckpt does not belong to this module: it has another shape of" in other_shape
+
+
+def export_at_save(out: str, stage: int, masters: bool) -> None:
+    for kind in ("safetensors", "peft"):
+        ds_frozen_patch.patch(export=kind, fp32_weights=masters)
+        train_and_save(f"{out}/{kind}", stage)
+        ds_frozen_patch.unpatch()
+
+
+@pytest.mark.parametrize("masters", [True, False])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_ready_file_at_every_save(ranks: Any, tmp_path: Path, stage: int, masters: bool) -> None:
+    ranks(2, export_at_save, out=str(tmp_path), stage=stage, masters=masters)
+    for kind, inside in (("safetensors", "trainable.safetensors"), ("peft", "adapter")):
+        checkpoint = tmp_path / kind / "small.ckpt"
+        ds_frozen_patch.export(checkpoint, tmp_path / f"by tool {kind}", format=kind)
+        found = checkpoint / inside
+        made = tmp_path / f"by tool {kind}"
+        if kind == "peft":
+            config, expected = ((folder / "adapter_config.json").read_bytes() for folder in (found, made))
+            assert config == expected
+            found, made = (folder / "adapter_model.safetensors" for folder in (found, made))
+        tensors, by_tool = load_file(found), load_file(made)
+        assert tensors.keys() == by_tool.keys()
+        for name, value in by_tool.items():
+            if masters or PRECISION == "32-true":
+                assert torch.equal(tensors[name], value), name
+            else:
+                assert torch.equal(tensors[name], value.to(tensors[name].dtype)), name
+        assert not [item for item in checkpoint.rglob("*") if "partial" in item.name]
+
+
+def save_with_nvme(out: str) -> str:
+    """DeepSpeed before 0.13 with parameters on NVMe, which cannot be had here: it raises this in a save."""
+    from deepspeed import DeepSpeedEngine
+
+    said = "ZeRO-3 does not yet support checkpointing with NVMe offloading, please disable for now."
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotImplementedError(said)
+
+    original = DeepSpeedEngine._save_checkpoint
+    DeepSpeedEngine._save_checkpoint = refuse
+    try:
+        ds_frozen_patch.patch()
+        with pytest.raises(ds_frozen_patch.CheckpointError) as raised:
+            train_and_save(out, 2)
+        assert Path(out, "weights.ckpt").is_file()
+        return str(raised.value)
+    finally:
+        DeepSpeedEngine._save_checkpoint = original
+
+
+def test_the_way_out_where_deepspeed_cannot_save(ranks: Any, tmp_path: Path) -> None:
+    for said in ranks(2, save_with_nvme, out=str(tmp_path)):
+        assert "NVMe offloading" in said
+        assert "weights_only=True" in said
+
+
+class Wide(runs.LoraRun):
+    """Much to freeze, little to train."""
+
+    def __init__(self) -> None:
+        super().__init__(hidden=1024, vocabulary=32768)
+
+
+def memory(kind: str) -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(kind))
+    return 1024 * int(line.split()[1])
+
+
+def save_and_measure(out: str) -> tuple[int, int]:
+    """How far memory went up while weights alone were saved, and the bytes that were frozen; of this rank."""
+    ds_frozen_patch.patch()
+    trainer = runs.trainer(out, 2, strategy=strategy(3), epochs=1, enable_checkpointing=False, limit_train_batches=1)
+    module = Wide()
+    trainer.fit(module, runs.batches(2))
+    trainer.save_checkpoint(f"{out}/first.ckpt", weights_only=True)  # the fingerprints are made once
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory("VmRSS")
+    trainer.save_checkpoint(f"{out}/weights.ckpt", weights_only=True)
+    frozen = sum(numel_of(p) * p.element_size() for p in module.parameters() if not p.requires_grad)
+    return memory("VmHWM") - before, frozen
+
+
+@pytest.mark.everyday
+def test_a_save_gathers_no_frozen_parameter(ranks: Any, tmp_path: Path) -> None:
+    for added, frozen in ranks(2, save_and_measure, out=str(tmp_path)):
+        trained = (tmp_path / "weights.ckpt").stat().st_size
+        assert frozen > 90_000_000
+        assert trained < 1_000_000
+        assert added < trained + 64 * 2**20
+        assert added < frozen / 2

@@ -233,12 +233,14 @@ class _Unpickler(pickle.Unpickler):
         self.path, self.trust = path, trust
 
     def find_class(self, module: str, name: str) -> Any:
-        full = f"{'builtins' if module == '__builtin__' else module}.{name}"  # that was its name in Python 2
+        if module == "__builtin__":  # Python 2's names, which pickles of torch.save still have
+            module, name = "builtins", {"xrange": "range", "long": "int", "unicode": "str"}.get(name, name)
+        full = f"{module}.{name}"
         if full in _MAKERS:
             return partial(_MAKERS[full], full)
         if full in _PLAIN:
             return _PLAIN[full]
-        if module == "torch" and name in STORAGES:
+        if module in ("torch", "torch.storage") and name in STORAGES:
             return STORAGES[name]
         if not self.trust and not any(fnmatchcase(full, pattern) for pattern in _EXPECTED):
             raise CheckpointError(

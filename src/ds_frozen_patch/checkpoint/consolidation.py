@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from .archive import ITEM_SIZES, Storage, StoredTensor, read
 from .base import Base, open_base, refuse_wrong, tensors_for
 from .records import Piece, Records, Whole, mapped, whole
 from .states import DEEPSPEEDS_OWN, States, check_together, load
-from .weights import Weights, weights
+from .weights import Weights, check_one_run, weights
 from .writing import check_output, output, write_archive
 
 TORCH_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
@@ -36,7 +36,7 @@ class Consolidated:
 
     source: str
     target: str
-    dtype: str
+    dtype: str | None
     is_whole: bool
     tensors: int
     size: int
@@ -55,12 +55,22 @@ class Plan:
     tensors: dict[str, Whole]
     aliases: dict[str, str]
     from_base: dict[str, LeftOut]
-    halves: dict[str, Whole]
     base: Base | None
+    dtype: str | None
 
-    def size(self, dtype: str) -> int:
-        """The bytes of all tensors in an output of this dtype."""
-        return sum(_size(tensor, dtype) for tensor in self.tensors.values())
+    def dtype_of(self, name: str) -> str:
+        """What a tensor is in the output. Those from a base are first what the run had of them."""
+        saved = self.from_base[name].dtype if name in self.from_base else self.tensors[name].dtype
+        return converting.dtype_in(saved, self.dtype)
+
+    def size_of(self, name: str) -> int:
+        """The bytes of a tensor in the output."""
+        return self.tensors[name].numel * ITEM_SIZES[self.dtype_of(name)]
+
+    @property
+    def size(self) -> int:
+        """The bytes of all of them."""
+        return sum(map(self.size_of, self.tensors))
 
 
 def consolidate(
@@ -68,10 +78,9 @@ def consolidate(
     target: str | Path,
     tag: str | None = None,
     *,
-    dtype: str = "fp32",
+    dtype: str | None = None,
     base: str | Path | None = None,
     max_shard_size: int = DEFAULT_SHARD_BYTES,
-    trainable: Sequence[str] = (),
     trust: bool = False,
     dry_run: bool = False,
     quiet: bool = True,
@@ -83,11 +92,11 @@ def consolidate(
         target: a `.ckpt` (or `.pt`, `.pth`, `.bin`), with all that Lightning keeps in one; a `.safetensors`; or a
             folder to make, of safetensors in shards.
         tag: the folder in the source; without one, what its file `latest` says.
-        dtype: "fp32", "bf16" or "fp16", of all floating tensors.
+        dtype: "fp32", "bf16" or "fp16", of all floating tensors. Without it, what was trained is in fp32, as the
+            optimizer's masters are, and all else in the dtype that it was saved in, as DeepSpeed's own converter does.
         base: what the run was built from, to make a trainable-only checkpoint whole: a folder of safetensors, a single
             file, or a full checkpoint. Its parameters are compared with the fingerprints in the manifest.
         max_shard_size: of each file in a folder, in bytes; one tensor may be larger.
-        trainable: as for `prune`.
         trust: also read files that name classes which do not belong in a checkpoint. Nothing of them is run.
         dry_run: write nothing and read no tensor.
         quiet: show no progress on stderr.
@@ -97,20 +106,20 @@ def consolidate(
             of the save; there is something at the target already, or it cannot be written. Nothing is left there then.
         ValueError: the dtype is not known.
     """
-    if dtype not in converting.DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(converting.DTYPES)}, not {dtype!r}")
+    kind = converting.named_dtype(dtype)
     states = load(source, tag, trust)
     check_together(states)
-    found = weights(states, trainable)
+    found = weights(states, ("*",))  # who was trained makes no difference here
+    check_one_run(found)
     manifest = states.manifest
     if base is not None and manifest is None:
         raise CheckpointError(
             f"{source} has no manifest that says what was left out of it"
             + (", and is a full checkpoint: it needs no base." if found.frozen else ", so no base can be put into it.")
         )
-    path, kind = Path(target), converting.DTYPES[dtype]
-    plan = _plan(found, manifest, open_base(base, trust) if base is not None else None)
-    shards = _shards(plan, kind, path, max_shard_size)
+    path = Path(target)
+    plan = _plan(found, manifest, open_base(base, trust) if base is not None else None, kind)
+    shards = _shards(plan, path, max_shard_size)
     lacks_frozen = manifest.left_out if manifest else states.leaves_out_frozen
     is_whole = base is not None or not lacks_frozen
     done = Consolidated(
@@ -119,7 +128,7 @@ def consolidate(
         dtype=dtype,
         is_whole=is_whole,
         tensors=len(plan.tensors),
-        size=plan.size(kind),
+        size=plan.size,
         files=tuple(shards),
         unverified=tuple(name for name, parameter in plan.from_base.items() if parameter.fingerprint is None),
     )
@@ -129,11 +138,11 @@ def consolidate(
         return done
     with output(path, *sources) as made, Records() as records, progress("writing", done.size, quiet) as told:
         if path.suffix in TORCH_SUFFIXES:
-            _write_torch(made, states, plan, kind, is_whole, Reader(records, plan, kind, told))
+            _write_torch(made, states, plan, is_whole, Reader(records, plan, told))
         elif path.suffix == ".safetensors":
-            write_shard(made, plan.tensors, plan, kind, Reader(records, plan, kind, told))
+            write_shard(made, plan.tensors, plan, Reader(records, plan, told))
         else:
-            _write_folder(made, shards, plan, kind, Reader(records, plan, kind, told))
+            _write_folder(made, shards, plan, Reader(records, plan, told))
     return done
 
 
@@ -148,21 +157,23 @@ def consolidate_over(checkpoint_dir: str | Path, output_file: str | Path, tag: s
     """
     states = load(checkpoint_dir, tag, trust=True)
     check_together(states)
-    plan = _plan(weights(states), states.manifest, None)
+    found = weights(states, ("*",))
+    check_one_run(found)
+    plan = _plan(found, states.manifest, None, None)
     file = Path(output_file)
     with (
         output(file, over=True) as made,
         Records() as records,
-        progress("writing", plan.size("float32"), False) as told,
+        progress("writing", plan.size, False) as told,
     ):
         is_whole = not (states.manifest and states.manifest.left_out)
-        _write_torch(made, states, plan, "float32", is_whole, Reader(records, plan, "float32", told))
+        _write_torch(made, states, plan, is_whole, Reader(records, plan, told))
     state: dict[str, Any] = read(file, trust=True).state
     stored = {name: whole(item) for name, item in state["state_dict"].items()}
     return {**state, "state_dict": mapped(stored)}
 
 
-def _plan(found: Weights, manifest: Manifest | None, base: Base | None) -> Plan:
+def _plan(found: Weights, manifest: Manifest | None, base: Base | None, dtype: str | None) -> Plan:
     from_base = tensors_for(manifest, base) if manifest and base else {}
     left_out = {parameter.name: parameter for parameter in manifest.left_out} if manifest and base else {}
     more = {alias: name for name, parameter in left_out.items() for alias in parameter.names[1:]}
@@ -170,23 +181,19 @@ def _plan(found: Weights, manifest: Manifest | None, base: Base | None) -> Plan:
         tensors={**from_base, **found.frozen, **found.trained, **found.buffers},
         aliases={**found.aliases, **more},
         from_base=left_out,
-        halves=found.halves,
         base=base,
+        dtype=dtype,
     )
 
 
-def _size(tensor: Whole, dtype: str) -> int:
-    return tensor.numel * ITEM_SIZES[converting.dtype_in(tensor, dtype)]
-
-
-def _shards(plan: Plan, dtype: str, target: Path, max_shard_size: int) -> dict[str, dict[str, Whole]]:
+def _shards(plan: Plan, target: Path, max_shard_size: int) -> dict[str, dict[str, Whole]]:
     """The tensors of each file of the output."""
     if target.suffix in (*TORCH_SUFFIXES, ".safetensors"):
         return {target.name: plan.tensors}
     shards: list[dict[str, Whole]] = [{}]
     filled = 0
     for name, tensor in plan.tensors.items():
-        size = _size(tensor, dtype)
+        size = plan.size_of(name)
         if shards[-1] and filled + size > max_shard_size:
             shards.append({})
             filled = 0
@@ -200,8 +207,8 @@ def _shards(plan: Plan, dtype: str, target: Path, max_shard_size: int) -> dict[s
 class Reader:
     """Reads a tensor of the plan as it goes into the output, and checks it against what else is known of it."""
 
-    def __init__(self, records: Records, plan: Plan, dtype: str, told: Callable[[int], object]) -> None:
-        self.records, self.plan, self.dtype, self.told = records, plan, dtype, told
+    def __init__(self, records: Records, plan: Plan, told: Callable[[int], object]) -> None:
+        self.records, self.plan, self.told = records, plan, told
 
     def __call__(self, name: str) -> bytearray:
         tensor = self.plan.tensors[name]
@@ -211,27 +218,23 @@ class Reader:
         if parameter is not None and self.plan.base is not None:
             # As the run had it: a program may load its base in another dtype than the file has.
             values, dtype = converting.converted(values, dtype, parameter.dtype), parameter.dtype
-            refuse_wrong(self.plan.base, [] if converting.is_base(parameter, values) else [name])
-        half = self.plan.halves.get(name)
-        if half is not None and not converting.is_close(values, tensor.dtype, self.records.read(half), half.dtype):
-            files = " and ".join(sorted({piece.storage.file.name for piece in (*tensor.pieces, *half.pieces)}))
-            raise CheckpointError(
-                f"{files} are not of one run: the optimizer's master of {name!r} is not the weight that the model had."
-                " Take all files from one checkpoint."
-            )
-        made = converting.converted(values, dtype, converting.dtype_in(tensor, self.dtype))
+            if not converting.is_base(parameter, values):
+                for piece in tensor.pieces:
+                    self.records.check(piece.storage)  # if it is that, it is said
+                refuse_wrong(self.plan.base, [name])
+        made = converting.converted(values, dtype, self.plan.dtype_of(name))
         self.told(len(made))
         return made
 
 
-def _write_torch(file: Path, states: States, plan: Plan, dtype: str, is_whole: bool, reader: Reader) -> None:
+def _write_torch(file: Path, states: States, plan: Plan, is_whole: bool, reader: Reader) -> None:
     """A Lightning checkpoint: the client's state, and the weights as `state_dict`."""
     kept = {key: value for key, value in states.models[0].items() if key not in DEEPSPEEDS_OWN}
     if is_whole:
         kept.pop(KEY, None)
     made: dict[str, StoredTensor] = {}
     for name, tensor in plan.tensors.items():
-        storage = Storage(Path(), name, converting.dtype_in(tensor, dtype), tensor.numel)
+        storage = Storage(Path(), name, plan.dtype_of(name), tensor.numel)
         made[name] = StoredTensor(storage, storage.dtype, 0, tensor.shape, _strides(tensor.shape))
     for alias, name in plan.aliases.items():
         if name in made:
@@ -253,22 +256,22 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def write_shard(file: Path, tensors: dict[str, Whole], plan: Plan, dtype: str, reader: Reader) -> None:
+def write_shard(file: Path, tensors: dict[str, Whole], plan: Plan, reader: Reader) -> None:
     """A file of safetensors. It cannot hold a tensor twice: of tied ones it says the first's name, as the library."""
     about = {alias: name for alias, name in plan.aliases.items() if name in tensors}
-    entries = [(name, converting.dtype_in(tensor, dtype), tensor.shape) for name, tensor in tensors.items()]
+    entries = [(name, plan.dtype_of(name), tensor.shape) for name, tensor in tensors.items()]
     with file.open("wb") as out:
         safetensors_file.write_header(out, entries, {"format": "pt", **about})
         for name in tensors:
             out.write(reader(name))
 
 
-def _write_folder(folder: Path, shards: dict[str, dict[str, Whole]], plan: Plan, dtype: str, reader: Reader) -> None:
+def _write_folder(folder: Path, shards: dict[str, dict[str, Whole]], plan: Plan, reader: Reader) -> None:
     folder.mkdir()
     for name, tensors in shards.items():
-        write_shard(folder / name, tensors, plan, dtype, reader)
+        write_shard(folder / name, tensors, plan, reader)
     if len(shards) > 1:
-        size = plan.size(dtype)
+        size = plan.size
         where = {tensor: name for name, tensors in shards.items() for tensor in tensors}
         index = {"metadata": {"total_size": size}, "weight_map": where}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")

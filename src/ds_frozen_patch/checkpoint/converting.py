@@ -6,16 +6,26 @@ from math import prod
 
 from ..fingerprint import of_stream
 from ..manifest import LeftOut
-from .records import Whole
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """The dtypes of outputs, by their names on the command line."""
 FLOATING = frozenset(("float64", "float32", "float16", "bfloat16"))
 
 
-def dtype_in(tensor: Whole, dtype: str) -> str:
-    """What a tensor becomes in a file of this dtype: integers stay what they are."""
-    return dtype if tensor.dtype in FLOATING else tensor.dtype
+def dtype_in(saved: str, dtype: str | None) -> str:
+    """What a tensor of one dtype becomes in a file of another, or as it is without one: integers stay what they are."""
+    return dtype if dtype and saved in FLOATING else saved
+
+
+def named_dtype(name: str | None) -> str | None:
+    """torch's name of a dtype of `DTYPES`.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    if name is not None and name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, or None, not {name!r}")
+    return DTYPES[name] if name else None
 
 
 def converted(values: bytearray, from_: str, to: str) -> bytearray:
@@ -35,13 +45,3 @@ def is_base(parameter: LeftOut, values: bytearray) -> bool:
     if parameter.fingerprint is None:
         return True
     return of_stream(parameter.dtype, prod(parameter.shape), [values] if values else []) == parameter.fingerprint
-
-
-def is_close(master: bytearray, dtype: str, half: bytearray, half_dtype: str) -> bool:
-    """Whether a master is that of a weight the model computed with: all but rounding, in all but a few elements."""
-    import torch
-
-    wide = torch.frombuffer(master, dtype=getattr(torch, dtype)).float()
-    narrow = torch.frombuffer(half, dtype=getattr(torch, half_dtype)).float()
-    apart = (wide - narrow).abs() > 0.01 * wide.abs() + 1e-6
-    return int(apart.sum()) <= len(wide) // 2

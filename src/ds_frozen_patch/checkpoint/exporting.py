@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,15 @@ from . import converting
 from .consolidation import Plan, Reader, write_shard
 from .records import Records
 from .states import check_together, load
-from .weights import Weights, weights
+from .weights import Weights, check_one_run, weights
 from .writing import check_output, output
 
 FORMATS = ("peft", "safetensors")
 _PEFTS_PREFIX = "base_model.model."
+_PROMPTS = frozenset(
+    ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "ADAPTION_PROMPT")
+)
+# What PEFT's files have of these kinds is computed from the weights, not the weights themselves.
 
 
 @dataclass(frozen=True)
@@ -52,13 +56,50 @@ class Adapter:
         if not name.startswith(prefix):
             return None
         inner = name.removeprefix(prefix)
-        inner = inner if inner.startswith(_PEFTS_PREFIX) else _PEFTS_PREFIX + inner
-        parts = inner.replace(f"modules_to_save.{self.name}.", "").split(".")
-        return ".".join(part for part in parts if part != self.name)
+        inner = inner if inner.startswith("base_model.") else _PEFTS_PREFIX + inner
+        stem, _, last = inner.replace(f"modules_to_save.{self.name}.", "").rpartition(".")
+        if last == self.name:
+            return stem
+        stem = stem.removesuffix(f".{self.name}")
+        return stem if stem.endswith(".lora_magnitude_vector") else f"{stem}.{last}"
+
+    def write_config(self, folder: Path) -> None:
+        """Write the `adapter_config.json` of a folder."""
+        said = json.dumps({**(self.config or {}), "inference_mode": True}, indent=2, sort_keys=True)
+        (folder / "adapter_config.json").write_text(said, encoding="utf-8")
 
     def owns(self, name: str) -> bool:
-        """Whether a parameter is the adapter's own."""
-        return self.peft_name(name) is not None and self.name in name.split(".")
+        """Whether a parameter or buffer is the adapter's own, and in its file."""
+        if self.peft_name(name) is None or ".ranknum." in name:  # AdaLoRA's, which PEFT does not save
+            return False
+        if ".vera_" in name and ".base_model.vera_" not in f".{name}":
+            return name.split(".")[-2].startswith("vera_lambda") and name.endswith(
+                f".{self.name}"
+            )  # else a layer's copy
+        return f".modules_to_save.{self.name}." in name or self.name in name.split(".")[-2:]
+
+    def members(self, trained: Iterable[str], others: Iterable[str], adapters: Iterable[str]) -> dict[str, str]:
+        """The module's names of what goes into the adapter's file, by the names there.
+
+        Args:
+            trained: all names of what was trained.
+            others: names of what was not, and of buffers; the adapter's own are taken.
+            adapters: the names of all adapters of its model; what other ones own is not taken.
+        """
+        rivals = [Adapter(self.module, name, None) for name in adapters if name != self.name]
+        chosen = [name for name in trained if not any(rival.owns(name) for rival in rivals)]
+        chosen += [name for name in others if self.owns(name)]
+        found = {self.peft_name(name): name for name in chosen}
+        return {name: own for name, own in found.items() if name is not None}
+
+    def check(self) -> None:
+        """Raise CheckpointError where its file is of another kind than the weights of modules."""
+        kind = (self.config or {}).get("peft_type")
+        if kind in _PROMPTS:
+            raise CheckpointError(
+                f"What PEFT has in a file of {kind} cannot be made of a checkpoint. Take the other format:"
+                " --format safetensors"
+            )
 
 
 def export(
@@ -67,7 +108,7 @@ def export(
     tag: str | None = None,
     *,
     format: str = "safetensors",
-    dtype: str = "fp32",
+    dtype: str | None = None,
     adapter: str | None = None,
     adapter_config: str | Path | None = None,
     trainable: Sequence[str] = (),
@@ -83,7 +124,8 @@ def export(
             with the module's own names, buffers too, which `load_trainable` takes.
         tag: the folder in the source; without one, what its file `latest` says.
         format: "peft" or "safetensors".
-        dtype: "fp32", "bf16" or "fp16", of all floating tensors.
+        dtype: "fp32", "bf16" or "fp16", of all floating tensors. Without it, what was trained is in fp32, as the
+            optimizer's masters are, and all else in the dtype that it was saved in.
         adapter: the name of the adapter, for "peft"; by default the only one, or "default".
         adapter_config: an `adapter_config.json`, or its folder, where the run has not recorded its own: `patch()` does.
         trainable: as for `prune`.
@@ -99,40 +141,41 @@ def export(
     """
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, not {format!r}")
-    if dtype not in converting.DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(converting.DTYPES)}, not {dtype!r}")
+    kind = converting.named_dtype(dtype)
     states = load(source, tag, trust)
     check_together(states)
     found = weights(states, trainable)
-    config = None
+    check_one_run(found)
+    chosen = None
     if format == "peft":
         chosen = _adapter(found, states.manifest, adapter, adapter_config)
+        chosen.check()
         named_, outside = _of_adapter(found, states.manifest, chosen)
-        config = chosen.config
     else:
-        named_, outside = {name: name for name in (*found.trained, *found.buffers)}, []
+        # A frozen parameter in a trainable-only checkpoint is one that was kept: no base holds its value.
+        kept = found.frozen if states.manifest else {}
+        named_, outside = {name: name for name in (*found.trained, *kept, *found.buffers)}, []
     tensors = {**found.frozen, **found.trained, **found.buffers}
     plan = Plan(
         tensors={name: tensors[own] for name, own in named_.items()},
         aliases=found.aliases if format == "safetensors" else {},
         from_base={},
-        halves={name: found.halves[own] for name, own in named_.items() if own in found.halves},
         base=None,
+        dtype=kind,
     )
-    kind, path = converting.DTYPES[dtype], Path(target)
-    size = plan.size(kind)
+    path = Path(target)
+    size = plan.size
     done = Exported(str(source), str(target), format, tuple(plan.tensors), size, tuple(outside))
     if dry_run:
         check_output(path, states.layout.root)
         return done
     with output(path, states.layout.root) as made, Records() as records, progress("writing", size, quiet) as told:
         file = made
-        if config is not None:
+        if chosen is not None:
             made.mkdir()
             file = made / "adapter_model.safetensors"
-            said = json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True)
-            (made / "adapter_config.json").write_text(said, encoding="utf-8")
-        write_shard(file, plan.tensors, plan, kind, Reader(records, plan, kind, told))
+            chosen.write_config(made)
+        write_shard(file, plan.tensors, plan, Reader(records, plan, told))
     return done
 
 
@@ -182,9 +225,8 @@ def _of_adapter(found: Weights, manifest: Manifest | None, adapter: Adapter) -> 
             f"Parts of the adapter were frozen and so are not in the checkpoint: {named(left_out)}. Save them with"
             " patch(keep=[...]), or take a full checkpoint."
         )
-    chosen = [*found.trained, *(name for name in found.frozen if adapter.owns(name))]
-    by_name = {adapter.peft_name(name): name for name in chosen}
-    if not any(adapter.owns(name) for name in chosen):
+    adapters = manifest.adapters.get(adapter.module, {}) if manifest else ()
+    members = adapter.members(found.trained, (*found.frozen, *found.buffers), adapters)
+    if not any(adapter.owns(name) for name in members.values()):
         raise CheckpointError(f"The checkpoint holds nothing of an adapter {adapter.name!r}. Say which: --adapter")
-    outside = [name for name in chosen if adapter.peft_name(name) is None]
-    return {name: own for name, own in by_name.items() if name is not None}, outside
+    return members, [name for name in found.trained if name not in members.values()]

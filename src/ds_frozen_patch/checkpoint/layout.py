@@ -50,6 +50,13 @@ def find(path: str | Path, tag: str | None = None) -> Layout:
     if not folder.is_dir():
         tags = sorted(item.name for item in root.iterdir() if item.is_dir()) if root.is_dir() else []
         raise CheckpointError(f"{root} has no folder {folder.name!r}; it has {named(tags) or 'none'}. Name one: --tag")
+    if unknown := [
+        f.name for f in folder.glob("*_states.pt") if not (_MODEL.fullmatch(f.name) or _OPTIMIZER.fullmatch(f.name))
+    ]:
+        raise CheckpointError(
+            f"{folder} holds {named(unknown, 3)}: it is of pipeline parallelism or of a mixture of experts, which these"
+            " tools do not know."
+        )
     model = _by_rank(folder, _MODEL)
     optimizer = _by_rank(folder, _OPTIMIZER)
     if not model:
@@ -81,8 +88,11 @@ def _by_rank(folder: Path, kind: re.Pattern[str]) -> tuple[Path, ...]:
         match = kind.fullmatch(item.name)
         if match and int(match[2]):
             raise CheckpointError(f"{item} is of tensor parallelism, which these tools do not know.")
-        if match:
-            found[int(match[1] or 0)] = item
+        if match and (before := found.setdefault(int(match[1] or 0), item)) != item:
+            raise CheckpointError(
+                f"{folder} holds {before.name} and {item.name}: one of them is of another save. Take a copy of one"
+                " checkpoint."
+            )
     if missing := sorted(set(range(len(found))) - found.keys()):
         raise CheckpointError(
             f"{folder} lacks the {kind.pattern.split('_')[-2]} states of rank {missing[0]}. Take a whole copy of it."

@@ -12,7 +12,7 @@ from .base import open_base
 from .exporting import Adapter
 from .records import Records, Whole
 from .states import check_together, load
-from .weights import weights
+from .weights import check_one_run, weights
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,8 @@ def _found(path: Path, trust: bool) -> dict[str, Whole]:
         return open_base(path, trust).tensors
     states = load(path, None, trust)
     check_together(states)
-    all_ = weights(states)
+    all_ = weights(states, ("*",))  # who was trained makes no difference here
+    check_one_run(all_)
     return {**all_.frozen, **all_.trained, **all_.buffers}
 
 
@@ -74,7 +75,8 @@ def _named_as_in(
         raise CheckpointError(f"{path} holds an adapter, but the module has {len(recorded)} models of PEFT to take it.")
     ((inner, adapters),) = recorded.items()
     name = adapter or (next(iter(adapters)) if len(adapters) == 1 else "default")
-    here = {Adapter(inner, name, None).peft_name(plain(own)): plain(own) for own, _ in module.named_parameters()}
+    own = [plain(own) for own, _ in (*module.named_parameters(), *module.named_buffers())]
+    here = Adapter(inner, name, None).members(own, (), adapters)
     # What is not in the module stays under its own name, to be named as such.
     return {here.get(own, own): tensor for own, tensor in found.items()}
 

@@ -13,10 +13,10 @@ from .._errors import CheckpointError
 from .._progress import progress
 from ..fingerprint import of_stream
 from ..manifest import KEY, LeftOut, Manifest, plain
-from .archive import Storage
+from .archive import Storage, tensors
 from .records import Piece, Records, Whole
 from .states import States, check_together, load
-from .weights import Weights, weights
+from .weights import Weights, check_one_run, weights
 from .writing import check_output, output, write_archive
 
 
@@ -72,6 +72,7 @@ def prune(
     found = weights(states, trainable)
     if states.manifest or not found.frozen:
         raise CheckpointError(f"{source} holds no frozen parameters, so there is nothing to prune.")
+    check_one_run(found)
     layout = states.layout
     size = sum(file.stat().st_size for file in layout.files)
     prints: Mapping[str, str] = {}
@@ -89,7 +90,10 @@ def prune(
                 for file, state in zip(layout.model, states.models, strict=True):
                     write_archive(folder / file.name, _without(state, manifest), _reader(records, done))
                 for file, contents in zip(layout.optimizer, states.contents[len(layout.model) :], strict=True):
-                    write_archive(folder / file.name, contents.state, _reader(records, done))
+                    shutil.copyfile(file, folder / file.name)
+                    for storage in {tensor.storage for _, tensor in tensors(contents.state)}:
+                        records.check(storage)
+                        done(storage.nbytes)
         _copy_others(states, made)
         size_after = sum(file.stat().st_size for file in folder.iterdir())
     return Pruned(str(source), str(target), size, size_after, manifest)

@@ -110,11 +110,15 @@ class Records:
     A file of `torch.save` has a checksum for each record. It is computed as the record is read; what of it was not
     read, or not in order, is read for that at the end.
 
+    Args:
+        check: whether to do that.
+
     Raises:
         CheckpointError: a file cannot be read, or a record is not as it was written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, check: bool = True) -> None:
+        self._check = check
         self._files: dict[Path, tuple[IO[bytes], dict[str, Any]]] = {}
         self._records: dict[Storage, _Record] = {}
 
@@ -123,7 +127,7 @@ class Records:
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         try:
-            if kind is None:
+            if kind is None and self._check:
                 for storage in self._records:
                     self.check(storage)
         finally:

@@ -158,7 +158,10 @@ def _optimizers_say(states: States) -> list[dict[str, str]]:
 
 
 def _comparable(value: Any) -> str:
-    return json.dumps(value, default=lambda item: "tensor" if isinstance(item, StoredTensor) else repr(item))
+    def said(item: Any) -> str:
+        return "tensor" if isinstance(item, StoredTensor) else repr(item)
+
+    return json.dumps(value, default=said, skipkeys=True)
 
 
 def configured_stage(model: Mapping[str, Any]) -> int:

@@ -8,6 +8,7 @@ size, and each rank has its parts one after the other.
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,11 @@ from typing import Any
 from .._errors import CheckpointError, named
 from ..manifest import plain
 from .archive import StoredTensor, tensors
-from .records import Piece, Whole, joined, whole
+from .records import Piece, Records, Whole, joined, whole
 from .states import States, names, names_of_groups
+
+SAMPLE = 256
+"""How many elements of each rank's part of a master `check_one_run` looks at."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ def weights(states: States, trainable: Sequence[str] = ()) -> Weights:
     Args:
         states: what the files of the checkpoint say.
         trainable: patterns (as in `fnmatch`) of the names that were trained, for a full checkpoint of ZeRO stage 0 that
-            does not say it.
+            does not say it, or that are not frozen though no optimizer holds them, which stage 1 does not say.
 
     Raises:
         CheckpointError: the files do not fit together, or do not say which weights were trained.
@@ -74,17 +78,64 @@ def weights(states: States, trainable: Sequence[str] = ()) -> Weights:
     for name in candidates:
         if name in trained:
             frozen.pop(name, None)
-        elif name not in frozen and module[name].numel:
+        elif name not in frozen and (module[name].numel or states.zero_stage < 3):
             # Neither trained nor known to be frozen: a parameter that no optimizer holds.
-            (trained if states.manifest or says_what_is_frozen else frozen)[name] = whole(module[name])
+            kept = states.manifest or says_what_is_frozen or _matches(name, trainable)
+            (trained if kept else frozen)[name] = whole(module[name])
     ours = {*trained, *frozen}
     return Weights(
         trained={plain(name): item for name, item in trained.items()},
         frozen={plain(name): item for name, item in frozen.items()},
         buffers={plain(name): whole(item) for name, item in module.items() if name in buffers},
         aliases={plain(name): plain(to) for name, to in first.items() if name != to and to in ours},
-        halves={plain(name): whole(module[name]) for name in masters if name in module and module[name].numel},
+        halves={
+            plain(name): whole(module[name])
+            for name in masters
+            if name in module and module[name].numel and module[name].is_contiguous
+        },
     )
+
+
+def check_one_run(found: Weights) -> None:
+    """Raise CheckpointError where a master is not that of the weight that the model had: its file is of another run.
+
+    It looks at the first elements of each rank's part; rounding apart, most of them must agree. ZeRO-3 does not save
+    what it would take.
+    """
+    apart: dict[str, set[str]] = {}
+    with Records(check=False) as records:
+        for name, half in found.halves.items():
+            begin, (place,) = 0, half.pieces
+            for piece in found.trained[name].pieces:
+                count = min(piece.count, SAMPLE)
+                theirs = Piece(place.storage, place.begin + begin, count)
+                master, weight = (
+                    _numbers(records.read(Whole(dtype, (count,), (sample,))), dtype)
+                    for dtype, sample in (
+                        (found.trained[name].dtype, Piece(piece.storage, piece.begin, count)),
+                        (half.dtype, theirs),
+                    )
+                )
+                agree = sum(abs(m - w) <= 0.01 * abs(m) + 1e-6 for m, w in zip(master, weight, strict=True))
+                if 2 * agree < count:
+                    apart.setdefault(name, set()).update((piece.storage.file.name, place.storage.file.name))
+                begin += piece.count
+    if apart:
+        raise CheckpointError(
+            f"{' and '.join(sorted(set().union(*apart.values())))} are not of one run: the optimizer's masters are not"
+            f" the weights that the model had: {named(list(apart), 3)}. Take all files from one checkpoint."
+        )
+
+
+def _numbers(content: bytearray, dtype: str) -> Sequence[float]:
+    if dtype == "bfloat16":  # the upper half of an fp32
+        content = bytearray(b"".join(b"\0\0" + content[i : i + 2] for i in range(0, len(content), 2)))
+    code, width = {"float16": ("e", 2), "float64": ("d", 8)}.get(dtype, ("f", 4))
+    return struct.unpack(f"<{len(content) // width}{code}", content)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(plain(name), pattern) for pattern in patterns)
 
 
 def _first_names(module: Mapping[str, StoredTensor], model: Mapping[str, Any]) -> dict[str, str]:
@@ -196,7 +247,7 @@ def _chosen(
     state = optimizer.get("state", optimizer) if isinstance(optimizer, dict) else {}
     trained = Counter(tensor.shape for path, tensor in tensors(state) if path[-1] == "exp_avg")
     if trainable:
-        chosen = [name for name in candidates if any(fnmatchcase(plain(name), pattern) for pattern in trainable)]
+        chosen = [name for name in candidates if _matches(name, trainable)]
         left = trained - Counter(module[name].shape for name in chosen)
         if left:
             raise CheckpointError(

@@ -1,0 +1,129 @@
+"""`save_weights_only=True`: one ordinary Lightning checkpoint, saved from a running engine and loaded into one."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ._errors import CheckpointMismatchError, named
+from ._gathering import gathered
+from ._loading import check_left_out, forget_second_copies, left_out_by_others, verify_base
+from ._saving import excludes, leave_out, logger_of, warn
+from .manifest import KEY, Manifest, names_by_parameter, plain, shape_of
+
+
+def is_weights_only(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether Trainer has dumped this with `weights_only=True`; else it has the optimizers' states."""
+    return "state_dict" in checkpoint and "optimizer_states" not in checkpoint
+
+
+def save(strategy: Any, checkpoint: Mapping[str, Any], file: Any, storage_options: Any = None) -> None:
+    """Write the weights of a run, and what Lightning has put beside them, into one file.
+
+    In ZeRO-3 one parameter after another is gathered, and none that is left out; rank 0 keeps them, on the CPU.
+    """
+    module = strategy.lightning_module
+    manifest = leave_out(strategy, strategy.model) if excludes(strategy) else None
+    left_out = manifest.names if manifest else frozenset()
+    # A module may have a `state_dict` of its own that gives less than all.
+    dumped = {name: value for name, value in checkpoint["state_dict"].items() if plain(name) not in left_out}
+    parameters = {p: [n for n in names if n in dumped] for p, names in names_by_parameter(module).items()}
+    firsts = {names[0]: parameter for parameter, names in parameters.items() if names}
+    aliases = {names[0]: names for names in parameters.values() if names}
+    for name, value in gathered(firsts, strategy.is_global_zero):
+        dumped.update(dict.fromkeys(aliases[name], value))
+    if not strategy.is_global_zero:
+        return
+    dumped = {name: value.cpu() if hasattr(value, "cpu") else value for name, value in dumped.items()}
+    told = {KEY: manifest.to_state()} if manifest else {}
+    content = {**checkpoint, "state_dict": dumped, **told}
+    strategy.checkpoint_io.save_checkpoint(content, file, storage_options=storage_options)
+
+
+def read(strategy: Any, file: Path, **options: Any) -> dict[str, Any] | None:
+    """The content of a single file that Lightning has saved, or None if it is none."""
+    if not zipfile.is_zipfile(file):  # as those of torch.save are
+        return None
+    content = strategy.checkpoint_io.load_checkpoint(file, **options)
+    return dict(content) if isinstance(content, Mapping) and "state_dict" in content else None
+
+
+def load(strategy: Any, file: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Put the weights of a single file into a running engine, and give Trainer the rest of it.
+
+    A fit starts anew from them: its optimizer, schedulers and loops are as they are without a checkpoint.
+
+    Raises:
+        CheckpointMismatchError: the weights, or the base that they were trained on, are not the module's.
+    """
+    module, engine = strategy.lightning_module, strategy.model
+    weights = {plain(name): value for name, value in checkpoint.pop("state_dict").items()}
+    _check(strategy, module, weights, Manifest.from_checkpoint(checkpoint), file)
+    checkpoint.pop(KEY, None)
+    _put(module, weights)
+    forget_second_copies(engine)
+    if module.trainer.state.fn != "fit":
+        return checkpoint
+    if hasattr(engine.optimizer, "refresh_fp32_params"):
+        engine.optimizer.refresh_fp32_params()
+        _put_masters(module, weights)
+    checkpoint.pop("loops", None)
+    logger_of(strategy).info(
+        "Training starts from the weights in %s, which holds nothing else: the optimizer, the schedulers and the count"
+        " of steps are new.",
+        file,
+    )
+    return {**checkpoint, "lr_schedulers": [item.scheduler.state_dict() for item in strategy.lr_scheduler_configs]}
+
+
+def _check(strategy: Any, module: Any, weights: Mapping[str, Any], manifest: Manifest | None, file: Path) -> None:
+    strict = getattr(module, "strict_loading", True)  # Lightning 2.0 and 2.1 are always strict
+    if manifest is not None:
+        if strict:
+            check_left_out(manifest, module)
+        verify_base(manifest, strategy.model, strategy)
+        may_be_missing = manifest.names
+    else:
+        may_be_missing = left_out_by_others({"module": weights}, module)
+        if may_be_missing:
+            warn(strategy, f"{file} has no frozen parameters and no manifest: its base cannot be verified.")
+    shapes = {name: shape_of(p) for p, names in names_by_parameter(module).items() for name in names}
+    shapes |= {name: tuple(buffer.shape) for name, buffer in module.named_buffers(remove_duplicate=False)}
+    reshaped = [n for n, value in weights.items() if n in shapes and tuple(value.shape) != shapes[n]]
+    problems = {"has another shape of": reshaped}
+    if strict:
+        problems["lacks"] = list(module.state_dict().keys() - weights.keys() - may_be_missing)
+        problems["has what the module has not:"] = list(weights.keys() - module.state_dict().keys())
+    wrong = [f"it {what} {named(names)}" for what, names in problems.items() if names]
+    if wrong:
+        raise CheckpointMismatchError(f"{file} does not belong to this module: {'; '.join(wrong)}.")
+
+
+def _put(module: Any, weights: Mapping[str, Any]) -> None:
+    import torch
+    from deepspeed import zero
+
+    with torch.no_grad():
+        for parameter, names in names_by_parameter(module).items():
+            value = next((weights[name] for name in names if name in weights), None)
+            if value is not None:
+                with zero.GatheredParameters([parameter], modifier_rank=0):
+                    if parameter.shape == value.shape:  # else this rank does not gather
+                        parameter.copy_(value)
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            if name in weights:
+                buffer.copy_(weights[name])
+
+
+def _put_masters(module: Any, weights: Mapping[str, Any]) -> None:
+    """Where a file has more than the model's precision, the optimizer's masters take it all."""
+    import torch
+    from deepspeed import utils
+
+    put = getattr(utils, "safe_set_full_fp32_param", None)
+    for parameter, names in names_by_parameter(module).items():
+        value = next((weights[name] for name in names if name in weights), None)
+        if put and value is not None and parameter.requires_grad and parameter.dtype != value.dtype == torch.float32:
+            put(parameter, value.to(parameter.device))

@@ -1,0 +1,144 @@
+"""A checkpoint that is there is whole: what is kept, overwritten, or killed in the middle of a save."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+from disk import model_states
+from ranks import RankError
+from under_test import CELL, Fabric, FabricDeepSpeed, ModelCheckpoint
+
+import ds_frozen_patch
+
+pytestmark = pytest.mark.promise(2)
+
+
+def save_at(out: str, world_size: int, stage: int, epochs: int = 1) -> None:
+    ds_frozen_patch.patch()
+    trainer = runs.trainer(out, world_size, stage, epochs=epochs, enable_checkpointing=False)
+    trainer.fit(runs.LoraRun(), runs.batches(world_size))
+    trainer.save_checkpoint(f"{out}/last.ckpt")
+
+
+def resume(out: str, world_size: int, stage: int, name: str = "last.ckpt") -> int:
+    ds_frozen_patch.patch()
+    trainer = runs.trainer(out, world_size, stage, epochs=2, enable_checkpointing=False)
+    trainer.fit(runs.LoraRun(), runs.batches(world_size), ckpt_path=f"{out}/{name}")
+    return int(trainer.global_step)
+
+
+def files(checkpoint: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(checkpoint)): f.read_bytes() for f in sorted(checkpoint.rglob("*")) if f.is_file()}
+
+
+def test_a_save_by_fewer_ranks_leaves_no_shards_of_more(ranks: Any, tmp_path: Path) -> None:
+    stage = 3
+    ranks(3, save_at, out=str(tmp_path), world_size=3, stage=stage)
+    before = set(files(tmp_path / "last.ckpt"))
+    ranks(2, save_at, out=str(tmp_path), world_size=2, stage=stage)
+    after = set(files(tmp_path / "last.ckpt"))
+    assert {name for name in before - after if "rank_2" in name}
+    assert not {name for name in after if "rank_2" in name}
+    assert [item.name for item in tmp_path.iterdir()] == ["last.ckpt"]
+    assert ranks(2, resume, out=str(tmp_path), world_size=2, stage=stage) == [2 * runs.BATCHES] * 2
+
+
+def save_and_die(out: str, stage: int, name: str) -> None:
+    """Rank 1 is killed when it has written its own shard, and rank 0 before it has written one."""
+    from deepspeed import DeepSpeedEngine
+
+    original = DeepSpeedEngine._save_zero_checkpoint
+
+    def save_and_kill(engine: Any, *args: Any, **kwargs: Any) -> None:
+        if os.environ["RANK"] == "1":
+            original(engine, *args, **kwargs)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    ds_frozen_patch.patch()
+    trainer = runs.trainer(out, 2, stage, epochs=2, enable_checkpointing=False)
+    trainer.fit(runs.LoraRun(), runs.batches(2))
+    DeepSpeedEngine._save_zero_checkpoint = save_and_kill
+    trainer.save_checkpoint(f"{out}/{name}")
+
+
+@pytest.mark.everyday
+def test_a_kill_in_the_middle_of_a_save(ranks: Any, tmp_path: Path) -> None:
+    stage = 3
+    ranks(2, save_at, out=str(tmp_path), world_size=2, stage=stage)
+    before = files(tmp_path / "last.ckpt")
+    for name in ("last.ckpt", "new.ckpt"):
+        with pytest.raises(RankError):
+            ranks(2, save_and_die, out=str(tmp_path), stage=stage, name=name)
+        assert (tmp_path / f".{name}.partial").is_dir()
+        assert not (tmp_path / "new.ckpt").exists()
+        assert files(tmp_path / "last.ckpt") == before
+    assert ranks(2, resume, out=str(tmp_path), world_size=2, stage=stage) == [2 * runs.BATCHES] * 2
+    ranks(2, save_at, out=str(tmp_path), world_size=2, stage=stage, epochs=2)
+    assert model_states(tmp_path / "last.ckpt")[0]["global_step"] == 2 * runs.BATCHES
+    assert not (tmp_path / ".last.ckpt.partial").exists()
+
+
+def resume_in_vain(out: str) -> str:
+    with pytest.raises(FileNotFoundError) as raised:
+        resume(out, 2, 2)
+    return str(raised.value)
+
+
+def test_a_kill_between_two_names(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, save_at, out=str(tmp_path), world_size=2, stage=2)
+    (tmp_path / "last.ckpt").rename(tmp_path / ".last.ckpt.previous")
+    for said in ranks(2, resume_in_vain, out=str(tmp_path)):
+        assert ".last.ckpt.previous; rename it to last.ckpt" in said
+
+
+LINKS = CELL.lightning.split()[-1] >= "2.2"  # before, save_last is True or not
+
+
+def keep_some(out: str, save_last: Any) -> list[int]:
+    ds_frozen_patch.patch()
+    callback = ModelCheckpoint(out, filename="{epoch}", save_top_k=2, monitor="epoch", mode="max", save_last=save_last)
+    module = runs.LoraRun()
+    runs.trainer(out, 2, 2, epochs=4, callbacks=[callback]).fit(module, runs.batches(2))
+    steps = []
+    for path in (callback.best_model_path, callback.last_model_path):
+        again = runs.trainer(out, 2, 2, epochs=5, enable_checkpointing=False)
+        again.fit(runs.LoraRun(), runs.batches(2), ckpt_path=path)
+        steps.append(int(again.global_step))
+    return steps
+
+
+@pytest.mark.parametrize("save_last", [True, *(["link"] if LINKS else [])])
+def test_what_a_callback_keeps(ranks: Any, tmp_path: Path, save_last: Any) -> None:
+    assert ranks(2, keep_some, out=str(tmp_path), save_last=save_last) == [[5 * runs.BATCHES] * 2] * 2
+    assert {item.name for item in tmp_path.iterdir()} == {"epoch=2.ckpt", "epoch=3.ckpt", "last.ckpt"}
+    assert (tmp_path / "last.ckpt").is_symlink() == (save_last == "link")
+
+
+def fabric_over(out: str) -> None:
+    ds_frozen_patch.patch()
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricDeepSpeed(config=runs.config(2)))
+    fabric.launch()
+    module = runs.LoraRun()
+    wrapped, optimizer = fabric.setup(module, torch_optimizer(module))
+    for _ in range(2):
+        fabric.save(f"{out}/fabric.ckpt", {"model": wrapped, "optimizer": optimizer})
+
+
+def torch_optimizer(module: Any) -> Any:
+    import torch
+
+    return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
+
+
+def test_fabric_saves_over_a_checkpoint(ranks: Any, tmp_path: Path) -> None:
+    Path(tmp_path, "fabric.ckpt").mkdir()
+    Path(tmp_path, "fabric.ckpt", "stale").write_text("of before")
+    ranks(2, fabric_over, out=str(tmp_path))
+    assert not (tmp_path / "fabric.ckpt" / "stale").exists()
+    assert [item.name for item in tmp_path.iterdir()] == ["fabric.ckpt"]
+    assert len(model_states(tmp_path / "fabric.ckpt")[0]["ds_frozen_patch"]["left_out"]) == 20

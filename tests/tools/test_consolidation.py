@@ -1,0 +1,417 @@
+"""`ds-frozen-patch consolidate` and `merge`: a checkpoint's weights in one file, bit for bit, and a base put in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from safetensors.torch import load_file, load_model, save_file
+from tools_checkpoints import (
+    EMBEDDING,
+    HEAD,
+    MODULES,
+    NORM,
+    Checkpoints,
+    base_model,
+    loaded,
+    precision_of,
+    raw,
+    snapshot,
+    weights_of,
+)
+from under_test import BF16, PRECISIONS
+
+from ds_frozen_patch import CheckpointError, consolidate, prune
+from ds_frozen_patch.cli import main
+from ds_frozen_patch.manifest import KEY
+
+pytestmark = [pytest.mark.promise(14), pytest.mark.everyday]
+
+Weights = dict[str, torch.Tensor]
+
+
+def bits(weights: Weights) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
+    return {name: (tensor.dtype, tensor.shape, raw(tensor)) for name, tensor in weights.items()}
+
+
+def in_fp32(weights: Weights) -> Weights:
+    """Floats in fp32, the rest as it is."""
+    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+
+
+def module_of(checkpoint: Path) -> Weights:
+    """The half-precision weights that the model computed with; in ZeRO-3 they are placeholders."""
+    found: Weights = loaded(min((checkpoint / "checkpoint").glob("*model_states.pt")))["module"]
+    return found
+
+
+def by_deepspeed(checkpoint: Path, stage: int, trainable_only: bool = False) -> Weights:
+    """What DeepSpeed's own converter gives; in stage 1 it loses what is frozen, which is added."""
+    if not stage:
+        return module_of(checkpoint)
+    found: Weights = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), exclude_frozen_parameters=trainable_only)
+    return {**(module_of(checkpoint) if stage == 1 else {}), **found}
+
+
+EVERY_STAGE = [(0, 2), *((stage, world_size) for stage in (1, 2, 3) for world_size in (1, 2, 3))]
+ROUND_TRIPS = [
+    *((stage, world_size, precision_of(stage), "lora") for stage, world_size in EVERY_STAGE),
+    *((stage, 2, PRECISIONS[-1], "lora") for stage in (2, 3)),
+    *((stage, 2, precision_of(stage), "odd") for stage in (0, 1, 2, 3)),
+    (3, 3, precision_of(3), "odd"),
+]
+
+
+@pytest.mark.parametrize(("stage", "world_size", "precision", "module"), ROUND_TRIPS)
+def test_bit_for_bit(
+    checkpoints: Checkpoints, tmp_path: Path, stage: int, world_size: int, precision: str, module: str
+) -> None:
+    out = checkpoints(stage, world_size, precision, module=module)
+    full, small = out / "full.ckpt", out / "small.ckpt"
+    before = snapshot(out)
+    done = consolidate(full, tmp_path / "full.ckpt")
+    whole = weights_of(tmp_path / "full.ckpt")
+    theirs = by_deepspeed(full, stage)
+    assert theirs.keys() == whole.keys() == module_of(full).keys()
+    assert {n: raw(t.float()) for n, t in whole.items()} == {n: raw(t.float()) for n, t in theirs.items()}
+    buffers = {"seen", "mask"}  # DeepSpeed makes floats of them
+    assert {n: t.dtype for n, t in whole.items() if n not in buffers} == {
+        n: t.dtype for n, t in theirs.items() if n not in buffers
+    }
+    assert (whole["seen"].dtype, whole["seen"].item()) == (torch.int64, runs.BATCHES)
+    assert (done.is_whole, done.tensors, done.dtype) == (True, len(whole) - 1, None)
+    assert whole[HEAD].data_ptr() == whole[EMBEDDING].data_ptr()
+    consolidate(full, tmp_path / "fp32.ckpt", dtype="fp32")
+    assert bits(weights_of(tmp_path / "fp32.ckpt")) == bits(in_fp32(whole))
+    # Rounded, they are what the run computed with.
+    half = {name: value.dtype for name, value in module_of(full).items()}
+    digests = {name: runs.digest(value.to(half[name])) for name, value in whole.items()}
+    of_the_run = {name: d for name, d in checkpoints.trained[out].items() if not name.endswith("inv_freq")}
+    assert {name: digests[name] for name in of_the_run} == of_the_run
+    assert len(of_the_run) == len(whole) - 1
+
+    done = consolidate(small, tmp_path / "small.ckpt")
+    part = weights_of(tmp_path / "small.ckpt")
+    left_out = {name for entry in loaded(next(small.rglob("*model_states.pt")))[KEY]["left_out"] for name in entry[0]}
+    assert part.keys() == whole.keys() - left_out
+    assert bits(part) == bits({name: whole[name] for name in part})
+    assert not done.is_whole
+    if stage:
+        reference = by_deepspeed(small, stage, trainable_only=True)
+        assert {n: raw(t.float()) for n, t in reference.items()} == {n: raw(part[n].float()) for n in reference}
+
+    done = consolidate(small, tmp_path / "merged.ckpt", base=full)
+    merged = weights_of(tmp_path / "merged.ckpt")
+    assert bits(merged) == bits(whole)
+    assert done.is_whole
+    assert done.unverified == ()
+    assert merged[HEAD].data_ptr() == merged[EMBEDDING].data_ptr()
+    assert snapshot(out) == before
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(2, "bf16"), (3, "bf16"), (3, "fp16"), (0, "bf16")])
+def test_other_dtypes_are_fp32_rounded(checkpoints: Checkpoints, tmp_path: Path, stage: int, dtype: str) -> None:
+    full = checkpoints(stage, module="odd") / "full.ckpt"
+    consolidate(full, tmp_path / "fp32.ckpt", dtype="fp32")
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    wide = weights_of(tmp_path / "fp32.ckpt")
+    expected = {name: tensor.to(kind) if tensor.is_floating_point() else tensor for name, tensor in wide.items()}
+    assert expected["seen"].dtype == torch.int64
+    assert expected["mask"].dtype == torch.bool
+    for name in ("half.ckpt", "half.safetensors"):
+        done = consolidate(full, tmp_path / name, dtype=dtype)
+        found = weights_of(tmp_path / name) if name.endswith("ckpt") else load_file(tmp_path / name)
+        assert bits(found) == bits({name: expected[name] for name in found})
+        assert expected.keys() - found.keys() == (set() if name.endswith("ckpt") else {HEAD})
+        assert done.size == sum(t.nbytes for t in {t.data_ptr(): t for t in found.values()}.values())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_checkpoint_of_deepspeed_alone(checkpoints: Checkpoints, tmp_path: Path, stage: int) -> None:
+    full = checkpoints.by_deepspeed(stage) / "full.ckpt"
+    consolidate(full, tmp_path / "one.ckpt")
+    found = weights_of(tmp_path / "one.ckpt")
+    theirs = get_fp32_state_dict_from_zero_checkpoint(str(full))
+    assert {n: raw(found[n].float()) for n in theirs} == {n: raw(t.float()) for n, t in theirs.items()}
+    alike = checkpoints(stage)
+    assert {f"model.{name}" for name in found} | {"seen"} == set(module_of(alike / "full.ckpt"))
+    # Pruned and merged it is the same again.
+    prune(full, tmp_path / "small.ckpt")
+    consolidate(tmp_path / "small.ckpt", tmp_path / "merged.ckpt", base=full)
+    assert bits(weights_of(tmp_path / "merged.ckpt")) == bits(found)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_lightning_loads_a_whole_one_strictly(checkpoints: Checkpoints, tmp_path: Path, base: Path, stage: int) -> None:
+    out = checkpoints(stage, hidden=16)
+    consolidate(out / "full.ckpt", tmp_path / "full.ckpt")
+    consolidate(out / "small.ckpt", tmp_path / "merged.ckpt", base=out / "full.ckpt")
+    for name in ("full.ckpt", "merged.ckpt"):
+        state = loaded(tmp_path / name)
+        assert not state.keys() & {"module", "param_shapes", "frozen_param_fragments", "ds_config", "optimizer", KEY}
+        assert (state["epoch"], state["global_step"]) == (1, runs.BATCHES)
+        assert state["hyper_parameters"] == {"seed": 1, "tied": True, "hidden": 16, "vocabulary": 96, "rank": 4}
+        module = runs.LoraRun.load_from_checkpoint(tmp_path / name, map_location="cpu", seed=3)
+        assert module.hparams["hidden"] == 16
+        found = dict(module.state_dict())
+        assert bits(found) == bits(in_fp32(state["state_dict"]))
+        assert module.seen.item() == runs.BATCHES
+        torch.load(tmp_path / name, weights_only=True)  # plain values only
+    consolidate(out / "small.ckpt", tmp_path / "small.ckpt")
+    with pytest.raises(RuntimeError, match="Missing key"):
+        runs.LoraRun.load_from_checkpoint(tmp_path / "small.ckpt", map_location="cpu", strict=True)
+    assert loaded(tmp_path / "small.ckpt")[KEY]["left_out"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("name", ["lora", "odd"])
+def test_safetensors_are_loaded_strictly(checkpoints: Checkpoints, tmp_path: Path, stage: int, name: str) -> None:
+    full = checkpoints(stage, module=name) / "full.ckpt"
+    consolidate(full, tmp_path / "one.ckpt")
+    consolidate(full, tmp_path / "one.safetensors")
+    module = MODULES[name](seed=3)
+    missing, unexpected = load_model(module, tmp_path / "one.safetensors", strict=True)
+    assert not missing
+    assert not unexpected
+    assert bits(dict(module.state_dict())) == bits(in_fp32(weights_of(tmp_path / "one.ckpt")))
+    assert module.model.get_output_embeddings().weight is module.model.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("limit", [10_000, 30_000, 10**9])
+def test_a_folder_in_shards(checkpoints: Checkpoints, tmp_path: Path, limit: int) -> None:
+    full = checkpoints(3) / "full.ckpt"
+    done = consolidate(full, tmp_path / "folder", max_shard_size=limit)
+    consolidate(full, tmp_path / "one.safetensors")
+    folder, whole = tmp_path / "folder", load_file(tmp_path / "one.safetensors")
+    shards = {file.name: load_file(file) for file in folder.glob("*.safetensors")}
+    assert sorted(shards) == sorted(done.files)
+    if limit == 10**9:
+        assert [item.name for item in folder.iterdir()] == ["model.safetensors"]
+        index = dict.fromkeys(whole, "model.safetensors")
+    else:
+        said = json.loads((folder / "model.safetensors.index.json").read_text())
+        index = said["weight_map"]
+        assert said["metadata"]["total_size"] == done.size == sum(tensor.nbytes for tensor in whole.values())
+        count = len(shards)
+        assert sorted(shards) == [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+        assert {item.name for item in folder.iterdir()} == {*shards, "model.safetensors.index.json"}
+    sizes = [sum(tensor.nbytes for tensor in shards[name].values()) for name in sorted(shards)]
+    assert all(size <= limit or len(shards[name]) == 1 for name, size in zip(sorted(shards), sizes, strict=True))
+    assert all(one + next_ > limit for one, next_ in pairwise(sizes))  # none is cut without need
+    assert {name: file for file, shard in shards.items() for name in shard} == index
+    assert bits({name: tensor for shard in shards.values() for name, tensor in shard.items()}) == bits(whole)
+    # It is a base itself.
+    consolidate(checkpoints(3) / "small.ckpt", tmp_path / "merged.safetensors", base=folder)
+    assert bits(load_file(tmp_path / "merged.safetensors")) == bits(whole)
+
+
+# Bases, in all the ways that one lies on a disk.
+
+
+def as_folder(folder: Path, out: Path) -> Path:
+    base_model().save_pretrained(folder)
+    return folder
+
+
+def as_sharded_folder(folder: Path, out: Path) -> Path:
+    base_model().save_pretrained(folder, max_shard_size="30KB")
+    assert (folder / "model.safetensors.index.json").exists()
+    return folder
+
+
+def as_file(folder: Path, out: Path) -> Path:
+    return as_folder(folder, out) / "model.safetensors"
+
+
+def as_folder_of_torch(folder: Path, out: Path) -> Path:
+    folder.mkdir()
+    torch.save(base_model().state_dict(), folder / "pytorch_model.bin")
+    return folder
+
+
+def as_file_of_torch(folder: Path, out: Path) -> Path:
+    return as_folder_of_torch(folder, out) / "pytorch_model.bin"
+
+
+def as_full_checkpoint(folder: Path, out: Path) -> Path:
+    return out / "full.ckpt"
+
+
+def as_consolidated(folder: Path, out: Path) -> Path:
+    consolidate(out / "full.ckpt", folder / "one.ckpt", dtype="bf16" if BF16 else "fp32")
+    return folder / "one.ckpt"
+
+
+def as_consolidated_safetensors(folder: Path, out: Path) -> Path:
+    consolidate(out / "full.ckpt", folder / "one.safetensors")
+    return folder / "one.safetensors"
+
+
+def as_inner_model(folder: Path, out: Path) -> Path:
+    """Such as AutoModel saves it: no head, and `model.` is in no name."""
+    base_model().model.save_pretrained(folder)
+    return folder
+
+
+BASES = [as_folder, as_sharded_folder, as_file, as_folder_of_torch, as_file_of_torch, as_full_checkpoint]
+BASES += [as_consolidated, as_consolidated_safetensors, as_inner_model]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("kind", BASES)
+def test_a_base_of_each_kind(
+    checkpoints: Checkpoints, tmp_path: Path, stage: int, kind: Callable[[Path, Path], Path]
+) -> None:
+    """The files are in fp32, the run was in bf16: the values are those that the run had."""
+    out = checkpoints(stage)
+    base = kind(tmp_path / "base", out)
+    before = snapshot(base)
+    done = consolidate(out / "small.ckpt", tmp_path / "merged.ckpt", base=base)
+    consolidate(out / "full.ckpt", tmp_path / "full.ckpt")
+    merged = weights_of(tmp_path / "merged.ckpt")
+    assert bits(merged) == bits(weights_of(tmp_path / "full.ckpt"))
+    assert merged[HEAD].data_ptr() == merged[EMBEDDING].data_ptr()
+    assert (done.is_whole, done.unverified) == (True, ())
+    assert snapshot(base) == before
+
+
+def test_a_base_of_fp32_is_rounded_as_the_run_rounded_it(checkpoints: Checkpoints, tmp_path: Path, base: Path) -> None:
+    consolidate(checkpoints(2) / "small.ckpt", tmp_path / "merged.ckpt", base=base)
+    merged, theirs = weights_of(tmp_path / "merged.ckpt")[EMBEDDING], load_file(base / "model.safetensors")
+    assert "lm_head.weight" not in theirs
+    values = theirs["model.embed_tokens.weight"]
+    assert values.dtype == torch.float32
+    half = torch.bfloat16 if BF16 else torch.float32
+    assert bits({"": merged}) == bits({"": values.to(half)})
+    assert torch.equal(merged.float(), values) != BF16
+    consolidate(checkpoints(2) / "small.ckpt", tmp_path / "fp32.ckpt", base=base, dtype="fp32")
+    assert bits({"": weights_of(tmp_path / "fp32.ckpt")[EMBEDDING]}) == bits({"": merged.float()})
+
+
+def test_a_run_whose_embeddings_are_not_tied(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    out = checkpoints(3, tied=False)
+    base_model(tied=False).save_pretrained(tmp_path / "base")
+    consolidate(out / "small.ckpt", tmp_path / "merged.ckpt", base=tmp_path / "base")
+    consolidate(out / "full.ckpt", tmp_path / "full.ckpt")
+    found = weights_of(tmp_path / "merged.ckpt")
+    assert bits(found) == bits(weights_of(tmp_path / "full.ckpt"))
+    assert not torch.equal(found[HEAD], found[EMBEDDING])
+
+
+def another_seed(weights: Weights) -> Weights:
+    return {name: t.contiguous() for name, t in base_model(seed=2).state_dict().items() if name != "lm_head.weight"}
+
+
+def one_element(weights: Weights) -> Weights:
+    values = weights["model.embed_tokens.weight"].bfloat16()
+    values[-1, -1] = torch.nextafter(values[-1, -1], torch.tensor(9.0).bfloat16())
+    return {**weights, "model.embed_tokens.weight": values.float()}
+
+
+def another_shape(weights: Weights) -> Weights:
+    return {**weights, "model.norm.weight": torch.ones(33)}
+
+
+def one_missing(weights: Weights) -> Weights:
+    return {name: tensor for name, tensor in weights.items() if name != "model.norm.weight"}
+
+
+def of_something_else(weights: Weights) -> Weights:
+    return {"something": torch.ones(3)}
+
+
+WRONG_BASES = [
+    (another_seed, r"is not the base that was saved with: it has other values in '.*weight'"),
+    (one_element, rf"is not the base that was saved with: it has other values in '{EMBEDDING}'\. Name the base"),
+    (another_shape, rf"is not the base that was saved with: '{NORM}' is \[33\] there, \[32\] at the save"),
+    (one_missing, rf"lacks '{NORM}'\. Name the base"),
+    (of_something_else, r"lacks .* and 10 more\. Name the base"),
+]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("change", "said"), WRONG_BASES)
+@pytest.mark.parametrize("target", ["merged.ckpt", "merged.safetensors", "merged"])
+def test_a_wrong_base_is_refused_by_name(
+    checkpoints: Checkpoints,
+    tmp_path: Path,
+    base: Path,
+    stage: int,
+    change: Callable[[Weights], Weights],
+    said: str,
+    target: str,
+) -> None:
+    (tmp_path / "wrong").mkdir()
+    save_file(change(load_file(base / "model.safetensors")), tmp_path / "wrong" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=said) as refused:
+        consolidate(checkpoints(stage) / "small.ckpt", tmp_path / target, base=tmp_path / "wrong")
+    assert str(tmp_path / "wrong") in str(refused.value)
+    assert [item.name for item in tmp_path.iterdir()] == ["wrong"]
+
+
+def test_what_needs_no_base_and_what_cannot_have_one(checkpoints: Checkpoints, tmp_path: Path, base: Path) -> None:
+    with pytest.raises(CheckpointError, match="is a full checkpoint: it needs no base"):
+        consolidate(checkpoints(2) / "full.ckpt", tmp_path / "one.ckpt", base=base)
+    with pytest.raises(CheckpointError, match="There is no base at"):
+        consolidate(checkpoints(2) / "small.ckpt", tmp_path / "one.ckpt", base=tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="holds no base: no "):
+        consolidate(checkpoints(2) / "small.ckpt", tmp_path / "one.ckpt", base=tmp_path)
+    with pytest.raises(ValueError, match="dtype must be one of fp32, bf16, fp16, or None, not 'fp8'"):
+        consolidate(checkpoints(2) / "small.ckpt", tmp_path / "one.ckpt", dtype="fp8")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x08", b'\x05\0\0\0\0\0\0\0{"a":'])
+def test_a_damaged_base_is_refused(checkpoints: Checkpoints, tmp_path: Path, base: Path, damage: bytes) -> None:
+    file = tmp_path / "model.safetensors"
+    content = (base / "model.safetensors").read_bytes()
+    for wrong in (damage, content[:-100], content[:100]):
+        file.write_bytes(wrong)
+        with pytest.raises(CheckpointError, match="is cut, damaged, or no file of safetensors") as refused:
+            consolidate(checkpoints(2) / "small.ckpt", tmp_path / "one.ckpt", base=file)
+        assert str(file) in str(refused.value)
+        assert [item.name for item in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_parameters_without_a_fingerprint_are_named(checkpoints: Checkpoints, tmp_path: Path, base: Path) -> None:
+    prune(checkpoints(2) / "full.ckpt", tmp_path / "small.ckpt", fingerprints=False)
+    done = consolidate(tmp_path / "small.ckpt", tmp_path / "merged.ckpt", base=base)
+    consolidate(checkpoints(2) / "full.ckpt", tmp_path / "full.ckpt")
+    assert len(done.unverified) == 20
+    assert bits(weights_of(tmp_path / "merged.ckpt")) == bits(weights_of(tmp_path / "full.ckpt"))
+
+
+def test_stage_0_that_does_not_say_what_was_trained(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    out = checkpoints(0, module="half")
+    full = out / "full.ckpt"
+    consolidate(full, tmp_path / "one.ckpt")
+    assert bits(weights_of(tmp_path / "one.ckpt")) == bits(module_of(full))
+    consolidate(out / "small.ckpt", tmp_path / "small.ckpt")
+    part = weights_of(tmp_path / "small.ckpt")
+    assert bits(part) == bits({name: tensor for name, tensor in module_of(full).items() if name in part})
+    assert {name for name in part if ".layers.1." in name} == set()
+    assert len(part) == 4 + 1
+
+
+def test_the_command_line(
+    checkpoints: Checkpoints, tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small, full = (str(checkpoints(2) / name) for name in ("small.ckpt", "full.ckpt"))
+    assert main(["merge", small, str(tmp_path / "merged"), "--base", str(base), "--max-shard-size", "10kB"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith(f"Wrote {tmp_path / 'merged'}: 29 tensors, ")
+    assert said.out.endswith(f" kB in {len(list((tmp_path / 'merged').glob('*.safetensors')))} files.\n")
+    assert said.err == ""
+    assert main(["consolidate", full, str(tmp_path / "one.safetensors"), "--dtype", "bf16", "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found["dtype"] == "bf16"
+    assert found["size"] == sum(tensor.nbytes for tensor in load_file(tmp_path / "one.safetensors").values())
+    assert main(["consolidate", small, str(tmp_path / "part.ckpt")]) == 0
+    assert "--base puts them in" in capsys.readouterr().out

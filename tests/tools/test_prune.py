@@ -1,0 +1,366 @@
+"""`ds-frozen-patch prune`: a full checkpoint becomes what it would be, had it been saved under `patch()`."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import shutil
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tools_checkpoints import (
+    EMBEDDING,
+    NORM,
+    Checkpoints,
+    assert_same,
+    flip,
+    loaded,
+    precision_of,
+    raw,
+    record_of,
+    records_of,
+    resume,
+    resume_on_another_base,
+    snapshot,
+)
+from under_test import CELL, PRECISIONS
+
+from ds_frozen_patch import CheckpointError, prune
+from ds_frozen_patch.checkpoint.archive import ITEM_SIZES, Storage, read
+from ds_frozen_patch.checkpoint.records import Piece, Records, Whole
+from ds_frozen_patch.checkpoint.writing import write_archive
+from ds_frozen_patch.manifest import KEY, Manifest
+
+pytestmark = [pytest.mark.promise(14), pytest.mark.everyday]
+
+
+def manifest_of(state: dict[str, Any]) -> Manifest:
+    found = Manifest.from_checkpoint(state)
+    assert found is not None
+    return found
+
+
+def assert_pruned(pruned: Path, small: Path) -> None:
+    """A pruned checkpoint has the files of the trainable-only one, and each of them the same in it."""
+    assert sorted(snapshot(pruned)) == sorted(snapshot(small))
+    assert (pruned / "latest").read_text() == (small / "latest").read_text()
+    for file in sorted((small / "checkpoint").glob("*.pt")):
+        ours, theirs = loaded(pruned / "checkpoint" / file.name), loaded(file)
+        if file.name.endswith("model_states.pt"):
+            mine, said = manifest_of(ours), manifest_of(theirs)
+            assert (mine.left_out, mine.total_bytes) == (said.left_out, said.total_bytes)
+            assert (mine.zero_stage, mine.world_size) == (said.zero_stage, said.world_size)
+            assert {name: said.versions[name] for name in mine.versions} == mine.versions
+            assert all(parameter.fingerprint for parameter in mine.left_out)
+            assert mine.left_out
+            # It takes its place among the entries, whose order is nobody's business.
+            assert ours.pop(KEY).keys() <= theirs.pop(KEY).keys()
+        assert_same(ours, theirs, file.name)
+        assert (pruned / "checkpoint" / file.name).stat().st_size <= file.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("stage", "world_size", "precision", "module"),
+    [
+        *((stage, 2, precision_of(stage), "lora") for stage in (0, 1, 2, 3)),
+        *((stage, world_size, precision_of(stage), "lora") for stage in (2, 3) for world_size in (1, 3)),
+        *((stage, 2, PRECISIONS[-1], "lora") for stage in (2, 3)),
+        *((stage, 2, precision_of(stage), "odd") for stage in (0, 1, 2, 3)),
+    ],
+)
+def test_it_is_what_a_trainable_only_save_had_written(
+    checkpoints: Checkpoints, tmp_path: Path, stage: int, world_size: int, precision: str, module: str
+) -> None:
+    out = checkpoints(stage, world_size, precision, module=module)
+    before = snapshot(out / "full.ckpt")
+    done = prune(out / "full.ckpt", tmp_path / "pruned.ckpt")
+    assert_pruned(tmp_path / "pruned.ckpt", out / "small.ckpt")
+    assert snapshot(out / "full.ckpt") == before
+    files = (tmp_path / "pruned.ckpt" / "checkpoint").iterdir()
+    assert done.size_after == sum(file.stat().st_size for file in files)
+    assert done.size_before == sum(f.stat().st_size for f in (out / "full.ckpt" / "checkpoint").glob("*.pt"))
+    assert done.manifest == manifest_of(read(next((tmp_path / "pruned.ckpt").rglob("*model_states.pt"))).state)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_it_resumes_as_the_trainable_only_one_does(
+    checkpoints: Checkpoints, ranks: Any, tmp_path: Path, stage: int
+) -> None:
+    out = checkpoints(stage)
+    prune(out / "full.ckpt", tmp_path / "pruned.ckpt")
+    options = {"world_size": 2, "stage": stage, "precision": precision_of(stage)}
+    resumed = [
+        ranks(2, resume, path=str(path), out=str(tmp_path / "again"), **options)
+        for path in (out / "small.ckpt", tmp_path / "pruned.ckpt")
+    ]
+    assert resumed[0] == resumed[1]
+    losses, state, steps = resumed[0][0]
+    assert (len(losses), steps) == (4, 8)
+    assert state != checkpoints.trained[out]
+    if stage >= 2:
+        for kind, said in ranks(
+            2, resume_on_another_base, path=str(tmp_path / "pruned.ckpt"), out=str(tmp_path / "again"), **options
+        ):
+            assert kind == "CheckpointMismatchError"
+            assert "mlp.up_proj.weight: saved " in said
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_without_fingerprints_no_frozen_weight_is_read(checkpoints: Checkpoints, tmp_path: Path, stage: int) -> None:
+    out = checkpoints(stage)
+    shutil.copytree(out / "full.ckpt", tmp_path / "full.ckpt")
+    damaged = []
+    for file in sorted((tmp_path / "full.ckpt" / "checkpoint").glob("*model_states.pt")):
+        flip(file, record_of(file, lambda state: state["frozen_param_fragments"][EMBEDDING]))
+        damaged.append(file)
+    with pytest.raises(CheckpointError, match="is damaged: record") as refused:
+        prune(tmp_path / "full.ckpt", tmp_path / "pruned.ckpt")
+    assert any(str(file) in str(refused.value) for file in damaged)
+    assert not (tmp_path / "pruned.ckpt").exists()
+    done = prune(tmp_path / "full.ckpt", tmp_path / "pruned.ckpt", fingerprints=False)
+    assert [parameter.fingerprint for parameter in done.manifest.left_out] == [None] * len(done.manifest.left_out)
+    for file in sorted((tmp_path / "pruned.ckpt" / "checkpoint").glob("*.pt")):
+        ours, theirs = loaded(file), loaded(out / "small.ckpt" / "checkpoint" / file.name)
+        if KEY in ours:
+            mine, said = ours.pop(KEY), theirs.pop(KEY)
+            assert [entry[:3] for entry in mine["left_out"]] == [entry[:3] for entry in said["left_out"]]
+            assert {entry[3] for entry in mine["left_out"]} == {None}
+        assert_same(ours, theirs, file.name)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_checkpoint_of_deepspeed_alone(checkpoints: Checkpoints, tmp_path: Path, stage: int) -> None:
+    out = checkpoints.by_deepspeed(stage)
+    done = prune(out / "full.ckpt", tmp_path / "pruned.ckpt")
+    assert (done.manifest.zero_stage, done.manifest.world_size) == (stage, 2)
+    assert done.manifest.versions["deepspeed"] == CELL.deepspeed
+    assert len(done.manifest.left_out) == 20
+    assert (tmp_path / "pruned.ckpt" / "latest").read_text() == "step4"
+    assert sorted(snapshot(tmp_path / "pruned.ckpt")) == sorted(snapshot(out / "full.ckpt"))
+    for file in sorted((out / "full.ckpt" / "step4").glob("*.pt")):
+        ours, theirs = loaded(tmp_path / "pruned.ckpt" / "step4" / file.name), loaded(file)
+        if file.name.endswith("model_states.pt"):
+            module = theirs["module"]
+            kept = [name for name in module if name not in done.manifest.names]
+            assert [name for name in kept if "lora_" not in name] == []
+            theirs["module"] = ours["module"].__class__((name, module[name]) for name in kept)
+            theirs["module"].__dict__.update(vars(module))
+            if "frozen_param_shapes" in theirs:
+                theirs |= {"frozen_param_shapes": None, "frozen_param_fragments": None}
+            del ours[KEY]
+        assert_same(ours, theirs, file.name)
+
+
+def test_stage_0_where_shapes_do_not_tell_what_was_trained(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    out = checkpoints(0, module="half")
+    full, pruned = out / "full.ckpt", tmp_path / "pruned.ckpt"
+    with pytest.raises(CheckpointError, match=r"leaves it open for .*layers\.0.*Say it with --trainable"):
+        prune(full, pruned)
+    with pytest.raises(CheckpointError, match=r"has trained 2 parameters more .* of shape '\[32, 4\]'"):
+        prune(full, pruned, trainable=["*.layers.0.*lora_A*"])
+    with pytest.raises(CheckpointError, match="has trained 4 parameters more"):
+        prune(full, pruned, trainable=["nothing"])
+    assert list(tmp_path.iterdir()) == []
+    prune(full, pruned, trainable=["*.layers.0.*lora_A*", "*.layers.0.*lora_B*"])
+    assert_pruned(pruned, out / "small.ckpt")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_there_is_nothing_to_prune_in_a_trainable_only_one(
+    checkpoints: Checkpoints, tmp_path: Path, stage: int
+) -> None:
+    with pytest.raises(CheckpointError, match="so there is nothing to prune"):
+        prune(checkpoints(stage) / "small.ckpt", tmp_path / "pruned.ckpt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_tag_and_what_lies_beside(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    source = tmp_path / "full.ckpt"
+    shutil.copytree(checkpoints(2) / "full.ckpt", source)
+    (source / "checkpoint").rename(source / "best")
+    (source / "latest").unlink()
+    (source / "notes.txt").write_text("of a trainer")
+    (source / "best" / "inner").mkdir()
+    (source / "best" / "inner" / "more.txt").write_text("too")
+    (source / "other").mkdir()
+    with pytest.raises(CheckpointError, match="no file `latest`"):
+        prune(source, tmp_path / "pruned.ckpt")
+    prune(source, tmp_path / "pruned.ckpt", "best")
+    found = snapshot(tmp_path / "pruned.ckpt")
+    assert found.keys() == snapshot(source).keys() | {"latest"}
+    assert (tmp_path / "pruned.ckpt" / "latest").read_text() == "best"
+    for name in ("notes.txt", "best/inner/more.txt"):
+        assert found[name][0] == snapshot(source)[name][0]
+
+
+def test_left_out_weights_can_be_put_back(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """The fingerprints are those of the values: with one bit changed in the source before, they differ by that name."""
+    source = tmp_path / "full.ckpt"
+    shutil.copytree(checkpoints(2) / "full.ckpt", source)
+    (file,) = (source / "checkpoint").glob("*model_states.pt")
+    state = loaded(file)
+    state["module"][NORM].view(torch.int16)[0] ^= 1
+    torch.save(state, file)
+    changed = prune(source, tmp_path / "changed.ckpt").manifest
+    same = prune(checkpoints(2) / "full.ckpt", tmp_path / "pruned.ckpt").manifest
+    differ = [one.name for one, other in zip(changed.left_out, same.left_out, strict=True) if one != other]
+    assert differ == [NORM]
+
+
+# What `torch.save` writes, through `archive.read` and `write_archive`, and back by `torch.load`.
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    GREEN = 2
+
+
+@dataclass
+class Nested:
+    name: str
+    colour: Colour
+    inner: dict[str, Any]
+
+
+class Tree:
+    """With slots and a default reduction."""
+
+    __slots__ = ("children", "leaf")
+
+    def __init__(self, *children: Any) -> None:
+        self.children, self.leaf = children, torch.ones(2)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tree) and len(self.children) == len(other.children)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def written(state: Any, folder: Path, trust: bool = False) -> Path:
+    """A state saved by torch, read and written by us: the new file."""
+    torch.save(state, folder / "theirs.pt")
+    with Records() as records:
+
+        def content(storage: Storage, begin: int, count: int) -> Iterator[memoryview]:
+            return records.chunks(Whole("uint8", (count,), (Piece(storage, begin, count),)))
+
+        write_archive(folder / "ours.pt", read(folder / "theirs.pt", trust=trust).state, content)
+    for name, place in records_of(folder / "ours.pt").items():
+        assert place.start % 64 == 0, name
+    return folder / "ours.pt"
+
+
+def odd_tensors() -> dict[str, torch.Tensor]:
+    base = torch.arange(240, dtype=torch.float32).reshape(2, 3, 4, 10)
+    attributed = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    attributed.ds_id = 7  # type: ignore[attr-defined]
+    return {
+        "offset": base[1],
+        "transposed": base[0, 1].t(),
+        "strided": base[:, ::2, 1, ::3],
+        "expanded": torch.arange(3.0).expand(4, 3),
+        "0-dim": torch.tensor(2.5),
+        "empty": torch.empty(0, 5),
+        "empty, of some": base[:, :, 4:],
+        "NaN": torch.tensor([float("nan"), float("inf"), -0.0]),
+        "needs a gradient": torch.ones(2, requires_grad=True),
+        "parameter": torch.nn.Parameter(torch.ones(2, 3)),
+        "frozen parameter with an attribute": attributed,
+        "seen as another dtype": torch.arange(4, dtype=torch.int32).view(torch.float32),
+    }
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_tensors_are_written_as_torch_does(tmp_path: Path, mmap: bool) -> None:
+    state = odd_tensors()
+    assert_same(torch.load(written(state, tmp_path), weights_only=False, mmap=mmap), state)
+    del state["frozen parameter with an attribute"]
+    assert_same(torch.load(written(state, tmp_path), weights_only=True, mmap=mmap), state)
+
+
+@pytest.mark.parametrize("dtype", [name for name in ITEM_SIZES if hasattr(torch, name)])
+def test_every_dtype(tmp_path: Path, dtype: str) -> None:
+    values = torch.tensor([0.0, 1.0, 2.0, 3.0, 0.0, 1.0]).to(getattr(torch, dtype))
+    state = {"whole": values, "view": values.view(2, 3).t()[1:], "parameter": values[2:]}
+    file = written(state, tmp_path)
+    assert {tensor.dtype for tensor in read(file).state.values()} == {dtype}
+    for mmap in (False, True):
+        assert_same(torch.load(file, weights_only=True, mmap=mmap), state)
+
+
+def test_plain_values_are_written_as_torch_does(tmp_path: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+    state = {
+        "of a module": module.state_dict(),
+        "ordered": OrderedDict(b=1, a=[2, (3,), None, True, 1.5, -(2**70), float("inf")]),
+        "bytes": [b"", b"\x00\xff" * 300, bytearray(b"abc")],
+        "text": ["", "ü€\n\\", "x" * 70000],
+        "sets": [set(), {1, "two"}, frozenset({3})],
+        "numbers": [1 + 2j, slice(1, None, 2), 1 << 33],
+        5: ("keys", {("a", 1): 2, None: 3}),
+        "collections": [defaultdict(list, a=[1]), Counter("aab"), deque([1, 2], maxlen=3)],
+        "torch": [torch.Size([2, 3]), torch.bfloat16, torch.device("cpu"), torch.device("cuda", 1)],
+        "numpy": [np.arange(6).reshape(2, 3), np.float32(1.5), np.dtype("int16")],
+        "path": PurePosixPath("a/b"),
+    }
+    found = loaded(written(state, tmp_path))
+    assert list(found) == list(state)
+    assert found.pop("numpy")[0].tolist() == state.pop("numpy")[0].tolist()  # type: ignore[index]
+    assert_same(found, state)
+    assert found["of a module"]._metadata == module.state_dict()._metadata  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("value", [range(3), int, str, bytes, complex, list, type(None)])
+def test_values_that_pickles_name_as_python_2_did(tmp_path: Path, value: Any) -> None:
+    for trust in (False, True):
+        assert loaded(written({"value": value}, tmp_path, trust))["value"] == value
+
+
+def test_a_state_that_holds_itself(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"more": torch.ones(8)}
+    state["itself"] = [state]
+    found = loaded(written(state, tmp_path))
+    assert found["itself"][0] is found
+    assert raw(found["more"]) == raw(torch.ones(8))
+
+
+def test_objects_of_classes_are_written_by_name(tmp_path: Path) -> None:
+    shared = Nested("one", Colour.RED, {"tensor": torch.arange(3), "size": torch.Size([1])})
+    state = {
+        "nested": shared,
+        "again": [shared, Nested("two", Colour.GREEN, {"deeper": copy.deepcopy(shared)})],
+        "class": Nested,
+        "function": odd_tensors,
+        "tree": Tree(Tree(), Tree()),
+    }
+    file = written(state, tmp_path, trust=True)
+    found = loaded(file)
+    assert_same(found["nested"], state["nested"])
+    assert_same(found["again"], state["again"])
+    assert found["again"][0] is found["nested"]
+    assert (found["class"], found["function"], found["tree"]) == (Nested, odd_tensors, state["tree"])
+    assert raw(found["tree"].children[0].leaf) == raw(torch.ones(2))
+
+
+def test_tensors_share_their_storage_as_before_and_no_more_of_it_is_written(tmp_path: Path) -> None:
+    large = torch.arange(1_000_000, dtype=torch.float32)
+    state = {"a": large[500_000:500_010], "b": large[500_005:500_020].view(3, 5).t(), "c": large[:3].clone()}
+    state["alias"] = state["a"]
+    file = written(state, tmp_path)
+    assert file.stat().st_size < 5_000 < (tmp_path / "theirs.pt").stat().st_size
+    for mmap in (False, True):
+        found = torch.load(file, weights_only=True, mmap=mmap)
+        assert_same(found, state)
+        assert found["a"].untyped_storage().data_ptr() == found["b"].untyped_storage().data_ptr()
+        assert found["a"].untyped_storage().nbytes() == 4 * 20
+        assert found["alias"].data_ptr() == found["a"].data_ptr() != found["c"].data_ptr()
+        assert found["b"].storage_offset() == 5
+    found = torch.load(file, weights_only=True)
+    found["a"][5] = -1
+    assert found["b"][0, 0] == -1

@@ -1,0 +1,560 @@
+"""What the tools that write must never do: change their source, leave half of an output, or run what they read."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tools_checkpoints import (
+    EMBEDDING,
+    HEAD,
+    Checkpoints,
+    changed,
+    flip,
+    loaded,
+    record_of,
+    snapshot,
+)
+
+from ds_frozen_patch import CheckpointError, consolidate, export, prune
+from ds_frozen_patch.cli import main
+
+pytestmark = [pytest.mark.promise(14), pytest.mark.everyday]
+
+Tool = Callable[[Path, Path], Any]
+
+
+def merge(source: Path, target: Path) -> Any:
+    """`small.ckpt` beside the source made whole with the source as its base."""
+    return consolidate(source.with_name("small.ckpt"), target, base=source)
+
+
+TOOLS: dict[str, tuple[Tool, str, list[str]]] = {
+    "prune": (prune, "out.ckpt", ["prune"]),
+    "consolidate": (consolidate, "out.ckpt", ["consolidate"]),
+    "consolidate to safetensors": (consolidate, "out.safetensors", ["consolidate"]),
+    "consolidate to a folder": (consolidate, "out", ["consolidate", "--max-shard-size", "10kB"]),
+    "export": (export, "out.safetensors", ["export", "--format", "safetensors"]),
+    "export to a folder": (
+        lambda source, target: export(source.with_name("small.ckpt"), target, format="peft"),
+        "out",
+        ["export", "--format", "peft"],
+    ),
+}
+EVERY_TOOL = pytest.mark.parametrize("tool", TOOLS)
+
+
+def needs_small(tool: str) -> bool:
+    """A full checkpoint does not say what its adapters were configured to be."""
+    return tool == "export to a folder"
+
+
+@pytest.fixture
+def source(checkpoints: Checkpoints, tmp_path: Path) -> Callable[..., Path]:
+    """A folder with copies of `small.ckpt` and `full.ckpt` in it, to be damaged: gives the latter's path."""
+
+    def copy(stage: int, **options: Any) -> Path:
+        shutil.copytree(checkpoints(stage, **options), tmp_path / "in")
+        return tmp_path / "in" / "full.ckpt"
+
+    return copy
+
+
+def both(source: Path, damage: Callable[[Path], Any]) -> None:
+    """Do the same to both of a moment's checkpoints."""
+    for path in (source, source.with_name("small.ckpt")):
+        damage(path)
+
+
+def assert_refused(run: Callable[[], Any], target: Path, source: Path) -> str:
+    """One CheckpointError, nothing left in the target's folder, and the source as it was."""
+    before, others = snapshot(source.parent), set(target.parent.iterdir())
+    with pytest.raises(CheckpointError) as refused:
+        run()
+    assert set(target.parent.iterdir()) == others
+    assert snapshot(source.parent) == before
+    assert refused.value.__suppress_context__ or refused.value.__context__ is None  # one sentence and no chain
+    return str(refused.value)
+
+
+def first(path: Path, kind: str) -> Path:
+    return min(path.rglob(f"*{kind}_states.pt"))
+
+
+def last(path: Path, kind: str) -> Path:
+    return max(path.rglob(f"*{kind}_states.pt"))
+
+
+def cut_model(path: Path) -> None:
+    last(path, "model").write_bytes(last(path, "model").read_bytes()[:-100])
+
+
+def cut_optimizer(path: Path) -> None:
+    last(path, "optim").write_bytes(last(path, "optim").read_bytes()[:1000])
+
+
+def bit_of_a_master(path: Path) -> None:
+    file = last(path, "optim")
+    key = "fp32_flat_groups" if loaded(file)["optimizer_state_dict"].get("fp32_flat_groups") else None
+    key = key or "single_partition_of_fp32_groups"
+    flip(file, record_of(file, lambda state: state["optimizer_state_dict"][key][0]))
+
+
+def bit_of_a_pickle(path: Path) -> None:
+    flip(first(path, "model"), "data.pkl")
+
+
+def no_optimizer_of_a_rank(path: Path) -> None:
+    last(path, "optim").unlink()
+
+
+def no_model(path: Path) -> None:
+    for file in path.rglob("*model_states.pt"):
+        file.unlink()
+
+
+def no_latest(path: Path) -> None:
+    (path / "latest").unlink()
+
+
+def no_checkpoint(path: Path) -> None:
+    shutil.rmtree(path)
+
+
+def a_text(path: Path) -> None:
+    first(path, "model").write_text("not what it says")
+
+
+def a_single_file(path: Path) -> None:
+    file = path.with_suffix(".single")
+    first(path, "model").rename(file)
+    shutil.rmtree(path)
+    file.rename(path)
+
+
+DAMAGES = [cut_model, cut_optimizer, bit_of_a_master, bit_of_a_pickle, no_optimizer_of_a_rank, no_model]
+DAMAGES += [no_latest, no_checkpoint, a_text, a_single_file]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("damage", DAMAGES)
+@EVERY_TOOL
+def test_a_damaged_source(
+    source: Callable[..., Path], tmp_path: Path, tool: str, damage: Callable[[Path], Any], stage: int
+) -> None:
+    run, name, _ = TOOLS[tool]
+    path = source(stage)
+    both(path, damage)
+    (tmp_path / "out of it").mkdir()
+    target = tmp_path / "out of it" / name
+    said = assert_refused(lambda: run(path, target), target, path)
+    assert str(path if not needs_small(tool) else path.with_name("small.ckpt")) in said
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("tool", ["prune", "consolidate", "consolidate to safetensors", "consolidate to a folder"])
+def test_a_flipped_bit_in_a_frozen_weight(source: Callable[..., Path], tmp_path: Path, tool: str, stage: int) -> None:
+    run, name, _ = TOOLS[tool]
+    path = source(stage)
+    file = last(path, "model")
+    flip(file, record_of(file, lambda state: state["frozen_param_fragments"][EMBEDDING]))
+    said = assert_refused(lambda: run(path, tmp_path / name), tmp_path / name, path)
+    assert said.startswith(f"{file} is damaged: record ")
+    # As a base it is refused too, though its values may be found wrong before its file.
+    assert str(path) in assert_refused(lambda: merge(path, tmp_path / name), tmp_path / name, path)
+
+
+@pytest.mark.parametrize("other", [{"epochs": 2}, {"rank": 8}])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@EVERY_TOOL
+def test_a_shard_of_another_run(
+    checkpoints: Checkpoints, source: Callable[..., Path], tmp_path: Path, tool: str, stage: int, other: dict[str, Any]
+) -> None:
+    run, name, _ = TOOLS[tool]
+    path = source(stage)
+
+    def damage(path: Path) -> None:
+        shard = last(path, "optim")
+        shutil.copy(checkpoints(stage, **other) / path.name / "checkpoint" / shard.name, shard)
+
+    both(path, damage)
+    said = assert_refused(lambda: run(path, tmp_path / name), tmp_path / name, path)
+    assert "is of another save than" in said or "does not fit the model's states" in said
+
+
+@EVERY_TOOL
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_shard_of_a_run_with_another_seed(
+    checkpoints: Checkpoints, source: Callable[..., Path], tmp_path: Path, tool: str, stage: int
+) -> None:
+    run, name, _ = TOOLS[tool]
+    path = source(stage)
+
+    def damage(path: Path) -> None:
+        shard = last(path, "optim")
+        shutil.copy(checkpoints(stage, seed=2) / path.name / "checkpoint" / shard.name, shard)
+
+    both(path, damage)
+    said = assert_refused(lambda: run(path, tmp_path / name), tmp_path / name, path)
+    assert "are not of one run: the optimizer's masters are not" in said
+    assert last(path, "optim").name in said
+
+
+@EVERY_TOOL
+def test_what_is_there_already_stays(source: Callable[..., Path], tmp_path: Path, tool: str) -> None:
+    run, name, words = TOOLS[tool]
+    path, target = source(2), tmp_path / "there" / name
+    target.parent.mkdir()
+    made: list[Callable[[], Any]] = [
+        lambda: target.write_text("precious"),
+        target.mkdir,
+        lambda: target.symlink_to(tmp_path / "nowhere"),
+        lambda: target.symlink_to(path),
+    ]
+    for make in made:
+        make()
+        before = snapshot(target.parent)
+        said = assert_refused(lambda: run(path, target), target, path)
+        assert said == f"{target} is there already. Name another place for the output, or remove it first."
+        assert main([*words, str(path.with_name("small.ckpt")), str(target), "-q"]) == 1
+        assert snapshot(target.parent) == before
+        if target.is_dir() and not target.is_symlink():
+            target.rmdir()
+        else:
+            target.unlink()
+
+
+@EVERY_TOOL
+def test_nothing_is_written_into_a_source(source: Callable[..., Path], tmp_path: Path, tool: str) -> None:
+    run, name, _ = TOOLS[tool]
+    path = source(2)
+    own = path.with_name("small.ckpt") if needs_small(tool) else path
+    (tmp_path / "link").symlink_to(own)
+    for folder in (own, own / "checkpoint", own / "new" / "folder", tmp_path / "link", own / "checkpoint" / ".."):
+        said = assert_refused(lambda folder=folder: run(path, folder / name), own / name, path)  # type: ignore[misc]
+        assert f"is inside of {own}, which must stay as it is" in said
+        assert not (own / "new").exists()
+    merge_into = path / name
+    if tool.startswith("consolidate"):
+        said = assert_refused(lambda: merge(path, merge_into), merge_into, path)
+        assert f"is inside of {path}, which must stay as it is" in said
+
+
+def line_after(program: str, *arguments: object) -> list[str]:
+    """The command line in a process of its own, after another program in it."""
+    program = f"import sys\n{program}\nfrom ds_frozen_patch.cli import main\nsys.exit(main())"
+    return [sys.executable, "-B", "-c", program, *map(str, arguments)]
+
+
+FULL_DISK = """
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+"""
+
+
+def test_a_full_disk_from_the_command_line(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    source = checkpoints(3) / "full.ckpt"
+    before = snapshot(source)
+    line = line_after(FULL_DISK, "prune", source, tmp_path / "out.ckpt")
+    ran = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert ran.stderr.startswith(f"ds-frozen-patch: {tmp_path / 'out.ckpt'} cannot be written ([Errno 27] File too")
+    assert ran.stderr.endswith("Nothing was left there.\n")
+    assert ran.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+    assert snapshot(source) == before
+
+
+@contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    """No file can be larger than that; Python ignores the signal, so that the write fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("room", [0, 100, 3000])
+@EVERY_TOOL
+def test_a_full_disk(
+    source: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], tool: str, room: int
+) -> None:
+    _, name, words = TOOLS[tool]
+    path = source(3)
+    path = path.with_name("small.ckpt") if needs_small(tool) else path
+    target = tmp_path / "full" / name
+    target.parent.mkdir()
+    before = snapshot(path)
+    with full_disk(room):
+        assert main([*words, str(path), str(target)]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"ds-frozen-patch: {target} cannot be written (")
+    assert said.err.endswith("Nothing was left there.\n")
+    assert said.err.count("\n") == 1
+    assert list(target.parent.iterdir()) == []
+    assert snapshot(path) == before
+
+
+@EVERY_TOOL
+def test_a_folder_that_cannot_be_made(source: Callable[..., Path], tmp_path: Path, tool: str) -> None:
+    run, name, _ = TOOLS[tool]
+    (tmp_path / "a file").write_text("not a folder")
+    path = source(2)
+    said = assert_refused(lambda: run(path, tmp_path / "a file" / name), tmp_path / name, path)
+    assert f"{tmp_path / 'a file' / name} cannot be written (" in said
+    run(path, tmp_path / "new" / "folder" / name)  # but this is made
+    assert (tmp_path / "new" / "folder" / name).exists()
+
+
+SLOWLY = """
+import time
+from ds_frozen_patch.checkpoint import records
+real = records.Records._read_into
+def read_into(self, storage, begin, chunk):
+    time.sleep(0.15)
+    real(self, storage, begin, chunk)
+records.Records._read_into = read_into
+"""
+
+
+@pytest.mark.parametrize(
+    ("tool", "signal_"),
+    [
+        ("prune", signal.SIGKILL),
+        ("consolidate", signal.SIGKILL),
+        ("consolidate to a folder", signal.SIGKILL),
+        ("export", signal.SIGKILL),
+        ("prune", signal.SIGINT),
+    ],
+)
+def test_killed_in_the_midst_of_a_write(
+    source: Callable[..., Path], tmp_path: Path, tool: str, signal_: signal.Signals
+) -> None:
+    run, name, words = TOOLS[tool]
+    path, folder = source(2), tmp_path / "killed"
+    before = snapshot(path)
+    process = subprocess.Popen(line_after(SLOWLY, *words, path, folder / name), stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not any(item.is_file() and item.stat().st_size for item in folder.rglob("*")):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    time.sleep(0.1)
+    assert process.poll() is None
+    process.send_signal(signal_)
+    said = process.communicate(timeout=60)[1]
+    assert snapshot(path) == before
+    assert not (folder / name).exists()
+    left = [item.name for item in folder.iterdir()]
+    if signal_ == signal.SIGKILL:
+        assert process.returncode == -signal.SIGKILL
+        assert [name_.startswith(f".{name}.") and name_.endswith(".partial") for name_ in left] == [True]
+    else:
+        assert (process.returncode, left) == (1, [])
+        assert said == "ds-frozen-patch: interrupted; nothing was left at the target\n"
+    run(path, folder / name)  # the next try is not in the way of what is left
+    assert (folder / name).exists()
+
+
+class RunsCode:
+    """What an attacker puts into a pickle."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch '{self.file}'",)
+
+
+@pytest.mark.parametrize("kind", ["model", "optim"])
+@EVERY_TOOL
+def test_a_checkpoint_cannot_run_code(
+    source: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], tool: str, kind: str
+) -> None:
+    _, name, words = TOOLS[tool]
+    path = source(2)
+    if needs_small(tool):
+        path = path.with_name("small.ckpt")
+    file = first(path, kind)
+    changed(file, lambda state: state.update(mine=RunsCode(tmp_path / "it ran")))
+    before = snapshot(path)
+    line = [*words, str(path), str(tmp_path / "to" / name)]
+    assert main(line) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"ds-frozen-patch: {file} names posix.system, which is not expected")
+    assert "--trust" in said.err
+    assert not (tmp_path / "to").exists()
+    assert main([*line, "--trust"]) == 0
+    assert (tmp_path / "to" / name).exists()
+    assert not (tmp_path / "it ran").exists()
+    assert snapshot(path) == before
+
+
+def test_a_base_cannot_run_code(checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"model.norm.weight": torch.ones(32), "mine": RunsCode(tmp_path / "it ran")}, tmp_path / "base.bin")
+    small = str(checkpoints(2) / "small.ckpt")
+    line = ["merge", small, str(tmp_path / "to" / "out.ckpt"), "--base", str(tmp_path / "base.bin")]
+    assert main(line) == 1
+    assert "names posix.system" in capsys.readouterr().err
+    assert main([*line, "--trust"]) == 1
+    assert "base.bin lacks " in capsys.readouterr().err
+    assert not (tmp_path / "it ran").exists()
+    assert not (tmp_path / "to").exists()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_class_of_the_users_survives(
+    source: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
+) -> None:
+    """With `--trust` a pruned or consolidated checkpoint names it again, and it is imported by nobody but torch."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "users_own.py").write_text("""
+import dataclasses, enum
+class Kind(enum.Enum):
+    ONE = 1
+@dataclasses.dataclass
+class Options:
+    rate: float
+    kind: Kind
+    more: dict
+class Listed(list):
+    pass
+""")
+    path = source(stage)
+    with monkeypatch.context() as context:
+        context.syspath_prepend(tmp_path / "code")
+        code: Any = importlib.import_module("users_own")
+        for file in path.rglob("*model_states.pt"):
+            listed = code.Listed([1, {"two": torch.arange(2)}])
+            listed.note = "an attribute"
+            options = code.Options(0.5, code.Kind.ONE, {"listed": listed})
+            changed(file, lambda state, options=options: state["hyper_parameters"].update(options=options))  # type: ignore[misc]
+    del sys.modules["users_own"]
+    importlib.invalidate_caches()
+    assert "names users_own." in assert_refused(lambda: prune(path, tmp_path / "no.ckpt"), tmp_path / "no.ckpt", path)
+    prune(path, tmp_path / "pruned.ckpt", trust=True)
+    consolidate(path, tmp_path / "one.ckpt", trust=True)
+    export(path, tmp_path / "one.safetensors", trust=True)
+    assert "users_own" not in sys.modules
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("users_own")
+    monkeypatch.syspath_prepend(tmp_path / "code")
+    code = importlib.import_module("users_own")
+    for file in (*(tmp_path / "pruned.ckpt").rglob("*model_states.pt"), tmp_path / "one.ckpt"):
+        found = loaded(file)["hyper_parameters"]["options"]
+        assert isinstance(found, code.Options)
+        assert (found.rate, found.kind) == (0.5, code.Kind.ONE)
+        listed = found.more["listed"]
+        assert isinstance(listed, code.Listed)
+        assert (listed[0], listed[1]["two"].tolist(), listed.note) == (1, [0, 1], "an attribute")
+    del sys.modules["users_own"]
+
+
+@EVERY_TOOL
+def test_a_dry_run_writes_nothing(
+    source: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], tool: str
+) -> None:
+    _, name, words = TOOLS[tool]
+    path = source(3)
+    own = path.with_name("small.ckpt") if needs_small(tool) else path
+    both(path, bit_of_a_master)  # no tensor is read
+    before, target = snapshot(tmp_path), tmp_path / "to" / name
+    line = [*words, str(own), str(target), "--dry-run"]
+    assert main(line) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith(f"Would write {target}: ")
+    assert said.err == ""
+    assert main([*line, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["dry_run"], found["target"]) == (True, str(target))
+    assert not (tmp_path / "to").exists()
+    assert snapshot(tmp_path) == before
+    # What would not be done is refused as it would be.
+    assert main([*words, str(own), str(own / "checkpoint"), "--dry-run"]) == 1
+    assert "is there already" in capsys.readouterr().err
+    assert main([*words, str(own), str(own / name), "--dry-run"]) == 1
+    assert "is inside of" in capsys.readouterr().err
+
+
+@EVERY_TOOL
+def test_what_is_said_of_what_was_done(
+    source: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], tool: str
+) -> None:
+    _, name, words = TOOLS[tool]
+    path = source(2)
+    own = path.with_name("small.ckpt") if needs_small(tool) else path
+    assert main([*words, str(own), str(tmp_path / "aloud" / name)]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith(f"Wrote {tmp_path / 'aloud' / name}: ")
+    assert said.err == ""
+    assert main([*words, str(own), str(tmp_path / "quiet" / name), "-q"]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert main([*words, str(own), str(tmp_path / "json" / name), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["dry_run"], found["source"]) == (False, str(own))
+    contents = [
+        {name: digest for name, (digest, _) in snapshot(tmp_path / folder).items()}
+        for folder in ("aloud", "quiet", "json")
+    ]
+    assert contents[0] == contents[1] == contents[2]  # it is the same each time
+    assert all(contents)
+
+
+def test_the_sizes_are_those_on_the_disk(
+    source: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = source(2)
+    assert main(["prune", str(path), str(tmp_path / "pruned.ckpt"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["size_before"] == sum(file.stat().st_size for file in path.rglob("*.pt"))
+    assert found["size_after"] == sum(file.stat().st_size for file in (tmp_path / "pruned.ckpt").rglob("*.pt"))
+    assert len(found["manifest"]["left_out"]) == 20
+    assert [EMBEDDING, HEAD] in [entry[0] for entry in found["manifest"]["left_out"]]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *([name] for name in ("prune", "consolidate", "merge", "export", "verify")),
+        *([name, "a"] for name in ("prune", "consolidate", "merge", "export")),
+        ["prune", "a", "b", "c"],
+        ["prune", "a", "b", "--dtype", "fp32"],
+        ["prune", "a", "b", "--trainable"],
+        ["consolidate", "a", "b", "--dtype", "fp8"],
+        ["consolidate", "a", "b", "--max-shard-size", "big"],
+        ["consolidate", "a", "b", "--max-shard-size", "0"],
+        ["consolidate", "a", "b", "--max-shard-size", "-1GB"],
+        ["merge", "a", "b"],
+        ["merge", "a", "b", "--base"],
+        ["export", "a", "b"],
+        ["export", "a", "b", "--format", "onnx"],
+        ["export", "a", "b", "--format", "peft", "--dtype", "int8"],
+        ["verify", "a", "b"],
+        ["verify", "a", "--dry-run"],
+    ],
+)
+def test_wrong_use(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("usage: ds-frozen-patch ")

@@ -1,0 +1,317 @@
+"""`ds-frozen-patch verify`: nothing is wrong with what was saved, and each kind of damage is found and named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from tools_checkpoints import (
+    EMBEDDING,
+    Checkpoints,
+    base_model,
+    changed,
+    flip,
+    precision_of,
+    record_of,
+    records_of,
+    snapshot,
+)
+from under_test import PRECISIONS
+
+from ds_frozen_patch import CheckpointError, prune, verify
+from ds_frozen_patch.cli import main
+from ds_frozen_patch.manifest import KEY
+
+pytestmark = [pytest.mark.promise(14), pytest.mark.everyday]
+
+
+@pytest.mark.parametrize(
+    ("stage", "world_size", "precision", "module"),
+    [
+        *((stage, 2, precision_of(stage), "lora") for stage in (0, 1, 2, 3)),
+        *((stage, 3, precision_of(stage), "lora") for stage in (1, 2, 3)),
+        *((stage, 2, PRECISIONS[-1], "lora") for stage in (2, 3)),
+        *((stage, 2, precision_of(stage), "odd") for stage in (0, 1, 2, 3)),
+    ],
+)
+def test_nothing_is_wrong_with_what_was_saved(
+    checkpoints: Checkpoints, stage: int, world_size: int, precision: str, module: str
+) -> None:
+    out = checkpoints(stage, world_size, precision, module=module)
+    trained, left_out = (9, 21) if module == "odd" else (8, 20)
+    before = snapshot(out)
+    for path, base, counts in (
+        (out / "full.ckpt", None, (trained, 0, 0)),
+        (out / "small.ckpt", None, (trained, left_out, 0)),
+        (out / "small.ckpt", out / "full.ckpt", (trained, left_out, left_out)),
+    ):
+        found = verify(path, base=base)
+        assert (found.problems, found.unverified) == ((), ())
+        assert (found.trained, found.left_out, found.compared) == counts
+        files = list((path / "checkpoint").glob("*.pt"))
+        assert (found.files, found.size) == (len(files), sum(file.stat().st_size for file in files))
+    assert snapshot(out) == before
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_nothing_is_wrong_with_what_deepspeed_has_saved(checkpoints: Checkpoints, tmp_path: Path, stage: int) -> None:
+    full = checkpoints.by_deepspeed(stage) / "full.ckpt"
+    assert verify(full).problems == ()
+    prune(full, tmp_path / "pruned.ckpt")
+    assert verify(tmp_path / "pruned.ckpt", base=full).problems == ()
+    prune(full, tmp_path / "unread.ckpt", fingerprints=False)
+    found = verify(tmp_path / "unread.ckpt", base=full)
+    assert (found.problems, found.compared, len(found.unverified)) == ((), 0, 20)
+
+
+def test_stage_0_that_does_not_say_what_was_trained(checkpoints: Checkpoints) -> None:
+    """It is whole all the same."""
+    out = checkpoints(0, module="half")
+    assert verify(out / "small.ckpt").problems == ()
+    assert verify(out / "full.ckpt").problems == ()
+
+
+@pytest.fixture
+def copied(checkpoints: Checkpoints, tmp_path: Path) -> Callable[..., Path]:
+    def copy(stage: int, name: str = "small.ckpt", **options: Any) -> Path:
+        target = tmp_path / f"{stage}-{name}"
+        shutil.copytree(checkpoints(stage, **options) / name, target)
+        return target
+
+    return copy
+
+
+def problem(path: Path, **options: Any) -> str:
+    """The one thing that is wrong, which the command line says too, with exit status 1."""
+    found = verify(path, **options)
+    assert len(found.problems) == 1, found.problems
+    return found.problems[0]
+
+
+EVERY_FILE = [(stage, kind) for stage in (0, 1, 2, 3) for kind in ("model", "optim") if stage or kind == "model"]
+
+
+@pytest.mark.parametrize("name", ["small.ckpt", "full.ckpt"])
+@pytest.mark.parametrize(("stage", "kind"), EVERY_FILE)
+def test_a_flipped_bit(copied: Callable[..., Path], stage: int, kind: str, name: str) -> None:
+    path = copied(stage, name)
+    file = max(path.rglob(f"*{kind}_states.pt"))  # of the last rank, where each has one
+    flip(file)
+    assert problem(path).startswith(f"{file} is damaged: record ")
+
+
+@pytest.mark.parametrize(("stage", "kind"), EVERY_FILE)
+def test_any_flipped_bit_of_any_record(copied: Callable[..., Path], stage: int, kind: str) -> None:
+    path = copied(stage)
+    file = max(path.rglob(f"*{kind}_states.pt"))
+    content = file.read_bytes()
+    places = {name: place for name, place in records_of(file).items() if name.startswith("data/") and len(place)}
+    assert places
+    for record in places:
+        flip(file, record)
+        assert problem(path).startswith(f"{file} is damaged: record {record.removeprefix('data/')} is not as it was")
+        file.write_bytes(content)
+    assert verify(path).problems == ()
+    flip(file, "data.pkl")
+    assert str(file) in problem(path)
+
+
+@pytest.mark.parametrize("bytes_", [0, 100, -1, -1000])
+@pytest.mark.parametrize(("stage", "kind"), EVERY_FILE)
+def test_a_cut_file(copied: Callable[..., Path], stage: int, kind: str, bytes_: int) -> None:
+    path = copied(stage)
+    file = max(path.rglob(f"*{kind}_states.pt"))
+    file.write_bytes(file.read_bytes()[:bytes_])
+    assert problem(path).startswith(f"{file} cannot be read, is cut, damaged")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_missing_shard(copied: Callable[..., Path], stage: int, rank: int) -> None:
+    path = copied(stage)
+    (shard,) = path.rglob(f"*zero_pp_rank_{rank}_*optim_states.pt")
+    shard.unlink()
+    said = problem(path)
+    if rank == 0:
+        assert "lacks the optim states of rank 0" in said
+    elif stage == 3:
+        assert "model states of 2 ranks and optimizer states of 1" in said
+    else:
+        assert "was saved by 2 ranks and has the optimizer states of 1" in said
+    for shard in path.rglob("*optim_states.pt"):
+        shard.unlink()
+    assert "was saved by 2 ranks and has the optimizer states of 0" in problem(path)
+
+
+def test_a_missing_part_of_the_model(copied: Callable[..., Path]) -> None:
+    path = copied(3)
+    file = max(path.rglob("*model_states.pt"))
+    file.unlink()
+    assert "model states of 1 ranks and optimizer states of 2" in problem(path)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_shard_of_a_run_with_another_seed(
+    checkpoints: Checkpoints, copied: Callable[..., Path], stage: int, rank: int
+) -> None:
+    path = copied(stage)
+    (shard,) = path.rglob(f"*zero_pp_rank_{rank}_*optim_states.pt")
+    shutil.copy(checkpoints(stage, seed=2) / "small.ckpt" / "checkpoint" / shard.name, shard)
+    said = problem(path)
+    assert said.startswith(f"{shard.name} and mp_rank_00_model_states.pt are not of one run: ")
+    assert ("layers.0" in said) == (rank == 0)  # the ranks' parts follow on each other
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_shard_of_another_step(checkpoints: Checkpoints, copied: Callable[..., Path], stage: int) -> None:
+    path = copied(stage)
+    (shard,) = path.rglob("*zero_pp_rank_1_*optim_states.pt")
+    shutil.copy(checkpoints(stage, epochs=2) / "small.ckpt" / "checkpoint" / shard.name, shard)
+    said = problem(path)
+    assert said.startswith(f"{shard} is of another save than ")
+    assert "they differ in" in said
+
+
+def test_a_model_file_of_another_step(checkpoints: Checkpoints, copied: Callable[..., Path]) -> None:
+    path = copied(3)
+    file = max(path.rglob("*model_states.pt"))
+    shutil.copy(checkpoints(3, epochs=2) / "small.ckpt" / "checkpoint" / file.name, file)
+    assert problem(path).startswith(f"{file} is of another save than ")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_shards_of_a_run_of_another_size(checkpoints: Checkpoints, copied: Callable[..., Path], stage: int) -> None:
+    path = copied(stage)
+    for shard in path.rglob("*optim_states.pt"):
+        shutil.copy(checkpoints(stage, rank=8) / "small.ckpt" / "checkpoint" / shard.name, shard)
+    said = problem(path)
+    assert "optim_states.pt does not fit the model's states: the masters have " in said
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_wrong_manifest(copied: Callable[..., Path], stage: int) -> None:
+    path = copied(stage)
+    files = sorted(path.rglob("*model_states.pt"))
+    contents = {file: file.read_bytes() for file in files}
+
+    def said(change: Callable[[dict[str, Any]], Any]) -> tuple[str, ...]:
+        for file in files:
+            changed(file, change)
+        found = verify(path).problems
+        for file in files:
+            file.write_bytes(contents[file])
+        return found
+
+    assert said(lambda state: state[KEY].update(global_step=5)) == ()
+    (wrong,) = said(lambda state: state[KEY].update(total_bytes=state[KEY]["total_bytes"] + 1))
+    assert wrong.startswith("The manifest says of the size of what was left out: ")
+    (wrong,) = said(lambda state: state[KEY].update(zero_stage=stage ^ 1))
+    assert f"its ZeRO stage: {stage ^ 1}; it is {stage}." in wrong
+    (wrong,) = said(lambda state: state[KEY].update(world_size=7))
+    assert "its number of ranks: 7; it is 2." in wrong
+    (wrong,) = said(lambda state: state["module"].update({EMBEDDING: state["module"]["seen"]}))
+    assert wrong == f"The manifest says that '{EMBEDDING}' were left out, but they are there."
+    (wrong,) = said(lambda state: state[KEY].update(format=9))
+    assert "has format 9" in wrong
+    (wrong,) = said(lambda state: state[KEY].pop("left_out"))
+    assert "manifest is damaged" in wrong
+
+
+def test_manifests_that_differ(copied: Callable[..., Path]) -> None:
+    path = copied(3)
+    file = max(path.rglob("*model_states.pt"))
+    changed(file, lambda state: state[KEY].update(total_bytes=1))
+    assert problem(path).startswith(f"{file} is of another save than ")
+
+
+def test_several_files_that_are_damaged_are_all_named(copied: Callable[..., Path]) -> None:
+    path = copied(3)
+    files = sorted(path.rglob("*.pt"))
+    for file in files:
+        flip(file)
+    problems = verify(path).problems
+    assert len(problems) == 4
+    assert all(any(said.startswith(str(file)) for said in problems) for file in files)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_base(checkpoints: Checkpoints, tmp_path: Path, base: Path, stage: int) -> None:
+    small = checkpoints(stage) / "small.ckpt"
+    found = verify(small, base=base)
+    assert (found.problems, found.left_out, found.compared) == ((), 20, 20)
+    base_model(seed=2).save_pretrained(tmp_path / "other")
+    wrong = verify(small, base=tmp_path / "other")
+    assert wrong.compared == 5  # norms are ones in both
+    assert wrong.problems[0].startswith(f"{tmp_path / 'other'} is not the base that was saved with")
+    assert EMBEDDING in wrong.problems[0]
+    weights = load_file(base / "model.safetensors")
+    save_file({**weights, "model.norm.weight": weights["model.norm.weight"] * 2}, tmp_path / "one.safetensors")
+    wrong = verify(small, base=tmp_path / "one.safetensors")
+    assert (len(wrong.problems), wrong.compared) == (1, 19)
+    assert "other values in 'model.base_model.model.model.norm.weight'." in wrong.problems[0]
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "less.safetensors")
+    assert "lacks 'model.base_model.model.model.norm.weight'" in problem(small, base=tmp_path / "less.safetensors")
+    with pytest.raises(CheckpointError, match="There is no base at"):
+        verify(small, base=tmp_path / "nowhere")
+    assert "has no manifest, so its base cannot be verified" in problem(checkpoints(stage) / "full.ckpt", base=base)
+
+
+def test_a_damaged_base_that_is_a_checkpoint(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    out = checkpoints(2)
+    shutil.copytree(out / "full.ckpt", tmp_path / "full.ckpt")
+    (file,) = (tmp_path / "full.ckpt").rglob("*model_states.pt")
+    flip(file, record_of(file, lambda state: state["module"][EMBEDDING]))
+    with pytest.raises(CheckpointError, match="is damaged: record"):
+        verify(out / "small.ckpt", base=tmp_path / "full.ckpt")
+
+
+def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
+    assert "There is no directory" in problem(tmp_path / "nowhere")
+    assert "has no file `latest`" in problem(tmp_path)
+
+
+def test_the_command_line(
+    checkpoints: Checkpoints,
+    copied: Callable[..., Path],
+    tmp_path: Path,
+    base: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small = checkpoints(2) / "small.ckpt"
+    assert main(["verify", str(small), "--base", str(base)]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    lines = said.out.splitlines()
+    assert lines[0].startswith(f"{small}: whole, 3 files, ")
+    assert lines[1:] == [
+        "8 trained parameters; 20 left out.",
+        f"20 of them are in {base} as they were at the save.",
+    ]
+    assert main(["verify", str(small), "-q"]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert main(["verify", str(small), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(verify(small).to_json()))
+
+    path = copied(2)
+    files = sorted(path.rglob("*.pt"))
+    for file in files[:2]:
+        flip(file)
+    assert main(["verify", str(path), "-q"]) == 1
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert said.out.startswith(f"{path}: 2 wrong.\n- {files[0]} is damaged: ")
+    assert main(["verify", str(path), "--json"]) == 1
+    assert len(json.loads(capsys.readouterr().out)["problems"]) == 2
+    assert main(["verify", str(tmp_path / "nowhere")]) == 1
+    assert "1 wrong.\n- There is no directory" in capsys.readouterr().out
+    assert main(["verify", str(small), "--base", str(tmp_path / "nowhere")]) == 1
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert said.err.startswith("ds-frozen-patch: There is no base at ")

@@ -1,0 +1,244 @@
+"""Checkpoints of real runs for the tests of the tools, and how they are compared, damaged and watched.
+
+What is saved here runs inside a rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import zipfile
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import provider
+import runs
+import torch
+from under_test import PRECISION, DeepSpeedStrategy
+
+EMBEDDING = "model.base_model.model.model.embed_tokens.weight"
+HEAD = "model.base_model.model.lm_head.weight"
+NORM = "model.base_model.model.model.norm.weight"
+
+
+class Odd(runs.LoraRun):
+    """A run that trains tied embeddings too, in several groups, beside frozen parameters of odd sizes."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.model.base_model.model.model.embed_tokens.weight.requires_grad_(True)
+        self.scale = torch.nn.Parameter(torch.tensor([1.5]), requires_grad=False)
+        self.odd = torch.nn.Parameter(torch.arange(35.0).reshape(5, 7), requires_grad=False)
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.AdamW([{"params": trained[::2], "lr": 1e-2}, {"params": trained[1::2], "lr": 1e-3}])
+
+
+class Half(runs.LoraRun):
+    """A run whose second layer's adapters are frozen: trained and frozen parameters have the same shapes."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for name, parameter in self.named_parameters():
+            if ".layers.1." in name:
+                parameter.requires_grad_(False)
+
+
+MODULES: dict[str, type[runs.LoraRun]] = {"lora": runs.LoraRun, "odd": Odd, "half": Half}
+
+
+def settings(stage: int) -> dict[str, Any]:
+    """A configuration in which ZeRO-3 partitions small parameters too, and has several sub-groups of them."""
+    extra: dict[str, Any] = {"stage3_param_persistence_threshold": 0, "sub_group_size": 600} if stage == 3 else {}
+    return runs.config(stage, **extra)
+
+
+def strategy(stage: int) -> Any:
+    return DeepSpeedStrategy(config=settings(stage))
+
+
+def save_both_ways(
+    out: str, world_size: int, stage: int, precision: str, module: str, epochs: int, options: dict[str, Any]
+) -> dict[str, str]:
+    """A trainable-only and a full checkpoint of one moment; gives a digest of each parameter and buffer."""
+    provider.trainable_only()
+    trainer = runs.trainer(
+        out, world_size, strategy=strategy(stage), epochs=epochs, enable_checkpointing=False, precision=precision
+    )
+    made = MODULES[module](**options)
+    trainer.fit(made, runs.batches(world_size))
+    trainer.save_checkpoint(f"{out}/small.ckpt")
+    with provider.full_checkpoint():
+        trainer.save_checkpoint(f"{out}/full.ckpt")
+    return runs.trained_state(made)
+
+
+def save_by_deepspeed(out: str, world_size: int, stage: int) -> dict[str, str]:
+    """What DeepSpeed saves without Lightning and without us."""
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+    module = runs.LoraRun().model
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
+    bf16 = {"bf16": {"enabled": True}} if PRECISION.startswith("bf16") and stage else {}
+    config = {**settings(stage), **bf16, "train_micro_batch_size_per_gpu": 2}
+    engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+    for tokens in runs.batches(world_size):
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+    engine.save_checkpoint(f"{out}/full.ckpt", tag="step4")
+    return runs.trained_state(module)
+
+
+def resume(path: str, out: str, world_size: int, stage: int, precision: str) -> tuple[list[float], dict[str, str], int]:
+    provider.trainable_only()
+    trainer = runs.trainer(
+        out, world_size, strategy=strategy(stage), epochs=2, enable_checkpointing=False, precision=precision
+    )
+    module = runs.LoraRun()
+    trainer.fit(module, runs.batches(world_size), ckpt_path=path)
+    return module.losses, runs.trained_state(module), trainer.global_step
+
+
+def resume_on_another_base(path: str, out: str, world_size: int, stage: int, precision: str) -> tuple[str, str]:
+    provider.trainable_only()
+    trainer = runs.trainer(
+        out, world_size, strategy=strategy(stage), epochs=2, enable_checkpointing=False, precision=precision
+    )
+    return runs.refusal(trainer.fit, runs.LoraRun(seed=2), runs.batches(world_size), ckpt_path=path)
+
+
+class Checkpoints:
+    """`checkpoints(stage, world_size)`: a folder with `small.ckpt` and `full.ckpt` of one moment, made once."""
+
+    def __init__(self, ranks: Any, folder: Path) -> None:
+        self.ranks, self.folder = ranks, folder
+        self.made: dict[Any, Path] = {}
+        self.trained: dict[Path, dict[str, str]] = {}
+        """For each folder, a digest of each parameter and buffer as the run had them."""
+
+    def __call__(
+        self,
+        stage: int,
+        world_size: int = 2,
+        precision: str | None = None,
+        *,
+        module: str = "lora",
+        epochs: int = 1,
+        **options: Any,
+    ) -> Path:
+        said = precision_of(stage) if precision is None else precision
+        arguments: dict[str, Any] = {"stage": stage, "world_size": world_size, "precision": said, "module": module}
+        arguments |= {"epochs": epochs, "options": options}
+        return self._of(world_size, save_both_ways, arguments)
+
+    def by_deepspeed(self, stage: int, world_size: int = 2) -> Path:
+        """A folder with a `full.ckpt` that neither Lightning nor we have had a hand in."""
+        return self._of(world_size, save_by_deepspeed, {"world_size": world_size, "stage": stage})
+
+    def _of(self, world_size: int, function: Callable[..., Any], arguments: dict[str, Any]) -> Path:
+        key = (function.__name__, repr(arguments))
+        if key not in self.made:
+            out = Path(tempfile.mkdtemp(dir=self.folder))
+            self.trained[out] = self.ranks(world_size, function, out=str(out), **arguments)[0]
+            self.made[key] = out
+        return self.made[key]
+
+
+def precision_of(stage: int) -> str:
+    return PRECISION if stage else "32-true"
+
+
+def snapshot(path: Path) -> dict[str, tuple[str, int]]:
+    """Every file below a path, or the one there: what is in it and when it was changed last."""
+    files = [item for item in path.rglob("*") if item.is_file()] if path.is_dir() else [path]
+    return {
+        str(item.relative_to(path)): (hashlib.sha256(item.read_bytes()).hexdigest(), item.stat().st_mtime_ns)
+        for item in files
+    }
+
+
+def loaded(file: Path) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=False)
+
+
+def weights_of(file: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = loaded(file)["state_dict"]
+    return found
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """A tensor's bytes; NaN equals NaN so."""
+    return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def assert_same(one: Any, other: Any, at: str = "") -> None:
+    """Two states that torch has loaded are the same: types, values and bits of tensors, whatever holds them."""
+    assert type(one) is type(other), at
+    if isinstance(one, torch.Tensor):
+        assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride()), at
+        assert one.requires_grad == other.requires_grad, at
+        assert raw(one) == raw(other), at
+        assert_same(vars(one), vars(other), f"{at}.__dict__")
+    elif isinstance(one, dict):
+        assert list(one) == list(other), at
+        for key in one:
+            assert_same(one[key], other[key], f"{at}/{key}")
+        if hasattr(one, "__dict__"):
+            assert_same(vars(one), vars(other), f"{at}.__dict__")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), at
+        for index, items in enumerate(zip(one, other, strict=True)):
+            assert_same(*items, f"{at}/{index}")
+    elif hasattr(one, "__dict__") and not isinstance(one, type | Enum):
+        assert_same(vars(one), vars(other), f"{at}.__dict__")
+    else:
+        assert one == other, at
+
+
+def records_of(file: Path) -> dict[str, range]:
+    """Where the bytes of each record of a file of `torch.save` are."""
+    found = {}
+    with zipfile.ZipFile(file) as archive:
+        content = file.read_bytes()
+        for info in archive.infolist():
+            begin = info.header_offset
+            begin += 30 + sum(int.from_bytes(content[begin + at : begin + at + 2], "little") for at in (26, 28))
+            found[info.filename.partition("/")[2]] = range(begin, begin + info.file_size)
+    return found
+
+
+def flip(file: Path, record: str | None = None) -> None:
+    """Flip one bit in the middle of a record: of the largest of a tensor, if no other is said."""
+    places = records_of(file)
+    place = places[record or max((name for name in places if name.startswith("data/")), key=lambda n: len(places[n]))]
+    content = bytearray(file.read_bytes())
+    content[place[len(place) // 2]] ^= 16
+    file.write_bytes(content)
+
+
+def record_of(file: Path, find: Callable[[Any], torch.Tensor]) -> str:
+    """The record of a file that has a tensor's bytes."""
+    wanted = find(loaded(file))
+    content = file.read_bytes()
+    (name, *_) = [
+        name
+        for name, place in records_of(file).items()
+        if name.startswith("data/") and raw(wanted) in content[place.start : place.stop]
+    ]
+    return name
+
+
+def changed(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Load a file by torch, change its state and save it again."""
+    state = loaded(file)
+    change(state)
+    torch.save(state, file)
+
+
+def base_model(seed: int = 1, **options: Any) -> Any:
+    """The model of Hugging Face that a run was built from, as a program loads it before it adds adapters."""
+    return runs.LoraRun(seed=seed, **options).model.unload()
