@@ -22,7 +22,7 @@ from .archive import StoredTensor, tensors
 from .records import Piece, Records, Whole, joined, whole
 from .states import States, names, names_of_groups
 
-SAMPLE = 256
+SAMPLE = 64
 """How many elements of each rank's part of a master `check_one_run` looks at."""
 
 
