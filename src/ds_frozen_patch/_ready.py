@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
-from itertools import chain
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +49,13 @@ def write(engine: Any, strategy: Any, checkpoint: Path) -> None:
 
 
 def _adapter(engine: Any, strategy: Any) -> Adapter | None:
-    found = [
+    known = [
         Adapter(module, name, json.loads(config))
         for module, adapters in adapters_of(engine.module).items()
         for name, config in adapters.items()
-        if any(p.requires_grad and name in own.split(".") for own, p in parameters_by_name(engine.module).items())
     ]
+    trained = [name for name, parameter in parameters_by_name(engine.module).items() if parameter.requires_grad]
+    found = [adapter for adapter in known if any(map(adapter.owns, trained))]
     if len(found) != 1:
         warn(strategy, f'patch(export="peft") makes nothing: the module trains {len(found)} adapters of PEFT, not one.')
         return None
@@ -71,36 +71,41 @@ def _write(file: Path, parameters: dict[str, Any], buffers: dict[str, Any], stra
     partial = file.with_name(f".{file.name}.partial")
     entries = [(name, _dtype(p), shape_of(p)) for name, p in parameters.items()]
     entries += [(name, dtype_of(buffer), tuple(buffer.shape)) for name, buffer in buffers.items()]
-    is_writer, failed, out = strategy.is_global_zero, None, None
-    # The other ranks wait for this one to gather, even when it can no longer write.
-    with ExitStack() as stack:
+    failed: list[OSError] = []
+
+    def attempt(write: Callable[..., object], *content: Any) -> None:
+        # The other ranks wait for rank 0 to gather, even when it can no longer write.
         try:
-            if is_writer:
-                file.parent.mkdir(exist_ok=True)
-                out = stack.enter_context(partial.open("wb"))
-                write_header(out, entries, {"format": "pt"})
+            if strategy.is_global_zero and not failed:
+                write(*content)
         except OSError as error:
-            failed = error
-        for name, value in chain(gathered(parameters, is_writer), buffers.items()):
-            try:
-                if out is not None and failed is None:
-                    dtype = _dtype(parameters[name]) if name in parameters else dtype_of(value)
-                    out.write(_bytes(value, dtype))
-            except OSError as error:
-                failed = error
-    message = strategy.broadcast(str(failed) if failed else None)
+            failed.append(error)
+
+    attempt(lambda: file.parent.mkdir(exist_ok=True))
+    attempt(lambda: _start(partial, entries))
+    for name, value in gathered(parameters, strategy.is_global_zero):
+        attempt(_append, partial, value, _dtype(parameters[name]))
+    for value in buffers.values():
+        attempt(_append, partial, value, dtype_of(value))
+    message = strategy.broadcast(str(failed[0]) if failed else None)
     if message:
         partial.unlink(missing_ok=True)
-        raise CheckpointError(f"{file} cannot be written ({message}). The checkpoint that it is a part of is whole.")
-    if is_writer:
-        partial.replace(file)
+        raise CheckpointError(f"{file} cannot be written ({message}).")
+    attempt(lambda: partial.replace(file))
+
+
+def _start(file: Path, entries: list[tuple[str, str, tuple[int, ...]]]) -> None:
+    with file.open("wb") as out:
+        write_header(out, entries, {"format": "pt"})
+
+
+def _append(file: Path, value: Any, dtype: str) -> None:
+    import torch
+
+    content = value.detach().cpu().to(getattr(torch, dtype)).contiguous().flatten().view(torch.uint8).numpy()
+    with file.open("ab") as out:
+        out.write(content)
 
 
 def _dtype(parameter: Any) -> str:
     return "float32" if current().fp32_weights and parameter.is_floating_point() else dtype_of(parameter)
-
-
-def _bytes(value: Any, dtype: str) -> Any:
-    import torch
-
-    return value.detach().cpu().to(getattr(torch, dtype)).contiguous().flatten().view(torch.uint8).numpy()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from safetensors.torch import load_file
 from under_test import PRECISION, Callback, DeepSpeedStrategy, ModelCheckpoint, pl
 
 import ds_frozen_patch
+from ds_frozen_patch import _ready
 from ds_frozen_patch.fingerprint import numel_of
 
 pytestmark = pytest.mark.promise(8)
@@ -265,3 +268,30 @@ def test_a_save_gathers_no_frozen_parameter(ranks: Any, tmp_path: Path) -> None:
         assert trained < 1_000_000
         assert added < trained + 64 * 2**20
         assert added < frozen / 2
+
+
+def export_onto_a_full_disk(out: str) -> str:
+    ds_frozen_patch.patch(export="safetensors")
+    if os.environ["RANK"] == "0":
+        original = _ready._append
+
+        def fill(file: Path, value: Any, dtype: str) -> None:
+            if file.stat().st_size > 2000:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            original(file, value, dtype)
+
+        _ready._append = fill
+    try:
+        with pytest.raises(ds_frozen_patch.CheckpointError) as raised:
+            train_and_save(out, 3)
+        return str(raised.value)
+    finally:
+        if os.environ["RANK"] == "0":
+            _ready._append = original
+
+
+def test_a_ready_file_that_cannot_be_written(ranks: Any, tmp_path: Path) -> None:
+    """Every rank says so, and none waits for another."""
+    for said in ranks(2, export_onto_a_full_disk, out=str(tmp_path)):
+        assert "trainable.safetensors cannot be written ([Errno 28] No space left on device)" in said
+    assert not (tmp_path / "small.ckpt").exists()

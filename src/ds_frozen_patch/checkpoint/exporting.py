@@ -20,10 +20,10 @@ from .writing import check_output, output
 
 FORMATS = ("peft", "safetensors")
 _PEFTS_PREFIX = "base_model.model."
-_PROMPTS = frozenset(
-    ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "ADAPTION_PROMPT")
-)
 # What PEFT's files have of these kinds is computed from the weights, not the weights themselves.
+_PROMPTS = frozenset(
+    ["PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "ADAPTION_PROMPT"]
+)
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,12 @@ class Adapter:
 
     def owns(self, name: str) -> bool:
         """Whether a parameter or buffer is the adapter's own, and in its file."""
-        if self.peft_name(name) is None or ".ranknum." in name:  # AdaLoRA's, which PEFT does not save
+        parts = name.split(".")
+        if self.peft_name(name) is None or "ranknum" in parts:  # AdaLoRA's, which PEFT does not save
             return False
-        if ".vera_" in name and ".base_model.vera_" not in f".{name}":
-            return name.split(".")[-2].startswith("vera_lambda") and name.endswith(
-                f".{self.name}"
-            )  # else a layer's copy
-        return f".modules_to_save.{self.name}." in name or self.name in name.split(".")[-2:]
+        if parts[-2:-1] in (["vera_A"], ["vera_B"]) and parts[-3:-2] != ["base_model"]:
+            return False  # a layer's copy of what is the model's
+        return f".modules_to_save.{self.name}." in name or self.name in parts[-2:]
 
     def members(self, trained: Iterable[str], others: Iterable[str], adapters: Iterable[str]) -> dict[str, str]:
         """The module's names of what goes into the adapter's file, by the names there.
