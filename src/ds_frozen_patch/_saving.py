@@ -91,13 +91,14 @@ def strategy_call(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, .
     from . import _single_file
 
     call = inspect.signature(wrapped).bind(*args, **kwargs)
-    path = "filepath" if "filepath" in call.signature.parameters else "path"  # Trainer's name of it, and Fabric's
+    path = next((name for name in ("filepath", "path") if name in call.arguments), None)  # Trainer's and Fabric's
     with _ownership.at_work(strategy):
+        if path is None:  # of a strategy that somebody has changed
+            return wrapped(*args, **kwargs)
         target = Path(strategy.broadcast(call.arguments[path]))
         if _single_file.is_weights_only(call.arguments.get("checkpoint", {})):  # Fabric has no such argument
-            return _single_file.save(
-                strategy, call.arguments["checkpoint"], target, call.arguments.get("storage_options")
-            )
+            options = call.arguments.get("storage_options")
+            return _single_file.save(strategy, call.arguments["checkpoint"], target, options)
         with _unfinished(strategy, target) as call.arguments[path]:
             return wrapped(*call.args, **call.kwargs)
 
