@@ -41,7 +41,12 @@ class Cost:
 
 
 def make(checkpoint: Path) -> None:
-    """Train one step on one rank with ZeRO-2, and save a full checkpoint."""
+    """Save a full checkpoint of `train`."""
+    train().save_checkpoint(checkpoint)
+
+
+def train() -> Any:
+    """Train one step on one rank with ZeRO-2; gives the trainer."""
     import torch
 
     from ds_frozen_patch.testing import cpu_strategy
@@ -78,7 +83,7 @@ def make(checkpoint: Path) -> None:
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(1, WIDTH)))
-    trainer.save_checkpoint(checkpoint)
+    return trainer
 
 
 @contextmanager

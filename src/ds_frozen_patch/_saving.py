@@ -120,13 +120,20 @@ def _unfinished(strategy: Any, target: Path) -> Iterator[Path]:
 
     def swap() -> None:
         if partial.is_dir():
-            shutil.rmtree(previous, ignore_errors=True)
-            if target.exists():
+            _remove(previous)
+            if target.is_symlink() or target.exists():  # the former of ModelCheckpoint(save_last="link")
                 target.rename(previous)
             partial.rename(target)
-            shutil.rmtree(previous, ignore_errors=True)
+            _remove(previous)
 
     _on_each_disk(strategy, swap)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _on_each_disk(strategy: Any, do: Callable[[], None]) -> None:

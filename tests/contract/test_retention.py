@@ -136,9 +136,12 @@ def torch_optimizer(module: Any) -> Any:
 
 
 def test_fabric_saves_over_a_checkpoint(ranks: Any, tmp_path: Path) -> None:
-    Path(tmp_path, "fabric.ckpt").mkdir()
-    Path(tmp_path, "fabric.ckpt", "stale").write_text("of before")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "stale").write_text("of before")
+    (tmp_path / "fabric.ckpt").symlink_to("elsewhere")
     ranks(2, fabric_over, out=str(tmp_path))
+    assert not (tmp_path / "fabric.ckpt").is_symlink()
     assert not (tmp_path / "fabric.ckpt" / "stale").exists()
-    assert [item.name for item in tmp_path.iterdir()] == ["fabric.ckpt"]
+    assert (tmp_path / "elsewhere" / "stale").read_text() == "of before"
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["elsewhere", "fabric.ckpt"]
     assert len(model_states(tmp_path / "fabric.ckpt")[0]["ds_frozen_patch"]["left_out"]) == 20

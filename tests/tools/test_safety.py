@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -350,7 +351,10 @@ def test_killed_in_the_midst_of_a_write(
     run, name, words = TOOLS[tool]
     path, folder = source(2), tmp_path / "killed"
     before = snapshot(path)
-    process = subprocess.Popen(line_after(SLOWLY, *words, path, folder / name), stderr=subprocess.PIPE, text=True)
+    line = line_after(SLOWLY, *words, path, folder / name)
+    # What a shell starts in the background ignores SIGINT, and so would this.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
     deadline = time.monotonic() + 60
     while not any(item.is_file() and item.stat().st_size for item in folder.rglob("*")):
         assert process.poll() is None, process.communicate()[1]
