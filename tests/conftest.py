@@ -62,6 +62,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=why))
     if CELL.refused:
         _deselect(config, items, lambda item: "ranks" in getattr(item, "fixturenames", ()))
+    if CELL.name != "everyday":
+        _deselect(config, items, lambda item: bool(item.get_closest_marker("once")))
     if CELL.patches:
         _deselect(config, items, lambda item: not item.get_closest_marker("series"))
     else:

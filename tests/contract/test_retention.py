@@ -67,6 +67,7 @@ def save_and_die(out: str, stage: int, name: str) -> None:
 
 
 @pytest.mark.everyday
+@pytest.mark.once
 def test_a_kill_in_the_middle_of_a_save(ranks: Any, tmp_path: Path) -> None:
     stage = 3
     ranks(2, save_at, out=str(tmp_path), world_size=2, stage=stage)

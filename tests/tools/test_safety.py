@@ -33,7 +33,7 @@ from tools_checkpoints import (
 from ds_frozen_patch import CheckpointError, consolidate, export, prune
 from ds_frozen_patch.cli import main
 
-pytestmark = [pytest.mark.promise(14), pytest.mark.everyday]
+pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
 
 Tool = Callable[[Path, Path], Any]
 

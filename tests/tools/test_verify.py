@@ -27,7 +27,7 @@ from ds_frozen_patch import CheckpointError, prune, verify
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.manifest import KEY
 
-pytestmark = [pytest.mark.promise(14), pytest.mark.everyday]
+pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
 
 
 @pytest.mark.parametrize(
