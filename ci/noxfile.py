@@ -95,6 +95,15 @@ def table(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def settings(session: nox.Session) -> None:
+    """Run every setting of DeepSpeed on two of its releases, and make the README's table of it."""
+    for cell in EVERY_TEST:
+        results = RESULTS / f"settings-{cell}.xml"
+        run_tests(session, cell, "-m", "settings", f"--junitxml={results}", *session.posargs)
+    run(session, "everyday", "ci/settings_table.py", *(f"{RESULTS}/settings-{cell}.xml" for cell in EVERY_TEST))
+
+
+@nox.session(venv_backend="none")
 def patches(session: nox.Session) -> None:
     """Check the patch series of `patches/` on every release on the index, or on every tag of `-- --repo CLONE`."""
     run(session, "lightning-2.3", "ci/series.py", "lint")

@@ -64,7 +64,7 @@ def render(outcomes: dict[str, Any]) -> str:
                 entry["python"],
                 entry["wrapt"],
                 ", ".join(states) if "refused" in states else expected,
-                _ranges(int(number) for number in promises),
+                ranges(int(number) for number in promises),
                 str(sum(counts.get("passed", 0) for counts in promises.values())),
                 str(outcome["seconds"]),
             )
@@ -75,7 +75,7 @@ def render(outcomes: dict[str, Any]) -> str:
     return f"The last full run was on {date}:\n\n{table}\n\n{numbered}\n"
 
 
-def _ranges(numbers: Iterable[int]) -> str:
+def ranges(numbers: Iterable[int]) -> str:
     """[1, 2, 3, 5] as "1-3, 5"."""
     found: list[list[int]] = []
     for number in sorted(numbers):

@@ -126,6 +126,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, log: str) ->
     )
     try:
         import provider
+        import setuptools  # noqa: F401  -- before DeepSpeed imports distutils: it takes its place, to build ops
         import torch
         from under_test import CELL, FABRIC, TRAINER
 

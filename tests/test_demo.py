@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.everyday
+pytestmark = [pytest.mark.everyday, pytest.mark.once]
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from . import _ownership
 from ._errors import CheckpointMismatchError, named
-from ._saving import forgets_optimizer, has_plain_optimizer, warn
+from ._saving import forgets_optimizer, has_plain_optimizer, keeps_optimizer_on_nvme, warn
 from ._settings import current
 from .fingerprint import fingerprints, process_memory
 from .manifest import (
@@ -114,6 +114,13 @@ def engine_load(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
     ):
         path, client_state = wrapped(*call.args, **call.kwargs)
     forget_second_copies(engine)
+    if restores_optimizer and keeps_optimizer_on_nvme(engine):
+        warn(
+            _ownership.owner(engine),
+            "The optimizer is on NVMe: DeepSpeed restores neither how many steps it has taken nor sub-groups that are"
+            " too small to be kept there, so the run does not go on exactly as it was."
+            ' With offload_optimizer: {"device": "cpu"} it would.',
+        )
     if client_state is not None:
         client_state.pop(KEY, None)
     return path, client_state

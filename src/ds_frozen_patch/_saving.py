@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+from packaging.version import Version
+
 from . import _ownership, manifest
 from ._errors import CheckpointError, named
 from ._settings import Settings
@@ -22,6 +24,11 @@ from ._settings import current as _settings
 from ._targets import FLAG, TARGETS
 from ._text import human_bytes
 from .fingerprint import process_memory
+
+WEIGHTS_ALONE = (
+    "What works with it is to save the weights alone: ModelCheckpoint(save_weights_only=True) or"
+    " trainer.save_checkpoint(path, weights_only=True)."
+)
 
 _full: ContextVar[bool] = ContextVar("ds_frozen_patch_full", default=False)
 _leaving_out: ContextVar[frozenset[str] | None] = ContextVar("ds_frozen_patch_leaving_out", default=None)
@@ -151,6 +158,8 @@ def engine_save(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
     strategy = _ownership.owner(engine)
     if strategy is None:
         return wrapped(*args, **kwargs)
+    _check_nvme(engine)
+    _check_elastic(engine)
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     call.arguments[FLAG] = exclude = excludes(strategy, call.arguments.get(FLAG))
     ours: dict[str, Any] = {}
@@ -168,10 +177,7 @@ def engine_save(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
     except (NotImplementedError, AssertionError) as error:
         if "NVMe" not in str(error):
             raise
-        raise CheckpointError(
-            f"{error}. What works with it is to save the weights alone:"
-            " ModelCheckpoint(save_weights_only=True) or trainer.save_checkpoint(path, weights_only=True)."
-        ) from error
+        raise CheckpointError(f"{error}. {WEIGHTS_ALONE}") from error
     finally:
         _leaving_out.reset(token)
     if _settings().export:
@@ -179,6 +185,37 @@ def engine_save(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
 
         _ready.write(engine, strategy, Path(call.arguments["save_dir"]))
     return saved
+
+
+def _check_elastic(engine: Any) -> None:
+    """Raise CheckpointError where the checkpoint would lack what DeepSpeed asks for in a resume from ZeRO 1 or 2."""
+    if not engine.zero_elastic_checkpoint() or engine.zero_optimization_stage() not in (1, 2):
+        return
+    optimizer = getattr(engine.optimizer, "optimizer", None)
+    if engine.global_steps and any("step" not in group for group in getattr(optimizer, "param_groups", [])):
+        raise CheckpointError(
+            f"DeepSpeed cannot resume {type(optimizer).__name__} with zero_optimization.elastic_checkpoint, only"
+            " optimizers that count the steps of each group, as its FusedAdam does. Set elastic_checkpoint to false."
+        )
+
+
+def _check_nvme(engine: Any) -> None:
+    """Raise CheckpointError, on every rank, where else one would raise it and the others wait for it."""
+    if not keeps_optimizer_on_nvme(engine) or engine.dp_world_size == 1:
+        return
+    import deepspeed
+
+    if Version(deepspeed.__version__) < Version("0.18.0"):
+        raise CheckpointError(
+            f"DeepSpeed {deepspeed.__version__} cannot save an optimizer on NVMe with more than one rank: all write"
+            f" into one folder. Install deepspeed>=0.18.0. {WEIGHTS_ALONE}"
+        )
+
+
+def keeps_optimizer_on_nvme(engine: Any) -> bool:
+    """Whether the engine has an optimizer whose state is on NVMe, in ZeRO-3."""
+    asks = getattr(engine, "zero_nvme_offload_optimizer", None)  # since DeepSpeed 0.13
+    return asks is not None and bool(asks()) and hasattr(engine.optimizer, "optimizer_swapper")
 
 
 def leave_out(strategy: Any, engine: Any) -> manifest.Manifest:
@@ -251,16 +288,16 @@ def _kept_fragments(engine: Any) -> dict[str, Any]:
 
 
 def has_plain_optimizer(engine: Any) -> bool:
-    """Whether the engine has an optimizer, and not one of ZeRO's with partitions of its own on disk."""
-    return (
-        engine.optimizer is not None
-        and not engine.zero_optimization()
-        and "state_dict_list" not in inspect.signature(engine.optimizer.load_state_dict).parameters
-    )
+    """Whether the engine has an optimizer, and not one of ZeRO's with partitions of its own on disk.
+
+    Not even stage 1 has always one of ZeRO's: see `forgets_optimizer`.
+    """
+    load = getattr(engine.optimizer, "load_state_dict", None)  # DeepSpeedZeRoOffload has none
+    return load is not None and "state_dict_list" not in inspect.signature(load).parameters
 
 
 def forgets_optimizer(engine: Any) -> bool:
-    """Whether this is ZeRO stage 0 in bf16 with a plain optimizer.
+    """Whether this is bf16 with a plain optimizer: ZeRO stage 0, or 1 with gradients accumulated in fp32.
 
     DeepSpeed 0.17 takes that for a ZeRO optimizer: it saves none of its state, in any checkpoint, and fails in
     a load ("no attribute 'dp_process_group'"). Later releases save it as "optimizer", and so do we.

@@ -17,7 +17,7 @@ import series_check
 from series_folder import PATCHES, SeriesError, already_applied, apply_to_package, for_package, git, read, read_index
 from series_trial import contents, landing, unlike
 
-pytestmark = pytest.mark.everyday
+pytestmark = [pytest.mark.everyday, pytest.mark.once]
 STRATEGY = '''"""DeepSpeed."""
 from lightning.fabric.utilities import (
     things,

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import cells
 import pytest
+import settings_table
 import table
 from packaging.requirements import Requirement
 from packaging.version import Version
 from series_folder import PATCHES, read_index
+from settings import SETTINGS
 
 from ds_frozen_patch._targets import TESTED
 
-pytestmark = pytest.mark.everyday
+pytestmark = [pytest.mark.everyday, pytest.mark.once]
 ROOT = Path(__file__).parent.parent.parent
 CELLS = cells.read()
 SERVED = [cell for cell in CELLS.values() if not cell.refused]
@@ -90,6 +92,15 @@ def test_the_readme_shows_the_last_full_run() -> None:
     )
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"{table.BEGIN}\n{table.render(last_run)}\n{table.END}" in readme
+
+
+def test_the_readme_shows_every_setting() -> None:
+    _, _, rest = (ROOT / "README.md").read_text(encoding="utf-8").partition(settings_table.BEGIN)
+    shown, _, after = rest.partition(settings_table.END)
+    rows = [[item.strip() for item in line.split("|")[1:-1]] for line in shown.splitlines() if line.startswith("|")]
+    assert after
+    assert rows[0][1:] == [f"DeepSpeed {CELLS[cell].deepspeed}" for cell in ("everyday", "newest")]
+    assert [row[0] for row in rows[2:]] == [setting.name for setting in SETTINGS], "run the settings again"
 
 
 def test_every_promise_in_every_cell() -> None:

@@ -110,7 +110,9 @@ def load(path: str | Path, tag: str | None, trust: bool) -> States:
 def check_together(states: States) -> None:
     """Raise CheckpointError where files are missing or are not of one and the same save."""
     count = len(states.layout.optimizer)
-    if states.zero_stage and count != states.world_size and names_of_groups(states.models[0]):
+    # DeepSpeed makes a plain optimizer for some stage 1, whose state is among the model's.
+    is_parted = states.zero_stage and states.models[0].get("optimizer") is None
+    if is_parted and count != states.world_size and names_of_groups(states.models[0]):
         raise CheckpointError(
             f"{states.layout.root} was saved by {states.world_size} ranks and has the optimizer states of {count}."
             " Take a whole copy of it, without files of another save."

@@ -1,0 +1,323 @@
+"""The settings of DeepSpeed under which the promises are proved, each with the ZeRO stages that it is for.
+
+`tests/contract/test_settings.py` runs them; the README's table is made of what it found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Any
+
+import deepspeed
+import runs
+import torch
+
+ALL, ZERO, GRADIENTS, PARAMETERS = (0, 1, 2, 3), (1, 2, 3), (1, 2), (3,)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a user sets: keys of the section `zero_optimization`, of all the `config`, or Trainer's `options`.
+
+    `shows` looks at an engine for what the setting does to it, beyond that its configuration has the keys. `inexact`
+    says why a resume cannot be the uninterrupted run bit for bit, whatever was saved. With `alone` it needs processes
+    of its own.
+    """
+
+    name: str
+    stages: tuple[int, ...]
+    zero: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    module: Callable[[], Any] = runs.LoraRun
+    options: Mapping[str, Any] = field(default_factory=dict)
+    shows: Callable[[Any], bool] = lambda engine: True
+    inexact: str = ""
+    alone: bool = False
+
+    def config_for(self, stage: int) -> dict[str, Any]:
+        """The configuration for DeepSpeed."""
+        return deepcopy({**runs.config(stage, **self.zero), **self.config})
+
+    def is_set(self, engine: Any) -> bool:
+        """Whether the engine has it."""
+        has = engine._config.zero_config.model_dump(by_alias=True)
+        return all(_agrees(has[key], value) for key, value in self.zero.items()) and self.shows(engine)
+
+    @property
+    def uses_nvme(self) -> bool:
+        """Whether something is kept on NVMe, which takes DeepSpeed's op async_io."""
+        return "nvme" in str(self.zero)
+
+
+@dataclass(frozen=True)
+class Cannot:
+    """What DeepSpeed says to a setting, in these stages and cells of the matrix, with and without us.
+
+    With `ours` it is what we say, where DeepSpeed alone would wait for ever or lose something.
+    """
+
+    name: str
+    stages: tuple[int, ...]
+    says: str
+    cells: tuple[str, ...] = ("everyday", "newest")
+    ours: bool = False
+
+
+def _agrees(has: Any, value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(_agrees(has[key], value[key]) for key in value)
+    return bool(has == value) or str(has) == value  # a path
+
+
+def trainable(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+class InConfig(runs.LoraRun):
+    """Leaves the optimizer to DeepSpeed's configuration."""
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
+class Groups(runs.LoraRun):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        groups: list[dict[str, Any]] = [
+            {"params": trainable(self)[:3]},
+            {"params": trainable(self)[3:], "lr": 1e-3, "weight_decay": 0.1},
+        ]
+        return torch.optim.AdamW(groups, lr=1e-2)
+
+
+class Momentum(runs.LoraRun):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(trainable(self), lr=1e-2, momentum=0.9)
+
+
+class OnCpu(runs.LoraRun):
+    """DeepSpeed's own Adam for offloaded masters, with a scheduler."""
+
+    def configure_optimizers(self) -> Any:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        optimizer = DeepSpeedCPUAdam(trainable(self), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Recomputed(runs.LoraRun):
+    """Keeps no activations, as transformers does it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.enable_input_require_grads()
+        self.model.gradient_checkpointing_enable({"use_reentrant": True})
+        self.model.train()
+
+
+class RecomputedByDeepSpeed(Recomputed):
+    """The same by DeepSpeed's own function, to which `activation_checkpointing` applies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in self.model.modules():
+            if hasattr(module, "_gradient_checkpointing_func"):
+                module._gradient_checkpointing_func = deepspeed.checkpointing.checkpoint
+
+
+def basic_optimizer(name: str) -> Callable[[Any], bool]:
+    return lambda engine: type(engine.basic_optimizer).__name__ == name
+
+
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
+TORCH_ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-2, "warmup_num_steps": 100}}
+CPU = {"device": "cpu"}
+NVME = {"device": "nvme", "nvme_path": str(Path(gettempdir(), "ds_frozen_patch_nvme")), "pin_memory": True}
+NVME_PARAMETERS = {**NVME, "buffer_size": 10_000_000}
+NOT_FROM_NVME = "DeepSpeed restores neither the steps taken nor small sub-groups, and a warning says so"
+
+SETTINGS = [
+    Setting("fp32", ALL, options={"precision": "32-true"}),
+    Setting("bf16-mixed", ALL, options={"precision": "bf16-mixed"}),
+    Setting("bf16-true", ALL, options={"precision": "bf16-true"}),
+    Setting("16-mixed", ALL, options={"precision": "16-mixed"}),
+    Setting(
+        "bf16-mixed, `data_types.grad_accum_dtype`: fp32", ZERO, config={"data_types": {"grad_accum_dtype": "fp32"}}
+    ),
+    # who trains, and how
+    Setting("an optimizer of several groups", ALL, module=Groups),
+    Setting("SGD with momentum", ALL, module=Momentum),
+    Setting("DeepSpeedCPUAdam and a scheduler", ALL, module=OnCpu, shows=basic_optimizer("DeepSpeedCPUAdam")),
+    Setting(
+        "`optimizer`: AdamW", ALL, config={"optimizer": ADAMW}, module=InConfig, shows=basic_optimizer("FusedAdam")
+    ),
+    Setting(
+        "`optimizer`: torch's AdamW, and `scheduler`",
+        ALL,
+        config={"optimizer": TORCH_ADAMW, "scheduler": WARMUP},
+        module=InConfig,
+        shows=lambda engine: engine.get_lr()[0] < 1e-2,
+    ),
+    Setting(
+        "`optimizer` with `offload_optimizer`",
+        ZERO,
+        {"offload_optimizer": CPU},
+        {"optimizer": ADAMW},
+        module=InConfig,
+        shows=basic_optimizer("DeepSpeedCPUAdam"),
+    ),
+    Setting("accumulate_grad_batches=2", ALL, options={"accumulate_grad_batches": 2}),
+    Setting("gradient_clip_val=0.1", ALL, options={"gradient_clip_val": 0.1}),
+    Setting("gradient checkpointing of transformers", ALL, module=Recomputed),
+    Setting(
+        "`activation_checkpointing`",
+        ALL,
+        config={"activation_checkpointing": {"synchronize_checkpoint_boundary": True}},
+        module=RecomputedByDeepSpeed,
+    ),
+    # where things are kept
+    Setting("`offload_optimizer`: cpu", ZERO, {"offload_optimizer": CPU}),
+    Setting(
+        "`offload_optimizer`: cpu, with DeepSpeedCPUAdam",
+        ZERO,
+        {"offload_optimizer": {**CPU, "pin_memory": True}},
+        {"zero_force_ds_cpu_optimizer": True},
+        module=OnCpu,
+    ),
+    Setting(
+        "`offload_optimizer`: cpu, `ratio`: 0.5",
+        PARAMETERS,
+        {"offload_optimizer": {**CPU, "ratio": 0.5}, "sub_group_size": 300},
+        module=OnCpu,
+    ),
+    Setting("`offload_param`: cpu", PARAMETERS, {"offload_param": CPU}),
+    Setting(
+        "`offload_param` and `offload_optimizer`: cpu", PARAMETERS, {"offload_param": CPU, "offload_optimizer": CPU}
+    ),
+    Setting("`offload_param`: nvme", PARAMETERS, {"offload_param": NVME_PARAMETERS}, alone=True),
+    Setting(
+        "`offload_optimizer`: nvme",
+        PARAMETERS,
+        {"offload_optimizer": NVME},
+        module=OnCpu,
+        inexact=NOT_FROM_NVME,
+        alone=True,
+    ),
+    Setting(
+        "`offload_param` and `offload_optimizer`: nvme",
+        PARAMETERS,
+        {"offload_param": NVME_PARAMETERS, "offload_optimizer": NVME},
+        module=OnCpu,
+        inexact=NOT_FROM_NVME,
+        alone=True,
+    ),
+    # how gradients are reduced
+    Setting("`round_robin_gradients`", GRADIENTS, {"round_robin_gradients": True}),
+    Setting("`round_robin_gradients`, several groups", GRADIENTS, {"round_robin_gradients": True}, module=Groups),
+    Setting("`contiguous_gradients`: false", ZERO, {"contiguous_gradients": False}),
+    Setting("`overlap_comm`", ZERO, {"overlap_comm": True}),
+    Setting("`reduce_scatter`: false", ZERO, {"reduce_scatter": False}),
+    Setting("`allgather_partitions`: false", ZERO, {"allgather_partitions": False}),
+    Setting("`use_multi_rank_bucket_allreduce`: false", ZERO, {"use_multi_rank_bucket_allreduce": False}),
+    Setting("small buckets", ZERO, {"reduce_bucket_size": 500, "allgather_bucket_size": 500}),
+    Setting("`ignore_unused_parameters`: false", GRADIENTS, {"ignore_unused_parameters": False}),
+    # how parameters are partitioned
+    Setting("`stage3_param_persistence_threshold`: 0", PARAMETERS, {"stage3_param_persistence_threshold": 0}),
+    Setting("`stage3_param_persistence_threshold`: 1e9", PARAMETERS, {"stage3_param_persistence_threshold": 10**9}),
+    Setting(
+        "`stage3_model_persistence_threshold`: 100",
+        PARAMETERS,
+        {"stage3_model_persistence_threshold": 100, "stage3_param_persistence_threshold": 10**9},
+    ),
+    Setting(
+        "several sub-groups by `sub_group_size`",
+        PARAMETERS,
+        {"sub_group_size": 300},
+        shows=lambda engine: len(engine.optimizer.fp16_groups) > 1,
+    ),
+    Setting(
+        "several sub-groups of several groups",
+        PARAMETERS,
+        {"sub_group_size": 100},
+        module=Groups,
+        shows=lambda engine: len(engine.optimizer.fp16_groups) > 2,
+    ),
+    Setting(
+        "`stage3_max_live_parameters`, `..._max_reuse_distance`, `..._prefetch_bucket_size`: small",
+        PARAMETERS,
+        {"stage3_max_live_parameters": 100, "stage3_max_reuse_distance": 100, "stage3_prefetch_bucket_size": 0},
+    ),
+    Setting("`stage3_module_granularity_threshold`", PARAMETERS, {"stage3_module_granularity_threshold": 10**6}),
+    Setting("`stage3_use_all_reduce_for_fetch_params`", PARAMETERS, {"stage3_use_all_reduce_for_fetch_params": True}),
+    Setting("`memory_efficient_linear`: false", PARAMETERS, {"memory_efficient_linear": False}),
+    Setting("`override_module_apply`: false", PARAMETERS, {"override_module_apply": False}),
+    Setting(
+        "`zero_hpz_partition_size`: 2",
+        PARAMETERS,
+        {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0},
+        shows=lambda engine: any(p.ds_secondary_tensor is not None for p in engine.module.parameters()),
+        alone=True,
+    ),
+    Setting("`zero_quantized_weights`", PARAMETERS, {"zero_quantized_weights": True}),
+    Setting("`zero_quantized_nontrainable_weights`", PARAMETERS, {"zero_quantized_nontrainable_weights": True}),
+    Setting("`zero_quantized_gradients`", PARAMETERS, {"zero_quantized_gradients": True}),
+    Setting("`mics_shard_size`: 1", PARAMETERS, {"mics_shard_size": 1}),
+    # what is saved and loaded
+    Setting(
+        "`stage3_gather_16bit_weights_on_model_save`", PARAMETERS, {"stage3_gather_16bit_weights_on_model_save": True}
+    ),
+    Setting(
+        "`load_from_fp32_weights`: false, fp32",
+        ZERO,
+        {"load_from_fp32_weights": False},
+        options={"precision": "32-true"},
+    ),
+    Setting(
+        "`load_from_fp32_weights`: false, bf16",
+        GRADIENTS,
+        {"load_from_fp32_weights": False},
+        inexact="the masters are made anew of the 16-bit weights, which is what it asks for",
+    ),
+    Setting("`elastic_checkpoint`", ZERO, {"elastic_checkpoint": True}),
+    Setting(
+        "`elastic_checkpoint`, `optimizer`: AdamW",
+        ZERO,
+        {"elastic_checkpoint": True},
+        {"optimizer": ADAMW},
+        module=InConfig,
+    ),
+    Setting("`elastic_checkpoint`, with DeepSpeedCPUAdam", ZERO, {"elastic_checkpoint": True}, module=OnCpu),
+]
+
+NOT_TO_NVME = "cannot save an optimizer on NVMe with more than one rank"
+WITH_ELASTIC = "with zero_optimization.elastic_checkpoint"
+NOT_ON_CPU = "This op had not been implemented on CPU backend"
+CANNOT = [
+    Cannot("`offload_optimizer`: nvme", PARAMETERS, NOT_TO_NVME, ("everyday",), ours=True),
+    Cannot(
+        "`offload_param` and `offload_optimizer`: nvme",
+        PARAMETERS,
+        NOT_TO_NVME,
+        ("everyday",),
+        ours=True,
+    ),
+    Cannot("`stage3_module_granularity_threshold`", PARAMETERS, "Invalid device string", ("everyday",)),
+    Cannot("`stage3_module_granularity_threshold`", PARAMETERS, "AssertionError", ("newest",)),
+    Cannot("`zero_quantized_weights`", PARAMETERS, NOT_ON_CPU),
+    Cannot("`zero_quantized_nontrainable_weights`", PARAMETERS, NOT_ON_CPU),
+    Cannot("`mics_shard_size`: 1", PARAMETERS, "Backend gloo does not implement startCoalescing", ("everyday",)),
+    Cannot("`mics_shard_size`: 1", PARAMETERS, "MiCS ZeRO-3 sharding has been removed", ("newest",)),
+    Cannot("`elastic_checkpoint`", GRADIENTS, "slice() cannot be applied to a 0-dim tensor", ("everyday",)),
+    Cannot("`elastic_checkpoint`", GRADIENTS, f"cannot resume AdamW {WITH_ELASTIC}", ("newest",), ours=True),
+    Cannot(
+        "`elastic_checkpoint`, with DeepSpeedCPUAdam",
+        GRADIENTS,
+        f"cannot resume DeepSpeedCPUAdam {WITH_ELASTIC}",
+        ours=True,
+    ),
+]
