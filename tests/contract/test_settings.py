@@ -20,7 +20,7 @@ from under_test import CELL, PRECISION, DeepSpeedStrategy
 
 import ds_frozen_patch
 
-pytestmark = [pytest.mark.promise(2), pytest.mark.once, pytest.mark.settings]
+pytestmark = [pytest.mark.promise(2), pytest.mark.everyday, pytest.mark.once, pytest.mark.settings]
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 CANNOT_HERE = {(item.name, stage): item for item in CANNOT if CELL.name in item.cells for stage in item.stages}
 ROWS = [(setting.name, stage) for setting in SETTINGS for stage in setting.stages]
