@@ -27,7 +27,7 @@ import ds_frozen_patch
 from ds_frozen_patch import CheckpointError, CheckpointMismatchError, consolidate, export, load_trainable
 from ds_frozen_patch.cli import main
 
-pytestmark = [pytest.mark.promise(14), pytest.mark.everyday]
+pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
 
 QV = ["q_proj", "v_proj"]
 CONFIGS: dict[str, Callable[[int], Any]] = {

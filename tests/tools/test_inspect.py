@@ -22,7 +22,7 @@ from ds_frozen_patch import CheckpointError
 from ds_frozen_patch.checkpoint.inspection import Inspection, inspect
 from ds_frozen_patch.cli import main
 
-pytestmark = [pytest.mark.promise(14), pytest.mark.everyday]
+pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
 CHECKPOINTS = {(stage, 2) for stage in (0, 1, 2, 3)} | {(2, 1), (3, 1)}
 
 
