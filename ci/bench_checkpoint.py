@@ -119,7 +119,7 @@ def measured(
             said = _run(sys.argv[0], "--way", name, source, target)
             process_seconds = time.perf_counter() - begun
             own = json.loads(next(line for line in said.splitlines() if line.startswith(MARK)).removeprefix(MARK))
-            costs[name].append(Cost(process_seconds=process_seconds, written=_size(target), **own))
+            costs[name].append(Cost(process_seconds=process_seconds, written=size(target), **own))
             if number:
                 shutil.rmtree(target)
         if not number:
@@ -201,7 +201,8 @@ def _run(program: str, *arguments: str | Path) -> str:
     return ran.stdout
 
 
-def _size(folder: Path) -> int:
+def size(folder: Path) -> int:
+    """Bytes of all files below a folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 

@@ -6,7 +6,6 @@ One CPU rank with ZeRO-2; the first save of each kind is not counted, since fing
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import tempfile
 import time
@@ -29,16 +28,12 @@ def save(trainer: Any, kind: str, target: Path) -> None:
         trainer.save_checkpoint(target, weights_only=kind == WEIGHTS)
 
 
-def cost(trainer: Any, kind: str, folder: Path) -> tuple[float, int]:
+def cost(trainer: Any, kind: str) -> tuple[float, int]:
     """Seconds and bytes of one save."""
-    target = folder / "saved.ckpt"
-    begun = time.perf_counter()
-    save(trainer, kind, target)
-    seconds = time.perf_counter() - begun
-    files = [target] if target.is_file() else [file for file in target.rglob("*") if file.is_file()]
-    size = sum(file.stat().st_size for file in files)
-    target.unlink() if target.is_file() else shutil.rmtree(target)
-    return seconds, size
+    with tempfile.TemporaryDirectory() as folder:
+        begun = time.perf_counter()
+        save(trainer, kind, Path(folder, "saved.ckpt"))
+        return time.perf_counter() - begun, bench_checkpoint.size(Path(folder))
 
 
 def main() -> None:
@@ -47,13 +42,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
     ds_frozen_patch.patch()
-    with tempfile.TemporaryDirectory() as scratch:
-        print("training one step", file=sys.stderr)
-        trainer = bench_checkpoint.train()
-        kinds = (FULL, SMALL, WEIGHTS)
-        for kind in kinds:
-            cost(trainer, kind, Path(scratch))
-        rounds = [{kind: cost(trainer, kind, Path(scratch)) for kind in kinds} for _ in range(given.rounds)]
+    print("training one step", file=sys.stderr)
+    trainer = bench_checkpoint.train()
+    kinds = (FULL, SMALL, WEIGHTS)
+    for kind in kinds:
+        cost(trainer, kind)
+    rounds = [{kind: cost(trainer, kind) for kind in kinds} for _ in range(given.rounds)]
     best = {kind: min(one[kind] for one in rounds) for kind in kinds}
     print("\n| save | s | MB |\n|---|---|---|")
     for kind, (seconds, size) in best.items():

@@ -97,10 +97,10 @@ def table(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def settings(session: nox.Session) -> None:
     """Run every setting of DeepSpeed on two of its releases, and make the README's table of it."""
-    for cell in EVERY_TEST:
-        results = RESULTS / f"settings-{cell}.xml"
-        run_tests(session, cell, "-m", "settings", f"--junitxml={results}", *session.posargs)
-    run(session, "everyday", "ci/settings_table.py", *(f"{RESULTS}/settings-{cell}.xml" for cell in EVERY_TEST))
+    results = {cell: f"{RESULTS}/settings-{cell}.xml" for cell in EVERY_TEST}
+    for cell, file in results.items():
+        run_tests(session, cell, "-m", "settings", f"--junitxml={file}", *session.posargs)
+    run(session, "everyday", "ci/settings_table.py", *results.values())
 
 
 @nox.session(venv_backend="none")

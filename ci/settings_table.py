@@ -7,7 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import cells
-from table import README, ranges
+from table import markdown, put_into_readme, ranges
 
 BEGIN, END = "<!-- settings: nox -f ci/noxfile.py -s settings -->\n", "<!-- end of settings -->\n"
 
@@ -32,9 +32,7 @@ def render(outcomes: dict[str, dict[str, dict[int, str]]]) -> str:
     lines = [header, ["---"] * len(header)]
     for setting in next(iter(outcomes.values())):
         lines.append([setting, *(_entry(outcomes[cell][setting], notes) for cell in outcomes)])
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    numbered = "\n".join(f"{number}. {note}" for number, note in enumerate(notes, 1))
-    return f"{table}\n\n{numbered}\n"
+    return markdown(lines, notes)
 
 
 def _entry(by_stage: dict[int, str], notes: list[str]) -> str:
@@ -49,9 +47,7 @@ def _entry(by_stage: dict[int, str], notes: list[str]) -> str:
 def main(files: list[str]) -> None:
     """Write the table of these results, each of a cell by its name."""
     outcomes = {Path(file).stem.removeprefix("settings-"): collect(Path(file)) for file in files}
-    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    README.write_text(f"{before}{BEGIN}\n{render(outcomes)}\n{END}{after}", encoding="utf-8")
+    put_into_readme(BEGIN, render(outcomes), END)
 
 
 if __name__ == "__main__":

@@ -69,10 +69,15 @@ def render(outcomes: dict[str, Any]) -> str:
                 str(outcome["seconds"]),
             )
         )
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     date = max(outcome["date"] for outcome in outcomes.values())
+    return f"The last full run was on {date}:\n\n{markdown(lines, notes)}"
+
+
+def markdown(lines: Iterable[Iterable[str]], notes: Iterable[str]) -> str:
+    """A table of these lines, and the notes below it, numbered."""
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     numbered = "\n".join(f"{number}. {note}" for number, note in enumerate(notes, 1))
-    return f"The last full run was on {date}:\n\n{table}\n\n{numbered}\n"
+    return f"{table}\n\n{numbered}\n"
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -90,9 +95,14 @@ def main() -> None:
     """Write `ci/last-run.json` and the README's table."""
     outcomes = collect(ROOT / ".nox" / "results")
     LAST_RUN.write_text(json.dumps(outcomes, indent=1) + "\n")
-    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    README.write_text(f"{before}{BEGIN}\n{render(outcomes)}\n{END}{after}", encoding="utf-8")
+    put_into_readme(BEGIN, render(outcomes), END)
+
+
+def put_into_readme(begin: str, text: str, end: str) -> None:
+    """Replace what is between two lines of the README."""
+    before, _, rest = README.read_text(encoding="utf-8").partition(begin)
+    _, _, after = rest.partition(end)
+    README.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

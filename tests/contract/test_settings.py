@@ -105,6 +105,9 @@ def test_saves_resumes_and_tests(
     if cannot := CANNOT_HERE.get((name, stage)):
         record_property("note", cannot.says)
         check_that_it_cannot(run, tmp_path, cannot)
+        if setting.uses_nvme:  # and the way out that the error names works
+            answers = run(train, out=str(tmp_path), enable_checkpointing=False)
+            check_weights(torch.load(tmp_path / "weights.ckpt", weights_only=False)["state_dict"], answers[0])
         return
     whole, resumed = (run(part, out=str(tmp_path)) for part in (train, resume))
     assert not [answer["says"] for answer in (*whole, *resumed) if "says" in answer]
@@ -139,9 +142,6 @@ def check_that_it_cannot(run: Any, out: Path, cannot: Cannot) -> None:
             answers = run(resume, out=str(out / str(ours)), ours=ours)
         for answer in answers:
             assert cannot.says in answer.get("says", "")
-    if "NVMe" in cannot.says:  # and the way out that it names works
-        answers = run(train, out=str(out), enable_checkpointing=False)
-        check_weights(torch.load(out / "weights.ckpt", weights_only=False)["state_dict"], answers[0])
 
 
 def check_weights(weights: dict[str, torch.Tensor], trained: dict[str, Any]) -> None:
