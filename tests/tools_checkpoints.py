@@ -49,13 +49,46 @@ class Half(runs.LoraRun):
                 parameter.requires_grad_(False)
 
 
-MODULES: dict[str, type[runs.LoraRun]] = {"lora": runs.LoraRun, "odd": Odd, "half": Half}
+class Bend(torch.nn.Module):
+    """Parameters that no number of ranks divides, a scalar too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+        self.odd = torch.nn.Parameter(torch.arange(35.0).reshape(5, 7) / 35)
+
+    def forward(self, loss: torch.Tensor) -> torch.Tensor:
+        bent: torch.Tensor = loss * self.scale + self.odd.float().square().sum()
+        return bent
+
+
+class Uneven(runs.LoraRun):
+    """A run that trains these too, in two groups with settings of their own."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.bend = Bend()
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        bent: torch.Tensor = self.bend(super().training_step(batch, index))
+        return bent
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        groups = [{"params": trained[::2], "lr": 1e-2}, {"params": trained[1::2], "lr": 1e-3, "weight_decay": 0.1}]
+        return torch.optim.AdamW(groups)
+
+
+MODULES: dict[str, type[runs.LoraRun]] = {"lora": runs.LoraRun, "odd": Odd, "half": Half, "uneven": Uneven}
 
 
 def settings(stage: int) -> dict[str, Any]:
     """A configuration in which ZeRO-3 partitions small parameters too, and has several sub-groups of them."""
-    extra: dict[str, Any] = {"stage3_param_persistence_threshold": 0, "sub_group_size": 600} if stage == 3 else {}
-    return runs.config(stage, **extra)
+    extra: dict[int, dict[str, Any]] = {
+        2: {"round_robin_gradients": True},  # another order of the parameters than in stage 1
+        3: {"stage3_param_persistence_threshold": 0, "sub_group_size": 600},
+    }
+    return runs.config(stage, **extra.get(stage, {}))
 
 
 def strategy(stage: int) -> Any:

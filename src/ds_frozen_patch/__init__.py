@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .checkpoint.inspection import Inspection, inspect
     from .checkpoint.loading import load_trainable
     from .checkpoint.pruning import Pruned, prune
+    from .checkpoint.resharding import Resharded, reshard
     from .checkpoint.verification import Verified, verify
 
 # The tools' modules are imported when they are first used, so that a training script does not wait for them.
@@ -25,12 +26,14 @@ _TOOLS = {
     "Exported": "exporting",
     "Inspection": "inspection",
     "Pruned": "pruning",
+    "Resharded": "resharding",
     "Verified": "verification",
     "consolidate": "consolidation",
     "export": "exporting",
     "inspect": "inspection",
     "load_trainable": "loading",
     "prune": "pruning",
+    "reshard": "resharding",
     "verify": "verification",
 }
 
@@ -42,6 +45,7 @@ __all__ = [
     "Inspection",
     "PatchError",
     "Pruned",
+    "Resharded",
     "Status",
     "TargetStatus",
     "Verified",
@@ -53,6 +57,7 @@ __all__ = [
     "patch",
     "patched",
     "prune",
+    "reshard",
     "status",
     "unpatch",
     "verify",

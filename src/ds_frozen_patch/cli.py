@@ -17,6 +17,7 @@ from .checkpoint.converting import DTYPES
 from .checkpoint.exporting import FORMATS, Exported, export
 from .checkpoint.inspection import Inspection, inspect
 from .checkpoint.pruning import Pruned, prune
+from .checkpoint.resharding import Resharded, reshard
 from .checkpoint.verification import Verified, verify
 
 EXAMPLES = {
@@ -42,6 +43,9 @@ EXAMPLES = {
     "export": """
   ds-frozen-patch export last.ckpt adapter --format peft
   ds-frozen-patch export last.ckpt trained.safetensors --format safetensors
+""",
+    "reshard": """
+  ds-frozen-patch reshard last.ckpt last.4gpus.ckpt --ranks 4
 """,
     "verify": """
   ds-frozen-patch verify small.ckpt
@@ -114,6 +118,13 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--adapter-config", metavar="FILE", help="an adapter_config.json, where the run has not recorded its own"
     )
+    command = add(
+        "reshard", _reshard, "a checkpoint as another number of ranks would have saved it, to resume with that"
+    )
+    _writes(command, "a directory to make")
+    command.add_argument(
+        "--ranks", metavar="N", type=_ranks, required=True, help="how many are to resume from it: nodes times devices"
+    )
     command = add("verify", _verify, "whether a checkpoint is whole, of one save, and its base the right one")
     command.add_argument("checkpoint", metavar="CKPT", help="the directory of a DeepSpeed checkpoint")
     command.add_argument("--base", help="what the run was built from, to be compared with the manifest")
@@ -170,6 +181,12 @@ def _size(text: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks; give 1 or more")
+    return int(text)
 
 
 def _status(given: argparse.Namespace) -> int:
@@ -270,6 +287,19 @@ def _exported(found: Exported) -> str:
     if found.outside:
         lines.append(f"Trained too, but outside of the model that has the adapter: {named(found.outside, 3)}.")
     return "\n".join(lines)
+
+
+def _reshard(given: argparse.Namespace) -> int:
+    found = reshard(given.source, given.target, given.tag, ranks=given.ranks, **_options(given))
+    _say(given, found, _resharded(found))
+    return 0
+
+
+def _resharded(found: Resharded) -> str:
+    return (
+        f"{found.target}: {human_bytes(found.size)}, ZeRO stage {found.zero_stage}, for {found.ranks} ranks in place of"
+        f" {found.ranks_before}."
+    )
 
 
 def _verify(given: argparse.Namespace) -> int:

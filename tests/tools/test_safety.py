@@ -30,7 +30,7 @@ from tools_checkpoints import (
     snapshot,
 )
 
-from ds_frozen_patch import CheckpointError, consolidate, export, prune
+from ds_frozen_patch import CheckpointError, consolidate, export, prune, reshard
 from ds_frozen_patch.cli import main
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
@@ -54,6 +54,7 @@ TOOLS: dict[str, tuple[Tool, str, list[str]]] = {
         "out",
         ["export", "--format", "peft"],
     ),
+    "reshard": (partial(reshard, ranks=3), "out.ckpt", ["reshard", "--ranks", "3"]),
 }
 EVERY_TOOL = pytest.mark.parametrize("tool", TOOLS)
 
@@ -166,7 +167,9 @@ def test_a_damaged_source(
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("tool", ["prune", "consolidate", "consolidate to safetensors", "consolidate to a folder"])
+@pytest.mark.parametrize(
+    "tool", ["prune", "consolidate", "consolidate to safetensors", "consolidate to a folder", "reshard"]
+)
 def test_a_flipped_bit_in_a_frozen_weight(source: Callable[..., Path], tmp_path: Path, tool: str, stage: int) -> None:
     run, name, _ = TOOLS[tool]
     path = source(stage)
@@ -342,6 +345,7 @@ records.Records._read_into = read_into
         ("consolidate", signal.SIGKILL),
         ("consolidate to a folder", signal.SIGKILL),
         ("export", signal.SIGKILL),
+        ("reshard", signal.SIGKILL),
         ("prune", signal.SIGINT),
     ],
 )
@@ -537,8 +541,8 @@ def test_the_sizes_are_those_on_the_disk(
 @pytest.mark.parametrize(
     "arguments",
     [
-        *([name] for name in ("prune", "consolidate", "merge", "export", "verify")),
-        *([name, "a"] for name in ("prune", "consolidate", "merge", "export")),
+        *([name] for name in ("prune", "consolidate", "merge", "export", "reshard", "verify")),
+        *([name, "a"] for name in ("prune", "consolidate", "merge", "export", "reshard")),
         ["prune", "a", "b", "c"],
         ["prune", "a", "b", "--dtype", "fp32"],
         ["prune", "a", "b", "--trainable"],
@@ -551,6 +555,8 @@ def test_the_sizes_are_those_on_the_disk(
         ["export", "a", "b"],
         ["export", "a", "b", "--format", "onnx"],
         ["export", "a", "b", "--format", "peft", "--dtype", "int8"],
+        ["reshard", "a", "b"],
+        *(["reshard", "a", "b", "--ranks", number] for number in ("0", "-1", "2.5", "many")),
         ["verify", "a", "b"],
         ["verify", "a", "--dry-run"],
     ],

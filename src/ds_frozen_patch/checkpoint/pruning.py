@@ -17,7 +17,7 @@ from .archive import Storage, tensors
 from .records import Piece, Records, Whole
 from .states import States, check_together, load
 from .weights import Weights, check_one_run, weights
-from .writing import check_output, output, write_archive
+from .writing import check_output, copy_others, output, write_archive
 
 
 @dataclass(frozen=True)
@@ -94,24 +94,9 @@ def prune(
                     for storage in {tensor.storage for _, tensor in tensors(contents.state)}:
                         records.check(storage)
                         done(storage.nbytes)
-        _copy_others(states, made)
+        copy_others(layout, made)
         size_after = sum(file.stat().st_size for file in folder.iterdir())
     return Pruned(str(source), str(target), size, size_after, manifest)
-
-
-def _copy_others(states: States, made: Path) -> None:
-    """What lies beside the states: the note of the tag, DeepSpeed's converter, and what a trainer has put there."""
-    layout = states.layout
-    folder = layout.model[0].parent
-    for item in folder.iterdir():
-        if item.is_dir():
-            shutil.copytree(item, made / layout.tag / item.name)
-        elif item not in layout.files:
-            shutil.copy2(item, made / layout.tag / item.name)
-    for item in layout.root.iterdir():
-        if item.is_file() and item.name != "latest":
-            shutil.copy2(item, made / item.name)
-    (made / "latest").write_text(layout.tag, encoding="utf-8")
 
 
 def _fingerprints(records: Records, found: Weights, quiet: bool) -> dict[str, str]:

@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from .._errors import CheckpointError
 from .archive import STORAGES, Size, StandIn, Storage, StoredTensor, stand_in, tensors
+from .layout import Layout
 
 ALIGNMENT = 64
 """Bytes; torch aligns records so, for files that are mapped into memory."""
@@ -62,6 +63,20 @@ def check_output(path: Path, *sources: Path) -> None:
     for source in sources:
         if source.is_dir() and source.resolve() in (path.parent.resolve(), *path.parent.resolve().parents):
             raise CheckpointError(f"{path} is inside of {source}, which must stay as it is. Name a place outside.")
+
+
+def copy_others(layout: Layout, made: Path) -> None:
+    """What lies beside the states: the note of the tag, DeepSpeed's converter, and what a trainer has put there."""
+    folder = layout.model[0].parent
+    for item in folder.iterdir():
+        if item.is_dir():
+            shutil.copytree(item, made / layout.tag / item.name)
+        elif item not in layout.files:
+            shutil.copy2(item, made / layout.tag / item.name)
+    for item in layout.root.iterdir():
+        if item.is_file() and item.name != "latest":
+            shutil.copy2(item, made / item.name)
+    (made / "latest").write_text(layout.tag, encoding="utf-8")
 
 
 def _sync(path: Path) -> None:

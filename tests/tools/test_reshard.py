@@ -1,0 +1,224 @@
+"""`ds-frozen-patch reshard`: a checkpoint becomes what another number of ranks would have saved."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tools_checkpoints import Checkpoints, assert_same, changed, loaded, raw, snapshot, weights_of
+
+from ds_frozen_patch import CheckpointError, consolidate, inspect, reshard, verify
+from ds_frozen_patch.checkpoint.resharding import KEY, reshard_inside
+from ds_frozen_patch.cli import main
+from ds_frozen_patch.manifest import KEY as MANIFEST
+
+pytestmark = [pytest.mark.promise(10), pytest.mark.everyday]
+
+
+def files_of(checkpoint: Path) -> dict[str, Any]:
+    return {file.name: loaded(file) for file in sorted((checkpoint / "checkpoint").glob("*.pt"))}
+
+
+def without_values(state: Any) -> Any:
+    """The same with zeros in place of all that training changes: the values of tensors of floating point."""
+    if isinstance(state, torch.Tensor):
+        return torch.zeros_like(state) if state.is_floating_point() else state
+    if isinstance(state, dict):
+        return type(state)((key, without_values(item)) for key, item in state.items())
+    if isinstance(state, list | tuple):
+        return type(state)(map(without_values, state))
+    return state
+
+
+def base_of(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of the optimizer that ZeRO has wrapped."""
+    inner: dict[str, Any] = state["optimizer_state_dict"]
+    found: dict[str, Any] = inner.get("base_optimizer_state") or inner["optimizer_state_dict"]
+    return found
+
+
+def steps_of(state: dict[str, Any]) -> set[float]:
+    return {float(kept["step"]) for kept in base_of(state)["state"].values()}
+
+
+@pytest.mark.parametrize("kind", ["small", "full"])
+@pytest.mark.parametrize("module", ["lora", "uneven"])
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_it_is_what_that_many_ranks_save(
+    checkpoints: Checkpoints, tmp_path: Path, stage: int, number: int, module: str, kind: str
+) -> None:
+    source = checkpoints(stage, module=module) / f"{kind}.ckpt"
+    theirs = checkpoints(stage, number, module=module) / f"{kind}.ckpt"
+    before = snapshot(source)
+    done = reshard(source, tmp_path / "out.ckpt", ranks=number)
+    assert snapshot(source) == before
+    assert sorted(snapshot(tmp_path / "out.ckpt")) == sorted(snapshot(theirs))
+    assert (done.zero_stage, done.ranks_before, done.ranks) == (stage, 2, number)
+    assert not verify(tmp_path / "out.ckpt").problems
+    assert inspect(tmp_path / "out.ckpt").world_size == number
+    ours, real = files_of(tmp_path / "out.ckpt"), files_of(theirs)
+    for name, state in ours.items():
+        if name.endswith("model_states.pt"):
+            assert state.pop(KEY) == {"world_size": 2}
+            for one in (state, real[name]):
+                one.pop("global_samples")
+                one.pop(MANIFEST, None)  # says who saved it
+                assert set(one["module"]) >= {"seen"}
+        else:
+            assert steps_of(state) == steps_of(real[name]) == {4.0}
+        assert_same(without_values(state), without_values(real[name]), name)
+
+
+def weights(checkpoint: Path, to: Path) -> dict[str, bytes]:
+    consolidate(checkpoint, to)
+    found = {name: raw(tensor) for name, tensor in weights_of(to).items()}
+    to.unlink()
+    return found
+
+
+def clear_padding(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """ZeRO-3 saves whatever is in the memory beyond the parts of the two uneven parameters; we save zeros."""
+    cleared = 0
+    for one, other in zip(flats_of(theirs), flats_of(ours), strict=True):
+        apart = one != other
+        cleared += int(apart.sum())
+        one[apart & (other == 0)] = 0
+    assert cleared <= 2 * 3  # of the masters and of both moments
+
+
+def flats_of(state: dict[str, Any]) -> list[torch.Tensor]:
+    kept = [one[key] for one in base_of(state)["state"].values() for key in ("exp_avg", "exp_avg_sq")]
+    return [*(flat.data for flat in state["optimizer_state_dict"]["fp32_flat_groups"]), *kept]
+
+
+@pytest.mark.parametrize("kind", ["small", "full"])
+@pytest.mark.parametrize("number", [1, 3, 4, 7, 64])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_there_and_back(checkpoints: Checkpoints, tmp_path: Path, stage: int, number: int, kind: str) -> None:
+    source = checkpoints(stage, module="uneven") / f"{kind}.ckpt"
+    there, back = tmp_path / "there.ckpt", tmp_path / "back.ckpt"
+    reshard(source, there, ranks=number)
+    assert len(list(there.rglob("*optim_states.pt"))) == number
+    assert weights(there, tmp_path / "x.ckpt") == weights(source, tmp_path / "x.ckpt")
+    reshard(there, back, ranks=2)
+    ours, theirs = files_of(back), files_of(source)
+    assert ours.keys() == theirs.keys()
+    for name, state in ours.items():
+        if name.endswith("model_states.pt"):
+            assert state.pop(KEY) == {"world_size": 2}
+        elif stage == 3:
+            clear_padding(theirs[name], state)
+        assert_same(state, theirs[name], name)
+        # Each has its own: of one count that all share, each optimizer would count the others' steps.
+        if not name.endswith("model_states.pt"):
+            kept = base_of(state)["state"].values()
+            places = [one["step"].data_ptr() for one in kept if isinstance(one["step"], torch.Tensor)]
+            assert len(places) == len(set(places))
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_was_made_before_is_used(checkpoints: Checkpoints, tmp_path: Path, stage: int) -> None:
+    source = tmp_path / "run.ckpt"
+    shutil.copytree(checkpoints(stage) / "small.ckpt", source)
+    before = snapshot(source)
+    assert reshard_inside(source, None, ranks=3) == "checkpoint.ranks3"
+    made = snapshot(source)
+    assert {name: made[name] for name in before} == before
+    assert {Path(name).parts[0] for name in made.keys() - before.keys()} == {"checkpoint.ranks3"}
+    assert reshard_inside(source, "checkpoint", ranks=3) == "checkpoint.ranks3"
+    assert snapshot(source) == made
+    reshard(source, tmp_path / "out.ckpt", ranks=3)
+    for file in (source / "checkpoint.ranks3").iterdir():
+        assert file.read_bytes() == (tmp_path / "out.ckpt" / "checkpoint" / file.name).read_bytes()
+    (newer := next((source / "checkpoint").iterdir())).write_bytes(newer.read_bytes())  # somebody saves over it
+    reshard_inside(source, None, ranks=3)
+    assert all(made[name][1] < said[1] for name, said in snapshot(source).items() if "ranks3" in name)
+    assert not verify(source, "checkpoint.ranks3").problems
+
+
+def in_every(kind: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def do(path: Path) -> None:
+        for file in path.rglob(f"*{kind}_states.pt"):
+            changed(file, change)
+
+    return do
+
+
+CANNOT: dict[str, tuple[int, Callable[[Path], None]]] = {
+    "MiCS": (3, in_every("model", lambda state: state["ds_config"]["zero_optimization"].update(mics_shard_size=2))),
+    "elastic_checkpoint": (
+        2,
+        in_every("optim", lambda state: state["optimizer_state_dict"].update(base_optimizer_state=[])),
+    ),
+    "parameter_alignment": (
+        2,
+        in_every("optim", lambda state: state["optimizer_state_dict"].update(param_alignment_paddings=[[0, 4]])),
+    ),
+    "groups of experts": (
+        3,
+        in_every("optim", lambda state: state["optimizer_state_dict"].update(ds_zero_partition_groups=[0])),
+    ),
+    "in a form that is known": (2, in_every("optim", lambda state: base_of(state).clear())),
+    "'absmax'": (2, in_every("optim", lambda state: base_of(state)["state"][0].update(absmax=torch.ones(7)))),
+    "a rank's part of 'exp_avg'": (
+        3,
+        lambda path: changed(max(path.rglob("*optim_states.pt")), lambda state: shorten(base_of(state)["state"][0])),
+    ),
+    "are quantized": (3, in_every("model", lambda state: quantize(state["frozen_param_fragments"]))),
+    "'model.base_model.model.model.norm.weight'": (
+        3,
+        in_every("model", lambda state: state["frozen_param_fragments"].popitem()),
+    ),
+}
+
+
+def shorten(kept: dict[str, Any]) -> None:
+    kept["exp_avg"] = kept["exp_avg"][:-1].clone()
+
+
+def quantize(fragments: dict[str, Any]) -> None:
+    for name, tensor in fragments.items():
+        fragments[name] = tensor.to(torch.int8)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("why", CANNOT)
+def test_what_cannot_be_resharded(checkpoints: Checkpoints, tmp_path: Path, why: str) -> None:
+    stage, change = CANNOT[why]
+    shutil.copytree(checkpoints(stage) / "full.ckpt", tmp_path / "in.ckpt")
+    change(tmp_path / "in.ckpt")
+    with pytest.raises(CheckpointError) as refused:
+        reshard(tmp_path / "in.ckpt", tmp_path / "out.ckpt", ranks=3)
+    assert why in str(refused.value)
+    assert [item.name for item in tmp_path.iterdir()] == ["in.ckpt"]
+
+
+@pytest.mark.once
+def test_nothing_to_do(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    for stage, ranks, why in ((0, 3, "can resume from it as it is"), (2, 2, "is of 2 ranks already")):
+        with pytest.raises(CheckpointError, match=why):
+            reshard(checkpoints(stage) / "small.ckpt", tmp_path / "out.ckpt", ranks=ranks)
+    with pytest.raises(ValueError, match="ranks must be 1 or more, not 0"):
+        reshard(checkpoints(2) / "small.ckpt", tmp_path / "out.ckpt", ranks=0)
+
+
+@pytest.mark.once
+def test_the_command(checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = checkpoints(2) / "small.ckpt", tmp_path / "out.ckpt"
+    assert main(["reshard", str(source), str(target), "--ranks", "4", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"Would write {target}: ")
+    assert said.endswith(" ZeRO stage 2, for 4 ranks in place of 2.\n")
+    assert not target.exists()
+    assert main(["reshard", str(source), str(target), "--ranks", "4"]) == 0
+    assert capsys.readouterr().out == said.replace("Would write", "Wrote")
+    assert main(["reshard", str(source), str(target), "--ranks", "4"]) == 1
+    assert capsys.readouterr().err == (
+        f"ds-frozen-patch: {target} is there already. Name another place for the output, or remove it first.\n"
+    )
