@@ -50,15 +50,15 @@ class Half(runs.LoraRun):
 
 
 class Bend(torch.nn.Module):
-    """Parameters that no number of ranks divides, a scalar too."""
+    """Parameters that no number of ranks divides, down to one element: DeepSpeed 0.19.8 cannot train scalars."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+        self.scale = torch.nn.Parameter(torch.tensor([1.5]))
         self.odd = torch.nn.Parameter(torch.arange(35.0).reshape(5, 7) / 35)
 
     def forward(self, loss: torch.Tensor) -> torch.Tensor:
-        bent: torch.Tensor = loss * self.scale + self.odd.float().square().sum()
+        bent: torch.Tensor = loss * self.scale.sum() + self.odd.float().square().sum()
         return bent
 
 
