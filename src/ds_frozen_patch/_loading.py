@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import _ownership
+from . import _elastic, _ownership
 from ._errors import CheckpointMismatchError, named
 from ._saving import forgets_optimizer, has_plain_optimizer, keeps_optimizer_on_nvme, warn
 from ._settings import current
@@ -32,7 +32,7 @@ from .manifest import (
 )
 
 _restores_optimizer: ContextVar[bool] = ContextVar("ds_frozen_patch_restores_optimizer", default=False)
-_optimizer_state: ContextVar[Any] = ContextVar("ds_frozen_patch_optimizer_state", default=None)
+_loaded: ContextVar[Mapping[str, Any]] = ContextVar("ds_frozen_patch_loaded")
 _asked_for: ContextVar[tuple[Any, ...]] = ContextVar("ds_frozen_patch_asked_for", default=())
 _source: ContextVar[tuple[str, str | None]] = ContextVar("ds_frozen_patch_source")
 
@@ -97,7 +97,8 @@ def _check_path(path: Path) -> None:
 
 def engine_load(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`DeepSpeedEngine.load_checkpoint`: ZeRO-3 without an optimizer works, and the manifest stays ours."""
-    if _ownership.owner(engine) is None:
+    strategy = _ownership.owner(engine)
+    if strategy is None:
         return wrapped(*args, **kwargs)
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     call.apply_defaults()
@@ -106,23 +107,27 @@ def engine_load(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
         call.arguments["load_optimizer_states"] = True
     restores_optimizer = call.arguments["load_optimizer_states"] and not call.arguments["load_module_only"]
     source = (call.arguments["load_dir"], call.arguments["tag"])
+    call.arguments["tag"] = tag = _elastic.tag_to_load(strategy, engine, *source, restores_optimizer)
     with (
         _set(_restores_optimizer, restores_optimizer),
-        _set(_optimizer_state, None),
-        _set(_source, source),
+        _set(_loaded, {}),
+        _set(_source, (source[0], tag)),
         _lent(_missing_in(engine)),
     ):
         path, client_state = wrapped(*call.args, **call.kwargs)
+        loaded = _loaded.get()
     forget_second_copies(engine)
     if restores_optimizer and keeps_optimizer_on_nvme(engine):
         warn(
-            _ownership.owner(engine),
+            strategy,
             "The optimizer is on NVMe: DeepSpeed restores neither how many steps it has taken nor sub-groups that are"
             " too small to be kept there, so the run does not go on exactly as it was."
             ' With offload_optimizer: {"device": "cpu"} it would.',
         )
     if client_state is not None:
         client_state.pop(KEY, None)
+        if restores_optimizer:
+            _elastic.carry_on(strategy, engine, loaded, client_state)
     return path, client_state
 
 
@@ -179,7 +184,7 @@ def _missing_in(engine: Any) -> list[tuple[Any, str, Any]]:
 
 def _load_plain_optimizer(engine: Any, load_dir: str, tag: str, load_optimizer_states: bool = True) -> bool:
     """In the place of ZeRO's load, for an optimizer that is not ZeRO's: see `forgets_optimizer`."""
-    state = _optimizer_state.get()
+    state = _loaded.get()["optimizer"]
     engine.optimizer.load_state_dict(state, load_optimizer_states=load_optimizer_states)
     return True
 
@@ -191,7 +196,7 @@ def engine_load_module(wrapped: Callable[..., Any], engine: Any, args: tuple[Any
         return wrapped(*args, **kwargs)
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     checkpoint = call.arguments["checkpoint"]
-    _optimizer_state.set(checkpoint.get("optimizer"))
+    _loaded.set({key: checkpoint.get(key) for key in ("optimizer", *_elastic.TO_REMEMBER)})
     manifest = Manifest.from_checkpoint(checkpoint)
     if manifest is not None:
         if call.arguments.get("strict", True):

@@ -138,6 +138,7 @@ def patch(
     keep: Iterable[str] | None = None,
     export: str | None = None,
     fp32_weights: bool | None = None,
+    elastic: bool | None = None,
 ) -> Status:
     """Make the checkpoints of every installed Lightning trainable-only, and loadable.
 
@@ -154,6 +155,9 @@ def patch(
             a file `trainable.safetensors`, or "peft" for a folder `adapter`.
         fp32_weights: let single files (of `save_weights_only=True`) and what `export` makes hold the
             optimizer's fp32 masters instead of the model's own weights, which may be of 16 bits.
+        elastic: reshard a checkpoint that another number of ranks has saved, when it is loaded: once, into a folder of
+            its own directory. Otherwise such a load is an error that says how to, which offers this option unless it
+            is False. Without it, the environment variable DS_FROZEN_PATCH_ELASTIC counts, 1 or 0.
 
     Returns:
         What `status()` gives afterwards.
@@ -166,7 +170,7 @@ def patch(
     """
     global _current
     before = _settings.current() if _current else None
-    new_settings = _settings.settings(verify_base, keep, export, fp32_weights, before)
+    new_settings = _settings.settings(verify_base, keep, export, fp32_weights, elastic, before)
     _finish_imports()
     findings = _probe_all() if _current is None else {}
     with _lock:
@@ -247,10 +251,11 @@ def patched(
     keep: Iterable[str] | None = None,
     export: str | None = None,
     fp32_weights: bool | None = None,
+    elastic: bool | None = None,
 ) -> Iterator[Status]:
     """`patch(...)` while this lasts, then the state from before: for tests and notebooks."""
     before = _settings.current() if _current is not None else None
-    now = patch(verify_base=verify_base, keep=keep, export=export, fp32_weights=fp32_weights)
+    now = patch(verify_base=verify_base, keep=keep, export=export, fp32_weights=fp32_weights, elastic=elastic)
     try:
         yield now
     finally:

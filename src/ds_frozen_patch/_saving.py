@@ -121,7 +121,7 @@ def _unfinished(strategy: Any, target: Path) -> Iterator[Path]:
         yield target
         return
     partial, previous = (target.with_name(f".{target.name}.{what}") for what in ("partial", "previous"))
-    _on_each_disk(strategy, lambda: shutil.rmtree(partial, ignore_errors=True))
+    on_each_disk(strategy, lambda: shutil.rmtree(partial, ignore_errors=True))
     yield partial
     strategy.barrier("ds_frozen_patch: written")
 
@@ -133,7 +133,7 @@ def _unfinished(strategy: Any, target: Path) -> Iterator[Path]:
             partial.rename(target)
             _remove(previous)
 
-    _on_each_disk(strategy, swap)
+    on_each_disk(strategy, swap)
 
 
 def _remove(path: Path) -> None:
@@ -143,7 +143,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _on_each_disk(strategy: Any, do: Callable[[], None]) -> None:
+def on_each_disk(strategy: Any, do: Callable[[], None]) -> None:
     """Rank 0 does it, and then a rank of each node, whose disk may be another."""
     if strategy.is_global_zero:
         do()
@@ -158,6 +158,8 @@ def engine_save(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
     strategy = _ownership.owner(engine)
     if strategy is None:
         return wrapped(*args, **kwargs)
+    from . import _elastic
+
     _check_nvme(engine)
     _check_elastic(engine)
     call = inspect.signature(wrapped).bind(*args, **kwargs)
@@ -170,6 +172,7 @@ def engine_save(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
         left_out = leave_out(strategy, engine)
         ours |= {manifest.KEY: left_out.to_state()} | _kept_fragments(engine)
         _tell_once(strategy, left_out)
+    ours |= _elastic.to_save(engine)
     call.arguments["client_state"] = {**(call.arguments.get("client_state") or {}), **ours}
     token = _leaving_out.set(left_out.names if left_out else None)
     try:

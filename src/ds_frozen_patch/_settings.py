@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 VERIFY_BASE = ("error", "warn", "off")
 EXPORT = ("safetensors", "peft")
 VERIFY_BASE_VARIABLE = "DS_FROZEN_PATCH_VERIFY_BASE"
+ELASTIC_VARIABLE = "DS_FROZEN_PATCH_ELASTIC"
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Settings:
     keep: tuple[str, ...] = ()
     export: str | None = None
     fp32_weights: bool = False
+    elastic: bool | None = None
 
     def keeps(self, names: Iterable[str]) -> bool:
         """Whether a frozen parameter with these names is to be saved all the same."""
@@ -31,16 +33,20 @@ def settings(
     keep: Iterable[str] | None = None,
     export: str | None = None,
     fp32_weights: bool | None = None,
+    elastic: bool | None = None,
     before: Settings | None = None,
 ) -> Settings:
     """Checked settings; None leaves what was there before: an earlier call's, the environment's, the default.
 
     Raises:
-        ValueError: `verify_base`, or the environment variable, or `export` is none of their words.
-        TypeError: `keep` is not a collection of strings, or `fp32_weights` no bool.
+        ValueError: `verify_base`, or an environment variable, or `export` is none of their words.
+        TypeError: `keep` is not a collection of strings, or `fp32_weights` or `elastic` no bool.
     """
     if before is None:
-        before = Settings(_word(os.environ.get(VERIFY_BASE_VARIABLE, "error"), VERIFY_BASE_VARIABLE))
+        before = Settings(
+            _word(os.environ.get(VERIFY_BASE_VARIABLE, "error"), VERIFY_BASE_VARIABLE),
+            elastic=_switch(os.environ.get(ELASTIC_VARIABLE, ""), ELASTIC_VARIABLE),
+        )
     if verify_base is not None:
         before = replace(before, verify_base=_word(verify_base, "verify_base"))
     if keep is not None:
@@ -56,6 +62,10 @@ def settings(
         if not isinstance(fp32_weights, bool):
             raise TypeError(f"fp32_weights must be True or False, not {fp32_weights!r}")
         before = replace(before, fp32_weights=fp32_weights)
+    if elastic is not None:
+        if not isinstance(elastic, bool):
+            raise TypeError(f"elastic must be True or False, not {elastic!r}")
+        before = replace(before, elastic=elastic)
     return before
 
 
@@ -77,3 +87,9 @@ def _word(word: object, origin: str) -> str:
     if not isinstance(word, str) or word not in VERIFY_BASE:
         raise ValueError(f"{origin} must be 'error', 'warn' or 'off', not {word!r}")
     return word
+
+
+def _switch(word: str, origin: str) -> bool | None:
+    if word not in ("", "0", "1"):
+        raise ValueError(f"{origin} must be '1' or '0', not {word!r}")
+    return bool(int(word)) if word else None

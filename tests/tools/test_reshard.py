@@ -15,6 +15,7 @@ from ds_frozen_patch import CheckpointError, consolidate, inspect, reshard, veri
 from ds_frozen_patch.checkpoint.resharding import KEY, reshard_inside
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.manifest import KEY as MANIFEST
+from ds_frozen_patch.manifest import plain
 
 pytestmark = [pytest.mark.promise(10), pytest.mark.everyday]
 
@@ -68,9 +69,9 @@ def test_it_is_what_that_many_ranks_save(
             for one in (state, real[name]):
                 one.pop("global_samples")
                 one.pop(MANIFEST, None)  # says who saved it
-                assert set(one["module"]) >= {"seen"}
+                assert {"seen"} & set(map(plain, one["module"]))
         else:
-            assert steps_of(state) == steps_of(real[name]) == {4.0}
+            assert steps_of(state) == steps_of(loaded(next(source.rglob("*optim_states.pt"))))
         assert_same(without_values(state), without_values(real[name]), name)
 
 

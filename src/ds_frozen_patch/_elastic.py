@@ -1,0 +1,196 @@
+"""What happens around a load by another number of ranks than have saved: the checkpoint is resharded, the run goes on.
+
+Lightning divides the loss by `accumulate_grad_batches`, and DeepSpeed does so again. As long as that number stays the
+same, the two cancel out in an optimizer such as Adam; where it changes, the gradients' scale would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ._errors import CheckpointError, CheckpointMismatchError
+from ._saving import has_plain_optimizer, logger_of, on_each_disk, warn
+from ._settings import current
+from .checkpoint.archive import read
+from .checkpoint.layout import find
+from .checkpoint.resharding import KEY, reshard_inside
+from .checkpoint.states import configured_stage, number
+
+_loss_factors: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+
+TO_REMEMBER = (KEY, "ds_config", "dp_world_size")
+"""What `carry_on` needs of the checkpoint's state."""
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """Who saved a checkpoint: so many ranks, in that ZeRO stage, with the optimizer cut into parts or not."""
+
+    ranks: int
+    stage: int
+    in_parts: bool
+
+
+def tag_to_load(strategy: Any, engine: Any, load_dir: str, tag: str | None, with_optimizer: bool) -> str | None:
+    """The folder of a checkpoint that this number of ranks can load: `tag`, or one that is made if `patch()` says so.
+
+    Every rank must call it.
+
+    Raises:
+        CheckpointMismatchError: there is none, or the ZeRO stages do not go together.
+        CheckpointError: it cannot be made.
+    """
+    saved: _Saved | None = strategy.broadcast(_look(load_dir, tag) if strategy.is_global_zero else None)
+    if saved is None or engine.load_universal_checkpoint():
+        return tag  # DeepSpeed says what it makes of it
+    stage, ranks = int(engine.zero_optimization_stage()), int(engine.dp_world_size)
+    if with_optimizer and not has_plain_optimizer(engine):
+        _check_stages(saved, stage)
+        fits = saved.ranks == ranks
+    else:
+        # Without an optimizer every rank reads all parts, but DeepSpeed looks for one of its own.
+        fits = stage < 3 or saved.stage < 3 or saved.ranks >= ranks
+    if fits:
+        return tag
+    if not current().elastic:
+        raise CheckpointMismatchError(_offer(load_dir, saved, ranks))
+    return _reshard(strategy, load_dir, tag, saved, ranks)
+
+
+def _look(load_dir: str, tag: str | None) -> _Saved | None:
+    try:
+        layout = find(load_dir, tag)
+        model = read(layout.model[0], trust=True).state
+    except CheckpointError:
+        return None
+    ranks = number(model.get("dp_world_size")) if isinstance(model, dict) else None
+    return _Saved(ranks, configured_stage(model), bool(layout.optimizer)) if ranks else None
+
+
+def _check_stages(saved: _Saved, stage: int) -> None:
+    if saved.in_parts and (saved.stage == 3) == (stage == 3):
+        return
+    raise CheckpointMismatchError(
+        f"The checkpoint was saved in ZeRO stage {saved.stage}, and a run in stage {stage} cannot take up its"
+        f" optimizer: that works from 1 to 2 and from 2 to 1 only. Resume in stage {saved.stage}, or start anew with"
+        " its weights: ds_frozen_patch.load_trainable(module, path)."
+    )
+
+
+def _offer(load_dir: str, saved: _Saved, ranks: int) -> str:
+    offer = " Pass patch(elastic=True) or set DS_FROZEN_PATCH_ELASTIC=1, and it is resharded by itself."
+    return (
+        f"The checkpoint was saved by {saved.ranks} ranks, and DeepSpeed cannot load it with {ranks}."
+        + (offer if current().elastic is None else "")
+        + f" To do it by hand: ds-frozen-patch reshard {load_dir} NEW --ranks {ranks}, and load NEW. For the same steps"
+        " as before, keep ranks x batch size x accumulate_grad_batches."
+    )
+
+
+def _reshard(strategy: Any, load_dir: str, tag: str | None, saved: _Saved, ranks: int) -> str:
+    """Have it done once on each disk, and every rank raise what went wrong on one."""
+    import torch.distributed as dist
+
+    made: list[str] = []
+    failed: list[str] = []
+
+    def attempt() -> None:
+        try:
+            made.append(reshard_inside(load_dir, tag, ranks=ranks, quiet=not strategy.is_global_zero))
+        except CheckpointError as error:
+            failed.append(str(error))
+
+    on_each_disk(strategy, attempt)
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, (made, failed))
+    for _, said in everywhere:
+        if said:
+            raise CheckpointError(
+                f"{said[0]} It was to be resharded from {saved.ranks} ranks to {ranks}, into a folder of its own"
+                f" directory. To do it elsewhere: ds-frozen-patch reshard {load_dir} NEW --ranks {ranks}"
+            )
+    folder: str = everywhere[0][0][0]
+    if strategy.is_global_zero:
+        logger_of(strategy).info(
+            "The checkpoint was saved by %d ranks; %d load it from %s/%s.", saved.ranks, ranks, load_dir, folder
+        )
+    return folder
+
+
+def carry_on(strategy: Any, engine: Any, loaded: Mapping[str, Any], client_state: dict[str, Any]) -> None:
+    """Have Trainer go on as the ranks that saved would have: its count of batches, and the gradients' scale.
+
+    Args:
+        strategy: that loads.
+        engine: its engine.
+        loaded: of the checkpoint's state, `TO_REMEMBER`.
+        client_state: what Lightning restores its loops from. It is changed.
+
+    Raises:
+        CheckpointMismatchError: the checkpoint is from the midst of an epoch, and its place in the data cannot be told.
+    """
+    record = client_state.pop(KEY, None) or {}
+    before, ranks = record.get("world_size") or loaded["dp_world_size"], int(engine.dp_world_size)
+    if getattr(strategy, "lightning_module", None) is None or (before == ranks and "loss_factor" not in record):
+        return  # with Fabric, the program divides the loss and counts its batches
+    config = loaded["ds_config"]
+    accumulated = int(config.get("gradient_accumulation_steps") or 1)
+    now = int(engine.gradient_accumulation_steps())
+    _scale_loss(engine, record.get("loss_factor", 1.0) * now / accumulated)
+    if before == ranks:
+        return
+    of_a_step = before * int(config.get("train_micro_batch_size_per_gpu") or 1)
+    of_a_step_now = ranks * int(engine.train_micro_batch_size_per_gpu())
+    _count_batches(client_state, Fraction(of_a_step, of_a_step_now))
+    if of_a_step * accumulated != of_a_step_now * now:
+        warn(
+            strategy,
+            f"For each step of the optimizer the run had {of_a_step * accumulated} samples ({before} ranks x batch size"
+            f" {of_a_step // before} x accumulate_grad_batches {accumulated}), and now it has {of_a_step_now * now}. To"
+            " go on as it was, keep their product.",
+        )
+
+
+def _scale_loss(engine: Any, factor: float) -> None:
+    if factor == 1 and engine not in _loss_factors:
+        return
+    if engine not in _loss_factors:
+        backward = engine.backward
+        engine.backward = lambda loss, *args, **kwargs: backward(loss * _loss_factors[engine], *args, **kwargs)
+    _loss_factors[engine] = factor
+
+
+def to_save(engine: Any) -> dict[str, Any]:
+    """What a checkpoint must say for the gradients to keep their scale when it is loaded."""
+    factor = _loss_factors.get(engine, 1.0)
+    return {} if factor == 1 else {KEY: {"loss_factor": factor}}
+
+
+def _count_batches(client_state: Mapping[str, Any], scale: Fraction) -> None:
+    """Let Lightning's count of this epoch's batches be in the batches of the ranks that load."""
+    loop = (client_state.get("loops") or {}).get("fit_loop") or {}
+    progress = loop.get("epoch_loop.batch_progress") or {}
+    current_ = progress.get("current")
+    if not current_ or scale == 1:
+        return
+    ready = current_["ready"] * scale
+    if not progress.get("is_last_batch") and ready:
+        if ready.denominator != 1:
+            raise CheckpointMismatchError(
+                f"The checkpoint was saved in the midst of an epoch, after {current_['ready']} batches on each rank,"
+                f" and that is {float(ready):g} of this run's. Resume with a number of ranks or a batch size that makes"
+                " it whole, or from a checkpoint of an epoch's end."
+            )
+        if (loop.get("state_dict") or {}).get("combined_loader"):
+            raise CheckpointMismatchError(
+                "The checkpoint was saved in the midst of an epoch, and each rank's dataloader has a state of its own."
+                " Resume with the same number of ranks and batch size, or from a checkpoint of an epoch's end."
+            )
+    shift = ceil(ready) - current_["ready"]
+    for name, count in current_.items():
+        current_[name] = count + shift
