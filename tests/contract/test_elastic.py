@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 import runs
 import torch
 from disk import model_states
+from tools_checkpoints import snapshot
 from torch.utils.data import DataLoader
-from under_test import CELL, PRECISION, DeepSpeedStrategy
+from under_test import CELL, PRECISION, DeepSpeedStrategy, LambdaCallback
 
 import ds_frozen_patch
+from ds_frozen_patch import reshard
 from ds_frozen_patch.manifest import plain
 
 pytestmark = [pytest.mark.promise(10), pytest.mark.everyday]
@@ -24,20 +27,21 @@ EPOCHS = 3
 
 
 class Run(runs.LoraRun):
-    """A LoRA run in two groups with settings of their own."""
+    """A LoRA run in two groups with settings of their own, and another base with another seed."""
+
+    def __init__(self, adam: bool = True, seed: int = 1) -> None:
+        super().__init__(seed=seed)
+        self.adam = adam
 
     def configure_optimizers(self) -> Any:
         trained = [p for p in self.parameters() if p.requires_grad]
         groups = [{"params": trained[:3], "lr": 1e-2}, {"params": trained[3:], "lr": 1e-3, "weight_decay": 0.1}]
-        optimizer = torch.optim.AdamW(groups) if self.hparams["seed"] == 1 else torch.optim.SGD(groups, momentum=0.9)
+        optimizer = torch.optim.AdamW(groups) if self.adam else torch.optim.SGD(groups, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 4))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-ADAM, SGD = 1, 2
-
-
-def data(world_size: int, accumulate: int) -> DataLoader[Any]:
+def data(world_size: int, accumulate: int = 1) -> DataLoader[Any]:
     tokens = torch.randint(runs.VOCABULARY, (SAMPLES * STEPS, 8), generator=torch.Generator().manual_seed(0))
     return DataLoader(tokens, batch_size=SAMPLES // world_size // accumulate)  # type: ignore[arg-type]
 
@@ -54,21 +58,16 @@ def train(
     *,
     accumulate: int = 1,
     precision: str = "32-true",
-    seed: int = ADAM,
+    epochs: int = EPOCHS,
     resume: str | None = None,
-    patch: dict[str, Any] | None = None,
+    elastic: bool | None = True,
+    **model: Any,
 ) -> dict[str, Any]:
-    """What a run saw and did, the loss for each batch."""
-    ds_frozen_patch.patch(**(patch if patch is not None else {"elastic": True}))
-    trainer = runs.trainer(
-        out,
-        world_size,
-        strategy=strategy(stage),
-        precision=precision,
-        epochs=EPOCHS,
-        accumulate_grad_batches=accumulate,
-    )
-    module = Run(seed=seed)
+    """What a run saw, the loss for each batch, and what it left."""
+    ds_frozen_patch.patch(elastic=elastic)
+    options: dict[str, Any] = {"precision": precision, "epochs": epochs, "accumulate_grad_batches": accumulate}
+    trainer = runs.trainer(out, world_size, strategy=strategy(stage), **options)
+    module = Run(**model)
     with runs.heard() as said:
         trainer.fit(module, data(world_size, accumulate), ckpt_path=resume)
     return {
@@ -76,7 +75,8 @@ def train(
         "seen": module.seen.item(),
         "steps": trainer.global_step,
         "lr": [group["lr"] for group in trainer.optimizers[0].param_groups],
-        "said": said,
+        "state": runs.trained_state(module),
+        "said": [message for message in said if "samples" in message],
     }
 
 
@@ -158,9 +158,9 @@ def test_the_loss_curve_goes_on(
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_gradients_keep_their_scale(ranks: Any, whole: Any, tmp_path: Path, stage: int) -> None:
     """SGD shows it at once, where Adam hides it."""
-    out, expected = whole(stage, seed=SGD)
+    out, expected = whole(stage, adam=False)
     path = copied(out, tmp_path)
-    found = ranks(2, train, out=str(tmp_path), world_size=2, stage=stage, accumulate=2, seed=SGD, resume=str(path))
+    found = ranks(2, train, out=str(tmp_path), world_size=2, stage=stage, accumulate=2, adam=False, resume=str(path))
     assert_goes_on(found, expected, accumulate=2)
 
 
@@ -170,3 +170,111 @@ def test_in_bf16(ranks: Any, whole: Any, tmp_path: Path, stage: int) -> None:
     path = copied(out, tmp_path)
     found = ranks(2, train, out=str(tmp_path), world_size=2, stage=stage, precision=PRECISION, resume=str(path))
     assert_goes_on(found, expected, 2e-3)
+
+
+def save_by_two(out: str, stage: int, full: bool = False, at_batch: int | None = None, batch: int = 6) -> None:
+    """An epoch on 2 ranks, saved at its end or in the midst of it."""
+
+    def save(trainer: Any, *_: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_idx == at_batch:
+            trainer.save_checkpoint(f"{out}/run.ckpt")
+
+    ds_frozen_patch.patch()
+    options: dict[str, Any] = {
+        "epochs": 1,
+        "precision": "32-true",
+        "callbacks": [LambdaCallback(on_train_batch_end=save)],
+    }
+    trainer = runs.trainer(out, 2, strategy=strategy(stage), **options)
+    trainer.fit(Run(), data(2, 6 // batch))
+    if at_batch is None:
+        with ds_frozen_patch.full_checkpoint() if full else nullcontext():
+            trainer.save_checkpoint(f"{out}/run.ckpt")
+
+
+def refused(out: str, **options: Any) -> tuple[str, str]:
+    return runs.refusal(train, out, resume=f"{out}/run.ckpt", **options)
+
+
+def test_it_is_offered(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, save_by_two, out=str(tmp_path), stage=2)
+    path = tmp_path / "run.ckpt"
+    before = snapshot(path)
+    options: dict[str, Any] = {"out": str(tmp_path), "world_size": 1, "stage": 2}
+    for elastic, offered in ((None, True), (False, False)):
+        ((kind, said),) = ranks(1, refused, **options, elastic=elastic)
+        assert kind == "CheckpointMismatchError"
+        assert said.startswith("The checkpoint was saved by 2 ranks, and DeepSpeed cannot load it with 1.")
+        assert f"ds-frozen-patch reshard {path} NEW --ranks 1" in said
+        assert ("patch(elastic=True)" in said) == offered
+    assert snapshot(path) == before
+    reshard(path, tmp_path / "NEW", ranks=1)
+    by_tool = ranks(1, train, **options, resume=str(tmp_path / "NEW"), elastic=None)
+    by_itself = ranks(1, train, **options, resume=str(path))
+    assert by_tool[0]["losses"] == by_itself[0]["losses"]
+    made = snapshot(path)
+    assert {name: made[name] for name in before} == before
+    ranks(1, train, **options, resume=str(path))
+    assert snapshot(path) == made  # once
+
+
+def test_what_cannot_be_made_is_said_by_every_rank(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, save_by_two, out=str(tmp_path), stage=3)
+    (tmp_path / "run.ckpt" / "checkpoint.ranks3").write_text("in the way")
+    for kind, said in ranks(3, refused, out=str(tmp_path), world_size=3, stage=3):
+        assert kind == "CheckpointError"
+        assert "checkpoint.ranks3 is there already." in said
+        assert f"ds-frozen-patch reshard {tmp_path / 'run.ckpt'} NEW --ranks 3" in said
+
+
+@pytest.mark.parametrize(("before", "now"), [(1, 2), (2, 1)])
+def test_from_stage_1_to_2_and_back(ranks: Any, tmp_path: Path, before: int, now: int) -> None:
+    ranks(2, save_by_two, out=str(tmp_path), stage=before)
+    options = {"out": str(tmp_path / "again"), "resume": str(tmp_path / "run.ckpt")}
+    same = ranks(2, train, world_size=2, stage=before, **options)
+    assert ranks(2, train, world_size=2, stage=now, **options) == same
+    assert curve(ranks(1, train, world_size=1, stage=now, **options)) == pytest.approx(curve(same), rel=1e-6)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(("before", "now"), [(2, 3), (3, 2), (0, 2), (2, 0)])
+def test_other_stages_are_refused(ranks: Any, tmp_path: Path, before: int, now: int) -> None:
+    ranks(2, save_by_two, out=str(tmp_path), stage=before)
+    for kind, said in ranks(2, refused, out=str(tmp_path), world_size=2, stage=now):
+        assert kind == "CheckpointMismatchError"
+        assert (f"in ZeRO stage {before}, and a run in stage {now} cannot" in said) == (now != 0)
+
+
+def test_without_zero(ranks: Any, tmp_path: Path) -> None:
+    """Any number of ranks can load it as it is; the gradients keep their scale all the same."""
+    ranks(2, save_by_two, out=str(tmp_path), stage=0)
+    options = {"stage": 0, "out": str(tmp_path / "again"), "resume": str(tmp_path / "run.ckpt"), "elastic": None}
+    same = ranks(2, train, world_size=2, **options)
+    found = ranks(1, train, world_size=1, accumulate=2, **options)
+    assert curve(found, 2) == pytest.approx(curve(same), rel=1e-6)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_full_checkpoint(ranks: Any, tmp_path: Path, number: int) -> None:
+    """Its frozen parameters come with it, in ZeRO-3 in parts, onto whatever base."""
+    ranks(2, save_by_two, out=str(tmp_path), stage=3, full=True)
+    options = {"stage": 3, "out": str(tmp_path), "resume": str(tmp_path / "run.ckpt"), "epochs": 1}
+    same = ranks(2, train, world_size=2, **options)
+    for found in ranks(number, train, world_size=number, seed=7, **options):
+        assert found["state"] == same[0]["state"]
+
+
+@pytest.mark.parametrize(("at_batch", "number", "left"), [(1, 1, 2), (3, 3, 1), (2, 3, None)])
+def test_from_the_midst_of_an_epoch(ranks: Any, tmp_path: Path, at_batch: int, number: int, left: int | None) -> None:
+    """Of 6 batches of 2 x 3 samples: how many of the new ranks' are left, or that it cannot be told."""
+    ranks(2, save_by_two, out=str(tmp_path), stage=2, at_batch=at_batch, batch=3)
+    options = {"out": str(tmp_path), "stage": 2, "world_size": number, "epochs": 1}
+    if left is None:
+        for kind, said in ranks(number, refused, **options):
+            assert kind == "CheckpointMismatchError"
+            assert f"in the midst of an epoch, after {at_batch + 1} batches on each rank" in said
+    else:
+        found = ranks(number, train, **options, resume=str(tmp_path / "run.ckpt"))[0]
+        assert len(found["losses"]) == left
+        told = "had 6 samples (2 ranks x batch size 3 x accumulate_grad_batches 1), and now it has 12."
+        assert told in found["said"][0]
