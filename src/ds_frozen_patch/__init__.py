@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .checkpoint.loading import load_trainable
     from .checkpoint.pruning import Pruned, prune
     from .checkpoint.resharding import Resharded, reshard
+    from .checkpoint.universal import Universal, universal
     from .checkpoint.verification import Verified, verify
 
 # The tools' modules are imported when they are first used, so that a training script does not wait for them.
@@ -27,6 +28,7 @@ _TOOLS = {
     "Inspection": "inspection",
     "Pruned": "pruning",
     "Resharded": "resharding",
+    "Universal": "universal",
     "Verified": "verification",
     "consolidate": "consolidation",
     "export": "exporting",
@@ -34,6 +36,7 @@ _TOOLS = {
     "load_trainable": "loading",
     "prune": "pruning",
     "reshard": "resharding",
+    "universal": "universal",
     "verify": "verification",
 }
 
@@ -48,6 +51,7 @@ __all__ = [
     "Resharded",
     "Status",
     "TargetStatus",
+    "Universal",
     "Verified",
     "consolidate",
     "export",
@@ -59,6 +63,7 @@ __all__ = [
     "prune",
     "reshard",
     "status",
+    "universal",
     "unpatch",
     "verify",
 ]

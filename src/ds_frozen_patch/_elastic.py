@@ -45,8 +45,14 @@ def tag_to_load(strategy: Any, engine: Any, load_dir: str, tag: str | None, with
         CheckpointMismatchError: there is none, or the ZeRO stages do not go together.
         CheckpointError: it cannot be made.
     """
+    if engine.load_universal_checkpoint():
+        raise CheckpointMismatchError(
+            'With "load_universal", DeepSpeed loads neither buffers nor frozen parameters, and the base cannot be'
+            " verified. Take it out of the configuration, and load the checkpoint that the universal one was made of:"
+            " with patch(elastic=True), any number of ranks can."
+        )
     saved: _Saved | None = strategy.broadcast(_look(load_dir, tag) if strategy.is_global_zero else None)
-    if saved is None or engine.load_universal_checkpoint():
+    if saved is None:
         return tag  # DeepSpeed says what it makes of it
     stage, ranks = int(engine.zero_optimization_stage()), int(engine.dp_world_size)
     if with_optimizer and not has_plain_optimizer(engine):

@@ -126,6 +126,7 @@ def engine_load(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
         )
     if client_state is not None:
         client_state.pop(KEY, None)
+        client_state.pop("universal_checkpoint_info", None)
         if restores_optimizer:
             _elastic.carry_on(strategy, engine, loaded, client_state)
     return path, client_state

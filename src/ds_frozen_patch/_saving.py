@@ -159,6 +159,7 @@ def engine_save(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
     if strategy is None:
         return wrapped(*args, **kwargs)
     from . import _elastic
+    from .checkpoint import universal
 
     _check_nvme(engine)
     _check_elastic(engine)
@@ -173,6 +174,8 @@ def engine_save(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
         ours |= {manifest.KEY: left_out.to_state()} | _kept_fragments(engine)
         _tell_once(strategy, left_out)
     ours |= _elastic.to_save(engine)
+    if engine.zero_optimization_stage() in (1, 2):
+        ours["universal_checkpoint_info"] = universal.INFO
     call.arguments["client_state"] = {**(call.arguments.get("client_state") or {}), **ours}
     token = _leaving_out.set(left_out.names if left_out else None)
     try:

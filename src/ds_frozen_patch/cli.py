@@ -18,6 +18,7 @@ from .checkpoint.exporting import FORMATS, Exported, export
 from .checkpoint.inspection import Inspection, inspect
 from .checkpoint.pruning import Pruned, prune
 from .checkpoint.resharding import Resharded, reshard
+from .checkpoint.universal import Universal, universal
 from .checkpoint.verification import Verified, verify
 
 EXAMPLES = {
@@ -47,6 +48,7 @@ EXAMPLES = {
     "reshard": """
   ds-frozen-patch reshard last.ckpt last.4gpus.ckpt --ranks 4
 """,
+    "universal": "\n  ds-frozen-patch universal last.ckpt last.universal\n",
     "verify": """
   ds-frozen-patch verify small.ckpt
   ds-frozen-patch verify small.ckpt --base ./Llama-3.1-8B
@@ -125,6 +127,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--ranks", metavar="N", type=_ranks, required=True, help="how many are to resume from it: nodes times devices"
     )
+    command = add("universal", _universal, "a universal checkpoint of DeepSpeed's, for programs that load these")
+    _writes(command, "a directory to make", trusts=False)
     command = add("verify", _verify, "whether a checkpoint is whole, of one save, and its base the right one")
     command.add_argument("checkpoint", metavar="CKPT", help="the directory of a DeepSpeed checkpoint")
     command.add_argument("--base", help="what the run was built from, to be compared with the manifest")
@@ -137,16 +141,18 @@ def _common(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _reads(command: argparse.ArgumentParser) -> None:
+def _reads(command: argparse.ArgumentParser, trusts: bool = True) -> None:
     command.add_argument("--tag", help="the folder in it (default: what its file `latest` says)")
-    command.add_argument("--trust", action="store_true", help="read files that name unexpected classes, and run none")
+    if trusts:
+        about = "read files that name unexpected classes, and run none"
+        command.add_argument("--trust", action="store_true", help=about)
     _common(command)
 
 
-def _writes(command: argparse.ArgumentParser, target: str) -> None:
+def _writes(command: argparse.ArgumentParser, target: str, trusts: bool = True) -> None:
     command.add_argument("source", metavar="SRC", help="the directory of a DeepSpeed checkpoint; stays as it is")
     command.add_argument("target", metavar="DST", help=target)
-    _reads(command)
+    _reads(command, trusts)
     command.add_argument("--dry-run", action="store_true", help="write nothing, and say what would be written")
     command.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr, nothing on stdout")
 
@@ -299,6 +305,21 @@ def _resharded(found: Resharded) -> str:
     return (
         f"{found.target}: {human_bytes(found.size)}, ZeRO stage {found.zero_stage}, for {found.ranks} ranks in place of"
         f" {found.ranks_before}."
+    )
+
+
+def _universal(given: argparse.Namespace) -> int:
+    options = {"dry_run": given.dry_run, "quiet": given.quiet or given.json}
+    found = universal(given.source, given.target, given.tag, **options)
+    _say(given, found, _made_universal(found))
+    return 0
+
+
+def _made_universal(found: Universal) -> str:
+    size = f"{human_bytes(found.size)}, " if found.size is not None else ""
+    return (
+        f"{found.target}: {size}ZeRO stage {found.zero_stage}, by deepspeed {found.deepspeed}.\n"
+        'DeepSpeed loads it with "checkpoint": {"load_universal": true}.'
     )
 
 

@@ -541,7 +541,7 @@ def test_the_sizes_are_those_on_the_disk(
 @pytest.mark.parametrize(
     "arguments",
     [
-        *([name] for name in ("prune", "consolidate", "merge", "export", "reshard", "verify")),
+        *([name] for name in ("prune", "consolidate", "merge", "export", "reshard", "universal", "verify")),
         *([name, "a"] for name in ("prune", "consolidate", "merge", "export", "reshard")),
         ["prune", "a", "b", "c"],
         ["prune", "a", "b", "--dtype", "fp32"],
@@ -556,6 +556,7 @@ def test_the_sizes_are_those_on_the_disk(
         ["export", "a", "b", "--format", "onnx"],
         ["export", "a", "b", "--format", "peft", "--dtype", "int8"],
         ["reshard", "a", "b"],
+        ["universal", "a", "b", "--trust"],
         *(["reshard", "a", "b", "--ranks", number] for number in ("0", "-1", "2.5", "many")),
         ["verify", "a", "b"],
         ["verify", "a", "--dry-run"],

@@ -95,16 +95,18 @@ def reshard(
         ValueError: `ranks` is no positive number.
     """
     states = load(source, tag, trust)
-    plan = _plan(states, ranks)
+    if states.world_size == ranks and states.layout.optimizer:
+        raise CheckpointError(f"{source} is of {ranks} ranks already.")
+    made_of_it = plan(states, ranks)
     path, root = Path(target), states.layout.root
-    done = Resharded(str(source), str(target), states.zero_stage, states.world_size, ranks, plan.size)
+    done = Resharded(str(source), str(target), states.zero_stage, states.world_size, ranks, made_of_it.size)
     if dry_run:
         check_output(path, root)
         return done
     with output(path, root) as made:
         folder = made / states.layout.tag
         folder.mkdir(parents=True)
-        _write(plan, folder, quiet)
+        made_of_it.write(folder, quiet)
         copy_others(states.layout, made)
     return done
 
@@ -128,10 +130,10 @@ def reshard_inside(source: str | Path, tag: str | None, *, ranks: int, quiet: bo
             return folder.name
         shutil.rmtree(folder)
     try:
-        plan = _plan(load(source, tag, trust=True), ranks)
+        made_of_it = plan(load(source, tag, trust=True), ranks)
         with output(folder) as made:
             made.mkdir()
-            _write(plan, made, quiet)
+            made_of_it.write(made, quiet)
     except CheckpointError:
         if not folder.is_dir():  # else another job has made it meanwhile
             raise
@@ -188,7 +190,7 @@ class _Made:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
     """The state of each file that is to be made, by its name, and what the tensors that are new in them consist of."""
 
     files: dict[str, Any]
@@ -202,28 +204,36 @@ class _Plan:
             for state in self.files.values()
         )
 
+    def write(self, folder: Path, quiet: bool) -> None:
+        """Make the files in a folder that is there."""
+        with Records() as records, progress("writing", self.size, quiet) as done:
 
-def _write(plan: _Plan, folder: Path, quiet: bool) -> None:
-    with Records() as records, progress("writing", plan.size, quiet) as done:
+            def content(storage: Storage, begin: int, count: int) -> Iterator[bytes | memoryview]:
+                for chunk in self.made.content(records, storage, begin, count):
+                    yield chunk
+                    done(len(chunk))
 
-        def content(storage: Storage, begin: int, count: int) -> Iterator[bytes | memoryview]:
-            for chunk in plan.made.content(records, storage, begin, count):
-                yield chunk
-                done(len(chunk))
-
-        for name, state in plan.files.items():
-            write_archive(folder / name, state, content)
+            for name, state in self.files.items():
+                write_archive(folder / name, state, content)
 
 
-def _plan(states: States, ranks: int) -> _Plan:
+def plan(states: States, ranks: int, sub_group_size: float | None = None) -> Plan:
+    """What `ranks` ranks would have saved, in ZeRO-3 with sub-groups of that size, or of the one that the run had.
+
+    Raises:
+        CheckpointError: the files do not fit together, or cannot be resharded.
+        ValueError: `ranks` is no positive number.
+    """
     if ranks < 1:
         raise ValueError(f"ranks must be 1 or more, not {ranks}")
     check_together(states)
-    _check(states, ranks)
+    _check(states)
     check_one_run(weights(states, ("*",)))
     made = _Made()
-    cut = _cut_sub_groups if states.zero_stage == 3 else _cut_groups
-    groups, optimizers = cut(states, ranks, made)
+    if states.zero_stage == 3:
+        groups, optimizers = _cut_sub_groups(states, ranks, sub_group_size, made)
+    else:
+        groups, optimizers = _cut_groups(states, ranks, made)
     first = states.layout.model[0].name, states.layout.optimizer[0].name
     files: dict[str, Any] = {}
     for rank in range(ranks if states.zero_stage == 3 else 1):
@@ -233,14 +243,14 @@ def _plan(states: States, ranks: int) -> _Plan:
     rest = states.contents[len(states.layout.model)].state
     for rank, optimizer in enumerate(optimizers):
         files[_named(first[1], rank)] = {**rest, "optimizer_state_dict": optimizer}
-    return _Plan(files, made)
+    return Plan(files, made)
 
 
 def _named(name: str, rank: int) -> str:
     return name.replace("zero_pp_rank_0_", f"zero_pp_rank_{rank}_")
 
 
-def _check(states: States, ranks: int) -> None:
+def _check(states: States) -> None:
     """Raise CheckpointError, with the reason, for what cannot be cut anew."""
     root, stage = states.layout.root, states.zero_stage
     if not states.layout.optimizer or not names_of_groups(states.models[0]):
@@ -248,8 +258,6 @@ def _check(states: States, ranks: int) -> None:
             f"{root} is of ZeRO stage {stage}, and its optimizer's state is not cut into parts by rank: any number of"
             " ranks can resume from it as it is."
         )
-    if states.world_size == ranks:
-        raise CheckpointError(f"{root} is of {ranks} ranks already.")
     first = states.optimizers[0]
     base = first.get(_BASE[stage])
     why = None
@@ -361,21 +369,23 @@ def _addresses(group: Shapes, ranks: int, rank: int) -> dict[str, Any]:
     return OrderedDict((name, address(count, begin)) for name, _, begin, count in slices(group, ranks, rank))
 
 
-def _cut_sub_groups(states: States, ranks: int, made: _Made) -> tuple[list[Shapes], list[dict[str, Any]]]:
+def _cut_sub_groups(
+    states: States, ranks: int, size: float | None, made: _Made
+) -> tuple[list[Shapes], list[dict[str, Any]]]:
     """The sub-groups of the optimizer, and what each rank has of it, in ZeRO-3."""
     old, before = names_of_groups(states.models[0]), len(states.optimizers)
     first = states.optimizers[0]
     base = first[_BASE[3]]
     held = _Held(states, [part_of_sub_group(group, before) for group in old])
     where = {name: (index, begin) for index, group in enumerate(old) for name, begin in offsets(group, before).items()}
-    size = _setting(states, "sub_group_size")
-    size = size if isinstance(size, int | float) else SUB_GROUP_SIZE
+    said = _setting(states, "sub_group_size")
+    size = size or (said if isinstance(said, int | float) else SUB_GROUP_SIZE)
     new: list[Shapes] = []
     settings = []
-    for said in base["param_groups"]:
-        group = {name: shape for index in said["params"] for name, shape in old[index].items()}
+    for hyperparameters in base["param_groups"]:
+        group = {name: shape for index in hyperparameters["params"] for name, shape in old[index].items()}
         made_of_it = sub_groups(group, ranks, size) if group else []
-        settings.append({**said, "params": list(range(len(new), len(new) + len(made_of_it)))})
+        settings.append({**hyperparameters, "params": list(range(len(new), len(new) + len(made_of_it)))})
         new += made_of_it
     optimizers = []
     for rank in range(ranks):

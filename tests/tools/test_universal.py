@@ -1,0 +1,127 @@
+"""`ds-frozen-patch universal`: a universal checkpoint, made by DeepSpeed, that plain Lightning goes on from."""
+
+from __future__ import annotations
+
+import shutil
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+from tools_checkpoints import Checkpoints, changed, loaded, raw, settings, snapshot, weights_of
+from under_test import CELL, DeepSpeedStrategy
+
+from ds_frozen_patch import consolidate, universal
+from ds_frozen_patch.checkpoint import universal as module
+from ds_frozen_patch.cli import main
+from ds_frozen_patch.manifest import KEY, plain
+
+pytestmark = [pytest.mark.promise(10), pytest.mark.everyday]
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(("stage", "kind"), [(1, "small"), (2, "full"), (3, "small")])
+def test_it_holds_what_was_trained(checkpoints: Checkpoints, tmp_path: Path, stage: int, kind: str) -> None:
+    many_groups = stage == 3 and CELL.releases[1].release < (0, 18)
+    source = checkpoints(stage, module="lora" if many_groups else "uneven") / f"{kind}.ckpt"
+    before = snapshot(source)
+    made = tmp_path / "out.ckpt"
+    done = universal(source, made)
+    assert snapshot(source) == before
+    assert [item.name for item in tmp_path.iterdir()] == ["out.ckpt"]
+    assert done.size == sum(file.stat().st_size for file in made.rglob("*") if file.is_file())
+    assert (made / "latest_universal").read_text() == "checkpoint"
+    consolidate(source, tmp_path / "weights.ckpt")
+    weights = weights_of(tmp_path / "weights.ckpt")
+    found = {
+        plain(item.name): loaded(item / "fp32.pt")["param"]
+        for item in (made / "checkpoint" / "zero").iterdir()
+        if item.is_dir()
+    }
+    assert {"lora_" in name or "bend." in name for name in found} == {True}
+    assert len(found) == 8 + 2 * (not many_groups)
+    assert {name: raw(tensor.flatten()) for name, tensor in found.items()} == {
+        name: raw(weights[name].flatten()) for name in found
+    }
+    state = loaded(min((made / "checkpoint").glob("*model_states.pt")))
+    theirs = loaded(min((source / "checkpoint").glob("*model_states.pt")))
+    assert (KEY in state) == (kind == "small")
+    assert state["global_step"] == theirs["global_step"]
+    assert state["module"].keys() == theirs["module"].keys()
+
+
+def resume_plainly(path: str, out: str, world_size: int, stage: int) -> tuple[list[float], int]:
+    """By Lightning and DeepSpeed alone, which cannot do it with `round_robin_gradients`."""
+    config = settings(3) if stage == 3 else runs.config(stage)
+    strategy = DeepSpeedStrategy(config={**config, "checkpoint": {"load_universal": True}})
+    options: dict[str, Any] = {"precision": "32-true", "enable_checkpointing": False}
+    trainer = runs.trainer(out, world_size, strategy=strategy, epochs=2, **options)
+    made = runs.LoraRun()
+    trainer.fit(made, runs.batches(world_size), ckpt_path=path)
+    return made.losses, trainer.global_step
+
+
+def refused_by_us(**options: Any) -> tuple[str, str]:
+    import ds_frozen_patch
+
+    with ds_frozen_patch.patched():
+        return runs.refusal(resume_plainly, **options)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_plain_lightning_goes_on_from_it(checkpoints: Checkpoints, ranks: Any, tmp_path: Path, stage: int) -> None:
+    source = checkpoints(stage, precision="32-true") / "small.ckpt"
+    universal(source, tmp_path / "out.ckpt")
+    options = {"path": str(tmp_path / "out.ckpt"), "out": str(tmp_path), "world_size": 2, "stage": stage}
+    expected = ranks(2, resume_by_us, **{**options, "path": str(source)})
+    for (losses, steps), (theirs, their_steps) in zip(ranks(2, resume_plainly, **options), expected, strict=True):
+        assert steps == their_steps
+        assert losses == pytest.approx(theirs, rel=1e-6)
+    for kind, said in ranks(2, refused_by_us, **options):
+        assert kind == "CheckpointMismatchError"
+        assert said.startswith('With "load_universal", DeepSpeed loads neither buffers nor frozen parameters')
+
+
+def resume_by_us(path: str, out: str, world_size: int, stage: int) -> tuple[list[float], int]:
+    from tools_checkpoints import resume
+
+    losses, _, steps = resume(path, out, world_size, stage, "32-true")
+    return losses, steps
+
+
+@pytest.mark.once
+def test_what_cannot_be_converted(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "out.ckpt"
+
+    def refused(source: Path) -> str:
+        assert main(["universal", str(source), str(target)]) == 1
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert not target.exists()
+        return said.err.removeprefix("converting by deepspeed 0.17.6 ...\n")
+
+    assert "any number of ranks can resume from it as it is" in refused(checkpoints(0) / "small.ckpt")
+    assert "groups of parameters in ZeRO-3" in refused(checkpoints(3, module="uneven") / "small.ckpt")
+    source = tmp_path / "in.ckpt"
+    shutil.copytree(checkpoints(2) / "small.ckpt", source)
+    for file in source.rglob("*optim_states.pt"):
+        changed(file, lambda state: state["optimizer_state_dict"]["base_optimizer_state"]["state"][0].pop("exp_avg_sq"))
+    assert "knows the state of Adam only" in refused(source)
+    monkeypatch.setattr(module, "CONVERTER", "ds_frozen_patch.no_such_module")
+    assert refused(checkpoints(2) / "small.ckpt").startswith(
+        "ds-frozen-patch: The converter of deepspeed 0.17.6 has failed; it said last: "
+    )
+    monkeypatch.setattr(metadata, "version", lambda _: "0.12.6")
+    assert "Install deepspeed>=0.14.5" in refused(checkpoints(3) / "small.ckpt")
+    assert [item.name for item in tmp_path.iterdir()] == ["in.ckpt"]
+
+
+@pytest.mark.once
+def test_the_command(checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["universal", str(checkpoints(2) / "small.ckpt"), str(tmp_path / "out.ckpt"), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"Would write {tmp_path / 'out.ckpt'}: ZeRO stage 2, by deepspeed 0.17.6.\n")
+    assert list(tmp_path.iterdir()) == []
