@@ -20,7 +20,7 @@ from packaging.version import Version
 
 CELLS = cells.read()
 EVERY_TEST = ("everyday", "newest")
-BENCHMARKS = ("fingerprint", "inspect", "prune", "consolidate", "save")
+BENCHMARKS = ("fingerprint", "inspect", "prune", "consolidate", "save", "reshard", "elastic")
 RESULTS = ROOT / ".nox" / "results"
 OWN_TESTS = ROOT / ".nox" / "upstream-tests"
 # The checkpoints that cells leave for others are of the program that trains them, and of the patches.

@@ -18,7 +18,8 @@ from ._saving import has_plain_optimizer, logger_of, on_each_disk, warn
 from ._settings import current
 from .checkpoint.archive import read
 from .checkpoint.layout import find
-from .checkpoint.resharding import KEY, reshard_inside
+from .checkpoint.resharding import KEY as KEY
+from .checkpoint.resharding import reshard_inside
 from .checkpoint.states import configured_stage, number
 
 _loss_factors: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
@@ -108,8 +109,8 @@ def _reshard(strategy: Any, load_dir: str, tag: str | None, saved: _Saved, ranks
     def attempt() -> None:
         try:
             made.append(reshard_inside(load_dir, tag, ranks=ranks, quiet=not strategy.is_global_zero))
-        except CheckpointError as error:
-            failed.append(str(error))
+        except Exception as error:  # else the other ranks would wait for ever
+            failed.append(str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}.")
 
     on_each_disk(strategy, attempt)
     everywhere: list[Any] = [None] * dist.get_world_size()
@@ -128,23 +129,23 @@ def _reshard(strategy: Any, load_dir: str, tag: str | None, saved: _Saved, ranks
     return folder
 
 
-def carry_on(strategy: Any, engine: Any, loaded: Mapping[str, Any], client_state: dict[str, Any]) -> None:
+def carry_on(strategy: Any, engine: Any, loaded: Mapping[str, Any], client_state: Mapping[str, Any]) -> None:
     """Have Trainer go on as the ranks that saved would have: its count of batches, and the gradients' scale.
 
     Args:
         strategy: that loads.
         engine: its engine.
         loaded: of the checkpoint's state, `TO_REMEMBER`.
-        client_state: what Lightning restores its loops from. It is changed.
+        client_state: what Lightning restores its loops from. Their count of batches is changed.
 
     Raises:
         CheckpointMismatchError: the checkpoint is from the midst of an epoch, and its place in the data cannot be told.
     """
-    record = client_state.pop(KEY, None) or {}
+    record = loaded[KEY] or {}
     before, ranks = record.get("world_size") or loaded["dp_world_size"], int(engine.dp_world_size)
     if getattr(strategy, "lightning_module", None) is None or (before == ranks and "loss_factor" not in record):
         return  # with Fabric, the program divides the loss and counts its batches
-    config = loaded["ds_config"]
+    config = loaded["ds_config"] or {}
     accumulated = int(config.get("gradient_accumulation_steps") or 1)
     now = int(engine.gradient_accumulation_steps())
     _scale_loss(engine, record.get("loss_factor", 1.0) * now / accumulated)

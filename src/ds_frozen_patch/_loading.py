@@ -125,9 +125,9 @@ def engine_load(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
             ' With offload_optimizer: {"device": "cpu"} it would.',
         )
     if client_state is not None:
-        client_state.pop(KEY, None)
-        client_state.pop("universal_checkpoint_info", None)
-        if restores_optimizer:
+        for key in (KEY, _elastic.KEY, "universal_checkpoint_info"):
+            client_state.pop(key, None)
+        if restores_optimizer and loaded:
             _elastic.carry_on(strategy, engine, loaded, client_state)
     return path, client_state
 

@@ -28,6 +28,7 @@ EXAMPLES = {
   ds-frozen-patch prune last.ckpt small.ckpt
   ds-frozen-patch consolidate small.ckpt whole.ckpt --base ./Llama-3.1-8B
   ds-frozen-patch export small.ckpt adapter --format peft
+  ds-frozen-patch reshard last.ckpt last.4gpus.ckpt --ranks 4
 """,
     "status": "\n  ds-frozen-patch status --json\n",
     "inspect": "\n  ds-frozen-patch inspect last.ckpt\n",

@@ -425,6 +425,10 @@ refused(TypeError, "keep", keep=3)
 os.environ["DS_FROZEN_PATCH_VERIFY_BASE"] = "no"
 refused(ValueError, "DS_FROZEN_PATCH_VERIFY_BASE", "'no'")
 del os.environ["DS_FROZEN_PATCH_VERIFY_BASE"]
+refused(TypeError, "elastic", elastic="yes")
+refused(TypeError, "elastic", elastic=1)
+os.environ["DS_FROZEN_PATCH_ELASTIC"] = "yes"
+refused(ValueError, "DS_FROZEN_PATCH_ELASTIC", "'yes'")
 """
     site.run(program)
 
@@ -440,6 +444,12 @@ dfp.unpatch()
 assert current() == Settings()
 import os; os.environ["DS_FROZEN_PATCH_VERIFY_BASE"] = "off"
 dfp.patch(); assert current() == Settings("off")
+dfp.unpatch()
+for word, elastic in (("1", True), ("0", False), ("", None)):
+    os.environ["DS_FROZEN_PATCH_ELASTIC"] = word
+    dfp.patch(); assert current().elastic is elastic
+    dfp.patch(elastic=True); assert current().elastic is True
+    dfp.unpatch()
 """
     site.run(program)
 
