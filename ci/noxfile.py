@@ -32,8 +32,8 @@ SAVED = ROOT / ".nox" / "saved" / hashlib.sha256(b"".join(file.read_bytes() for 
 UPSTREAM = {"2.0.9.post0": "lightning-2.4", "2.1.4": "lightning-2.4", "2.4.0": "lightning-2.4"}
 UPSTREAM |= {"2.5.2": "everyday", "2.6.5": "newest", "7f0c3436cd3f6ad3753125672024fc415cbcb414": "newest"}
 
-# Every test on two cells, and the promises where releases are oldest, mixed, refused and patched.
-SOME = ("oldest", "two-versions", "refused", "everyday-patched")
+# Every test on two cells, and the promises where releases are oldest, refused and patched.
+SOME = ("oldest", "refused", "everyday-patched")
 nox.options.sessions = ["tests", *(f"matrix({cell})" for cell in SOME), "patches", "lint"]
 nox.options.stop_on_first_error = False
 

@@ -62,8 +62,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=why))
     if CELL.refused:
         _deselect(config, items, lambda item: "ranks" in getattr(item, "fixturenames", ()))
-    if CELL.name != "everyday" and config.getoption("markexpr") != "settings":
-        _deselect(config, items, lambda item: bool(item.get_closest_marker("once")))
+    if config.getoption("markexpr") != "settings":
+        _deselect(config, items, lambda item: any("all" in mark.args for mark in item.iter_markers("settings")))
+        if CELL.name != "everyday":
+            _deselect(config, items, lambda item: bool(item.get_closest_marker("once")))
     if CELL.patches:
         _deselect(config, items, lambda item: not item.get_closest_marker("series"))
     else:

@@ -26,7 +26,7 @@ MLP = "model.base_model.model.model.layers.1.mlp.{}_proj.weight"
 
 
 def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.everyday)
+    return pytest.param(*values, marks=(pytest.mark.everyday, pytest.mark.once))
 
 
 class Changed(runs.LoraRun):

@@ -23,7 +23,13 @@ import ds_frozen_patch
 pytestmark = [pytest.mark.promise(2), pytest.mark.everyday, pytest.mark.once, pytest.mark.settings]
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 CANNOT_HERE = {(item.name, stage): item for item in CANNOT if CELL.name in item.cells for stage in item.stages}
-ROWS = [(setting.name, stage) for setting in SETTINGS for stage in setting.stages]
+# Each setting in its highest stage is a test like others; in all of them with `-m settings`.
+ALL = pytest.mark.settings("all")
+ROWS = [
+    pytest.param(setting.name, stage, id=f"{setting.name}-{stage}", marks=[] if stage == max(setting.stages) else ALL)
+    for setting in SETTINGS
+    for stage in setting.stages
+]
 
 
 def or_says(run: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -92,7 +98,7 @@ def _lend_to_cpu() -> None:
     type(accelerator).Stream = staticmethod(lambda device=None: None)
 
 
-@pytest.mark.parametrize(("name", "stage"), ROWS, ids=[f"{name}-{stage}" for name, stage in ROWS])
+@pytest.mark.parametrize(("name", "stage"), ROWS)
 def test_saves_resumes_and_tests(
     ranks: Any, tmp_path: Path, request: Any, record_property: Any, name: str, stage: int
 ) -> None:

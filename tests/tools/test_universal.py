@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.promise(10), pytest.mark.everyday]
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(("stage", "kind"), [(1, "small"), (2, "full"), (3, "small")])
+@pytest.mark.parametrize(("stage", "kind"), [(1, "small"), (3, "full")])
 def test_it_holds_what_was_trained(checkpoints: Checkpoints, tmp_path: Path, stage: int, kind: str) -> None:
     many_groups = stage == 3 and CELL.releases[1].release < (0, 18)
     source = checkpoints(stage, module="lora" if many_groups else "uneven") / f"{kind}.ckpt"
@@ -34,11 +34,8 @@ def test_it_holds_what_was_trained(checkpoints: Checkpoints, tmp_path: Path, sta
     assert (made / "latest_universal").read_text() == "checkpoint"
     consolidate(source, tmp_path / "weights.ckpt")
     weights = weights_of(tmp_path / "weights.ckpt")
-    found = {
-        plain(item.name): loaded(item / "fp32.pt")["param"]
-        for item in (made / "checkpoint" / "zero").iterdir()
-        if item.is_dir()
-    }
+    held = {plain(file.parent.name): loaded(file) for file in (made / "checkpoint" / "zero").glob("*/fp32.pt")}
+    found = {name: one["param"] if isinstance(one, dict) else one for name, one in held.items()}
     assert {"lora_" in name or "bend." in name for name in found} == {True}
     assert len(found) == 8 + 2 * (not many_groups)
     assert {name: raw(tensor.flatten()) for name, tensor in found.items()} == {
