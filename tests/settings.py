@@ -48,6 +48,12 @@ class Setting:
         return all(_agrees(has[key], value) for key, value in self.zero.items()) and self.shows(engine)
 
     @property
+    def is_slow(self) -> bool:
+        """Whether it takes new processes, or DeepSpeed compiles an op for it, which is up to a minute."""
+        compiles = self.module is OnCpu or self.config.get("optimizer") == ADAMW
+        return self.alone or compiles or any("quantized" in key for key in self.zero)
+
+    @property
     def uses_nvme(self) -> bool:
         """Whether something is kept on NVMe, which takes DeepSpeed's op async_io."""
         return "nvme" in str(self.zero)

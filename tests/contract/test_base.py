@@ -73,20 +73,20 @@ def load(out: str, world_size: int, stage: int, change: str, evaluate: bool, **p
     return raised, [m for m in messages if m.startswith("WARNING")], module.losses
 
 
-@pytest.mark.parametrize("evaluate", [False, True])
 @pytest.mark.parametrize("world_size", [slow(1), 2, slow(3)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_one_element_of_the_last_row(ranks: Any, tmp_path: Path, stage: int, world_size: int, evaluate: bool) -> None:
+def test_one_element_of_the_last_row(ranks: Any, tmp_path: Path, stage: int, world_size: int) -> None:
     ranks(world_size, save, out=str(tmp_path), world_size=world_size, stage=stage)
-    arguments = {"out": str(tmp_path), "world_size": world_size, "stage": stage, "evaluate": evaluate}
-    for raised, warned, losses in ranks(world_size, load, **arguments, change="one element"):
-        assert f"- {EMBEDDING}: saved " in raised
-        assert "1 of 20 left-out parameters" in raised
-        assert warned == []
-        assert losses == []
-    for raised, warned, _ in ranks(world_size, load, **arguments, change="nothing"):
-        assert raised is None
-        assert warned == []
+    for evaluate in (False, True):
+        arguments = {"out": str(tmp_path), "world_size": world_size, "stage": stage, "evaluate": evaluate}
+        for raised, warned, losses in ranks(world_size, load, **arguments, change="one element"):
+            assert f"- {EMBEDDING}: saved " in raised
+            assert "1 of 20 left-out parameters" in raised
+            assert warned == []
+            assert losses == []
+        for raised, warned, _ in ranks(world_size, load, **arguments, change="nothing"):
+            assert raised is None
+            assert warned == []
 
 
 @pytest.mark.everyday
@@ -168,6 +168,7 @@ def save_with(out: str, zero: dict[str, Any]) -> None:
 
 
 @pytest.mark.everyday
+@pytest.mark.once
 def test_the_same_with_offload_and_any_persistence(ranks: Any, tmp_path: Path) -> None:
     ranks(2, save, out=str(tmp_path / "plain"), world_size=2, stage=2)
     offload = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}

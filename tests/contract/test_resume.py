@@ -33,6 +33,7 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 OFFLOAD_BOTH = {**OFFLOAD, "offload_param": {"device": "cpu"}}
 
 
+ONCE = (pytest.mark.everyday, pytest.mark.once)
 HPZ = {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
 
 
@@ -43,9 +44,9 @@ HPZ = {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
         (2, 2, PRECISION, OFFLOAD),
         (2, 3, PRECISION, OFFLOAD_BOTH),
         (2, 3, PRECISION, {"stage3_param_persistence_threshold": 0}),
-        pytest.param(2, 3, PRECISION, HPZ, marks=pytest.mark.everyday),
-        pytest.param(1, 2, PRECISION, {}, marks=pytest.mark.everyday),
-        pytest.param(1, 3, PRECISION, {}, marks=pytest.mark.everyday),
+        pytest.param(2, 3, PRECISION, HPZ, marks=ONCE),
+        pytest.param(1, 2, PRECISION, {}, marks=ONCE),
+        pytest.param(1, 3, PRECISION, {}, marks=ONCE),
     ],
 )
 def test_trainer_resumes_bit_for_bit(

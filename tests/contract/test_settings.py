@@ -23,12 +23,12 @@ import ds_frozen_patch
 pytestmark = [pytest.mark.promise(2), pytest.mark.everyday, pytest.mark.once, pytest.mark.settings]
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 CANNOT_HERE = {(item.name, stage): item for item in CANNOT if CELL.name in item.cells for stage in item.stages}
-# Each setting in its highest stage is a test like others; in all of them with `-m settings`.
+# Each setting that is not slow is in its highest stage a test like others; all of them are with `-m settings`.
 ALL = pytest.mark.settings("all")
 ROWS = [
-    pytest.param(setting.name, stage, id=f"{setting.name}-{stage}", marks=[] if stage == max(setting.stages) else ALL)
-    for setting in SETTINGS
-    for stage in setting.stages
+    pytest.param(item.name, stage, marks=ALL if item.is_slow or stage < max(item.stages) else [])
+    for item in SETTINGS
+    for stage in item.stages
 ]
 
 

@@ -52,7 +52,10 @@ def found(*arguments: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "order",
-    [pytest.param([], id="patch first"), pytest.param(["import first"], id="import first", marks=pytest.mark.everyday)],
+    [
+        pytest.param([], id="patch first"),
+        pytest.param(["import first"], id="import first", marks=(pytest.mark.everyday, pytest.mark.once)),
+    ],
 )
 def test_status(order: list[str], record_property: Callable[[str, object], None]) -> None:
     answer = found(*order)

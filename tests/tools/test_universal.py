@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.promise(10), pytest.mark.everyday]
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(("stage", "kind"), [(1, "small"), (3, "full")])
+@pytest.mark.parametrize(("stage", "kind"), [(1, "full"), (3, "small")])
 def test_it_holds_what_was_trained(checkpoints: Checkpoints, tmp_path: Path, stage: int, kind: str) -> None:
     many_groups = stage == 3 and CELL.releases[1].release < (0, 18)
     source = checkpoints(stage, module="lora" if many_groups else "uneven") / f"{kind}.ckpt"
@@ -66,7 +66,7 @@ def refused_by_us(**options: Any) -> tuple[str, str]:
         return runs.refusal(resume_plainly, **options)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.once), 3])
 def test_plain_lightning_goes_on_from_it(checkpoints: Checkpoints, ranks: Any, tmp_path: Path, stage: int) -> None:
     source = checkpoints(stage, precision="32-true") / "small.ckpt"
     universal(source, tmp_path / "out.ckpt")

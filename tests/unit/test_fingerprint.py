@@ -67,6 +67,7 @@ def test_shapes(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.everyday
+@pytest.mark.once
 def test_layout_does_not_matter() -> None:
     values = bits((300, 500, 3))
     assert fingerprint(values.permute(2, 0, 1).contiguous().permute(1, 2, 0)) == fingerprint(values)

@@ -474,6 +474,7 @@ print(wrapped, type(vars(deepspeed.DeepSpeedEngine)["save_checkpoint"]).__name__
 
 
 @pytest.mark.everyday
+@pytest.mark.once
 @pytest.mark.parametrize("before", ["", "import {trainer}, deepspeed", "import {fabric}"])
 def test_real_lightning_and_deepspeed(before: str) -> None:
     names = {"trainer": TRAINER, "fabric": FABRIC}
