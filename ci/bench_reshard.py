@@ -45,7 +45,7 @@ def converted() -> Work:
 
 
 WAYS = {RESHARD: resharded, RESHARD_FULL: resharded, CONVERT: converted, CONVERT_FULL: converted}
-PAIRS = ((RESHARD, RESHARD_FULL, 5, 0.5), (RESHARD, CONVERT, 1, 0.5), (RESHARD_FULL, CONVERT_FULL, 1, 0.5))
+PAIRS = ((RESHARD, RESHARD_FULL, 5, 1), (RESHARD, CONVERT, 1, 0.5), (RESHARD_FULL, CONVERT_FULL, 1, 0.5))
 
 
 def check(made: Mapping[str, Path]) -> None:
