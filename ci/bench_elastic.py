@@ -76,9 +76,8 @@ def plot(curves: dict[str, list[float]]) -> str:
     lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height + 20 * len(curves)}">']
     lines.append('<rect width="100%" height="100%" fill="white"/><g font-family="sans-serif" font-size="12">')
     lines += [f'<text x="4" y="{top + 4}">{high:.3f}</text>', f'<text x="4" y="{height - 36}">{low:.3f}</text>']
-    lines.append(
-        f'<text x="{left}" y="{height - 12}">loss of each step of the optimizer, 1 to {steps}, in ZeRO-1 and fp32</text>'
-    )
+    about = f"loss of each step of the optimizer, 1 to {steps}, in ZeRO-1 and fp32"
+    lines.append(f'<text x="{left}" y="{height - 12}">{about}</text>')
     for place, (name, curve) in enumerate(curves.items()):
         first, colour = steps - len(curve), colours[place % len(colours)]
         points = " ".join(at(first + step, value) for step, value in enumerate(curve))
