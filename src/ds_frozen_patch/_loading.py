@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import _elastic, _ownership
+from . import _ownership
 from ._errors import CheckpointMismatchError, named
 from ._saving import forgets_optimizer, has_plain_optimizer, keeps_optimizer_on_nvme, warn
 from ._settings import current
@@ -100,6 +100,8 @@ def engine_load(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
     strategy = _ownership.owner(engine)
     if strategy is None:
         return wrapped(*args, **kwargs)
+    from . import _elastic
+
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     call.apply_defaults()
     if engine.optimizer is not None and any(item is engine.optimizer for item in _asked_for.get()):
@@ -195,9 +197,11 @@ def engine_load_module(wrapped: Callable[..., Any], engine: Any, args: tuple[Any
     strategy = _ownership.owner(engine)
     if strategy is None:
         return wrapped(*args, **kwargs)
+    from ._elastic import TO_REMEMBER
+
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     checkpoint = call.arguments["checkpoint"]
-    _loaded.set({key: checkpoint.get(key) for key in ("optimizer", *_elastic.TO_REMEMBER)})
+    _loaded.set({key: checkpoint.get(key) for key in ("optimizer", *TO_REMEMBER)})
     manifest = Manifest.from_checkpoint(checkpoint)
     if manifest is not None:
         if call.arguments.get("strict", True):
