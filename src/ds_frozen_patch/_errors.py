@@ -10,7 +10,10 @@ class PatchError(RuntimeError):
 
 
 class CheckpointMismatchError(RuntimeError):
-    """A checkpoint does not belong to the model that it is loaded into."""
+    """A checkpoint does not belong to the model, the base or the number of ranks that it is loaded into.
+
+    Or its manifest cannot be read by this release.
+    """
 
 
 class CheckpointError(RuntimeError):

@@ -30,6 +30,9 @@ def cpu_strategy(package: str = "lightning.pytorch") -> type[Any]:
         package: "lightning.pytorch" or "pytorch_lightning" for Trainer, "lightning.fabric" or
             "lightning_fabric" for Fabric.
 
+    Returns:
+        The package's own `DeepSpeedStrategy`.
+
     Raises:
         ValueError: `package` is none of these.
         ImportError: it, or DeepSpeed, is not installed.

@@ -30,9 +30,16 @@ DEFAULT_SHARD_BYTES = 5_000_000_000
 class Consolidated:
     """What `consolidate` has done, or would do.
 
-    `is_whole`: whether frozen parameters are in it, so that a module can be loaded from it strictly. `tensors` counts
-    tied ones once, `size` is that of their bytes. `unverified` names the parameters from a base that could not be
-    compared with those at the save, for want of a fingerprint.
+    Attributes:
+        source: the checkpoint's path, as it was given.
+        target: the output's path, as it was given.
+        dtype: "fp32", "bf16" or "fp16", which all floating tensors are in; None where each has its own.
+        is_whole: whether frozen parameters are in it, so that a module can be loaded from it strictly.
+        tensors: how many there are, tied ones counted once.
+        size: the bytes of these tensors.
+        files: the names of the files that hold them.
+        unverified: the parameters from a base that could not be compared with those at the save, for want of a
+            fingerprint.
     """
 
     source: str
@@ -102,9 +109,13 @@ def consolidate(
         dry_run: write nothing and read no tensor.
         quiet: show no progress on stderr.
 
+    Returns:
+        What is in the output.
+
     Raises:
         CheckpointError: a file of the source or of the base is missing, damaged or of another run; the base is not that
             of the save; there is something at the target already, or it cannot be written. Nothing is left there then.
+        CheckpointMismatchError: its manifest is damaged, or of a format that this release does not know.
         ValueError: the dtype is not known.
     """
     kind = converting.named_dtype(dtype)

@@ -28,7 +28,16 @@ _PROMPTS = frozenset(
 
 @dataclass(frozen=True)
 class Exported:
-    """What `export` has done, or would do. `outside` names what was trained and has no place in an adapter."""
+    """What `export` has done, or would do.
+
+    Attributes:
+        source: the checkpoint's path, as it was given.
+        target: the output's path, as it was given.
+        format: "peft" or "safetensors".
+        tensors: their names in the output.
+        size: the bytes of these tensors.
+        outside: the names of what was trained and has no place in an adapter.
+    """
 
     source: str
     target: str
@@ -132,10 +141,14 @@ def export(
         dry_run: write nothing and read no tensor.
         quiet: show no progress on stderr.
 
+    Returns:
+        What is in the output.
+
     Raises:
         CheckpointError: a file of the source is missing, damaged or of another run; there is no such adapter, no
             configuration of it, or a part of it was left out as frozen; there is something at the target already, or it
             cannot be written. Nothing is left there then.
+        CheckpointMismatchError: its manifest is damaged, or of a format that this release does not know.
         ValueError: the format or the dtype is not known.
     """
     if format not in FORMATS:

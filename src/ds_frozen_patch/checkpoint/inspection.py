@@ -24,9 +24,16 @@ KINDS = (TRAINABLE, FROZEN, SECOND_COPY, EITHER, MASTER, OPTIMIZER, BUFFERS, CLI
 class Inspection:
     """What was found in a checkpoint. All sizes are in bytes.
 
-    `files` gives, by file name, the size of each kind of `KINDS` that the file has; together they are the size of the
-    file. `global_step` and `epoch` are None where the checkpoint does not say them. `manifest` is None in a checkpoint
-    that ds_frozen_patch did not make trainable-only.
+    Attributes:
+        path: the checkpoint's path, as it was given.
+        tag: the folder in it that was read.
+        zero_stage: 0 to 3, of the run that saved.
+        world_size: the ranks of the run that saved.
+        global_step: the steps of the optimizer before the save; None where the checkpoint does not say it.
+        epoch: that of the save, from 0 on; None where the checkpoint does not say it.
+        versions: by package, the releases that the checkpoint names.
+        files: by file name, the size of each kind of `KINDS` that the file has; together they are the file's size.
+        manifest: what was left out; None in a checkpoint that ds_frozen_patch did not make trainable-only.
     """
 
     path: str
@@ -72,9 +79,12 @@ def inspect(path: str | Path, tag: str | None = None, *, trust: bool = False) ->
         tag: the folder in it; without one, what its file `latest` says.
         trust: also read files that name classes which do not belong in a checkpoint. Nothing of them is run.
 
+    Returns:
+        The sizes, and what the checkpoint says of its run.
+
     Raises:
         CheckpointError: there is no checkpoint, or a file of it is missing, cut, damaged or not expected.
-        CheckpointMismatchError: its manifest is of a format that this release does not know.
+        CheckpointMismatchError: its manifest is damaged, or of a format that this release does not know.
     """
     states = load(path, tag, trust)
     files: dict[str, dict[str, int]] = {}

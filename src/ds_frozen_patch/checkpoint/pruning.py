@@ -22,7 +22,15 @@ from .writing import check_output, copy_others, output, write_archive
 
 @dataclass(frozen=True)
 class Pruned:
-    """What `prune` has done, or would do. Sizes are in bytes; `size_after` is None where nothing was written."""
+    """What `prune` has done, or would do.
+
+    Attributes:
+        source: the full checkpoint's path, as it was given.
+        target: the trainable-only checkpoint's path, as it was given.
+        size_before: the bytes of the full one's files.
+        size_after: the bytes of the trainable-only one's; None where nothing was written.
+        manifest: what was left out.
+    """
 
     source: str
     target: str
@@ -63,9 +71,13 @@ def prune(
         dry_run: write nothing, read no tensor, and say what would be left out.
         quiet: show no progress on stderr.
 
+    Returns:
+        What was left out, and what that saves.
+
     Raises:
         CheckpointError: the source is no full checkpoint, or damaged; there is something at the target already, or it
             cannot be written. Nothing is left there then.
+        CheckpointMismatchError: it has a manifest, and that is damaged or of a format that this release does not know.
     """
     states = load(source, tag, trust)
     check_together(states)

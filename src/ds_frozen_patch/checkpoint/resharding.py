@@ -50,7 +50,16 @@ _MASTERS = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_g
 
 @dataclass(frozen=True)
 class Resharded:
-    """What `reshard` has done, or would do. `size` is that of the tensors that it writes, in bytes."""
+    """What `reshard` has done, or would do.
+
+    Attributes:
+        source: the checkpoint's path, as it was given.
+        target: the output's path, as it was given.
+        zero_stage: 1 to 3, of both.
+        ranks_before: how many ranks have saved the source.
+        ranks: how many can resume from the target.
+        size: the bytes of the tensors that are written.
+    """
 
     source: str
     target: str
@@ -88,6 +97,9 @@ def reshard(
         trust: also read files that name classes which do not belong in a checkpoint. Nothing of them is run.
         dry_run: write nothing.
         quiet: show no progress on stderr.
+
+    Returns:
+        For how many ranks it was and is.
 
     Raises:
         CheckpointError: the source is missing, damaged, or cannot be resharded; there is something at the target

@@ -30,7 +30,15 @@ _SINCE = {1: "0.11.2", 2: "0.11.2", 3: "0.14.5"}
 
 @dataclass(frozen=True)
 class Universal:
-    """What `universal` has done, or would do. `size` is that of all files, in bytes; None where nothing was written."""
+    """What `universal` has done, or would do.
+
+    Attributes:
+        source: the checkpoint's path, as it was given.
+        target: the universal checkpoint's path, as it was given.
+        zero_stage: 1 to 3, of the source.
+        deepspeed: the release whose converter it is.
+        size: the bytes of all files; None where nothing was written.
+    """
 
     source: str
     target: str
@@ -64,6 +72,9 @@ def universal(
         tag: the folder in the source; without one, what its file `latest` says.
         dry_run: write nothing.
         quiet: show no progress on stderr.
+
+    Returns:
+        Which converter made it, and its size.
 
     Raises:
         CheckpointError: the source is missing, damaged, or cannot be converted; there is something at the target

@@ -21,10 +21,17 @@ from .weights import Weights, check_one_run, weights
 
 @dataclass(frozen=True)
 class Verified:
-    """What `verify` has found. `problems` is empty where all is well; each of them is a sentence or two.
+    """What `verify` has found.
 
-    `size` is that of all files, in bytes. `trained` and `left_out` count parameters, `compared` those of them that
-    were left out and found in the base as they were at the save. `unverified` names those without a fingerprint.
+    Attributes:
+        path: the checkpoint's path, as it was given.
+        problems: a sentence or two for each; empty where all is well.
+        files: how many there are.
+        size: the bytes of all files.
+        trained: how many parameters were trained.
+        left_out: how many parameters were left out.
+        compared: how many of these are in the base as they were at the save.
+        unverified: the names of those without a fingerprint.
     """
 
     path: str
@@ -61,6 +68,9 @@ def verify(
         base: what the run was built from (see `consolidate`), to be compared with the manifest's fingerprints.
         trust: also read files that name classes which do not belong in a checkpoint. Nothing of them is run.
         quiet: show no progress on stderr.
+
+    Returns:
+        What is wrong, and how much was read.
 
     Raises:
         CheckpointError: there is no base at its path, or none that can be read. What is wrong with the checkpoint

@@ -1,0 +1,58 @@
+"""The public names say what they take: every parameter of a function, every field of what it returns."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import ds_frozen_patch
+from ds_frozen_patch.testing import cpu_strategy
+
+pytestmark = [pytest.mark.everyday, pytest.mark.once]
+
+PUBLIC = {name: getattr(ds_frozen_patch, name) for name in ds_frozen_patch.__all__} | {"cpu_strategy": cpu_strategy}
+FUNCTIONS = [name for name, public in PUBLIC.items() if inspect.isfunction(public)]
+CLASSES = [name for name, public in PUBLIC.items() if inspect.isclass(public)]
+SAYS_NO_MORE = {"TargetStatus": ["version"]}  # what their names say already
+
+
+def section(public: Any, title: str) -> dict[str, str]:
+    """The entries of a part of a docstring, such as its Args, by their names."""
+    found = re.search(rf"^{title}:\n((?: .*\n?|\n)*)", inspect.getdoc(public) or "", re.MULTILINE)
+    return dict(re.findall(r"^ {4}(\w+): (.*)", found[1], re.MULTILINE)) if found else {}
+
+
+def parameters_of(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_parameter(name: str) -> None:
+    """A function that takes what another one takes may say so: "`patch(...)` while this lasts"."""
+    function = PUBLIC[name]
+    documented, taken = list(section(function, "Args")), parameters_of(function)
+    refers_to = re.match(r"`(\w+)\(\.\.\.\)`", inspect.getdoc(function) or "")
+    if refers_to:
+        assert not documented
+        assert taken == parameters_of(PUBLIC[refers_to[1]])
+    else:
+        assert documented == taken
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_class(name: str) -> None:
+    """Each has a docstring of its own, which says what each field is, and so has each method and property."""
+    cls = PUBLIC[name]
+    said = str(cls.__doc__)
+    assert said
+    assert not said.startswith(f"{name}(")  # which is what a dataclass makes up
+    fields = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+    told = [field for field in fields if field in section(cls, "Attributes") or f"`{field}`" in said]
+    assert [field for field in fields if field not in told] == SAYS_NO_MORE.get(name, [])
+    own = {attribute: value for attribute, value in vars(cls).items() if not attribute.startswith("_")}
+    assert not [attribute for attribute, value in own.items() if attribute not in fields and not inspect.getdoc(value)]
