@@ -151,22 +151,27 @@ def read() -> dict[str, Cell]:
     return {name: _cell(matrix, **entry) for name, entry in _entries(matrix).items()}
 
 
-def propose(lightning: str, deepspeed: str) -> dict[str, Any]:
-    """What the file could say of two more releases: as the nearest cell with no newer ones does."""
+def nearest(lightning: str, deepspeed: str) -> Cell:
+    """The cell with the newest releases of those that have no newer ones than these."""
     wanted = Version(lightning), Version(deepspeed)
     plain = [cell for cell in read().values() if cell.lightning.startswith("lightning ") and not cell.patches]
     older = [cell for cell in plain if cell.is_no_newer_than(wanted)]
-    nearest = max(older, key=lambda cell: cell.releases, default=plain[0]).name
+    return max(older, key=lambda cell: cell.releases, default=plain[0])
+
+
+def propose(lightning: str, deepspeed: str) -> dict[str, Any]:
+    """What the file could say of two more releases: as the nearest cell does."""
+    like = nearest(lightning, deepspeed).name
     name = f"lightning-{lightning}-deepspeed-{deepspeed}"
     changed = {"name": name, "lightning": f"lightning {lightning}", "deepspeed": deepspeed}
-    return {**entries()[nearest], **changed, "why": f"proposed after {nearest}"}
+    return {**entries()[like], **changed, "why": f"proposed after {like}"}
 
 
-def add(entry: dict[str, Any]) -> None:
-    """Write one more cell into the file."""
+def add(entry: dict[str, Any], after: str) -> None:
+    """Write one more cell into the file, below another one."""
+    above = formatted(entries()[after])
     text = MATRIX.read_text(encoding="utf-8")
-    end = text.index("\n  ],")
-    MATRIX.write_text(f"{text[:end]},\n{formatted(entry)}{text[end:]}", encoding="utf-8")
+    MATRIX.write_text(text.replace(above, f"{above},\n{formatted(entry)}"), encoding="utf-8")
 
 
 def formatted(entry: dict[str, Any]) -> str:

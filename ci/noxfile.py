@@ -79,19 +79,21 @@ def propose(session: nox.Session) -> None:
     if any(cell.releases == tuple(map(Version, wanted)) for cell in CELLS.values()):
         session.log(f"lightning {wanted[0]} with deepspeed {wanted[1]} is in ci/matrix.json already")
         return
-    entry = cells.propose(*wanted)
-    cells.add(entry)
+    entry, like = cells.propose(*wanted), cells.nearest(*wanted)
+    cells.add(entry, after=like.name)
     CELLS[entry["name"]] = cells.read()[entry["name"]]
     session.log(f"added {entry['name']} to ci/matrix.json; look at what it needs and expects, and why:")
     session.log(cells.formatted(entry))
+    for test, why in like.cannot.items():
+        session.log(f"{like.name} cannot run {test}: {why}. If it fails here too, add {entry['name']} to that cannot")
     write_lock(session, CELLS[entry["name"]])
     run_promises(session, entry["name"])
 
 
 @nox.session(venv_backend="none")
 def table(session: nox.Session) -> None:
-    """Make the README's compatibility table of the last full run of the matrix."""
-    run(session, "everyday", "ci/table.py")
+    """Make the README's compatibility table of a full run of the matrix, or renew the rows of `-- CELL...` alone."""
+    run(session, "everyday", "ci/table.py", *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -147,6 +149,13 @@ def lint(session: nox.Session) -> None:
     session.run(tools, "-m", "ruff", "check", ".", external=True)
     session.run(tools, "-m", "ruff", "format", "--check", ".", external=True)
     session.run(tools, "-m", "mypy", "--python-executable", typed, external=True)
+
+
+@nox.session(venv_backend="none")
+def release(session: nox.Session) -> None:
+    """Build what is to be published into `dist/`, and try it as users get it; `-- TAG` is compared with the version."""
+    session.chdir(ROOT)
+    session.run(tools_python(session, "release"), "ci/release.py", *session.posargs, external=True)
 
 
 def run(session: nox.Session, cell: str, *arguments: str, **environment: str) -> None:

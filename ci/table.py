@@ -1,13 +1,14 @@
 """The compatibility table of the README, made from the last full run of the matrix: `nox -f ci/noxfile.py -s table`.
 
-Every cell's tests leave an outcome in `.nox/results/`; together they become `ci/last-run.json`, and the table.
+Every cell's tests leave an outcome in `.nox/results/`; together they become `ci/last-run.json`, and the table. With
+names of cells, only theirs are taken from there, and the others stay as they are in `ci/last-run.json`.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +21,28 @@ BEGIN, END = "<!-- table: nox -f ci/noxfile.py -s table -->\n", "<!-- end of tab
 HEADER = ("cell", "Lightning", "DeepSpeed", "torch", "Python", "wrapt", "state", "promises", "tests", "s")
 
 
-def collect(results: Path) -> dict[str, Any]:
-    """The outcomes of all cells; exits with what is missing, failed or out of date."""
-    outcomes, problems = {}, []
+def collect(results: Path, last_run: dict[str, Any], chosen: Collection[str] = ()) -> dict[str, Any]:
+    """The outcomes of all cells, those of other cells than the chosen ones as they were in the last run.
+
+    Exits with what is missing, failed or out of date.
+    """
+    outcomes, problems = {}, [f"there is no cell {name}" for name in chosen if name not in cells.entries()]
     for name, entry in cells.entries().items():
         file = results / f"{name}.json"
-        outcome = json.loads(file.read_text()) if file.exists() else None
+        if chosen and name not in chosen:
+            outcome = last_run.get(name)
+        else:
+            outcome = json.loads(file.read_text()) if file.exists() else None
         if outcome is None:
             problems.append(f"{name} has not run")
-        elif outcome["entry"] != entry:
+        elif {**outcome["entry"], "why": entry["why"]} != entry:
             problems.append(f"{name} has changed in ci/matrix.json since it ran")
         elif outcome["failed"]:
             problems.append(f"{name} failed")
-        outcomes[name] = outcome
+        else:
+            outcomes[name] = {**outcome, "entry": entry}
     if problems:
-        sys.exit(f"There is no full run to make a table of: {'; '.join(problems)}. Run: nox -f ci/noxfile.py -s matrix")
+        sys.exit(f"There is no run to make a table of: {'; '.join(problems)}. Run: nox -f ci/noxfile.py -s matrix")
     return outcomes
 
 
@@ -69,8 +77,11 @@ def render(outcomes: dict[str, Any]) -> str:
                 str(outcome["seconds"]),
             )
         )
-    date = max(outcome["date"] for outcome in outcomes.values())
-    return f"The last full run was on {date}:\n\n{markdown(lines, notes)}"
+    dates = [outcome["date"] for outcome in outcomes.values()]
+    run = f"last full run was on {max(dates)}"
+    if max(dates) != min(dates):
+        run = f"cells were last run between {min(dates)} and {max(dates)}"
+    return f"The {run}:\n\n{markdown(lines, notes)}"
 
 
 def markdown(lines: Iterable[Iterable[str]], notes: Iterable[str]) -> str:
@@ -93,7 +104,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 def main() -> None:
     """Write `ci/last-run.json` and the README's table."""
-    outcomes = collect(ROOT / ".nox" / "results")
+    outcomes = collect(ROOT / ".nox" / "results", json.loads(LAST_RUN.read_text()), sys.argv[1:])
     LAST_RUN.write_text(json.dumps(outcomes, indent=1) + "\n")
     put_into_readme(BEGIN, render(outcomes), END)
 

@@ -6,6 +6,7 @@ import configparser
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import cells
 import pytest
@@ -143,3 +144,48 @@ def test_a_proposed_cell_is_like_the_nearest(lightning: str, deepspeed: str, nea
     assert proposed.releases == (Version(lightning), Version(deepspeed))
     assert f"pytorch-lightning=={lightning}" in proposed.pins
     assert (proposed.base, proposed.needs) == (like.base, like.needs)
+
+
+def test_a_proposed_cell_stands_below_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order counts: from old releases to new ones."""
+    before = list(cells.entries())
+    copied = tmp_path / "matrix.json"
+    copied.write_bytes(cells.MATRIX.read_bytes())
+    monkeypatch.setattr(cells, "MATRIX", copied)
+    entry = cells.propose("2.5.3", "0.17.6")
+    cells.add(entry, after=cells.nearest("2.5.3", "0.17.6").name)
+    place = before.index("everyday") + 1
+    assert list(cells.entries()) == [*before[:place], entry["name"], *before[place:]]
+    assert cells.entries()[entry["name"]] == entry
+
+
+@pytest.fixture
+def last_run() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "ci" / "last-run.json").read_text())
+    return found
+
+
+def test_one_row_is_renewed(tmp_path: Path, last_run: dict[str, Any]) -> None:
+    """Its outcome is the new one, whatever became of its words; the rest stay, and the table says so by its dates."""
+    newer = last_run["newest"] | {"date": "2031-01-01", "entry": last_run["newest"]["entry"] | {"why": "another"}}
+    (tmp_path / "newest.json").write_text(json.dumps(newer))
+    found = table.collect(tmp_path, last_run, ["newest"])
+    assert list(found) == list(cells.entries())
+    assert found["newest"] == newer | {"entry": cells.entries()["newest"]}
+    assert {**found, "newest": last_run["newest"]} == last_run
+    oldest = min(outcome["date"] for outcome in last_run.values())
+    assert table.render(found).startswith(f"The cells were last run between {oldest} and 2031-01-01:")
+
+
+def test_a_row_without_a_good_run_is_not_made(tmp_path: Path, last_run: dict[str, Any]) -> None:
+    (tmp_path / "newest.json").write_text(json.dumps(last_run["newest"] | {"failed": True}))
+    (tmp_path / "oldest.json").write_text(
+        json.dumps(last_run["oldest"] | {"entry": last_run["oldest"]["entry"] | {"deepspeed": "0.10.2"}})
+    )
+    wrong = (
+        "there is no cell nwest; oldest has changed in ci/matrix.json since it ran; everyday has not run; newest failed"
+    )
+    with pytest.raises(SystemExit, match=re.escape(wrong)):
+        table.collect(tmp_path, last_run, ["oldest", "everyday", "newest", "nwest"])
+    with pytest.raises(SystemExit, match=re.escape("lightning-2.1 has not run")):
+        table.collect(tmp_path, last_run)
