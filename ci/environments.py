@@ -21,6 +21,7 @@ from series_folder import PATCHES, apply_to_package
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "ci" / "locks"
+PIPS_OWN = ("tools", "release")
 BUILDS_OF_TORCH = re.compile(r"(torch|triton|nvidia-.*|cuda-.*)==")
 
 
@@ -44,15 +45,15 @@ def cell_python(session: nox.Session, cell: Cell) -> str:
     return _environment(session, cell.python, cell.name, (cell.lock, cell.base), lay_over_base, made_of)
 
 
-def tools_python(session: nox.Session) -> str:
-    """The Python of the environment with uv, ruff and mypy, which pip makes."""
-    folder = ROOT / ".nox" / "tools"
+def tools_python(session: nox.Session, name: str = "tools") -> str:
+    """The Python of an environment that pip makes: "tools" has uv, ruff and mypy, "release" has build and twine."""
+    folder = ROOT / ".nox" / name
     python = str(folder / "bin" / "python")
-    if not _is_made(folder, _files(("tools",))):
+    if not _is_made(folder, _files((name,))):
         session.run(sys.executable, "-m", "venv", "--clear", str(folder), external=True)
         pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-        session.run(*pip, "--require-hashes", "-r", str(LOCKS / "tools.txt"), external=True)
-        _mark_made(folder, _files(("tools",)))
+        session.run(*pip, "--require-hashes", "-r", str(LOCKS / f"{name}.txt"), external=True)
+        _mark_made(folder, _files((name,)))
     return python
 
 
@@ -68,10 +69,11 @@ def write_lock(session: nox.Session, cell: Cell) -> None:
     (LOCKS / f"{cell.name}.txt").write_text("".join(block for block in blocks if block not in _blocks(below)))
 
 
-def write_tools_lock(session: nox.Session) -> None:
-    """Resolve `ci/locks/tools.in` anew, with the uv of the lock as it is."""
+def write_tools_locks(session: nox.Session) -> None:
+    """Resolve `ci/locks/tools.in` and `release.in` anew, with the uv of the lock as it is."""
     plain = ("--generate-hashes", "--no-header", "--no-annotate", "--universal", "--python-version", "3.10")
-    _uv(session, "pip", "compile", *plain, str(LOCKS / "tools.in"), "--output-file", str(LOCKS / "tools.txt"))
+    for name in PIPS_OWN:
+        _uv(session, "pip", "compile", *plain, str(LOCKS / f"{name}.in"), "--output-file", str(LOCKS / f"{name}.txt"))
 
 
 def newest_releases(session: nox.Session, *wanted: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ import nox
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import cells
-from environments import LOCKS, ROOT, cell_python, newest_releases, tools_python, write_lock, write_tools_lock
+from environments import LOCKS, ROOT, cell_python, newest_releases, tools_python, write_lock, write_tools_locks
 from packaging.version import Version
 
 CELLS = cells.read()
@@ -63,7 +63,7 @@ def lock(session: nox.Session) -> None:
     if not session.posargs:
         for old in LOCKS.glob("base-*.txt"):
             old.unlink()
-        write_tools_lock(session)
+        write_tools_locks(session)
     for name in chosen:
         write_lock(session, CELLS[name])
 

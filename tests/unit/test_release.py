@@ -1,0 +1,88 @@
+"""What is published: `ci/release.py` finds what a wheel lacks, and what its version and changelog do not say."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+import release
+
+pytestmark = [pytest.mark.everyday, pytest.mark.once]
+
+METADATA = "ds_frozen_patch-1.2.0.dist-info/METADATA"
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A package with a module, a file that is no module, and a cache."""
+    folder = tmp_path / "src" / "ds_frozen_patch"
+    for name in ("__init__.py", "bootstrap/sitecustomize.py", "py.typed", "__pycache__/__init__.cpython-311.pyc"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"{name}\n")
+    return folder
+
+
+def packed(package: Path, *left_out: str, **added: str) -> Path:
+    """A wheel of the package without some of its files, and with others."""
+    wheel = package.parent / "ds_frozen_patch-1.2.0-py3-none-any.whl"
+    names = ("__init__.py", "bootstrap/sitecustomize.py", "py.typed")
+    files = {f"ds_frozen_patch/{name}": (package / name).read_text() for name in names if name not in left_out}
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, text in (files | {METADATA: "Metadata-Version: 2.4\nVersion: 1.2.0\n\nAll\n"} | added).items():
+            archive.writestr(name, text)
+    return wheel
+
+
+def test_a_whole_wheel(package: Path) -> None:
+    wheel = packed(package)
+    assert release.differences(package, wheel) == []
+    assert release.metadata_problems(wheel, "1.2.0") == []
+
+
+@pytest.mark.parametrize("name", ["py.typed", "bootstrap/sitecustomize.py"])
+def test_a_missing_file_is_named(package: Path, name: str) -> None:
+    (problem,) = release.differences(package, packed(package, name))
+    assert f"lacks ds_frozen_patch/{name}" in problem
+    assert "package_data" in problem
+
+
+def test_a_file_of_elsewhere_is_named(package: Path) -> None:
+    (problem,) = release.differences(package, packed(package, **{"tests/test_a.py": "pass\n"}))
+    assert "has tests/test_a.py" in problem
+
+
+def test_an_older_file_is_named(package: Path) -> None:
+    wheel = packed(package)
+    (package / "__init__.py").write_text("new\n")
+    (problem,) = release.differences(package, wheel)
+    assert problem.startswith("ds_frozen_patch/__init__.py in ")
+
+
+def test_another_version_in_the_wheel(package: Path) -> None:
+    (problem,) = release.metadata_problems(packed(package), "1.3.0")
+    assert "version 1.2.0" in problem
+    assert "1.3.0" in problem
+
+
+@pytest.mark.parametrize(
+    "heading",
+    [" [Unreleased]", " [11.2.0] - 2026-01-31", " [1.2.0]", " [1x2.0] - 2026-01-31", "# [1.2.0] - 2026-01-31"],
+)
+def test_a_version_without_a_section(heading: str) -> None:
+    (problem,) = release.before_building("1.2.0", f"# Changelog\n\n##{heading}\n\n- a\n", None)
+    assert "CHANGELOG.md has no section for 1.2.0" in problem
+
+
+def test_a_version_with_its_section_and_tag() -> None:
+    changelog = "# Changelog\n\n## [Unreleased]\n\n## [1.2.0] - 2026-01-31\n\n- a\n"
+    assert release.before_building("1.2.0", changelog, None) == []
+    assert release.before_building("1.2.0", changelog, "v1.2.0") == []
+    (problem,) = release.before_building("1.2.0", changelog, "v1.3.0")
+    assert "the tag is v1.3.0" in problem
+
+
+def test_the_version_is_the_one_in_setup_cfg() -> None:
+    assert (
+        f"\nversion = {release.read_version(release.ROOT / 'setup.cfg')}\n" in (release.ROOT / "setup.cfg").read_text()
+    )
