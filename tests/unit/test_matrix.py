@@ -152,8 +152,8 @@ def test_a_proposed_cell_stands_below_the_nearest(tmp_path: Path, monkeypatch: p
     copied = tmp_path / "matrix.json"
     copied.write_bytes(cells.MATRIX.read_bytes())
     monkeypatch.setattr(cells, "MATRIX", copied)
-    entry = cells.propose("2.5.3", "0.17.6")
-    cells.add(entry, after=cells.nearest("2.5.3", "0.17.6").name)
+    entry = cells.propose("2.5.2.post9", "0.17.6")  # releases that there are not, and so no cells of them
+    cells.add(entry, after=cells.nearest("2.5.2.post9", "0.17.6").name)
     place = before.index("everyday") + 1
     assert list(cells.entries()) == [*before[:place], entry["name"], *before[place:]]
     assert cells.entries()[entry["name"]] == entry
