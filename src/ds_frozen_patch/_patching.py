@@ -120,11 +120,16 @@ class _Wrapping:
 
 @dataclass
 class _Patch:
-    """What one `patch()` did, until `unpatch()`. `modules` are those to be served, imported yet or not."""
+    """What one `patch()` did, until `unpatch()`.
+
+    `modules` are those to be served, imported yet or not. `refuse` is told of what is refused at its import, where
+    the program has not called `patch()` itself.
+    """
 
     findings: dict[str, Finding]
     modules: dict[str, Probed]
     wrappings: dict[str, list[_Wrapping]] = field(default_factory=dict)
+    refuse: Callable[[str], None] | None = None
 
 
 _current: _Patch | None = None
@@ -147,8 +152,7 @@ def patch(
 
     Args:
         verify_base: what to do if a checkpoint is loaded onto another base than it was saved with: "error" (the
-            default), "warn", or "off" to not look. Without it, the environment variable
-            DS_FROZEN_PATCH_VERIFY_BASE counts.
+            default), "warn", or "off" to not look.
         keep: shell patterns such as "*.random_features": frozen parameters with such names are saved all the
             same, because no base holds their values.
         export: what to put into each checkpoint's directory, to be used at once: "safetensors" for
@@ -157,7 +161,10 @@ def patch(
             optimizer's fp32 masters instead of the model's own weights, which may be of 16 bits.
         elastic: reshard a checkpoint that another number of ranks has saved, when it is loaded: once, into a folder of
             its own directory. Otherwise such a load is an error that says how to, which offers this option unless it
-            is False. Without it, the environment variable DS_FROZEN_PATCH_ELASTIC counts, 1 or 0.
+            is False.
+
+    For each argument that is not given, an environment variable counts, such as DS_FROZEN_PATCH_VERIFY_BASE; `keep` is
+    a list with commas there, and what is True or False is 1 or 0.
 
     Returns:
         What `status()` gives afterwards.
@@ -188,7 +195,22 @@ def patch(
         if _current is not None:  # else another thread has called unpatch() since
             _serve_all()
             _refuse_half_imported(_current)
+        if _current is not None:
+            _current.refuse = None
         return status()
+
+
+def patch_quietly(refuse: Callable[[str], None]) -> None:
+    """`patch()` for a program that has not called it; what is refused, now or at its import, is told to `refuse`."""
+    if _current is not None:
+        return
+    try:
+        patch()
+    except PatchError as error:
+        refuse(str(error))
+    with _lock:
+        if _current is not None:
+            _current.refuse = refuse
 
 
 def _warn_of_untested(findings: dict[str, Finding]) -> None:
@@ -236,6 +258,7 @@ def _refuse_half_imported(current: _Patch) -> None:
 def unpatch() -> None:
     """Restore the very originals. Without `patch()` before, it does nothing."""
     global _current
+    _stop_waiting()
     with _lock:
         if _current is not None:
             for wrapping in (w for wrappings in _current.wrappings.values() for w in reversed(wrappings)):
@@ -270,8 +293,16 @@ def status() -> Status:
 
     A target that is not imported yet is judged by its source, where that is enough.
     """
+    _stop_waiting()
     patch = _current
     return Status({what.name: _status_of(what, patch) for what in (*TARGETS, ENGINE)})
+
+
+def _stop_waiting() -> None:
+    """Under `ds-frozen-patch run`, patch what waits for Lightning's import: who asks takes it for patched."""
+    for finder in list(sys.meta_path):
+        if before_lightning := getattr(finder, "before_lightning", None):
+            before_lightning()
 
 
 def _status_of(what: Probed, patch: _Patch | None) -> TargetStatus:
@@ -324,7 +355,13 @@ def _hook(module: ModuleType) -> None:
     """wrapt calls this once a module that we wait for is imported."""
     with _lock:
         _hooked.discard(module.__name__)
-        _on_import(module)
+        refuse = _current.refuse if _current else None
+        try:
+            _on_import(module)
+        except PatchError as error:
+            if refuse is None:
+                raise
+            refuse(str(error))
 
 
 def _on_import(module: ModuleType) -> None:

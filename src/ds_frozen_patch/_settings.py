@@ -9,8 +9,6 @@ from fnmatch import fnmatchcase
 
 VERIFY_BASE = ("error", "warn", "off")
 EXPORT = ("safetensors", "peft")
-VERIFY_BASE_VARIABLE = "DS_FROZEN_PATCH_VERIFY_BASE"
-ELASTIC_VARIABLE = "DS_FROZEN_PATCH_ELASTIC"
 
 
 @dataclass(frozen=True)
@@ -39,34 +37,24 @@ def settings(
     """Checked settings; None leaves what was there before: an earlier call's, the environment's, the default.
 
     Raises:
-        ValueError: `verify_base`, or an environment variable, or `export` is none of their words.
+        ValueError: `verify_base`, `export` or an environment variable is none of their words.
         TypeError: `keep` is not a collection of strings, or `fp32_weights` or `elastic` no bool.
     """
-    if before is None:
-        before = Settings(
-            _word(os.environ.get(VERIFY_BASE_VARIABLE, "error"), VERIFY_BASE_VARIABLE),
-            elastic=_switch(os.environ.get(ELASTIC_VARIABLE, ""), ELASTIC_VARIABLE),
-        )
+    new = _from_environment() if before is None else before
     if verify_base is not None:
-        before = replace(before, verify_base=_word(verify_base, "verify_base"))
+        new = replace(new, verify_base=_word(verify_base, VERIFY_BASE, "verify_base"))
     if keep is not None:
         patterns = list(keep) if isinstance(keep, Iterable) and not isinstance(keep, str) else [keep]
         if isinstance(keep, str) or not all(isinstance(pattern, str) for pattern in patterns):
             raise TypeError(f"keep must be a list of patterns such as ['*.random_features'], not {keep!r}")
-        before = replace(before, keep=tuple(patterns))
+        new = replace(new, keep=tuple(patterns))
     if export is not None:
-        if export not in EXPORT:
-            raise ValueError(f"export must be 'safetensors' or 'peft', not {export!r}")
-        before = replace(before, export=export)
+        new = replace(new, export=_word(export, EXPORT, "export"))
     if fp32_weights is not None:
-        if not isinstance(fp32_weights, bool):
-            raise TypeError(f"fp32_weights must be True or False, not {fp32_weights!r}")
-        before = replace(before, fp32_weights=fp32_weights)
+        new = replace(new, fp32_weights=_bool(fp32_weights, "fp32_weights"))
     if elastic is not None:
-        if not isinstance(elastic, bool):
-            raise TypeError(f"elastic must be True or False, not {elastic!r}")
-        before = replace(before, elastic=elastic)
-    return before
+        new = replace(new, elastic=_bool(elastic, "elastic"))
+    return new
 
 
 def current() -> Settings:
@@ -83,13 +71,42 @@ def put_in_force(new: Settings | None) -> None:
 _in_force: Settings | None = None
 
 
-def _word(word: object, origin: str) -> str:
-    if not isinstance(word, str) or word not in VERIFY_BASE:
-        raise ValueError(f"{origin} must be 'error', 'warn' or 'off', not {word!r}")
+def variable(setting: str) -> str:
+    """The environment variable that counts where `patch()` is called without this argument."""
+    return f"DS_FROZEN_PATCH_{setting.upper()}"
+
+
+def switch(variable: str) -> bool | None:
+    """What an environment variable says that is 1 or 0; None where it is empty or not set.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    word = os.environ.get(variable, "")
+    if word not in ("", "0", "1"):
+        raise ValueError(f"{variable} must be '1' or '0', not {word!r}")
+    return word == "1" if word else None
+
+
+def _from_environment() -> Settings:
+    words = {name: os.environ.get(variable(name), "") for name in ("verify_base", "keep", "export")}
+    return Settings(
+        _word(words["verify_base"] or "error", VERIFY_BASE, variable("verify_base")),
+        tuple(pattern.strip() for pattern in words["keep"].split(",") if pattern.strip()),
+        _word(words["export"], EXPORT, variable("export")) if words["export"] else None,
+        switch(variable("fp32_weights")) or False,
+        switch(variable("elastic")),
+    )
+
+
+def _word(word: object, words: tuple[str, ...], origin: str) -> str:
+    if not isinstance(word, str) or word not in words:
+        *others, last = map(repr, words)
+        raise ValueError(f"{origin} must be {', '.join(others)} or {last}, not {word!r}")
     return word
 
 
-def _switch(word: str, origin: str) -> bool | None:
-    if word not in ("", "0", "1"):
-        raise ValueError(f"{origin} must be '1' or '0', not {word!r}")
-    return bool(int(word)) if word else None
+def _bool(value: object, origin: str) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{origin} must be True or False, not {value!r}")
+    return value

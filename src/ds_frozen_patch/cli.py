@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ._errors import CheckpointError, CheckpointMismatchError, named
 from ._patching import status
+from ._running import CommandError, lines, replace_by
+from ._settings import EXPORT, VERIFY_BASE
 from ._text import human_bytes
 from .checkpoint.consolidation import Consolidated, consolidate, parse_size
 from .checkpoint.converting import DTYPES
@@ -23,12 +26,19 @@ from .checkpoint.verification import Verified, verify
 
 EXAMPLES = {
     "": """
+  ds-frozen-patch run -- torchrun --nproc-per-node 4 train.py
   ds-frozen-patch status
   ds-frozen-patch inspect lightning_logs/version_0/checkpoints/last.ckpt
   ds-frozen-patch prune last.ckpt small.ckpt
   ds-frozen-patch consolidate small.ckpt whole.ckpt --base ./Llama-3.1-8B
   ds-frozen-patch export small.ckpt adapter --format peft
   ds-frozen-patch reshard last.ckpt last.4gpus.ckpt --ranks 4
+""",
+    "run": """
+  ds-frozen-patch run -- python train.py --lr 1e-4
+  ds-frozen-patch run --strict -- torchrun --nproc-per-node 4 train.py
+  srun ds-frozen-patch run --elastic -- python -m my.package fit --config run.yaml
+  eval "$(ds-frozen-patch run --env)"
 """,
     "status": "\n  ds-frozen-patch status --json\n",
     "inspect": "\n  ds-frozen-patch inspect last.ckpt\n",
@@ -62,11 +72,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     try:
         run: Callable[[argparse.Namespace], int] = given.run
-        return run(given)
+        status = run(given)
+        sys.stdout.flush()
+        return status
     except (CheckpointError, CheckpointMismatchError) as error:
         print(f"ds-frozen-patch: {error}", file=sys.stderr)
+    except CommandError as error:
+        print(f"ds-frozen-patch: {error}", file=sys.stderr)
+        return error.status
     except ImportError as error:
         print(f"ds-frozen-patch: {error}. This command needs torch: pip install torch", file=sys.stderr)
+    except BrokenPipeError:  # whoever reads, such as `head`, has seen enough; Python's own flush would fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print("ds-frozen-patch: interrupted; nothing was left at the target", file=sys.stderr)
     return 1
@@ -89,9 +106,10 @@ def _parser() -> argparse.ArgumentParser:
             epilog=f"examples:{EXAMPLES[name]}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.set_defaults(run=run)
+        command.set_defaults(run=run, wrong=command.error)
         return command
 
+    _runs(add("run", _run, "a program, and every process that it starts, with its checkpoints made trainable-only"))
     _common(add("status", _status, "what is installed, and what patch() would do about it"))
     command = add("inspect", _inspect, "what the bytes of a checkpoint are; reads no tensor")
     command.add_argument("checkpoint", metavar="CKPT", help="the directory of a DeepSpeed checkpoint")
@@ -140,6 +158,29 @@ def _parser() -> argparse.ArgumentParser:
 
 def _common(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _runs(command: argparse.ArgumentParser) -> None:
+    command.usage = "%(prog)s [options] -- COMMAND ..."
+    command.add_argument("program", metavar="COMMAND", nargs=argparse.REMAINDER, help="the program and its arguments")
+    command.add_argument(
+        "--strict", action="store_true", default=None, help="end the program if what is installed cannot be patched"
+    )
+    command.add_argument("--verify-base", choices=VERIFY_BASE, help="if a checkpoint is loaded onto another base")
+    command.add_argument(
+        "--keep", metavar="PATTERN", action="append", help="frozen parameters to save all the same; may be given again"
+    )
+    command.add_argument("--export", choices=EXPORT, help="what to put into each checkpoint, to be used at once")
+    command.add_argument(
+        "--fp32-weights", action="store_true", default=None, help="let weights alone be the fp32 masters"
+    )
+    command.add_argument(
+        "--elastic", action=argparse.BooleanOptionalAction, help="reshard what another number of ranks has saved"
+    )
+    command.add_argument(
+        "--cpu", action="store_true", default=None, help="train on CPU ranks, to try a program without a GPU"
+    )
+    command.add_argument("--env", action="store_true", help="run nothing; print the environment variables for a shell")
 
 
 def _reads(command: argparse.ArgumentParser, trusts: bool = True) -> None:
@@ -194,6 +235,18 @@ def _ranks(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks; give 1 or more")
     return int(text)
+
+
+def _run(given: argparse.Namespace) -> int:
+    names = ("strict", "cpu", "verify_base", "keep", "export", "fp32_weights", "elastic")
+    said = {name: value for name in names if (value := getattr(given, name)) is not None}
+    command = given.program[given.program[:1] == ["--"] :]
+    if bool(command) == bool(given.env):
+        given.wrong("name a command, such as: ds-frozen-patch run -- python train.py; or --env, and none")
+    if command:
+        replace_by(command, said)
+    print("\n".join(lines(said)))
+    return 0
 
 
 def _status(given: argparse.Namespace) -> int:

@@ -1,0 +1,64 @@
+"""What `ds-frozen-patch run` puts on PYTHONPATH: each Python that starts below it imports this first.
+
+It waits for Lightning, so that a program which never imports it pays nothing and hears nothing. It also comes into
+Pythons that lack ds_frozen_patch, or are older than those that we support.
+"""
+
+import os
+import sys
+
+LIGHTNINGS = ("lightning", "lightning_fabric", "pytorch_lightning")
+
+
+class BeforeLightning:
+    """A finder that finds nothing of its own, but sees the first import of Lightning coming."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> object:
+        """Have `patch()` called after this import, if it is Lightning's."""
+        if name not in LIGHTNINGS:
+            return None
+        self.before_lightning(name)
+        from importlib.util import find_spec
+
+        # Not None: Python walks the list that this finder has just left, and would skip the next one.
+        return find_spec(name)
+
+    def before_lightning(self, name: str = "") -> None:
+        """Leave, and patch after the import of `name`, or now: `status()` and `unpatch()` ask for that."""
+        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        try:
+            from ds_frozen_patch import _automatic
+        except ImportError as error:
+            refuse(f"{sys.executable} cannot import ds_frozen_patch ({error}): install it there")
+        else:
+            _automatic.begin(name, refuse)
+
+
+def refuse(why: str) -> None:
+    """End a program that is to be strict; let another one go on, and say so once on each machine."""
+    if os.environ.get("DS_FROZEN_PATCH_STRICT", "0") not in ("", "0"):
+        raise SystemExit(f"ds-frozen-patch: {why}")
+    first = [os.environ.get(name, "0") for name in ("LOCAL_RANK", "SLURM_LOCALID", "DS_FROZEN_PATCH_WARNED")]
+    if first == ["0", "0", "0"]:
+        import logging
+
+        os.environ["DS_FROZEN_PATCH_WARNED"] = "1"  # for workers, and for ranks that this process starts
+        logging.getLogger("ds_frozen_patch").warning(
+            "%s\nThe program goes on without it: its checkpoints are full.", why
+        )
+
+
+def leave_the_path() -> None:
+    """To the program, this folder and this module are not there."""
+    here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120  -- to import pathlib is slow
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]  # noqa: PTH100
+    del sys.modules[__name__]
+
+
+if os.environ.get("DS_FROZEN_PATCH", "0") not in ("", "0"):
+    if os.environ.get("DS_FROZEN_PATCH_CPU", "0") not in ("", "0"):
+        os.environ["DS_ACCELERATOR"] = "cpu"  # before anything imports DeepSpeed, which reads it then
+    sys.meta_path.insert(0, BeforeLightning())  # type: ignore[arg-type]
+leave_the_path()
+# The user's own, or the ImportError that Python expects where there is none.
+import sitecustomize  # type: ignore[import-not-found]  # noqa: E402, F401

@@ -1,0 +1,80 @@
+"""Made-up Lightnings and DeepSpeeds, which import at once and can be what no real release is."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import packaging
+import wrapt
+
+import ds_frozen_patch
+
+STRATEGY = """
+class Base:
+    def inherited(self): ...
+
+class DeepSpeedStrategy(Base):
+    load_full_weights = zero_stage_3 = True
+    def __init__(self, stage=2{flag}):
+        self.stage = stage
+        self.model = None
+    def setup(self, trainer): ...
+    def setup_module(self, module): ...
+    def setup_module_and_optimizers(self, module, optimizers): ...
+    def {save}(self, checkpoint, filepath): return "saved"
+    def load_checkpoint(self, path): return "loaded"
+"""
+ENGINE = """
+class DeepSpeedEngine:
+    def save_checkpoint(self, save_dir, tag=None, client_state={{}}{flag}): ...
+    def load_checkpoint(self, load_dir): ...
+    def module_state_dict(self{flag}): ...
+    def load_module_state_dict(self, checkpoint, strict=True): ...
+"""
+FLAG = ", exclude_frozen_parameters=False"
+
+
+class Site:
+    """A folder of made-up packages, the only ones that a program run in it can import."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        (root / "wrapt").symlink_to(Path(wrapt.__file__).parent)
+        (root / "ds_frozen_patch").symlink_to(Path(ds_frozen_patch.__file__).parent)
+        (root / "packaging").symlink_to(Path(packaging.__file__).parent)
+
+    def write(self, path: str, text: str = "") -> None:
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    def release(self, distribution: str, version: str) -> None:
+        name = distribution.replace("-", "_")
+        self.write(f"{name}-{version}.dist-info/METADATA", f"Name: {distribution}\nVersion: {version}\n")
+
+    def lightning(
+        self, package: str = "lightning", version: str = "2.5.2", flag: str = "", loads: str = '"loaded"', **change: str
+    ) -> None:
+        self.release(package.replace("_", "-"), version)
+        parts = {"lightning": ("lightning/pytorch", "lightning/fabric")}.get(package, (package,))
+        for part in parts:
+            for folder in itertools.accumulate(f"{part}/strategies".split("/"), "{}/{}".format):
+                self.write(f"{folder}/__init__.py")
+            source = STRATEGY.format(**{"flag": flag, "save": "save_checkpoint"} | change)
+            self.write(f"{part}/strategies/deepspeed.py", source.replace('"loaded"', loads))
+
+    def deepspeed(self, version: str = "0.17.6", flag: str = FLAG) -> None:
+        self.release("deepspeed", version)
+        self.write("deepspeed/__init__.py")
+        self.write("deepspeed/runtime/__init__.py")
+        self.write("deepspeed/runtime/engine.py", ENGINE.format(flag=flag))
+
+    def run(self, program: str) -> str:
+        path = f"import sys; sys.path.insert(0, {str(self.root)!r}); import ds_frozen_patch as dfp\n"
+        command = [sys.executable, "-S", "-E", "-c", path + program]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=self.root, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout

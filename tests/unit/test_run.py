@@ -1,0 +1,268 @@
+"""`ds-frozen-patch run`: a program that knows nothing of us, and what it starts, are patched; all else is as without.
+
+The programs run in a Python that has the made-up Lightning of `made_up.py`, and no other package.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import venv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_up import Site
+
+from ds_frozen_patch.cli import main
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+COMMAND = (sys.executable, "-m", "ds_frozen_patch.cli", "run")
+LOOK = """
+import sys
+def look():
+    import lightning.pytorch.strategies.deepspeed as strategies, deepspeed.runtime.engine as engines
+    functions = strategies.DeepSpeedStrategy.save_checkpoint, engines.DeepSpeedEngine.save_checkpoint
+    return [type(function).__name__ != "function" for function in functions]
+"""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python without packages."""
+    folder = tmp_path_factory.mktemp("python")
+    venv.create(folder, with_pip=False)
+    return folder / "bin" / "python"
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    made = Site(tmp_path)
+    made.lightning()
+    made.deepspeed()
+    return made
+
+
+@pytest.fixture
+def run(site: Site, python: Path) -> Run:
+    def run(program: str, *options: str, status: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+        (site.root / "program.py").write_text(LOOK + program)
+        command = [
+            sys.executable,
+            "-m",
+            "ds_frozen_patch.cli",
+            "run",
+            *options,
+            "--",
+            str(python),
+            "program.py",
+            "--lr=1",
+        ]
+        return execute(site, command, status, **environment)
+
+    return run
+
+
+def execute(site: Site, command: list[str], status: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([*filter(None, [environment.pop("before", "")]), str(site.root)])
+    variables = {**os.environ, "PYTHONPATH": path, **environment}
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=site.root, env=variables, timeout=60, check=False
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
+
+
+def test_a_program_is_patched_and_sees_nothing_of_it(run: Run) -> None:
+    program = """
+if __name__ == "__main__":
+    print(sys.argv, [entry for entry in sys.path if "bootstrap" in entry], "sitecustomize" in sys.modules)
+    print([name for name in ("wrapt", "ds_frozen_patch", "logging", "typing") if name in sys.modules])
+    print(look())
+    print([type(finder).__module__ for finder in sys.meta_path if not isinstance(finder, type)])
+    print(__import__("lightning").__spec__.submodule_search_locations)
+"""
+    done = run(program)
+    said = done.stdout.splitlines()
+    assert said[:3] == ["['program.py', '--lr=1'] [] False", "[]", "[True, True]"]
+    assert "sitecustomize" not in said[3]
+    assert "site-packages" not in said[4]
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("start", ["subprocess", "spawn", "fork", "forkserver"])
+def test_what_it_starts_is_patched(run: Run, start: str) -> None:
+    program = """
+import multiprocessing, subprocess, os
+if __name__ == "__main__":
+    if "child" in sys.argv: print(look())
+    elif START == "subprocess":
+        print(subprocess.check_output([sys.executable, *sys.argv, "child"], text=True))
+    else:
+        with multiprocessing.get_context(START).Pool(1) as pool: print(pool.apply(look))
+"""
+    assert run(f"START = {start!r}{program}").stdout.split("\n")[0] == "[True, True]"
+
+
+def test_the_users_sitecustomize_runs(run: Run, site: Site, tmp_path_factory: pytest.TempPathFactory) -> None:
+    own = tmp_path_factory.mktemp("own")
+    (own / "sitecustomize.py").write_text("import sys; sys.own = 'it ran'")
+    program = "import sitecustomize; print(sys.own, sitecustomize.__file__, look())"
+    for before in (f"{own}", f"{own}:/nowhere"):
+        assert run(program, before=before).stdout == f"it ran {own}/sitecustomize.py [True, True]\n"
+    (own / "sitecustomize.py").write_text("1/0")
+    done = run("print(look())", before=str(own))
+    assert done.stdout == "[True, True]\n"
+    assert "ZeroDivisionError" in done.stderr
+
+
+def test_options_become_settings(run: Run) -> None:
+    program = "look(); from ds_frozen_patch._settings import current; print(current())"
+    options = [
+        "--verify-base",
+        "warn",
+        "--keep",
+        "a.*",
+        "--keep",
+        "b",
+        "--export",
+        "peft",
+        "--fp32-weights",
+        "--elastic",
+    ]
+    said = run(program, *options).stdout
+    assert said == ("Settings(verify_base='warn', keep=('a.*', 'b'), export='peft', fp32_weights=True, elastic=True)\n")
+    assert "elastic=False" in run(program, "--no-elastic", DS_FROZEN_PATCH_KEEP=" c , d ").stdout
+    assert "keep=('c', 'd')" in run(program, DS_FROZEN_PATCH_KEEP=" c , d ").stdout
+
+
+def test_the_variables_alone(site: Site, python: Path) -> None:
+    command = [*COMMAND, "--keep", "it's *", "--env"]
+    lines = execute(site, command).stdout
+    (site.root / "program.py").write_text(LOOK + "import os; print(look(), os.environ.get('DS_FROZEN_PATCH_KEEP'))")
+    starts = (f"{switch} {python} program.py" for switch in ("", "DS_FROZEN_PATCH=0", "unset DS_FROZEN_PATCH;"))
+    shell = "\n".join([lines, *starts])
+    for before in ("", "/nowhere"):
+        said = execute(site, ["sh", "-c", shell], before=before).stdout.splitlines()
+        assert said == ["[True, True] it's *", "[False, False] it's *", "[False, False] it's *"]
+
+
+def test_status_patch_and_unpatch_in_the_program(run: Run) -> None:
+    state = "; print(dfp.status()['lightning.pytorch'].state)"
+    assert run(f"import ds_frozen_patch as dfp{state}; print(look())").stdout == "armed\n[True, True]\n"
+    assert (
+        run(f"import ds_frozen_patch as dfp; dfp.unpatch(){state}; print(look())").stdout
+        == "patchable\n[False, False]\n"
+    )
+    assert run(f"look(); import ds_frozen_patch as dfp{state}; dfp.unpatch(); print(look())").stdout.endswith(
+        "[False, False]\n"
+    )
+    program = """
+import ds_frozen_patch as dfp
+from ds_frozen_patch._settings import current
+dfp.patch(keep=["a"])
+print(look(), current().keep, current().verify_base)
+"""
+    assert run(program, "--keep", "b", "--verify-base", "off").stdout == "[True, True] ('a',) off\n"
+
+
+REFUSALS: dict[str, Callable[[Site], Any]] = {
+    "at once": lambda site: site.deepspeed("0.9.5", flag=""),
+    "no DeepSpeed": lambda site: list(map(shutil.rmtree, site.root.glob("deepspeed*"))),
+    "at its import": lambda site: site.write(
+        "deepspeed/runtime/engine.py",
+        (site.root / "deepspeed/runtime/engine.py").read_text() + "\ndel DeepSpeedEngine.load_checkpoint\n",
+    ),
+    "not installed here": lambda site: (site.root / "ds_frozen_patch").unlink(),
+}
+SAID = {
+    "at once": "has no argument exclude_frozen_parameters",
+    "no DeepSpeed": "pip install 'deepspeed>=0.10.1'",
+    "at its import": "has no method load_checkpoint",
+    "not installed here": "cannot import ds_frozen_patch",
+}
+GOES_ON = """
+import multiprocessing
+import lightning.pytorch.strategies.deepspeed as strategies
+try: import deepspeed.runtime.engine
+except ImportError: pass
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool: pool.apply(print)
+    print("trained", type(strategies.DeepSpeedStrategy.save_checkpoint).__name__)
+"""
+
+
+@pytest.mark.promise(12)
+@pytest.mark.parametrize("why", REFUSALS)
+def test_a_refusal_is_a_warning_or_with_strict_an_error(run: Run, site: Site, why: str) -> None:
+    REFUSALS[why](site)
+    done = run(GOES_ON, RANK="0", LOCAL_RANK="0")
+    assert done.stdout.endswith("trained function\n")
+    assert done.stderr.count(SAID[why]) == 1
+    assert done.stderr.endswith("The program goes on without it: its checkpoints are full.\n")
+    assert run(GOES_ON, RANK="1", LOCAL_RANK="1").stderr == ""
+    for strict in ({"DS_FROZEN_PATCH_STRICT": "1"}, {}):
+        done = run(GOES_ON, *([] if strict else ["--strict"]), status=1, **strict)
+        assert done.stdout == ""
+        assert SAID[why] in done.stderr
+        assert "Traceback" not in done.stderr
+    assert run("print('no Lightning')", "--strict").stderr == ""
+
+
+@pytest.mark.promise(12)
+def test_an_explicit_patch_is_refused_as_ever(run: Run, site: Site) -> None:
+    for why in ("at once", "at its import"):
+        site.deepspeed()
+        REFUSALS[why](site)
+        for first in ("", "import lightning\n"):
+            done = run(f"{first}import ds_frozen_patch as dfp; dfp.patch(); import deepspeed.runtime.engine", status=1)
+            assert "PatchError" in done.stderr
+            assert SAID[why] in done.stderr
+
+
+@pytest.mark.parametrize("variable", ["DS_FROZEN_PATCH_STRICT", "DS_FROZEN_PATCH_EXPORT", "DS_FROZEN_PATCH_CPU"])
+def test_a_wrong_variable_ends_the_program(run: Run, variable: str) -> None:
+    done = run("import lightning", status=1, **{variable: "yes"})
+    assert f"ds-frozen-patch: {variable} must be" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_exit_statuses_and_signals_pass_through(run: Run, site: Site, tmp_path: Path) -> None:
+    run("sys.exit(7)", status=7)
+    run("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", status=-signal.SIGKILL)
+    catches = (
+        "import signal, os; signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); print(os.getpid(), flush=True)\n"
+    )
+    (site.root / "program.py").write_text(f"import sys; {catches}signal.pause()")
+    command = [*COMMAND, sys.executable, "program.py"]
+    with subprocess.Popen(command, cwd=site.root, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert int(process.stdout.readline()) == process.pid
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 3
+
+
+def test_a_command_that_cannot_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script, text = tmp_path / "train.py", tmp_path / "text"
+    script.write_text("print('trains')")
+    text.write_text("no program")
+    text.chmod(0o755)
+    wrong = {"no-such-command": 127, str(tmp_path / "no"): 127, str(tmp_path): 126, str(script): 126, str(text): 126}
+    for name, status in wrong.items():
+        assert main(["run", "--", name]) == status
+        assert name in capsys.readouterr().err
+    assert main(["run", str(script)]) == 126
+    assert f"python {script}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--"], ["--env", "--", "true"], ["--verify-base=loud", "true"]])
+def test_wrong_use(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["run", *arguments])
+    assert exit_.value.code == 2
+    assert "ds-frozen-patch run: error: " in capsys.readouterr().err
