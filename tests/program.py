@@ -1,0 +1,58 @@
+"""A fine-tune as people write it: a frozen body, a trained head, DeepSpeed by its alias. It knows nothing of us."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch.utils.data import DataLoader, Dataset
+
+
+class Data(Dataset[torch.Tensor]):
+    """Each worker says what the class is that saves: a function, or ours."""
+
+    def __init__(self, out: str) -> None:
+        self.out = out
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        Path(self.out, f"worker-{index}").write_text(type(DeepSpeedStrategy.save_checkpoint).__name__)
+        return torch.randn(16, generator=torch.Generator().manual_seed(index))
+
+
+class Module(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = torch.nn.Linear(16, 64).requires_grad_(False)
+        self.head = torch.nn.Linear(64, 1)
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss: torch.Tensor = self.head(self.body(batch).relu()).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.head.parameters(), lr=1e-2)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out")
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--ckpt-path")
+    options = parser.parse_args()
+    trainer = pl.Trainer(
+        devices=2,
+        strategy="deepspeed_stage_3",
+        max_epochs=options.epochs,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    workers: Any = {"num_workers": 1, "multiprocessing_context": "spawn"}
+    trainer.fit(Module(), DataLoader(Data(options.out), batch_size=2, **workers), ckpt_path=options.ckpt_path)
+    trainer.save_checkpoint(f"{options.out}/{options.epochs}.ckpt")
