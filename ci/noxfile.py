@@ -141,6 +141,12 @@ def bench(session: nox.Session, what: str) -> None:
 
 
 @nox.session(venv_backend="none")
+def picture(session: nox.Session) -> None:
+    """Draw the README's picture, from two checkpoints that are saved for it."""
+    run(session, "everyday", "ci/picture.py")
+
+
+@nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
     """ruff and mypy, the latter against the types of the everyday cell."""
     session.chdir(ROOT)
