@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator
@@ -36,6 +38,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., li
     yield run
     for pool in pools.values():
         pool.stop()
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """The demo, and where its checkpoints are."""
+    kept = tmp_path_factory.mktemp("demo") / "kept"
+    command = [sys.executable, "-m", "ds_frozen_patch.demo", "--keep", str(kept)]
+    return kept, subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,8 @@
-"""A fine-tune as people write it: a frozen body, a trained head, DeepSpeed by its alias. It knows nothing of us."""
+"""A fine-tune as people write it: a frozen body, a trained head, DeepSpeed by its alias. It knows nothing of us.
 
-import argparse
+It goes on from what is saved in its folder, for one epoch.
+"""
+
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,11 @@ from torch.utils.data import DataLoader, Dataset
 class Data(Dataset[torch.Tensor]):
     """Each worker says what the class is that saves: a function, or ours."""
 
-    def __init__(self, out: str) -> None:
-        self.out = out
-
     def __len__(self) -> int:
         return 8
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        Path(self.out, f"worker-{index}").write_text(type(DeepSpeedStrategy.save_checkpoint).__name__)
+        Path(f"worker-{index}").write_text(type(DeepSpeedStrategy.save_checkpoint).__name__)
         return torch.randn(16, generator=torch.Generator().manual_seed(index))
 
 
@@ -40,19 +39,15 @@ class Module(pl.LightningModule):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out")
-    parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--ckpt-path")
-    options = parser.parse_args()
+    done = len(list(Path().glob("*.ckpt")))
     trainer = pl.Trainer(
         devices=2,
         strategy="deepspeed_stage_3",
-        max_epochs=options.epochs,
+        max_epochs=done + 1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
     workers: Any = {"num_workers": 1, "multiprocessing_context": "spawn"}
-    trainer.fit(Module(), DataLoader(Data(options.out), batch_size=2, **workers), ckpt_path=options.ckpt_path)
-    trainer.save_checkpoint(f"{options.out}/{options.epochs}.ckpt")
+    trainer.fit(Module(), DataLoader(Data(), batch_size=2, **workers), ckpt_path=f"{done}.ckpt" if done else None)
+    trainer.save_checkpoint(f"{done + 1}.ckpt")

@@ -11,15 +11,6 @@ import pytest
 
 pytestmark = [pytest.mark.everyday, pytest.mark.once]
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    kept = tmp_path_factory.mktemp("demo") / "kept"
-    command = [sys.executable, "-m", "ds_frozen_patch.demo", "--keep", str(kept)]
-    return kept, subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
-
 
 def test_demo(demo: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     kept, done = demo
@@ -39,9 +30,3 @@ def test_demo_refuses_a_directory_that_exists(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert f"{tmp_path} exists already" in done.stderr
-
-
-def test_ci_runs_the_command_of_the_readme() -> None:
-    script = (Path(__file__).parent.parent / ".ci" / "run").read_text(encoding="utf-8")
-    assert "\n$ nox -f ci/noxfile.py\n" in README
-    assert script.splitlines()[-1] == "nox -f ci/noxfile.py"

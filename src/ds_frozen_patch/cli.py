@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ds-frozen-patch",
-        description="Trainable-only checkpoints for Lightning + DeepSpeed, seen from outside.",
+        description="Trainable-only checkpoints for Lightning + DeepSpeed.",
         epilog=f"examples:{EXAMPLES['']}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run, wrong=command.error)
         return command
 
-    _runs(add("run", _run, "a program, and every process that it starts, with its checkpoints made trainable-only"))
+    _runs(add("run", _run, "a program, and all that it starts, with trainable-only checkpoints"))
     _common(add("status", _status, "what is installed, and what patch() would do about it"))
     command = add("inspect", _inspect, "what the bytes of a checkpoint are; reads no tensor")
     command.add_argument("checkpoint", metavar="CKPT", help="the directory of a DeepSpeed checkpoint")

@@ -143,7 +143,7 @@ def test_status_as_json() -> None:
     assert command("status").stdout.split()[:2] == ["target", "version"]
 
 
-COMMANDS = ("status", "inspect", "prune", "consolidate", "merge", "export", "reshard", "universal", "verify")
+COMMANDS = ("run", "status", "inspect", "prune", "consolidate", "merge", "export", "reshard", "universal", "verify")
 
 
 @pytest.mark.parametrize("words", [(), *((name,) for name in COMMANDS)])
