@@ -112,12 +112,12 @@ def run_block(block: str, out: str) -> dict[str, Any]:
     import peft
 
     os.chdir(out)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "max_epochs": 2}
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
     model = runs.LoraRun()
     model.train_dataloader = partial(runs.batches, 2)  # type: ignore[method-assign]
-    names = {
+    names: dict[str, Any] = {
         "ds_frozen_patch": ds_frozen_patch,
-        "Trainer": partial(pl.Trainer, **quiet),
+        "Trainer": partial(pl.Trainer, max_epochs=2, precision=runs.PRECISION, **quiet),
         "trainer": runs.trainer(out, 2, enable_checkpointing=False),
         "model": model,
         "PeftModel": peft.PeftModel,
@@ -139,7 +139,7 @@ def run_block(block: str, out: str) -> dict[str, Any]:
     }
 
 
-PYTHON = {
+PYTHON: dict[str, dict[str, Any]] = {
     "import ds_frozen_patch\n": {"wrapped": True},
     "trainer.fit(model, ckpt_path=": {"wrapped": True, "step": 8},
     "with ds_frozen_patch.full_checkpoint()": {"full": True},

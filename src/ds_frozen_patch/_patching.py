@@ -42,8 +42,8 @@ class TargetStatus:
 
     `state` is "native" (this Lightning has the flag itself; see `wrapped` and `found`), "patchable" (`patch()`
     would serve it), "armed" (will be wrapped when it is imported), "applied" (wrapped), "refused"
-    (cannot be served) or "not installed". `wrapped` says whether our wrappers are on it now.
-    `found` and `remedy` are sentences for a person.
+    (cannot be served) or "not installed". `version` is that of its distribution, None where there is none. `wrapped`
+    says whether our wrappers are on it now. `found` and `remedy` are sentences for a person.
     """
 
     state: str
@@ -276,7 +276,7 @@ def patched(
     fp32_weights: bool | None = None,
     elastic: bool | None = None,
 ) -> Iterator[Status]:
-    """`patch(...)` while this lasts, then the state from before: for tests and notebooks."""
+    """`patch(...)` while this lasts, then the state from before: for tests and notebooks. Gives what `patch()` does."""
     before = _settings.current() if _current is not None else None
     now = patch(verify_base=verify_base, keep=keep, export=export, fp32_weights=fp32_weights, elastic=elastic)
     try:
@@ -292,6 +292,9 @@ def status() -> Status:
     """What is installed and what `patch()` did, or would do, per target.
 
     A target that is not imported yet is judged by its source, where that is enough.
+
+    Returns:
+        The four targets and "deepspeed" by name, those that are not installed too.
     """
     _stop_waiting()
     patch = _current

@@ -11,7 +11,7 @@ from disk import model_states
 
 import ds_frozen_patch
 
-pytestmark = [pytest.mark.everyday, pytest.mark.once]
+pytestmark = [pytest.mark.everyday, pytest.mark.once, pytest.mark.promise(1)]
 
 
 @pytest.fixture(scope="module")
