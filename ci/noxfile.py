@@ -147,6 +147,12 @@ def picture(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def compare(session: nox.Session) -> None:
+    """What this package, Lightning, Hugging Face's Trainer and DeepSpeed do, measured, and make the README's table."""
+    run(session, "newest", "ci/compare.py", CELL="newest")
+
+
+@nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
     """ruff and mypy, the latter against the types of the everyday cell."""
     session.chdir(ROOT)

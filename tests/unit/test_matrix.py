@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import cells
+import compare
+import compare_features
 import pytest
 import settings_table
 import table
@@ -102,6 +104,15 @@ def test_the_readme_shows_every_setting() -> None:
     assert after
     assert rows[0][1:] == [f"DeepSpeed {CELLS[cell].deepspeed}" for cell in ("everyday", "newest")]
     assert [row[0] for row in rows[2:]] == [setting.name for setting in SETTINGS], "run the settings again"
+
+
+def test_the_readme_shows_the_comparison() -> None:
+    result = json.loads(compare.RESULTS.read_text())
+    assert list(result["features"]) == list(compare_features.FEATURES), "compare again"
+    measured = (f"lightning {result['versions']['lightning']}", result["versions"]["deepspeed"])
+    assert measured == (CELLS["newest"].lightning, CELLS["newest"].deepspeed)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{compare.BEGIN}\n{compare.render(result)}\n{compare.END}" in readme
 
 
 def test_every_promise_in_every_cell() -> None:

@@ -1,0 +1,123 @@
+"""ds_frozen_patch and its peers, feature by feature, measured in one run: `nox -f ci/noxfile.py -s compare`.
+
+Writes `ci/compare.json` and the README's table. Every system makes the run of `ci/compare_run.py` on CPU ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "tests"))
+
+from compare_features import FEATURES, ROWS, STAGES, System, Trial  # noqa: E402
+from compare_run import EXCLUDED, FULL, OURS  # noqa: E402
+from ranks import Ranks  # noqa: E402
+from table import markdown, put_into_readme  # noqa: E402
+
+RESULTS = ROOT / "ci" / "compare.json"
+BEGIN, END = "<!-- compare: nox -f ci/noxfile.py -s compare -->\n", "<!-- end of compare -->\n"
+PACKAGES = ("lightning", "deepspeed", "transformers", "peft", "accelerate", "torch")
+
+LIGHTNING: dict[str, str] = {
+    "module": "compare_lightning",
+    "saved": "epoch={epoch}.ckpt",
+    "middle": "step={step}.ckpt",
+    "states": "checkpoint",
+    "consolidates": "compare_lightning",
+    "weights_only": "`save_weights_only=True`",
+}
+SYSTEMS = (
+    System("ds_frozen_patch", kind=OURS, **LIGHTNING),
+    System("Lightning, `exclude_frozen_parameters=True`", kind=EXCLUDED, **LIGHTNING),
+    System("Lightning", kind=FULL, **LIGHTNING),
+    System(
+        "Hugging Face's Trainer, PEFT",
+        module="compare_huggingface",
+        saved="checkpoint-{step}",
+        middle="checkpoint-{step}",
+        states="global_step{step}",
+        weights_only="`save_only_model=True`",
+    ),
+    System(
+        "DeepSpeed alone",
+        module="compare_deepspeed",
+        saved="step{step}",
+        weights_only="`save_16bit_model(exclude_frozen_parameters=True)`",
+    ),
+)
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """The facts of the run, and the outcome of every feature, by system and ZeRO stage."""
+    pools = {number: Ranks(number, folder / f"ranks{number}.txt") for number in (1, 2)}
+    found: dict[str, Any] = {title: {} for title in FEATURES}
+    try:
+        for system in SYSTEMS:
+            for stage in STAGES:
+                begun = time.monotonic()
+                print(f"{system.title}, ZeRO-{stage}", file=sys.stderr, flush=True)
+                trial = Trial(system, stage, pools, folder / f"{SYSTEMS.index(system)}-{stage}")
+                for title, row in FEATURES.items():
+                    if any(stage in stages for stages in ROWS[title]):
+                        outcome = vars(row(trial))
+                        found[title].setdefault(system.title, {})[str(stage)] = outcome
+                        print(f"  {title}: {outcome['value']} {outcome['note']}", file=sys.stderr, flush=True)
+                print(f"  {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+    finally:
+        for pool in pools.values():
+            pool.stop()
+    return {"trainable": trial.whole[0].trainable, "frozen": trial.whole[0].frozen, "features": found}
+
+
+def render(result: dict[str, Any]) -> str:
+    """The table in Markdown, with notes."""
+    notes: list[str] = []
+    systems = [system.title for system in SYSTEMS]
+    lines = [["", *systems], ["---"] * (1 + len(systems))]
+    for title, row in result["features"].items():
+        for stages in ROWS[title]:
+            name = f"{title}, ZeRO-{stages[0]}" if len(stages) == 1 else title
+            lines.append([name, *(_cell(row[system], stages, notes) for system in systems)])
+    versions = ", ".join(f"{package} {number}" for package, number in result["versions"].items())
+    parameters = f"{result['frozen'] / 1e6:.2f} M frozen and {result['trainable'] / 1e6:.2f} M trained parameters"
+    return f"Measured on {result['date']}, with {parameters}, {versions}:\n\n{markdown(lines, notes)}"
+
+
+def _cell(outcomes: dict[str, Any], stages: list[int], notes: list[str]) -> str:
+    """What a cell says: once, if it is so in all of these stages."""
+    parts: dict[str, list[str]] = {}
+    for stage in stages:
+        value, note = outcomes[str(stage)]["value"], outcomes[str(stage)]["note"]
+        if note and note not in notes:
+            notes.append(note)
+        parts.setdefault(f"{value} [{notes.index(note) + 1}]" if note else value, []).append(f"ZeRO-{stage}")
+    if len(parts) == 1:
+        return next(iter(parts))
+    return ", ".join(f"{text} in {' and '.join(names)}" for text, names in parts.items())
+
+
+def main() -> None:
+    """Measure, and write the table."""
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(Path(folder))
+    result = {
+        "date": time.strftime("%Y-%m-%d"),
+        "seconds": round(time.monotonic() - begun),
+        "versions": {package: version(package) for package in PACKAGES},
+        **found,
+    }
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    put_into_readme(BEGIN, render(result), END)
+    print(f"{result['seconds']} s in all", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

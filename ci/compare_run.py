@@ -1,0 +1,252 @@
+"""The run that `ci/compare.py` has every system make: a LoRA fine-tune of one Llama, on the same data.
+
+All here but `Run` and `Seen` is used inside a rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import io
+import shutil
+import traceback
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+EPOCHS = 2
+STEPS = 4  # of the optimizer, in an epoch
+MIDDLE = 2  # the step of the first epoch after which a checkpoint is saved too
+SAMPLES = 4  # for each step, of all ranks together
+VOCABULARY = 8192
+LEARNING_RATE = 1e-2
+
+# Which of Lightning's ways.
+OURS, EXCLUDED, FULL = "ours", "excluded", "full"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run of a system is to do: it trains all epochs, from the start or from a checkpoint."""
+
+    kind: str  # which of the systems that one module runs
+    stage: int
+    world_size: int
+    out: str
+    resume: str | None = None
+    seed: int = 1  # of the base
+    targets: tuple[str, ...] = ("q_proj", "v_proj")
+    strict: bool = True
+    universal: bool = False  # `resume` is a universal checkpoint of DeepSpeed's
+    weights_only: bool = False
+    export: bool = False
+    halt: bool = False  # copy what is on disk half-way through the second save
+    last: bool = False  # go on from what the system finds to be the last checkpoint
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank saw of a run."""
+
+    losses: list[float]  # one for each step
+    batches: list[int]  # their first tokens
+    trained: dict[str, str]  # a digest of each trained parameter at the end, whole
+    count: int  # the buffer that training changes
+    trainable: int  # elements
+    frozen: int
+    evaluated: float  # the loss on all data at the end
+
+
+def attempt(module: str, verb: str, run: Run, **options: Any) -> tuple[str, Any]:
+    """("done", what a system's verb gives) or ("failed", what the system raises); our own mistakes are raised."""
+    import torch
+
+    torch.manual_seed(0)
+    try:
+        return "done", getattr(importlib.import_module(module), verb)(run, **options)
+    except Exception as error:
+        if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent == Path(__file__).parent:
+            raise
+        return "failed", f"{type(error).__name__}: {error}"
+
+
+def base(seed: int) -> Any:
+    """A Llama with tied embeddings, that counts its training steps in a persistent buffer and notes their losses."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Counting(LlamaForCausalLM):  # type: ignore[no-untyped-call]
+        count: Any
+        losses: list[float]
+        batches: list[int]
+
+        def forward(self, input_ids: Any = None, labels: Any = None) -> Any:
+            given = super().forward(input_ids=input_ids, labels=labels)
+            if self.training:
+                self.count += 1
+                self.losses.append(given.loss.item())
+                self.batches.append(int(input_ids[0, 0]))
+            return given
+
+    torch.manual_seed(seed)
+    made = Counting(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=64,
+            tie_word_embeddings=True,
+        )
+    )
+    made.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+    made.losses, made.batches = [], []
+    return made
+
+
+def model(run: Run) -> Any:
+    """The base with LoRA adapters."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=64, lora_alpha=16, target_modules=list(run.targets), init_lora_weights=False)
+    return get_peft_model(base(run.seed), config)
+
+
+def tokens() -> Any:
+    """The data of an epoch."""
+    import torch
+
+    return torch.randint(VOCABULARY, (STEPS * SAMPLES, 8), generator=torch.Generator().manual_seed(0))
+
+
+def settings(run: Run) -> dict[str, Any]:
+    """The DeepSpeed config that all share; ZeRO-3 partitions small parameters too, as it does those of large models."""
+    zero: dict[str, Any] = {"stage": run.stage, "reduce_bucket_size": 5_000_000}
+    if run.stage == 3:
+        zero |= {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
+    shared = {"zero_optimization": zero, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    return shared | ({"checkpoint": {"load_universal": True}} if run.universal else {})
+
+
+def seen(trained: Any, evaluated: float) -> Seen:
+    """What there is to say of a model that `model` made, at the end."""
+    import deepspeed
+
+    counting = trained.base_model.model
+    with deepspeed.zero.GatheredParameters(list(trained.parameters())):
+        values = {name: digest(value) for name, value in trained.named_parameters() if value.requires_grad}
+        trainable, frozen = (
+            sum(value.numel() for value in trained.parameters() if value.requires_grad == wanted)
+            for wanted in (True, False)
+        )
+    return Seen(counting.losses, counting.batches, values, int(counting.count), trainable, frozen, evaluated)
+
+
+def digest(tensor: Any) -> str:
+    """A digest of a tensor's fp32 values."""
+    return hashlib.sha256(tensor.detach().float().contiguous().numpy().tobytes()).hexdigest()
+
+
+@contextmanager
+def halting(run: Run) -> Iterator[None]:
+    """If `run.halt`: half-way through the first file that is saved for the second time, what is on disk is copied.
+
+    That is what a kill at this moment would leave, of this rank's files and the others'.
+    """
+    import torch
+
+    saved: set[str] = set()
+    save = torch.save
+
+    def halt(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+        name = str(getattr(file, "name", file)).rpartition("/")[2]
+        if name == "mp_rank_00_model_states.pt" and name in saved and not Path(left(run)).exists():
+            whole = io.BytesIO()
+            save(value, whole, *args, **kwargs)
+            Path(file).write_bytes(whole.getvalue()[: len(whole.getvalue()) // 2])
+            shutil.copytree(run.out, left(run))
+        saved.add(name)
+        save(value, file, *args, **kwargs)
+
+    if run.halt:
+        torch.save = halt  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.save = save
+
+
+def left(run: Run) -> str:
+    """Where that copy is."""
+    return f"{run.out}-left"
+
+
+def universal(run: Run, folder: str, target: str) -> None:
+    """DeepSpeed's converter to universal checkpoints: of a checkpoint's folder that it has made itself."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    # What lies beside that folder belongs to the checkpoint too.
+    assert run.resume
+    inner = Path(folder).relative_to(run.resume)
+    if inner.name:
+        shutil.copytree(run.resume, target, ignore=lambda _, names: {inner.name} & set(names))
+    workers = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
+    places = {"input_folder": folder, "output_folder": str(Path(target, inner))}
+    ds_to_universal.main(Namespace(**places, **workers, strict=True, inject_missing_state=True))
+
+
+def consolidate(run: Run, folder: str, target: str, **options: Any) -> dict[str, str]:
+    """DeepSpeed's converter to one fp32 file; gives a digest of each tensor in it."""
+    import torch
+    from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+
+    place = Path(folder)
+    convert_zero_checkpoint_to_fp32_state_dict(str(place.parent), target, tag=place.name, **options)
+    (file,) = Path(target).iterdir()
+    return {name: digest(value) for name, value in torch.load(file, weights_only=True).items()}
+
+
+def adapter(run: Run, folder: str) -> dict[str, str]:
+    """What PEFT loads from an adapter's folder; gives a digest of each trained parameter."""
+    from peft import PeftModel
+
+    loaded = PeftModel.from_pretrained(base(run.seed), folder, is_trainable=True)
+    return {name: digest(value) for name, value in loaded.named_parameters() if value.requires_grad}
+
+
+def embeddings(run: Run, checkpoint: str) -> list[str]:
+    """The names under which any file of a checkpoint holds the tied embedding, whole or a part of it."""
+    import torch
+    from safetensors.torch import load_file
+
+    found: set[str] = set()
+    for file in Path(checkpoint).rglob("*"):
+        if file.suffix == ".safetensors":
+            loaded: Any = load_file(file)
+        elif file.suffix in (".pt", ".ckpt", ".bin") and "states" in file.name:
+            loaded = torch.load(file, map_location="cpu", weights_only=False)
+        else:
+            continue
+        found |= {name for name, value in _tensors(loaded) if value.numel() and name.endswith(EMBEDDING)}
+    return sorted(found)
+
+
+EMBEDDING = ("embed_tokens.weight", "lm_head.weight")
+
+
+def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _tensors(item, str(key))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item, name)
