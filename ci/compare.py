@@ -16,8 +16,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
 
-from compare_features import FEATURES, ROWS, STAGES, System, Trial  # noqa: E402
+from compare_features import FEATURES, ROWS, STAGES  # noqa: E402
 from compare_run import EXCLUDED, FULL, OURS  # noqa: E402
+from compare_trial import System, Trial  # noqa: E402
 from ranks import Ranks  # noqa: E402
 from table import markdown, put_into_readme  # noqa: E402
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import compare_run
-from compare_run import EPOCHS, MIDDLE, STEPS, Run, Seen
-from ranks import Ranks
+from compare_run import EPOCHS, MIDDLE, STEPS
+from compare_trial import Trial
 
 TOLERANCE = 1e-5  # of a loss, where other ranks add up other sums
 
@@ -23,84 +21,6 @@ class Outcome:
     value: str
     note: str = ""
     number: float | None = None
-
-
-@dataclass(frozen=True)
-class System:
-    """A column of the table, the module that runs it, and the names of what it saves."""
-
-    title: str
-    module: str
-    saved: str  # at an epoch's end
-    weights_only: str  # how weights are saved alone
-    kind: str = ""  # which of the systems that the module runs
-    middle: str = ""  # in an epoch's middle, where the system saves there by itself
-    states: str = ""  # the folder in it that DeepSpeed made
-    consolidates: str = "compare_run"  # the module whose `consolidate` makes one fp32 file of it
-
-
-class Trial:
-    """One system in one ZeRO stage, and the runs that several rows need."""
-
-    def __init__(self, system: System, stage: int, ranks: dict[int, Ranks], folder: Path) -> None:
-        self.system, self.stage, self.ranks, self.folder = system, stage, ranks, folder
-        answers = self.run("train", "whole")
-        if isinstance(answers, str):
-            raise RuntimeError(f"{system.title} does not train in ZeRO-{stage}: {answers}")
-        self.whole: list[Seen] = answers
-        if any(len(seen.losses) != seen.count or seen.count != EPOCHS * STEPS for seen in answers):
-            raise RuntimeError(f"{system.title} has not made {EPOCHS * STEPS} steps in ZeRO-{stage}: {answers}")
-
-    def run(self, verb: str, out: str, world_size: int = 2, module: str = "", **changes: Any) -> Any:
-        """What each rank gives, or the text of what one raises. What `Run` does not know goes to the verb."""
-        known = {name: changes.pop(name) for name in list(changes) if name in Run.__dataclass_fields__}
-        run = Run(self.system.kind, self.stage, world_size, str(self.folder / out), **known)
-        answers = self.ranks[world_size](
-            compare_run.attempt, module=module or self.system.module, verb=verb, run=run, **changes
-        )
-        failed = [said for state, said in answers if state == "failed"]
-        if failed:
-            said = failed[0].replace(f"{run.out}/", "").replace(f"{self.folder}/", "")
-            return textwrap.shorten(said, 130, placeholder=" ...")
-        return [said for _, said in answers]
-
-    def checkpoint(self, epoch: int = EPOCHS, out: str = "whole") -> str:
-        """Where a run has left its checkpoint of an epoch's end."""
-        return str(self.folder / out / self.system.saved.format(step=epoch * STEPS, epoch=epoch - 1))
-
-    def states(self, epoch: int = EPOCHS) -> str:
-        """The folder in it that DeepSpeed made."""
-        return str(Path(self.checkpoint(epoch), self.system.states.format(step=epoch * STEPS)))
-
-    @cached_property
-    def by_default(self) -> Any:
-        """The run resumed after its first epoch, by a program that sets nothing."""
-        return self.run("train", "by-default", resume=self.checkpoint(1))
-
-    @cached_property
-    def strict(self) -> bool:
-        """Whether the other rows load strictly: unless that fails."""
-        return not isinstance(self.by_default, str)
-
-    @cached_property
-    def resumed(self) -> Any:
-        """The run resumed after its first epoch, one way or the other."""
-        return self.by_default if self.strict else self.resume("resumed")
-
-    def resume(self, out: str, **changes: Any) -> Any:
-        """Train from the checkpoint of the first epoch."""
-        return self.run("train", out, **{"resume": self.checkpoint(1), "strict": self.strict, **changes})
-
-    def goes_on(self, resumed: Any, steps: int = STEPS) -> bool:
-        """Whether these are the uninterrupted run's losses from a step on, and its weights at the end, bit for bit."""
-        return not isinstance(resumed, str) and all(
-            again.losses == seen.losses[steps:] and again.trained == seen.trained
-            for again, seen in zip(resumed, self.whole, strict=True)
-        )
-
-    def file(self, name: str) -> str:
-        """A place for something that a row makes."""
-        return str(self.folder / name)
 
 
 Measure = Callable[[Trial], Outcome]
@@ -142,7 +62,7 @@ def size(trial: Trial) -> Outcome:
 
 @feature("the tied embedding is left out")
 def tied(trial: Trial) -> Outcome:
-    (found,) = trial.run("embeddings", "", 1, "compare_run", checkpoint=trial.checkpoint())
+    (found,) = trial.run("embeddings", "", 1, "compare_files", checkpoint=trial.checkpoint())
     return _yes(not found)
 
 
@@ -224,7 +144,7 @@ def other_ranks(trial: Trial) -> Outcome:
         return Outcome("no", _said(again))
     target = trial.file(f"universal/{Path(trial.checkpoint(1)).name}")
     converted = trial.run(
-        "universal", "", 1, "compare_run", resume=trial.checkpoint(1), folder=trial.states(1), target=target
+        "universal", "", 1, "compare_files", resume=trial.checkpoint(1), folder=trial.states(1), target=target
     )
     universal = converted
     if not isinstance(converted, str):
@@ -246,7 +166,7 @@ def fp32_file(trial: Trial) -> Outcome:
         return not isinstance(found, str) and trial.whole[0].trained.items() <= found[0].items()
 
     found = convert("fp32")
-    if whole(found) or trial.system.consolidates != "compare_run":
+    if whole(found) or trial.system.consolidates != "compare_files":
         return _yes(whole(found), _said(found))
     again = convert("fp32-trainable", exclude_frozen_parameters=True)
     return Outcome("yes", "with `exclude_frozen_parameters=True`") if whole(again) else Outcome("no", _said(found))
@@ -261,7 +181,7 @@ def peft_adapter(trial: Trial) -> Outcome:
     folders = [file.parent for file in Path(trial.checkpoint(out=out)).rglob("adapter_config.json")]
     if not folders:
         return Outcome("no")
-    found = trial.run("adapter", "", 1, "compare_run", folder=str(folders[0]))
+    found = trial.run("adapter", "", 1, "compare_files", folder=str(folders[0]))
     good = not isinstance(found, str) and found[0] == trial.whole[0].trained
     return _yes(good, note if good else _said(found))
 
