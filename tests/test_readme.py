@@ -16,7 +16,7 @@ import pytest
 import readme
 import runs
 from made_up import FLAG, Site
-from under_test import TRAINER, pl
+from under_test import PRECISION, TRAINER, pl
 
 import ds_frozen_patch
 
@@ -112,12 +112,17 @@ def run_block(block: str, out: str) -> dict[str, Any]:
     import peft
 
     os.chdir(out)
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    quiet: dict[str, Any] = {
+        "precision": PRECISION,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_checkpointing": False,
+    }
     model = runs.LoraRun()
     model.train_dataloader = partial(runs.batches, 2)  # type: ignore[method-assign]
     names: dict[str, Any] = {
         "ds_frozen_patch": ds_frozen_patch,
-        "Trainer": partial(pl.Trainer, max_epochs=2, precision=runs.PRECISION, **quiet),
+        "Trainer": partial(pl.Trainer, max_epochs=2, **quiet),
         "trainer": runs.trainer(out, 2, enable_checkpointing=False),
         "model": model,
         "PeftModel": peft.PeftModel,
