@@ -53,6 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, demo: tuple[Path, Any]) -> 
     full = demo[0] / "zero2" / "full.ckpt"
     for place in ("last.ckpt", "runs/last.ckpt", "lightning_logs/version_0/checkpoints/last.ckpt"):
         shutil.copytree(full, made / place)
+    shutil.copytree(full.with_name("trainable-only.ckpt"), made / "tuned.ckpt")
     subprocess.run([sys.executable, "-c", MAKE_BASE], cwd=made, check=True, timeout=120, capture_output=True)
     return made
 
