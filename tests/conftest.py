@@ -19,21 +19,30 @@ from under_test import CELL
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
     """`ranks(2, function, **arguments)` runs a function on two CPU ranks and returns their results.
 
+    With `accelerator="gpu"` each of the ranks has a GPU.
     With `alone=True` the processes run nothing else, for what leaves a mark on DeepSpeed or minds one: once a process
     has used hpZ's groups, every later ZeRO-3 engine in it does.
     """
-    pools: dict[int, Ranks] = {}
+    pools: dict[tuple[int, str], Ranks] = {}
 
-    def run(world_size: int, function: Callable[..., Any], /, alone: bool = False, **arguments: Any) -> list[Any]:
-        if world_size not in pools:
-            pools[world_size] = Ranks(world_size, tmp_path_factory.mktemp(f"ranks{world_size}") / "output.txt")
+    def run(
+        world_size: int,
+        function: Callable[..., Any],
+        /,
+        alone: bool = False,
+        accelerator: str = "cpu",
+        **arguments: Any,
+    ) -> list[Any]:
+        key = (world_size, accelerator)
+        if key not in pools:
+            pools[key] = Ranks(world_size, tmp_path_factory.mktemp(f"ranks{world_size}") / "output.txt", accelerator)
         if alone:
-            pools[world_size].stop()
+            pools[key].stop()
         try:
-            return pools[world_size](function, **arguments)
+            return pools[key](function, **arguments)
         finally:
             if alone:
-                pools[world_size].stop()
+                pools[key].stop()
 
     yield run
     for pool in pools.values():
@@ -72,6 +81,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=why))
     if CELL.refused:
         _deselect(config, items, lambda item: "ranks" in getattr(item, "fixturenames", ()))
+    if "gpu" not in config.getoption("markexpr"):
+        _deselect(config, items, lambda item: bool(item.get_closest_marker("gpu")))
     if config.getoption("markexpr") != "settings":
         _deselect(config, items, lambda item: any("all" in mark.args for mark in item.iter_markers("settings")))
         if CELL.name != "everyday":

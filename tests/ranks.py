@@ -1,7 +1,7 @@
 """Ranks that stay: processes that import Lightning and DeepSpeed once and then run one test after another.
 
-A test calls `ranks(world_size, function, **arguments)`; the function runs on every rank at once, with a
-process group of gloo, and its results come back as a list. Each call starts unpatched.
+A test calls `ranks(world_size, function, **arguments)`; the function runs on every rank at once, on the CPU with a
+process group of gloo or each on a GPU of its own, and its results come back as a list. Each call starts unpatched.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class RankError(AssertionError):
 class Ranks:
     """A pool of `world_size` ranks, started at the first call and again after one that failed."""
 
-    def __init__(self, world_size: int, log: Path) -> None:
+    def __init__(self, world_size: int, log: Path, accelerator: str = "cpu") -> None:
         self.world_size = world_size
         self.log = log
+        self.accelerator = accelerator
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
 
@@ -62,7 +63,7 @@ class Ranks:
         context = multiprocessing.get_context("spawn")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            arguments = (theirs, rank, self.world_size, port, str(self.log))
+            arguments = (theirs, rank, self.world_size, port, str(self.log), self.accelerator)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -107,7 +108,7 @@ class Ranks:
         self.processes, self.pipes = [], []
 
 
-def _serve(pipe: Connection, rank: int, world_size: int, port: int, log: str) -> None:
+def _serve(pipe: Connection, rank: int, world_size: int, port: int, log: str, accelerator: str) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -122,8 +123,9 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, log: str) ->
         LOCAL_WORLD_SIZE=str(world_size),
         LOCAL_SIZE=str(world_size),  # else DeepSpeed up to 0.15 asks numactl
         OMP_NUM_THREADS="1",
-        DS_ACCELERATOR="cpu",
     )
+    if accelerator == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
     try:
         import provider
         import setuptools  # noqa: F401  -- before DeepSpeed imports distutils: it takes its place, to build ops
@@ -133,9 +135,10 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, log: str) ->
         from ds_frozen_patch.testing import cpu_strategy
 
         torch.set_num_threads(1)
-        crutches.lend(CELL.needs)
-        cpu_strategy(TRAINER)
-        cpu_strategy(FABRIC)
+        if accelerator == "cpu":
+            crutches.lend(CELL.needs)
+            cpu_strategy(TRAINER)
+            cpu_strategy(FABRIC)
         pipe.send(("returned", None))
     except BaseException as error:
         pipe.send(("raised", (type(error).__name__, str(error), traceback.format_exc())))
