@@ -20,6 +20,7 @@ from packaging.version import Version
 
 CELLS = cells.read()
 EVERY_TEST = ("everyday", "newest")
+ON_GPUS = ("python-3.13", "lightning-2.4")  # cells whose torch is built for CUDA
 BENCHMARKS = ("fingerprint", "inspect", "prune", "consolidate", "save", "reshard", "elastic")
 RESULTS = ROOT / ".nox" / "results"
 OWN_TESTS = ROOT / ".nox" / "upstream-tests"
@@ -103,6 +104,19 @@ def settings(session: nox.Session) -> None:
     for cell, file in results.items():
         run_tests(session, cell, "-m", "settings", f"--junitxml={file}", *session.posargs)
     run(session, "everyday", "ci/settings_table.py", *results.values())
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("cell", ON_GPUS, ids=ON_GPUS)
+def gpu(session: nox.Session, cell: str) -> None:
+    """The promises on this machine's GPUs, one or two of them; what follows `--` goes to pytest."""
+    session.chdir(ROOT)
+    look = "import torch; print(torch.cuda.device_count(), torch.__version__)"
+    found = session.run(cell_python(session, CELLS[cell]), "-c", look, silent=True, external=True)
+    count, torch = str(found).split()[-2:]
+    if count == "0":
+        session.error(f"torch {torch} sees no CUDA device: this session needs one, and a driver that its CUDA takes")
+    run(session, cell, "-m", "pytest", "-m", "gpu", "tests/gpu", *session.posargs, CELL=cell)
 
 
 @nox.session(venv_backend="none")
