@@ -58,7 +58,7 @@ class Place:
 
 def skip_without(place: Place) -> None:
     if place.accelerator == "gpu" and (found := torch.cuda.device_count()) < place.ranks:
-        pytest.skip(f"{place.ranks} CUDA devices are needed, and torch {torch.__version__} sees {found}")
+        pytest.skip(f"CUDA devices: {place.ranks} needed, and torch {torch.__version__} sees {found}")
 
 
 def on(ranks: Any, place: Place, function: Any, **arguments: Any) -> list[Any]:
