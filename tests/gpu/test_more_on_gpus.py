@@ -143,4 +143,4 @@ def test_the_loss_curve_goes_on(ranks: Any, tmp_path: Path, before: Place, after
     whole = torch.tensor(on(ranks, before, go_on, out=str(tmp_path), stage=stage)).mean(0)
     path = str(tmp_path / "epoch=0.ckpt")
     resumed = torch.tensor(on(ranks, after, go_on, out=str(tmp_path / "again"), stage=stage, resume=path)).mean(0)
-    torch.testing.assert_close(resumed, whole[runs.BATCHES :], rtol=1e-5, atol=0)
+    torch.testing.assert_close(resumed, whole[runs.BATCHES :], rtol=1e-4, atol=0)  # without Adam's moments: 1e-3
