@@ -48,6 +48,6 @@ if __name__ == "__main__":
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
-    workers: Any = {"num_workers": 1, "multiprocessing_context": "spawn"}
+    workers: Any = {} if done else {"num_workers": 1, "multiprocessing_context": "spawn"}
     trainer.fit(Module(), DataLoader(Data(), batch_size=2, **workers), ckpt_path=f"{done}.ckpt" if done else None)
     trainer.save_checkpoint(f"{done + 1}.ckpt")

@@ -46,7 +46,7 @@ def commands(block: str) -> list[Command]:
 
 def starts() -> list[Command]:
     """The ways to start a program under `run`."""
-    (block,) = (block for block in blocks("console") if "run -- torchrun" in block)
+    (block,) = (block for block in blocks("console") if block.startswith("$ ds-frozen-patch run -- "))
     return commands(block)
 
 

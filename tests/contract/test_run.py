@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.parametrize(("epochs", "start"), enumerate((one.line for one in readme.starts()), 1))
+@pytest.mark.parametrize(("epochs", "start"), list(enumerate((one.line for one in readme.starts()), 1)))
 def test_a_program_saves_and_resumes(folder: Path, epochs: int, start: str) -> None:
     """Each start goes on from the checkpoint of the one before."""
     for said in folder.glob("worker-*"):
