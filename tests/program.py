@@ -41,6 +41,7 @@ class Module(pl.LightningModule):
 if __name__ == "__main__":
     done = len(list(Path().glob("*.ckpt")))
     trainer = pl.Trainer(
+        accelerator="gpu",
         devices=2,
         strategy="deepspeed_stage_3",
         max_epochs=done + 1,

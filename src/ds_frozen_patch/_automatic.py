@@ -15,6 +15,14 @@ from ._targets import TARGETS
 BOOTSTRAP = Path(__file__).parent / "bootstrap"
 """The folder that is put on PYTHONPATH."""
 
+CONNECTORS = {
+    "lightning.pytorch.trainer.connectors.accelerator_connector": "_AcceleratorConnector",
+    "pytorch_lightning.trainer.connectors.accelerator_connector": "_AcceleratorConnector",
+    "lightning.fabric.connector": "_Connector",
+    "lightning_fabric.connector": "_Connector",
+}
+"""What in each Lightning finds the accelerator for `accelerator="gpu"` and `"auto"`."""
+
 PATCH, STRICT, CPU = "DS_FROZEN_PATCH", "DS_FROZEN_PATCH_STRICT", "DS_FROZEN_PATCH_CPU"
 """Environment variables, 1 or 0: patch at all, end a program that cannot be patched, train on CPU ranks."""
 
@@ -32,6 +40,8 @@ def begin(name: str, refuse: Callable[[str], None]) -> None:
     if on_cpu:
         for target in TARGETS:
             wrapt.register_post_import_hook(_train_on_cpu, target.module)
+        for connector in CONNECTORS:
+            wrapt.register_post_import_hook(_take_cpu, connector)
     if name:
         wrapt.register_post_import_hook(lambda _: _patching.patch_quietly(refuse), name)
     else:
@@ -41,3 +51,9 @@ def begin(name: str, refuse: Callable[[str], None]) -> None:
 def _train_on_cpu(module: ModuleType) -> None:
     """Not before: it imports DeepSpeed, whose import is slow."""
     import_module("ds_frozen_patch.testing").cpu_strategy(module.__name__.removesuffix(".strategies.deepspeed"))
+
+
+def _take_cpu(module: ModuleType) -> None:
+    """For programs that name no accelerator, or a GPU."""
+    connector = getattr(module, CONNECTORS[module.__name__])
+    connector._choose_gpu_accelerator_backend = connector._choose_auto_accelerator = staticmethod(lambda: "cpu")
