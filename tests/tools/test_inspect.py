@@ -200,6 +200,15 @@ def test_a_checkpoint_cannot_run_code(copied: Path, tmp_path: Path, capsys: pyte
     assert not (tmp_path / "it ran").exists()
 
 
+def test_the_type_of_an_omegaconf_value_is_expected(copied: Path) -> None:
+    """Each value of a DictConfig, as Hydra gives it, says that it may be of any type."""
+    file = copied / "checkpoint" / "mp_rank_00_model_states.pt"
+    state = torch.load(file, weights_only=False)
+    state["hyper_parameters"]["type"] = Any
+    torch.save(state, file)
+    assert inspect(copied).global_step == state["global_step"]
+
+
 def test_a_class_of_the_users_is_named(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = copied / "checkpoint" / "mp_rank_00_model_states.pt"
     before = inspect(copied)

@@ -46,7 +46,7 @@ _EXPECTED = (
     *(f"builtins.{name}" for name in ("bool", "bytes", "dict", "float", "int", "list", "object", "range", "str")),
     *(f"builtins.{name}" for name in ("tuple", "type")),
     "collections.*", "pathlib.*Path", "argparse.Namespace", "types.SimpleNamespace", "datetime.*", "decimal.Decimal",
-    "fractions.Fraction", "uuid.UUID", "copyreg._reconstructor",
+    "fractions.Fraction", "uuid.UUID", "copyreg._reconstructor", "typing.Any",
 )  # fmt: skip
 
 
