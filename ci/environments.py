@@ -17,12 +17,14 @@ from pathlib import Path
 
 import nox
 from cells import Cell
+from programs import Program
 from series_folder import PATCHES, apply_to_package
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "ci" / "locks"
+PROGRAMS = ROOT / ".nox" / "programs"
 PIPS_OWN = ("tools", "release")
-BUILDS_OF_TORCH = re.compile(r"(torch|triton|nvidia-.*|cuda-.*)==")
+BUILDS_OF_TORCH = re.compile(r"(torch|torchvision|triton|nvidia-.*|cuda-.*)==")
 
 
 def cell_python(session: nox.Session, cell: Cell) -> str:
@@ -43,6 +45,35 @@ def cell_python(session: nox.Session, cell: Cell) -> str:
     base = _environment(session, cell.python, cell.base, (cell.base,), add_torch)
     made_of = sorted((PATCHES / cell.patches).glob("*.patch")) if cell.patches else []
     return _environment(session, cell.python, cell.name, (cell.lock, cell.base), lay_over_base, made_of)
+
+
+def program_python(session: nox.Session, name: str, program: Program, cell: Cell) -> str:
+    """The Python of a program's environment, which lies over that of its cell."""
+    below = Path(cell_python(session, cell)).parent.parent
+
+    def lay_over_cell(python: str) -> None:
+        (own,) = Path(python).parent.parent.glob("lib/python*/site-packages")
+        (cells,) = below.glob("lib/python*/site-packages")
+        # Not the path alone: the cell has such files too, for its base and for us.
+        (own / "cell.pth").write_text(f"import site; site.addsitedir({str(cells)!r})\n")
+        if program.beside_torch:
+            _uv(session, "pip", "install", "--python", python, "--no-deps", *program.beside_torch)
+
+    locks = (f"program-{name}", cell.lock, cell.base)
+    return _environment(session, cell.python, f"program-{name}", locks, lay_over_cell)
+
+
+def clone(session: nox.Session, folder: str, address: str, commit: str) -> None:
+    """Have a commit, or a tag, of a repository in `.nox/programs`, as it is there and nothing beside."""
+    place = PROGRAMS / folder
+    git = ("git", "-C", str(place))
+    place.mkdir(parents=True, exist_ok=True)
+    session.run(*git, "init", "--quiet", external=True)
+    if not session.run(*git, "tag", "--list", f"got-{commit}", external=True, silent=True):
+        session.run(*git, "fetch", "--quiet", "--depth=1", address, commit, external=True)
+        session.run(*git, "tag", f"got-{commit}", "FETCH_HEAD", external=True)
+    session.run(*git, "checkout", "--quiet", "--force", "--detach", f"got-{commit}", external=True)
+    session.run(*git, "clean", "--quiet", "-ffdx", external=True)
 
 
 def tools_python(session: nox.Session, name: str = "tools") -> str:
@@ -69,6 +100,15 @@ def write_lock(session: nox.Session, cell: Cell) -> None:
     (LOCKS / f"{cell.name}.txt").write_text("".join(block for block in blocks if block not in _blocks(below)))
 
 
+def write_program_lock(session: nox.Session, name: str, program: Program, cell: Cell) -> None:
+    """Resolve what a program asks for anew, over its cell's environment, into its lock."""
+    below = {block.partition("==")[0]: block for lock in (cell.base, cell.lock) for block in _blocks(_lock(lock))}
+    wanted = (LOCKS / f"program-{name}.in").read_text().splitlines()
+    pins = [f"torch=={cell.torch}", *program.beside_torch, *cell.pins, *wanted]
+    blocks = _resolve(session, cell.python, pins, preferred="".join(below.values()), sources=())
+    (LOCKS / f"program-{name}.txt").write_text("".join(block for block in blocks if block not in below.values()))
+
+
 def write_tools_locks(session: nox.Session) -> None:
     """Resolve `ci/locks/tools.in` and `release.in` anew, with the uv of the lock as it is."""
     plain = ("--generate-hashes", "--no-header", "--no-annotate", "--universal", "--python-version", "3.10")
@@ -85,16 +125,25 @@ def newest_releases(session: nox.Session, *wanted: str) -> dict[str, str]:
         return dict(re.findall(r"^([\w-]+)==(\S+)", found.read_text(), re.MULTILINE))
 
 
-def _resolve(session: nox.Session, python: str, pins: list[str], preferred: str = "") -> list[str]:
+def _resolve(
+    session: nox.Session,
+    python: str,
+    pins: list[str],
+    preferred: str = "",
+    sources: Sequence[str] = ("setup.cfg", "--extra", "test", "--extra", "demo"),
+) -> list[str]:
     """What uv resolves the pins and the tests' requirements to: a block of lines per package, without torch."""
     with tempfile.TemporaryDirectory() as folder:
         wanted, lock = Path(folder, "pins.in"), Path(folder, "lock.txt")
         wanted.write_text("\n".join(pins))
         lock.write_text(preferred)  # uv keeps to the releases of an output that is there, where it can
-        sources = ("setup.cfg", "--extra", "test", "--extra", "demo", str(wanted))
         plain = ("--generate-hashes", "--no-header", "--no-annotate", "--python-version", python)
-        _uv(session, "pip", "compile", *sources, *plain, "--output-file", str(lock))
+        _uv(session, "pip", "compile", *sources, str(wanted), *plain, "--output-file", str(lock))
         return [block for block in _blocks(lock.read_text()) if not BUILDS_OF_TORCH.match(block)]
+
+
+def _lock(name: str) -> str:
+    return (LOCKS / f"{name}.txt").read_text()
 
 
 def _blocks(lock: str) -> list[str]:

@@ -15,8 +15,21 @@ import nox
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import cells
-from environments import LOCKS, ROOT, cell_python, newest_releases, tools_python, write_lock, write_tools_locks
+from environments import (
+    LOCKS,
+    ROOT,
+    cell_python,
+    clone,
+    newest_releases,
+    program_python,
+    tools_python,
+    write_lock,
+    write_program_lock,
+    write_tools_locks,
+)
+from environments import PROGRAMS as CLONES
 from packaging.version import Version
+from programs import PROGRAMS
 
 CELLS = cells.read()
 EVERY_TEST = ("everyday", "newest")
@@ -55,18 +68,23 @@ def matrix(session: nox.Session, cell: str) -> None:
 
 @nox.session(venv_backend="none")
 def lock(session: nox.Session) -> None:
-    """Resolve the locks of the cells that follow `--` anew, or all of them and their bases."""
+    """Resolve the locks of the cells and programs that follow `--` anew, or all of them and their bases."""
     session.chdir(ROOT)
-    locked = [name for name, cell in CELLS.items() if cell.lock == name]
+    of_programs = {f"program-{name}": name for name in PROGRAMS}
+    locked = [*(name for name, cell in CELLS.items() if cell.lock == name), *of_programs]
     chosen = session.posargs or locked
     if unknown := [name for name in chosen if name not in locked]:
-        session.error(f"no cells of ci/matrix.json with a lock: {', '.join(unknown)}. There are {', '.join(locked)}")
+        session.error(f"no cells or programs with a lock: {', '.join(unknown)}. There are {', '.join(locked)}")
     if not session.posargs:
         for old in LOCKS.glob("base-*.txt"):
             old.unlink()
         write_tools_locks(session)
     for name in chosen:
-        write_lock(session, CELLS[name])
+        if name in of_programs:
+            program = PROGRAMS[of_programs[name]]
+            write_program_lock(session, of_programs[name], program, CELLS[program.cell])
+        else:
+            write_lock(session, CELLS[name])
 
 
 @nox.session(venv_backend="none")
@@ -117,6 +135,20 @@ def gpu(session: nox.Session, cell: str) -> None:
     if count == "0":
         session.error(f"torch {torch} sees no CUDA device: this session needs one, and a driver that its CUDA takes")
     run(session, cell, "-m", "pytest", "-m", "gpu", "tests/gpu", *session.posargs, CELL=cell)
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("name", list(PROGRAMS), ids=list(PROGRAMS))
+def programs(session: nox.Session, name: str) -> None:
+    """A program that was written elsewhere, unchanged, under `ds-frozen-patch run`: it saves and resumes."""
+    program = PROGRAMS[name]
+    cell = CELLS[program.cell]
+    session.chdir(ROOT)
+    for folder, (address, commit) in program.clones.items():
+        clone(session, folder, address, commit)
+    pytest = ("-m", "pytest", f"--programs={CLONES}", "-k", f"[{name}]", "tests/programs", *session.posargs)
+    environment = cell.environment | {"CELL": cell.name}
+    session.run(program_python(session, name, program, cell), *pytest, env=environment, external=True)
 
 
 @nox.session(venv_backend="none")

@@ -67,6 +67,9 @@ def saved(request: pytest.FixtureRequest) -> Path:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--saved", type=Path, help="where cells leave their checkpoints for newer ones to resume")
+    parser.addoption(
+        "--programs", type=Path, help="where clones of the programs of ci/programs.py are; runs these alone"
+    )
     parser.addoption("--outcome", type=Path, help="write what became of each promise into this JSON file")
 
 
@@ -87,6 +90,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _deselect(config, items, lambda item: any("all" in mark.args for mark in item.iter_markers("settings")))
         if CELL.name != "everyday":
             _deselect(config, items, lambda item: bool(item.get_closest_marker("once")))
+    if not config.getoption("--programs"):
+        _deselect(config, items, lambda item: bool(item.get_closest_marker("programs")))
     if CELL.patches:
         _deselect(config, items, lambda item: not item.get_closest_marker("series"))
     else:

@@ -1,0 +1,32 @@
+"""Programs that were written elsewhere, for `tests/programs`: where each comes from, and what it runs in.
+
+What a program asks for beside a cell's environment is in `ci/locks/program-NAME.in`, resolved in `program-NAME.txt`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program that runs over the environment of a cell.
+
+    `clones` gives, by the name of a folder, the address of a repository and a commit or a tag of it. `beside_torch` is
+    what must be of one build with torch, and so has no hash.
+    """
+
+    cell: str
+    clones: dict[str, tuple[str, str]] = field(default_factory=dict)
+    beside_torch: tuple[str, ...] = ()
+
+
+GITHUB = "https://github.com"
+OPENTHAIGPT = (f"{GITHUB}/OpenThaiGPT/openthaigpt-pretraining", "5f6a31fbcf0a4dbdbc557c41c4b5f8c067339a7e")
+LLAMA = (f"{GITHUB}/facebookresearch/llama", "54c22c0d63a3f3c9e77f43a6a3041c00018f4964")
+
+PROGRAMS = {
+    "lightning-ir": Program("everyday"),
+    "openthaigpt": Program("lightning-2.4", {"openthaigpt": OPENTHAIGPT, "llama": LLAMA}),
+    "torchgeo": Program("lightning-2.4", beside_torch=("torchvision==0.19.1",)),
+}
