@@ -200,6 +200,7 @@ def refused(out: str, **options: Any) -> tuple[str, str]:
     return runs.refusal(train, out, resume=f"{out}/run.ckpt", **options)
 
 
+@pytest.mark.once
 def test_it_is_offered(ranks: Any, tmp_path: Path) -> None:
     ranks(2, save_by_two, out=str(tmp_path), stage=2)
     path = tmp_path / "run.ckpt"
@@ -222,6 +223,7 @@ def test_it_is_offered(ranks: Any, tmp_path: Path) -> None:
     assert snapshot(path) == made  # once
 
 
+@pytest.mark.once
 def test_what_cannot_be_made_is_said_by_every_rank(ranks: Any, tmp_path: Path) -> None:
     ranks(2, save_by_two, out=str(tmp_path), stage=3)
     (tmp_path / "run.ckpt" / "checkpoint.ranks3").write_text("in the way")

@@ -1,4 +1,4 @@
-"""A program that knows nothing of us, under `ds-frozen-patch run` and each way to start ranks: saved, and resumed."""
+"""A program that knows nothing of us, and wants a GPU, under `run` and each way to start ranks: saved, and resumed."""
 
 from __future__ import annotations
 
@@ -34,16 +34,3 @@ def test_a_program_saves_and_resumes(folder: Path, epochs: int, start: str) -> N
         assert not any("body" in name for name in rank.get("frozen_param_shapes") or {})
         assert [names for names, *_ in rank["ds_frozen_patch"]["left_out"]] == [["body.weight"], ["body.bias"]]
     assert {said.read_text() for said in folder.glob("worker-*")} == {"BoundFunctionWrapper"}
-
-
-def test_a_gpu_is_a_cpu(tmp_path: Path) -> None:
-    """With `--cpu`, for Trainer and Fabric of both namespaces."""
-    program = tmp_path / "program.py"
-    program.write_text("""
-from lightning import fabric, pytorch
-import lightning_fabric, pytorch_lightning
-for start in fabric.Fabric, pytorch.Trainer, lightning_fabric.Fabric, pytorch_lightning.Trainer:
-    print(*(type(start(accelerator=name, devices=2).strategy.accelerator).__name__ for name in ("gpu", "auto")))
-""")
-    done = readme.shell("ds-frozen-patch run --cpu -- python program.py", tmp_path)
-    assert done.stdout == "CPUAccelerator CPUAccelerator\n" * 4, done.stderr

@@ -12,12 +12,15 @@ import subprocess
 import sys
 import venv
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 from made_up import Site
+from under_test import FABRIC, TRAINER
 
+from ds_frozen_patch._automatic import CONNECTORS
 from ds_frozen_patch.cli import main
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -266,3 +269,13 @@ def test_wrong_use(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> 
         main(["run", *arguments])
     assert exit_.value.code == 2
     assert "ds-frozen-patch run: error: " in capsys.readouterr().err
+
+
+def test_what_cpu_replaces_is_there() -> None:
+    """That a program which wants a GPU then trains on the CPU is shown by `contract/test_run.py`, for one Lightning."""
+    own = [module for module in CONNECTORS if module.startswith((f"{TRAINER}.", f"{FABRIC}."))]
+    assert len(own) == 2
+    for module in own:
+        connector = getattr(import_module(module), CONNECTORS[module])
+        assert callable(connector._choose_gpu_accelerator_backend)
+        assert callable(connector._choose_auto_accelerator)
