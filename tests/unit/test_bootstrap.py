@@ -1,6 +1,7 @@
 """`ds-frozen-patch run`: a program that knows nothing of us, and what it starts, are patched; all else is as without.
 
-The programs run in a Python that has the made-up Lightning of `made_up.py`, and no other package.
+The programs run in a Python that has the made-up Lightning of `made_up.py`, and no other package. What one Python
+could do otherwise than another runs in each cell.
 """
 
 from __future__ import annotations
@@ -98,6 +99,8 @@ if __name__ == "__main__":
     assert done.stderr == ""
 
 
+@pytest.mark.everyday
+@pytest.mark.once
 @pytest.mark.parametrize("start", ["subprocess", "spawn", "fork", "forkserver"])
 def test_what_it_starts_is_patched(run: Run, start: str) -> None:
     program = """
@@ -124,6 +127,8 @@ def test_the_users_sitecustomize_runs(run: Run, site: Site, tmp_path_factory: py
     assert "ZeroDivisionError" in done.stderr
 
 
+@pytest.mark.everyday
+@pytest.mark.once
 def test_options_become_settings(run: Run) -> None:
     program = "look(); from ds_frozen_patch._settings import current; print(current())"
     options = [
@@ -144,6 +149,8 @@ def test_options_become_settings(run: Run) -> None:
     assert "keep=('c', 'd')" in run(program, DS_FROZEN_PATCH_KEEP=" c , d ").stdout
 
 
+@pytest.mark.everyday
+@pytest.mark.once
 def test_the_variables_alone(site: Site, python: Path) -> None:
     command = [*COMMAND, "--keep", "it's *", "--env"]
     lines = execute(site, command).stdout
@@ -155,6 +162,8 @@ def test_the_variables_alone(site: Site, python: Path) -> None:
         assert said == ["[True, True] it's *", "[False, False] it's *", "[False, False] it's *"]
 
 
+@pytest.mark.everyday
+@pytest.mark.once
 def test_status_patch_and_unpatch_in_the_program(run: Run) -> None:
     state = "; print(dfp.status()['lightning.pytorch'].state)"
     assert run(f"import ds_frozen_patch as dfp{state}; print(look())").stdout == "armed\n[True, True]\n"
@@ -200,6 +209,8 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.everyday
+@pytest.mark.once
 @pytest.mark.promise(12)
 @pytest.mark.parametrize("why", REFUSALS)
 def test_a_refusal_is_a_warning_or_with_strict_an_error(run: Run, site: Site, why: str) -> None:
@@ -217,6 +228,8 @@ def test_a_refusal_is_a_warning_or_with_strict_an_error(run: Run, site: Site, wh
     assert run("print('no Lightning')", "--strict").stderr == ""
 
 
+@pytest.mark.everyday
+@pytest.mark.once
 @pytest.mark.promise(12)
 def test_an_explicit_patch_is_refused_as_ever(run: Run, site: Site) -> None:
     for why in ("at once", "at its import"):
@@ -228,6 +241,8 @@ def test_an_explicit_patch_is_refused_as_ever(run: Run, site: Site) -> None:
             assert SAID[why] in done.stderr
 
 
+@pytest.mark.everyday
+@pytest.mark.once
 @pytest.mark.parametrize("variable", ["DS_FROZEN_PATCH_STRICT", "DS_FROZEN_PATCH_EXPORT", "DS_FROZEN_PATCH_CPU"])
 def test_a_wrong_variable_ends_the_program(run: Run, variable: str) -> None:
     done = run("import lightning", status=1, **{variable: "yes"})
@@ -235,6 +250,8 @@ def test_a_wrong_variable_ends_the_program(run: Run, variable: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.everyday
+@pytest.mark.once
 def test_exit_statuses_and_signals_pass_through(run: Run, site: Site, tmp_path: Path) -> None:
     run("sys.exit(7)", status=7)
     run("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", status=-signal.SIGKILL)
@@ -250,6 +267,8 @@ def test_exit_statuses_and_signals_pass_through(run: Run, site: Site, tmp_path: 
         assert process.wait(20) == 3
 
 
+@pytest.mark.everyday
+@pytest.mark.once
 def test_a_command_that_cannot_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script, text = tmp_path / "train.py", tmp_path / "text"
     script.write_text("print('trains')")
@@ -263,6 +282,8 @@ def test_a_command_that_cannot_be_run(tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"python {script}" in capsys.readouterr().err
 
 
+@pytest.mark.everyday
+@pytest.mark.once
 @pytest.mark.parametrize("arguments", [[], ["--"], ["--env", "--", "true"], ["--verify-base=loud", "true"]])
 def test_wrong_use(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
