@@ -125,6 +125,14 @@ def settings(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def faults(session: nox.Session) -> None:
+    """Try to lose data, at length, and make the README's table of what was tried; what follows `--` goes to pytest."""
+    results = f"{RESULTS}/faults.xml"
+    run_tests(session, "everyday", "--faults", f"--junitxml={results}", "tests/faults", *session.posargs)
+    run(session, "everyday", "ci/faults_table.py", results)
+
+
+@nox.session(venv_backend="none")
 @nox.parametrize("cell", ON_GPUS, ids=ON_GPUS)
 def gpu(session: nox.Session, cell: str) -> None:
     """The promises on this machine's GPUs, one or two of them; what follows `--` goes to pytest."""

@@ -70,6 +70,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--programs", type=Path, help="where clones of the programs of ci/programs.py are; runs these alone"
     )
+    parser.addoption("--faults", action="store_true", help="run all of tests/faults, not the short part alone")
     parser.addoption("--outcome", type=Path, help="write what became of each promise into this JSON file")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -50,7 +49,9 @@ def begin(name: str, refuse: Callable[[str], None]) -> None:
 
 def _train_on_cpu(module: ModuleType) -> None:
     """Not before: it imports DeepSpeed, whose import is slow."""
-    import_module("ds_frozen_patch.testing").cpu_strategy(module.__name__.removesuffix(".strategies.deepspeed"))
+    from .testing import cpu_strategy
+
+    cpu_strategy(module.__name__.removesuffix(".strategies.deepspeed"))
 
 
 def _take_cpu(module: ModuleType) -> None:

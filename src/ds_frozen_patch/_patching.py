@@ -195,7 +195,6 @@ def patch(
         if _current is not None:  # else another thread has called unpatch() since
             _serve_all()
             _refuse_half_imported(_current)
-        if _current is not None:
             _current.refuse = None
         return status()
 

@@ -45,14 +45,6 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Site:
-    made = Site(tmp_path)
-    made.lightning()
-    made.deepspeed()
-    return made
-
-
-@pytest.fixture
 def run(site: Site, python: Path) -> Run:
     def run(program: str, *options: str, status: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
         (site.root / "program.py").write_text(LOOK + program)

@@ -10,21 +10,12 @@ import itertools
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from made_up import FLAG, STRATEGY, Site
 from under_test import FABRIC, TRAINER
 
 pytestmark = pytest.mark.promise(11)
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Site:
-    made = Site(tmp_path)
-    made.lightning()
-    made.deepspeed()
-    return made
 
 
 LOOK = """

@@ -1,0 +1,40 @@
+"""The suite that tries to lose data: a short part with every other test, all of it by `nox -s faults`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tools_checkpoints import Checkpoints
+from under_test import CELL
+
+# Nothing here depends on releases.
+collect_ignore_glob = [] if CELL.name == "everyday" else ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def long(request: pytest.FixtureRequest) -> bool:
+    """Whether all of the suite is asked for."""
+    return bool(request.config.getoption("--faults"))
+
+
+@pytest.fixture
+def counted(record_property: Callable[[str, object], None]) -> Callable[[str, int], None]:
+    """`counted("kill -9 in a save", 40)`: what was tried so many times, for the table; called once all has passed."""
+    return record_property
+
+
+@pytest.fixture(scope="session")
+def checkpoints(ranks: Callable[..., object], tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """`checkpoints(stage, world_size)`: a folder with `small.ckpt` and `full.ckpt` of one moment."""
+    return Checkpoints(ranks, tmp_path_factory.mktemp("checkpoints"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All are of the everyday cell alone."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.everyday)
+            item.add_marker(pytest.mark.once)
