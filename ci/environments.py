@@ -195,6 +195,8 @@ def _mark_made(folder: Path, files: Sequence[Path]) -> None:
 
 def _uv(session: nox.Session, *arguments: str) -> None:
     environment = {"UV_FIND_LINKS": os.environ.get("UV_FIND_LINKS", os.environ.get("PIP_FIND_LINKS", ""))}
+    # Once, and not in each of the many processes to come: where PYTHONDONTWRITEBYTECODE is set, none keeps it.
+    environment["UV_COMPILE_BYTECODE"] = "1"
     # pyenv's shims are no Pythons to uv; the Pythons behind them are.
     versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
     environment["PATH"] = os.pathsep.join([*map(str, sorted(versions.glob("*/bin"))), os.environ["PATH"]])

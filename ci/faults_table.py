@@ -1,4 +1,4 @@
-"""The README's table of how it was tried to lose data, of what the tests have left: `nox -f ci/noxfile.py -s faults`."""
+"""The README's table of what was tried to lose data, as the tests have left it: `nox -f ci/noxfile.py -s faults`."""
 
 from __future__ import annotations
 

@@ -19,6 +19,8 @@ import runs
 import torch
 from under_test import PRECISION, DeepSpeedStrategy
 
+from ds_frozen_patch.checkpoint.states import LABEL
+
 EMBEDDING = "model.base_model.model.model.embed_tokens.weight"
 HEAD = "model.base_model.model.lm_head.weight"
 NORM = "model.base_model.model.model.norm.weight"
@@ -198,6 +200,13 @@ def loaded(file: Path) -> Any:
     return torch.load(file, map_location="cpu", weights_only=False)
 
 
+def of_any_save(file: Path) -> Any:
+    """What a file holds beside its label, which no two saves have alike, and which says the file's name."""
+    state = loaded(file)
+    assert state.pop(LABEL, {"file": file.name})["file"] == file.name
+    return state
+
+
 def weights_of(file: Path) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = loaded(file)["state_dict"]
     return found
@@ -270,6 +279,12 @@ def changed(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     state = loaded(file)
     change(state)
     torch.save(state, file)
+
+
+def unlabel(path: Path) -> None:
+    """Take from the files of a checkpoint what says of which save they are, as if plain Lightning had saved them."""
+    for file in path.rglob("*_states.pt"):
+        changed(file, lambda state: state.pop(LABEL, None))
 
 
 def base_model(seed: int = 1, **options: Any) -> Any:

@@ -16,8 +16,10 @@ from typing import Any
 
 from . import _ownership
 from ._errors import CheckpointMismatchError, named
+from ._intact import check_intact
 from ._saving import forgets_optimizer, has_plain_optimizer, keeps_optimizer_on_nvme, warn
 from ._settings import current
+from .checkpoint.states import LABEL
 from .fingerprint import fingerprints, process_memory
 from .manifest import (
     KEY,
@@ -110,6 +112,7 @@ def engine_load(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
     restores_optimizer = call.arguments["load_optimizer_states"] and not call.arguments["load_module_only"]
     source = (call.arguments["load_dir"], call.arguments["tag"])
     call.arguments["tag"] = tag = _elastic.tag_to_load(strategy, engine, *source, restores_optimizer)
+    check_intact(engine, source[0], tag, restores_optimizer)
     with (
         _set(_restores_optimizer, restores_optimizer),
         _set(_loaded, {}),
@@ -127,7 +130,7 @@ def engine_load(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
             ' With offload_optimizer: {"device": "cpu"} it would.',
         )
     if client_state is not None:
-        for key in (KEY, _elastic.KEY, "universal_checkpoint_info"):
+        for key in (KEY, LABEL, _elastic.KEY, "universal_checkpoint_info"):
             client_state.pop(key, None)
         if restores_optimizer and loaded:
             _elastic.carry_on(strategy, engine, loaded, client_state)

@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 from weakref import WeakKeyDictionary, WeakSet
 
 from packaging.version import Version
 
-from . import _ownership, manifest
+from . import _labels, _ownership, manifest
 from ._errors import CheckpointError, named
 from ._settings import Settings
 from ._settings import current as _settings
@@ -102,11 +103,12 @@ def strategy_call(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, .
     with _ownership.at_work(strategy):
         if path is None:  # of a strategy that somebody has changed
             return wrapped(*args, **kwargs)
-        target = Path(strategy.broadcast(call.arguments[path]))
+        target, save = strategy.broadcast((call.arguments[path], uuid4().hex))
+        target = Path(target)
         if _single_file.is_weights_only(call.arguments.get("checkpoint", {})):  # Fabric has no such argument
             options = call.arguments.get("storage_options")
             return _single_file.save(strategy, call.arguments["checkpoint"], target, options)
-        with _unfinished(strategy, target) as call.arguments[path]:
+        with _labels.save(save), _unfinished(strategy, target) as call.arguments[path]:
             return wrapped(*call.args, **call.kwargs)
 
 
@@ -179,7 +181,8 @@ def engine_save(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
     call.arguments["client_state"] = {**(call.arguments.get("client_state") or {}), **ours}
     token = _leaving_out.set(left_out.names if left_out else None)
     try:
-        saved = wrapped(*call.args, **call.kwargs)
+        with _labels.labels(engine):
+            saved = wrapped(*call.args, **call.kwargs)
     except (NotImplementedError, AssertionError) as error:
         if "NVMe" not in str(error):
             raise

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from hashlib import sha256
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +72,7 @@ class Manifest:
 
     def to_state(self) -> dict[str, Any]:
         """The manifest as plain values, to go into a checkpoint."""
-        return {
+        state = {
             "format": FORMAT,
             "left_out": [(list(p.names), list(p.shape), p.dtype, p.fingerprint) for p in self.left_out],
             "total_bytes": self.total_bytes,
@@ -80,6 +81,7 @@ class Manifest:
             "versions": dict(self.versions),
             **({"adapters": {name: dict(said) for name, said in self.adapters.items()}} if self.adapters else {}),
         }
+        return {**state, "digest": _digest(state)}
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Mapping[str, Any]) -> Manifest | None:
@@ -89,8 +91,11 @@ class Manifest:
             CheckpointMismatchError: it is of a format that this release does not know, or damaged.
         """
         state = checkpoint.get(KEY)
-        if state is None:
-            return None
+        return None if state is None else cls.from_state(state)
+
+    @classmethod
+    def from_state(cls, state: Any) -> Manifest:
+        """The manifest that `to_state` has made these values of; raises as `from_checkpoint`."""
         found = state.get("format") if isinstance(state, dict) else None
         if found != FORMAT:
             raise CheckpointMismatchError(
@@ -98,14 +103,19 @@ class Manifest:
                 f" {FORMAT}. Update it: pip install -U ds_frozen_patch"
             )
         try:
-            return cls._from_state(state)
+            if "digest" in state and state["digest"] != _digest(state):
+                raise CheckpointMismatchError(
+                    "The checkpoint's manifest is not as it was written: it has been edited, or is damaged. Load a copy"
+                    " that is whole."
+                )
+            return cls._from_values(state)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointMismatchError(
                 f"The checkpoint's manifest is damaged ({type(error).__name__}: {error}). Load a copy that is whole."
             ) from None
 
     @classmethod
-    def _from_state(cls, state: Mapping[str, Any]) -> Manifest:
+    def _from_values(cls, state: Mapping[str, Any]) -> Manifest:
         return cls(
             left_out=tuple(
                 LeftOut(tuple(names), tuple(shape), dtype, print_) for names, shape, dtype, print_ in state["left_out"]
@@ -116,6 +126,11 @@ class Manifest:
             versions=state["versions"],
             adapters=state.get("adapters", {}),
         )
+
+
+def _digest(state: Mapping[str, Any]) -> str:
+    said = {key: value for key, value in state.items() if key != "digest"}
+    return sha256(json.dumps(said, sort_keys=True, default=repr).encode()).hexdigest()
 
 
 def plain(name: str) -> str:

@@ -21,6 +21,7 @@ from tools_checkpoints import (
     assert_same,
     flip,
     loaded,
+    of_any_save,
     precision_of,
     raw,
     record_of,
@@ -51,7 +52,7 @@ def assert_pruned(pruned: Path, small: Path) -> None:
     assert sorted(snapshot(pruned)) == sorted(snapshot(small))
     assert (pruned / "latest").read_text() == (small / "latest").read_text()
     for file in sorted((small / "checkpoint").glob("*.pt")):
-        ours, theirs = loaded(pruned / "checkpoint" / file.name), loaded(file)
+        ours, theirs = of_any_save(pruned / "checkpoint" / file.name), of_any_save(file)
         if file.name.endswith("model_states.pt"):
             mine, said = manifest_of(ours), manifest_of(theirs)
             assert (mine.left_out, mine.total_bytes) == (said.left_out, said.total_bytes)
@@ -126,7 +127,7 @@ def test_without_fingerprints_no_frozen_weight_is_read(checkpoints: Checkpoints,
     done = prune(tmp_path / "full.ckpt", tmp_path / "pruned.ckpt", fingerprints=False)
     assert [parameter.fingerprint for parameter in done.manifest.left_out] == [None] * len(done.manifest.left_out)
     for file in sorted((tmp_path / "pruned.ckpt" / "checkpoint").glob("*.pt")):
-        ours, theirs = loaded(file), loaded(out / "small.ckpt" / "checkpoint" / file.name)
+        ours, theirs = of_any_save(file), of_any_save(out / "small.ckpt" / "checkpoint" / file.name)
         if KEY in ours:
             mine, said = ours.pop(KEY), theirs.pop(KEY)
             assert [entry[:3] for entry in mine["left_out"]] == [entry[:3] for entry in said["left_out"]]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tools_checkpoints import Checkpoints, assert_same, changed, loaded, raw, snapshot, weights_of
+from tools_checkpoints import Checkpoints, assert_same, changed, loaded, of_any_save, raw, snapshot, weights_of
 
 from ds_frozen_patch import CheckpointError, consolidate, inspect, reshard, verify
 from ds_frozen_patch.checkpoint.resharding import KEY, reshard_inside
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.promise(10), pytest.mark.everyday]
 
 
 def files_of(checkpoint: Path) -> dict[str, Any]:
-    return {file.name: loaded(file) for file in sorted((checkpoint / "checkpoint").glob("*.pt"))}
+    return {file.name: of_any_save(file) for file in sorted((checkpoint / "checkpoint").glob("*.pt"))}
 
 
 def without_values(state: Any) -> Any:

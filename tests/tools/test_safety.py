@@ -28,6 +28,7 @@ from tools_checkpoints import (
     loaded,
     record_of,
     snapshot,
+    unlabel,
 )
 
 from ds_frozen_patch import CheckpointError, consolidate, export, prune, reshard
@@ -193,6 +194,7 @@ def test_a_shard_of_another_run(
     def damage(path: Path) -> None:
         shard = last(path, "optim")
         shutil.copy(checkpoints(stage, **other) / path.name / "checkpoint" / shard.name, shard)
+        unlabel(path)
 
     both(path, damage)
     said = assert_refused(lambda: run(path, tmp_path / name), tmp_path / name, path)
@@ -210,6 +212,7 @@ def test_a_shard_of_a_run_with_another_seed(
     def damage(path: Path) -> None:
         shard = last(path, "optim")
         shutil.copy(checkpoints(stage, seed=2) / path.name / "checkpoint" / shard.name, shard)
+        unlabel(path)
 
     both(path, damage)
     said = assert_refused(lambda: run(path, tmp_path / name), tmp_path / name, path)

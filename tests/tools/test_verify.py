@@ -20,6 +20,7 @@ from tools_checkpoints import (
     record_of,
     records_of,
     snapshot,
+    unlabel,
 )
 from under_test import PRECISIONS
 
@@ -163,6 +164,8 @@ def test_a_shard_of_a_run_with_another_seed(
     path = copied(stage)
     (shard,) = path.rglob(f"*zero_pp_rank_{rank}_*optim_states.pt")
     shutil.copy(checkpoints(stage, seed=2) / "small.ckpt" / "checkpoint" / shard.name, shard)
+    assert "is of another save than" in problem(path)
+    unlabel(path)
     said = problem(path)
     assert said.startswith(f"{shard.name} and mp_rank_00_model_states.pt are not of one run: ")
     # The ranks' parts follow on each other, but in stage 2 the parameters are dealt out to them in turn.
@@ -174,6 +177,7 @@ def test_a_shard_of_another_step(checkpoints: Checkpoints, copied: Callable[...,
     path = copied(stage)
     (shard,) = path.rglob("*zero_pp_rank_1_*optim_states.pt")
     shutil.copy(checkpoints(stage, epochs=2) / "small.ckpt" / "checkpoint" / shard.name, shard)
+    unlabel(path)
     said = problem(path)
     assert said.startswith(f"{shard} is of another save than ")
     assert "they differ in" in said
@@ -183,6 +187,7 @@ def test_a_model_file_of_another_step(checkpoints: Checkpoints, copied: Callable
     path = copied(3)
     file = max(path.rglob("*model_states.pt"))
     shutil.copy(checkpoints(3, epochs=2) / "small.ckpt" / "checkpoint" / file.name, file)
+    unlabel(path)
     assert problem(path).startswith(f"{file} is of another save than ")
 
 
@@ -191,6 +196,7 @@ def test_shards_of_a_run_of_another_size(checkpoints: Checkpoints, copied: Calla
     path = copied(stage)
     for shard in path.rglob("*optim_states.pt"):
         shutil.copy(checkpoints(stage, rank=8) / "small.ckpt" / "checkpoint" / shard.name, shard)
+    unlabel(path)
     said = problem(path)
     assert "optim_states.pt does not fit the model's states: the masters have " in said
 
@@ -203,13 +209,13 @@ def test_a_wrong_manifest(copied: Callable[..., Path], stage: int) -> None:
 
     def said(change: Callable[[dict[str, Any]], Any]) -> tuple[str, ...]:
         for file in files:
-            changed(file, change)
+            changed(file, lambda state: (state[KEY].pop("digest"), change(state)))
         found = verify(path).problems
         for file in files:
             file.write_bytes(contents[file])
         return found
 
-    assert said(lambda state: state[KEY].update(global_step=5)) == ()
+    assert said(lambda state: state[KEY].update(global_step=5)) == ()  # of a later release
     (wrong,) = said(lambda state: state[KEY].update(total_bytes=state[KEY]["total_bytes"] + 1))
     assert wrong.startswith("The manifest says of the size of what was left out: ")
     (wrong,) = said(lambda state: state[KEY].update(zero_stage=stage ^ 1))

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -164,6 +166,10 @@ class Contents:
     pickle_bytes: int
 
 
+UNREADABLE = (zipfile.BadZipFile, zlib.error, struct.error, ValueError, EOFError, OSError, RuntimeError, OverflowError)
+"""What `zipfile` raises for a file that is damaged, or none of its kind."""
+
+
 def read(path: Path, *, trust: bool = False) -> Contents:
     """Read what one file of `torch.save` holds, and no tensor's bytes.
 
@@ -177,13 +183,14 @@ def read(path: Path, *, trust: bool = False) -> Contents:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            (pickled,) = [name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl")]
+            sizes = {info.filename: info.file_size for info in members(archive)}
+            (pickled,) = [name for name in sizes if name.count("/") == 1 and name.endswith("/data.pkl")]
             content = archive.read(pickled)
             folder = pickled.removesuffix("data.pkl")
-            if f"{folder}byteorder" in archive.namelist() and archive.read(f"{folder}byteorder") != b"little":
+            if f"{folder}byteorder" in sizes and archive.read(f"{folder}byteorder") != b"little":
                 raise ValueError("its numbers are big-endian")
-            sizes = {info.filename.removeprefix(f"{folder}data/"): info.file_size for info in archive.infolist()}
-    except (zipfile.BadZipFile, ValueError, EOFError, OSError, NotImplementedError) as error:
+            sizes = {name.removeprefix(f"{folder}data/"): size for name, size in sizes.items()}
+    except UNREADABLE as error:
         raise CheckpointError(
             f"{path} cannot be read, is cut, damaged, or no file of torch.save ({error}). Take a whole copy of it."
         ) from None
@@ -198,6 +205,15 @@ def read(path: Path, *, trust: bool = False) -> Contents:
             f"The pickle in {path} is damaged ({type(error).__name__}: {error}). Take a whole copy of the file."
         ) from None
     return Contents(state, len(content))
+
+
+def members(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
+    """What a file says of its records; without checksums where torch was told to write none (`set_crc32_options`)."""
+    found = archive.infolist()
+    if not any(info.CRC for info in found):
+        for info in found:
+            info.CRC = None  # type: ignore[assignment]
+    return found
 
 
 def _check(tensor: StoredTensor, sizes: dict[str, int]) -> None:

@@ -17,7 +17,7 @@ from .archive import ITEM_SIZES, Storage, StoredTensor, read
 from .base import Base, open_base, refuse_wrong, tensors_for
 from .records import Piece, Records, Whole, mapped, whole
 from .resharding import KEY as ELASTIC
-from .states import DEEPSPEEDS_OWN, States, check_together, load
+from .states import DEEPSPEEDS_OWN, LABEL, States, check_together, load
 from .weights import Weights, check_one_run, weights
 from .writing import check_output, output, write_archive
 
@@ -241,7 +241,7 @@ class Reader:
 
 def _write_torch(file: Path, states: States, plan: Plan, is_whole: bool, reader: Reader) -> None:
     """A Lightning checkpoint: the client's state, and the weights as `state_dict`."""
-    kept = {key: value for key, value in states.models[0].items() if key not in (*DEEPSPEEDS_OWN, ELASTIC)}
+    kept = {key: value for key, value in states.models[0].items() if key not in (*DEEPSPEEDS_OWN, ELASTIC, LABEL)}
     if is_whole:
         kept.pop(KEY, None)
     made: dict[str, StoredTensor] = {}

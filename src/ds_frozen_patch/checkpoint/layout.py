@@ -20,6 +20,10 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 
+class UnknownLayoutError(CheckpointError):
+    """A checkpoint may be whole, but it is of a kind that these tools do not know."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """A checkpoint's files: `model` and `optimizer` in the order of ranks, the latter empty in ZeRO stage 0."""
@@ -53,7 +57,7 @@ def find(path: str | Path, tag: str | None = None) -> Layout:
     if unknown := [
         f.name for f in folder.glob("*_states.pt") if not (_MODEL.fullmatch(f.name) or _OPTIMIZER.fullmatch(f.name))
     ]:
-        raise CheckpointError(
+        raise UnknownLayoutError(
             f"{folder} holds {named(unknown, 3)}: it is of pipeline parallelism or of a mixture of experts, which these"
             " tools do not know."
         )
@@ -87,7 +91,7 @@ def _by_rank(folder: Path, kind: re.Pattern[str]) -> tuple[Path, ...]:
     for item in sorted(folder.iterdir()):
         match = kind.fullmatch(item.name)
         if match and int(match[2]):
-            raise CheckpointError(f"{item} is of tensor parallelism, which these tools do not know.")
+            raise UnknownLayoutError(f"{item} is of tensor parallelism, which these tools do not know.")
         if match and (before := found.setdefault(int(match[1] or 0), item)) != item:
             raise CheckpointError(
                 f"{folder} holds {before.name} and {item.name}: one of them is of another save. Take a copy of one"

@@ -9,7 +9,7 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from .._errors import CheckpointError
 from . import safetensors_file
-from .archive import ITEM_SIZES, Storage, StoredTensor
+from .archive import ITEM_SIZES, UNREADABLE, Storage, StoredTensor, members
 
 if TYPE_CHECKING:
     import torch
@@ -90,6 +90,33 @@ def mapped(tensors: Mapping[str, Whole]) -> dict[str, torch.Tensor]:
             values = files[file][begin : begin + tensor.nbytes].view(getattr(torch, tensor.dtype))
             made[name] = values.view(tensor.shape)
     return made
+
+
+def check_file(file: Path, told: Callable[[int], object] = lambda _: None, *, first: int = 0, step: int = 1) -> None:
+    """Compare every record of a file of `torch.save` with its checksum, or every `step`-th from the `first` on.
+
+    Args:
+        file: the file.
+        told: is called with the number of bytes that were read.
+        first: the place of the first record.
+        step: 1 for all that follow.
+
+    Raises:
+        CheckpointError: one is not as it was written, or the file cannot be read.
+    """
+    place = None
+    try:
+        with zipfile.ZipFile(file) as archive:
+            for place in members(archive)[first::step]:
+                with archive.open(place) as opened:
+                    while chunk := opened.read(CHUNK_BYTES):
+                        told(len(chunk))
+    except UNREADABLE as error:
+        what = f"cannot be read, is cut or damaged ({error})"
+        if place is not None:
+            record = place.filename.partition("/")[2].removeprefix("data/")
+            what = f"is damaged: record {record} is not as it was written"
+        raise CheckpointError(f"{file} {what}. Take a whole copy of it.") from None
 
 
 @dataclass
@@ -220,9 +247,9 @@ def _open(path: Path) -> tuple[IO[bytes], dict[str, Any]]:
         return path.open("rb", buffering=0), known
     try:
         with zipfile.ZipFile(path) as archive:
-            known = {info.filename.partition("/data/")[2]: info for info in archive.infolist()}
+            known = {info.filename.partition("/data/")[2]: info for info in members(archive)}
         return path.open("rb", buffering=0), known
-    except (zipfile.BadZipFile, OSError) as error:
+    except UNREADABLE as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
 
 

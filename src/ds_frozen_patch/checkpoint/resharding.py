@@ -36,7 +36,7 @@ from .partitions import (
     sub_groups,
 )
 from .records import CHUNK_BYTES, Piece, Records, Whole
-from .states import States, check_together, load, names_of_groups, number
+from .states import LABEL, States, check_together, labelled, load, names_of_groups, number
 from .weights import check_one_run, weights
 from .writing import check_output, copy_others, output, write_archive
 
@@ -255,6 +255,9 @@ def plan(states: States, ranks: int, sub_group_size: float | None = None) -> Pla
     rest = states.contents[len(states.layout.model)].state
     for rank, optimizer in enumerate(optimizers):
         files[_named(first[1], rank)] = {**rest, "optimizer_state_dict": optimizer}
+    if isinstance(label := rest.get(LABEL), dict):
+        save = f"{label.get('save')} for {ranks} ranks"
+        files = {name: labelled(state, save, name) for name, state in files.items()}
     return Plan(files, made)
 
 
@@ -306,7 +309,7 @@ def _model(
     if rank and "shared_params" in model:
         changed["shared_params"] = {}  # the first rank says it
     if isinstance(model.get(manifest.KEY), dict):
-        changed[manifest.KEY] = {**model[manifest.KEY], "world_size": ranks}
+        changed[manifest.KEY] = replace(manifest.Manifest.from_state(model[manifest.KEY]), world_size=ranks).to_state()
     if states.zero_stage == 3 and isinstance(model.get("frozen_param_fragments"), dict):
         changed["frozen_param_fragments"] = _fragments(states, rank, ranks, made)
     return changed

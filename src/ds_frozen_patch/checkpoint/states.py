@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,9 @@ DEEPSPEEDS_OWN = frozenset(
     ]
 )
 """What DeepSpeed puts into a file of model states; the rest is the client's."""
+
+LABEL = "ds_frozen_patch_label"
+"""Where a file says of which save it is, and under which name it was saved, as "save" and "file"."""
 
 
 @dataclass(frozen=True)
@@ -101,33 +105,79 @@ def load(path: str | Path, tag: str | None, trust: bool) -> States:
     layout = find(path, tag)
     contents = tuple(read(file, trust=trust) for file in layout.files)
     for file, content in zip(layout.files, contents, strict=True):
-        part = "optimizer_state_dict" if file in layout.optimizer else "module"
-        if not isinstance(content.state, dict) or not isinstance(content.state.get(part), dict):
-            raise CheckpointError(f"{file} is no file of a DeepSpeed checkpoint: it has no {part!r}. Check the path.")
+        check_kind(file, content)
     return States(layout, contents)
+
+
+def check_kind(file: Path, contents: Contents) -> None:
+    """Raise CheckpointError where a file does not hold what its name promises."""
+    part = "optimizer_state_dict" if file.name.endswith("_optim_states.pt") else "module"
+    if not isinstance(contents.state, dict) or not isinstance(contents.state.get(part), dict):
+        raise CheckpointError(f"{file} is no file of a DeepSpeed checkpoint: it has no {part!r}. Check the path.")
 
 
 def check_together(states: States) -> None:
     """Raise CheckpointError where files are missing or are not of one and the same save."""
-    count = len(states.layout.optimizer)
+    check_number_of_parts(states.layout, states.models[0], states.zero_stage)
+    check_alike([said_by(file, contents) for file, contents in zip(states.layout.files, states.contents, strict=True)])
+
+
+def check_number_of_parts(layout: Layout, model: Mapping[str, Any], stage: int) -> None:
+    """Raise CheckpointError where there are not as many optimizer states as ranks have saved."""
+    count, ranks = len(layout.optimizer), number(model.get("dp_world_size"))
     # DeepSpeed makes a plain optimizer for some stage 1, whose state is among the model's.
-    is_parted = states.zero_stage and states.models[0].get("optimizer") is None
-    if is_parted and count != states.world_size and names_of_groups(states.models[0]):
+    if stage and model.get("optimizer") is None and ranks and count != ranks and names_of_groups(model):
         raise CheckpointError(
-            f"{states.layout.root} was saved by {states.world_size} ranks and has the optimizer states of {count}."
+            f"{layout.root} was saved by {ranks} ranks and has the optimizer states of {count}."
             " Take a whole copy of it, without files of another save."
         )
-    for what, files, said in (
-        ("model", states.layout.model, [_model_says(state) for state in states.models]),
-        ("optimizer", states.layout.optimizer, _optimizers_say(states)),
-    ):
-        for file, own in zip(files, said, strict=True):
-            for key, value in own.items():
-                if value != said[0][key]:
-                    raise CheckpointError(
-                        f"{file} is of another save than {files[0].name}: they differ in {key}. Take all {what} states"
-                        " from one checkpoint."
-                    )
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a file says that all of its kind say in one save, as digests, and what `LABEL` says of it."""
+
+    file: Path
+    kind: str
+    alike: dict[str, str]
+    save: str | None
+    name: str | None
+
+
+def said_by(file: Path, contents: Contents) -> Said:
+    """What a file says of the save that it is of."""
+    is_model = "module" in contents.state
+    alike = _model_says(contents.state) if is_model else _optimizer_says(contents)
+    digests = {key: sha256(value.encode()).hexdigest() for key, value in alike.items()}
+    label = contents.state.get(LABEL)
+    save, name = (label.get("save"), label.get("file")) if isinstance(label, dict) else (None, None)
+    return Said(file, "model" if is_model else "optimizer", digests, save, name)
+
+
+def labelled(state: Mapping[str, Any], save: str, file: str) -> dict[str, Any]:
+    """What a file is to hold, with its label."""
+    return {**state, LABEL: {"save": save, "file": file}}
+
+
+def check_alike(found: Sequence[Said]) -> None:
+    """Raise CheckpointError where one file is of another save than the others, or has another file's name."""
+    first: dict[str, Said] = {}
+    for one in found:
+        if one.name not in (None, one.file.name):
+            raise CheckpointError(
+                f"{one.file} was saved as {one.name}: files of the checkpoint were swapped or renamed. Give each the"
+                " name that it was saved under, or take a whole copy."
+            )
+        if one.save != found[0].save:
+            raise CheckpointError(
+                f"{one.file} is of another save than {found[0].file.name}. Take all files from one checkpoint."
+            )
+        other = first.setdefault(one.kind, one)
+        if differ := [key for key in one.alike if one.alike[key] != other.alike[key]]:
+            raise CheckpointError(
+                f"{one.file} is of another save than {other.file.name}: they differ in {differ[0]}. Take all"
+                f" {one.kind} states from one checkpoint."
+            )
 
 
 def _model_says(state: Mapping[str, Any]) -> dict[str, str]:
@@ -135,28 +185,24 @@ def _model_says(state: Mapping[str, Any]) -> dict[str, str]:
     return {key: _comparable(state.get(key)) for key in keys}
 
 
-def _optimizers_say(states: States) -> list[dict[str, str]]:
+def _optimizer_says(contents: Contents) -> dict[str, str]:
     """What ranks share of their optimizers: the settings, and how many steps were taken."""
-    said = []
+    own = contents.state["optimizer_state_dict"]
+    inner = own.get("base_optimizer_state", own.get("optimizer_state_dict"))
+    groups = inner.get("param_groups") if isinstance(inner, dict) else None
     with Records() as records:
-        for contents, own in zip(states.contents[len(states.layout.model) :], states.optimizers, strict=True):
-            inner = own.get("base_optimizer_state", own.get("optimizer_state_dict"))
-            groups = inner.get("param_groups") if isinstance(inner, dict) else None
-            steps = [
-                bytes(records.read(whole(tensor))).hex()
-                for path, tensor in tensors(own)
-                if path[-1] == "step" and tensor.numel == 1
-            ]
-            said.append(
-                {
-                    "ds_version": _comparable(contents.state.get("ds_version")),
-                    "ds_config": _comparable(contents.state.get("ds_config")),
-                    "partition_count": _comparable(own.get("partition_count")),
-                    "the optimizer's settings": _comparable(groups),
-                    "the number of steps": _comparable(sorted(steps)),
-                }
-            )
-    return said
+        steps = [
+            bytes(records.read(whole(tensor))).hex()
+            for path, tensor in tensors(own)
+            if path[-1] == "step" and tensor.numel == 1
+        ]
+    return {
+        "ds_version": _comparable(contents.state.get("ds_version")),
+        "ds_config": _comparable(contents.state.get("ds_config")),
+        "partition_count": _comparable(own.get("partition_count")),
+        "the optimizer's settings": _comparable(groups),
+        "the number of steps": _comparable(sorted(steps)),
+    }
 
 
 def _comparable(value: Any) -> str:

@@ -18,7 +18,7 @@ from packaging.version import Version
 
 from .._errors import CheckpointError
 from .resharding import KEY, Plan, plan
-from .states import States, load, names_of_groups
+from .states import LABEL, States, load, names_of_groups
 from .writing import check_output, copy_others, output
 
 CONVERTER = "deepspeed.checkpoint.ds_to_universal"
@@ -147,7 +147,8 @@ def _for_the_converter(of_one: Plan) -> Plan:
 
 
 def _whole(state: dict[str, Any]) -> dict[str, Any]:
-    return {"universal_checkpoint_info": INFO, **{key: value for key, value in state.items() if key != KEY}}
+    kept = {key: value for key, value in state.items() if key not in (KEY, LABEL)}
+    return {"universal_checkpoint_info": INFO, **kept}
 
 
 def _convert(folder: Path, made: Path, version: str, quiet: bool) -> None:

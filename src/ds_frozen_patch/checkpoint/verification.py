@@ -12,9 +12,9 @@ from .._errors import CheckpointError, CheckpointMismatchError, named
 from .._progress import progress
 from ..manifest import Manifest
 from . import converting
-from .archive import ITEM_SIZES, Storage, tensors
+from .archive import ITEM_SIZES
 from .base import Base, open_base, tensors_for
-from .records import Records
+from .records import Records, check_file
 from .states import States, check_together, load
 from .weights import Weights, check_one_run, weights
 
@@ -126,16 +126,11 @@ def _weights(states: States) -> Weights:
 def _damaged(states: States, told: Callable[[int], object]) -> list[str]:
     """What is wrong with the bytes of each file."""
     problems = []
-    for file, contents in zip(states.layout.files, states.contents, strict=True):
-        storages: dict[Storage, None] = {tensor.storage: None for _, tensor in tensors(contents.state)}
+    for file in states.layout.files:
         try:
-            with Records() as records:
-                for storage in storages:
-                    records.check(storage)
-                    told(storage.nbytes)
+            check_file(file, told)
         except CheckpointError as error:
             problems.append(str(error))
-        told(file.stat().st_size - sum(storage.nbytes for storage in storages))
     return problems
 
 

@@ -1,0 +1,45 @@
+"""What each file of a checkpoint says of itself: of which save it is, and under which name it was saved.
+
+So a part of another rank or run is known for what it is, though DeepSpeed would take it as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from .checkpoint.states import labelled
+
+_save: ContextVar[str | None] = ContextVar("ds_frozen_patch_save", default=None)
+
+
+@contextmanager
+def save(name: str) -> Iterator[None]:
+    """While this lasts, files are of the save of this name, which all ranks must give alike."""
+    token = _save.set(name)
+    try:
+        yield
+    finally:
+        _save.reset(token)
+
+
+@contextmanager
+def labels(engine: Any) -> Iterator[None]:
+    """While this lasts, all that the engine saves is labelled."""
+    name, files = _save.get(), engine.checkpoint_engine
+    if name is None or type(files).__name__ != "TorchCheckpointEngine":
+        yield
+        return
+    original = files.save
+
+    def save_with_label(state_dict: dict[str, Any], path: str) -> Any:
+        return original(labelled(state_dict, name, Path(path).name), path)
+
+    files.save = save_with_label
+    try:
+        yield
+    finally:
+        del files.save

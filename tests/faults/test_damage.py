@@ -1,0 +1,223 @@
+"""Damaged checkpoints: each is refused by name, at load on every rank and by `verify`, or does what the whole one does.
+
+What nothing can reveal is what somebody changes on purpose, with new checksums and labels.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+from tools_checkpoints import changed, precision_of, records_of
+
+import ds_frozen_patch
+from ds_frozen_patch import verify
+from ds_frozen_patch.manifest import KEY
+
+RANKS = 2
+OTHER_STAGE = {0: 2, 1: 2, 2: 1, 3: 2}
+BY_NAME = ("CheckpointError", "CheckpointMismatchError", "FileNotFoundError")
+
+
+def save(out: str, world_size: int, stage: int, seed: int) -> None:
+    """One checkpoint after each of two epochs."""
+    ds_frozen_patch.patch()
+    fabric = runs.fabric(world_size, stage, precision_of(stage))
+    model, optimizer = runs.fabric_setup(fabric, seed=seed)
+    for epoch in (1, 2):
+        runs.fabric_epoch(fabric, model, optimizer)
+        fabric.save(f"{out}/{epoch}.ckpt", {"model": model, "optimizer": optimizer, "epoch": epoch})
+
+
+def load_all(world_size: int, stage: int, paths: list[str]) -> list[tuple[str, str]]:
+    """What a run says of each checkpoint: the error, or "loaded" and a digest of all that it then has."""
+    ds_frozen_patch.patch()
+    fabric = runs.fabric(world_size, stage, precision_of(stage))
+    model, optimizer = runs.fabric_setup(fabric)
+    found = []
+    for path in paths:
+        try:
+            fabric.load(path, {"model": model, "optimizer": optimizer})
+        except Exception as error:
+            found.append((type(error).__name__, str(error)))
+        else:
+            kept = [leaf for leaf in leaves(optimizer.state_dict()) if isinstance(leaf, torch.Tensor)]
+            found.append(("loaded", repr((runs.trained_state(model), [runs.digest(tensor) for tensor in kept]))))
+    return found
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """What is in a tree of containers."""
+    if isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from leaves(item)
+    else:
+        yield value
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Something that is done to a checkpoint, what a refusal must name, and whether it may be no damage at all."""
+
+    kind: str
+    do: Callable[[Path], object]
+    named: str
+    may_mean_nothing: bool = False
+
+
+class Runs:
+    """The checkpoint that is damaged, and those that parts are taken from."""
+
+    def __init__(self, ranks: Any, folder: Path, stage: int) -> None:
+        def saved(name: str, world_size: int = RANKS, stage: int = stage, seed: int = 1) -> Path:
+            ranks(world_size, save, out=str(folder / name), world_size=world_size, stage=stage, seed=seed)
+            return folder / name / "1.ckpt"
+
+        self.own = saved("own")
+        self.others = {
+            "another step": self.own.with_name("2.ckpt"),
+            "another run": saved("run", seed=2),
+            "another ZeRO stage": saved("stage", stage=OTHER_STAGE[stage]),
+            "another number of ranks": saved("ranks", world_size=1),
+        }
+        self.files = sorted(file.relative_to(self.own) for file in self.own.rglob("*.pt"))
+
+
+def damages(made: Runs, chance: random.Random) -> Iterator[Damage]:
+    """All that is tried with one run's checkpoint."""
+    for file in made.files:
+        yield from of_bytes(made.own, file, chance)
+        yield Damage("a file missing", partial(remove, file), ".ckpt")
+        yield Damage("a file that is something else", partial(put, file, "nothing of the kind"), file.name)
+        for what, other in made.others.items():
+            if (other / file).exists() and len(made.files) > 1:
+                yield Damage(f"a file of {what}", partial(take, file, other), ".ckpt")
+    yield from swapped(made.files)
+    for text in ("", "nowhere", "../own", "\0", "checkpoint/checkpoint"):
+        # Lightning does not ask it.
+        yield Damage("`latest` wrong", partial(put, Path("latest"), text), ".ckpt", may_mean_nothing=True)
+    for change in EDITS:
+        yield Damage("the manifest edited", partial(edit_manifest, change), "manifest")
+
+
+def of_bytes(own: Path, file: Path, chance: random.Random) -> Iterator[Damage]:
+    """Cuts, and flipped bits: in the middle of each record, and wherever chance has it."""
+    size = (own / file).stat().st_size
+    for length in (0, 1, size // 2, size - 1, *(chance.randrange(size) for _ in range(4))):
+        yield Damage("a file cut", partial(cut, file, length), file.name)
+    places = [place[len(place) // 2] for place in records_of(own / file).values() if place]
+    for place in (*places, *(chance.randrange(size) for _ in range(10))):
+        # Of some no one asks: padding, a date.
+        yield Damage("a bit flipped", partial(flip, file, place, chance.randrange(8)), file.name, may_mean_nothing=True)
+
+
+def swapped(files: list[Path]) -> Iterator[Damage]:
+    """The files of two ranks under each other's names."""
+    for kind in ("model_states", "optim_states", "states"):
+        first, last = ([f for f in files if kind in f.name and f"rank_{rank}_mp" in f.name] for rank in (0, RANKS - 1))
+        if first:
+            yield Damage("files of two ranks swapped", partial(swap, first, last), ".ckpt")
+
+
+def cut(file: Path, length: int, path: Path) -> None:
+    (path / file).write_bytes((path / file).read_bytes()[:length])
+
+
+def flip(file: Path, at: int, bit: int, path: Path) -> None:
+    content = bytearray((path / file).read_bytes())
+    content[at] ^= 1 << bit
+    (path / file).write_bytes(content)
+
+
+def remove(file: Path, path: Path) -> None:
+    (path / file).unlink()
+
+
+def put(file: Path, text: str, path: Path) -> None:
+    (path / file).write_text(text)
+
+
+def take(file: Path, other: Path, path: Path) -> None:
+    shutil.copy(other / file, path / file)
+
+
+def swap(some: list[Path], others: list[Path], path: Path) -> None:
+    for one, other in zip(some, others, strict=True):
+        (path / one).rename(path / "aside")
+        (path / other).rename(path / one)
+        (path / "aside").rename(path / other)
+
+
+def edit_manifest(change: Callable[[dict[str, Any]], Any], path: Path) -> None:
+    for file in path.rglob("*model_states.pt"):
+        changed(file, lambda state: change(state[KEY]))
+
+
+def edit_entry(place: int, value: Callable[[Any], Any]) -> Callable[[dict[str, Any]], None]:
+    """A change of what the manifest says of one parameter."""
+
+    def edit(state: dict[str, Any]) -> None:
+        entry = list(state["left_out"][3])
+        entry[place] = value(entry[place])
+        state["left_out"][3] = tuple(entry)
+
+    return edit
+
+
+EDITS: list[Callable[[dict[str, Any]], Any]] = [
+    edit_entry(0, lambda names: [f"{names[0]}.other"]),
+    edit_entry(1, lambda shape: [*shape, 1]),
+    edit_entry(2, lambda dtype: "float64"),
+    edit_entry(3, lambda fingerprint: fingerprint[::-1]),
+    edit_entry(3, lambda fingerprint: None),
+    lambda state: state["left_out"].pop(),
+    lambda state: state["left_out"].append(state["left_out"][0]),
+    lambda state: state.update(zero_stage=9),
+    lambda state: state.update(world_size=9),
+    lambda state: state.update(total_bytes=9),
+    lambda state: state.update(format=9),
+    lambda state: state.clear(),
+]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    metafunc.parametrize("stage", (0, 1, 2, 3) if metafunc.config.getoption("--faults") else (2, 3))
+
+
+def test_damage_is_refused_by_name(
+    ranks: Any, stage: int, tmp_path: Path, long: bool, counted: Callable[[str, int], None]
+) -> None:
+    chance = random.Random(stage)
+    made = Runs(ranks, tmp_path, stage)
+    tried = list(damages(made, chance))
+    if not long:
+        tried = chance.sample(tried, 40)
+    paths = [tmp_path / f"{number}.ckpt" for number in range(len(tried) + 1)]
+    for path in paths:
+        shutil.copytree(made.own, path)
+    for path, damage in zip(paths[1:], tried, strict=True):
+        damage.do(path)
+    answers = ranks(RANKS, load_all, world_size=RANKS, stage=stage, paths=[str(path) for path in paths])
+    whole, *damaged = zip(*answers, strict=True)
+    assert {kind for kind, _ in whole} == {"loaded"}
+    assert verify(paths[0]).problems == ()
+    wrong = []
+    for path, damage, said in zip(paths[1:], tried, damaged, strict=True):
+        if damage.may_mean_nothing and said == whole:
+            continue
+        found = verify(path).problems
+        refused = all(kind in BY_NAME and damage.named in text for kind, text in said)
+        if not refused or not any(damage.named in problem for problem in found):
+            wrong.append((damage, [(kind, text[:500]) for kind, text in said], found))
+    assert wrong == []
+    for kind, count in Counter(damage.kind for damage in tried).items():
+        counted(f"damage: {kind}", count)
