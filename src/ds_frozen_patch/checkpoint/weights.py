@@ -19,6 +19,7 @@ from typing import Any
 from .._errors import CheckpointError, named
 from ..manifest import plain
 from .archive import StoredTensor, tensors
+from .converting import FLOATING
 from .records import Piece, Records, Whole, joined, whole
 from .states import States, names, names_of_groups
 
@@ -91,7 +92,7 @@ def weights(states: States, trainable: Sequence[str] = ()) -> Weights:
         halves={
             plain(name): whole(module[name])
             for name in masters
-            if name in module and module[name].numel and module[name].is_contiguous
+            if name in module and module[name].numel and module[name].is_contiguous and module[name].dtype in FLOATING
         },
     )
 
@@ -164,7 +165,7 @@ def _masters(states: States) -> dict[str, Whole]:
         _tensors_of(state, "fp32_flat_groups") or _tensors_of(state, "single_partition_of_fp32_groups")
         for state in states.optimizers
     ]
-    if not all(partitions):
+    if not all(partitions) or any(tensor.dtype not in FLOATING for own in partitions for tensor in own):
         raise CheckpointError(f"{states.layout.root} has no fp32 master weights among its optimizer states.")
     found: dict[str, Whole] = {}
     if states.zero_stage == 3:
@@ -245,7 +246,7 @@ def _chosen(
     """
     optimizer = model.get("optimizer")
     state = optimizer.get("state", optimizer) if isinstance(optimizer, dict) else {}
-    trained = Counter(tensor.shape for path, tensor in tensors(state) if path[-1] == "exp_avg")
+    trained = Counter(tensor.shape for path, tensor in tensors(state) if path[-1:] == ("exp_avg",))
     if trainable:
         chosen = [name for name in candidates if _matches(name, trainable)]
         left = trained - Counter(module[name].shape for name in chosen)
