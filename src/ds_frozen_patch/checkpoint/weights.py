@@ -59,7 +59,7 @@ def weights(states: States, trainable: Sequence[str] = ()) -> Weights:
     """
     model = states.models[0]
     module = {name: item for name, item in model["module"].items() if isinstance(item, StoredTensor)}
-    first = _first_names(module, model)
+    first = _first_names(module, model, states.zero_stage)
     buffers = names(model.get("buffer_names")) & module.keys()
     masters = _masters(states)
     listed = [name for group in names_of_groups(model) for name in group]
@@ -139,10 +139,14 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(plain(name), pattern) for pattern in patterns)
 
 
-def _first_names(module: Mapping[str, StoredTensor], model: Mapping[str, Any]) -> dict[str, str]:
+def _first_names(module: Mapping[str, StoredTensor], model: Mapping[str, Any], stage: int) -> dict[str, str]:
     """The first of all names that share one tensor, for each of them."""
     shared = model.get("shared_params")
-    first = {alias: to for alias, to in shared.items() if alias in module} if isinstance(shared, dict) else {}
+    first = {}
+    for alias, to in (shared if isinstance(shared, dict) else {}).items():
+        # DeepSpeed goes by addresses but in ZeRO-3, and what has no elements has none of its own.
+        if alias in module and (module[alias].numel or stage == 3):
+            first[alias] = to
     places: dict[Any, str] = {}
     for name, tensor in module.items():
         place = (tensor.storage, tensor.offset, tensor.shape) if tensor.numel else name
