@@ -20,6 +20,7 @@ import torch
 from under_test import PRECISION, DeepSpeedStrategy
 
 from ds_frozen_patch.checkpoint.states import LABEL
+from ds_frozen_patch.manifest import KEY, Manifest
 
 EMBEDDING = "model.base_model.model.model.embed_tokens.weight"
 HEAD = "model.base_model.model.lm_head.weight"
@@ -239,6 +240,31 @@ def assert_same(one: Any, other: Any, at: str = "") -> None:
         assert_same(vars(one), vars(other), f"{at}.__dict__")
     else:
         assert one == other, at
+
+
+def manifest_of(state: dict[str, Any]) -> Manifest:
+    found = Manifest.from_checkpoint(state)
+    assert found is not None
+    return found
+
+
+def assert_pruned(pruned: Path, small: Path) -> None:
+    """A pruned checkpoint has the files of the trainable-only one, and each of them the same in it."""
+    assert sorted(snapshot(pruned)) == sorted(snapshot(small))
+    assert (pruned / "latest").read_text() == (small / "latest").read_text()
+    for file in sorted((small / "checkpoint").glob("*.pt")):
+        ours, theirs = of_any_save(pruned / "checkpoint" / file.name), of_any_save(file)
+        if file.name.endswith("model_states.pt"):
+            mine, said = manifest_of(ours), manifest_of(theirs)
+            assert (mine.left_out, mine.total_bytes) == (said.left_out, said.total_bytes)
+            assert (mine.zero_stage, mine.world_size) == (said.zero_stage, said.world_size)
+            assert {name: said.versions[name] for name in mine.versions} == mine.versions
+            assert all(parameter.fingerprint for parameter in mine.left_out)
+            assert mine.left_out
+            # It takes its place among the entries, whose order is nobody's business.
+            assert ours.pop(KEY).keys() <= theirs.pop(KEY).keys()
+        assert_same(ours, theirs, file.name)
+        assert (pruned / "checkpoint" / file.name).stat().st_size <= file.stat().st_size
 
 
 def records_of(file: Path) -> dict[str, range]:

@@ -99,7 +99,7 @@ class Manifest:
         found = state.get("format") if isinstance(state, dict) else None
         if found != FORMAT:
             raise CheckpointMismatchError(
-                f"The checkpoint's manifest has format {found!r}; this release of ds_frozen_patch reads format"
+                f"The checkpoint's manifest has format {str(found)[:20]}; this release of ds_frozen_patch reads format"
                 f" {FORMAT}. Update it: pip install -U ds_frozen_patch"
             )
         try:
@@ -109,14 +109,14 @@ class Manifest:
                     " that is whole."
                 )
             return cls._from_values(state)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointMismatchError(
                 f"The checkpoint's manifest is damaged ({type(error).__name__}: {error}). Load a copy that is whole."
             ) from None
 
     @classmethod
     def _from_values(cls, state: Mapping[str, Any]) -> Manifest:
-        return cls(
+        found = cls(
             left_out=tuple(
                 LeftOut(tuple(names), tuple(shape), dtype, print_) for names, shape, dtype, print_ in state["left_out"]
             ),
@@ -126,6 +126,21 @@ class Manifest:
             versions=state["versions"],
             adapters=state.get("adapters", {}),
         )
+        found._check()
+        return found
+
+    def _check(self) -> None:
+        """Raise ValueError where it says something of another kind than is said there."""
+        told = {**self.versions, **{k: v for adapters in self.adapters.values() for k, v in adapters.items()}}
+        texts = [text for p in self.left_out for text in (*p.names, p.dtype, p.fingerprint or "")]
+        numbers = [size for p in self.left_out for size in p.shape]
+        numbers += [self.total_bytes, self.zero_stage, self.world_size]
+        if not all(isinstance(text, str) for text in (*texts, *told, *told.values(), *self.adapters)):
+            raise ValueError("a name is no text")
+        if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
+            raise ValueError("a size is no number")
+        if not all(p.names and len(p.shape) <= 64 for p in self.left_out):
+            raise ValueError("a parameter has no name, or no shape")
 
 
 def _digest(state: Mapping[str, Any]) -> str:

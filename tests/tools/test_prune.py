@@ -18,9 +18,11 @@ from tools_checkpoints import (
     EMBEDDING,
     NORM,
     Checkpoints,
+    assert_pruned,
     assert_same,
     flip,
     loaded,
+    manifest_of,
     of_any_save,
     precision_of,
     raw,
@@ -36,34 +38,9 @@ from ds_frozen_patch import CheckpointError, prune
 from ds_frozen_patch.checkpoint.archive import ITEM_SIZES, Storage, read
 from ds_frozen_patch.checkpoint.records import Piece, Records, Whole
 from ds_frozen_patch.checkpoint.writing import write_archive
-from ds_frozen_patch.manifest import KEY, Manifest
+from ds_frozen_patch.manifest import KEY
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday]
-
-
-def manifest_of(state: dict[str, Any]) -> Manifest:
-    found = Manifest.from_checkpoint(state)
-    assert found is not None
-    return found
-
-
-def assert_pruned(pruned: Path, small: Path) -> None:
-    """A pruned checkpoint has the files of the trainable-only one, and each of them the same in it."""
-    assert sorted(snapshot(pruned)) == sorted(snapshot(small))
-    assert (pruned / "latest").read_text() == (small / "latest").read_text()
-    for file in sorted((small / "checkpoint").glob("*.pt")):
-        ours, theirs = of_any_save(pruned / "checkpoint" / file.name), of_any_save(file)
-        if file.name.endswith("model_states.pt"):
-            mine, said = manifest_of(ours), manifest_of(theirs)
-            assert (mine.left_out, mine.total_bytes) == (said.left_out, said.total_bytes)
-            assert (mine.zero_stage, mine.world_size) == (said.zero_stage, said.world_size)
-            assert {name: said.versions[name] for name in mine.versions} == mine.versions
-            assert all(parameter.fingerprint for parameter in mine.left_out)
-            assert mine.left_out
-            # It takes its place among the entries, whose order is nobody's business.
-            assert ours.pop(KEY).keys() <= theirs.pop(KEY).keys()
-        assert_same(ours, theirs, file.name)
-        assert (pruned / "checkpoint" / file.name).stat().st_size <= file.stat().st_size
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,13 @@ import struct
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from .._errors import CheckpointError
 
@@ -36,6 +36,8 @@ STORAGES = {
     "ComplexDoubleStorage": "complex128", "UntypedStorage": "uint8",
 }  # fmt: skip
 """The dtype of each of torch's storages."""
+DEPTH = 100
+"""How many things may be in each other, in all of what a file holds."""
 # What belongs in a checkpoint, by full name: DeepSpeed's and Lightning's classes, and what plain data is made of.
 _EXPECTED = (
     *(f"{package}.*.[A-Z]*" for package in ("deepspeed", "lightning", "pytorch_lightning", "lightning_fabric")),
@@ -182,22 +184,19 @@ def read(path: Path, *, trust: bool = False) -> Contents:
         CheckpointError: the file is not there, cut, damaged, of another kind, or names an unexpected class.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
-            sizes = {info.filename: info.file_size for info in members(archive)}
-            (pickled,) = [name for name in sizes if name.count("/") == 1 and name.endswith("/data.pkl")]
-            content = archive.read(pickled)
-            folder = pickled.removesuffix("data.pkl")
-            if f"{folder}byteorder" in sizes and archive.read(f"{folder}byteorder") != b"little":
-                raise ValueError("its numbers are big-endian")
-            sizes = {name.removeprefix(f"{folder}data/"): size for name, size in sizes.items()}
-    except UNREADABLE as error:
+        content, sizes = _content(path)
+    except Exception as error:  # whatever a damaged archive leads to
         raise CheckpointError(
             f"{path} cannot be read, is cut, damaged, or no file of torch.save ({error}). Take a whole copy of it."
         ) from None
     try:
         state = _Unpickler(path, content, trust).load()
-        for _, tensor in tensors(state):
+        check_references(state, 20 * len(content) + 10_000_000)
+        found = {tensor for _, tensor in tensors(state)}
+        for tensor in found:
             _check(tensor, sizes)
+        if sum(tensor.numel * ITEM_SIZES[tensor.dtype] for tensor in found) > 10 * sum(sizes.values()) + (1 << 26):
+            raise ValueError("its tensors say that they have far more elements than there are")
     except CheckpointError:
         raise
     except Exception as error:  # whatever a damaged pickle leads to
@@ -216,26 +215,49 @@ def members(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
     return found
 
 
+def _content(path: Path) -> tuple[bytes, dict[str, int]]:
+    """The pickle of a file, and the size of each record of a storage; nothing larger than the file is ever made."""
+    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+        if file.read(4) != b"PK\3\4":  # torch goes by how a file begins, and so would read another one than this
+            raise ValueError("there is something else before its archive")
+        infos, size = members(archive), path.stat().st_size
+        names = [info.filename for info in infos]
+        (pickled,) = [name for name in names if name.count("/") == 1 and name.endswith("/data.pkl")]
+        folder = pickled.removesuffix("data.pkl")
+        if len(set(names)) < len(names) or not all(name.startswith(folder) for name in names):
+            raise ValueError("it has records of one name, or of more than one file")
+        if any(info.compress_type or info.flag_bits & 1 or info.header_offset < 0 for info in infos):
+            raise ValueError("its records are compressed or encrypted, which torch does not do")
+        if sum(info.file_size for info in infos) > size or any(i.header_offset + i.file_size > size for i in infos):
+            raise ValueError("its records say that they are larger than the file")
+        content = archive.read(pickled)
+        if f"{folder}byteorder" in names and archive.read(f"{folder}byteorder") != b"little":
+            raise ValueError("its numbers are big-endian")
+        return content, {info.filename.removeprefix(f"{folder}data/"): info.file_size for info in infos}
+
+
 def _check(tensor: StoredTensor, sizes: dict[str, int]) -> None:
     storage, width = tensor.storage, ITEM_SIZES[tensor.dtype]
     if sizes.get(storage.key) != storage.nbytes:
         raise ValueError(f"record {storage.key} has {sizes.get(storage.key)} bytes, not {storage.nbytes}")
-    if min(tensor.shape, default=0) < 0 or min(tensor.stride, default=0) < 0 or tensor.offset < 0:
-        raise ValueError("a tensor has a negative size")
     if (tensor.offset + tensor.extent) * width > storage.nbytes:
         raise ValueError(f"a tensor goes beyond record {storage.key}")
 
 
 def tensors(value: Any) -> Iterator[tuple[tuple[Any, ...], StoredTensor]]:
     """All tensors in a state, each with the keys that lead to it."""
-    # What is in two places is looked at once, because it can hold itself.
+    return ((path, item) for path, item in everything(value) if isinstance(item, StoredTensor))
+
+
+def everything(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """All that is in a state, each with the keys that lead to it."""
+    # What is in two places is looked into once, because it can hold itself.
     waiting: list[tuple[tuple[Any, ...], Any]] = [((), value)]
     seen: set[int] = set()
     while waiting:
         path, item = waiting.pop()
-        if isinstance(item, StoredTensor):
-            yield path, item
-        elif isinstance(item, dict | list | tuple | set | frozenset | StandIn) and id(item) not in seen:
+        yield path, item
+        if isinstance(item, dict | list | tuple | set | frozenset | StandIn) and id(item) not in seen:
             seen.add(id(item))
             if isinstance(item, StandIn):
                 item = {"arguments": item.arguments, "state": item.state, "items": item.items, "pairs": item.pairs}
@@ -243,10 +265,129 @@ def tensors(value: Any) -> Iterator[tuple[tuple[Any, ...], StoredTensor]]:
             waiting.extend(((*path, key), inner) for key, inner in pairs)
 
 
-class _Unpickler(pickle.Unpickler):
+def check_references(state: Any, room: int) -> None:
+    """Raise ValueError for a state that cannot be gone through in so many steps, or is too deep to be.
+
+    What is referred to again and again is in a pickle once, so that a small one can hold what to say takes for ever.
+    What holds itself counts once.
+    """
+    sizes: dict[int, tuple[int, int]] = {}
+    done: set[int] = set()
+    waiting = [state]
+    while waiting:
+        item = waiting[-1]
+        inner = _inside(item)
+        holders = [value for value in inner if isinstance(value, _HOLDERS)]
+        if id(item) not in sizes:
+            sizes[id(item)] = 1, 1
+            waiting.extend(value for value in holders if id(value) not in sizes)
+            continue
+        waiting.pop()
+        if id(item) not in done:
+            done.add(id(item))
+            size = 1 + len(inner) + sum(len(value) for value in inner if isinstance(value, str | bytes))
+            size += sum(sizes[id(value)][0] for value in holders)
+            depth = 1 + max((sizes[id(value)][1] for value in holders), default=0)
+            if size > room or depth > DEPTH:
+                raise ValueError("it holds things in each other that are too deep, or too many")
+            sizes[id(item)] = size, depth
+
+
+_HOLDERS = (dict, list, tuple, set, frozenset, StandIn, StoredTensor)
+
+
+def _inside(item: Any) -> Sequence[Any]:
+    if isinstance(item, dict):
+        return [*item.keys(), *item.values(), *getattr(item, "__dict__", {}).values()]
+    if isinstance(item, StoredTensor):
+        return [*item.more, *(item.wrapper or ())]
+    if isinstance(item, StandIn):
+        return [*item.arguments, item.state, item.items, item.pairs]
+    return list(item) if isinstance(item, list | tuple | set | frozenset) else ()
+
+
+class _Unpickler(pickle._Unpickler):
+    """Python's own in Python: the one in C makes room for whatever a pickle says that it will need.
+
+    What a pickle can call is `StandIn`s and what is below. That copies no more than `room` elements, and changes
+    nothing that was not made for it.
+    """
+
+    dispatch: ClassVar = dict(pickle._Unpickler.dispatch)
+    append: Callable[[Any], None]
+    stack: list[Any]
+
     def __init__(self, path: Path, content: bytes, trust: bool) -> None:
         super().__init__(io.BytesIO(content))
         self.path, self.trust = path, trust
+        self.room = 10 * len(content) + 1_000_000
+
+    def _call(self, function: Any, arguments: Any) -> Any:
+        arguments = tuple(arguments)
+        copied = [item for item in arguments if isinstance(item, Collection)]
+        self.room -= len(arguments) + sum(map(len, copied))
+        if self.room < 0:
+            raise ValueError("it copies one thing again and again")
+        if function in (set, frozenset, OrderedDict):
+            for item in copied:
+                _check_keys(item)
+        return function(*arguments)
+
+    def load_reduce(self) -> None:
+        arguments = self.stack.pop()
+        self.stack[-1] = self._call(self.stack[-1], arguments)
+
+    def _instantiate(self, klass: Any, arguments: Any) -> None:
+        self.append(self._call(klass, arguments))
+
+    def load_newobj(self) -> None:
+        arguments = self.stack.pop()
+        cls = self.stack.pop()
+        if not (isinstance(cls, type) and issubclass(cls, StandIn)):
+            self.append(self._call(cls, arguments))
+        else:
+            self.append(self._call(partial(cls.__new__, cls), arguments))
+
+    def load_newobj_ex(self) -> None:
+        if self.stack.pop():
+            raise ValueError("it names arguments")
+        self.load_newobj()
+
+    def load_build(self) -> None:
+        state = self.stack.pop()
+        made = self.stack[-1]
+        if isinstance(made, StandIn):
+            made.__setstate__(state)
+        elif type(made) is OrderedDict and type(state) is dict and not any(key in dir(OrderedDict) for key in state):
+            vars(made).update(state)
+        else:
+            raise ValueError(f"it changes a {type(made).__name__}")
+
+    def load_setitem(self) -> None:
+        _check_keys([self.stack[-2]])
+        super().load_setitem()  # type: ignore[misc]
+
+    def load_setitems(self) -> None:
+        _check_keys(self.stack[::2])  # since the mark
+        super().load_setitems()  # type: ignore[misc]
+
+    def load_dict(self) -> None:
+        _check_keys(self.stack[::2])
+        super().load_dict()  # type: ignore[misc]
+
+    def load_additems(self) -> None:
+        _check_keys(self.stack)
+        super().load_additems()  # type: ignore[misc]
+
+    def load_frozenset(self) -> None:
+        _check_keys(self.stack)
+        super().load_frozenset()  # type: ignore[misc]
+
+    def load_bytearray8(self) -> None:
+        raise ValueError("it has a bytearray as torch.save does not write it")  # whose room is made before it is read
+
+    def get_extension(self, code: int) -> Any:
+        raise ValueError(f"it has an extension's code {code}")
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "__builtin__":  # Python 2's names, which pickles of torch.save still have
@@ -258,6 +399,10 @@ class _Unpickler(pickle.Unpickler):
             return _PLAIN[full]
         if module in ("torch", "torch.storage") and name in STORAGES:
             return STORAGES[name]
+        if not all(part.isidentifier() for part in (*module.split("."), name)):
+            raise ValueError(
+                f"it names {full!r:.200}, which is no class"
+            )  # what is inside of a class, or of a function
         if not self.trust and not any(fnmatchcase(full, pattern) for pattern in _EXPECTED):
             raise CheckpointError(
                 f"{self.path} names {full}, which is not expected in a checkpoint: torch.load could run it. Nothing was"
@@ -267,12 +412,51 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         kind, dtype, key, _, numel = pid
-        if kind != "storage" or not isinstance(dtype, str):
-            raise ValueError(f"unknown record {kind}")
-        return Storage(self.path, str(key), dtype, int(numel))
+        if kind != "storage" or not isinstance(dtype, str) or not isinstance(key, str) or not is_shape((numel,)):
+            raise ValueError("it has an unknown record")
+        return Storage(self.path, key, dtype, numel)
+
+
+for _opcode, _load in (
+    (pickle.REDUCE, _Unpickler.load_reduce),
+    (pickle.NEWOBJ, _Unpickler.load_newobj),
+    (pickle.NEWOBJ_EX, _Unpickler.load_newobj_ex),
+    (pickle.BUILD, _Unpickler.load_build),
+    (pickle.SETITEM, _Unpickler.load_setitem),
+    (pickle.SETITEMS, _Unpickler.load_setitems),
+    (pickle.DICT, _Unpickler.load_dict),
+    (pickle.ADDITEMS, _Unpickler.load_additems),
+    (pickle.FROZENSET, _Unpickler.load_frozenset),
+    (pickle.BYTEARRAY8, _Unpickler.load_bytearray8),
+):
+    _Unpickler.dispatch[_opcode[0]] = _load  # type: ignore[assignment]
+
+
+def _check_keys(keys: Iterable[Any]) -> None:
+    """Raise ValueError for what would take long to be hashed: tuples of tuples, which each hash goes through anew."""
+    for key in keys:
+        waiting, count = [key], 0
+        while waiting:
+            item = waiting.pop()
+            if isinstance(item, tuple):
+                count += 1 + len(item)
+                if count > 1000:
+                    raise ValueError("a key is too large")
+                waiting.extend(item)
+
+
+def is_shape(value: Any) -> bool:
+    """Whether these can be sizes, strides or offsets."""
+    return (
+        isinstance(value, tuple)
+        and len(value) <= 64
+        and all(type(size) is int and 0 <= size < 1 << 62 for size in value)
+    )
 
 
 def _tensor(maker: str, storage: Storage, offset: int, shape: Any, stride: Any, *more: Any) -> StoredTensor:
+    if not isinstance(storage, Storage) or not all(map(is_shape, ((offset,), shape, stride))):
+        raise ValueError("a tensor has no sizes")
     # The third version of the function says the dtype after two arguments that the second has too.
     dtype = more[2].stands_for.removeprefix("torch.") if maker.endswith("v3") else storage.dtype
     return StoredTensor(storage, dtype, offset, tuple(shape), tuple(stride), maker, more)
@@ -289,7 +473,14 @@ def _of_type(maker: str, function: Any, cls: Any, arguments: Any, state: Any) ->
 
 
 def _bytes(text: str, encoding: str) -> bytes:
-    return text.encode(encoding)
+    """As pickles of protocol 2 say bytes."""
+    if encoding not in ("latin1", "latin-1"):
+        raise ValueError("bytes are in another encoding")
+    return text.encode("latin-1")
+
+
+def _bytearray(content: str | bytes = b"", encoding: str = "latin-1") -> bytearray:
+    return bytearray(_bytes(content, encoding) if isinstance(content, str) else bytes(memoryview(content)))
 
 
 # What makes a tensor, and what becomes another plain value, by full name: each is a function above, or a class without
@@ -305,7 +496,7 @@ _MAKERS: dict[str, Any] = {
 _PLAIN: dict[str, Any] = {
     "builtins.set": set,
     "builtins.frozenset": frozenset,
-    "builtins.bytearray": bytearray,
+    "builtins.bytearray": _bytearray,
     "builtins.complex": complex,
     "builtins.slice": slice,
     "collections.OrderedDict": OrderedDict,

@@ -17,6 +17,7 @@ from ..manifest import LeftOut, Manifest, plain
 from . import safetensors_file
 from .archive import Storage, StoredTensor, read
 from .records import Piece, Whole, whole
+from .safetensors_file import MAX_HEADER
 from .states import check_together, load
 from .weights import weights
 
@@ -75,7 +76,7 @@ def open_base(path: str | Path, trust: bool = False) -> Base:
     base = Path(path)
     if base.is_dir():
         return Base(base, _of_folder(base, trust))
-    if not base.exists():
+    if not base.is_file():
         raise CheckpointError(f"There is no base at {base}. Check the path.")
     return Base(base, _of_file(base, trust))
 
@@ -84,20 +85,27 @@ def _of_folder(folder: Path, trust: bool) -> dict[str, Whole]:
     if (folder / "latest").is_file():
         states = load(folder, None, trust)
         check_together(states)
-        found = weights(states)
-        tensors = {**found.buffers, **found.frozen}
-        return {**tensors, **{alias: tensors[to] for alias, to in found.aliases.items() if to in tensors}}
+        # Stage 0 may not say what was trained; what was left out elsewhere is found by its name, and verified.
+        all_ = weights(states, () if states.zero_stage else ("*",))
+        tensors = {**all_.buffers, **all_.frozen, **({} if states.zero_stage else all_.trained)}
+        return {**tensors, **{alias: tensors[to] for alias, to in all_.aliases.items() if to in tensors}}
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
+            if index.stat().st_size > MAX_HEADER:
+                raise ValueError("it is too long")
             files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            if odd := [name for name in files if name != Path(name).name]:
+                raise ValueError(f"it names {odd[0][:100]!r}, which is no file beside it")
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{index} is damaged ({error}). Take a whole copy of it.") from None
-        paths = [folder / Path(name).name for name in files]
+        paths = [folder / name for name in files]
         if missing := [item.name for item in paths if not item.is_file()]:
             raise CheckpointError(f"{folder} lacks {named(missing)}, which its index names. Take a whole copy of it.")
     else:
-        paths = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+        found = sorted(item for item in folder.iterdir() if item.is_file())
+        paths = [item for item in found if item.match("*.safetensors")]
+        paths = paths or [item for item in found if item.match("pytorch_model*.bin")]
     if not paths:
         raise CheckpointError(
             f"{folder} holds no base: no *.safetensors, no pytorch_model*.bin and no DeepSpeed checkpoint (`latest`)."

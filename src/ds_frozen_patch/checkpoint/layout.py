@@ -50,7 +50,10 @@ def find(path: str | Path, tag: str | None = None) -> Layout:
         CheckpointError: there is no checkpoint at the path, or a file of it is missing.
     """
     root = Path(path)
-    folder = root / (_latest(root) if tag is None else tag)
+    name = _latest(root) if tag is None else tag
+    if name != Path(name).name or name == ".." or len(name.encode()) > 255 or "\0" in name:
+        raise CheckpointError(f"{name[:100]!r} is no name of a folder in {root}. Name one: --tag")
+    folder = root / name
     if not folder.is_dir():
         tags = sorted(item.name for item in root.iterdir() if item.is_dir()) if root.is_dir() else []
         raise CheckpointError(f"{root} has no folder {folder.name!r}; it has {named(tags) or 'none'}. Name one: --tag")
@@ -80,7 +83,8 @@ def _latest(root: Path) -> str:
     if not root.is_dir():
         raise CheckpointError(f"There is no directory {root}. Check the path.")
     if note.is_file():
-        return note.read_text(encoding="utf-8").strip()
+        with note.open("rb") as file:
+            return file.read(1000).decode(errors="replace").strip()
     if any(_MODEL.fullmatch(item.name) for item in root.iterdir()):
         raise CheckpointError(f"{root} is a folder of a checkpoint. Name the directory that holds it: {root.parent}")
     raise CheckpointError(f"{root} has no file `latest`: it is no DeepSpeed checkpoint, or name its folder with --tag.")
@@ -90,6 +94,8 @@ def _by_rank(folder: Path, kind: re.Pattern[str]) -> tuple[Path, ...]:
     found: dict[int, Path] = {}
     for item in sorted(folder.iterdir()):
         match = kind.fullmatch(item.name)
+        if match and not item.is_file():
+            raise CheckpointError(f"{item} is no file, or a link to none. Take a whole copy of the checkpoint.")
         if match and int(match[2]):
             raise UnknownLayoutError(f"{item} is of tensor parallelism, which these tools do not know.")
         if match and (before := found.setdefault(int(match[1] or 0), item)) != item:

@@ -239,8 +239,18 @@ def plan(states: States, ranks: int, sub_group_size: float | None = None) -> Pla
     if ranks < 1:
         raise ValueError(f"ranks must be 1 or more, not {ranks}")
     check_together(states)
-    _check(states)
-    check_one_run(weights(states, ("*",)))
+    try:
+        _check(states)
+        check_one_run(weights(states, ("*",)))
+        return _plan(states, ranks, sub_group_size)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:  # of what an optimizer's state can be made up
+        raise CheckpointError(
+            f"{states.layout.root} cannot be resharded: its optimizer's state is not in a form that is known"
+            f" ({type(error).__name__}: {error})."
+        ) from error
+
+
+def _plan(states: States, ranks: int, sub_group_size: float | None) -> Plan:
     made = _Made()
     if states.zero_stage == 3:
         groups, optimizers = _cut_sub_groups(states, ranks, sub_group_size, made)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from .._errors import CheckpointError
-from .archive import ITEM_SIZES
+from .archive import ITEM_SIZES, is_shape
 
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
@@ -21,7 +21,8 @@ DTYPES = {
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64",
 }  # fmt: skip
 """The format's names of torch's dtypes."""
-_MAX_HEADER = 100_000_000
+MAX_HEADER = 100_000_000
+"""Bytes of JSON, which the library of safetensors takes at most too."""
 
 
 def header(path: Path) -> tuple[int, dict[str, Any]]:
@@ -33,21 +34,35 @@ def header(path: Path) -> tuple[int, dict[str, Any]]:
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if length > _MAX_HEADER:
+            if length > MAX_HEADER:
                 raise ValueError("its header is too long")
-            said = json.loads(file.read(length))
+            said = json.loads(file.read(length), object_pairs_hook=_once)
         begin, size = 8 + length, path.stat().st_size
+        about = said.get("__metadata__", {})
+        if not all(isinstance(value, str) for value in about.values()):
+            raise ValueError("its metadata are no text")
         named = {name: entry for name, entry in said.items() if name != "__metadata__"}
-        for name, entry in named.items():
+        last = 0
+        for name, entry in sorted(named.items(), key=lambda item: item[1]["data_offsets"]):
             start, end = entry["data_offsets"]
             width = ITEM_SIZES[_dtype(entry["dtype"])]
-            if not 0 <= start <= end <= size - begin or end - start != prod(entry["shape"]) * width:
+            if not is_shape((start, end)) or not is_shape(tuple(entry["shape"])):
+                raise ValueError(f"{name} has no sizes")
+            if not last <= start <= end <= size - begin or end - start != prod(entry["shape"]) * width:
                 raise ValueError(f"{name} is not within it, or of another size")
+            last = end
         return begin, said
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read, is cut, damaged, or no file of safetensors ({error}). Take a whole copy of it."
         ) from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    said = dict(pairs)
+    if len(said) < len(pairs):
+        raise ValueError("its header says something twice")
+    return said
 
 
 def places(path: Path) -> dict[str, range]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from .._errors import CheckpointError
+from .._errors import CheckpointError, named
 from ..manifest import KEY, Manifest
-from .archive import Contents, StandIn, StoredTensor, read, tensors
+from .archive import Contents, StandIn, StoredTensor, everything, is_shape, read, tensors
 from .layout import Layout, find
 from .records import Records, whole
 
@@ -43,6 +43,9 @@ DEEPSPEEDS_OWN = frozenset(
 
 LABEL = "ds_frozen_patch_label"
 """Where a file says of which save it is, and under which name it was saved, as "save" and "file"."""
+
+
+_INSTANTIATORS = ("lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,8 @@ class States:
         for state in self.optimizers:
             said = state.get("zero_stage")
             said = said.arguments[0] if isinstance(said, StandIn) and said.arguments else said  # DeepSpeed's enum
-            if isinstance(said, int):
-                return said
+            if said in (1, 2, 3):
+                return int(said)
         return configured_stage(self.models[0])
 
     @property
@@ -106,6 +109,9 @@ def load(path: str | Path, tag: str | None, trust: bool) -> States:
     contents = tuple(read(file, trust=trust) for file in layout.files)
     for file, content in zip(layout.files, contents, strict=True):
         check_kind(file, content)
+        if "module" in content.state:
+            _check_form(file, content.state)
+            _check_instantiator(file, content.state, trust)
     return States(layout, contents)
 
 
@@ -114,6 +120,49 @@ def check_kind(file: Path, contents: Contents) -> None:
     part = "optimizer_state_dict" if file.name.endswith("_optim_states.pt") else "module"
     if not isinstance(contents.state, dict) or not isinstance(contents.state.get(part), dict):
         raise CheckpointError(f"{file} is no file of a DeepSpeed checkpoint: it has no {part!r}. Check the path.")
+
+
+def _check_form(file: Path, state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where DeepSpeed's own part of a model's states is not made up as DeepSpeed does it."""
+
+    def are_shapes(value: Any) -> bool:
+        return _is_mapping(value, lambda shape: is_shape(tuple(shape) if isinstance(shape, list) else shape))
+
+    groups = state.get("param_shapes")
+    sound = {
+        "module": _is_mapping(state["module"]),
+        "param_shapes": not isinstance(groups, list) or all(are_shapes(group) for group in groups),
+        "shared_params": _is_mapping(state.get("shared_params"), lambda name: isinstance(name, str)),
+        "frozen_param_shapes": are_shapes(state.get("frozen_param_shapes")),
+        "frozen_param_fragments": _is_mapping(
+            state.get("frozen_param_fragments"), lambda part: isinstance(part, StoredTensor)
+        ),
+        "dp_world_size": is_shape((state.get("dp_world_size", 0),)),
+    }
+    if wrong := [name for name, is_sound in sound.items() if not is_sound]:
+        raise CheckpointError(f"{file} is damaged: it has something else as {named(wrong)}. Take a whole copy of it.")
+
+
+def _is_mapping(value: Any, holds: Callable[[Any], bool] = lambda _: True) -> bool:
+    """Whether it gives values of a kind by names, if it is there at all."""
+    return value is None or (
+        isinstance(value, dict) and all(isinstance(name, str) and holds(item) for name, item in value.items())
+    )
+
+
+def _check_instantiator(file: Path, state: Mapping[str, Any], trust: bool) -> None:
+    """Raise CheckpointError for a function by whose name Lightning before 2.6.6 would run it, at a load of weights."""
+    for key in ("hyper_parameters", "datamodule_hyper_parameters", "hparams", "module_arguments"):
+        for path, item in everything(state.get(key)):
+            pair = (path[-1], item) if path else item
+            if isinstance(item, tuple) and len(item) == 2:  # of a dictionary of another class
+                pair = item
+            if isinstance(pair, tuple) and pair[0] == "_instantiator" and pair[1] not in (None, *_INSTANTIATORS):
+                raise CheckpointError(
+                    f"{file} names {str(pair[1])[:100]!r} as the `_instantiator` of {key}, which is not Lightning's"
+                    " own: load_from_checkpoint could run it. Nothing was run. If you know where the file is from, go"
+                    " on with --trust (here it is not run then either)."
+                )
 
 
 def check_together(states: States) -> None:
@@ -194,7 +243,7 @@ def _optimizer_says(contents: Contents) -> dict[str, str]:
         steps = [
             bytes(records.read(whole(tensor))).hex()
             for path, tensor in tensors(own)
-            if path[-1] == "step" and tensor.numel == 1
+            if path[-1:] == ("step",) and tensor.numel == 1
         ]
     return {
         "ds_version": _comparable(contents.state.get("ds_version")),
@@ -209,14 +258,18 @@ def _comparable(value: Any) -> str:
     def said(item: Any) -> str:
         return "tensor" if isinstance(item, StoredTensor) else repr(item)
 
-    return json.dumps(value, default=said, skipkeys=True)
+    try:
+        return json.dumps(value, default=said, skipkeys=True)
+    except ValueError as error:  # it holds itself, or a number too large
+        raise CheckpointError(f"A file of the checkpoint is damaged: it holds what it should not ({error}).") from None
 
 
 def configured_stage(model: Mapping[str, Any]) -> int:
     """The ZeRO stage that the configuration in a model's state says."""
     config = model.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
-    return (number(zero.get("stage")) or 0) if isinstance(zero, Mapping) else 0
+    stage = zero.get("stage") if isinstance(zero, Mapping) else 0
+    return stage if stage in (1, 2, 3) else 0
 
 
 def names_of_groups(model: Mapping[str, Any]) -> list[dict[str, tuple[int, ...]]]:

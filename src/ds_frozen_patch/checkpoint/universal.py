@@ -16,7 +16,8 @@ from typing import Any
 
 from packaging.version import Version
 
-from .._errors import CheckpointError
+from .._errors import CheckpointError, named
+from .archive import ITEM_SIZES, StandIn, StoredTensor, everything
 from .resharding import KEY, Plan, plan
 from .states import LABEL, States, load, names_of_groups
 from .writing import check_output, copy_others, output
@@ -24,6 +25,19 @@ from .writing import check_output, copy_others, output
 CONVERTER = "deepspeed.checkpoint.ds_to_universal"
 INFO = {"universal_checkpoint_version": 0.2}
 """What the converter asks a checkpoint of ZeRO 1 or 2 for, as `universal_checkpoint_info`."""
+_OF_OPTIMIZERS = frozenset(
+    [
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+        "torch.Tensor",
+        "torch._tensor._rebuild_from_type_v2",
+        "torch._utils._rebuild_parameter",
+        "torch._utils._rebuild_tensor_v2",
+        *(f"torch.{dtype}" for dtype in ITEM_SIZES),
+    ]
+)
 _SINCE = {1: "0.11.2", 2: "0.11.2", 3: "0.14.5"}
 """The release of DeepSpeed that has the converter, by ZeRO stage."""
 
@@ -85,6 +99,7 @@ def universal(
     of_one = plan(states, 1, sub_group_size=inf)
     _check(states, of_one, version)
     path, root = Path(target), states.layout.root
+    given = _for_the_converter(of_one, root)
     if dry_run:
         check_output(path, root)
         return Universal(str(source), str(target), states.zero_stage, version, None)
@@ -92,7 +107,7 @@ def universal(
         folder, tag_ = made.with_name("of one rank"), states.layout.tag
         folder.mkdir()
         made.mkdir()
-        _for_the_converter(of_one).write(folder, quiet)
+        given.write(folder, quiet)
         _convert(folder, made / tag_, version, quiet)
         models = {name: _whole(state) for name, state in of_one.files.items() if "module" in state}
         Plan(models, of_one.made).write(made / tag_, quiet)
@@ -134,8 +149,11 @@ def _check(states: States, of_one: Plan, version: str) -> None:
         )
 
 
-def _for_the_converter(of_one: Plan) -> Plan:
-    """Without all that it does not look at, above all what Lightning and the user have put there."""
+def _for_the_converter(of_one: Plan, root: Path) -> Plan:
+    """Without all that it does not look at, above all what Lightning and the user have put there.
+
+    It unpickles this: nothing else may be named in it than what an optimizer of DeepSpeed's saves.
+    """
     kept = ("param_shapes", "dp_world_size", "mp_world_size", "ds_version")
     files = {
         name: {"module": {}, "universal_checkpoint_info": INFO, **{key: state[key] for key in kept if key in state}}
@@ -143,7 +161,27 @@ def _for_the_converter(of_one: Plan) -> Plan:
         else {key: state[key] for key in ("optimizer_state_dict", "ds_version") if key in state}
         for name, state in of_one.files.items()
     }
+    named_there = {name for state in files.values() for _, item in everything(state) for name in _names(item)}
+    if odd := sorted(name for name in named_there if name not in _OF_OPTIMIZERS):
+        raise CheckpointError(
+            f"{root} cannot be converted: its optimizer's state names {named(odd)}, which DeepSpeed's converter could"
+            " run. Nothing was run. To go on with another number of ranks: ds-frozen-patch reshard."
+        )
     return Plan(files, of_one.made)
+
+
+def _names(item: Any) -> list[str]:
+    """The classes and functions that a pickle of this names, but for those of plain tensors."""
+    if isinstance(item, StoredTensor):
+        inner = [
+            inner
+            for more in (item.more, item.wrapper or ())
+            for _, value in everything(more)
+            for inner in _names(value)
+        ]
+        return [item.maker, *inner, *([item.wrapper[0]] if item.wrapper else [])]
+    kind = item if isinstance(item, type) else type(item)
+    return [kind.stands_for] if issubclass(kind, StandIn) else []
 
 
 def _whole(state: dict[str, Any]) -> dict[str, Any]:

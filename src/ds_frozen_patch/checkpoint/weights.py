@@ -19,6 +19,7 @@ from typing import Any
 from .._errors import CheckpointError, named
 from ..manifest import plain
 from .archive import StoredTensor, tensors
+from .converting import FLOATING
 from .records import Piece, Records, Whole, joined, whole
 from .states import States, names, names_of_groups
 
@@ -58,7 +59,7 @@ def weights(states: States, trainable: Sequence[str] = ()) -> Weights:
     """
     model = states.models[0]
     module = {name: item for name, item in model["module"].items() if isinstance(item, StoredTensor)}
-    first = _first_names(module, model)
+    first = _first_names(module, model, states.zero_stage)
     buffers = names(model.get("buffer_names")) & module.keys()
     masters = _masters(states)
     listed = [name for group in names_of_groups(model) for name in group]
@@ -91,7 +92,7 @@ def weights(states: States, trainable: Sequence[str] = ()) -> Weights:
         halves={
             plain(name): whole(module[name])
             for name in masters
-            if name in module and module[name].numel and module[name].is_contiguous
+            if name in module and module[name].numel and module[name].is_contiguous and module[name].dtype in FLOATING
         },
     )
 
@@ -138,10 +139,14 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(plain(name), pattern) for pattern in patterns)
 
 
-def _first_names(module: Mapping[str, StoredTensor], model: Mapping[str, Any]) -> dict[str, str]:
+def _first_names(module: Mapping[str, StoredTensor], model: Mapping[str, Any], stage: int) -> dict[str, str]:
     """The first of all names that share one tensor, for each of them."""
     shared = model.get("shared_params")
-    first = {alias: to for alias, to in shared.items() if alias in module} if isinstance(shared, dict) else {}
+    first = {}
+    for alias, to in (shared if isinstance(shared, dict) else {}).items():
+        # DeepSpeed goes by addresses but in ZeRO-3, and what has no elements has none of its own.
+        if alias in module and (module[alias].numel or stage == 3):
+            first[alias] = to
     places: dict[Any, str] = {}
     for name, tensor in module.items():
         place = (tensor.storage, tensor.offset, tensor.shape) if tensor.numel else name
@@ -164,7 +169,7 @@ def _masters(states: States) -> dict[str, Whole]:
         _tensors_of(state, "fp32_flat_groups") or _tensors_of(state, "single_partition_of_fp32_groups")
         for state in states.optimizers
     ]
-    if not all(partitions):
+    if not all(partitions) or any(tensor.dtype not in FLOATING for own in partitions for tensor in own):
         raise CheckpointError(f"{states.layout.root} has no fp32 master weights among its optimizer states.")
     found: dict[str, Whole] = {}
     if states.zero_stage == 3:
@@ -245,7 +250,7 @@ def _chosen(
     """
     optimizer = model.get("optimizer")
     state = optimizer.get("state", optimizer) if isinstance(optimizer, dict) else {}
-    trained = Counter(tensor.shape for path, tensor in tensors(state) if path[-1] == "exp_avg")
+    trained = Counter(tensor.shape for path, tensor in tensors(state) if path[-1:] == ("exp_avg",))
     if trainable:
         chosen = [name for name in candidates if _matches(name, trainable)]
         left = trained - Counter(module[name].shape for name in chosen)

@@ -69,20 +69,30 @@ def copy_others(layout: Layout, made: Path) -> None:
     """What lies beside the states: the note of the tag, DeepSpeed's converter, and what a trainer has put there."""
     folder = layout.model[0].parent
     for item in folder.iterdir():
-        if item.is_dir():
-            shutil.copytree(item, made / layout.tag / item.name)
-        elif item not in layout.files:
-            shutil.copy2(item, made / layout.tag / item.name)
+        if item not in layout.files:
+            _copy(item, made / layout.tag / item.name, layout.root)
     for item in layout.root.iterdir():
         if item.is_file() and item.name != "latest":
-            shutil.copy2(item, made / item.name)
+            _copy(item, made / item.name, layout.root)
     (made / "latest").write_text(layout.tag, encoding="utf-8")
+
+
+def _copy(item: Path, target: Path, root: Path) -> None:
+    """A link stays one if it leads out of the checkpoint, or to a folder, which could hold it: nothing else is read."""
+    if item.is_symlink() and (item.is_dir() or root.resolve() not in item.resolve().parents):
+        target.symlink_to(item.resolve())
+    elif item.is_dir():
+        target.mkdir()
+        for inner in item.iterdir():
+            _copy(inner, target / inner.name, root)
+    else:
+        shutil.copy2(item, target)
 
 
 def _sync(path: Path) -> None:
     """See to it that what was written is on the disk before it gets its name."""
     for item in [path, *path.rglob("*")]:
-        if item.is_file():
+        if item.is_file() and not item.is_symlink():
             with item.open("rb") as file:
                 os.fsync(file.fileno())
 
@@ -166,7 +176,7 @@ class _Pickler(pickle._Pickler):
         return NotImplemented
 
     def _tensor(self, tensor: StoredTensor) -> tuple[Any, tuple[Any, ...]]:
-        begin = self.spans[tensor.storage][0]
+        begin, _ = self.spans.get(tensor.storage, (0, 0))
         function = stand_in(tensor.maker)
         arguments = (tensor.storage, tensor.offset - begin, tuple(tensor.shape), tuple(tensor.stride), *tensor.more)
         if tensor.wrapper is None:

@@ -1,0 +1,688 @@
+"""Files that were made to run code, to take up all memory or to never end: no tool lets them.
+
+Each is a whole checkpoint, or a base, in which one thing is hostile. Every tool must refuse it with one error, or work,
+without running anything, with little memory and in little time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import io
+import json
+import os
+import pickle
+import resource
+import shutil
+import signal
+import struct
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tools_checkpoints import NORM, Checkpoints, base_model, changed
+
+from ds_frozen_patch import CheckpointError, CheckpointMismatchError, load_trainable
+from ds_frozen_patch.cli import main
+from ds_frozen_patch.manifest import KEY
+
+pytestmark = pytest.mark.promise(14)
+
+MEMORY = 150 << 20
+SECONDS = 20
+FORBIDDEN = (
+    "compile", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system", "pickle.find_class",
+    "pty.spawn", "socket.connect", "subprocess.Popen", "webbrowser.open",
+)  # fmt: skip
+events: list[tuple[str, Any]] | None = None
+
+
+def hook(event: str, arguments: tuple[Any, ...]) -> None:
+    if events is not None and (event in FORBIDDEN or (event == "import" and arguments[0] not in sys.modules)):
+        events.append((event, arguments[:1]))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hooked() -> None:
+    sys.addaudithook(hook)  # there is no way to take it off again
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Nothing runs, and neither much memory nor much time is taken."""
+    global events
+
+    def too_long(*_: Any) -> None:
+        raise AssertionError(f"it takes more than {SECONDS} s")
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from now on
+    before = memory("VmRSS")
+    found: list[tuple[str, Any]] = []
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (memory("VmSize") + (4 << 30), limit[1]))
+    kept = signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(SECONDS)
+    events = found
+    try:
+        yield
+    finally:
+        events = None
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, kept)
+        resource.setrlimit(resource.RLIMIT_AS, limit)
+    assert found == []
+    assert memory("VmHWM") - before < MEMORY
+
+
+def memory(what: str) -> int:
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{what}:")]
+    return int(line.split()[1]) << 10
+
+
+class Evil:
+    """What runs something as soon as it is unpickled."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.said = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.said
+
+
+def touch(canary: Path) -> Evil:
+    return Evil(os.system, f"touch '{canary}'")
+
+
+def evaluated(canary: Path) -> Evil:
+    return Evil(eval, f"open({str(canary)!r}, 'w')")
+
+
+# What an opcode can do, as the last entry of a state: each pushes one object. TEXT is a command for a shell.
+TEXT = b"X\x05\0\0\0TOUCH"
+LADDER = b"K\1" + b"2\x86" * 60  # a tuple of the same tuple twice, and so on
+BY_OPCODE: dict[str, bytes] = {
+    "os.system": b"cos\nsystem\n(" + TEXT + b"tR",
+    "posix.system": b"cposix\nsystem\n" + TEXT + b"\x85R",
+    "subprocess.Popen": b"csubprocess\nPopen\n(" + TEXT + b"I-1\nNNNNNI00\nI01\ntR",
+    "eval": b"cbuiltins\neval\n" + TEXT + b"\x85R",
+    "exec, as Python 2 named it": b"c__builtin__\nexec\n" + TEXT + b"\x85R",
+    "getattr": b"cbuiltins\ngetattr\n(cbuiltins\nstr\nX\4\0\0\0jointR",
+    "import_module": b"cimportlib\nimport_module\nX\4\0\0\0this\x85R",
+    "runpy": b"crunpy\nrun_path\n" + TEXT + b"\x85R",
+    "torch.hub": b"ctorch.hub\nload\n" + TEXT + b"\x85R",
+    "torch.load": b"ctorch\nload\n" + TEXT + b"\x85R",
+    "INST": b"(" + TEXT + b"ios\nsystem\n",
+    "OBJ": b"(cos\nsystem\n" + TEXT + b"o",
+    "STACK_GLOBAL": b"\x8c\2os\x8c\6system\x93" + TEXT + b"\x85R",
+    "NEWOBJ": b"csubprocess\nPopen\n(" + TEXT + b"t\x81",
+    "NEWOBJ_EX": b"csubprocess\nPopen\n(" + TEXT + b"t}X\5\0\0\0shell\x88s\x92",
+    "EXT1": b"\x82\1",
+    "what is in a module": b"\x8c\x0bcollections\x8c\x10_sys.modules.get\x93X\2\0\0\0os\x85R",
+    "what is in a function": b"\x8c\x0bcollections\x8c\x1fnamedtuple.__builtins__.__call__\x93",
+    "a class": b"cdeepspeed.runtime.config\nDeepSpeedConfig\n" + TEXT + b"\x85R",
+    "an argument's argument": b"ccollections\ndeque\n(cos\nsystem\n" + TEXT + b"\x85Rl\x85R",
+    "BUILD of a class": b"ctorch\nSize\n(N}X\1\0\0\0xK\1stb",
+    "BUILD of a function": b"c_codecs\nencode\n}X\1\0\0\0xK\1sb",
+    "BUILD of a maker": b"ctorch._utils\n_rebuild_tensor_v2\n(cos\nsystem\n)}NtbX\1\0\0\0x\x85R",
+    "BUILD of a record": b"(X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\x000X\3\0\0\0cpuK\1tQ}X\4\0\0\0fileN"
+    b"sb",
+    "BUILD that hides a method": b"ccollections\nOrderedDict\n)R}X\5\0\0\0items" b"cbuiltins\nset\nsb",
+    "PERSID": b"P" + b"../../x\n",
+    "a record that is text": b"X\x05\0\0\0abcdeQ",
+    "a record with a list for a name": b"(X\7\0\0\0storagectorch\nFloatStorage\n]X\3\0\0\0cpuK\1tQ",
+    "another encoding": b"c_codecs\nencode\nX\1\0\0\0aX\4\0\0\0idna\x86R",
+    "a codec that decompresses": b"c_codecs\nencode\nX\1\0\0\0aX\3\0\0\0zip\x86R",
+    "bytes for all memory": b"cbuiltins\nbytearray\n\x8a\6\0\0\0\0\0\2\x85R",
+    "bytes that say they are many": b"\x8e\0\0\0\0\1\0\0\0x",
+    "a bytearray that says it is large": b"\x96\0\0\0\0\1\0\0\0x",
+    "a frame that says it is large": b"\x95\0\0\0\0\1\0\0\0N",
+    "a place in the memo far out": b"Nr\xff\xff\xff\x7f",
+    "a text that says it is long": b"\x8d\0\0\0\0\1\0\0\0x",
+    "a number that is long": b"L" + b"9" * 100_000 + b"L\n",
+    "a key of tuples of tuples": b"}" + LADDER + b"Ns",
+    "a set of tuples of tuples": b"\x8f(" + LADDER + b"\x90",
+    "a frozen set of tuples of tuples": b"(" + LADDER + b"\x91",
+    "a set that is called for": b"cbuiltins\nset\n(" + LADDER + b"l\x85R",
+    "a dictionary of tuples of tuples": b"(" + LADDER + b"Nd",
+    "lists in each other": b"]" * 50_000 + b"a" * 49_999,
+    "tuples in each other": b")" + b"\x85" * 50_000,
+    "one thing copied": b"(" + b"K\1" * 50_000 + b"lq\x00(" + b"cbuiltins\nset\nh\x00\x85R" * 20_000 + b"l",
+    "one thing said by many": b"(" + b"K\1" * 10_000 + b"tq\x00(" + b"ctorch.x\nYStorage\nh\x00R" * 20_000 + b"l",
+    "two things at the end": b"NN",
+    "an end before the end": b".",
+    "more taken than there is": b"0000000000",
+}  # fmt: skip
+# A class of DeepSpeed's may be named; that a frame or the memo is said to be large costs nothing where nothing is made.
+HARMLESS = {"an end before the end", "a class", "a frame that says it is large", "a place in the memo far out"}
+
+
+def inject(file: Path, code: bytes, canary: Path) -> None:
+    """Put what some opcodes push into the state of a file, as its last entry."""
+    command = f"touch '{canary}'".encode()
+    code = code.replace(TEXT, b"X" + struct.pack("<I", len(command)) + command)
+    repacked(file, lambda content: content[:-1] + b"X\4\0\0\0mine" + code + b"s.")
+
+
+def repacked(file: Path, change: Callable[[bytes], bytes], **options: Any) -> None:
+    """Write a file of `torch.save` anew, with another pickle."""
+    with zipfile.ZipFile(file) as archive:
+        found = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in found.items():
+            is_pickle = name.endswith("/data.pkl")
+            archive.writestr(name, change(content) if is_pickle else content, **(options if is_pickle else {}))
+
+
+def laughs() -> list[Any]:
+    """What is short to be said by reference, and else takes 10 to the power of 40 words."""
+    found: list[Any] = ["ha" * 1000]
+    for _ in range(40):
+        found = [found] * 10
+    return found
+
+
+def itself() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    found["itself"] = found
+    return found
+
+
+def in_a_dictionary(state: dict[str, Any], evil: Any) -> None:
+    state["module"].mine = evil  # in the state of an OrderedDict
+
+
+# What is in a state, by what a pickle of torch.save can say: (state, something evil) -> None
+IN_A_STATE: dict[str, Callable[[dict[Any, Any], Any], Any]] = {
+    "hyper-parameters": lambda s, evil: s["hyper_parameters"].update(mine={"deeper": [evil]}),
+    "the client's state": lambda s, evil: s.update(mine=evil),
+    "a key": lambda s, evil: s.update({Key(evil): 1}),
+    "a key of a set": lambda s, evil: s.update(mine={Key(evil)}),
+    "the state of an OrderedDict": in_a_dictionary,
+    "the manifest": lambda s, evil: s.update({KEY: {**s.get(KEY, {"format": 1}), "versions": {"torch": evil}}}),
+    "the module": lambda s, evil: s["module"].update({"mine.weight": evil}),
+    "param_shapes": lambda s, evil: s["param_shapes"].append({"mine": evil}),
+    "arguments of a class": lambda s, evil: s.update(mine=collections.deque([evil])),
+    "attributes of a class": lambda s, evil: s.update(mine=argparse.Namespace(mine=evil)),
+    "attributes of a tensor": lambda s, evil: s.update(mine=attributed(evil)),
+    "the configuration": lambda s, evil: s["ds_config"].update(mine=evil),
+}
+
+
+class Key:
+    def __init__(self, evil: Any) -> None:
+        self.evil = evil
+
+    def __reduce__(self) -> Any:
+        return collections.deque, ([self.evil],)
+
+
+def attributed(evil: Any) -> torch.nn.Parameter:
+    found = torch.nn.Parameter(torch.ones(2))
+    vars(found)["mine"] = evil
+    return found
+
+
+# What a state says that is no code, and would take all memory or time, or is of another kind than it should be.
+SAID: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "laughs in the configuration": lambda s: s["ds_config"].update(mine=laughs()),
+    "laughs in the manifest": lambda s: s.update({KEY: {"format": laughs()}}),
+    "laughs as the number of steps": lambda s: s.update(global_steps=laughs()),
+    "laughs in the client's state": lambda s: s.update(mine=laughs()),
+    "a configuration that holds itself": lambda s: s.update(ds_config=itself()),
+    "a tensor that is repeated": lambda s: s["module"].update(
+        {"mine": torch.ones(1).expand(1 << 20, 1 << 20), "yours": torch.ones(1).expand(1 << 31)}
+    ),
+    "many views of one tensor": lambda s: s["module"].update(views()),
+    "names that are numbers": lambda s: s["module"].update({5: torch.ones(1)}),
+    "names that are nothing": lambda s: s["param_shapes"].append({None: torch.Size([1])}),
+    "shapes that are text": lambda s: s["param_shapes"].append({"mine": "abc"}),
+    "shapes that are large": lambda s: s["param_shapes"].append({"mine": (1 << 62, 1 << 62)}),
+    "shapes that are long": lambda s: s["param_shapes"].append({"mine": (3,) * 100_000}),
+    "shapes that are negative": lambda s: s["param_shapes"].append({"mine": (-1, -3)}),
+    "frozen shapes that are large": lambda s: s.update(frozen_param_shapes={"mine": ((1 << 4000),)}),
+    "fragments that are text": lambda s: s.update(frozen_param_fragments={"mine": "abc"}),
+    "aliases that are lists": lambda s: s.update(shared_params={"mine": []}),
+    "ranks that are text": lambda s: s.update(dp_world_size="2"),
+    "a manifest of lists": lambda s: s.update({KEY: {"format": 1, "left_out": [[], 1]}}),
+    "a manifest whose names are numbers": lambda s: s.update({KEY: manifest([[1], [1], "float32", None])}),
+    "a manifest of large shapes": lambda s: s.update({KEY: manifest([["a"], [1 << 99], "float32", None])}),
+    "a manifest without a name": lambda s: s.update({KEY: manifest([[], [1], "float32", None])}),
+    "_instantiator": lambda s: s["hyper_parameters"].update(_instantiator="os.system"),
+    "_instantiator, as old releases had it": lambda s: s.update(hparams={"_instantiator": "builtins.exec"}),
+    "_instantiator of a Namespace": lambda s: s.update(hyper_parameters=argparse.Namespace(_instantiator="os.system")),
+    "_instantiator of data": lambda s: s.update(datamodule_hyper_parameters={"_instantiator": "os.system"}),
+}
+
+
+def views() -> dict[str, torch.Tensor]:
+    values = torch.ones(200_000)
+    return {f"view{i}": values[i:] for i in range(500)}
+
+
+def manifest(*left_out: Any) -> dict[str, Any]:
+    numbers = {"total_bytes": 4, "zero_stage": 2, "world_size": 2}
+    return {"format": 1, "left_out": list(left_out), "versions": {}, **numbers}
+
+
+# What a file is.
+def deflated(file: Path, _: Path) -> None:
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"\x80\2X\0\0\0\x10" + b"a" * (1 << 28) + b"0}.", compresslevel=1)
+
+
+def deflated_record(file: Path, _: Path) -> None:
+    with zipfile.ZipFile(file) as archive:
+        folder = archive.namelist()[0].partition("/")[0]
+        found = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in {**found, f"{folder}/byteorder": bytes(1 << 28)}.items():
+            kind = zipfile.ZIP_DEFLATED if name.endswith("/byteorder") else zipfile.ZIP_STORED
+            archive.writestr(name, content, kind, compresslevel=1)
+
+
+def member(name: str, content: bytes = b"x", attributes: int = 0) -> Callable[[Path, Path], None]:
+    def add(file: Path, _: Path) -> None:
+        info = zipfile.ZipInfo(name)
+        info.external_attr = attributes
+        with zipfile.ZipFile(file, "a") as archive:
+            archive.writestr(info, content)
+
+    return add
+
+
+def twice(file: Path, _: Path) -> None:
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.writestr(next(name for name in archive.namelist() if name.endswith("/data/0")), b"x")
+
+
+def central(at: int, value: bytes) -> Callable[[Path, Path], None]:
+    """Lie about the largest record in the archive's directory."""
+
+    def lie(file: Path, _: Path) -> None:
+        content = bytearray(file.read_bytes())
+        with zipfile.ZipFile(file) as archive:
+            largest = max(archive.infolist(), key=lambda info: info.file_size).filename.encode()
+        place = content.rindex(largest) - 46
+        assert content[place : place + 4] == b"PK\1\2"
+        content[place + at : place + at + len(value)] = value
+        file.write_bytes(content)
+
+    return lie
+
+
+def overlapping(file: Path, _: Path) -> None:
+    """All records begin where the largest does, and are as large."""
+    with zipfile.ZipFile(file) as archive:
+        largest = max(archive.infolist(), key=lambda info: info.file_size)
+        infos = [info for info in archive.infolist() if "/data/" in info.filename]
+        content = bytearray(file.read_bytes())
+    for info in infos:
+        place = content.rindex(info.filename.encode()) - 46
+        content[place + 16 : place + 28] = struct.pack("<III", largest.CRC, largest.file_size, largest.file_size)
+        content[place + 42 : place + 46] = struct.pack("<I", largest.header_offset)
+    file.write_bytes(content)
+
+
+def legacy(file: Path, canary: Path) -> None:
+    torch.save({"module": {}, "mine": touch(canary)}, file, _use_new_zipfile_serialization=False)
+
+
+def legacy_before_an_archive(file: Path, canary: Path) -> None:
+    """torch reads the beginning of such a file, and a program for archives the end."""
+    innocent = file.read_bytes()
+    legacy(file, canary)
+    file.write_bytes(file.read_bytes() + innocent)
+
+
+def tar(file: Path, canary: Path) -> None:
+    content = pickle.dumps(touch(canary))
+    with tarfile.open(file, "w") as archive:
+        info = tarfile.TarInfo("../../pickle")
+        info.size = len(content)
+        archive.addfile(info, io.BytesIO(content))
+
+
+def bare_pickle(file: Path, canary: Path) -> None:
+    file.write_bytes(pickle.dumps(touch(canary)))
+
+
+def pipe(file: Path, _: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def device(file: Path, _: Path) -> None:
+    file.unlink()
+    file.symlink_to("/dev/zero")
+
+
+def sparse(file: Path, _: Path) -> None:
+    os.truncate(file, 1 << 36)
+
+
+FILES: dict[str, Callable[[Path, Path], None]] = {
+    "a pickle that inflates to 256 MB": deflated,
+    "a record that inflates to 256 MB": deflated_record,
+    "a member outside": member("../../outside"),
+    "a member at an absolute path": member("/tmp/outside"),
+    "a member that is a link": member("link", b"/etc/passwd", 0o120777 << 16),
+    "a second pickle": member("other/data.pkl"),
+    "a record twice": twice,
+    "a record that says it is large": central(20, b"\xf0\xff\xff\xff\xf0\xff\xff\xff"),
+    "a record far out": central(42, b"\xf0\xff\xff\xff"),
+    "an encrypted record": central(8, b"\1\0"),
+    "a compressed record": central(10, b"\x08\0"),
+    "overlapping records": overlapping,
+    "a legacy file of torch": legacy,
+    "a legacy file of torch before an archive": legacy_before_an_archive,
+    "a tar": tar,
+    "a bare pickle": bare_pickle,
+    "a pipe": pipe,
+    "a device": device,
+    "64 GB of nothing": sparse,
+}
+
+
+def latest(content: bytes) -> Callable[[Path, Path], Any]:
+    return lambda path, _: (path / "latest").write_bytes(content)
+
+
+def large_latest(path: Path, _: Path) -> None:
+    os.truncate(path / "latest", 1 << 36)
+
+
+def latest_that_is_a_pipe(path: Path, _: Path) -> None:
+    pipe(path / "latest", path)
+
+
+def elsewhere(path: Path, _: Path) -> None:
+    shutil.copytree(path / "checkpoint", path.parent / "elsewhere", dirs_exist_ok=True)
+    (path / "latest").write_text("../elsewhere")
+
+
+FOLDERS: dict[str, Callable[[Path, Path], Any]] = {
+    "latest: ..": latest(b".."),
+    "latest: ../..": latest(b"../.."),
+    "latest: another checkpoint": elsewhere,
+    "latest: /": latest(b"/"),
+    "latest: /etc": latest(b"/etc"),
+    "latest: nothing": latest(b""),
+    "latest: a zero": latest(b"check\0point"),
+    "latest: no text": latest(b"\xff\xfe\xff"),
+    "latest: 64 GB": large_latest,
+    "latest: a pipe": latest_that_is_a_pipe,
+    "latest: a long name": latest(b"a" * 900),
+}
+
+
+def commands(small: Path, full: Path, out: Path) -> dict[str, list[str]]:
+    """Each tool on a hostile checkpoint, or on a good one with the hostile one as its base."""
+    good = small.parent.parent / "good" / "small.ckpt"
+
+    def at(name: str) -> str:
+        return str(out / name)
+
+    return {
+        "inspect": ["inspect", str(full)],
+        "prune": ["prune", str(full), at("pruned.ckpt")],
+        "consolidate": ["consolidate", str(full), at("one.ckpt")],
+        "consolidate to a folder": ["consolidate", str(small), at("folder"), "--max-shard-size", "10kB"],
+        "merge": ["merge", str(good), at("merged.ckpt"), "--base", str(full)],
+        "export": ["export", str(full), at("trained.safetensors"), "--format", "safetensors"],
+        "export to a folder": ["export", str(small), at("adapter"), "--format", "peft"],
+        "verify": ["verify", str(small)],
+        "verify with a base": ["verify", str(good), "--base", str(full)],
+        "reshard": ["reshard", str(full), at("three.ckpt"), "--ranks", "3"],
+        "universal": ["universal", str(full), at("universal"), "--dry-run"],
+    }
+
+
+# In a checkpoint that is a base, whose manifest says nothing.
+UNREAD = {(f"a manifest {what}", tool) for what in ("without a name",) for tool in ("merge", "verify with a base")}
+
+
+Change = Callable[[Path, Path], Any]
+
+
+def on_file(kind: str, change: Change) -> Change:
+    return lambda path, canary: change(min(path.rglob(f"*{kind}_states.pt")), canary)
+
+
+def on_state(change: Callable[[dict[str, Any], Path], Any]) -> Change:
+    return on_file("model", lambda file, canary: changed(file, lambda state: change(state, canary)))
+
+
+def by_opcode(code: bytes) -> Change:
+    return lambda file, canary: inject(file, code, canary)
+
+
+def in_a_state(change: Callable[[dict[Any, Any], Any], Any], evil: Callable[[Path], Any]) -> Change:
+    return on_state(lambda state, canary: change(state, evil(canary)))
+
+
+def said(change: Callable[[dict[str, Any]], Any]) -> Change:
+    return on_state(lambda state, _: change(state))
+
+
+def attacks() -> dict[str, Change]:
+    """All by name: each is given a checkpoint and where its payload would leave a file."""
+    found: dict[str, Change] = {}
+    for kind in ("model", "optim"):
+        found |= {f"{name} ({kind})": on_file(kind, by_opcode(code)) for name, code in BY_OPCODE.items()}
+        found |= {f"{name} ({kind})": on_file(kind, change) for name, change in FILES.items()}
+    for name, change in IN_A_STATE.items():
+        found |= {f"os.system in {name}": in_a_state(change, touch), f"eval in {name}": in_a_state(change, evaluated)}
+    return {**found, **{name: said(say) for name, say in SAID.items()}, **FOLDERS}
+
+
+ATTACKS = attacks()
+
+
+@pytest.fixture(scope="module")
+def good(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with both checkpoints of ZeRO-2 as `good`, after each tool has imported what it needs."""
+    import encodings.cp437  # noqa: F401  -- for the names in archives
+
+    folder = tmp_path_factory.mktemp("hostile")
+    shutil.copytree(checkpoints(2), folder / "good")
+    for line in commands(folder / "good" / "small.ckpt", folder / "good" / "full.ckpt", folder / "warm").values():
+        assert main([*line, "--json"]) == 0, line
+    return folder
+
+
+@pytest.mark.timeout(1800)
+def test_no_tool_runs_a_checkpoint(
+    good: Path, capsys: pytest.CaptureFixture[str], long: bool, counted: Callable[[str, int], None]
+) -> None:
+    tried, wrong = 0, []
+    for number, (name, attack) in enumerate(ATTACKS.items()):
+        lines = attacked(good, attack)
+        chosen = list(lines) if long else [list(lines)[number % len(lines)]]
+        for tool in chosen:
+            for trust in (False, True) if long and tool != "universal" else (False,):
+                may_work = trust or name.split(" (")[0] in HARMLESS or (name, tool) in UNREAD
+                try:
+                    tried += 1
+                    refused([*lines[tool], *(["--trust"] if trust else [])], good, capsys, may_work)
+                except Exception as error:
+                    wrong.append(f"{name}: {tool}{' --trust' * trust}: {type(error).__name__}: {error!s:.300}")
+    assert not wrong, "\n".join([f"{len(wrong)} of {tried}", *wrong])
+    counted("a tool on a hostile checkpoint", tried)
+
+
+def attacked(good: Path, attack: Change) -> dict[str, list[str]]:
+    """The tools on a copy of the checkpoints that is hostile now."""
+    shutil.rmtree(good / "bad", ignore_errors=True)
+    shutil.copytree(good / "good", good / "bad")
+    pair = good / "bad" / "small.ckpt", good / "bad" / "full.ckpt"
+    for path in pair:
+        attack(path, good / "canary")
+    return commands(*pair, good / "out")
+
+
+def refused(line: list[str], good: Path, capsys: pytest.CaptureFixture[str], may_work: bool) -> str:
+    """What is said on stderr."""
+    try:
+        with watched():
+            status = main([*line, "--json"])
+        found = capsys.readouterr()
+        check(status, found, may_work)
+        assert not (good / "canary").exists()
+        assert not (good / "outside").exists()
+        return found.err
+    finally:
+        (good / "canary").unlink(missing_ok=True)
+        shutil.rmtree(good / "out", ignore_errors=True)
+
+
+def lying(change: Callable[[dict[str, Any]], Any]) -> Change:
+    """A file of safetensors whose header was changed."""
+
+    def write(folder: Path, _: Path) -> None:
+        file = folder / "model.safetensors"
+        content = file.read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        said = json.loads(content[8 : 8 + length])
+        header = change(said)
+        header = header if isinstance(header, bytes) else json.dumps(said).encode()
+        file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+
+    return write
+
+
+def first(said: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = next(entry for name, entry in said.items() if name != "__metadata__")
+    return found
+
+
+def index(name: Any) -> Change:
+    return lambda folder, _: (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"model.norm.weight": name}})
+    )
+
+
+def weights_in(name: str, make: Callable[[Path], Any], **options: Any) -> Change:
+    def write(folder: Path, canary: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        torch.save({"model.norm.weight": torch.ones(32), "mine": make(canary)}, folder / name, **options)
+
+    return write
+
+
+BASES: dict[str, Change] = {
+    "os.system in a .bin": weights_in("pytorch_model.bin", touch),
+    "eval in a .bin": weights_in("pytorch_model.bin", evaluated),
+    "os.system in a legacy .bin": weights_in("pytorch_model.bin", touch, _use_new_zipfile_serialization=False),
+    "an index that leads out": index("../../../outside.safetensors"),
+    "an index that leads to /": index("/etc/passwd"),
+    "an index of lists": index([]),
+    "an index that is deep": lambda folder, _: (folder / "model.safetensors.index.json").write_text("[" * 100_000),
+    "an index of 64 GB": lambda folder, _: sparse_at(folder / "model.safetensors.index.json"),
+    "a header that is deep": lying(lambda _: b"[" * 100_000),
+    "a header that is no object": lying(lambda _: b"[1]"),
+    "a header with a name twice": lying(lambda _: b'{"a": {}, "a": {}}'),
+    "metadata that are text": lying(lambda said: said.update(__metadata__="abc")),
+    "metadata of lists": lying(lambda said: said.update(__metadata__={"a": []})),
+    "places that overlap": lying(lambda said: said.update(mine=dict(first(said)))),
+    "a place far out": lying(lambda said: first(said).update(data_offsets=[1 << 60, 1 << 61])),
+    "a place before": lying(lambda said: first(said).update(data_offsets=[-8, 0])),
+    "places that are broken": lying(lambda said: first(said).update(data_offsets=[0.0, 8.0])),
+    "shapes that are broken": lying(lambda said: first(said).update(shape=[float(x) for x in first(said)["shape"]])),
+    "shapes that are negative": lying(lambda said: first(said).update(shape=[-x for x in first(said)["shape"]])),
+    "shapes that are long": lying(lambda said: first(said).update(shape=[9] * 100_000)),
+    "a header that says it is long": lambda folder, _: (folder / "model.safetensors").write_bytes(b"\xff" * 9),
+    "weights that are a pipe": lambda folder, _: pipe(folder / "model.safetensors", folder),
+}
+
+
+def sparse_at(file: Path) -> None:
+    file.touch()
+    sparse(file, file)
+
+
+def test_no_tool_runs_a_base(
+    good: Path, capsys: pytest.CaptureFixture[str], counted: Callable[[str, int], None]
+) -> None:
+    model = {name: value.clone() for name, value in base_model().state_dict().items() if name != "lm_head.weight"}
+    small = str(good / "good" / "small.ckpt")
+    tried, wrong = 0, []
+    for name, attack in BASES.items():
+        folder = good / "base"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        save_file(model, folder / "model.safetensors")
+        attack(folder, good / "canary")
+        module = torch.nn.Linear(1, 1)
+        for line in (["merge", small, str(good / "out" / "one.ckpt")], ["verify", small]):
+            tried += 1
+            try:
+                refused([*line, "--base", str(folder)], good, capsys, False)
+                with pytest.raises((CheckpointError, CheckpointMismatchError)), watched():
+                    load_trainable(module, folder)
+            except Exception as error:
+                wrong.append(f"{name}: {line[0]}: {type(error).__name__}: {error!s:.300}")
+    assert not wrong, "\n".join([f"{len(wrong)} of {tried}", *wrong])
+    counted("a tool on a hostile base", tried)
+
+
+def test_a_link_is_not_followed_out_of_a_checkpoint(good: Path, tmp_path: Path) -> None:
+    source = tmp_path / "in" / "full.ckpt"
+    shutil.copytree(good / "good" / "full.ckpt", source)
+    (tmp_path / "secret").write_text("secret")
+    (source / "checkpoint" / "own").mkdir()
+    (source / "checkpoint" / "own" / "notes").write_text("notes")
+    (source / "inside").symlink_to("checkpoint/own/notes")
+    (source / "note").symlink_to(tmp_path / "secret")
+    (source / "checkpoint" / "own" / "all").symlink_to("/")
+    (source / "checkpoint" / "loop").symlink_to(source)
+    assert main(["prune", str(source), str(tmp_path / "out.ckpt"), "-q"]) == 0
+    made = tmp_path / "out.ckpt"
+    assert (made / "note").is_symlink()
+    assert (made / "inside").read_text() == "notes"
+    assert not (made / "inside").is_symlink()
+    assert (made / "checkpoint" / "own" / "notes").read_text() == "notes"
+    assert (made / "checkpoint" / "own" / "all").is_symlink()
+    assert (made / "checkpoint" / "loop").is_symlink()
+    assert NORM not in torch.load(made / "checkpoint" / "mp_rank_00_model_states.pt", weights_only=False)["module"]
+
+
+def test_a_tag_is_a_name(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for tag in ("..", ".", "", "/", "../small.ckpt/checkpoint", "checkpoint/../checkpoint", "a\0b"):
+        refused(["inspect", str(good / "good" / "full.ckpt"), "--tag", tag], good, capsys, False)
+
+
+def test_the_converter_is_given_what_deepspeed_saves_alone(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It unpickles, and could run a class that may be in a checkpoint elsewhere."""
+    for name in (
+        "lightning.pytorch.cli\nLightningCLI",
+        "deepspeed.launcher.runner\nPDSHRunner",
+        "collections\nnamedtuple",
+    ):
+        code = f"c{name}\n".encode() + TEXT + b"\x85R"
+        lines = attacked(good, on_file("optim", lambda file, canary, code=code: into_the_optimizer(file, code)))  # type: ignore[misc]
+        assert "which DeepSpeed's converter could run" in refused(lines["universal"], good, capsys, False)
+
+
+def into_the_optimizer(file: Path, code: bytes) -> None:
+    marker = b"X\x0a\0\0\0zero_stage"
+    repacked(file, lambda content: content.replace(marker, b"X\x04\0\0\0mine" + code + marker, 1))
+
+
+def check(status: int, said: Any, may_work: bool) -> None:
+    """One error in one line, or what `verify` reports."""
+    if status:
+        assert status == 1
+        problems = json.loads(said.out)["problems"] if said.out else []
+        assert problems or said.err.startswith("ds-frozen-patch: ")
+        assert len(said.err) < 3000
+        assert "Traceback" not in said.err
+    else:
+        assert may_work, "it was not refused"
+        json.loads(said.out)
