@@ -103,8 +103,8 @@ def strategy_call(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, .
     with _ownership.at_work(strategy):
         if path is None:  # of a strategy that somebody has changed
             return wrapped(*args, **kwargs)
-        target = Path(strategy.broadcast(call.arguments[path]))
-        with naming(target):
+        with naming(call.arguments[path]):
+            target = Path(strategy.broadcast(call.arguments[path]))
             if _single_file.is_weights_only(call.arguments.get("checkpoint", {})):  # Fabric has no such argument
                 options = call.arguments.get("storage_options")
                 return _single_file.save(strategy, call.arguments["checkpoint"], target, options)

@@ -29,10 +29,17 @@ def put_off(failed: list[CheckpointError], path: Any) -> Iterator[None]:
         if not isinstance(error, CheckpointError):
             cause = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             kept = CheckpointError(f"{path} cannot be written ({cause}){_room(Path(path))}")
-            traceback.clear_frames(error.__traceback__)  # they hold the file open, and so its room on the disk
+            _let_go(error)
             kept.__cause__ = error
             error = kept
         failed.append(error)
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Of the file that could not be written: as long as the frames of an error hold it open, it takes up room."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def _room(path: Path) -> str:
