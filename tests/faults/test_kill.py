@@ -59,7 +59,7 @@ def train(here: Here, out: str, stage: int, save_last: Any, at: int, resume: str
             seconds = time.perf_counter() - begun
         diary.note(f"saved {trainer.global_step}")
 
-    pl.Trainer.save_checkpoint = save  # type: ignore[method-assign]
+    pl.Trainer.save_checkpoint = save  # type: ignore[assignment,method-assign]
     kept = ModelCheckpoint(out, filename="{epoch}", save_top_k=2, monitor="epoch", mode="max", save_last=save_last)
     trainer = runs.trainer(out, 2, stage, epochs=EPOCHS, callbacks=[kept, diary])
     module = runs.LoraRun()
@@ -214,7 +214,7 @@ def test_kills_in_tools(
             expected = content(alone)
             for _ in range(times):
                 moment = Moment.drawn(drawn, said["calls"], 1.2 * said["seconds"])
-                asked = {"words": words, "source": str(source), "target": str(target)}
+                asked: dict[str, Any] = {"words": words, "source": str(source), "target": str(target)}
                 assert forked.Process(work, log, moment, **asked).outcome() == ("killed", None)
                 assert snapshot(source) == before
                 if target.exists():  # killed after all was done
