@@ -132,13 +132,14 @@ def _unfinished(strategy: Any, target: Path) -> Iterator[Path]:
     def swap() -> None:
         if not strategy.is_global_zero and not partial.is_dir():
             return  # rank 0 has done it on the same disk
-        if target.is_symlink() or target.exists():  # the former of ModelCheckpoint(save_last="link")
+        over = target.is_symlink() or target.exists()  # the former of ModelCheckpoint(save_last="link")
+        if over:
             _remove(previous)
             target.rename(previous)
         try:
             partial.rename(target)
         except OSError:
-            if previous.exists() and not target.exists():
+            if over:
                 previous.rename(target)
             raise
         _remove(previous)
@@ -169,7 +170,7 @@ def on_each_disk(strategy: Any, path: Any, do: Callable[[], None]) -> None:
     if strategy.local_rank == 0 and not strategy.is_global_zero:
         with put_off(failed, path):
             do()
-    raise_together(strategy, path, failed)
+    raise_together(strategy, path, failed, "Other nodes, with disks of their own, may have saved it.")
 
 
 def engine_save(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -81,7 +81,8 @@ def raise_together(strategy: Any, target: Any, failed: list[CheckpointError], th
 def writes_put_off(engine: Any, failed: list[CheckpointError]) -> Iterator[None]:
     """While this lasts, DeepSpeed goes on when it cannot write a file or make a folder; see `put_off`."""
     writer = engine.checkpoint_engine
-    replaced = [(writer, "save"), (writer, "makedirs"), (engine, "_copy_recovery_script")]
+    writes = [(writer, "save"), (writer, "makedirs"), (engine, "_copy_recovery_script")]
+    replaced = [(owner, name) for owner, name in writes if hasattr(owner, name)]
     before = [vars(owner).get(name) for owner, name in replaced]
     for owner, name in replaced:
         setattr(owner, name, _putting_off(getattr(owner, name), failed))
