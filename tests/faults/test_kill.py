@@ -92,11 +92,12 @@ class Chain:
         """At most so many kills, and then to the end."""
         while self.counts["kills"] < kills:
             moments = self._moments(alone)
-            said = self._train(moments, self.drawn.randint(1, 4), self._newest())
+            said = self._train(moments, self.drawn.randint(1, 3), self._newest())
             if said[0][0] == "returned":  # there were not that many saves to come
                 return dict(said[0][1])
             self.counts["kills"] += 1
-            self.counts["in the midst"] += any(self.out.glob(".*.partial"))
+            failed = any(what == "raised" and why[0] == "CheckpointError" for what, why in said)
+            self.counts["in the midst"] += failed or any(self.out.glob(".*.partial"))
             for moment, (what, why) in zip(moments, said, strict=True):
                 if moment is not None:
                     assert what == "killed", why
