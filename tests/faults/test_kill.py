@@ -98,9 +98,10 @@ class Chain:
             self.counts["kills"] += 1
             failed = any(what == "raised" and why[0] == "CheckpointError" for what, why in said)
             self.counts["in the midst"] += failed or any(self.out.glob(".*.partial"))
+            assert "killed" in [what for what, _ in said], said
             for moment, (what, why) in zip(moments, said, strict=True):
-                if moment is not None:
-                    assert what == "killed", why
+                if what == "killed":
+                    assert moment is not None
                 else:
                     # It must not hang, and knows what it could not save; after its last word in a save, it is Lightning
                     # that waits for the other.
