@@ -112,7 +112,7 @@ def _reshard(strategy: Any, load_dir: str, tag: str | None, saved: _Saved, ranks
         except Exception as error:  # else the other ranks would wait for ever
             failed.append(str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}.")
 
-    on_each_disk(strategy, attempt)
+    on_each_disk(strategy, load_dir, attempt)
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, (made, failed))
     for _, said in everywhere:

@@ -17,7 +17,7 @@ class CheckpointMismatchError(RuntimeError):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint, or a file of one, cannot be read."""
+    """A checkpoint, or a file of one, cannot be read or written."""
 
 
 def named(names: Collection[str], limit: int = 10) -> str:

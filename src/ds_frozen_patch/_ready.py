@@ -9,8 +9,9 @@ from typing import Any
 
 from ._errors import CheckpointError
 from ._gathering import gathered
-from ._saving import warn
+from ._saving import named_in_the_end, warn
 from ._settings import current
+from ._together import put_off, raise_together
 from .checkpoint.exporting import Adapter
 from .checkpoint.safetensors_file import write_header
 from .manifest import adapters_of, dtype_of, names_by_parameter, parameters_by_name, plain, shape_of
@@ -35,7 +36,7 @@ def write(engine: Any, strategy: Any, checkpoint: Path) -> None:
     if current().export == "safetensors":
         saved = {plain(name) for name in engine.module.state_dict()}
         buffers = {plain(name): b for name, b in engine.module.named_buffers() if plain(name) in saved}
-        _write(checkpoint / FILE, chosen, buffers, strategy)
+        _write(checkpoint, FILE, chosen, buffers, strategy)
     elif (adapter := _adapter(engine, strategy)) is not None:
         parameters = {names[0]: parameter for parameter, names in names_by_parameter(engine.module).items()}
         buffers = {plain(name): buffer for name, buffer in engine.module.named_buffers()}
@@ -43,9 +44,7 @@ def write(engine: Any, strategy: Any, checkpoint: Path) -> None:
         members = adapter.members(chosen, (*(parameters.keys() - chosen.keys()), *buffers), adapters)
         own = {name: parameters[own] for name, own in sorted(members.items()) if own in parameters}
         beside = {name: buffers[own] for name, own in members.items() if own in buffers}
-        _write(checkpoint / FOLDER / "adapter_model.safetensors", own, beside, strategy)
-        if strategy.is_global_zero:
-            adapter.write_config(checkpoint / FOLDER)
+        _write(checkpoint, f"{FOLDER}/adapter_model.safetensors", own, beside, strategy, adapter.write_config)
 
 
 def _adapter(engine: Any, strategy: Any) -> Adapter | None:
@@ -67,19 +66,25 @@ def _adapter(engine: Any, strategy: Any) -> Adapter | None:
     return found[0]
 
 
-def _write(file: Path, parameters: dict[str, Any], buffers: dict[str, Any], strategy: Any) -> None:
+def _write(
+    checkpoint: Path,
+    name: str,
+    parameters: dict[str, Any],
+    buffers: dict[str, Any],
+    strategy: Any,
+    write_beside: Callable[[Path], None] | None = None,
+) -> None:
+    file = checkpoint / name
     partial = file.with_name(f".{file.name}.partial")
     entries = [(name, _dtype(p), shape_of(p)) for name, p in parameters.items()]
     entries += [(name, dtype_of(buffer), tuple(buffer.shape)) for name, buffer in buffers.items()]
-    failed: list[OSError] = []
+    failed: list[CheckpointError] = []
 
     def attempt(write: Callable[..., object], *content: Any) -> None:
         # The other ranks wait for rank 0 to gather, even when it can no longer write.
-        try:
-            if strategy.is_global_zero and not failed:
+        if strategy.is_global_zero and not failed:
+            with put_off(failed, file):
                 write(*content)
-        except OSError as error:
-            failed.append(error)
 
     attempt(lambda: file.parent.mkdir(exist_ok=True))
     attempt(lambda: _start(partial, entries))
@@ -87,11 +92,12 @@ def _write(file: Path, parameters: dict[str, Any], buffers: dict[str, Any], stra
         attempt(_append, partial, value, _dtype(parameters[name]))
     for value in buffers.values():
         attempt(_append, partial, value, dtype_of(value))
-    message = strategy.broadcast(str(failed[0]) if failed else None)
-    if message:
-        partial.unlink(missing_ok=True)
-        raise CheckpointError(f"{file} cannot be written ({message}).")
     attempt(lambda: partial.replace(file))
+    if write_beside is not None:
+        attempt(write_beside, file.parent)
+    if failed:
+        partial.unlink(missing_ok=True)
+    raise_together(strategy, named_in_the_end(checkpoint), failed)
 
 
 def _start(file: Path, entries: list[tuple[str, str, tuple[int, ...]]]) -> None:

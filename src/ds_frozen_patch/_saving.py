@@ -24,6 +24,7 @@ from ._settings import Settings
 from ._settings import current as _settings
 from ._targets import FLAG, TARGETS
 from ._text import human_bytes
+from ._together import AS_BEFORE, naming, put_off, raise_together, writes_put_off
 from .fingerprint import process_memory
 
 WEIGHTS_ALONE = (
@@ -103,39 +104,55 @@ def strategy_call(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, .
     with _ownership.at_work(strategy):
         if path is None:  # of a strategy that somebody has changed
             return wrapped(*args, **kwargs)
-        target, save = strategy.broadcast((call.arguments[path], uuid4().hex))
-        target = Path(target)
-        if _single_file.is_weights_only(call.arguments.get("checkpoint", {})):  # Fabric has no such argument
-            options = call.arguments.get("storage_options")
-            return _single_file.save(strategy, call.arguments["checkpoint"], target, options)
-        with _labels.save(save), _unfinished(strategy, target) as call.arguments[path]:
-            return wrapped(*call.args, **call.kwargs)
+        with naming(call.arguments[path]):
+            target, save = strategy.broadcast((call.arguments[path], uuid4().hex))
+            target = Path(target)
+            if _single_file.is_weights_only(call.arguments.get("checkpoint", {})):  # Fabric has no such argument
+                options = call.arguments.get("storage_options")
+                return _single_file.save(strategy, call.arguments["checkpoint"], target, options)
+            with _labels.save(save), _unfinished(strategy, target) as call.arguments[path]:
+                return wrapped(*call.args, **call.kwargs)
+
+
+def _writes_at_once(engine: Any) -> bool:
+    """Whether DeepSpeed has written all when it says so, which its engines of other kinds do not promise."""
+    return type(getattr(engine, "checkpoint_engine", None)).__name__ == "TorchCheckpointEngine"
 
 
 @contextmanager
 def _unfinished(strategy: Any, target: Path) -> Iterator[Path]:
     """A directory for a checkpoint that takes the target's place, and name, once every rank has written its part.
 
-    So one that is there is whole, and has no files of an earlier save by more ranks. It needs DeepSpeed to have written
-    all when it says so, which engines of other kinds do not promise.
+    So one that is there is whole, and has no files of an earlier save by more ranks.
     """
-    if type(getattr(strategy.model, "checkpoint_engine", None)).__name__ != "TorchCheckpointEngine":
+    if not _writes_at_once(strategy.model):
         yield target
         return
     partial, previous = (target.with_name(f".{target.name}.{what}") for what in ("partial", "previous"))
-    on_each_disk(strategy, lambda: shutil.rmtree(partial, ignore_errors=True))
-    yield partial
-    strategy.barrier("ds_frozen_patch: written")
+    on_each_disk(strategy, target, lambda: shutil.rmtree(partial, ignore_errors=True))
 
     def swap() -> None:
-        if partial.is_dir():
+        if not strategy.is_global_zero and not partial.is_dir():
+            return  # rank 0 has done it on the same disk
+        over = target.is_symlink() or target.exists()  # the former of ModelCheckpoint(save_last="link")
+        if over:
             _remove(previous)
-            if target.is_symlink() or target.exists():  # the former of ModelCheckpoint(save_last="link")
-                target.rename(previous)
+            target.rename(previous)
+        try:
             partial.rename(target)
-            _remove(previous)
+        except OSError:
+            if over:
+                previous.rename(target)
+            raise
+        _remove(previous)
 
-    on_each_disk(strategy, swap)
+    try:
+        yield partial
+        on_each_disk(strategy, target, swap)
+    except BaseException:
+        if strategy.local_rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _remove(path: Path) -> None:
@@ -145,14 +162,17 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def on_each_disk(strategy: Any, do: Callable[[], None]) -> None:
-    """Rank 0 does it, and then a rank of each node, whose disk may be another."""
+def on_each_disk(strategy: Any, path: Any, do: Callable[[], None]) -> None:
+    """Rank 0 does it, and then a rank of each node, whose disk may be another; what fails is raised on every rank."""
+    failed: list[CheckpointError] = []
     if strategy.is_global_zero:
-        do()
-    strategy.barrier("ds_frozen_patch: rank 0")
+        with put_off(failed, path):
+            do()
+    raise_together(strategy, path, failed)
     if strategy.local_rank == 0 and not strategy.is_global_zero:
-        do()
-    strategy.barrier("ds_frozen_patch: each node")
+        with put_off(failed, path):
+            do()
+    raise_together(strategy, path, failed, "Other nodes, with disks of their own, may have saved it.")
 
 
 def engine_save(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -181,8 +201,7 @@ def engine_save(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
     call.arguments["client_state"] = {**(call.arguments.get("client_state") or {}), **ours}
     token = _leaving_out.set(left_out.names if left_out else None)
     try:
-        with _labels.labels(engine):
-            saved = wrapped(*call.args, **call.kwargs)
+        saved = _save(wrapped, strategy, engine, call)
     except (NotImplementedError, AssertionError) as error:
         if "NVMe" not in str(error):
             raise
@@ -194,6 +213,33 @@ def engine_save(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
 
         _ready.write(engine, strategy, Path(call.arguments["save_dir"]))
     return saved
+
+
+def _save(wrapped: Callable[..., Any], strategy: Any, engine: Any, call: inspect.BoundArguments) -> Any:
+    if not _writes_at_once(engine):
+        return wrapped(*call.args, **call.kwargs)
+    call.apply_defaults()
+    folder = Path(call.arguments["save_dir"])
+    latest = call.arguments["save_latest"]
+    call.arguments["save_latest"] = False  # it is not one of the writes that can be put off
+    failed: list[CheckpointError] = []
+    with _labels.labels(engine), writes_put_off(engine, failed):
+        saved = wrapped(*call.args, **call.kwargs)
+    if latest and (strategy.local_rank if engine.use_node_local_storage() else strategy.global_rank) == 0:
+        tag = call.arguments["tag"]
+        with put_off(failed, folder / "latest"):
+            (folder / "latest").write_text(f"global_step{engine.global_steps}" if tag is None else str(tag))
+    target = named_in_the_end(folder)
+    there = AS_BEFORE if target != folder else "What is there now is not whole."
+    raise_together(strategy, target, failed, there)
+    return saved
+
+
+def named_in_the_end(folder: Path) -> Path:
+    """The name that a directory of `_unfinished` is to have."""
+    if not folder.name.endswith(".partial"):
+        return folder
+    return folder.with_name(folder.name.removeprefix(".").removesuffix(".partial"))
 
 
 def _check_elastic(engine: Any) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ._errors import CheckpointMismatchError, named
+from ._errors import CheckpointError, CheckpointMismatchError, named
 from ._gathering import gathered
 from ._loading import check_left_out, forget_second_copies, left_out_by_others, verify_base
 from ._saving import excludes, leave_out, logger_of, warn
+from ._together import put_off, raise_together
 from .manifest import KEY, Manifest, names_by_parameter, plain, shape_of
 
 
@@ -34,12 +36,32 @@ def save(strategy: Any, checkpoint: Mapping[str, Any], file: Any, storage_option
     aliases = {names[0]: names for names in parameters.values() if names}
     for name, value in gathered(firsts, strategy.is_global_zero):
         dumped.update(dict.fromkeys(aliases[name], value))
-    if not strategy.is_global_zero:
+    failed: list[CheckpointError] = []
+    if strategy.is_global_zero:
+        with put_off(failed, file):
+            dumped = {name: value.cpu() if hasattr(value, "cpu") else value for name, value in dumped.items()}
+            told = {KEY: manifest.to_state()} if manifest else {}
+            content = {**checkpoint, "state_dict": dumped, **told}
+            with _unfinished(strategy.checkpoint_io, Path(file)) as partial:
+                strategy.checkpoint_io.save_checkpoint(content, partial, storage_options=storage_options)
+    raise_together(strategy, file, failed)
+
+
+@contextmanager
+def _unfinished(writer: Any, file: Path) -> Iterator[Path]:
+    """A file that takes the other's place once it is whole: Lightning's own writer does not see to that everywhere.
+
+    Writers of other kinds may be remote, or not be done yet when they return.
+    """
+    if type(writer).__name__ != "TorchCheckpointIO":
+        yield file
         return
-    dumped = {name: value.cpu() if hasattr(value, "cpu") else value for name, value in dumped.items()}
-    told = {KEY: manifest.to_state()} if manifest else {}
-    content = {**checkpoint, "state_dict": dumped, **told}
-    strategy.checkpoint_io.save_checkpoint(content, file, storage_options=storage_options)
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        yield partial
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read(strategy: Any, file: Path, **options: Any) -> dict[str, Any] | None:

@@ -1,16 +1,13 @@
-"""A checkpoint that is there is whole: what is kept, overwritten, or killed in the middle of a save."""
+"""A checkpoint that is there is whole: what is kept and overwritten. Kills are in `tests/faults/test_kill.py`."""
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import runs
 from disk import model_states
-from ranks import RankError
 from under_test import CELL, Fabric, FabricDeepSpeed, ModelCheckpoint
 
 import ds_frozen_patch
@@ -46,42 +43,6 @@ def test_a_save_by_fewer_ranks_leaves_no_shards_of_more(ranks: Any, tmp_path: Pa
     assert not {name for name in after if "rank_2" in name}
     assert [item.name for item in tmp_path.iterdir()] == ["last.ckpt"]
     assert ranks(2, resume, out=str(tmp_path), world_size=2, stage=stage) == [2 * runs.BATCHES] * 2
-
-
-def save_and_die(out: str, stage: int, name: str) -> None:
-    """Rank 1 is killed when it has written its own shard, and rank 0 before it has written one."""
-    from deepspeed import DeepSpeedEngine
-
-    original = DeepSpeedEngine._save_zero_checkpoint
-
-    def save_and_kill(engine: Any, *args: Any, **kwargs: Any) -> None:
-        if os.environ["RANK"] == "1":
-            original(engine, *args, **kwargs)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    ds_frozen_patch.patch()
-    trainer = runs.trainer(out, 2, stage, epochs=2, enable_checkpointing=False)
-    trainer.fit(runs.LoraRun(), runs.batches(2))
-    DeepSpeedEngine._save_zero_checkpoint = save_and_kill
-    trainer.save_checkpoint(f"{out}/{name}")
-
-
-@pytest.mark.everyday
-@pytest.mark.once
-def test_a_kill_in_the_middle_of_a_save(ranks: Any, tmp_path: Path) -> None:
-    stage = 3
-    ranks(2, save_at, out=str(tmp_path), world_size=2, stage=stage)
-    before = files(tmp_path / "last.ckpt")
-    for name in ("last.ckpt", "new.ckpt"):
-        with pytest.raises(RankError):
-            ranks(2, save_and_die, out=str(tmp_path), stage=stage, name=name)
-        assert (tmp_path / f".{name}.partial").is_dir()
-        assert not (tmp_path / "new.ckpt").exists()
-        assert files(tmp_path / "last.ckpt") == before
-    assert ranks(2, resume, out=str(tmp_path), world_size=2, stage=stage) == [2 * runs.BATCHES] * 2
-    ranks(2, save_at, out=str(tmp_path), world_size=2, stage=stage, epochs=2)
-    assert model_states(tmp_path / "last.ckpt")[0]["global_step"] == 2 * runs.BATCHES
-    assert not (tmp_path / ".last.ckpt.partial").exists()
 
 
 def resume_in_vain(out: str) -> str:

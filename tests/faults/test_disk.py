@@ -1,0 +1,414 @@
+"""A disk that is full, read-only or gone, and a rank that fails alone: every rank says so, and nothing is lost.
+
+The disk is a small one of its own in memory. Only root can have that: others try what can be had without.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+from tools_checkpoints import Checkpoints, snapshot
+from under_test import Callback
+
+import ds_frozen_patch
+from ds_frozen_patch import CheckpointError
+from ds_frozen_patch.checkpoint import records
+from ds_frozen_patch.cli import main
+
+WAYS = ("trainer", "fabric", "weights", "export", "direct")
+ROOT = os.geteuid() == 0
+SIZE = 64 * 2**20
+ROOMS = 12  # how full a disk can be, in the long part
+
+CASES = [(way, stage) for way in WAYS for stage in (0, 1, 2, 3)]
+SHORT = [("trainer", 2), ("fabric", 3), ("weights", 3), ("export", 2)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "way" in metafunc.fixturenames:
+        metafunc.parametrize(("way", "stage"), CASES if metafunc.config.getoption("--faults") else SHORT)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 64 MiB."""
+    where = tmp_path / "disk"
+    where.mkdir()
+    if not ROOT:
+        yield where
+        return
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(where)], check=True)
+    try:
+        yield where
+    finally:
+        subprocess.run(["umount", "-l", str(where)], check=True)
+
+
+# Faults: each lasts as long as its context, is made by rank 0 alone where it is of the disk, and is given the disk and
+# the directory of the checkpoints on it. `AT_ALL` is a rank that is to say what has failed, whichever that is.
+
+
+@contextmanager
+def full(disk: Path, room: int) -> Iterator[None]:
+    """The disk has room for so many bytes more."""
+    if os.environ.get("RANK", "0") == "0":
+        left = os.statvfs(disk)
+        size = left.f_bavail * left.f_frsize - room
+        with (disk / "filler").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+    meet()
+    try:
+        yield
+    finally:
+        meet()
+        if os.environ.get("RANK", "0") == "0":
+            (disk / "filler").unlink()
+        meet()
+
+
+@contextmanager
+def read_only(disk: Path) -> Iterator[None]:
+    if os.environ.get("RANK", "0") == "0":
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    meet()
+    try:
+        yield
+    finally:
+        meet()
+        if os.environ.get("RANK", "0") == "0":
+            subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+        meet()
+
+
+@contextmanager
+def small_files(rank: int, room: int) -> Iterator[None]:
+    """One rank alone can write no file that is larger."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if os.environ["RANK"] == str(rank):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextmanager
+def before_each(owner: Any, name: str, do: Callable[[int], None], rank: int) -> Iterator[None]:
+    """On one rank, do something before each call; it is given the number of the call."""
+    original = getattr(owner, name)
+    calls = 0
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        do(calls)
+        return original(*args, **kwargs)
+
+    if os.environ["RANK"] == str(rank):
+        setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def broken(owner: Any, name: str, rank: int, at: int = 1) -> Any:
+    """The `at`-th call fails, on one rank."""
+
+    def fail(call: int) -> None:
+        if call == at:
+            raise OSError(5, "Input/output error")
+
+    return before_each(owner, name, fail, rank)
+
+
+def vanishing(folder: Path, rank: int) -> Any:
+    """When a rank is about to write, the directory is no longer there."""
+    return before_each(torch, "save", lambda _: shutil.rmtree(folder), rank)
+
+
+class Note:
+    """A user's own state; it cannot be pickled on one rank."""
+
+    def __init__(self) -> None:
+        self.rank = -1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"note": (lambda: 1) if os.environ["RANK"] == str(self.rank) else 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@contextmanager
+def unpicklable(note: Note, rank: int) -> Iterator[None]:
+    note.rank = rank
+    try:
+        yield
+    finally:
+        note.rank = -1
+
+
+def meet() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
+Fault = tuple[str, Callable[[Path, Note], Any], str]
+"""What it is, what makes it, and what its message must say."""
+
+
+def faults(way: str, stage: int, rooms: list[int]) -> list[Fault]:
+    """All that can go wrong in a way of saving in a ZeRO stage."""
+    writers = [0] if way == "weights" else [0, 1] if stage else [0]
+    found: list[Fault] = []
+    if ROOT:
+        found += [(f"room for {room} bytes", partial(_full, room), "") for room in rooms]
+        found += [("a read-only disk", lambda disk, _: read_only(disk), "Rank 0: ")]
+    for rank in writers:
+        found += [(f"a limit on rank {rank}", partial(_small_files, rank), f"Rank {rank}: ")]
+        found += [(f"torch.save fails on rank {rank}", partial(_broken_save, rank), f"Rank {rank}: ")]
+    found += [("a rename fails", lambda *_: broken(Path, "rename", 0), "Rank 0: ")]
+    if way in ("trainer", "fabric"):
+        states = [0, 1] if stage == 3 else [0]  # who writes the module's state
+        found += [(f"a state of rank {rank}", partial(_unpicklable, rank), f"Rank {rank}: ") for rank in states]
+        found += [
+            ("the second rename fails", lambda *_: broken(Path, "rename", 0, at=2), "Rank 0: "),
+            ("`latest` cannot be written", lambda *_: broken(Path, "write_text", 0), "Rank 0: "),
+            ("no folder can be made", lambda *_: broken(os, "makedirs", 0), "Rank 0: "),
+            ("DeepSpeed's script cannot be copied", lambda *_: broken(os, "chmod", 0), "Rank 0: "),
+        ]
+    if way == "weights":
+        found = [item for item in found if item[0] != "a rename fails"]
+        found += [("a rename fails", lambda *_: broken(Path, "replace", 0), "Rank 0: ")]
+    if way == "direct":  # straight into its place, as DeepSpeed does
+        found = [item for item in found if item[0] != "a rename fails"]
+    return found
+
+
+def _full(room: int, disk: Path, _: Note) -> Any:
+    return full(disk, room)
+
+
+def _small_files(rank: int, *_: Any) -> Any:
+    return small_files(rank, 2000)
+
+
+def _broken_save(rank: int, *_: Any) -> Any:
+    return broken(torch, "save", rank)
+
+
+def _unpicklable(rank: int, _: Path, note: Note) -> Any:
+    return unpicklable(note, rank)
+
+
+def listing(folder: Path) -> dict[str, str]:
+    return {name: digest for name, (digest, _) in snapshot(folder).items()}
+
+
+def tried(
+    disk: Path, way: str, stage: int, rooms: list[float], note: Note, engine: Any, save: Callable[[Path], None]
+) -> list[str]:
+    """Each fault in a save over a checkpoint and in one to a new name, with a good save after each."""
+    folder, rank = disk / "checkpoints", os.environ["RANK"]
+    save(folder / "last.ckpt")
+    meet()
+    before = listing(folder)
+    whole = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    titles = []
+    for title, make, said in faults(way, stage, [int(room * whole) for room in rooms]):
+        for name in ("last.ckpt", "new.ckpt"):
+            if title == "the second rename fails" and name == "new.ckpt":
+                continue  # there is no second one
+            text = ""
+            with make(disk, note):
+                try:
+                    save(folder / name)
+                except CheckpointError as error:
+                    text = str(error)
+            assert text.startswith(f"{folder / name} was not saved. Rank "), (title, text)
+            assert said in text, (title, text)
+            assert text.count("Rank ") <= 2, text
+            assert "\n" not in text.split(")")[0], text
+            assert "save" not in vars(engine.checkpoint_engine), "what was replaced for a save is not put back"
+            meet()
+            if way == "direct":
+                assert "is not whole" in text
+            else:
+                assert "What was saved there before is as it was." in text
+                assert listing(folder) == before, (title, name, rank)
+            meet()
+            titles.append(title)
+    save(folder / "last.ckpt")
+    (disk / "file").touch()
+    with pytest.raises(CheckpointError, match="was not saved"):
+        save(disk / "file" / "last.ckpt")
+    for one in [0] if way == "weights" else [0, 1] if stage else [0]:
+        gone = disk / "gone"
+        with vanishing(gone, one), pytest.raises(CheckpointError, match=f"{gone}/last.ckpt was not saved"):
+            save(gone / "last.ckpt")
+        meet()
+        save(gone / "last.ckpt")
+        assert (gone / "last.ckpt").exists()
+        meet()
+    return [*titles, "a file in the place of the folder", "the folder vanishes"]
+
+
+class Faults(Callback):
+    """After the first epoch, all of them; then the run goes on."""
+
+    def __init__(self, disk: Path, way: str, stage: int, rooms: list[float]) -> None:
+        self.arguments = (disk, way, stage, rooms)
+        self.note = Note()
+        self.tried: list[str] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.note.state_dict()
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        way = self.arguments[1]
+
+        def save(path: Path) -> None:
+            if way == "direct":
+                trainer.strategy.model.save_checkpoint(str(path), tag="checkpoint")
+            else:
+                trainer.save_checkpoint(path, weights_only=way == "weights")
+
+        if trainer.current_epoch == 0:
+            self.tried = tried(*self.arguments, self.note, trainer.strategy.model, save)
+
+
+def train_through(out: str, disk: str, way: str, stage: int, rooms: list[float]) -> Any:
+    """What was tried, and whether the run came to what it comes to without."""
+    ds_frozen_patch.patch(export="safetensors" if way == "export" else None)
+    callback = Faults(Path(disk), way, stage, rooms)
+    ends = []
+    for callbacks in ([callback], []):
+        trainer = runs.trainer(out, 2, stage, callbacks=callbacks, enable_checkpointing=False)
+        module = runs.LoraRun()
+        trainer.fit(module, runs.batches(2))
+        ends.append((module.losses, runs.trained_state(module)))
+    if way == "trainer":
+        trainer = runs.trainer(out, 2, stage, enable_checkpointing=False)
+        module = runs.LoraRun()
+        trainer.fit(module, runs.batches(2), ckpt_path=f"{disk}/checkpoints/last.ckpt")
+        assert (module.losses, runs.trained_state(module)) == (ends[1][0][runs.BATCHES :], ends[1][1])
+    return callback.tried, ends[0] == ends[1]
+
+
+def _fabric_save(fabric: Any, state: dict[str, Any], path: Path) -> None:
+    fabric.save(path, state)
+
+
+def fabric_through(out: str, disk: str, way: str, stage: int, rooms: list[float]) -> Any:
+    ds_frozen_patch.patch()
+    done: list[str] = []
+    ends = []
+    for faulty in (True, False):
+        fabric: Any = runs.fabric(2, stage, **({} if stage else {"precision": "32-true"}))
+        model, optimizer = runs.fabric_setup(fabric)
+        losses = runs.fabric_epoch(fabric, model, optimizer)
+        if faulty:
+            note = Note()
+            state = {"model": model, "optimizer": optimizer, "note": note}
+            save = partial(_fabric_save, fabric, state)
+            done = tried(Path(disk), way, stage, rooms, note, fabric.strategy.model, save)
+        losses += runs.fabric_epoch(fabric, model, optimizer)
+        ends.append((losses, runs.trained_state(model)))
+    return done, ends[0] == ends[1]
+
+
+def rooms_of(long: bool, seed: str) -> list[float]:
+    """For how much of a checkpoint there is room: for nothing, and at random up to nearly all of it."""
+    drawn = random.Random(seed)
+    return [0, *(drawn.uniform(0, 0.9) for _ in range(ROOMS if long else 2))]
+
+
+def test_a_save_that_fails(
+    ranks: Any, disk: Path, tmp_path: Path, long: bool, counted: Any, way: str, stage: int
+) -> None:
+    rooms = rooms_of(long, f"{way} {stage}")
+    run = fabric_through if way == "fabric" else train_through
+    one, other = ranks(2, run, out=str(tmp_path / "out"), disk=str(disk), way=way, stage=stage, rooms=rooms)
+    assert one == other
+    titles, same = one
+    assert same, "the run came to another end than without the saves that failed"
+    counted("a save fails on one rank or the disk is full, read-only or gone: Trainer, Fabric, ZeRO 0-3", len(titles))
+
+
+TOOLS = {
+    "prune": (["prune"], "full.ckpt"),
+    "consolidate": (["consolidate"], "full.ckpt"),
+    "consolidate to a folder": (["consolidate", "--max-shard-size", "10kB"], "full.ckpt"),
+    "export": (["export", "--format", "safetensors"], "small.ckpt"),
+    "export to a folder": (["export", "--format", "peft"], "small.ckpt"),
+    "reshard": (["reshard", "--ranks", "3"], "small.ckpt"),
+    "universal": (["universal"], "small.ckpt"),
+}
+
+
+def test_a_disk_that_a_tool_cannot_write_to(
+    checkpoints: Checkpoints,
+    disk: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    long: bool,
+    counted: Any,
+) -> None:
+    read = records.Records._read_into
+    target = disk / "folder" / "out.safetensors"
+
+    def vanish(*args: Any) -> None:
+        shutil.rmtree(target.parent, ignore_errors=True)
+        read(*args)
+
+    count = 0
+    for stage in (1, 2, 3) if long else (2,):
+        for words, name in TOOLS.values():
+            source = checkpoints(stage) / name
+            before = snapshot(source)
+            line = [*words, str(source), str(target), "-q"]
+            converted = words == ["universal"]  # in a process of its own, which takes long to start
+            for fault in ("read-only", "vanishes", "full"):
+                if (fault == "full" and not ROOT) or (fault == "vanishes" and converted and not long):
+                    continue
+                target.parent.mkdir()
+                if fault == "vanishes":
+                    monkeypatch.setattr(records.Records, "_read_into", vanish)
+                made = {"read-only": read_only, "full": lambda disk: full(disk, 4096)}.get(fault, nullcontext)
+                with made(disk) if ROOT or fault == "vanishes" else nullcontext():
+                    if not ROOT and fault == "read-only":
+                        target.parent.chmod(0o500)
+                    status = main(line)
+                monkeypatch.undo()
+                said = capsys.readouterr()
+                assert (status, said.out) == (1, ""), (line, fault, said)
+                start = f"ds-frozen-patch: {target} cannot be written ("
+                if converted and fault == "vanishes":
+                    start = "ds-frozen-patch: The converter of deepspeed"
+                assert said.err.startswith(start), (line, fault, said.err)
+                assert said.err.count("\n") == 1
+                assert snapshot(source) == before
+                if target.parent.exists():
+                    target.parent.chmod(0o700)
+                    assert list(target.parent.iterdir()) == []
+                    target.parent.rmdir()
+                count += 1
+            if not converted or (long and stage == 2):
+                assert main(line) == 0
+                assert target.exists()
+                shutil.rmtree(target.parent)
+                capsys.readouterr()
+    counted("a tool writes to a disk that is full, read-only or gone", count)

@@ -1,0 +1,259 @@
+"""Kill -9 at random moments of a save and of the tools: what is there under its name is whole, and the run goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import forked
+import pytest
+import runs
+from disk import model_states
+from forked import Here, Moment
+from tools_checkpoints import Checkpoints, snapshot
+from under_test import Callback, ModelCheckpoint, pl
+
+import ds_frozen_patch
+from ds_frozen_patch.checkpoint.resharding import reshard_inside
+from ds_frozen_patch.cli import main
+
+EPOCHS = 8
+
+
+class Diary(Callback):
+    """What a run has done by the time that it is killed: the loss of each step, and each save that was done."""
+
+    def __init__(self, file: str) -> None:
+        self.file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def note(self, line: str) -> None:
+        os.write(self.file, f"{line}\n".encode())
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.note(f"step {trainer.global_step} {module.losses[-1]!r}")
+
+
+def train(here: Here, out: str, stage: int, save_last: Any, at: int, resume: str | None) -> dict[str, Any]:
+    """A run that keeps its two best checkpoints and its last; it can be killed in its `at`-th save."""
+    ds_frozen_patch.patch()
+    diary = Diary(f"{out}.rank{os.environ['RANK']}")
+    original, saves, seconds = pl.Trainer.save_checkpoint, 0, 0.0
+
+    def save(trainer: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal saves, seconds
+        saves += 1
+        begun = time.perf_counter()
+        if saves == at:
+            here.begins()
+        original(trainer, path, *args, **kwargs)
+        if saves == at:
+            here.ends()
+            seconds = time.perf_counter() - begun
+        diary.note(f"saved {trainer.global_step}")
+
+    pl.Trainer.save_checkpoint = save  # type: ignore[assignment,method-assign]
+    kept = ModelCheckpoint(out, filename="{epoch}", save_top_k=2, monitor="epoch", mode="max", save_last=save_last)
+    trainer = runs.trainer(out, 2, stage, epochs=EPOCHS, callbacks=[kept, diary])
+    module = runs.LoraRun()
+    trainer.fit(module, runs.batches(2), ckpt_path=resume)
+    return {"state": runs.trained_state(module), "calls": here.calls, "seconds": seconds}
+
+
+@dataclass
+class Chain:
+    """One run that is killed again and again, each time resumed from what is there, until it comes to its end."""
+
+    out: Path
+    stage: int
+    save_last: Any
+    drawn: random.Random
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def whole(self, at: int = 3) -> list[dict[str, Any]]:
+        """The same run, not killed, and what its `at`-th save was like, on each rank."""
+        said = self._train((None, None), at, None)
+        assert [what for what, _ in said] == ["returned", "returned"], said
+        return [dict(value) for _, value in said]
+
+    def _train(self, moments: tuple[Moment | None, ...], at: int, resume: Path | None) -> list[tuple[str, Any]]:
+        arguments = {"out": str(self.out), "stage": self.stage, "save_last": self.save_last, "at": at}
+        log = self.out.with_name(f"{self.out.name}.log")
+        return forked.ranks(train, log, moments, **arguments, resume=str(resume) if resume else None)
+
+    def run(self, alone: list[dict[str, Any]], kills: int) -> dict[str, Any]:
+        """At most so many kills, and then to the end."""
+        while self.counts["kills"] < kills:
+            moments = self._moments(alone)
+            said = self._train(moments, self.drawn.randint(1, 3), self._newest())
+            if said[0][0] == "returned":  # there were not that many saves to come
+                return dict(said[0][1])
+            self.counts["kills"] += 1
+            failed = any(what == "raised" and why[0] == "CheckpointError" for what, why in said)
+            self.counts["in the midst"] += failed or any(self.out.glob(".*.partial"))
+            assert "killed" in [what for what, _ in said], said
+            for moment, (what, why) in zip(moments, said, strict=True):
+                if what == "killed":
+                    assert moment is not None
+                else:
+                    # It must not hang, and knows what it could not save; after its last word in a save, it is Lightning
+                    # that waits for the other.
+                    assert what == "raised", (what, why)
+                    assert why[0] in ("CheckpointError", "RuntimeError"), why[2]
+                    self.counts[why[0]] += 1
+                    if why[0] == "CheckpointError":
+                        assert "was not saved" in why[1], why[1]
+                        assert str(self.out) in why[1], why[1]
+        said = self._train((None, None), 0, self._newest())
+        assert [what for what, _ in said] == ["returned", "returned"], said
+        return dict(said[0][1])
+
+    def _moments(self, alone: list[dict[str, Any]]) -> tuple[Moment | None, ...]:
+        drawn = tuple(Moment.drawn(self.drawn, one["calls"], one["seconds"]) for one in alone)
+        return self.drawn.choice([drawn, (drawn[0], None), (None, drawn[1])])
+
+    def _newest(self) -> Path | None:
+        """The newest checkpoint: all that have their names are whole, and none that was saved is lost."""
+        for left in self.out.glob(".*.previous"):
+            name = self.out / left.name.removeprefix(".").removesuffix(".previous")
+            if not name.exists():  # a load of it says to do this
+                left.rename(name)
+                self.counts["renamed"] += 1
+        found: dict[Path, int] = {}
+        for path in self.out.glob("[!.]*"):
+            if path.is_symlink() and not path.exists():
+                continue  # Lightning removes what its link to the last one leads to, and then links anew
+            problems = ds_frozen_patch.verify(path).problems
+            assert not problems, problems
+            found[path] = model_states(path)[0]["global_step"]
+        saved = [int(step) for step in re.findall(r"^saved (\d+)$", self._diary(0), re.MULTILINE)]
+        assert max(found.values(), default=0) >= max(saved, default=0)
+        return max(found, key=lambda path: (found[path], path.name), default=None)
+
+    def _diary(self, rank: int) -> str:
+        file = self.out.with_name(f"{self.out.name}.rank{rank}")
+        return file.read_text() if file.exists() else ""
+
+    def losses(self, rank: int) -> set[tuple[str, str]]:
+        """Each step's loss: one that was taken again after a kill is not there twice, if it was the same."""
+        return set(re.findall(r"^step (\d+) (.*)$", self._diary(rank), re.MULTILINE))
+
+
+CHAINS = [(stage, save_last) for stage in (2, 3, 1, 2, 3, 0) for save_last in (True, "link")]
+
+
+@pytest.mark.timeout(1800)
+def test_kills_in_saves(tmp_path: Path, long: bool, counted: Callable[[str, int], None]) -> None:
+    """Of one rank, or of both, in a save over an existing checkpoint or to a new name."""
+    counts: Counter[str] = Counter()
+    alone: dict[Any, tuple[list[dict[str, Any]], Chain]] = {}
+    for number, (stage, save_last) in enumerate(CHAINS if long else CHAINS[:1]):
+        key = (stage, save_last)
+        if key not in alone:
+            chain = Chain(tmp_path / f"alone{number}", stage, save_last, random.Random(0))
+            alone[key] = chain.whole(), chain
+        expected, one = alone[key]
+        killed = Chain(tmp_path / f"killed{number}", stage, save_last, random.Random(number))
+        ended = killed.run(expected, 10 if long else 6)
+        assert ended["state"] == expected[0]["state"]
+        for rank in (0, 1):
+            assert killed.losses(rank) == one.losses(rank)
+            assert len(one.losses(rank)) == EPOCHS * runs.BATCHES
+        assert {item.name for item in killed.out.iterdir() if item.name[0] != "."} >= {"last.ckpt"}
+        counts += killed.counts
+        print(key, dict(killed.counts), [(one["calls"], round(one["seconds"], 3)) for one in expected])
+        shutil.rmtree(killed.out)
+    assert counts["in the midst"] > counts["kills"] / 4, counts
+    counted("kill -9 in a save, of one of 2 ranks or both: Trainer, ZeRO 0-3", counts["kills"])
+
+
+TOOLS: dict[str, tuple[str, list[str], str]] = {
+    "prune": ("full.ckpt", ["prune"], "out.ckpt"),
+    "consolidate": ("full.ckpt", ["consolidate"], "out.ckpt"),
+    "consolidate to a folder": ("full.ckpt", ["consolidate", "--max-shard-size", "10kB"], "out"),
+    "export": ("small.ckpt", ["export", "--format", "safetensors"], "out.safetensors"),
+    "export to a folder": ("small.ckpt", ["export", "--format", "peft"], "out"),
+    "reshard": ("small.ckpt", ["reshard", "--ranks", "3"], "out.ckpt"),
+    "universal": ("small.ckpt", ["universal"], "out.ckpt"),
+}
+
+
+def work(here: Here, words: list[str], source: str, target: str) -> dict[str, Any]:
+    """A tool from the command line, or the resharding inside of a checkpoint that a load asks for."""
+    begun = time.perf_counter()
+    here.begins()
+    if words:
+        assert main([*words, source, target, "-q"]) == 0
+    else:
+        reshard_inside(source, None, ranks=3)
+    here.ends()
+    return {"calls": here.calls, "seconds": time.perf_counter() - begun}
+
+
+def content(path: Path) -> dict[str, str]:
+    return {name: digest for name, (digest, _) in snapshot(path).items()}
+
+
+@pytest.mark.timeout(1800)
+def test_kills_in_tools(
+    checkpoints: Checkpoints, tmp_path: Path, long: bool, counted: Callable[[str, int], None]
+) -> None:
+    log = tmp_path / "log"
+    for number, (tool, (name, words, made)) in enumerate(TOOLS.items()):
+        if tool == "universal" and not long:
+            continue  # DeepSpeed's converter takes ten seconds to start
+        times = (6 if tool == "universal" else 15) if long else 3
+        for stage in (2, 3) if long and tool != "universal" else (2,):
+            drawn = random.Random(f"{number} {stage}")
+            source, target = checkpoints(stage) / name, tmp_path / f"{number}-{stage}" / made
+            before = snapshot(source)
+            alone = tmp_path / f"alone-{number}-{stage}" / made
+            what, said = forked.Process(work, log, words=words, source=str(source), target=str(alone)).outcome()
+            assert what == "returned", said
+            expected = content(alone)
+            for _ in range(times):
+                moment = Moment.drawn(drawn, said["calls"], 1.2 * said["seconds"])
+                asked: dict[str, Any] = {"words": words, "source": str(source), "target": str(target)}
+                assert forked.Process(work, log, moment, **asked).outcome() == ("killed", None)
+                assert snapshot(source) == before
+                if target.exists():  # killed after all was done
+                    assert content(target) == expected, (tool, stage, moment)
+                    shutil.rmtree(target) if target.is_dir() else target.unlink()
+            assert main([*words, str(source), str(target), "-q"]) == 0
+            assert content(target) == expected
+            counted(f"kill -9 in {tool.split()[0]}", times)
+            shutil.rmtree(target.parent)
+
+
+@pytest.mark.timeout(1800)
+def test_kills_in_a_resharding_inside(
+    checkpoints: Checkpoints, tmp_path: Path, long: bool, counted: Callable[[str, int], None]
+) -> None:
+    """What `patch(elastic=True)` does: the folder beside the checkpoint's own is whole, or is not there."""
+    drawn = random.Random(0)
+    log, times = tmp_path / "log", 20 if long else 3
+    shutil.copytree(checkpoints(3) / "small.ckpt", tmp_path / "alone.ckpt")
+    shutil.copytree(checkpoints(3) / "small.ckpt", tmp_path / "killed.ckpt")
+    alone, killed = tmp_path / "alone.ckpt", tmp_path / "killed.ckpt"
+    before = content(killed)
+    what, said = forked.Process(work, log, words=[], source=str(alone), target="").outcome()
+    assert what == "returned", said
+    folder = killed / "checkpoint.ranks3"
+    for _ in range(times):
+        moment = Moment.drawn(drawn, said["calls"], 1.2 * said["seconds"])
+        assert forked.Process(work, log, moment, words=[], source=str(killed), target="").outcome() == ("killed", None)
+        assert {name: digest for name, digest in content(killed).items() if name in before} == before
+        if folder.exists():
+            assert content(folder) == content(alone / folder.name)
+            shutil.rmtree(folder)
+    assert reshard_inside(killed, None, ranks=3) == folder.name
+    assert content(folder) == content(alone / folder.name)
+    assert not ds_frozen_patch.verify(killed).problems
+    counted("kill -9 in the resharding of patch(elastic=True)", times)
