@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -64,6 +65,7 @@ def main() -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process compiles anew what it imports
     if "elastic" in given.parts:
         bench_elastic.main()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that what is on disk is removed then too
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     with tempfile.TemporaryDirectory(prefix="bench-", dir=given.folder) as folder:
         for name in given.parts or PARTS:

@@ -17,7 +17,7 @@ def ratios(found: dict[str, Any], one: str, other: str) -> list[float]:
 def spread(values: Sequence[float], form: str = ".2f") -> str:
     """The median, and the least and the largest."""
     least, middle, most = (format(value, form) for value in (min(values), statistics.median(values), max(values)))
-    return f"{middle} ({least}-{most})"
+    return f"{middle} ({least} to {most})"
 
 
 def judged(values: Sequence[float], aim: float, form: str = ".2f") -> str:

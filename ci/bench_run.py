@@ -97,10 +97,14 @@ def start(shape: Shape, stage: int, precision: str, hugging_face: bool = False) 
 
 
 def end() -> None:
-    """Forget them."""
+    """Forget them, and the weights at once: DeepSpeed keeps hold of the engine for as long as the process lives."""
     import torch
 
+    for parameter in _now["lightning"].lightning_module.parameters():
+        for held in (parameter, getattr(parameter, "ds_tensor", parameter)):
+            held.data = torch.empty(0)
     _now.clear()
+    gc.unfreeze()  # the pool froze them between two calls
     gc.collect()
     _give_back_memory()
     torch.distributed.barrier()
@@ -252,6 +256,7 @@ def lora(shape: Shape, kind: Any) -> Any:
         adapters = LoraConfig(r=shape.lora, target_modules=shape.targets)
         with no_init_weights():
             base = LlamaForCausalLM(config)
+        base.tie_weights()
         values = torch.randn(1_000_003) / 50
         for parameter in base.parameters():
             flat: Any = parameter.data.view(-1)
