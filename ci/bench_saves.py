@@ -87,7 +87,12 @@ def check(way: str, place: Path) -> None:
 
 def render(found: list[dict[str, Any]]) -> str:
     """A table of costs for each model, and one of the aims."""
-    parts = []
+    parts = [
+        "A Llama with LoRA on its attention, its embeddings tied or not, after a step of AdamW. Each is saved by both"
+        " ranks, into the page cache but for the floor that syncs; the floor writes the trained weights, their fp32"
+        " masters and the two moments, each rank its share. Hugging Face's Trainer does not train in bf16 on CPU ranks"
+        " with DeepSpeed, so it is in the table of fp32.\n"
+    ]
     for title, (_, precision, ways) in CASES.items():
         cases = [case for case in found if case["title"] == title]
         parts.append(f"{about(cases, precision)}:\n\n{rows(['', *ways], [costs(case) for case in cases])}")
