@@ -1,23 +1,25 @@
 """What the benchmarks of the checkpoint tools share: a large checkpoint, and ways to work on it, measured in turn.
 
-`python ci/bench_checkpoint.py CHECKPOINT` makes the checkpoint, by a Trainer that takes one step of a LoRA fine-tune.
+It is saved by a Trainer that takes one step of a LoRA fine-tune.
 """
 
 from __future__ import annotations
 
-import argparse
+import importlib
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from bench_figures import rows, spread
+from bench_run import memory
 
 LAYERS, WIDTH, RANK = 128, 2816, 6
 """2.03 GB of frozen bf16 weights, 4 M trainable parameters."""
@@ -40,11 +42,6 @@ class Cost:
     written: int
 
 
-def make(checkpoint: Path) -> None:
-    """Save a full checkpoint of `train`."""
-    train().save_checkpoint(checkpoint)
-
-
 def train() -> Any:
     """Train one step on one rank with ZeRO-2; gives the trainer."""
     import torch
@@ -61,7 +58,7 @@ def train() -> Any:
             self.lora_A = torch.nn.Linear(WIDTH, RANK, bias=False)
             self.lora_B = torch.nn.Linear(RANK, WIDTH, bias=False)
 
-        def forward(self, values: torch.Tensor) -> torch.Tensor:
+        def forward(self, values: torch.Tensor) -> Any:
             return values + self.base(values) + self.lora_B(self.lora_A(values))
 
     class Module(LightningModule):
@@ -70,7 +67,7 @@ def train() -> Any:
             self.layers = torch.nn.Sequential(*(Layer() for _ in range(LAYERS)))
             self.register_buffer("steps", torch.zeros(4))
 
-        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        def training_step(self, batch: torch.Tensor, _: int) -> Any:
             return self.layers(batch).mean()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -82,101 +79,123 @@ def train() -> Any:
         accelerator="cpu", devices=1, strategy=strategy, precision="bf16-true", max_steps=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(1, WIDTH)))
+    samples: Any = torch.randn(1, WIDTH)
+    trainer.fit(Module(), torch.utils.data.DataLoader(samples))
     return trainer
 
 
-@contextmanager
-def checkpoint(about: str | None) -> Iterator[tuple[Path, int]]:
-    """The checkpoint in a folder that is removed in the end, and how many rounds are asked for."""
-    parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="for 10 GB of files (default: the current one)")
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=given.folder) as scratch:
-        made = Path(scratch, "full.ckpt")
-        print("making the checkpoint", file=sys.stderr)
-        _run(__file__, made)
-        yield made, given.rounds
+def full(folder: Path) -> Path:
+    """The checkpoint in this folder, made if it is not there."""
+    checkpoint = folder / "full.ckpt"
+    if not checkpoint.exists():
+        print("  making the checkpoint", file=sys.stderr, flush=True)
+        _run("make", checkpoint)
+    return checkpoint
+
+
+def small(folder: Path) -> Path:
+    """The same, trainable-only."""
+    checkpoint = folder / "small.ckpt"
+    if not checkpoint.exists():
+        program: list[str | Path] = [
+            sys.executable,
+            "-m",
+            "ds_frozen_patch.cli",
+            "prune",
+            full(folder),
+            checkpoint,
+            "-q",
+        ]
+        subprocess.run(program, check=True)
+    return checkpoint
 
 
 def measured(
-    turns: Sequence[tuple[str, Path]], rounds: int, check: Callable[[Mapping[str, Path]], None]
-) -> dict[str, list[Cost]]:
-    """The cost of each way in each round, by turns of a name and the checkpoint that it is given.
+    module: str, turns: Mapping[str, Path], rounds: int, check: Callable[[Mapping[str, Path]], None]
+) -> dict[str, list[dict[str, Any]]]:
+    """The cost of each way in each round, as of `Cost`, by turns of a name and the checkpoint that it is given.
 
-    All write to the same folder, which is removed between rounds. What the first round has written is checked.
+    Each is one of the module's `WAYS`, in a process of its own. All write to the same folder, which is removed between
+    rounds. What the first round has written is checked.
     """
-    folder = turns[0][1].parent / "out"
-    costs: dict[str, list[Cost]] = {name: [] for name, _ in turns}
+    folder = next(iter(turns.values())).parent / "out"
+    costs: dict[str, list[dict[str, Any]]] = {name: [] for name in turns}
     for number in range(rounds):
-        print(f"round {number + 1} of {rounds}", file=sys.stderr)
-        for name, source in turns:
+        print(f"  round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+        for name, source in turns.items():
             target = folder / name
             target.mkdir(parents=True)
             os.sync()  # so that nobody waits for what others have written
             begun = time.perf_counter()
-            said = _run(sys.argv[0], "--way", name, source, target)
+            said = _run("work", module, name, source, target)
             process_seconds = time.perf_counter() - begun
             own = json.loads(next(line for line in said.splitlines() if line.startswith(MARK)).removeprefix(MARK))
-            costs[name].append(Cost(process_seconds=process_seconds, written=size(target), **own))
+            costs[name].append(asdict(Cost(process_seconds=process_seconds, written=size(target), **own)))
             if number:
                 shutil.rmtree(target)
         if not number:
-            check({name: folder / name for name, _ in turns})
+            check({name: folder / name for name in turns})
             shutil.rmtree(folder)
     return costs
 
 
-def work_if_told(ways: Ways) -> None:
-    """In a process that measures one way: do that, say what it cost, and end."""
-    if sys.argv[1:2] != ["--way"]:
-        return
-    name, source, target = sys.argv[2:]
-    work = ways[name]()
-    before = _peak_memory()
+def work(module: str, name: str, source: str, target: str) -> None:
+    """In a process that measures one way: do that, and say what it cost."""
+    ways: Ways = importlib.import_module(module).WAYS
+    do = ways[name]()
+    before = memory("VmHWM")
     begun = time.perf_counter()
-    work(Path(source), Path(target))
+    do(Path(source), Path(target))
     seconds = time.perf_counter() - begun
-    peak = _peak_memory()
+    peak = memory("VmHWM")
     print(f"\n{MARK}{json.dumps({'seconds': seconds, 'peak': peak, 'added': peak - before})}")
-    sys.exit()
 
 
 def without_fsync(way: Callable[[], Work]) -> Callable[[], Work]:
     """The same, but what it writes may still be on its way to the disk when it ends."""
 
     def prepared() -> Work:
-        os.fsync = lambda _: None
+        os.fsync = lambda fd: None
         return way()
 
     return prepared
 
 
-def report(costs: Mapping[str, list[Cost]], pairs: Sequence[tuple[str, str, float, float]]) -> None:
-    """Print what was measured, and the ratios.
+def report(costs: Mapping[str, list[dict[str, Any]]], pairs: Sequence[tuple[str, str, float, float]]) -> str:
+    """What was measured, and the ratios.
 
     Args:
         costs: as `measured` gives them.
         pairs: a way, the one that it is compared with, how many times faster it should be, and its share of memory.
     """
-    best = {name: min(found, key=lambda cost: cost.seconds) for name, found in costs.items()}
-    print("\nOne rank, ZeRO-2, 1 G frozen bf16 parameters, 4 M trainable ones. What is read is in the page cache.")
-    print("Ours calls fsync before its output gets its name, the others do not.\n")
-    print(
-        "| | s | spread s | whole process s | peak MB | above imports MB | written MB |\n|---|---|---|---|---|---|---|"
-    )
-    for name, cost in best.items():
-        slowest = max(costs[name], key=lambda cost: cost.seconds).seconds
-        peak, added, written = (f"{size / 1e6:.0f}" for size in (cost.peak, cost.added, cost.written))
-        process = min(cost.process_seconds for cost in costs[name])
-        times = f"{cost.seconds:.2f} | {cost.seconds:.2f}-{slowest:.2f} | {process:.2f}"
-        print(f"| {name} | {times} | {peak} | {added} | {written} |")
-    print("\n| against | times faster | aim | peak | above imports | aim |\n|---|---|---|---|---|---|")
+
+    def median(name: str, what: str) -> float:
+        return float(statistics.median(cost[what] for cost in costs[name]))
+
+    lines = []
+    for name, found in costs.items():
+        bytes_ = (f"{median(name, what) / 1e6:.0f}" for what in ("peak", "added", "written"))
+        lines.append(
+            [name, spread([cost["seconds"] for cost in found]), f"{median(name, 'process_seconds'):.2f}", *bytes_]
+        )
+    against = []
     for name, rival, faster, smaller in pairs:
-        own, other = best[name], best[rival]
-        memory = f"{own.peak / other.peak:.3f} | {own.added / other.added:.3f} | {smaller}"
-        print(f"| {name} / {rival} | {other.seconds / own.seconds:.1f} | {faster:g} | {memory} |")
+        turns = [(other["seconds"] / own["seconds"]) for own, other in zip(costs[name], costs[rival], strict=True)]
+        peak, added = (median(name, what) / median(rival, what) for what in ("peak", "added"))
+        times, shares = spread(turns, ".1f"), f"{added:.3f}"
+        against.append(
+            [
+                f"{name} / {rival}",
+                times if statistics.median(turns) >= faster else f"**{times} missed**",
+                f"{faster:g}",
+                f"{peak:.3f}",
+                shares if added <= smaller else f"**{shares} missed**",
+                f"{smaller:g}",
+            ]
+        )
+    header = ["", "seconds", "whole process, s", "peak, MB", "above imports, MB", "written, MB"]
+    aims = ["", "times faster", "aim: at least", "of its peak", "of its memory above imports", "aim: at most"]
+    return f"{rows(header, lines)}\n{rows(aims, against)}"
 
 
 def same(one: Any, other: Any) -> bool:
@@ -193,11 +212,11 @@ def same(one: Any, other: Any) -> bool:
     return repr(one) == repr(other)
 
 
-def _run(program: str, *arguments: str | Path) -> str:
-    """Run one of these programs; gives what it prints."""
-    ran = subprocess.run([sys.executable, program, *arguments], capture_output=True, text=True)
+def _run(*arguments: str | Path) -> str:
+    """Run this program; gives what it prints."""
+    ran = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True)
     if ran.returncode:
-        sys.exit(f"{ran.stdout}{ran.stderr}{program} {arguments} has failed")
+        sys.exit(f"{ran.stdout}{ran.stderr}{arguments} has failed")
     return ran.stdout
 
 
@@ -206,11 +225,8 @@ def size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def _peak_memory() -> int:
-    """This process's, in bytes. `ru_maxrss` would be its parent's where that was larger."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-
-
 if __name__ == "__main__":
-    make(Path(sys.argv[1]))
+    if sys.argv[1] == "make":
+        train().save_checkpoint(sys.argv[2])
+    else:
+        work(*sys.argv[2:])

@@ -1,16 +1,15 @@
-"""What `consolidate` costs against DeepSpeed's zero_to_fp32: `nox -f ci/noxfile.py -s "bench(consolidate)"`.
-
-Prints the shortest time of each way, in a process of its own, its peak memory, and the ratios that we aim at.
-"""
+"""What `consolidate` costs against DeepSpeed's zero_to_fp32: a part of `ci/bench.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import bench_checkpoint
 from bench_checkpoint import Work
 
+ROUNDS = 3
 THEIRS = "zero_to_fp32, full"
 TRAINABLE = "consolidate, trainable-only"
 TRAINABLE_NOT_SYNCED = f"{TRAINABLE}, without fsync"
@@ -63,13 +62,13 @@ def check(made: Mapping[str, Path]) -> None:
             raise AssertionError(f"{name} has not made what {THEIRS} made")
 
 
-if __name__ == "__main__":
-    bench_checkpoint.work_if_told(WAYS)
-    from ds_frozen_patch import prune
+def measure(folder: Path, rounds: int) -> dict[str, Any]:
+    """The cost of each way."""
+    full, small = bench_checkpoint.full(folder), bench_checkpoint.small(folder)
+    sources = {name: small if name in (TRAINABLE, TRAINABLE_NOT_SYNCED) else full for name in WAYS}
+    return bench_checkpoint.measured("bench_consolidate", sources, rounds, check)
 
-    with bench_checkpoint.checkpoint(__doc__) as (full, rounds):
-        small = full.parent / "small.ckpt"
-        prune(full, small)
-        sources = {name: small if name in (TRAINABLE, TRAINABLE_NOT_SYNCED) else full for name in WAYS}
-        costs = bench_checkpoint.measured(list(sources.items()), rounds, check)
-    bench_checkpoint.report(costs, PAIRS)
+
+def render(found: dict[str, Any]) -> str:
+    """The tables."""
+    return bench_checkpoint.report(found, PAIRS)

@@ -1,6 +1,6 @@
 """Loss curves of runs that go on with another number of ranks, against one that nothing interrupts.
 
-`nox -f ci/noxfile.py -s "bench(elastic)"` trains on CPU ranks as the tests do, prints how far apart the curves are, and
+`nox -f ci/noxfile.py -s bench -- elastic` trains on CPU ranks as the tests do, prints how far apart the curves are, and
 draws them into `ci/elastic.svg`.
 """
 

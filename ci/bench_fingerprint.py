@@ -1,16 +1,16 @@
-"""What fingerprints cost, in one run: `nox -f ci/noxfile.py -s "bench(fingerprint)"`.
+"""What fingerprints cost, against a full save and against DeepSpeed's own flag: a part of `ci/bench.py`.
 
-A base of 400 million bf16 parameters and 4 million trainable ones, one rank, ZeRO-2, by Fabric. In turn, round after
-round: a full save, a trainable-only save under the shim, the same by DeepSpeed's own flag, and all fingerprints anew.
-Prints medians with their spread, the ratios that we aim at, and the memory that a pass over the base adds.
+A base of 400 million bf16 parameters and 4 million trainable ones, one rank, ZeRO-2, by Fabric. By itself, with
+`--device cuda`, it measures the same on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
-import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,21 +19,38 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_figures import judged, ratios, rows, spread
+from bench_run import memory, reset_peak_memory
 
 import ds_frozen_patch
 
+ROUNDS = 7
 BASE = (100, 4_030_000)  # parameters, elements of each
 ADAPTERS = (100, 42_000)
 
 
+FULL, NATIVE = "full save, plain Lightning", "trainable-only save by DeepSpeed's flag"
+PATCHED, PASS = "the same, a later one under the shim", "fingerprints of the whole base"
+
+
+def measure(folder: Path, rounds: int) -> dict[str, Any]:
+    """Seconds of each save and of a pass over the base, in a process of their own."""
+    program = [sys.executable, __file__, f"--rounds={rounds}", f"--folder={folder}"]
+    said = subprocess.run(program, check=True, stdout=subprocess.PIPE, text=True).stdout
+    found: dict[str, Any] = json.loads(said.splitlines()[-1])
+    return found
+
+
 def main() -> None:
-    """Run the benchmark and print its tables."""
+    """Print the tables, and what they are made of as a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--folder", type=Path, default=Path.cwd())
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=Path.cwd()) as folder:
-        run(Path(folder), options.rounds, options.device)
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder) as folder:
+        found = run(Path(folder), options.rounds, options.device)
+    print(f"{render(found)}\n{json.dumps(found)}")
 
 
 class Model(torch.nn.Module):
@@ -51,14 +68,14 @@ class Model(torch.nn.Module):
         return torch.stack([adapter.sum() for adapter in self.adapters]).sum() * scale
 
 
-def run(folder: Path, rounds: int, device: str) -> None:
-    """Measure and print."""
+def run(folder: Path, rounds: int, device: str) -> dict[str, Any]:
+    """Seconds of each, and the memory that a pass over the base adds."""
     if device == "cpu":
         from ds_frozen_patch.testing import cpu_strategy
 
         strategy_class = cpu_strategy("lightning.fabric")
     else:
-        from lightning.fabric.strategies import DeepSpeedStrategy as strategy_class  # noqa: N813
+        from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy as strategy_class  # noqa: N813
     from lightning.fabric import Fabric
 
     from ds_frozen_patch.fingerprint import Memory, fingerprints
@@ -78,8 +95,8 @@ def run(folder: Path, rounds: int, device: str) -> None:
         fabric.save(path, state)
 
     def save_trainable_only() -> None:
-        raw: Any = fabric.strategy.model
-        raw.save_checkpoint(str(path), tag="checkpoint", exclude_frozen_parameters=True)
+        strategy: Any = fabric.strategy
+        strategy.model.save_checkpoint(str(path), tag="checkpoint", exclude_frozen_parameters=True)
 
     def pass_over_base() -> None:
         fingerprints(frozen, fabric.device, Memory())
@@ -87,18 +104,18 @@ def run(folder: Path, rounds: int, device: str) -> None:
     with ds_frozen_patch.patched():
         fabric.save(path, state)  # the first one reads the base, and makes the engine known
     reset_peak_memory()
-    memory_before = peak_memory()
+    before = memory("VmHWM")
     pass_over_base()
-    added = peak_memory() - memory_before
+    added = memory("VmHWM") - before
     ways: dict[str, tuple[bool, Callable[[], None]]] = {
-        "full save, plain Lightning": (False, save_full),
-        "trainable-only save by DeepSpeed's flag": (False, save_trainable_only),
-        "the same, a later one under the shim": (True, save_trainable_only),
-        "fingerprints of the whole base": (False, pass_over_base),
+        FULL: (False, save_full),
+        NATIVE: (False, save_trainable_only),
+        PATCHED: (True, save_trainable_only),
+        PASS: (False, pass_over_base),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds):
-        print(f"round {number + 1} of {rounds}", file=sys.stderr)
+        print(f"  round {number + 1} of {rounds}", file=sys.stderr, flush=True)
         for name, (under_shim, way) in ways.items():
             shutil.rmtree(path, ignore_errors=True)
             if under_shim:
@@ -111,32 +128,29 @@ def run(folder: Path, rounds: int, device: str) -> None:
                 torch.cuda.synchronize()
             seconds[name].append(time.perf_counter() - start)
             ds_frozen_patch.unpatch()
-    report(seconds, added, sum(p.numel() for p in frozen), device)
+    return {
+        "seconds": seconds,
+        "added": added,
+        "parameters": sum(value.numel() for value in frozen),
+        "device": device,
+    }
 
 
-def report(seconds: dict[str, list[float]], added: int, frozen: int, device: str) -> None:
-    """Print the tables in Markdown."""
-    print(f"\n{frozen / 1e6:.0f} M frozen bf16 parameters, one rank, {device}, torch {torch.__version__}\n")
-    print("| | median s | spread s |\n|---|---|---|")
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    for name, values in seconds.items():
-        print(f"| {name} | {medians[name]:.3f} | {min(values):.3f}-{max(values):.3f} |")
-    full, native, patched, fingerprint = medians.values()
-    print("\n| ratio | measured | aim |\n|---|---|---|")
-    print(f"| fingerprints / full save | {fingerprint / full:.3f} | 0.5 |")
-    print(f"| later save under the shim / DeepSpeed's flag alone | {patched / native:.3f} | 1.02 |")
-    print(f"\nPeak memory that the pass over the base adds: {added / 2**20:.1f} MiB (aim: 64)")
-
-
-def reset_peak_memory() -> None:
-    """Let the kernel count this process's peak anew."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_memory() -> int:
-    """Peak resident memory of this process since the last reset, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+def render(found: dict[str, Any]) -> str:
+    """The tables in Markdown."""
+    seconds = found["seconds"]
+    lines = [[name, spread(values, ".3f")] for name, values in seconds.items()]
+    aims = [
+        ["fingerprints / full save", judged(ratios(seconds, PASS, FULL), 0.5, ".3f"), "0.5"],
+        [
+            "a later save under the shim / DeepSpeed's flag",
+            judged(ratios(seconds, PATCHED, NATIVE), 1.02, ".3f"),
+            "1.02",
+        ],
+        ["MiB of memory that the pass over the base adds", judged([found["added"] / 2**20], 64, ".1f"), "64"],
+    ]
+    about = f"{found['parameters'] / 1e6:.0f} M frozen bf16 parameters, one rank, {found['device']}"
+    return f"{about}:\n\n{rows(['', 'seconds'], lines)}\n{rows(['', 'measured', 'aim: at most'], aims)}"
 
 
 if __name__ == "__main__":

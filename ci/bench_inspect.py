@@ -1,4 +1,4 @@
-"""What `inspect` costs on a large checkpoint against a small one: `nox -f ci/noxfile.py -s "bench(inspect)"`.
+"""What `inspect` costs on a large checkpoint against a small one: a part of `ci/bench.py`.
 
 Both are made here with as many tensors, of the form that ZeRO-2 gives a LoRA fine-tune of a model with 300 layers; they
 differ in nothing but the width of a layer.
@@ -6,17 +6,20 @@ differ in nothing but the width of a layer.
 
 from __future__ import annotations
 
-import argparse
+import shutil
 import sys
-import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
+from bench_figures import ratios, rows, spread
 
 from ds_frozen_patch.checkpoint.inspection import inspect
 
+ROUNDS = 20
 LAYERS = 300
+SMALL, LARGE = 20, 2000  # MB
 
 
 def make(folder: Path, megabytes: int) -> Path:
@@ -45,33 +48,28 @@ def make(folder: Path, megabytes: int) -> Path:
     return folder
 
 
-def seconds(checkpoint: Path, rounds: int) -> float:
-    """The shortest of some rounds."""
-    found = []
-    for _ in range(rounds):
-        begun = time.perf_counter()
-        inspect(checkpoint)
-        found.append(time.perf_counter() - begun)
-    return min(found)
-
-
-def main() -> None:
-    """Print both times and their ratio."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--large", type=int, default=2000, help="MB (default: %(default)s)")
-    parser.add_argument("--small", type=int, default=20, help="MB (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=20)
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        print("writing the checkpoints", file=sys.stderr)
-        checkpoints = {size: make(Path(scratch, str(size)), size) for size in (given.small, given.large)}
-        for checkpoint in checkpoints.values():
+def measure(folder: Path, rounds: int) -> dict[str, Any]:
+    """Seconds of both, in turn."""
+    print("  writing the checkpoints", file=sys.stderr, flush=True)
+    places = {name: folder / f"inspected-{name}" for name in ("small", "large")}
+    made = {name: make(place, SMALL if name == "small" else LARGE) for name, place in places.items()}
+    found: dict[str, Any] = {name: [] for name in made}
+    for number in range(rounds + 1):
+        for name, checkpoint in made.items():
+            begun = time.perf_counter()
             inspect(checkpoint)
-        found = {size: seconds(checkpoint, given.rounds) for size, checkpoint in checkpoints.items()}
-    for size, time_ in found.items():
-        print(f"inspect, {size} MB: {1000 * time_:.1f} ms")
-    print(f"ratio: {found[given.large] / found[given.small]:.2f}")
+            if number:  # the first one reads the disk
+                found[name].append(time.perf_counter() - begun)
+    for place in places.values():
+        shutil.rmtree(place)
+    return found
 
 
-if __name__ == "__main__":
-    main()
+def render(found: dict[str, Any]) -> str:
+    """Both, and their ratio."""
+    lines = [
+        [f"{size} MB", spread([1000 * value for value in found[name]], ".1f")]
+        for name, size in (("small", SMALL), ("large", LARGE))
+    ]
+    said = f"The large one takes {spread(ratios(found, 'large', 'small'))} of the small one's time."
+    return f"{said}\n\n{rows(['`inspect` of', 'ms'], lines)}"

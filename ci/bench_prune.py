@@ -1,17 +1,16 @@
-"""What `prune` costs against loading, deleting and saving, in one run: `nox -f ci/noxfile.py -s "bench(prune)"`.
-
-Prints the shortest time of each way, in a process of its own, its peak memory, and the ratios that we aim at.
-"""
+"""What `prune` costs against loading, deleting and saving: a part of `ci/bench.py`."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import bench_checkpoint
 from bench_checkpoint import Work
 
+ROUNDS = 3
 BY_HAND = "load, delete, save"
 PRUNE = "prune --no-fingerprints"
 NOT_SYNCED = "the same without fsync"
@@ -81,8 +80,12 @@ def check(made: Mapping[str, Path]) -> None:
                 raise AssertionError(f"{file} is not {expected}")
 
 
-if __name__ == "__main__":
-    bench_checkpoint.work_if_told(WAYS)
-    with bench_checkpoint.checkpoint(__doc__) as (full, rounds):
-        costs = bench_checkpoint.measured([(name, full) for name in WAYS], rounds, check)
-    bench_checkpoint.report(costs, PAIRS)
+def measure(folder: Path, rounds: int) -> dict[str, Any]:
+    """The cost of each way."""
+    full = bench_checkpoint.full(folder)
+    return bench_checkpoint.measured("bench_prune", dict.fromkeys(WAYS, full), rounds, check)
+
+
+def render(found: dict[str, Any]) -> str:
+    """The tables."""
+    return bench_checkpoint.report(found, PAIRS)

@@ -1,19 +1,15 @@
-"""What going to another number of ranks costs, full against trainable-only: `nox -f ci/noxfile.py -s "bench(reshard)"`.
-
-Resharded for four ranks, and made universal by DeepSpeed's own converter. Prints the shortest time of each way, in a
-process of its own, its peak memory, and the ratios.
-"""
+"""What going to another number of ranks costs, resharded or by DeepSpeed's converter: a part of `ci/bench.py`."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import bench_checkpoint
 from bench_checkpoint import Work
 
+ROUNDS = 3
 RESHARD, RESHARD_FULL = "reshard, trainable-only", "reshard, full"
 CONVERT, CONVERT_FULL = "ds_to_universal, trainable-only", "ds_to_universal, full"
 RANKS = 4
@@ -58,11 +54,13 @@ def check(made: Mapping[str, Path]) -> None:
             raise AssertionError(f"{path} is not what it should be: {verify(path).problems}")
 
 
-if __name__ == "__main__":
-    bench_checkpoint.work_if_told(WAYS)
-    with bench_checkpoint.checkpoint(__doc__) as (full, rounds):
-        small = full.with_name("small.ckpt")
-        subprocess.run([sys.executable, "-m", "ds_frozen_patch.cli", "prune", full, small, "-q"], check=True)
-        sources = {RESHARD: small, RESHARD_FULL: full, CONVERT: small, CONVERT_FULL: full}
-        costs = bench_checkpoint.measured(list(sources.items()), rounds, check)
-    bench_checkpoint.report(costs, PAIRS)
+def measure(folder: Path, rounds: int) -> dict[str, Any]:
+    """The cost of each way."""
+    full, small = bench_checkpoint.full(folder), bench_checkpoint.small(folder)
+    sources = {RESHARD: small, RESHARD_FULL: full, CONVERT: small, CONVERT_FULL: full}
+    return bench_checkpoint.measured("bench_reshard", sources, rounds, check)
+
+
+def render(found: dict[str, Any]) -> str:
+    """The tables."""
+    return bench_checkpoint.report(found, PAIRS)

@@ -34,7 +34,6 @@ from programs import PROGRAMS
 CELLS = cells.read()
 EVERY_TEST = ("everyday", "newest")
 ON_GPUS = ("python-3.13", "lightning-2.4")  # cells whose torch is built for CUDA
-BENCHMARKS = ("fingerprint", "inspect", "prune", "consolidate", "save", "reshard", "elastic")
 RESULTS = ROOT / ".nox" / "results"
 OWN_TESTS = ROOT / ".nox" / "upstream-tests"
 # The checkpoints that cells leave for others are of the program that trains them, and of the patches.
@@ -188,10 +187,9 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
-@nox.parametrize("what", BENCHMARKS, ids=BENCHMARKS)
-def bench(session: nox.Session, what: str) -> None:
-    """What a thing costs against another, in one run; what follows `--` goes to the benchmark."""
-    run(session, "everyday", f"ci/bench_{what}.py", *session.posargs)
+def bench(session: nox.Session) -> None:
+    """What saves, resumes, the import and the tools cost against others, for the README; or `-- PART...` alone."""
+    run(session, "newest", "ci/bench.py", *session.posargs, CELL="newest")
 
 
 @nox.session(venv_backend="none")

@@ -1,0 +1,168 @@
+"""Bytes on disk, time to save and memory that a save takes, of all systems: a part of `ci/bench.py`."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import statistics
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import bench_run
+from bench_figures import judged, ratios, rows, seconds, size, spread
+from bench_run import DEEPSPEED, FLOOR, FULL, HUGGING_FACE, NATIVE, OPTIMIZER_BYTES, OURS, RANKS, UNSYNCED, Model, Shape
+from ranks import Ranks
+
+from ds_frozen_patch import inspect
+
+ROUNDS = 15
+STAGES = (1, 2, 3)
+SMALL = Shape(hidden=512, intermediate=1408, layers=4, vocabulary=16000, lora=32, tied=True)
+LARGE = Shape(hidden=1536, intermediate=4096, layers=20, vocabulary=32000, lora=128, tied=True)
+WAYS = (OURS, NATIVE, FULL, DEEPSPEED, FLOOR, UNSYNCED)
+# By the title of a table: the model, its precision, and the systems.
+CASES = {
+    "small": (SMALL, "bf16-true", WAYS),
+    "small, fp32": (SMALL, "32-true", (*WAYS, HUGGING_FACE)),
+    "large": (LARGE, "bf16-true", WAYS),
+}
+# The aims: at most so much of the floor's bytes, of the native flag's time, of the floor's time, of the trained bytes.
+BYTES, TIME, FLOOR_TIME, MEMORY = 1.02, 1.02, 1.5, 0.05
+ALLOWED = 256 << 10  # bytes beside those of the floor
+
+
+def measure(folder: Path, rounds: int) -> list[dict[str, Any]]:
+    """What each system's saves cost, by model and ZeRO stage."""
+    found = []
+    pool = Ranks(RANKS, folder / "ranks.txt")
+    try:
+        for title, (shape, precision, ways) in CASES.items():
+            for tied in (True, False):
+                for stage in STAGES:
+                    case = {"title": title, "precision": precision, "tied": tied, "stage": stage}
+                    print(f"  {title}, {'tied' if tied else 'untied'}, ZeRO-{stage}", file=sys.stderr, flush=True)
+                    given = replace(shape, tied=tied)
+                    model: Model = pool(
+                        bench_run.start,
+                        shape=given,
+                        stage=stage,
+                        precision=precision,
+                        hugging_face=HUGGING_FACE in ways,
+                    )[0]
+                    costs = saves(pool, folder / "saved", ways, rounds)
+                    pool(bench_run.end)
+                    found.append(case | asdict(model) | {"ways": costs})
+    finally:
+        pool.stop()
+    return found
+
+
+def saves(pool: Ranks, place: Path, ways: tuple[str, ...], rounds: int) -> dict[str, dict[str, Any]]:
+    """What saves cost in these ways, round after round, each round in another order; the first is told apart."""
+    found: dict[str, dict[str, Any]] = {way: {"seconds": [], "memory": []} for way in ways}
+    for number in range(rounds + 1):
+        for way in random.Random(number).sample(ways, len(ways)) if number else ways:
+            os.sync()  # so that nobody waits for what others have written
+            ranks = pool(bench_run.save, way=way, path=str(place))
+            cost = {"seconds": ranks[0].seconds, "memory": max(rank.memory for rank in ranks)}
+            check(way, place)
+            written = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
+            shutil.rmtree(place)
+            if number:
+                for name, value in cost.items():
+                    found[way][name].append(value)
+            else:
+                found[way] |= {"first": cost, "bytes": written}
+    return found
+
+
+def check(way: str, place: Path) -> None:
+    """Raise unless a manifest is there where it was saved under `patch()`, and nowhere else."""
+    if way in (OURS, NATIVE, FULL, DEEPSPEED) and (inspect(place).manifest is None) == (way == OURS):
+        raise AssertionError(f"{way} has{' no' if way == OURS else ' a'} manifest")
+
+
+def render(found: list[dict[str, Any]]) -> str:
+    """A table of costs for each model, and one of the aims."""
+    parts = [
+        "A Llama with LoRA on its attention, its embeddings tied or not, after a step of AdamW. Each is saved by both"
+        " ranks, into the page cache but for the floor that syncs; the floor writes the trained weights, their fp32"
+        " masters and the two moments, each rank its share. Hugging Face's Trainer does not train in bf16 on CPU ranks"
+        " with DeepSpeed, so it is in the table of fp32.\n"
+    ]
+    for title, (_, precision, ways) in CASES.items():
+        cases = [case for case in found if case["title"] == title]
+        parts.append(f"{about(cases, precision)}:\n\n{rows(['', *ways], [costs(case) for case in cases])}")
+    header = [
+        "ours against",
+        f"bytes, floor (aim {BYTES})",
+        f"time, the flag (aim {TIME})",
+        f"time, floor (aim {FLOOR_TIME} if large)",
+        f"memory above the flag's, of the trained bytes (aim {MEMORY:.0%})",
+        "first save",
+    ]
+    slower = [measured(case)["slower"] for case in found if not case["tied"]]
+    parts.append(
+        "A first save also makes the fingerprints, once in a process: it is not in the columns before the last, which"
+        " has its seconds and memory beyond those of the later ones. Ratios are medians of each round's, and their"
+        " spread. Where embeddings are tied, the flag writes the tied weights all the same, so its time is for more"
+        " bytes. Beyond what the flag does, ours makes the manifest, and waits at the barriers that give a checkpoint"
+        f" its name only once it is whole: {1000 * min(slower):.0f} to {1000 * max(slower):.0f} ms in the median where"
+        " the bytes are the same, which shows where a save is short.\n\n"
+        f"{rows(header, [aims(case) for case in found])}"
+    )
+    return "\n".join(parts)
+
+
+def about(cases: list[dict[str, Any]], precision: str) -> str:
+    """The model of a table."""
+    frozen = " or ".join(size(count) for count in sorted({case["frozen_bytes"] for case in cases}))
+    (trainable,) = {case["trainable"] for case in cases}
+    kind = "bf16" if precision == "bf16-true" else "fp32"
+    return f"{frozen} of frozen {kind} weights, {trainable / 1e6:.2g} M trained parameters"
+
+
+def costs(case: dict[str, Any]) -> list[str]:
+    """A line of a table: bytes and seconds of each system."""
+    return [name(case), *(f"{size(way['bytes'])}, {seconds(way['seconds'])}" for way in case["ways"].values())]
+
+
+def name(case: dict[str, Any]) -> str:
+    """Of a line."""
+    return f"ZeRO-{case['stage']}, {'tied' if case['tied'] else 'untied'}"
+
+
+def aims(case: dict[str, Any]) -> list[str]:
+    """A line of the last table."""
+    found = measured(case)
+    flag = judged(found["time"], TIME) if not case["tied"] else f"{spread(found['time'])}, more bytes"
+    flag += f", {1000 * found['slower']:+.0f} ms"
+    floor = judged(found["floor time"], FLOOR_TIME) if case["title"] == "large" else spread(found["floor time"])
+    return [
+        f"{case['title']}, {name(case)}",
+        judged([found["bytes"]], BYTES, ".3f"),
+        flag,
+        floor,
+        judged(found["memory"], MEMORY, ".1%"),
+        f"+{found['first seconds']:.2f} s, +{size(found['first memory'])}",
+    ]
+
+
+def measured(case: dict[str, Any]) -> dict[str, Any]:
+    """The figures that there are aims for, and those of the first save."""
+    times = {way: cost["seconds"] for way, cost in case["ways"].items()}
+    ours, native = case["ways"][OURS], case["ways"][NATIVE]
+    each = OPTIMIZER_BYTES + bench_run.weight_bytes(case["stage"], case["precision"])
+    floor = each * case["trainable"] + case["buffer_bytes"]
+    return {
+        "bytes": ours["bytes"] / (floor + ALLOWED),
+        "time": ratios(times, OURS, NATIVE),
+        "slower": statistics.median(a - b for a, b in zip(times[OURS], times[NATIVE], strict=True)),
+        "floor time": ratios(times, OURS, FLOOR),
+        "memory": [(own - other) / floor for own, other in zip(ours["memory"], native["memory"], strict=True)],
+        "first seconds": ours["first"]["seconds"] - statistics.median(ours["seconds"]),
+        "first memory": ours["first"]["memory"] - statistics.median(ours["memory"]),
+    }
