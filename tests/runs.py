@@ -110,9 +110,11 @@ def trainer(
 
 def trained_state(module: torch.nn.Module) -> dict[str, str]:
     """A digest of each whole parameter and buffer, partitioned or not."""
-    with deepspeed.zero.GatheredParameters(list(module.parameters())):
-        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        return {name: digest(tensor) for name, tensor in tensors.items()}
+    found = {}
+    for name, parameter in module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):  # of several, it takes all to have one dtype
+            found[name] = digest(parameter)
+    return found | {name: digest(buffer) for name, buffer in module.named_buffers()}
 
 
 def digest(tensor: torch.Tensor) -> str:

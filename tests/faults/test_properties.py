@@ -216,13 +216,13 @@ def tensors(value: Any, at: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def whole_weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    with deepspeed.zero.GatheredParameters(list(module.parameters())):
-        masters = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
+    found = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        # Each alone: of several, DeepSpeed takes all to be of the first one's dtype.
+        with deepspeed.zero.GatheredParameters([parameter]):
             master = deepspeed.utils.safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
-            masters[name] = (parameter.detach() if master is None else master.detach().view(parameter.shape)).clone()
-        buffers = {name: b.clone() for name, b in module.named_buffers() if name in module.state_dict()}
-    return {**masters, **buffers}
+            found[name] = (parameter.detach() if master is None else master.detach().view(parameter.shape)).clone()
+    return found | {name: b.clone() for name, b in module.named_buffers() if name in module.state_dict()}
 
 
 def assert_whole(file: Path, weights: dict[str, torch.Tensor]) -> None:
