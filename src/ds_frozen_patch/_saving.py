@@ -327,13 +327,15 @@ def _kept_fragments(engine: Any) -> dict[str, Any]:
 
     It does so from stage 2 on, for all of them or, with its flag, for none; in ZeRO-3 they are nowhere else.
     """
+    if not _settings().keep or not engine.zero_optimization_partition_gradients():
+        return {}
     prefix = manifest.prefix_of(name for name, _ in engine.module.named_parameters())
     kept = {
         prefix + names[0]: parameter
         for parameter, names in manifest.frozen_names(engine.module).items()
         if _settings().keeps(names)
     }
-    if not kept or not engine.zero_optimization_partition_gradients():
+    if not kept:
         return {}
     shape, fragment = engine._get_param_shape_func, engine._get_param_fragment_func
     return {

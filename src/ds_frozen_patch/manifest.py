@@ -190,7 +190,9 @@ def adapters_of(module: torch.nn.Module) -> dict[str, dict[str, str]]:
     """What `Manifest.adapters` says of a module."""
     found: dict[str, dict[str, str]] = {}
     for name, inner in ((plain(name), inner) for name, inner in module.named_modules()):
-        configs = getattr(inner, "peft_config", None)
+        # A module looks for an attribute that it has not got in three dictionaries, and then raises: that is slow.
+        has = "peft_config" in vars(inner) or hasattr(type(inner), "peft_config")
+        configs = getattr(inner, "peft_config", None) if has else None
         # PEFT's inner model has the same ones as the outer.
         if isinstance(configs, dict) and not any(name.startswith(f"{outer}.") or not outer for outer in found):
             found[name] = {
