@@ -19,7 +19,7 @@ import runs
 import torch
 from under_test import PRECISION, DeepSpeedStrategy
 
-from ds_frozen_patch.checkpoint.states import LABEL
+from ds_frozen_patch._labels import LABEL
 from ds_frozen_patch.manifest import KEY, Manifest
 
 EMBEDDING = "model.base_model.model.model.embed_tokens.weight"

@@ -8,10 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ._errors import CheckpointError, CheckpointMismatchError, PatchError
-from ._patching import Status, TargetStatus, patch, patched, status, unpatch
-from ._saving import full_checkpoint
 
 if TYPE_CHECKING:
+    from ._patching import Status, TargetStatus, patch, patched, status, unpatch
+    from ._saving import full_checkpoint
     from .checkpoint.consolidation import Consolidated, consolidate
     from .checkpoint.exporting import Exported, export
     from .checkpoint.inspection import Inspection, inspect
@@ -21,23 +21,30 @@ if TYPE_CHECKING:
     from .checkpoint.universal import Universal, universal
     from .checkpoint.verification import Verified, verify
 
-# The tools' modules are imported when they are first used, so that a training script does not wait for them.
-_TOOLS = {
-    "Consolidated": "consolidation",
-    "Exported": "exporting",
-    "Inspection": "inspection",
-    "Pruned": "pruning",
-    "Resharded": "resharding",
-    "Universal": "universal",
-    "Verified": "verification",
-    "consolidate": "consolidation",
-    "export": "exporting",
-    "inspect": "inspection",
-    "load_trainable": "loading",
-    "prune": "pruning",
-    "reshard": "resharding",
-    "universal": "universal",
-    "verify": "verification",
+# Imported when they are first used: the import of this package is cheap, and a training script needs no tools.
+_MODULES = {
+    "Status": "_patching",
+    "TargetStatus": "_patching",
+    "patch": "_patching",
+    "patched": "_patching",
+    "status": "_patching",
+    "unpatch": "_patching",
+    "full_checkpoint": "_saving",
+    "Consolidated": "checkpoint.consolidation",
+    "consolidate": "checkpoint.consolidation",
+    "Exported": "checkpoint.exporting",
+    "export": "checkpoint.exporting",
+    "Inspection": "checkpoint.inspection",
+    "inspect": "checkpoint.inspection",
+    "load_trainable": "checkpoint.loading",
+    "Pruned": "checkpoint.pruning",
+    "prune": "checkpoint.pruning",
+    "Resharded": "checkpoint.resharding",
+    "reshard": "checkpoint.resharding",
+    "Universal": "checkpoint.universal",
+    "universal": "checkpoint.universal",
+    "Verified": "checkpoint.verification",
+    "verify": "checkpoint.verification",
 }
 
 __all__ = [
@@ -70,6 +77,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _TOOLS:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".checkpoint.{_TOOLS[name]}", __name__), name)
+    return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -5,13 +5,14 @@ So a part of another rank or run is known for what it is, though DeepSpeed would
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from .checkpoint.states import labelled
+LABEL = "ds_frozen_patch_label"
+"""Where a file says of which save it is, and under which name it was saved, as "save" and "file"."""
 
 _save: ContextVar[str | None] = ContextVar("ds_frozen_patch_save", default=None)
 
@@ -43,3 +44,8 @@ def labels(engine: Any) -> Iterator[None]:
         yield
     finally:
         del files.save
+
+
+def labelled(state: Mapping[str, Any], save: str, file: str) -> dict[str, Any]:
+    """What a file is to hold, with its label."""
+    return {**state, LABEL: {"save": save, "file": file}}

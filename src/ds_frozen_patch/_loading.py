@@ -16,10 +16,9 @@ from typing import Any
 
 from . import _ownership
 from ._errors import CheckpointMismatchError, named
-from ._intact import check_intact
+from ._labels import LABEL
 from ._saving import forgets_optimizer, has_plain_optimizer, keeps_optimizer_on_nvme, warn
 from ._settings import current
-from .checkpoint.states import LABEL
 from .fingerprint import fingerprints, process_memory
 from .manifest import (
     KEY,
@@ -103,6 +102,7 @@ def engine_load(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
     if strategy is None:
         return wrapped(*args, **kwargs)
     from . import _elastic
+    from ._intact import check_intact
 
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     call.apply_defaults()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .._errors import CheckpointError
+from .._labels import LABEL
 from .._progress import progress
 from ..manifest import KEY, LeftOut, Manifest
 from . import converting, safetensors_file
@@ -17,7 +18,7 @@ from .archive import ITEM_SIZES, Storage, StoredTensor, read
 from .base import Base, open_base, refuse_wrong, tensors_for
 from .records import Piece, Records, Whole, mapped, whole
 from .resharding import KEY as ELASTIC
-from .states import DEEPSPEEDS_OWN, LABEL, States, check_together, load
+from .states import DEEPSPEEDS_OWN, States, check_together, load
 from .weights import Weights, check_one_run, weights
 from .writing import check_output, output, write_archive
 

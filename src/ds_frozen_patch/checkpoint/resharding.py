@@ -17,6 +17,7 @@ from packaging.version import InvalidVersion, Version
 
 from .. import manifest
 from .._errors import CheckpointError
+from .._labels import LABEL, labelled
 from .._progress import progress
 from .archive import ITEM_SIZES, Storage, StoredTensor, stand_in, tensors
 from .layout import find
@@ -36,7 +37,7 @@ from .partitions import (
     sub_groups,
 )
 from .records import CHUNK_BYTES, Piece, Records, Whole
-from .states import LABEL, States, check_together, labelled, load, names_of_groups, number
+from .states import States, check_together, load, names_of_groups, number
 from .weights import check_one_run, weights
 from .writing import check_output, copy_others, output, write_archive
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .._errors import CheckpointError, named
+from .._labels import LABEL
 from ..manifest import KEY, Manifest
 from .archive import Contents, StandIn, StoredTensor, everything, is_shape, read, tensors
 from .layout import Layout, find
@@ -40,9 +41,6 @@ DEEPSPEEDS_OWN = frozenset(
     ]
 )
 """What DeepSpeed puts into a file of model states; the rest is the client's."""
-
-LABEL = "ds_frozen_patch_label"
-"""Where a file says of which save it is, and under which name it was saved, as "save" and "file"."""
 
 
 _INSTANTIATORS = ("lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
@@ -201,11 +199,6 @@ def said_by(file: Path, contents: Contents) -> Said:
     label = contents.state.get(LABEL)
     save, name = (label.get("save"), label.get("file")) if isinstance(label, dict) else (None, None)
     return Said(file, "model" if is_model else "optimizer", digests, save, name)
-
-
-def labelled(state: Mapping[str, Any], save: str, file: str) -> dict[str, Any]:
-    """What a file is to hold, with its label."""
-    return {**state, LABEL: {"save": save, "file": file}}
 
 
 def check_alike(found: Sequence[Said]) -> None:

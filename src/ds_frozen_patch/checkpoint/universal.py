@@ -17,9 +17,10 @@ from typing import Any
 from packaging.version import Version
 
 from .._errors import CheckpointError, named
+from .._labels import LABEL
 from .archive import ITEM_SIZES, StandIn, StoredTensor, everything
 from .resharding import KEY, Plan, plan
-from .states import LABEL, States, load, names_of_groups
+from .states import States, load, names_of_groups
 from .writing import check_output, copy_others, output
 
 CONVERTER = "deepspeed.checkpoint.ds_to_universal"
