@@ -129,7 +129,8 @@ def _unfinished(strategy: Any, target: Path) -> Iterator[Path]:
         yield target
         return
     partial, previous = (target.with_name(f".{target.name}.{what}") for what in ("partial", "previous"))
-    on_each_disk(strategy, target, lambda: shutil.rmtree(partial, ignore_errors=True))
+    if strategy.local_rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)  # DeepSpeed's ranks meet before they write there
 
     def swap() -> None:
         if not strategy.is_global_zero and not partial.is_dir():

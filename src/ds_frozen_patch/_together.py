@@ -16,6 +16,7 @@ from typing import Any
 
 from ._errors import CheckpointError, CheckpointMismatchError
 from ._text import human_bytes
+from .fingerprint import on_any_rank
 
 AS_BEFORE = "What was saved there before is as it was."
 
@@ -63,7 +64,7 @@ def raise_together(strategy: Any, target: Any, failed: list[CheckpointError], th
     Raises:
         CheckpointError: something has failed, on this rank or another.
     """
-    if strategy.reduce_boolean_decision(not failed):
+    if not any(on_any_rank([bool(failed)], strategy.root_device)):
         return
     import torch.distributed as dist
 

@@ -59,7 +59,7 @@ def fingerprints(
     if not parameters:
         return []
     memory = Memory() if remembered is None else remembered
-    stale = _on_any_rank([not memory.holds(parameter) for parameter in parameters], device)
+    stale = on_any_rank([not memory.holds(parameter) for parameter in parameters], device)
     todo = [parameter for parameter, is_stale in zip(parameters, stale, strict=True) if is_stale]
     if todo:
         counts = [_block_count(parameter) for parameter in todo]
@@ -74,6 +74,18 @@ def fingerprints(
             size = numel_of(parameter) * parameter.element_size()
             memory.keep(parameter, _digest(size, own) if _is_readable(parameter) else None)
     return [memory.recall(parameter) for parameter in parameters]
+
+
+def on_any_rank(flags: list[bool], device: Any) -> list[bool]:
+    """Whether each of some flags is set on one of the ranks, which all must call it with as many.
+
+    Args:
+        flags: this rank's.
+        device: as of `fingerprints`.
+    """
+    import torch
+
+    return [count > 0 for count in _added_up(torch.tensor(flags, dtype=torch.int32), device).tolist()]
 
 
 def of_stream(dtype: str, numel: int, chunks: Iterable[bytes | bytearray | memoryview]) -> str:
@@ -269,10 +281,3 @@ def _added_up(sums: torch.Tensor, device: Any) -> torch.Tensor:
     shared = sums.to(device)
     dist.all_reduce(shared)
     return shared.cpu()
-
-
-def _on_any_rank(flags: list[bool], device: Any) -> list[bool]:
-    """Ranks must agree on what to compute: a flag counts if it is set on one of them."""
-    import torch
-
-    return [count > 0 for count in _added_up(torch.tensor(flags, dtype=torch.int32), device).tolist()]

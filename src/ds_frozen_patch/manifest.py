@@ -189,17 +189,26 @@ def dtype_of(parameter: torch.nn.Parameter) -> str:
 def adapters_of(module: torch.nn.Module) -> dict[str, dict[str, str]]:
     """What `Manifest.adapters` says of a module."""
     found: dict[str, dict[str, str]] = {}
-    for name, inner in ((plain(name), inner) for name, inner in module.named_modules()):
+    seen: set[torch.nn.Module] = set()
+
+    def look(inner: torch.nn.Module, name: str) -> None:
+        if inner in seen:
+            return
+        seen.add(inner)
         # A module looks for an attribute that it has not got in three dictionaries, and then raises: that is slow.
         has = "peft_config" in vars(inner) or hasattr(type(inner), "peft_config")
         configs = getattr(inner, "peft_config", None) if has else None
-        # PEFT's inner model has the same ones as the outer.
-        if isinstance(configs, dict) and not any(name.startswith(f"{outer}.") or not outer for outer in found):
-            found[name] = {
-                adapter: json.dumps(config.to_dict(), default=_plain_value, sort_keys=True)
-                for adapter, config in configs.items()
-                if hasattr(config, "to_dict")
-            }
+        if not isinstance(configs, dict):
+            for child, its_module in inner.named_children():
+                look(its_module, f"{name}.{child}" if name else child)
+            return
+        found[plain(name)] = {  # PEFT's modules inside have the same ones
+            adapter: json.dumps(config.to_dict(), default=_plain_value, sort_keys=True)
+            for adapter, config in configs.items()
+            if hasattr(config, "to_dict")
+        }
+
+    look(module, "")
     return found
 
 
