@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_figures import rows, spread
-from bench_run import memory
+from memory import memory
 
 LAYERS, WIDTH, RANK = 128, 2816, 6
 """2.03 GB of frozen bf16 weights, 4 M trainable parameters."""

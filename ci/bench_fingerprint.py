@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from bench_figures import judged, ratios, rows, spread
-from bench_run import memory, reset_peak_memory
+from memory import memory, reset_peak_memory
 
 import ds_frozen_patch
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from memory import memory, reset_peak_memory
+
 OURS = "Lightning, `patch()`"
 NATIVE = "Lightning, `exclude_frozen_parameters=True`"
 FULL = "Lightning"
@@ -310,14 +312,3 @@ def begin(verb: str, way: str, shape: Shape, stage: int, path: str | None) -> St
 def _give_back_memory() -> None:
     """What was freed goes back to the kernel, else the next one works in it and seems to need none."""
     ctypes.CDLL(None).malloc_trim(0)
-
-
-def reset_peak_memory() -> None:
-    """Let the kernel count this process's peak anew."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def memory(which: str) -> int:
-    """Of this process, in bytes: VmRSS is what it has now, VmHWM its peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(which))

@@ -7,12 +7,15 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cells
 import pytest
 from ranks import Ranks
 from under_test import CELL
+
+if TYPE_CHECKING:
+    from tools_checkpoints import Checkpoints
 
 
 @pytest.fixture(scope="session")
@@ -47,6 +50,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., li
     yield run
     for pool in pools.values():
         pool.stop()
+
+
+@pytest.fixture(scope="session")
+def checkpoints(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """`checkpoints(stage, world_size)`: a folder with `small.ckpt` and `full.ckpt` of one moment."""
+    from tools_checkpoints import Checkpoints
+
+    return Checkpoints(ranks, tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="session")

@@ -197,6 +197,11 @@ def snapshot(path: Path) -> dict[str, tuple[str, int]]:
     }
 
 
+def contents(path: Path) -> dict[str, str]:
+    """Every file below a path, or the one there: what is in it."""
+    return {name: digest for name, (digest, _) in snapshot(path).items()}
+
+
 def loaded(file: Path) -> Any:
     return torch.load(file, map_location="cpu", weights_only=False)
 
@@ -316,3 +321,15 @@ def unlabel(path: Path) -> None:
 def base_model(seed: int = 1, **options: Any) -> Any:
     """The model of Hugging Face that a run was built from, as a program loads it before it adds adapters."""
     return runs.LoraRun(seed=seed, **options).model.unload()
+
+
+TOOLS: dict[str, tuple[str, list[str], str]] = {
+    "prune": ("full.ckpt", ["prune"], "out.ckpt"),
+    "consolidate": ("full.ckpt", ["consolidate"], "out.ckpt"),
+    "consolidate to a folder": ("full.ckpt", ["consolidate", "--max-shard-size", "10kB"], "out"),
+    "export": ("small.ckpt", ["export", "--format", "safetensors"], "out.safetensors"),
+    "export to a folder": ("small.ckpt", ["export", "--format", "peft"], "out"),
+    "reshard": ("small.ckpt", ["reshard", "--ranks", "3"], "out.ckpt"),
+    "universal": ("small.ckpt", ["universal"], "out.ckpt"),
+}
+"""The tools that write, as the command line names them: what each is given of `Checkpoints`, and what it makes."""

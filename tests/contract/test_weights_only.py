@@ -11,6 +11,7 @@ import provider
 import pytest
 import runs
 import torch
+from memory import memory, reset_peak_memory
 from safetensors.torch import load_file
 from under_test import PRECISION, Callback, DeepSpeedStrategy, ModelCheckpoint, pl
 
@@ -241,11 +242,6 @@ class Wide(runs.LoraRun):
         super().__init__(hidden=1024, vocabulary=32768)
 
 
-def memory(kind: str) -> int:
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(kind))
-    return 1024 * int(line.split()[1])
-
-
 def save_and_measure(out: str) -> tuple[int, int]:
     """How far memory went up while weights alone were saved, and the bytes that were frozen; of this rank."""
     ds_frozen_patch.patch()
@@ -253,7 +249,7 @@ def save_and_measure(out: str) -> tuple[int, int]:
     module = Wide()
     trainer.fit(module, runs.batches(2))
     trainer.save_checkpoint(f"{out}/first.ckpt", weights_only=True)  # the fingerprints are made once
-    Path("/proc/self/clear_refs").write_text("5")
+    reset_peak_memory()
     before = memory("VmRSS")
     trainer.save_checkpoint(f"{out}/weights.ckpt", weights_only=True)
     frozen = sum(numel_of(p) * p.element_size() for p in module.parameters() if not p.requires_grad)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tools_checkpoints import Checkpoints
 from under_test import CELL
 
 # Nothing here depends on releases.
@@ -23,12 +22,6 @@ def long(request: pytest.FixtureRequest) -> bool:
 def counted(record_property: Callable[[str, object], None]) -> Callable[[str, int], None]:
     """`counted("kill -9 in a save", 40)`: what was tried so many times, for the table; called once all has passed."""
     return record_property
-
-
-@pytest.fixture(scope="session")
-def checkpoints(ranks: Callable[..., object], tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    """`checkpoints(stage, world_size)`: a folder with `small.ckpt` and `full.ckpt` of one moment."""
-    return Checkpoints(ranks, tmp_path_factory.mktemp("checkpoints"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

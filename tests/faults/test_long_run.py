@@ -13,6 +13,7 @@ from typing import Any
 import deepspeed
 import pytest
 import runs
+from memory import memory
 from under_test import Callback, DeepSpeedStrategy, ModelCheckpoint
 
 import ds_frozen_patch
@@ -40,11 +41,6 @@ def held(module: Any) -> Counter[str]:
     return found
 
 
-def resident() -> int:
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
-    return 1024 * int(line.split()[1])
-
-
 Look = tuple[Counter[str], int]
 
 
@@ -57,7 +53,7 @@ class Looks(Callback):
 
     def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
         if trainer.global_step in self.at:
-            self.found.append((held(module), resident()))
+            self.found.append((held(module), memory("VmRSS")))
 
 
 def grown(looks: list[Look], saves: int) -> tuple[dict[str, int], int]:
@@ -116,7 +112,7 @@ def patch_and_unpatch(out: str, rounds: int) -> tuple[dict[str, int], int]:
         now = [vars(DeepSpeedStrategy)["save_checkpoint"], vars(deepspeed.DeepSpeedEngine)["save_checkpoint"]]
         assert all(one is other for one, other in zip(now, originals, strict=True))
         if round_ + 1 in (WARM, WARM + rounds // 2, WARM + rounds):
-            found.append((held(module), resident()))
+            found.append((held(module), memory("VmRSS")))
     return grown(found, rounds)
 
 
