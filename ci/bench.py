@@ -9,13 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import signal
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,11 +31,11 @@ import bench_prune  # noqa: E402
 import bench_reshard  # noqa: E402
 import bench_resume  # noqa: E402
 import bench_saves  # noqa: E402
+from machine import described, machine  # noqa: E402
 from table import put_into_readme  # noqa: E402
 
 RESULTS = ROOT / "ci" / "bench.json"
 BEGIN, END = "<!-- bench: nox -f ci/noxfile.py -s bench -->\n", "<!-- end of bench -->\n"
-PACKAGES = ("lightning", "deepspeed", "torch", "transformers", "peft", "accelerate")
 
 # Each has `measure(folder, rounds)`, which gives what JSON can hold, `render(found)`, and `ROUNDS`.
 PARTS: dict[str, tuple[str, ModuleType]] = {
@@ -94,35 +92,6 @@ def measured(name: str, folder: Path, rounds: int | None) -> dict[str, Any]:
     }
 
 
-def machine(folder: Path) -> dict[str, Any]:
-    """What the figures depend on."""
-    cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "cpu": cpu.group(1) if cpu else platform.processor(),
-        "cores": os.cpu_count(),
-        "memory": f"{memory / 2**30:.0f} GiB",
-        "disk": disk(folder),
-        "kernel": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "releases": {package: version(package) for package in PACKAGES},
-    }
-
-
-def disk(folder: Path) -> str:
-    """The file system below a folder, and what it is on."""
-    mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    place = folder.resolve()
-    found = max((fields for fields in mounts if place.is_relative_to(fields[4])), key=lambda fields: len(fields[4]))
-    kind, device = found[found.index("-") + 1 : found.index("-") + 3]
-    queue = Path("/sys/class/block", Path(device).name, "queue", "rotational")
-    if not queue.exists():
-        return kind
-    if Path(device).name.startswith(("vd", "xvd")):
-        return f"{kind} on a virtual disk"
-    return f"{kind} on {'a hard disk' if queue.read_text().strip() == '1' else 'an SSD'}"
-
-
 def dumped(results: dict[str, Any]) -> str:
     """JSON, with each list of numbers in one line, and as many digits as mean something."""
     rounded = json.loads(json.dumps(results), parse_float=lambda text: float(f"{float(text):.5g}"))
@@ -134,20 +103,10 @@ def render(results: dict[str, Any]) -> str:
     """The README's section: of each part what it found, and where it was measured."""
     places: dict[str, list[str]] = {}
     for name, result in results.items():
-        places.setdefault(described(result), []).append(PARTS[name][0])
+        places.setdefault(f"on {result['date']} on {described(result['machine'])}", []).append(PARTS[name][0])
     said = [f"Measured {place}: {', '.join(names)}." for place, names in places.items()]
     parts = [f"### {PARTS[name][0]}\n\n{PARTS[name][1].render(result['found'])}" for name, result in results.items()]
     return "\n\n".join([*said, *parts])
-
-
-def described(result: dict[str, Any]) -> str:
-    """When and where a part was measured."""
-    place = result["machine"]
-    releases = ", ".join(f"{package} {number}" for package, number in place["releases"].items())
-    return (
-        f"on {result['date']} on {place['cores']} cores of {place['cpu']}, {place['memory']} of memory,"
-        f" {place['disk']}, {place['kernel']}, Python {place['python']}, {releases}"
-    )
 
 
 if __name__ == "__main__":

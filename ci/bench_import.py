@@ -11,7 +11,7 @@ from typing import Any
 
 from bench_figures import judged, ratios, rows
 
-ROUNDS = 9
+ROUNDS = 15
 OURS, PLAIN, PATCHED = "import", "lightning.pytorch", "patch() and lightning.pytorch"
 PROGRAMS = {
     OURS: "import ds_frozen_patch",

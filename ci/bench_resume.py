@@ -18,9 +18,9 @@ SHAPE = Shape(hidden=1024, intermediate=4096, layers=16, vocabulary=32000, lora=
 VERBS = {"fit": "resume `fit`", "test": "`test`"}
 TRIED = {
     (2, "fit"): (NOTHING, OURS, FULL),
-    (2, "test"): (OURS, FULL),
+    (2, "test"): (NOTHING, OURS, FULL),
     (3, "fit"): (NOTHING, OURS, FULL),
-    (3, "test"): (OURS, FULL, MENDED),
+    (3, "test"): (NOTHING, OURS, FULL, MENDED),
 }
 
 

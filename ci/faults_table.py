@@ -7,17 +7,26 @@ from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
+from machine import described, machine
 from table import markdown, put_into_readme
 
 BEGIN, END = "<!-- faults: nox -f ci/noxfile.py -s faults -->\n", "<!-- end of faults -->\n"
 
 
-def collect(results: Path) -> Counter[str]:
+def main(results: Path) -> None:
+    """Put what pytest has written into the README."""
+    suite = next(ElementTree.parse(results).iter("testsuite"))
+    minutes = float(suite.get("time", "")) / 60
+    when = f"Tried on {suite.get('timestamp', '')[:10]}, for {minutes:.0f} minutes, on {described(machine(results))}"
+    put_into_readme(BEGIN, f"{when}.\n\n{render(collect(suite))}", END)
+
+
+def collect(suite: ElementTree.Element) -> Counter[str]:
     """How often each thing was tried; exits if a test has failed."""
     tried: Counter[str] = Counter()
-    for case in ElementTree.parse(results).iter("testcase"):
+    for case in suite.iter("testcase"):
         if case.find("failure") is not None or case.find("error") is not None:
-            sys.exit(f"{case.get('name')} failed: see {results}")
+            sys.exit(f"{case.get('name')} failed, so there is no table")
         for item in case.iter("property"):
             tried[item.get("name", "")] += int(item.get("value", ""))
     return tried
@@ -30,4 +39,4 @@ def render(tried: Counter[str]) -> str:
 
 
 if __name__ == "__main__":
-    put_into_readme(BEGIN, render(collect(Path(sys.argv[1]))), END)
+    main(Path(sys.argv[1]))

@@ -14,11 +14,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ._errors import CheckpointError, CheckpointMismatchError
-from ._saving import has_plain_optimizer, logger_of, on_each_disk, warn
+from ._saving import has_plain_optimizer, logger_of, warn
 from ._settings import current
+from ._together import on_each_disk
 from .checkpoint.archive import read
 from .checkpoint.layout import find
-from .checkpoint.resharding import KEY as KEY
+from .checkpoint.recutting import KEY as KEY
 from .checkpoint.resharding import reshard_inside
 from .checkpoint.states import configured_stage, number
 

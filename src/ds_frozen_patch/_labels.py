@@ -5,11 +5,13 @@ So a part of another rank or run is known for what it is, though DeepSpeed would
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
+
+from ._lending import lent, set_to
 
 LABEL = "ds_frozen_patch_label"
 """Where a file says of which save it is, and under which name it was saved, as "save" and "file"."""
@@ -17,33 +19,22 @@ LABEL = "ds_frozen_patch_label"
 _save: ContextVar[str | None] = ContextVar("ds_frozen_patch_save", default=None)
 
 
-@contextmanager
-def save(name: str) -> Iterator[None]:
+def save(name: str) -> AbstractContextManager[None]:
     """While this lasts, files are of the save of this name, which all ranks must give alike."""
-    token = _save.set(name)
-    try:
-        yield
-    finally:
-        _save.reset(token)
+    return set_to(_save, name)
 
 
-@contextmanager
-def labels(engine: Any) -> Iterator[None]:
+def labels(engine: Any) -> AbstractContextManager[None]:
     """While this lasts, all that the engine saves is labelled."""
     name, files = _save.get(), engine.checkpoint_engine
     if name is None:  # the engine was called directly, and ranks have agreed on nothing
-        yield
-        return
+        return nullcontext()
     original = files.save
 
     def save_with_label(state_dict: dict[str, Any], path: str) -> Any:
         return original(labelled(state_dict, name, Path(path).name), path)
 
-    files.save = save_with_label
-    try:
-        yield
-    finally:
-        del files.save
+    return lent([(files, "save", save_with_label)])
 
 
 def labelled(state: Mapping[str, Any], save: str, file: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 from . import _ownership
 from ._errors import CheckpointMismatchError, named
 from ._labels import LABEL
+from ._lending import lent, set_to
 from ._saving import forgets_optimizer, has_plain_optimizer, keeps_optimizer_on_nvme, warn
 from ._settings import current
 from .fingerprint import fingerprints, process_memory
@@ -48,7 +49,7 @@ def strategy_load(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, .
             return found
         _check_path(path)
     asked_for = tuple(map(_unwrapped, state.values())) if isinstance(state, Mapping) else ()
-    with _ownership.at_work(strategy), _set(_asked_for, asked_for), _lent(_moved_in_deepspeed()):
+    with _ownership.at_work(strategy), set_to(_asked_for, asked_for), lent(_moved_in_deepspeed()):
         return wrapped(*args, **kwargs)
 
 
@@ -114,10 +115,10 @@ def engine_load(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
     call.arguments["tag"] = tag = _elastic.tag_to_load(strategy, engine, *source, restores_optimizer)
     check_intact(engine, source[0], tag, restores_optimizer)
     with (
-        _set(_restores_optimizer, restores_optimizer),
-        _set(_loaded, {}),
-        _set(_source, (source[0], tag)),
-        _lent(_missing_in(engine)),
+        set_to(_restores_optimizer, restores_optimizer),
+        set_to(_loaded, {}),
+        set_to(_source, (source[0], tag)),
+        lent(_missing_in(engine)),
     ):
         path, client_state = wrapped(*call.args, **call.kwargs)
         loaded = _loaded.get()
@@ -147,45 +148,24 @@ def forget_second_copies(engine: Any) -> None:
             parameter.ds_secondary_tensor = None
 
 
-@contextmanager
-def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
-@contextmanager
-def _lent(lent: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """While this lasts, each object has the attribute of that name and value."""
-    for owner, name, value in lent:
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for owner, name, _ in lent:
-            delattr(owner, name)
-
-
 def _missing_in(engine: Any) -> list[tuple[Any, str, Any]]:
     """What DeepSpeed calls in a load, and has not got."""
     optimizer = engine.optimizer
-    lent: list[tuple[Any, str, Any]] = []
+    missing: list[tuple[Any, str, Any]] = []
     if optimizer is not None and not hasattr(optimizer, "_restore_from_bit16_weights"):
         # DeepSpeedZeRoOffload, made for test, validate or predict in ZeRO-3, has no master weights to restore,
         # and no such method from 0.14.5 to at least 0.19.8.
         restore = getattr(optimizer, "refresh_fp32_params", lambda: None)
-        lent.append((optimizer, "_restore_from_bit16_weights", restore))
+        missing.append((optimizer, "_restore_from_bit16_weights", restore))
         if engine.zero_optimization_partition_weights() and not hasattr(engine, "_optimizer_has_ckpt_event_prologue"):
             # DeepSpeed 0.10.1 cannot load into it at all: see also `_gathered`.
-            lent.append((optimizer, "checkpoint_event_prologue", optimizer.partition_all_parameters))
-            lent.append((optimizer, "checkpoint_event_epilogue", lambda: None))
-            lent.append((optimizer, "dp_process_group", engine.data_parallel_group))
-            lent.append((engine, "_load_zero_checkpoint", lambda *args, **kwargs: True))
+            missing.append((optimizer, "checkpoint_event_prologue", optimizer.partition_all_parameters))
+            missing.append((optimizer, "checkpoint_event_epilogue", lambda: None))
+            missing.append((optimizer, "dp_process_group", engine.data_parallel_group))
+            missing.append((engine, "_load_zero_checkpoint", lambda *args, **kwargs: True))
     if forgets_optimizer(engine):
-        lent.append((engine, "_load_zero_checkpoint", partial(_load_plain_optimizer, engine)))
-    return lent
+        missing.append((engine, "_load_zero_checkpoint", partial(_load_plain_optimizer, engine)))
+    return missing
 
 
 def _load_plain_optimizer(engine: Any, load_dir: str, tag: str, load_optimizer_states: bool = True) -> bool:

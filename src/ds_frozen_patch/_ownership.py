@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary, ref
+
+from ._lending import set_to
 
 _at_work: ContextVar[Any] = ContextVar("ds_frozen_patch_strategy", default=None)
 _owners: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
 
 
-@contextmanager
-def at_work(strategy: Any) -> Iterator[None]:
+def at_work(strategy: Any) -> AbstractContextManager[None]:
     """While this lasts, whatever engine is used belongs to `strategy`."""
-    token = _at_work.set(strategy)
-    try:
-        yield
-    finally:
-        _at_work.reset(token)
+    return set_to(_at_work, strategy)
 
 
 def own(engine: Any, strategy: Any) -> None:

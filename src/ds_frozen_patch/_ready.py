@@ -9,9 +9,10 @@ from typing import Any
 
 from ._errors import CheckpointError
 from ._gathering import gathered
-from ._saving import named_in_the_end, warn
+from ._saving import warn
 from ._settings import current
 from ._together import put_off, raise_together
+from ._unfinished import named_in_the_end
 from .checkpoint.exporting import Adapter
 from .checkpoint.safetensors_file import write_header
 from .manifest import adapters_of, dtype_of, names_by_parameter, parameters_by_name, plain, shape_of

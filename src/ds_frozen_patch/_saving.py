@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,11 +19,13 @@ from packaging.version import Version
 
 from . import _labels, _ownership, manifest
 from ._errors import CheckpointError, named
+from ._lending import set_to
 from ._settings import Settings
 from ._settings import current as _settings
 from ._targets import FLAG, TARGETS
 from ._text import human_bytes
 from ._together import AS_BEFORE, naming, put_off, raise_together, writes_put_off
+from ._unfinished import named_in_the_end, unfinished, writes_at_once
 from .fingerprint import process_memory
 
 WEIGHTS_ALONE = (
@@ -45,11 +46,8 @@ def full_checkpoint() -> Iterator[None]:
 
     Enter it on every rank, around `trainer.save_checkpoint(...)` or `fabric.save(...)`.
     """
-    token = _full.set(True)
-    try:
+    with set_to(_full, True):
         yield
-    finally:
-        _full.reset(token)
 
 
 def strategy_init(wrapped: Callable[..., None], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -110,70 +108,8 @@ def strategy_call(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, .
             if _single_file.is_weights_only(call.arguments.get("checkpoint", {})):  # Fabric has no such argument
                 options = call.arguments.get("storage_options")
                 return _single_file.save(strategy, call.arguments["checkpoint"], target, options)
-            with _labels.save(save), _unfinished(strategy, target) as call.arguments[path]:
+            with _labels.save(save), unfinished(strategy, target) as call.arguments[path]:
                 return wrapped(*call.args, **call.kwargs)
-
-
-def _writes_at_once(engine: Any) -> bool:
-    """Whether DeepSpeed has written all when it says so, which its engines of other kinds do not promise."""
-    return type(getattr(engine, "checkpoint_engine", None)).__name__ == "TorchCheckpointEngine"
-
-
-@contextmanager
-def _unfinished(strategy: Any, target: Path) -> Iterator[Path]:
-    """A directory for a checkpoint that takes the target's place, and name, once every rank has written its part.
-
-    So one that is there is whole, and has no files of an earlier save by more ranks.
-    """
-    if not _writes_at_once(strategy.model):
-        yield target
-        return
-    partial, previous = (target.with_name(f".{target.name}.{what}") for what in ("partial", "previous"))
-    if strategy.local_rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)  # DeepSpeed's ranks meet before they write there
-
-    def swap() -> None:
-        if not strategy.is_global_zero and not partial.is_dir():
-            return  # rank 0 has done it on the same disk
-        over = target.is_symlink() or target.exists()  # the former of ModelCheckpoint(save_last="link")
-        if over:
-            _remove(previous)
-            target.rename(previous)
-        try:
-            partial.rename(target)
-        except OSError:
-            if over:
-                previous.rename(target)
-            raise
-        _remove(previous)
-
-    try:
-        yield partial
-        on_each_disk(strategy, target, swap)
-    except BaseException:
-        if strategy.local_rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def on_each_disk(strategy: Any, path: Any, do: Callable[[], None]) -> None:
-    """Rank 0 does it, and then a rank of each node, whose disk may be another; what fails is raised on every rank."""
-    failed: list[CheckpointError] = []
-    if strategy.is_global_zero:
-        with put_off(failed, path):
-            do()
-    raise_together(strategy, path, failed)
-    if strategy.local_rank == 0 and not strategy.is_global_zero:
-        with put_off(failed, path):
-            do()
-    raise_together(strategy, path, failed, "Other nodes, with disks of their own, may have saved it.")
 
 
 def engine_save(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -200,15 +136,13 @@ def engine_save(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
     if engine.zero_optimization_stage() in (1, 2):
         ours["universal_checkpoint_info"] = universal.INFO
     call.arguments["client_state"] = {**(call.arguments.get("client_state") or {}), **ours}
-    token = _leaving_out.set(left_out.names if left_out else None)
-    try:
-        saved = _save(wrapped, strategy, engine, call)
-    except (NotImplementedError, AssertionError) as error:
-        if "NVMe" not in str(error):
-            raise
-        raise CheckpointError(f"{error}. {WEIGHTS_ALONE}") from error
-    finally:
-        _leaving_out.reset(token)
+    with set_to(_leaving_out, left_out.names if left_out else None):
+        try:
+            saved = _save(wrapped, strategy, engine, call)
+        except (NotImplementedError, AssertionError) as error:
+            if "NVMe" not in str(error):
+                raise
+            raise CheckpointError(f"{error}. {WEIGHTS_ALONE}") from error
     if _settings().export:
         from . import _ready
 
@@ -217,7 +151,7 @@ def engine_save(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
 
 
 def _save(wrapped: Callable[..., Any], strategy: Any, engine: Any, call: inspect.BoundArguments) -> Any:
-    if not _writes_at_once(engine):
+    if not writes_at_once(engine):
         return wrapped(*call.args, **call.kwargs)
     call.apply_defaults()
     folder = Path(call.arguments["save_dir"])
@@ -234,13 +168,6 @@ def _save(wrapped: Callable[..., Any], strategy: Any, engine: Any, call: inspect
     there = AS_BEFORE if target != folder else "What is there now is not whole."
     raise_together(strategy, target, failed, there)
     return saved
-
-
-def named_in_the_end(folder: Path) -> Path:
-    """The name that a directory of `_unfinished` is to have."""
-    if not folder.name.endswith(".partial"):
-        return folder
-    return folder.with_name(folder.name.removeprefix(".").removesuffix(".partial"))
 
 
 def _check_elastic(engine: Any) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 FLAG = "exclude_frozen_parameters"
@@ -184,15 +186,25 @@ def _read_source(what: Probed, root: Path | None) -> Seen | None:
         return None
     file = root.joinpath(*what.module[len(what.name) + 1 :].split(".")).with_suffix(".py")
     try:
-        tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError):
+        methods = _methods(file.read_text(encoding="utf-8"), what)
+    except (OSError, SyntaxError, ValueError):
         return None
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == what.class_name:
-            methods = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
-            parameters = {name: _argument_names(method.args) for name, method in methods.items()}
-            return Seen(parameters, "load_checkpoint" in methods and _prepares(methods["load_checkpoint"]))
-    return None
+    parameters = {name: _argument_names(method.args) for name, method in methods.items()}
+    return Seen(parameters, "load_checkpoint" in methods and _prepares(methods["load_checkpoint"]))
+
+
+def _methods(source: str, what: Probed) -> dict[str, ast.FunctionDef]:
+    """The methods of a class that are asked for, each parsed by itself: all of DeepSpeed's engine takes 70 ms."""
+    its_lines = re.search(rf"^class {what.class_name}\b.*?(?=^[A-Za-z@]|\Z)", source, re.MULTILINE | re.DOTALL)
+    # What begins a statement of the class, and not the bracket that ends a list of arguments.
+    statements = re.split(r"^(?= {4}[A-Za-z@#])", its_lines[0] if its_lines else "", flags=re.MULTILINE)
+    found = {}
+    for statement in statements:
+        if (said := re.match(r" {4}def (\w+)\(", statement)) and said[1] in what.methods:
+            (method,) = ast.parse(dedent(statement)).body
+            if isinstance(method, ast.FunctionDef):
+                found[said[1]] = method
+    return found
 
 
 def _prepares(method: ast.FunctionDef) -> bool:

@@ -10,11 +10,12 @@ import os
 import shutil
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from ._errors import CheckpointError, CheckpointMismatchError
+from ._lending import lent
 from ._text import human_bytes
 from .fingerprint import on_any_rank
 
@@ -78,20 +79,25 @@ def raise_together(strategy: Any, target: Any, failed: list[CheckpointError], th
     ) from (failed[0] if failed else None)
 
 
-@contextmanager
-def writes_put_off(engine: Any, failed: list[CheckpointError]) -> Iterator[None]:
+def on_each_disk(strategy: Any, path: Any, do: Callable[[], None]) -> None:
+    """Rank 0 does it, and then a rank of each node, whose disk may be another; what fails is raised on every rank."""
+    failed: list[CheckpointError] = []
+    if strategy.is_global_zero:
+        with put_off(failed, path):
+            do()
+    raise_together(strategy, path, failed)
+    if strategy.local_rank == 0 and not strategy.is_global_zero:
+        with put_off(failed, path):
+            do()
+    raise_together(strategy, path, failed, "Other nodes, with disks of their own, may have saved it.")
+
+
+def writes_put_off(engine: Any, failed: list[CheckpointError]) -> AbstractContextManager[None]:
     """While this lasts, DeepSpeed goes on when it cannot write a file or make a folder; see `put_off`."""
     writer = engine.checkpoint_engine
     writes = [(writer, "save"), (writer, "makedirs"), (engine, "_copy_recovery_script")]
-    replaced = [(owner, name) for owner, name in writes if hasattr(owner, name)]
-    before = [vars(owner).get(name) for owner, name in replaced]
-    for owner, name in replaced:
-        setattr(owner, name, _putting_off(getattr(owner, name), failed))
-    try:
-        yield
-    finally:
-        for (owner, name), own in zip(replaced, before, strict=True):
-            delattr(owner, name) if own is None else setattr(owner, name, own)
+    there = [(owner, name, getattr(owner, name)) for owner, name in writes if hasattr(owner, name)]
+    return lent([(owner, name, _putting_off(write, failed)) for owner, name, write in there])
 
 
 def _putting_off(write: Callable[..., Any], failed: list[CheckpointError]) -> Callable[..., None]:

@@ -35,8 +35,9 @@ from tools_checkpoints import (
 from under_test import CELL, PRECISIONS
 
 from ds_frozen_patch import CheckpointError, prune
-from ds_frozen_patch.checkpoint.archive import ITEM_SIZES, Storage, read
+from ds_frozen_patch.checkpoint.archive import read
 from ds_frozen_patch.checkpoint.records import Piece, Records, Whole
+from ds_frozen_patch.checkpoint.stored import ITEM_SIZES, Storage
 from ds_frozen_patch.checkpoint.writing import write_archive
 from ds_frozen_patch.manifest import KEY
 

@@ -12,7 +12,8 @@ import torch
 from tools_checkpoints import Checkpoints, assert_same, changed, loaded, of_any_save, raw, snapshot, weights_of
 
 from ds_frozen_patch import CheckpointError, consolidate, inspect, reshard, verify
-from ds_frozen_patch.checkpoint.resharding import KEY, reshard_inside
+from ds_frozen_patch.checkpoint.recutting import KEY
+from ds_frozen_patch.checkpoint.resharding import reshard_inside
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.manifest import KEY as MANIFEST
 from ds_frozen_patch.manifest import plain

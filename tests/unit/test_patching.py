@@ -73,6 +73,49 @@ dfp.unpatch(); assert "setup" not in vars(cls)
     site.run(LOOK + program)
 
 
+UNTIDY = """
+class DeepSpeedStrategyOfOthers:
+    def __init__(self, exclude_frozen_parameters=True): ...
+    def save_checkpoint(self): ...
+
+class DeepSpeedStrategy(
+    object,
+):
+    # def load_checkpoint(self): is below
+    def __init__(
+        self,
+        stage=2,
+    ) -> None:
+        def load_checkpoint(_prepare_load): ...
+        self.stage = stage
+
+    @property
+    def save_checkpoint(self): ...
+
+    def setup(self, trainer): ...
+
+    def save_checkpoint(self, checkpoint, filepath):
+        return "saved"
+
+    @staticmethod
+    def other(): ...
+
+    def load_checkpoint(self, path): return "loaded"
+
+def load_checkpoint(self, exclude_frozen_parameters, _prepare_load): ...
+"""
+
+
+def test_a_class_is_told_by_its_source(site: Site) -> None:
+    site.write("lightning/pytorch/strategies/deepspeed.py", UNTIDY)
+    program = """
+found = dfp.status()["lightning.pytorch"]
+assert "lightning.pytorch.strategies.deepspeed" not in sys.modules
+assert (found.state, found.found) == ("patchable", "has no exclude_frozen_parameters"), found
+"""
+    site.run(program)
+
+
 def test_wrapped_over_by_somebody_else(site: Site) -> None:
     program = """
 cls, _ = imported()

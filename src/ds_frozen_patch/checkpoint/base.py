@@ -15,10 +15,11 @@ from typing import Any
 from .._errors import CheckpointError, named
 from ..manifest import LeftOut, Manifest, plain
 from . import safetensors_file
-from .archive import Storage, StoredTensor, read
+from .archive import read
 from .records import Piece, Whole, whole
 from .safetensors_file import MAX_HEADER
 from .states import check_together, load
+from .stored import Storage, StoredTensor
 from .weights import weights
 
 _PEFTS_OWN = ("base_model.model.", "base_layer.", "original_module.")

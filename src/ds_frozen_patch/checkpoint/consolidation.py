@@ -14,11 +14,12 @@ from .._labels import LABEL
 from .._progress import progress
 from ..manifest import KEY, LeftOut, Manifest
 from . import converting, safetensors_file
-from .archive import ITEM_SIZES, Storage, StoredTensor, read
+from .archive import read
 from .base import Base, open_base, refuse_wrong, tensors_for
 from .records import Piece, Records, Whole, mapped, whole
-from .resharding import KEY as ELASTIC
+from .recutting import KEY as ELASTIC
 from .states import DEEPSPEEDS_OWN, States, check_together, load
+from .stored import ITEM_SIZES, Storage, StoredTensor
 from .weights import Weights, check_one_run, weights
 from .writing import check_output, output, write_archive
 

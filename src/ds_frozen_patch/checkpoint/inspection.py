@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ..manifest import KEY, Manifest
-from .archive import Contents, Storage, StoredTensor, tensors
+from .archive import Contents
 from .states import configured_stage, load, names, names_of_groups, number
+from .stored import Storage, StoredTensor, tensors
 
 TRAINABLE, FROZEN, SECOND_COPY = "trainable weights", "frozen weights", "frozen weights, second copy"
 EITHER = "weights, trainable or frozen"

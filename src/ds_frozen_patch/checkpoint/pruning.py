@@ -13,9 +13,9 @@ from .._errors import CheckpointError
 from .._progress import progress
 from ..fingerprint import of_stream
 from ..manifest import KEY, LeftOut, Manifest, plain
-from .archive import Storage, tensors
 from .records import Piece, Records, Whole
 from .states import States, check_together, load
+from .stored import Storage, tensors
 from .weights import Weights, check_one_run, weights
 from .writing import check_output, copy_others, output, write_archive
 

@@ -17,7 +17,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 from .._errors import CheckpointError
 from . import safetensors_file
-from .archive import ITEM_SIZES, UNREADABLE, Storage, StoredTensor, members
+from .archive import UNREADABLE, members
+from .stored import ITEM_SIZES, Storage, StoredTensor
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from .._errors import CheckpointError
-from .archive import ITEM_SIZES, is_shape
+from .stored import ITEM_SIZES, is_shape
 
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",

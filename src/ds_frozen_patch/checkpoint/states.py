@@ -12,9 +12,10 @@ from typing import Any
 from .._errors import CheckpointError, named
 from .._labels import LABEL
 from ..manifest import KEY, Manifest
-from .archive import Contents, StandIn, StoredTensor, everything, is_shape, read, tensors
+from .archive import Contents, read
 from .layout import Layout, find
 from .records import Records, whole
+from .stored import StandIn, StoredTensor, everything, is_shape, tensors
 
 DEEPSPEEDS_OWN = frozenset(
     [

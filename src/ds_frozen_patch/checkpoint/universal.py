@@ -18,9 +18,9 @@ from packaging.version import Version
 
 from .._errors import CheckpointError, named
 from .._labels import LABEL
-from .archive import ITEM_SIZES, StandIn, StoredTensor, everything
-from .resharding import KEY, Plan, plan
+from .recutting import KEY, Plan, plan
 from .states import States, load, names_of_groups
+from .stored import ITEM_SIZES, StandIn, StoredTensor, everything
 from .writing import check_output, copy_others, output
 
 CONVERTER = "deepspeed.checkpoint.ds_to_universal"

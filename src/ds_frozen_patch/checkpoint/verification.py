@@ -12,10 +12,10 @@ from .._errors import CheckpointError, CheckpointMismatchError, named
 from .._progress import progress
 from ..manifest import Manifest
 from . import converting
-from .archive import ITEM_SIZES
 from .base import Base, open_base, tensors_for
 from .records import Records, check_file
 from .states import States, check_together, load
+from .stored import ITEM_SIZES
 from .weights import Weights, check_one_run, weights
 
 

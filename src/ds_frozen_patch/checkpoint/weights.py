@@ -18,10 +18,10 @@ from typing import Any
 
 from .._errors import CheckpointError, named
 from ..manifest import plain
-from .archive import StoredTensor, tensors
 from .converting import FLOATING
 from .records import Piece, Records, Whole, joined, whole
 from .states import States, names, names_of_groups
+from .stored import StoredTensor, tensors
 
 SAMPLE = 64
 """How many elements of each rank's part of a master `check_one_run` looks at."""

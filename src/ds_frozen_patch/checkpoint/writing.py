@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from .._errors import CheckpointError
-from .archive import STORAGES, Size, StandIn, Storage, StoredTensor, stand_in, tensors
 from .layout import Layout
+from .stored import STORAGES, Size, StandIn, Storage, StoredTensor, stand_in, tensors
 
 ALIGNMENT = 64
 """Bytes; torch aligns records so, for files that are mapped into memory."""

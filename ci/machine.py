@@ -1,0 +1,50 @@
+"""What figures depend on: the machine, and the releases."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("lightning", "deepspeed", "torch", "transformers", "peft", "accelerate")
+
+
+def machine(folder: Path) -> dict[str, Any]:
+    """What the figures depend on."""
+    cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": cpu.group(1) if cpu else platform.processor(),
+        "cores": os.cpu_count(),
+        "memory": f"{memory / 2**30:.0f} GiB",
+        "disk": disk(folder),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "releases": {package: version(package) for package in PACKAGES},
+    }
+
+
+def disk(folder: Path) -> str:
+    """The file system below a folder, and what it is on."""
+    mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    place = folder.resolve()
+    found = max((fields for fields in mounts if place.is_relative_to(fields[4])), key=lambda fields: len(fields[4]))
+    kind, device = found[found.index("-") + 1 : found.index("-") + 3]
+    queue = Path("/sys/class/block", Path(device).name, "queue", "rotational")
+    if not queue.exists():
+        return kind
+    if Path(device).name.startswith(("vd", "xvd")):
+        return f"{kind} on a virtual disk"
+    return f"{kind} on {'a hard disk' if queue.read_text().strip() == '1' else 'an SSD'}"
+
+
+def described(place: dict[str, Any]) -> str:
+    """What `machine` gives, in words."""
+    releases = ", ".join(f"{package} {number}" for package, number in place["releases"].items())
+    return (
+        f"{place['cores']} cores of {place['cpu']}, {place['memory']} of memory, {place['disk']}, {place['kernel']},"
+        f" Python {place['python']}, {releases}"
+    )

@@ -1,0 +1,161 @@
+"""What a file of `torch.save` holds, without torch: tensors that say where their bytes are, and stand-ins."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+ITEM_SIZES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
+    "bool": 1, "complex64": 8, "complex128": 16, "uint16": 2, "uint32": 4, "uint64": 8, "float8_e4m3fn": 1,
+    "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
+}  # fmt: skip
+"""Bytes per element, by torch's name of a dtype."""
+STORAGES = {
+    "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
+    "ByteStorage": "uint8", "BoolStorage": "bool", "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128", "UntypedStorage": "uint8",
+}  # fmt: skip
+"""The dtype of each of torch's storages."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The raw bytes of one or more tensors: the record `key` of a file, of `numel` elements of `dtype`."""
+
+    file: Path
+    key: str
+    dtype: str
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the record, in bytes."""
+        return self.numel * ITEM_SIZES[self.dtype]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the file: a view of a storage. `offset` and `stride` are in elements of `dtype`.
+
+    The rest is what a pickle says of it besides, to be said again in another: `maker`, the function of torch that makes
+    it, `more`, that function's further arguments, and `wrapper`, what makes a parameter or a subclass of it.
+    """
+
+    storage: Storage
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    maker: str = field(default="torch._utils._rebuild_tensor_v2", compare=False)
+    more: tuple[Any, ...] = field(default=(False, OrderedDict()), compare=False)
+    wrapper: tuple[str, tuple[Any, ...]] | None = field(default=None, compare=False)
+
+    @property
+    def numel(self) -> int:
+        """The number of its elements."""
+        return prod(self.shape)
+
+    @property
+    def extent(self) -> int:
+        """How many elements of the storage there are from its first to its last."""
+        return (
+            1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)) if self.numel else 0
+        )
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements follow on each other in the storage, in its order."""
+        expected = 1
+        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and step != expected:
+                return self.numel == 0
+            expected *= size
+        return True
+
+
+class Size(tuple[int, ...]):
+    """A `torch.Size`."""
+
+
+class StandIn:
+    """In the place of an object of a class, or of what a function gives: never that object, and nothing is run.
+
+    `stands_for` is the full name of the class or function, `arguments` are those that the pickle has for it, and
+    `is_called` says that it calls the class, instead of making an object of it.
+    """
+
+    stands_for = ""
+    arguments: tuple[Any, ...] = ()
+    is_called = False
+    state: Any = None
+
+    def __new__(cls, *arguments: Any, **_: Any) -> StandIn:
+        """What the pickle calls instead of the class or function."""
+        made = super().__new__(cls)
+        made.arguments, made.items, made.pairs = arguments, [], []
+        return made
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.items: list[Any]
+        self.pairs: list[tuple[Any, Any]]
+        self.is_called = True
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.pairs.append((key, value))
+
+    def append(self, item: Any) -> None:
+        """For a list's items."""
+        self.items.append(item)
+
+    def extend(self, items: Any) -> None:
+        """For a list's items."""
+        self.items.extend(items)
+
+    def __repr__(self) -> str:
+        return f"<{self.stands_for}>"
+
+
+@cache
+def stand_in(name: str) -> type[StandIn]:
+    """The class of the stand-ins for what has this full name."""
+    return type(name.rpartition(".")[2], (StandIn,), {"stands_for": name})
+
+
+def is_shape(value: Any) -> bool:
+    """Whether these can be sizes, strides or offsets."""
+    return (
+        isinstance(value, tuple)
+        and len(value) <= 64
+        and all(type(size) is int and 0 <= size < 1 << 62 for size in value)
+    )
+
+
+def tensors(value: Any) -> Iterator[tuple[tuple[Any, ...], StoredTensor]]:
+    """All tensors in a state, each with the keys that lead to it."""
+    return ((path, item) for path, item in everything(value) if isinstance(item, StoredTensor))
+
+
+def everything(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """All that is in a state, each with the keys that lead to it."""
+    # What is in two places is looked into once, because it can hold itself.
+    waiting: list[tuple[tuple[Any, ...], Any]] = [((), value)]
+    seen: set[int] = set()
+    while waiting:
+        path, item = waiting.pop()
+        yield path, item
+        if isinstance(item, dict | list | tuple | set | frozenset | StandIn) and id(item) not in seen:
+            seen.add(id(item))
+            if isinstance(item, StandIn):
+                item = {"arguments": item.arguments, "state": item.state, "items": item.items, "pairs": item.pairs}
+            pairs = item.items() if isinstance(item, dict) else enumerate(item)
+            waiting.extend(((*path, key), inner) for key, inner in pairs)
