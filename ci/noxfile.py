@@ -127,7 +127,8 @@ def settings(session: nox.Session) -> None:
 def faults(session: nox.Session) -> None:
     """Try to lose data, at length, and make the README's table of what was tried; what follows `--` goes to pytest."""
     results = f"{RESULTS}/faults.xml"
-    run_tests(session, "everyday", "--faults", f"--junitxml={results}", "tests/faults", *session.posargs)
+    pytest = ("-m", "pytest", "--faults", f"--junitxml={results}", "tests/faults", *session.posargs)
+    run(session, "everyday", *pytest, CELL="everyday")  # no checkpoints of other cells
     run(session, "everyday", "ci/faults_table.py", results)
 
 
