@@ -150,6 +150,8 @@ BY_OPCODE: dict[str, bytes] = {
     "lists in each other": b"]" * 50_000 + b"a" * 49_999,
     "tuples in each other": b")" + b"\x85" * 50_000,
     "one thing copied": b"(" + b"K\1" * 50_000 + b"lq\x00(" + b"cbuiltins\nset\nh\x00\x85R" * 20_000 + b"l",
+    "bytes copied": b"(B" + struct.pack("<I", 50_000) + b"a" * 50_000 + b"q\x00" + b"cbuiltins\nbytearray\nh\x00\x85R" * 20_000
+    + b"l",
     "one thing said by many": b"(" + b"K\1" * 10_000 + b"tq\x00(" + b"ctorch.x\nYStorage\nh\x00R" * 20_000 + b"l",
     "two things at the end": b"NN",
     "an end before the end": b".",

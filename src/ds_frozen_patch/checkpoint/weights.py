@@ -140,7 +140,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _first_names(module: Mapping[str, StoredTensor], model: Mapping[str, Any], stage: int) -> dict[str, str]:
-    """The first of all names that share one tensor, for each of them."""
+    """The first of all names that share one tensor, for each of them, in the module's order."""
     shared = model.get("shared_params")
     first = {}
     for alias, to in (shared if isinstance(shared, dict) else {}).items():
@@ -151,7 +151,7 @@ def _first_names(module: Mapping[str, StoredTensor], model: Mapping[str, Any], s
     for name, tensor in module.items():
         place = (tensor.storage, tensor.offset, tensor.shape) if tensor.numel else name
         first.setdefault(name, places.setdefault(place, name))
-    return first
+    return {name: first[name] for name in module}
 
 
 def _is_parameter(name: str, module: Mapping[str, Any]) -> bool:
