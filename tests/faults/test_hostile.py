@@ -103,6 +103,7 @@ def evaluated(canary: Path) -> Evil:
 # What an opcode can do, as the last entry of a state: each pushes one object. TEXT is a command for a shell.
 TEXT = b"X\x05\0\0\0TOUCH"
 LADDER = b"K\1" + b"2\x86" * 60  # a tuple of the same tuple twice, and so on
+BYTES = b"B" + struct.pack("<I", 50_000) + b"a" * 50_000
 BY_OPCODE: dict[str, bytes] = {
     "os.system": b"cos\nsystem\n(" + TEXT + b"tR",
     "posix.system": b"cposix\nsystem\n" + TEXT + b"\x85R",
@@ -150,8 +151,7 @@ BY_OPCODE: dict[str, bytes] = {
     "lists in each other": b"]" * 50_000 + b"a" * 49_999,
     "tuples in each other": b")" + b"\x85" * 50_000,
     "one thing copied": b"(" + b"K\1" * 50_000 + b"lq\x00(" + b"cbuiltins\nset\nh\x00\x85R" * 20_000 + b"l",
-    "bytes copied": b"(B" + struct.pack("<I", 50_000) + b"a" * 50_000 + b"q\x00" + b"cbuiltins\nbytearray\nh\x00\x85R" * 20_000
-    + b"l",
+    "bytes copied": b"(" + BYTES + b"q\x00" + b"cbuiltins\nbytearray\nh\x00\x85R" * 20_000 + b"l",
     "one thing said by many": b"(" + b"K\1" * 10_000 + b"tq\x00(" + b"ctorch.x\nYStorage\nh\x00R" * 20_000 + b"l",
     "two things at the end": b"NN",
     "an end before the end": b".",
@@ -237,6 +237,7 @@ SAID: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a tensor that is repeated": lambda s: s["module"].update(
         {"mine": torch.ones(1).expand(1 << 20, 1 << 20), "yours": torch.ones(1).expand(1 << 31)}
     ),
+    "a tensor beyond its record": lambda s: s.update(mine=beyond()),
     "many views of one tensor": lambda s: s["module"].update(views()),
     "names that are numbers": lambda s: s["module"].update({5: torch.ones(1)}),
     "names that are nothing": lambda s: s["param_shapes"].append({None: torch.Size([1])}),
@@ -257,6 +258,11 @@ SAID: dict[str, Callable[[dict[str, Any]], Any]] = {
     "_instantiator of a Namespace": lambda s: s.update(hyper_parameters=argparse.Namespace(_instantiator="os.system")),
     "_instantiator of data": lambda s: s.update(datamodule_hyper_parameters={"_instantiator": "os.system"}),
 }
+
+
+def beyond() -> Evil:
+    storage = torch.ones(4)._typed_storage()  # type: ignore[no-untyped-call]
+    return Evil(torch._utils._rebuild_tensor_v2, storage, 2, (4,), (1,), False, collections.OrderedDict())
 
 
 def views() -> dict[str, torch.Tensor]:
