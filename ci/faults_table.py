@@ -18,7 +18,7 @@ def main(results: Path) -> None:
     suite = next(ElementTree.parse(results).iter("testsuite"))
     minutes = float(suite.get("time", "")) / 60
     when = f"Tried on {suite.get('timestamp', '')[:10]}, for {minutes:.0f} minutes, on {described(machine(results))}"
-    put_into_readme(BEGIN, f"{when}.\n\n{render(collect(suite))}", END)
+    put_into_readme(BEGIN, f"{when}.\n\n{render(collect(suite)).strip()}", END)
 
 
 def collect(suite: ElementTree.Element) -> Counter[str]:
