@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -154,6 +155,9 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, log: str, ac
         except BaseException as error:
             answer = ("raised", (type(error).__name__, str(error), traceback.format_exc()))
         finally:
+            for thread in threading.enumerate():
+                if thread.name.startswith("ds_frozen_patch"):  # it removes what a save has replaced
+                    thread.join()
             provider.stop()
             # LightningCLI leaves a seed there, and with it another order of the data.
             os.environ.clear()

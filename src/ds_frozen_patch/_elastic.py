@@ -6,22 +6,24 @@ same, the two cancel out in an optimizer such as Adam; where it changes, the gra
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 from weakref import WeakKeyDictionary
 
+from ._collectives import gather
+from ._disks import find_disks
 from ._errors import CheckpointError, CheckpointMismatchError
+from ._load import Load, Look, Saved
+from ._save import WORK
 from ._saving import has_plain_optimizer, logger_of, warn
 from ._settings import current
-from ._together import on_each_disk
-from .checkpoint.archive import read
-from .checkpoint.layout import find
 from .checkpoint.recutting import KEY as KEY
 from .checkpoint.resharding import reshard_inside
-from .checkpoint.states import configured_stage, number
 
 _loss_factors: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
 
@@ -29,58 +31,45 @@ TO_REMEMBER = (KEY, "ds_config", "dp_world_size")
 """What `carry_on` needs of the checkpoint's state."""
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """Who saved a checkpoint: so many ranks, in that ZeRO stage, with the optimizer cut into parts or not."""
-
-    ranks: int
-    stage: int
-    in_parts: bool
-
-
-def tag_to_load(strategy: Any, engine: Any, load_dir: str, tag: str | None, with_optimizer: bool) -> str | None:
-    """The folder of a checkpoint that this number of ranks can load: `tag`, or one that is made if `patch()` says so.
+def resharded(load: Load, look: Look) -> str | None:
+    """The folder that is made, if `patch()` says so, where this number of ranks cannot load a checkpoint; else None.
 
     Every rank must call it.
 
     Raises:
-        CheckpointMismatchError: there is none, or the ZeRO stages do not go together.
-        CheckpointError: it cannot be made.
+        CheckpointMismatchError: it cannot be loaded, or the ZeRO stages do not go together.
+        CheckpointError: the folder cannot be made.
     """
+    engine, saved = load.engine, look.saved
     if engine.load_universal_checkpoint():
         raise CheckpointMismatchError(
             'With "load_universal", DeepSpeed loads neither buffers nor frozen parameters, and the base cannot be'
             " verified. Take it out of the configuration, and load the checkpoint that the universal one was made of:"
             " with patch(elastic=True), any number of ranks can."
         )
-    saved: _Saved | None = strategy.broadcast(_look(load_dir, tag) if strategy.is_global_zero else None)
     if saved is None:
-        return tag  # DeepSpeed says what it makes of it
+        return None  # what is wrong with it is said where it is checked
     stage, ranks = int(engine.zero_optimization_stage()), int(engine.dp_world_size)
-    if with_optimizer and not has_plain_optimizer(engine):
+    if load.restores_optimizer and not has_plain_optimizer(engine):
         _check_stages(saved, stage)
         fits = saved.ranks == ranks
     else:
         # Without an optimizer every rank reads all parts, but DeepSpeed looks for one of its own.
         fits = stage < 3 or saved.stage < 3 or saved.ranks >= ranks
     if fits:
-        return tag
-    if not current().elastic:
-        raise CheckpointMismatchError(_offer(load_dir, saved, ranks))
-    return _reshard(strategy, load_dir, tag, saved, ranks)
-
-
-def _look(load_dir: str, tag: str | None) -> _Saved | None:
-    try:
-        layout = find(load_dir, tag)
-        model = read(layout.model[0], trust=True).state
-    except CheckpointError:
         return None
-    ranks = number(model.get("dp_world_size")) if isinstance(model, dict) else None
-    return _Saved(ranks, configured_stage(model), bool(layout.optimizer)) if ranks else None
+    if load.is_on_own_disks:
+        raise CheckpointMismatchError(
+            f"The checkpoint was saved by {saved.ranks} ranks on disks of their own, and {ranks} cannot load it. Copy"
+            f" the files of all nodes into one folder, and reshard that: ds-frozen-patch reshard FOLDER NEW --ranks"
+            f" {ranks}"
+        )
+    if not current().elastic:
+        raise CheckpointMismatchError(_offer(load.source, saved, ranks))
+    return _reshard(load, saved, ranks)
 
 
-def _check_stages(saved: _Saved, stage: int) -> None:
+def _check_stages(saved: Saved, stage: int) -> None:
     if saved.in_parts and (saved.stage == 3) == (stage == 3):
         return
     raise CheckpointMismatchError(
@@ -90,7 +79,7 @@ def _check_stages(saved: _Saved, stage: int) -> None:
     )
 
 
-def _offer(load_dir: str, saved: _Saved, ranks: int) -> str:
+def _offer(load_dir: str, saved: Saved, ranks: int) -> str:
     offer = " Pass patch(elastic=True) or set DS_FROZEN_PATCH_ELASTIC=1, and it is resharded by itself."
     return (
         f"The checkpoint was saved by {saved.ranks} ranks, and DeepSpeed cannot load it with {ranks}."
@@ -100,32 +89,28 @@ def _offer(load_dir: str, saved: _Saved, ranks: int) -> str:
     )
 
 
-def _reshard(strategy: Any, load_dir: str, tag: str | None, saved: _Saved, ranks: int) -> str:
+def _reshard(load: Load, saved: Saved, ranks: int) -> str:
     """Have it done once on each disk, and every rank raise what went wrong on one."""
-    import torch.distributed as dist
-
-    made: list[str] = []
-    failed: list[str] = []
-
-    def attempt() -> None:
+    strategy, source = load.strategy, Path(load.source)
+    made, failed = "", ""
+    work = source.with_name(f"{WORK}{gather(uuid4().hex[:12])[0]}")
+    disks = find_disks(strategy, None, work)
+    if disks.publishers[strategy.global_rank] == strategy.global_rank:
+        shutil.rmtree(work, ignore_errors=True)
         try:
-            made.append(reshard_inside(load_dir, tag, ranks=ranks, quiet=not strategy.is_global_zero))
+            made = reshard_inside(source, load.tag, ranks=ranks, quiet=not strategy.is_global_zero)
         except Exception as error:  # else the other ranks would wait for ever
-            failed.append(str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}.")
-
-    on_each_disk(strategy, load_dir, attempt)
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, (made, failed))
-    for _, said in everywhere:
-        if said:
-            raise CheckpointError(
-                f"{said[0]} It was to be resharded from {saved.ranks} ranks to {ranks}, into a folder of its own"
-                f" directory. To do it elsewhere: ds-frozen-patch reshard {load_dir} NEW --ranks {ranks}"
-            )
-    folder: str = everywhere[0][0][0]
+            failed = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}."
+    everyone = gather((made, failed))
+    if texts := [text for _, text in everyone if text]:
+        raise CheckpointError(
+            f"{texts[0]} It was to be resharded from {saved.ranks} ranks to {ranks}, into a folder of its own"
+            f" directory. To do it elsewhere: ds-frozen-patch reshard {source} NEW --ranks {ranks}"
+        )
+    folder: str = everyone[0][0]
     if strategy.is_global_zero:
         logger_of(strategy).info(
-            "The checkpoint was saved by %d ranks; %d load it from %s/%s.", saved.ranks, ranks, load_dir, folder
+            "The checkpoint was saved by %d ranks; %d load it from %s/%s.", saved.ranks, ranks, source, folder
         )
     return folder
 

@@ -6,65 +6,70 @@ torch does not compare what it reads with the checksums that it wrote, and a par
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from ._errors import CheckpointError
 from .checkpoint.archive import read
-from .checkpoint.layout import Layout, UnknownLayoutError, find
+from .checkpoint.layout import Layout
 from .checkpoint.records import check_file
-from .checkpoint.states import Said, check_alike, check_kind, check_number_of_parts, configured_stage, said_by
+from .checkpoint.states import Said, check_kind, check_number_of_parts, configured_stage, said_by
 
 MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # a pickle of torch.serialization.MAGIC_NUMBER
 
 
-def check_intact(engine: Any, load_dir: str, tag: str | None, with_optimizer: bool) -> None:
-    """Read all of a checkpoint's files, each rank a share; every rank must call it.
+def share_of(layout: Layout, rank: int, ranks: int, with_optimizer: bool) -> list[Said]:
+    """Compare the records of a rank's share of all files with their checksums.
+
+    Returns:
+        What the files of the share say of their save.
 
     Raises:
-        CheckpointError: on every rank, if one has found a file to be missing, damaged, or of another save.
+        CheckpointError: one is damaged, or has another kind of content than its name says.
     """
-    import torch.distributed as dist
-
-    if engine.use_node_local_storage():
-        return  # no rank sees all files
-    problem, share = None, []
-    try:
-        share = _read_share(find(load_dir, tag), dist.get_rank(), dist.get_world_size(), with_optimizer)
-    except UnknownLayoutError:
-        pass
-    except CheckpointError as error:
-        problem = str(error)
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, (problem, share))
-    if problems := dict.fromkeys(problem for problem, _ in everywhere if problem):
-        raise CheckpointError("\n".join(problems))
-    check_alike([said for _, share in everywhere for said in share])
-
-
-def _read_share(layout: Layout, rank: int, ranks: int, with_optimizer: bool) -> list[Said]:
-    """Compare the records of a rank's share with their checksums; gives what its files say."""
     share = []
     for index, file in enumerate(layout.files):
-        if _is_of_old_format(file):
-            continue
-        if file == layout.model[0] and len(layout.model) == 1:
+        is_own = index % ranks == rank
+        if file == layout.model[0] and len(layout.model) == 1 and not _is_of_old_format(file):
             check_file(file, first=rank, step=ranks)
-        elif index % ranks == rank:
+        elif is_own and not _is_of_old_format(file):
             check_file(file)
-        if index % ranks != rank:
-            continue
-        try:
-            contents = read(file, trust=True)
-        except CheckpointError:
-            continue  # its bytes are as they were written, so it holds what only DeepSpeed can read
-        check_kind(file, contents)
-        share.append(said_by(file, contents))
-        if index == 0 and with_optimizer:
-            check_number_of_parts(layout, contents.state, configured_stage(contents.state))
+        if is_own:
+            share += _said(layout, file, with_optimizer and index == 0)
     return share
+
+
+def own_share(layout: Layout, rank: int, local_rank: int) -> list[Said]:
+    """As `share_of`, where each node has a disk of its own, of a rank's own files.
+
+    Args:
+        layout: of the rank's own files, and in ZeRO 0 to 2 of the one that it shares with its node.
+        rank: of all ranks.
+        local_rank: of the node's.
+    """
+    share = []
+    for file in layout.files:
+        if (f"_rank_{rank}_" in file.name or local_rank == 0) and not _is_of_old_format(file):
+            check_file(file)
+        share += _said(layout, file, False)
+    return share
+
+
+def _said(layout: Layout, file: Path, count_parts: bool) -> list[Said]:
+    if _is_of_old_format(file):
+        return []
+    try:
+        contents = read(file, trust=True)
+    except CheckpointError:
+        return []  # its bytes are as they were written, so it holds what only DeepSpeed can read
+    check_kind(file, contents)
+    if count_parts:
+        check_number_of_parts(layout, contents.state, configured_stage(contents.state))
+    return [said_by(file, contents)]
 
 
 def _is_of_old_format(file: Path) -> bool:
     """Whether this is what torch saved before 1.6, and DeepSpeed with `checkpoint_serialization: false`: no zip."""
-    with file.open("rb") as opened:
-        return opened.read(len(MAGIC)) == MAGIC
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(MAGIC)) == MAGIC
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from None

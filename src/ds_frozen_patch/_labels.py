@@ -6,33 +6,23 @@ So a part of another rank or run is known for what it is, though DeepSpeed would
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from ._lending import lent, set_to
+from ._lending import lent
 
 LABEL = "ds_frozen_patch_label"
 """Where a file says of which save it is, and under which name it was saved, as "save" and "file"."""
 
-_save: ContextVar[str | None] = ContextVar("ds_frozen_patch_save", default=None)
 
-
-def save(name: str) -> AbstractContextManager[None]:
-    """While this lasts, files are of the save of this name, which all ranks must give alike."""
-    return set_to(_save, name)
-
-
-def labels(engine: Any) -> AbstractContextManager[None]:
-    """While this lasts, all that the engine saves is labelled."""
-    name, files = _save.get(), engine.checkpoint_engine
-    if name is None:  # the engine was called directly, and ranks have agreed on nothing
-        return nullcontext()
+def labels(engine: Any, save: str) -> AbstractContextManager[None]:
+    """While this lasts, all that the engine saves is labelled as of that save."""
+    files = engine.checkpoint_engine
     original = files.save
 
     def save_with_label(state_dict: dict[str, Any], path: str) -> Any:
-        return original(labelled(state_dict, name, Path(path).name), path)
+        return original(labelled(state_dict, save, Path(path).name), path)
 
     return lent([(files, "save", save_with_label)])
 

@@ -9,56 +9,67 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import _ownership
+from . import _load, _ownership
 from ._errors import CheckpointMismatchError, named
 from ._labels import LABEL
 from ._lending import lent, set_to
-from ._saving import forgets_optimizer, has_plain_optimizer, keeps_optimizer_on_nvme, warn
+from ._load import Load
+from ._save import is_left_behind, left_behind
+from ._saving import forgets_optimizer, has_plain_optimizer, is_local, keeps_optimizer_on_nvme, logger_of, warn
 from ._settings import current
 from .fingerprint import fingerprints, process_memory
 from .manifest import (
     KEY,
     Manifest,
+    digest_of,
     dtype_of,
     frozen_names,
     names_by_parameter,
     parameters_by_name,
     plain,
     prefix_of,
+    reference,
     shape_of,
 )
-
-_restores_optimizer: ContextVar[bool] = ContextVar("ds_frozen_patch_restores_optimizer", default=False)
-_loaded: ContextVar[Mapping[str, Any]] = ContextVar("ds_frozen_patch_loaded")
-_asked_for: ContextVar[tuple[Any, ...]] = ContextVar("ds_frozen_patch_asked_for", default=())
-_source: ContextVar[tuple[str, str | None]] = ContextVar("ds_frozen_patch_source")
 
 
 def strategy_load(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A strategy's own `load_checkpoint`; where there is no checkpoint, says so, and why."""
-    call = dict(inspect.signature(wrapped).bind(*args, **kwargs).arguments)
-    state = call.get("state")  # Fabric's: what is to be restored, by name; the module alone stands for itself
-    if not (strategy.load_full_weights and strategy.zero_stage_3):
-        path = Path(call.pop("checkpoint_path", call.get("path", "")))
-        if "path" not in call and path.is_file() and (found := _read_single_file(strategy, path, call)) is not None:
-            return found
-        _check_path(path)
-    asked_for = tuple(map(_unwrapped, state.values())) if isinstance(state, Mapping) else ()
-    with _ownership.at_work(strategy), set_to(_asked_for, asked_for), lent(_moved_in_deepspeed()):
-        return wrapped(*args, **kwargs)
+    call = inspect.signature(wrapped).bind(*args, **kwargs)
+    state = call.arguments.get("state")  # Fabric's: what is to be restored, by name; the module alone stands for itself
+    name = next((name for name in ("checkpoint_path", "path") if name in call.arguments), None)
+    if name is None or (strategy.load_full_weights and strategy.zero_stage_3) or not is_local(call.arguments[name]):
+        with _ownership.at_work(strategy), lent(_moved_in_deepspeed()):
+            return wrapped(*args, **kwargs)
+    load = Load(strategy, tuple(map(_unwrapped, state.values())) if isinstance(state, Mapping) else ())
+    path, content, problem = Path(call.arguments[name]), None, None
+    try:
+        if name == "checkpoint_path" and path.is_file():
+            options = {key: value for key, value in call.arguments.items() if key not in (name, "kwargs")}
+            content = _read_single_file(strategy, path, {**options, **call.arguments.get("kwargs", {})})
+        if content is None:
+            call.arguments[name] = _found(strategy, path)
+    except Exception as error:  # the other ranks wait for this one
+        problem = error
+    if problem is not None or content is not None:
+        load.meet("a checkpoint" if content is None else "a single file", problem)
+    if content is not None:
+        from . import _single_file
+
+        return _single_file.load(load, path, content)
+    with _ownership.at_work(strategy), set_to(_load.current, load), lent(_moved_in_deepspeed()):
+        return wrapped(*call.args, **call.kwargs)
 
 
 def _read_single_file(strategy: Any, file: Path, options: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Load what Trainer has saved with `weights_only=True`; None if the file is none of these."""
+    """What Trainer has saved with `weights_only=True`; None if the file is none of these."""
     from . import _single_file
 
-    content = None if file.parent.name == "checkpoint" else _single_file.read(strategy, file, **options)
-    return None if content is None else _single_file.load(strategy, file, content)
+    return None if file.parent.name == "checkpoint" else _single_file.read(strategy, file, **options)
 
 
 def _unwrapped(item: Any) -> Any:
@@ -74,13 +85,22 @@ def _moved_in_deepspeed() -> list[tuple[Any, str, Any]]:
     return [(runtime, "DeepSpeedOptimizer", moved.DeepSpeedOptimizer)]
 
 
+def _found(strategy: Any, path: Path) -> Path:
+    """The path, or where a save that was killed while it renamed has left the checkpoint of that name."""
+    if not path.exists() and (copies := left_behind(path)):
+        path = copies[0]
+    _check_path(path)
+    if is_left_behind(path) and strategy.is_global_zero:
+        logger_of(strategy).warning(
+            "A save was killed while it renamed. The checkpoint %s from before it is %s, and is loaded from there.",
+            path.name,
+            path,
+        )
+    return path
+
+
 def _check_path(path: Path) -> None:
     """Raise FileNotFoundError for what cannot be a checkpoint: before 2.1 Lightning goes on, and DeepSpeed fails."""
-    if not path.exists() and (previous := path.with_name(f".{path.name}.previous")).is_dir():
-        raise FileNotFoundError(
-            f"There is no checkpoint at {path}: a save over it was killed in its very last step. The one from before is"
-            f" {previous}; rename it to {path.name}."
-        )
     if not path.exists():
         raise FileNotFoundError(
             f"There is no checkpoint at {path}. Pass the directory that a save wrote (it holds `latest` and"
@@ -103,25 +123,25 @@ def engine_load(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
     if strategy is None:
         return wrapped(*args, **kwargs)
     from . import _elastic
-    from ._intact import check_intact
 
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     call.apply_defaults()
-    if engine.optimizer is not None and any(item is engine.optimizer for item in _asked_for.get()):
+    load = _load.current.get() or Load(strategy)
+    load.engine = engine
+    if engine.optimizer is not None and any(item is engine.optimizer for item in load.asked_for):
         # Fabric of Lightning 2.0 does not know DeepSpeed's optimizers for what they are, and restores none.
         call.arguments["load_optimizer_states"] = True
     restores_optimizer = call.arguments["load_optimizer_states"] and not call.arguments["load_module_only"]
-    source = (call.arguments["load_dir"], call.arguments["tag"])
-    call.arguments["tag"] = tag = _elastic.tag_to_load(strategy, engine, *source, restores_optimizer)
-    check_intact(engine, source[0], tag, restores_optimizer)
-    with (
-        set_to(_restores_optimizer, restores_optimizer),
-        set_to(_loaded, {}),
-        set_to(_source, (source[0], tag)),
-        lent(_missing_in(engine)),
-    ):
+    load.restores_optimizer = restores_optimizer
+    load.source, load.tag = str(call.arguments["load_dir"]), call.arguments["tag"]
+    look = load.look()
+    if (made := _elastic.resharded(load, look)) is not None:
+        load.tag = made
+        look = load.look()
+    load.check(look)
+    call.arguments["load_dir"], call.arguments["tag"] = load.source, load.tag
+    with set_to(_load.current, load), lent(_missing_in(engine)):
         path, client_state = wrapped(*call.args, **call.kwargs)
-        loaded = _loaded.get()
     forget_second_copies(engine)
     if restores_optimizer and keeps_optimizer_on_nvme(engine):
         warn(
@@ -133,8 +153,8 @@ def engine_load(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
     if client_state is not None:
         for key in (KEY, LABEL, _elastic.KEY, "universal_checkpoint_info"):
             client_state.pop(key, None)
-        if restores_optimizer and loaded:
-            _elastic.carry_on(strategy, engine, loaded, client_state)
+        if restores_optimizer and load.state:
+            _elastic.carry_on(strategy, engine, load.state, client_state)
     return path, client_state
 
 
@@ -170,26 +190,27 @@ def _missing_in(engine: Any) -> list[tuple[Any, str, Any]]:
 
 def _load_plain_optimizer(engine: Any, load_dir: str, tag: str, load_optimizer_states: bool = True) -> bool:
     """In the place of ZeRO's load, for an optimizer that is not ZeRO's: see `forgets_optimizer`."""
-    state = _loaded.get()["optimizer"]
-    engine.optimizer.load_state_dict(state, load_optimizer_states=load_optimizer_states)
+    load = _load.current.get()
+    assert load is not None
+    engine.optimizer.load_state_dict(load.state["optimizer"], load_optimizer_states=load_optimizer_states)
     return True
 
 
 def engine_load_module(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`DeepSpeedEngine.load_module_state_dict`: it gets the whole checkpoint in every release."""
-    strategy = _ownership.owner(engine)
-    if strategy is None:
+    strategy, load = _ownership.owner(engine), _load.current.get()
+    if strategy is None or load is None or load.engine is not engine:
         return wrapped(*args, **kwargs)
     from ._elastic import TO_REMEMBER
 
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     checkpoint = call.arguments["checkpoint"]
-    _loaded.set({key: checkpoint.get(key) for key in ("optimizer", *TO_REMEMBER)})
-    manifest = Manifest.from_checkpoint(checkpoint)
+    load.state = {key: checkpoint.get(key) for key in ("optimizer", *TO_REMEMBER)}
+    manifest = _manifest_of(checkpoint, load)
     if manifest is not None:
         if call.arguments.get("strict", True):
             check_left_out(manifest, engine.module)
-        verify_base(manifest, engine, strategy)
+        verify_base(manifest, engine, load)
         may_be_missing = manifest.names
     else:
         may_be_missing = left_out_by_others(checkpoint, engine.module)
@@ -199,20 +220,37 @@ def engine_load_module(wrapped: Callable[..., Any], engine: Any, args: tuple[Any
                 "The checkpoint was saved without its frozen parameters and without a manifest: whether the base"
                 " is the one that it was trained on cannot be verified.",
             )
-    if _restores_optimizer.get():
+    if load.restores_optimizer:
         _check_optimizer_state(checkpoint, engine)
         _check_optimizer_layout(checkpoint, engine)
     call.arguments["checkpoint"] = _named_as_now(_with_all_fragments(checkpoint, engine.module), engine.module)
-    with _forgiving(engine.module, may_be_missing), _gathered(call, engine):
+    with _forgiving(engine.module, may_be_missing), _gathered(call, load):
         return wrapped(*call.args, **call.kwargs)
 
 
+def _manifest_of(checkpoint: Mapping[str, Any], load: Load) -> Manifest | None:
+    """The manifest in a rank's file, or in the one of its folder that the file names."""
+    from .checkpoint.archive import read
+    from .checkpoint.layout import latest_tag
+
+    said = reference(checkpoint.get(KEY))
+    if said is None:
+        return Manifest.from_checkpoint(checkpoint)
+    file = Path(load.source, load.tag or latest_tag(Path(load.source)), Path(said[0]).name)
+    state = read(file, trust=True).state
+    manifest = Manifest.from_checkpoint(state) if isinstance(state, dict) else None
+    if manifest is None or digest_of(state[KEY]) != said[1]:
+        raise CheckpointMismatchError(f"{file} has not the manifest of this save. Take all files from one checkpoint.")
+    return manifest
+
+
 @contextmanager
-def _gathered(call: inspect.BoundArguments, engine: Any) -> Iterator[None]:
+def _gathered(call: inspect.BoundArguments, load: Load) -> Iterator[None]:
     """For ZeRO-3 without an optimizer on DeepSpeed 0.10.1, what later releases do: load whole parameters."""
+    engine = load.engine
     if (
         "fetch_z3_params" in call.signature.parameters
-        or _restores_optimizer.get()
+        or load.restores_optimizer
         or not engine.zero_optimization_partition_weights()
     ):
         yield
@@ -220,7 +258,7 @@ def _gathered(call: inspect.BoundArguments, engine: Any) -> Iterator[None]:
     from deepspeed import zero
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    whole = get_fp32_state_dict_from_zero_checkpoint(*_source.get())
+    whole = get_fp32_state_dict_from_zero_checkpoint(load.source, load.tag)
     call.arguments["checkpoint"] = _named_as_now({**call.arguments["checkpoint"], "module": whole}, engine.module)
     with zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
         yield
@@ -272,8 +310,9 @@ def check_left_out(manifest: Manifest, module: Any) -> None:
         raise CheckpointMismatchError("\n".join(problems))
 
 
-def verify_base(manifest: Manifest, engine: Any, strategy: Any) -> None:
+def verify_base(manifest: Manifest, engine: Any, load: Load) -> None:
     """The left-out parameters must have the content that they had at the save, as their fingerprints tell."""
+    strategy = load.strategy
     how = current().verify_base
     if how == "off":
         return
@@ -281,7 +320,8 @@ def verify_base(manifest: Manifest, engine: Any, strategy: Any) -> None:
     now = parameters_by_name(engine.module)
     pairs = {now[name]: (name, saved) for saved in manifest.left_out for name in reversed(saved.names) if name in now}
     comparable = [p for p, (_, saved) in pairs.items() if saved.fingerprint and saved.dtype == dtype_of(p)]
-    found = dict(zip(comparable, fingerprints(comparable, engine.device, process_memory()), strict=True))
+    prints = fingerprints(comparable, engine.device, process_memory(), all_known=load.base_is_known)
+    found = dict(zip(comparable, prints, strict=True))
     if unread := [name for p, (name, _) in pairs.items() if found.get(p) is None]:
         warn(
             strategy,

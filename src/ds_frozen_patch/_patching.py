@@ -144,6 +144,7 @@ def patch(
     export: str | None = None,
     fp32_weights: bool | None = None,
     elastic: bool | None = None,
+    sync: bool | None = None,
 ) -> Status:
     """Make the checkpoints of every installed Lightning trainable-only, and loadable.
 
@@ -162,6 +163,8 @@ def patch(
         elastic: reshard a checkpoint that another number of ranks has saved, when it is loaded: once, into a folder of
             its own directory. Otherwise such a load is an error that says how to, which offers this option unless it
             is False.
+        sync: whether a save waits until its files are on the disk (True by default), so that a power cut or a crash of
+            the machine loses neither it nor the checkpoint that it replaces. With False it can lose both.
 
     For each argument that is not given, an environment variable counts, such as DS_FROZEN_PATCH_VERIFY_BASE; `keep` is
     a list with commas there, and what is True or False is 1 or 0.
@@ -177,7 +180,7 @@ def patch(
     """
     global _current
     before = _settings.current() if _current else None
-    new_settings = _settings.settings(verify_base, keep, export, fp32_weights, elastic, before)
+    new_settings = _settings.settings(verify_base, keep, export, fp32_weights, elastic, sync, before)
     _finish_imports()
     findings = _probe_all() if _current is None else {}
     with _lock:
@@ -274,10 +277,13 @@ def patched(
     export: str | None = None,
     fp32_weights: bool | None = None,
     elastic: bool | None = None,
+    sync: bool | None = None,
 ) -> Iterator[Status]:
     """`patch(...)` while this lasts, then the state from before: for tests and notebooks. Gives what `patch()` does."""
     before = _settings.current() if _current is not None else None
-    now = patch(verify_base=verify_base, keep=keep, export=export, fp32_weights=fp32_weights, elastic=elastic)
+    now = patch(
+        verify_base=verify_base, keep=keep, export=export, fp32_weights=fp32_weights, elastic=elastic, sync=sync
+    )
     try:
         yield now
     finally:

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ._durable import sync_file
 from ._errors import CheckpointError
 from ._gathering import gathered
+from ._save import Save
 from ._saving import warn
 from ._settings import current
-from ._together import put_off, raise_together
-from ._unfinished import named_in_the_end
 from .checkpoint.exporting import Adapter
 from .checkpoint.safetensors_file import write_header
 from .manifest import adapters_of, dtype_of, names_by_parameter, parameters_by_name, plain, shape_of
@@ -21,14 +21,13 @@ FILE, FOLDER = "trainable.safetensors", "adapter"
 """What is made inside a checkpoint's directory: for "safetensors" the file, for "peft" the folder."""
 
 
-def write(engine: Any, strategy: Any, checkpoint: Path) -> None:
+def write(save: Save, folder: Path) -> None:
     """Write what `patch(export=...)` asks for, from the weights in memory; every rank must call it.
 
-    One parameter after another is gathered and written by rank 0, so that memory does not grow with them.
-
-    Raises:
-        CheckpointError: it cannot be written. All ranks have done their part then.
+    One parameter after another is gathered and written by rank 0, so that memory does not grow with them. What
+    cannot be written is kept in `save.failed`: all ranks do their part first.
     """
+    engine = save.engine
     chosen = {
         names[0]: parameter
         for parameter, names in names_by_parameter(engine.module).items()
@@ -37,15 +36,15 @@ def write(engine: Any, strategy: Any, checkpoint: Path) -> None:
     if current().export == "safetensors":
         saved = {plain(name) for name in engine.module.state_dict()}
         buffers = {plain(name): b for name, b in engine.module.named_buffers() if plain(name) in saved}
-        _write(checkpoint, FILE, chosen, buffers, strategy)
-    elif (adapter := _adapter(engine, strategy)) is not None:
+        _write(save, folder / FILE, chosen, buffers)
+    elif (adapter := _adapter(engine, save.strategy)) is not None:
         parameters = {names[0]: parameter for parameter, names in names_by_parameter(engine.module).items()}
         buffers = {plain(name): buffer for name, buffer in engine.module.named_buffers()}
         adapters = adapters_of(engine.module)[adapter.module]
         members = adapter.members(chosen, (*(parameters.keys() - chosen.keys()), *buffers), adapters)
         own = {name: parameters[own] for name, own in sorted(members.items()) if own in parameters}
         beside = {name: buffers[own] for name, own in members.items() if own in buffers}
-        _write(checkpoint, f"{FOLDER}/adapter_model.safetensors", own, beside, strategy, adapter.write_config)
+        _write(save, folder / FOLDER / "adapter_model.safetensors", own, beside, adapter.write_config)
 
 
 def _adapter(engine: Any, strategy: Any) -> Adapter | None:
@@ -68,37 +67,36 @@ def _adapter(engine: Any, strategy: Any) -> Adapter | None:
 
 
 def _write(
-    checkpoint: Path,
-    name: str,
+    save: Save,
+    file: Path,
     parameters: dict[str, Any],
     buffers: dict[str, Any],
-    strategy: Any,
     write_beside: Callable[[Path], None] | None = None,
 ) -> None:
-    file = checkpoint / name
     partial = file.with_name(f".{file.name}.partial")
     entries = [(name, _dtype(p), shape_of(p)) for name, p in parameters.items()]
     entries += [(name, dtype_of(buffer), tuple(buffer.shape)) for name, buffer in buffers.items()]
-    failed: list[CheckpointError] = []
+    writes = save.strategy.is_global_zero
 
     def attempt(write: Callable[..., object], *content: Any) -> None:
         # The other ranks wait for rank 0 to gather, even when it can no longer write.
-        if strategy.is_global_zero and not failed:
-            with put_off(failed, file):
+        if writes and not save.failed:
+            with save.put_off(file):
                 write(*content)
 
-    attempt(lambda: file.parent.mkdir(exist_ok=True))
+    attempt(lambda: file.parent.mkdir(parents=True, exist_ok=True))
     attempt(lambda: _start(partial, entries))
-    for name, value in gathered(parameters, strategy.is_global_zero):
+    for name, value in gathered(parameters, writes):
         attempt(_append, partial, value, _dtype(parameters[name]))
     for value in buffers.values():
         attempt(_append, partial, value, dtype_of(value))
+    if save.sync:
+        attempt(sync_file, partial)
     attempt(lambda: partial.replace(file))
     if write_beside is not None:
         attempt(write_beside, file.parent)
-    if failed:
+    if writes and save.failed:
         partial.unlink(missing_ok=True)
-    raise_together(strategy, named_in_the_end(checkpoint), failed)
 
 
 def _start(file: Path, entries: list[tuple[str, str, tuple[int, ...]]]) -> None:

@@ -12,20 +12,19 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 from weakref import WeakKeyDictionary, WeakSet
 
 from packaging.version import Version
 
-from . import _labels, _ownership, manifest
+from . import _handshake, _labels, _ownership, _save, manifest
+from ._durable import sync_file, sync_folder
 from ._errors import CheckpointError, named
 from ._lending import set_to
+from ._save import Save, explained
 from ._settings import Settings
 from ._settings import current as _settings
 from ._targets import FLAG, TARGETS
 from ._text import human_bytes
-from ._together import AS_BEFORE, naming, put_off, raise_together, writes_put_off
-from ._unfinished import named_in_the_end, unfinished, writes_at_once
 from .fingerprint import process_memory
 
 WEIGHTS_ALONE = (
@@ -34,9 +33,9 @@ WEIGHTS_ALONE = (
 )
 
 _full: ContextVar[bool] = ContextVar("ds_frozen_patch_full", default=False)
-_leaving_out: ContextVar[frozenset[str] | None] = ContextVar("ds_frozen_patch_leaving_out", default=None)
 _built_patched: WeakSet[Any] = WeakSet()
 _told: WeakSet[Any] = WeakSet()
+_warned_of_disks: WeakSet[Any] = WeakSet()
 _trained_at_first: WeakKeyDictionary[Any, frozenset[Any]] = WeakKeyDictionary()
 
 
@@ -74,7 +73,9 @@ def _checked(choice: Any) -> bool:
 
 def strategy_setup(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Trainer's `setup`, Fabric's `setup_module` and `setup_module_and_optimizers`: an engine is made."""
+    _handshake.announce(strategy)
     result = wrapped(*args, **kwargs)
+    _handshake.check(strategy)
     engine = strategy.model
     if engine is not None:
         _ownership.own(engine, strategy)
@@ -99,17 +100,63 @@ def strategy_call(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, .
 
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     path = next((name for name in ("filepath", "path") if name in call.arguments), None)  # Trainer's and Fabric's
+    given = call.arguments[path] if path else None
     with _ownership.at_work(strategy):
-        if path is None:  # of a strategy that somebody has changed
-            return wrapped(*args, **kwargs)
-        with naming(call.arguments[path]):
-            target, save = strategy.broadcast((call.arguments[path], uuid4().hex))
-            target = Path(target)
-            if _single_file.is_weights_only(call.arguments.get("checkpoint", {})):  # Fabric has no such argument
+        if path is None or strategy.model is None or not is_local(given):
+            return wrapped(*args, **kwargs)  # of a strategy that somebody has changed, or a path that is not ours
+        with explained(given) as saves:
+            alone = _single_file.is_weights_only(call.arguments.get("checkpoint", {}))  # Fabric has no such argument
+            what = "the weights alone" if alone else "a checkpoint"
+            save = _agree(strategy, strategy.model, given, what, excludes(strategy))
+            saves.append(save)
+            if alone:
                 options = call.arguments.get("storage_options")
-                return _single_file.save(strategy, call.arguments["checkpoint"], target, options)
-            with _labels.save(save), unfinished(strategy, target) as call.arguments[path]:
-                return wrapped(*call.args, **call.kwargs)
+                return _single_file.save(save, call.arguments["checkpoint"], options)
+            call.arguments[path] = _begin(save)
+            try:
+                with set_to(_save.current, save):
+                    result = wrapped(*call.args, **call.kwargs)
+            except BaseException:
+                save.abandon()
+                raise
+            save.meet() if save.is_in_place else save.publish()
+            return result
+
+
+def is_local(path: Any) -> bool:
+    """Whether a path is one of a mounted file system, and not an address such as s3://bucket/name."""
+    return "://" not in str(path)
+
+
+def _agree(strategy: Any, engine: Any, path: Any, what: str, exclude: bool) -> Save:
+    """Let the ranks agree on what is saved; raises CheckpointMismatchError on every rank if they do not."""
+    told = _settings()
+    request = {
+        "what is saved": what,
+        FLAG: exclude,
+        **{name: getattr(told, name) for name in ("keep", "export", "fp32_weights", "sync")},
+    }
+    return _save.agree(strategy, engine, path, request, _to_leave_out(engine) if exclude else None)
+
+
+def _begin(save: Save) -> Path:
+    """Where the engine is to write."""
+    if not writes_at_once(save.engine):
+        save.is_in_place = True
+        return save.target
+    save.begin()
+    if save.strategy.is_global_zero and (other := save.other_job()):
+        warn(save.strategy, other)
+    assert save.disks is not None
+    if save.disks.are_several and not save.engine.use_node_local_storage() and save.strategy not in _warned_of_disks:
+        _warned_of_disks.add(save.strategy)
+        warn(
+            save.strategy,
+            f"The nodes write {save.target} to disks of their own, and DeepSpeed is told that they share one: it will"
+            ' not find all files when it resumes. Set "checkpoint": {"use_node_local_storage": true} in its'
+            " configuration, or save to a disk that all nodes share.",
+        )
+    return save.new
 
 
 def engine_save(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -117,57 +164,96 @@ def engine_save(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
     strategy = _ownership.owner(engine)
     if strategy is None:
         return wrapped(*args, **kwargs)
-    from . import _elastic
-    from .checkpoint import universal
-
     _check_nvme(engine)
     _check_elastic(engine)
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     call.arguments[FLAG] = exclude = excludes(strategy, call.arguments.get(FLAG))
+    save = _save.current.get()
+    if save is not None and save.engine is not engine:  # Fabric has several
+        save.engine, save.left_out, save.base_is_known = engine, _to_leave_out(engine) if exclude else None, False
+    if save is not None:
+        return _engine_save(wrapped, engine, call, exclude, save)
+    with explained(call.arguments["save_dir"]) as saves:
+        save = _agree(strategy, engine, call.arguments["save_dir"], "engine.save_checkpoint()", exclude)
+        save.is_in_place = True
+        saves.append(save)
+        with set_to(_save.current, save):
+            return _engine_save(wrapped, engine, call, exclude, save)
+
+
+def _engine_save(
+    wrapped: Callable[..., Any], engine: Any, call: inspect.BoundArguments, exclude: bool, save: Save
+) -> Any:
+    from . import _elastic
+    from .checkpoint import universal
+
+    strategy, folder = save.strategy, Path(call.arguments["save_dir"])
     ours: dict[str, Any] = {}
     if forgets_optimizer(engine):
         ours["optimizer"] = engine.optimizer.state_dict()
-    left_out = None
     if exclude:
-        left_out = leave_out(strategy, engine)
-        ours |= {manifest.KEY: left_out.to_state()} | _kept_fragments(engine)
+        left_out = leave_out(save)
+        save.names_left_out = left_out.names
+        ours |= {manifest.KEY: _to_state(save, left_out)} | _kept_fragments(engine)
         _tell_once(strategy, left_out)
     ours |= _elastic.to_save(engine)
     if engine.zero_optimization_stage() in (1, 2):
         ours["universal_checkpoint_info"] = universal.INFO
     call.arguments["client_state"] = {**(call.arguments.get("client_state") or {}), **ours}
-    with set_to(_leaving_out, left_out.names if left_out else None):
-        try:
-            saved = _save(wrapped, strategy, engine, call)
-        except (NotImplementedError, AssertionError) as error:
-            if "NVMe" not in str(error):
-                raise
-            raise CheckpointError(f"{error}. {WEIGHTS_ALONE}") from error
     if _settings().export:
         from . import _ready
 
-        _ready.write(engine, strategy, Path(call.arguments["save_dir"]))
-    return saved
+        _ready.write(save, folder)
+    try:
+        return _write(wrapped, engine, call, save, folder)
+    except (NotImplementedError, AssertionError) as error:
+        if "NVMe" not in str(error):
+            raise
+        raise CheckpointError(f"{error}. {WEIGHTS_ALONE}") from error
 
 
-def _save(wrapped: Callable[..., Any], strategy: Any, engine: Any, call: inspect.BoundArguments) -> Any:
+def _write(wrapped: Callable[..., Any], engine: Any, call: inspect.BoundArguments, save: Save, folder: Path) -> Any:
+    """Let DeepSpeed write all of its files, and then `latest`."""
     if not writes_at_once(engine):
         return wrapped(*call.args, **call.kwargs)
     call.apply_defaults()
-    folder = Path(call.arguments["save_dir"])
-    latest = call.arguments["save_latest"]
+    latest, tag = call.arguments["save_latest"], call.arguments["tag"]
     call.arguments["save_latest"] = False  # it is not one of the writes that can be put off
-    failed: list[CheckpointError] = []
-    with _labels.labels(engine), writes_put_off(engine, failed):
+    with _labels.labels(engine, save.id), save.writes_put_off():
         saved = wrapped(*call.args, **call.kwargs)
-    if latest and (strategy.local_rank if engine.use_node_local_storage() else strategy.global_rank) == 0:
-        tag = call.arguments["tag"]
-        with put_off(failed, folder / "latest"):
-            (folder / "latest").write_text(f"global_step{engine.global_steps}" if tag is None else str(tag))
-    target = named_in_the_end(folder)
-    there = AS_BEFORE if target != folder else "What is there now is not whole."
-    raise_together(strategy, target, failed, there)
+    writes = save.publishes
+    if save.is_in_place:
+        rank = save.strategy.local_rank if engine.use_node_local_storage() else save.strategy.global_rank
+        writes = rank == 0 and not save.anyone_failed(rank == 0)
+    if writes:
+        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        with save.put_off(folder / "latest"):
+            if latest:
+                (folder / "latest").write_text(tag)
+            if save.sync and save.is_in_place:
+                sync_folder(folder / tag)
+                if latest:
+                    sync_file(folder / "latest")
+                sync_folder(folder)
+    if save.is_in_place:
+        save.meet()
     return saved
+
+
+def _to_state(save: Save, left_out: manifest.Manifest) -> dict[str, Any]:
+    """The manifest, or in ZeRO-3 a reference to the file of the rank that writes it on this disk."""
+    rank, engine = save.strategy.global_rank, save.engine
+    own = Path(engine._get_ckpt_name("", "")).name
+    part = f"zero_pp_rank_{rank}_"
+    is_known = save.disks is not None or not engine.use_node_local_storage()
+    if save.publisher != rank and is_known and engine.zero_optimization_partition_weights() and part in own:
+        return left_out.to_reference(own.replace(part, f"zero_pp_rank_{save.publisher}_"))
+    return left_out.to_state()
+
+
+def writes_at_once(engine: Any) -> bool:
+    """Whether DeepSpeed has written all when it says so, which its engines of other kinds do not promise."""
+    return type(getattr(engine, "checkpoint_engine", None)).__name__ == "TorchCheckpointEngine"
 
 
 def _check_elastic(engine: Any) -> None:
@@ -201,14 +287,19 @@ def keeps_optimizer_on_nvme(engine: Any) -> bool:
     return asks is not None and bool(asks()) and hasattr(engine.optimizer, "optimizer_swapper")
 
 
-def leave_out(strategy: Any, engine: Any) -> manifest.Manifest:
-    """The manifest of what is left out now, with a warning where it has changed since it was last read."""
+def _to_leave_out(engine: Any) -> dict[Any, tuple[str, ...]]:
+    """The frozen parameters that a save leaves out now, each with all its names."""
     optimized = _optimized(engine)
-    left_out = {
+    return {
         parameter: names
         for parameter, names in manifest.frozen_names(engine.module).items()
         if parameter not in optimized and not _settings().keeps(names)
     }
+
+
+def leave_out(save: Save) -> manifest.Manifest:
+    """The manifest of what is left out now, with a warning where it has changed since it was last read."""
+    engine, left_out = save.engine, save.left_out or {}
     memory = process_memory()
     before = [memory.recall(parameter) for parameter in left_out]
     made = manifest.describe(
@@ -217,6 +308,7 @@ def leave_out(strategy: Any, engine: Any) -> manifest.Manifest:
         device=engine.device,
         zero_stage=int(engine.zero_optimization_stage()),
         world_size=int(engine.dp_world_size),
+        all_known=save.base_is_known,
     )
     changed = [
         parameter.name
@@ -225,7 +317,7 @@ def leave_out(strategy: Any, engine: Any) -> manifest.Manifest:
     ]
     if changed:
         warn(
-            strategy,
+            save.strategy,
             f"The run has changed frozen parameters in place: {named(changed)}. What they hold now is in no checkpoint,"
             " and this one can be loaded only onto a base with the same changes. To save them, name them in"
             " patch(keep=[...]).",
@@ -307,7 +399,8 @@ def engine_module_state_dict(
     DeepSpeed's own exclusion walks `named_parameters()`, which gives a tied parameter once, and
     before 0.12.3 it raises KeyError for a module whose `state_dict` gives a subset.
     """
-    left_out = _leaving_out.get()
+    save = _save.current.get()
+    left_out = save.names_left_out if save is not None and save.engine is engine else None
     if left_out is None:
         return wrapped(*args, **kwargs)
     call = inspect.signature(wrapped).bind(*args, **kwargs)

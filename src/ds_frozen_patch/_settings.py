@@ -20,6 +20,7 @@ class Settings:
     export: str | None = None
     fp32_weights: bool = False
     elastic: bool | None = None
+    sync: bool = True
 
     def keeps(self, names: Iterable[str]) -> bool:
         """Whether a frozen parameter with these names is to be saved all the same."""
@@ -32,13 +33,14 @@ def settings(
     export: str | None = None,
     fp32_weights: bool | None = None,
     elastic: bool | None = None,
+    sync: bool | None = None,
     before: Settings | None = None,
 ) -> Settings:
     """Checked settings; None leaves what was there before: an earlier call's, the environment's, the default.
 
     Raises:
         ValueError: `verify_base`, `export` or an environment variable is none of their words.
-        TypeError: `keep` is not a collection of strings, or `fp32_weights` or `elastic` no bool.
+        TypeError: `keep` is not a collection of strings, or `fp32_weights`, `elastic` or `sync` no bool.
     """
     new = _from_environment() if before is None else before
     if verify_base is not None:
@@ -54,6 +56,8 @@ def settings(
         new = replace(new, fp32_weights=_bool(fp32_weights, "fp32_weights"))
     if elastic is not None:
         new = replace(new, elastic=_bool(elastic, "elastic"))
+    if sync is not None:
+        new = replace(new, sync=_bool(sync, "sync"))
     return new
 
 
@@ -89,6 +93,7 @@ def switch(variable: str) -> bool | None:
 
 
 def _from_environment() -> Settings:
+    sync = switch(variable("sync"))
     words = {name: os.environ.get(variable(name), "") for name in ("verify_base", "keep", "export")}
     return Settings(
         _word(words["verify_base"] or "error", VERIFY_BASE, variable("verify_base")),
@@ -96,6 +101,7 @@ def _from_environment() -> Settings:
         _word(words["export"], EXPORT, variable("export")) if words["export"] else None,
         switch(variable("fp32_weights")) or False,
         switch(variable("elastic")),
+        sync is not False,
     )
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ._errors import CheckpointError, CheckpointMismatchError, named
+from ._errors import CheckpointMismatchError, named
 from ._gathering import gathered
+from ._load import Load
 from ._loading import check_left_out, forget_second_copies, left_out_by_others, verify_base
-from ._saving import excludes, leave_out, logger_of, warn
-from ._together import put_off, raise_together
+from ._save import Save
+from ._saving import leave_out, logger_of, warn
 from .manifest import KEY, Manifest, names_by_parameter, plain, shape_of
 
 
@@ -21,47 +21,36 @@ def is_weights_only(checkpoint: Mapping[str, Any]) -> bool:
     return "state_dict" in checkpoint and "optimizer_states" not in checkpoint
 
 
-def save(strategy: Any, checkpoint: Mapping[str, Any], file: Any, storage_options: Any = None) -> None:
-    """Write the weights of a run, and what Lightning has put beside them, into one file.
+def save(save: Save, checkpoint: Mapping[str, Any], storage_options: Any = None) -> None:
+    """Write the weights of a run, and what Lightning has put beside them, into one file on each disk.
 
-    In ZeRO-3 one parameter after another is gathered, and none that is left out; rank 0 keeps them, on the CPU.
+    In ZeRO-3 one parameter after another is gathered, and none that is left out; the ranks that write keep them, on the
+    CPU.
     """
-    module = strategy.lightning_module
-    manifest = leave_out(strategy, strategy.model) if excludes(strategy) else None
+    strategy = save.strategy
+    module, writer = strategy.lightning_module, strategy.checkpoint_io
+    # Writers of other kinds may be remote, or not be done yet when they return.
+    save.is_in_place = type(writer).__name__ != "TorchCheckpointIO"
+    if not save.is_in_place:
+        save.begin()
+    writes = save.publishes
+    manifest = leave_out(save) if save.left_out is not None else None
     left_out = manifest.names if manifest else frozenset()
     # A module may have a `state_dict` of its own that gives less than all.
     dumped = {name: value for name, value in checkpoint["state_dict"].items() if plain(name) not in left_out}
     parameters = {p: [n for n in names if n in dumped] for p, names in names_by_parameter(module).items()}
     firsts = {names[0]: parameter for parameter, names in parameters.items() if names}
     aliases = {names[0]: names for names in parameters.values() if names}
-    for name, value in gathered(firsts, strategy.is_global_zero):
+    for name, value in gathered(firsts, writes):
         dumped.update(dict.fromkeys(aliases[name], value))
-    failed: list[CheckpointError] = []
-    if strategy.is_global_zero:
-        with put_off(failed, file):
+    if writes:
+        with save.put_off(save.target):
             dumped = {name: value.cpu() if hasattr(value, "cpu") else value for name, value in dumped.items()}
             told = {KEY: manifest.to_state()} if manifest else {}
             content = {**checkpoint, "state_dict": dumped, **told}
-            with _unfinished(strategy.checkpoint_io, Path(file)) as partial:
-                strategy.checkpoint_io.save_checkpoint(content, partial, storage_options=storage_options)
-    raise_together(strategy, file, failed)
-
-
-@contextmanager
-def _unfinished(writer: Any, file: Path) -> Iterator[Path]:
-    """A file that takes the other's place once it is whole: Lightning's own writer does not see to that everywhere.
-
-    Writers of other kinds may be remote, or not be done yet when they return.
-    """
-    if type(writer).__name__ != "TorchCheckpointIO":
-        yield file
-        return
-    partial = file.with_name(f".{file.name}.partial")
-    try:
-        yield partial
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
+            file = save.target if save.is_in_place else save.new
+            writer.save_checkpoint(content, file, storage_options=storage_options)
+    save.meet() if save.is_in_place else save.publish()
 
 
 def read(strategy: Any, file: Path, **options: Any) -> dict[str, Any] | None:
@@ -72,7 +61,7 @@ def read(strategy: Any, file: Path, **options: Any) -> dict[str, Any] | None:
     return dict(content) if isinstance(content, Mapping) and "state_dict" in content else None
 
 
-def load(strategy: Any, file: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
+def load(load: Load, file: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Put the weights of a single file into a running engine, and give Trainer the rest of it.
 
     A fit starts anew from them: its optimizer, schedulers and loops are as they are without a checkpoint.
@@ -80,9 +69,10 @@ def load(strategy: Any, file: Path, checkpoint: dict[str, Any]) -> dict[str, Any
     Raises:
         CheckpointMismatchError: the weights, or the base that they were trained on, are not the module's.
     """
+    strategy = load.strategy
     module, engine = strategy.lightning_module, strategy.model
     weights = {plain(name): value for name, value in checkpoint.pop("state_dict").items()}
-    _check(strategy, module, weights, Manifest.from_checkpoint(checkpoint), file)
+    _check(load, module, weights, Manifest.from_checkpoint(checkpoint), file)
     checkpoint.pop(KEY, None)
     _put(module, weights)
     forget_second_copies(engine)
@@ -100,12 +90,13 @@ def load(strategy: Any, file: Path, checkpoint: dict[str, Any]) -> dict[str, Any
     return {**checkpoint, "lr_schedulers": [item.scheduler.state_dict() for item in strategy.lr_scheduler_configs]}
 
 
-def _check(strategy: Any, module: Any, weights: Mapping[str, Any], manifest: Manifest | None, file: Path) -> None:
+def _check(load: Load, module: Any, weights: Mapping[str, Any], manifest: Manifest | None, file: Path) -> None:
+    strategy = load.strategy
     strict = getattr(module, "strict_loading", True)  # Lightning 2.0 and 2.1 are always strict
     if manifest is not None:
         if strict:
             check_left_out(manifest, module)
-        verify_base(manifest, strategy.model, strategy)
+        verify_base(manifest, strategy.model, load)
         may_be_missing = manifest.names
     else:
         may_be_missing = left_out_by_others({"module": weights}, module)

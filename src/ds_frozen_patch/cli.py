@@ -178,6 +178,11 @@ def _runs(command: argparse.ArgumentParser) -> None:
         "--elastic", action=argparse.BooleanOptionalAction, help="reshard what another number of ranks has saved"
     )
     command.add_argument(
+        "--sync",
+        action=argparse.BooleanOptionalAction,
+        help="wait in a save until its files are on the disk (default: yes)",
+    )
+    command.add_argument(
         "--cpu", action="store_true", default=None, help="train on CPU ranks, to try a program without a GPU"
     )
     command.add_argument("--env", action="store_true", help="run nothing; print the environment variables for a shell")
@@ -238,7 +243,7 @@ def _ranks(text: str) -> int:
 
 
 def _run(given: argparse.Namespace) -> int:
-    names = ("strict", "cpu", "verify_base", "keep", "export", "fp32_weights", "elastic")
+    names = ("strict", "cpu", "verify_base", "keep", "export", "fp32_weights", "elastic", "sync")
     said = {name: value for name in names if (value := getattr(given, name)) is not None}
     command = given.program[given.program[:1] == ["--"] :]
     if bool(command) == bool(given.env):

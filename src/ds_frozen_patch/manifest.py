@@ -1,7 +1,8 @@
 """The manifest: what a trainable-only checkpoint says of the parameters that it left out.
 
 It travels in DeepSpeed's client state under `KEY`, so it cannot be parted from the weights,
-and holds plain Python values only, so that it can be read without unpickling a class.
+and holds plain Python values only, so that it can be read without unpickling a class. In ZeRO-3, where each rank has a
+file of model states, one of them holds the manifest and the others a reference to that file.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 KEY = "ds_frozen_patch"
 FORMAT = 1
+REFERENCE = 2
 PREFIX = "_forward_module."
 """What Lightning before 2.1 puts before the names of a LightningModule's parameters, in its checkpoints too."""
 
@@ -83,9 +85,13 @@ class Manifest:
         }
         return {**state, "digest": _digest(state)}
 
+    def to_reference(self, file: str) -> dict[str, Any]:
+        """What goes into a file of model states in place of the manifest: the name of the file that has it."""
+        return {"format": REFERENCE, "file": file, "digest": self.to_state()["digest"]}
+
     @classmethod
     def from_checkpoint(cls, checkpoint: Mapping[str, Any]) -> Manifest | None:
-        """The manifest in a checkpoint's state, or None where there is none.
+        """The manifest in the state of a checkpoint's first file, or None where there is none.
 
         Raises:
             CheckpointMismatchError: it is of a format that this release does not know, or damaged.
@@ -141,6 +147,19 @@ class Manifest:
             raise ValueError("a size is no number")
         if not all(p.names and len(p.shape) <= 64 for p in self.left_out):
             raise ValueError("a parameter has no name, or no shape")
+
+
+def reference(state: Any) -> tuple[str, str] | None:
+    """The file that has the manifest and the manifest's digest, if that is what a state says; else None."""
+    if not isinstance(state, dict) or state.get("format") != REFERENCE:
+        return None
+    file, digest = state.get("file"), state.get("digest")
+    return (file, digest) if isinstance(file, str) and isinstance(digest, str) else None
+
+
+def digest_of(state: Any) -> Any:
+    """What is the same in a manifest and in the references to it."""
+    return state["digest"] if isinstance(state, dict) and "digest" in state else state
 
 
 def _digest(state: Mapping[str, Any]) -> str:
@@ -223,6 +242,7 @@ def describe(
     device: Any,
     zero_stage: int,
     world_size: int,
+    all_known: bool = False,
 ) -> Manifest:
     """The manifest of a checkpoint that leaves out these parameters; every rank must call it.
 
@@ -230,8 +250,9 @@ def describe(
         left_out: each parameter with all its names.
         module: they are of.
         device: where the ranks' parts of the fingerprints are added up.
+        all_known: whether every rank remembers the fingerprints.
     """
-    found = fingerprints(list(left_out), device, process_memory())
+    found = fingerprints(list(left_out), device, process_memory(), all_known=all_known)
     return Manifest(
         left_out=tuple(
             LeftOut(names, shape_of(parameter), dtype_of(parameter), fingerprint)

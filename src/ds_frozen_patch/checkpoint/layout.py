@@ -10,7 +10,9 @@ epoch=5.ckpt/
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,22 +52,28 @@ def find(path: str | Path, tag: str | None = None) -> Layout:
         CheckpointError: there is no checkpoint at the path, or a file of it is missing.
     """
     root = Path(path)
-    name = _latest(root) if tag is None else tag
+    name = latest_tag(root) if tag is None else tag
     if name != Path(name).name or name == ".." or len(name.encode()) > 255 or "\0" in name:
         raise CheckpointError(f"{name[:100]!r} is no name of a folder in {root}. Name one: --tag")
     folder = root / name
-    if not folder.is_dir():
+    try:
+        with os.scandir(folder) as entries:
+            files = {entry.name: _is_file(entry) for entry in entries}
+    except (FileNotFoundError, NotADirectoryError):
         tags = sorted(item.name for item in root.iterdir() if item.is_dir()) if root.is_dir() else []
-        raise CheckpointError(f"{root} has no folder {folder.name!r}; it has {named(tags) or 'none'}. Name one: --tag")
-    if unknown := [
-        f.name for f in folder.glob("*_states.pt") if not (_MODEL.fullmatch(f.name) or _OPTIMIZER.fullmatch(f.name))
-    ]:
+        raise CheckpointError(
+            f"{root} has no folder {folder.name!r}; it has {named(tags) or 'none'}. Name one: --tag"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}") from None
+    states = [name for name in files if name.endswith("_states.pt")]
+    if unknown := [name for name in states if not (_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))]:
         raise UnknownLayoutError(
             f"{folder} holds {named(unknown, 3)}: it is of pipeline parallelism or of a mixture of experts, which these"
             " tools do not know."
         )
-    model = _by_rank(folder, _MODEL)
-    optimizer = _by_rank(folder, _OPTIMIZER)
+    model = _by_rank(folder, files, _MODEL)
+    optimizer = _by_rank(folder, files, _OPTIMIZER)
     if not model:
         raise CheckpointError(f"{folder} holds no *model_states.pt: it is no folder of a DeepSpeed checkpoint.")
     if optimizer and len(model) != len(optimizer) and model[0].name != "mp_rank_00_model_states.pt":
@@ -76,7 +84,8 @@ def find(path: str | Path, tag: str | None = None) -> Layout:
     return Layout(root, folder.name, model, optimizer)
 
 
-def _latest(root: Path) -> str:
+def latest_tag(root: Path) -> str:
+    """What the file `latest` of a checkpoint says; raises CheckpointError if there is none."""
     note = root / "latest"
     if root.is_file():
         raise CheckpointError(f"{root} is a file; name the directory of a DeepSpeed checkpoint.")
@@ -90,11 +99,19 @@ def _latest(root: Path) -> str:
     raise CheckpointError(f"{root} has no file `latest`: it is no DeepSpeed checkpoint, or name its folder with --tag.")
 
 
-def _by_rank(folder: Path, kind: re.Pattern[str]) -> tuple[Path, ...]:
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    """Also of a link; the kind of most entries comes with the listing, and takes no look at the file."""
+    try:
+        return entry.is_file()
+    except OSError:
+        return False
+
+
+def _by_rank(folder: Path, files: Mapping[str, bool], kind: re.Pattern[str]) -> tuple[Path, ...]:
     found: dict[int, Path] = {}
-    for item in sorted(folder.iterdir()):
-        match = kind.fullmatch(item.name)
-        if match and not item.is_file():
+    for name in sorted(files):
+        match, item = kind.fullmatch(name), folder / name
+        if match and not files[name]:
             raise CheckpointError(f"{item} is no file, or a link to none. Take a whole copy of the checkpoint.")
         if match and int(match[2]):
             raise UnknownLayoutError(f"{item} is of tensor parallelism, which these tools do not know.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -99,8 +99,10 @@ def prune(
             folder = made / layout.tag
             folder.mkdir(parents=True)
             with progress("writing", size - manifest.total_bytes, quiet) as done:
+                first = layout.model[0]
                 for file, state in zip(layout.model, states.models, strict=True):
-                    write_archive(folder / file.name, _without(state, manifest), _reader(records, done))
+                    told = manifest.to_state() if file == first else manifest.to_reference(first.name)
+                    write_archive(folder / file.name, _without(state, manifest.names, told), _reader(records, done))
                 for file, contents in zip(layout.optimizer, states.contents[len(layout.model) :], strict=True):
                     shutil.copyfile(file, folder / file.name)
                     for storage in {tensor.storage for _, tensor in tensors(contents.state)}:
@@ -134,15 +136,14 @@ def _manifest(states: States, found: Weights, prints: Mapping[str, str]) -> Mani
     )
 
 
-def _without(state: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
-    """A file's state as a trainable-only save makes it."""
-    left_out = manifest.names
+def _without(state: Mapping[str, Any], left_out: Container[str], told: dict[str, Any]) -> dict[str, Any]:
+    """A file's state as a trainable-only save makes it, with the manifest or a reference to it."""
     module = state["module"]
     kept = type(module)((name, item) for name, item in module.items() if plain(name) not in left_out)
     if hasattr(module, "_metadata"):
         kept._metadata = module._metadata
     changed = {"module": kept, "frozen_param_shapes": None, "frozen_param_fragments": None}
-    return {**state, **{key: value for key, value in changed.items() if key in state}, KEY: manifest.to_state()}
+    return {**state, **{key: value for key, value in changed.items() if key in state}, KEY: told}
 
 
 def _reader(records: Records, done: Callable[[int], object]) -> Callable[[Storage, int, int], Iterator[memoryview]]:

@@ -205,8 +205,10 @@ def _model(
     }
     if rank and "shared_params" in model:
         changed["shared_params"] = {}  # the first rank says it
-    if isinstance(model.get(manifest.KEY), dict):
-        changed[manifest.KEY] = replace(manifest.Manifest.from_state(model[manifest.KEY]), world_size=ranks).to_state()
+    if states.manifest is not None:
+        now = replace(states.manifest, world_size=ranks)
+        first = states.layout.model[0].name
+        changed[manifest.KEY] = now.to_reference(first) if rank else now.to_state()
     if states.zero_stage == 3 and isinstance(model.get("frozen_param_fragments"), dict):
         changed["frozen_param_fragments"] = _fragments(states, rank, ranks, made)
     return changed

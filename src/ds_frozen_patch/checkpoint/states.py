@@ -11,7 +11,7 @@ from typing import Any
 
 from .._errors import CheckpointError, named
 from .._labels import LABEL
-from ..manifest import KEY, Manifest
+from ..manifest import KEY, Manifest, digest_of
 from .archive import Contents, read
 from .layout import Layout, find
 from .records import Records, whole
@@ -224,8 +224,9 @@ def check_alike(found: Sequence[Said]) -> None:
 
 
 def _model_says(state: Mapping[str, Any]) -> dict[str, str]:
-    keys = ("global_steps", "global_step", "epoch", "ds_version", "dp_world_size", "ds_config", "param_shapes", KEY)
-    return {key: _comparable(state.get(key)) for key in keys}
+    keys = ("global_steps", "global_step", "epoch", "ds_version", "dp_world_size", "ds_config", "param_shapes")
+    said = {key: _comparable(state.get(key)) for key in keys}
+    return {**said, KEY: _comparable(digest_of(state.get(KEY)))}
 
 
 def _optimizer_says(contents: Contents) -> dict[str, str]:

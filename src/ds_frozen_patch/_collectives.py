@@ -1,0 +1,59 @@
+"""What ranks tell each other beside training: one small collective for a fact, and the process group's store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+
+def world_size() -> int:
+    """The number of ranks, 1 without a process group."""
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def gather_numbers(numbers: Sequence[int], device: Any) -> list[list[int]]:
+    """Each rank's numbers, by rank; every rank must call it with as many. It is one collective, and a barrier.
+
+    Args:
+        numbers: integers of 64 bits.
+        device: where the process group's backend can reach a tensor, such as the strategy's root device.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if world_size() == 1:
+        return [list(numbers)]
+    own = torch.tensor(numbers, dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, own)
+    found: list[list[int]] = torch.stack(everyone).tolist()
+    return found
+
+
+def gather(item: Any) -> list[Any]:
+    """Each rank's object, by rank; every rank must call it. Slower than `gather_numbers`: for what is rare."""
+    import torch.distributed as dist
+
+    if world_size() == 1:
+        return [item]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, item)
+    return everyone
+
+
+def digest(value: object) -> int:
+    """A number of 63 bits that tells one value from another by its `repr`; never 0."""
+    return int.from_bytes(blake2b(repr(value).encode(), digest_size=8).digest(), "big") >> 1 or 1
+
+
+def default_store() -> Any | None:
+    """The key-value store of the default process group, or None: one rank alone, or a backend without one (MPI)."""
+    import torch.distributed as dist
+
+    if world_size() == 1:
+        return None
+    get = getattr(dist.distributed_c10d, "_get_default_store", None)
+    return get() if get is not None else None
