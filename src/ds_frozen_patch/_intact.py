@@ -28,9 +28,9 @@ def share_of(layout: Layout, rank: int, ranks: int, with_optimizer: bool) -> lis
     share = []
     for index, file in enumerate(layout.files):
         is_own = index % ranks == rank
-        if file == layout.model[0] and len(layout.model) == 1 and not _is_of_old_format(file):
+        if file == layout.model[0] and len(layout.model) == 1 and is_zip(file):
             check_file(file, first=rank, step=ranks)
-        elif is_own and not _is_of_old_format(file):
+        elif is_own and is_zip(file):
             check_file(file)
         if is_own:
             share += _said(layout, file, with_optimizer and index == 0)
@@ -47,14 +47,14 @@ def own_share(layout: Layout, rank: int, local_rank: int) -> list[Said]:
     """
     share = []
     for file in layout.files:
-        if (f"_rank_{rank}_" in file.name or local_rank == 0) and not _is_of_old_format(file):
+        if (f"_rank_{rank}_" in file.name or local_rank == 0) and is_zip(file):
             check_file(file)
         share += _said(layout, file, False)
     return share
 
 
 def _said(layout: Layout, file: Path, count_parts: bool) -> list[Said]:
-    if _is_of_old_format(file):
+    if not is_zip(file):
         return []
     try:
         contents = read(file, trust=True)
@@ -66,10 +66,10 @@ def _said(layout: Layout, file: Path, count_parts: bool) -> list[Said]:
     return [said_by(file, contents)]
 
 
-def _is_of_old_format(file: Path) -> bool:
-    """Whether this is what torch saved before 1.6, and DeepSpeed with `checkpoint_serialization: false`: no zip."""
+def is_zip(file: Path) -> bool:
+    """Whether a file is of torch's format since 1.6, which DeepSpeed's `checkpoint_serialization: false` undoes."""
     try:
         with file.open("rb") as opened:
-            return opened.read(len(MAGIC)) == MAGIC
+            return opened.read(len(MAGIC)) != MAGIC
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from None

@@ -18,7 +18,7 @@ from typing import Any
 
 from ._collectives import default_store, digest, gather, gather_numbers, world_size
 from ._errors import CheckpointError, CheckpointMismatchError
-from ._intact import own_share, share_of
+from ._intact import is_zip, own_share, share_of
 from ._labels import LABEL
 from ._save import left_behind
 from ._saving import logger_of
@@ -26,6 +26,7 @@ from ._settings import current as settings
 from .checkpoint.archive import read
 from .checkpoint.layout import Layout, UnknownLayoutError, find, latest_tag
 from .checkpoint.states import Said, check_alike, configured_stage, number
+from .manifest import KEY, Manifest, digest_of, frozen_names, reference
 
 current: ContextVar[Load | None] = ContextVar("ds_frozen_patch_load", default=None)
 """The load that is running: upstream's code lies between its parts."""
@@ -71,6 +72,7 @@ class Load:
         tag: the folder in it.
         restores_optimizer: whether the optimizer's state is loaded too.
         base_is_known: whether every rank knows the fingerprints of what is frozen.
+        manifest: the one of a ZeRO-3 checkpoint, where this rank's file only refers to it.
         state: what of the checkpoint's own state is needed afterwards.
     """
 
@@ -81,6 +83,7 @@ class Load:
     tag: str | None = None
     restores_optimizer: bool = False
     base_is_known: bool = False
+    manifest: Manifest | None = None
     state: Mapping[str, Any] = field(default_factory=dict)
     _number: int = field(default_factory=lambda: next(_numbers))
 
@@ -119,7 +122,8 @@ class Load:
             try:
                 said = self._read_share(look)
                 check_alike(said)
-            except CheckpointError as error:
+                self.manifest = self._read_manifest(look.tag)
+            except (CheckpointError, CheckpointMismatchError) as error:
                 problem = error
         if self.meet("a checkpoint", problem, said):
             return
@@ -134,6 +138,24 @@ class Load:
         if self.is_on_own_disks:
             return own_share(layout, self.strategy.global_rank, self.strategy.local_rank)
         return share_of(layout, self.strategy.global_rank, world_size(), self.restores_optimizer)
+
+    def _read_manifest(self, tag: str) -> Manifest | None:
+        """The manifest that this rank's file of ZeRO-3 refers to; None if it does not."""
+        file = Path(self.engine._get_ckpt_name(self.source, tag))
+        if not self.engine.zero_optimization_partition_weights() or not is_zip(file):
+            return None
+        state = read(file, trust=True).state
+        said = reference(state.get(KEY)) if isinstance(state, dict) else None
+        if said is None:
+            Manifest.from_checkpoint(state)
+            return None
+        first = file.with_name(Path(said[0]).name)
+        found = read(first, trust=True).state if first.is_file() else {}
+        if not isinstance(found, dict) or KEY not in found or digest_of(found[KEY]) != said[1]:
+            raise CheckpointMismatchError(
+                f"{file} says that the manifest is in {said[0]!r}, which has none of this save. Take a whole copy."
+            )
+        return Manifest.from_checkpoint(found)
 
     def meet(self, what: str, problem: Exception | None = None, said: Sequence[Said] = ()) -> bool:
         """Raise on every rank what is wrong on one; every rank must call it, once for each load.
@@ -169,7 +191,6 @@ class Load:
 
     def _knows_base(self) -> bool:
         from .fingerprint import process_memory
-        from .manifest import frozen_names
 
         module = getattr(self.engine or self.strategy.model, "module", None)
         if module is None or settings().verify_base == "off":

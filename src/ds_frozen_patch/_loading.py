@@ -18,21 +18,19 @@ from ._errors import CheckpointMismatchError, named
 from ._labels import LABEL
 from ._lending import lent, set_to
 from ._load import Load
-from ._save import is_left_behind, left_behind
+from ._save import is_left_behind, left_behind, moved_away
 from ._saving import forgets_optimizer, has_plain_optimizer, is_local, keeps_optimizer_on_nvme, logger_of, warn
 from ._settings import current
 from .fingerprint import fingerprints, process_memory
 from .manifest import (
     KEY,
     Manifest,
-    digest_of,
     dtype_of,
     frozen_names,
     names_by_parameter,
     parameters_by_name,
     plain,
     prefix_of,
-    reference,
     shape_of,
 )
 
@@ -97,6 +95,21 @@ def _found(strategy: Any, path: Path) -> Path:
             path,
         )
     return path
+
+
+def find_last(wrapped: Callable[..., set[str]], callback: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`ModelCheckpoint._find_last_checkpoints`, for `ckpt_path="last"`: also where a killed save has left the only one.
+
+    Where the file system cannot exchange two names in one step, a save that is killed in between has moved the last
+    checkpoint away, and `fit` would start from nothing.
+    """
+    found = wrapped(*args, **kwargs)
+    folder = getattr(callback, "_ModelCheckpoint__resolve_ckpt_dir", lambda _: callback.dirpath)(*args, **kwargs)
+    last = str(getattr(callback, "CHECKPOINT_NAME_LAST", "last"))
+    if not folder or not is_local(folder):
+        return found
+    moved = (copy for copy in moved_away(Path(folder)) if copy.name.startswith(last) and copy.suffix == ".ckpt")
+    return found | {str(copy) for copy in moved}
 
 
 def _check_path(path: Path) -> None:
@@ -206,7 +219,7 @@ def engine_load_module(wrapped: Callable[..., Any], engine: Any, args: tuple[Any
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     checkpoint = call.arguments["checkpoint"]
     load.state = {key: checkpoint.get(key) for key in ("optimizer", *TO_REMEMBER)}
-    manifest = _manifest_of(checkpoint, load)
+    manifest = load.manifest or Manifest.from_checkpoint(checkpoint)
     if manifest is not None:
         if call.arguments.get("strict", True):
             check_left_out(manifest, engine.module)
@@ -226,22 +239,6 @@ def engine_load_module(wrapped: Callable[..., Any], engine: Any, args: tuple[Any
     call.arguments["checkpoint"] = _named_as_now(_with_all_fragments(checkpoint, engine.module), engine.module)
     with _forgiving(engine.module, may_be_missing), _gathered(call, load):
         return wrapped(*call.args, **call.kwargs)
-
-
-def _manifest_of(checkpoint: Mapping[str, Any], load: Load) -> Manifest | None:
-    """The manifest in a rank's file, or in the one of its folder that the file names."""
-    from .checkpoint.archive import read
-    from .checkpoint.layout import latest_tag
-
-    said = reference(checkpoint.get(KEY))
-    if said is None:
-        return Manifest.from_checkpoint(checkpoint)
-    file = Path(load.source, load.tag or latest_tag(Path(load.source)), Path(said[0]).name)
-    state = read(file, trust=True).state
-    manifest = Manifest.from_checkpoint(state) if isinstance(state, dict) else None
-    if manifest is None or digest_of(state[KEY]) != said[1]:
-        raise CheckpointMismatchError(f"{file} has not the manifest of this save. Take all files from one checkpoint.")
-    return manifest
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import wrapt
 
 from . import _converting, _loading, _saving, _settings
 from ._errors import PatchError
-from ._targets import CONVERTERS, ENGINE, FLAG, TARGETS, Finding, Probed, imported_class, newer_than_tested, probe
+from ._targets import BESIDE, ENGINE, FLAG, TARGETS, Finding, Probed, imported_class, newer_than_tested, probe
 
 _ADVICE: dict[str, Callable[..., Any]] = {
     "__init__": _saving.strategy_init,
@@ -33,6 +33,12 @@ _ENGINE_ADVICE: dict[str, Callable[..., Any]] = {
     "load_checkpoint": _loading.engine_load,
     "module_state_dict": _saving.engine_module_state_dict,
     "load_module_state_dict": _loading.engine_load_module,
+}
+
+
+_ADVICE_BESIDE: dict[str, Callable[..., Any]] = {
+    "convert_zero_checkpoint_to_fp32_state_dict": _converting.convert,
+    "_find_last_checkpoints": _loading.find_last,
 }
 
 
@@ -186,7 +192,7 @@ def patch(
     with _lock:
         if _current is None:
             findings = findings or _probe_all()
-            served = [what for what in (*TARGETS, ENGINE, *CONVERTERS) if _is_to_be_served(findings[what.name])]
+            served = [what for what in (*TARGETS, ENGINE, *BESIDE) if _is_to_be_served(findings[what.name])]
             _current = _Patch(findings, {what.module: what for what in served})
             _warn_of_untested(findings)
             _warn_of_complete(findings)
@@ -343,7 +349,7 @@ def _finish_imports() -> None:
 
     Never called with our lock held: that thread may be waiting for it, in our import hook.
     """
-    for what in (*TARGETS, ENGINE, *CONVERTERS):
+    for what in (*TARGETS, ENGINE, *BESIDE):
         if what.module in sys.modules:
             importlib.import_module(what.module)
 
@@ -377,8 +383,8 @@ def _on_import(module: ModuleType) -> None:
     what = _current.modules.get(module.__name__) if _current else None
     if _current is None or what is None or what.module in _current.wrappings:
         return
-    if what in CONVERTERS:
-        _current.wrappings[what.module] = _wrap_converter(what, module, _current)
+    if what in BESIDE:
+        _current.wrappings[what.module] = _wrap_beside(what, module, _current)
         return
     cls = imported_class(what)
     if cls is None and getattr(module.__spec__, "_initializing", False):
@@ -391,14 +397,15 @@ def _on_import(module: ModuleType) -> None:
     _current.wrappings[what.module] = _wrap(what, cls, _current)
 
 
-def _wrap_converter(what: Probed, module: ModuleType, patch: _Patch) -> list[_Wrapping]:
+def _wrap_beside(what: Probed, module: ModuleType, patch: _Patch) -> list[_Wrapping]:
+    owner = getattr(module, what.class_name, None) if what.class_name else module
     (name,) = what.methods
-    original = getattr(module, name, None)
+    original = vars(owner).get(name) if owner is not None else None
     if original is None:
         return []
-    wrapper = wrapt.FunctionWrapper(original, _converting.convert, enabled=lambda: _current is patch)
-    setattr(module, name, wrapper)
-    return [_Wrapping(module, name, original, False, wrapper)]
+    wrapper = wrapt.FunctionWrapper(original, _ADVICE_BESIDE[name], enabled=lambda: _current is patch)
+    setattr(owner, name, wrapper)
+    return [_Wrapping(owner, name, original, False, wrapper)]
 
 
 def _wrap(what: Probed, cls: Any, patch: _Patch) -> list[_Wrapping]:

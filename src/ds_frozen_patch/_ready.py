@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,8 @@ def _write(
     if write_beside is not None:
         attempt(write_beside, file.parent)
     if writes and save.failed:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
 
 
 def _start(file: Path, entries: list[tuple[str, str, tuple[int, ...]]]) -> None:

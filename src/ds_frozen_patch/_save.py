@@ -371,6 +371,12 @@ def left_behind(path: Path) -> list[Path]:
     return [copy for copy in copies if copy.exists()]
 
 
+def moved_away(folder: Path) -> list[Path]:
+    """What killed saves have moved away from a folder, and no other has the name now."""
+    names = {item.name for item in _listed(folder)}
+    return [item for work in _work_folders(folder) for item in _listed(work / "old") if item.name not in names]
+
+
 def is_left_behind(path: Path) -> bool:
     """Whether a path is in a work folder."""
     return path.parent.parent.name.startswith(WORK)
@@ -431,15 +437,12 @@ def _swap(new: Path, target: Path, folder: Path) -> Path | None:
         OSError: it cannot be done; what was at the target is there again.
     """
     old = folder / target.name
-    try:
+    with suppress(FileNotFoundError):  # there is nothing at the target
         if exchange(new, target):
             with suppress(OSError):
                 new.rename(old)
                 return old
             return new
-    except FileNotFoundError:
-        new.rename(target)
-        return None
     if target.is_file() and not target.is_symlink():
         with suppress(OSError):
             os.link(target, old)
@@ -491,8 +494,8 @@ def _release_files(error: BaseException | None) -> None:
 
 def _room(path: Path) -> str:
     """How much room there is: torch tells of a full disk by the place in its own sources where it noticed."""
-    there = next((folder for folder in path.absolute().parents if folder.is_dir()), Path("/"))
     try:
+        there = next((folder for folder in path.absolute().parents if folder.is_dir()), Path("/"))
         return f", with {human_bytes(shutil.disk_usage(there).free)} free on its disk"
     except OSError:
         return ""

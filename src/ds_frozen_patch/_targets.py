@@ -84,11 +84,15 @@ ENGINE = Probed(
     ("save_checkpoint", "load_checkpoint", "module_state_dict", "load_module_state_dict"),
     ("deepspeed",),
 )
-CONVERTERS = tuple(
-    Probed(name, f"{name}.utilities.deepspeed", "", ("convert_zero_checkpoint_to_fp32_state_dict",), ())
+BESIDE = tuple(
+    Probed(name, f"{name}.{module}", class_name, (attribute,), ())
     for name in ("lightning.pytorch", "pytorch_lightning")
+    for module, class_name, attribute in (
+        ("utilities.deepspeed", "", "convert_zero_checkpoint_to_fp32_state_dict"),
+        ("callbacks.model_checkpoint", "ModelCheckpoint", "_find_last_checkpoints"),
+    )
 )
-"""The modules of Lightning's converter to one file; each is served with the target of its package."""
+"""A function of a module, or of a class in it, that is wrapped beside its package's target, where it is there."""
 
 
 def probe(what: Probed) -> Finding:

@@ -150,11 +150,17 @@ class Manifest:
 
 
 def reference(state: Any) -> tuple[str, str] | None:
-    """The file that has the manifest and the manifest's digest, if that is what a state says; else None."""
+    """The file that has the manifest and the manifest's digest, if that is what a state says; else None.
+
+    Raises:
+        CheckpointMismatchError: it is damaged.
+    """
     if not isinstance(state, dict) or state.get("format") != REFERENCE:
         return None
     file, digest = state.get("file"), state.get("digest")
-    return (file, digest) if isinstance(file, str) and isinstance(digest, str) else None
+    if not isinstance(file, str) or not isinstance(digest, str):
+        raise CheckpointMismatchError("The checkpoint's manifest is damaged: a file does not say where it is.")
+    return file, digest
 
 
 def digest_of(state: Any) -> Any:

@@ -45,17 +45,28 @@ def test_a_save_by_fewer_ranks_leaves_no_shards_of_more(ranks: Any, tmp_path: Pa
     assert ranks(2, resume, out=str(tmp_path), world_size=2, stage=stage) == [2 * runs.BATCHES] * 2
 
 
-def resume_in_vain(out: str) -> str:
-    with pytest.raises(FileNotFoundError) as raised:
-        resume(out, 2, 2)
-    return str(raised.value)
+def resume_from_last(out: str) -> list[int]:
+    """How far runs get that resume from a checkpoint that a killed save has moved away: by its path, and as "last"."""
+    steps = [resume(out, 2, 2)]
+    if LINKS:  # before, Lightning takes for "last" whatever has that in its name
+        callback = ModelCheckpoint(out, filename="{epoch}", save_last=True)
+        trainer = runs.trainer(out, 2, 2, epochs=3, callbacks=[callback])
+        trainer.fit(runs.LoraRun(), runs.batches(2), ckpt_path="last")
+        steps.append(int(trainer.global_step))
+    return steps
 
 
 def test_a_kill_between_two_names(ranks: Any, tmp_path: Path) -> None:
+    """As it happens where the file system cannot exchange them, with NFS."""
     ranks(2, save_at, out=str(tmp_path), world_size=2, stage=2)
-    (tmp_path / "last.ckpt").rename(tmp_path / ".last.ckpt.previous")
-    for said in ranks(2, resume_in_vain, out=str(tmp_path)):
-        assert ".last.ckpt.previous; rename it to last.ckpt" in said
+    moved = tmp_path / ".ds_frozen_patch-0123456789ab" / "old"
+    moved.mkdir(parents=True)
+    (tmp_path / "last.ckpt").rename(moved / "last.ckpt")
+    (moved.parent / "rank0").touch()
+    expected = [2 * runs.BATCHES, *([3 * runs.BATCHES] if LINKS else [])]
+    assert ranks(2, resume_from_last, out=str(tmp_path)) == [expected] * 2
+    if LINKS:  # the last run has saved, and nothing refers to what was moved away
+        assert sorted(item.name for item in tmp_path.iterdir()) == ["epoch=2.ckpt", "last.ckpt"]
 
 
 LINKS = CELL.lightning.split()[-1] >= "2.2"  # before, save_last is True or not

@@ -82,6 +82,7 @@ class Runs:
             ranks(world_size, save, out=str(folder / name), world_size=world_size, stage=stage, seed=seed)
             return folder / name / "1.ckpt"
 
+        self.stage = stage
         self.own = saved("own")
         self.others = {
             "another step": self.own.with_name("2.ckpt"),
@@ -107,6 +108,8 @@ def damages(made: Runs, chance: random.Random) -> Iterator[Damage]:
         yield Damage("`latest` wrong", partial(put, Path("latest"), text), ".ckpt", may_mean_nothing=True)
     for change in EDITS:
         yield Damage("the manifest edited", partial(edit_manifest, change), "manifest")
+    for change in REFERENCES if made.stage == 3 else []:
+        yield Damage("the manifest edited", partial(edit_reference, change), "manifest")
 
 
 def of_bytes(own: Path, file: Path, chance: random.Random) -> Iterator[Damage]:
@@ -158,8 +161,14 @@ def swap(some: list[Path], others: list[Path], path: Path) -> None:
 
 
 def edit_manifest(change: Callable[[dict[str, Any]], Any], path: Path) -> None:
-    for file in path.rglob("*model_states.pt"):
-        changed(file, lambda state: change(state[KEY]))
+    first, *_ = sorted(path.rglob("*model_states.pt"))
+    changed(first, lambda state: change(state[KEY]))
+
+
+def edit_reference(change: Callable[[dict[str, Any]], Any], path: Path) -> None:
+    """What another rank's file says of where the manifest is, in ZeRO-3."""
+    *_, last = sorted(path.rglob("*model_states.pt"))
+    changed(last, lambda state: change(state[KEY]))
 
 
 def edit_entry(place: int, value: Callable[[Any], Any]) -> Callable[[dict[str, Any]], None]:
@@ -184,6 +193,15 @@ EDITS: list[Callable[[dict[str, Any]], Any]] = [
     lambda state: state.update(zero_stage=9),
     lambda state: state.update(world_size=9),
     lambda state: state.update(total_bytes=9),
+    lambda state: state.update(format=9),
+    lambda state: state.clear(),
+]
+REFERENCES: list[Callable[[dict[str, Any]], Any]] = [
+    lambda state: state.update(digest="0" * 64),
+    lambda state: state.update(digest=None),
+    lambda state: state.update(file="zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+    lambda state: state.update(file="none.pt"),
+    lambda state: state.update(file="../../../etc/passwd"),
     lambda state: state.update(format=9),
     lambda state: state.clear(),
 ]

@@ -10,6 +10,7 @@ import random
 import resource
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -23,7 +24,7 @@ from tools_checkpoints import TOOLS, Checkpoints, contents, snapshot
 from under_test import Callback
 
 import ds_frozen_patch
-from ds_frozen_patch import CheckpointError
+from ds_frozen_patch import CheckpointError, _save
 from ds_frozen_patch.checkpoint import records
 from ds_frozen_patch.cli import main
 
@@ -137,6 +138,18 @@ def broken(owner: Any, name: str, rank: int, at: int = 1) -> Any:
     return before_each(owner, name, fail, rank)
 
 
+@contextmanager
+def without_exchange(at: int) -> Iterator[None]:
+    """The disk cannot exchange two names, as NFS cannot, and the `at`-th rename fails, on rank 0."""
+    original = _save.exchange
+    _save.exchange = lambda *_: False
+    try:
+        with broken(Path, "rename", 0, at):
+            yield
+    finally:
+        _save.exchange = original
+
+
 def vanishing(folder: Path, rank: int) -> Any:
     """When a rank is about to write, the directory is no longer there."""
     return before_each(torch, "save", lambda _: shutil.rmtree(folder), rank)
@@ -165,6 +178,10 @@ def unpicklable(note: Note, rank: int) -> Iterator[None]:
 
 
 def meet() -> None:
+    """All ranks are here, and what a save has replaced is removed."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("ds_frozen_patch"):
+            thread.join()
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
 
@@ -183,22 +200,22 @@ def faults(way: str, stage: int, rooms: list[int]) -> list[Fault]:
     for rank in writers:
         found += [(f"a limit on rank {rank}", partial(_small_files, rank), f"Rank {rank}: ")]
         found += [(f"torch.save fails on rank {rank}", partial(_broken_save, rank), f"Rank {rank}: ")]
-    found += [("a rename fails", lambda *_: broken(Path, "rename", 0), "Rank 0: ")]
+    found += [("a swap fails", lambda *_: broken(_save, "exchange", 0), "Rank 0: ")]
+    found += [("the first rename fails", lambda *_: without_exchange(1), "Rank 0: ")]
     if way in ("trainer", "fabric"):
         states = [0, 1] if stage == 3 else [0]  # who writes the module's state
         found += [(f"a state of rank {rank}", partial(_unpicklable, rank), f"Rank {rank}: ") for rank in states]
         found += [
-            ("the second rename fails", lambda *_: broken(Path, "rename", 0, at=2), "Rank 0: "),
+            ("the second rename fails", lambda *_: without_exchange(2), "Rank 0: "),
             ("`latest` cannot be written", lambda *_: broken(Path, "write_text", 0), "Rank 0: "),
             ("no folder can be made", lambda *_: broken(os, "makedirs", 0), "Rank 0: "),
         ]
         if stage:
             found += [("DeepSpeed's script cannot be copied", lambda *_: broken(os, "chmod", 0), "Rank 0: ")]
     if way == "weights":
-        found = [item for item in found if item[0] != "a rename fails"]
-        found += [("a rename fails", lambda *_: broken(Path, "replace", 0), "Rank 0: ")]
+        found = [item for item in found if item[0] != "the first rename fails"]
     if way == "direct":  # straight into its place, as DeepSpeed does
-        found = [item for item in found if item[0] != "a rename fails"]
+        found = [item for item in found if item[0] not in ("a swap fails", "the first rename fails")]
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from .._errors import CheckpointError, named
 from .._labels import LABEL
-from ..manifest import KEY, Manifest, digest_of
+from ..manifest import KEY, Manifest, digest_of, reference
 from .archive import Contents, read
 from .layout import Layout, find
 from .records import Records, whole
@@ -167,7 +167,17 @@ def _check_instantiator(file: Path, state: Mapping[str, Any], trust: bool) -> No
 def check_together(states: States) -> None:
     """Raise CheckpointError where files are missing or are not of one and the same save."""
     check_number_of_parts(states.layout, states.models[0], states.zero_stage)
+    have = {file.name for file, state in zip(states.layout.model, states.models, strict=True) if _has_manifest(state)}
+    for file, state in zip(states.layout.model, states.models, strict=True):
+        if (said := reference(state.get(KEY))) is not None and said[0] not in have:
+            raise CheckpointError(
+                f"{file} says that the manifest is in {said[0]!r}, which has none. Take a whole copy."
+            )
     check_alike([said_by(file, contents) for file, contents in zip(states.layout.files, states.contents, strict=True)])
+
+
+def _has_manifest(state: Mapping[str, Any]) -> bool:
+    return state.get(KEY) is not None and reference(state[KEY]) is None
 
 
 def check_number_of_parts(layout: Layout, model: Mapping[str, Any], stage: int) -> None:
@@ -226,7 +236,7 @@ def check_alike(found: Sequence[Said]) -> None:
 def _model_says(state: Mapping[str, Any]) -> dict[str, str]:
     keys = ("global_steps", "global_step", "epoch", "ds_version", "dp_world_size", "ds_config", "param_shapes")
     said = {key: _comparable(state.get(key)) for key in keys}
-    return {**said, KEY: _comparable(digest_of(state.get(KEY)))}
+    return {**said, "the manifest": _comparable(digest_of(state.get(KEY)))}
 
 
 def _optimizer_says(contents: Contents) -> dict[str, str]:

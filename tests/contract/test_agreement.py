@@ -1,0 +1,249 @@
+"""Ranks agree before a save and before a load: how often they meet for that, and what becomes of one that is unlike."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch.distributed as dist
+from disk import model_states
+
+import ds_frozen_patch
+from ds_frozen_patch import PatchError
+
+pytestmark = [pytest.mark.promise(18), pytest.mark.everyday]
+
+COLLECTIVES = [
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "monitored_barrier",
+    "reduce",
+    "reduce_scatter_tensor",
+    "scatter",
+    "scatter_object_list",
+]
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """How often this rank enters each collective, while this lasts."""
+    counts: Counter[str] = Counter()
+    originals = {name: getattr(dist, name) for name in COLLECTIVES}
+
+    def counting(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in COLLECTIVES:
+        setattr(dist, name, counting(name))
+    try:
+        yield counts
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def meetings(out: str, world_size: int, stage: int) -> dict[str, int]:
+    """The collectives of saves and loads with `patch()`, and of plain Lightning, in that order."""
+    found = {}
+    for who in ("patched", "plain"):
+        if who == "patched":
+            ds_frozen_patch.patch()
+        trainer = runs.trainer(f"{out}/{who}", world_size, stage, epochs=1, enable_checkpointing=False)
+        trainer.fit(runs.LoraRun(), runs.batches(world_size))
+        for number in ("first", "second", "third"):
+            with counted() as counts:
+                trainer.strategy.save_checkpoint({"epoch": 1}, f"{out}/{who}.ckpt")
+            found[f"{who}: {number} save"] = counts.total()
+        for number in ("first", "second"):
+            with counted() as counts:
+                trainer.strategy.load_checkpoint(f"{out}/{who}.ckpt")
+            found[f"{who}: {number} load"] = counts.total()
+        ds_frozen_patch.unpatch()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_meet_twice_for_a_save_and_once_for_a_load(
+    ranks: Any, tmp_path: Path, world_size: int, stage: int
+) -> None:
+    for found in ranks(world_size, meetings, out=str(tmp_path), world_size=world_size, stage=stage):
+        assert found["patched: third save"] <= found["plain: third save"] + 2, found
+        assert found["patched: second save"] == found["patched: third save"], found
+        # Once for each process and file system, and for the base's fingerprints.
+        assert found["patched: first save"] <= found["patched: second save"] + 4, found
+        assert found["patched: first load"] <= found["plain: first load"] + 1, found
+        assert found["patched: second load"] == found["patched: first load"], found
+
+
+def save_in_stage_3(out: str) -> None:
+    ds_frozen_patch.patch()
+    trainer = runs.trainer(out, 2, 3, epochs=1, enable_checkpointing=False)
+    trainer.fit(runs.LoraRun(), runs.batches(2))
+    trainer.save_checkpoint(f"{out}/a.ckpt")
+
+
+def test_the_manifest_is_written_once(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, save_in_stage_3, out=str(tmp_path))
+    first, second = (state["ds_frozen_patch"] for state in model_states(tmp_path / "a.ckpt"))
+    assert len(first["left_out"]) == 20
+    assert second == {
+        "format": 2,
+        "file": "zero_pp_rank_0_mp_rank_00_model_states.pt",
+        "digest": first["digest"],
+    }
+
+
+# Ranks that are unlike: what rank 1 does otherwise, and what is said of it on each rank.
+
+
+def set_up_unlike(out: str, how: str) -> tuple[str, str, float]:
+    """Rank 1 is not patched, or told something else; what this rank raises before the first step, and when."""
+    odd = os.environ["RANK"] == "1"
+    if not (odd and how == "not patched"):
+        ds_frozen_patch.patch(**{how: {"verify_base": "off", "keep": ["*.x"], "sync": False}[how]} if odd else {})
+    module = runs.LoraRun()
+    trainer = runs.trainer(out, 2, 2, epochs=1, enable_checkpointing=False)
+    begun = time.monotonic()
+    try:
+        trainer.fit(module, runs.batches(2))
+    except Exception as error:
+        assert not module.losses or (odd and how == "not patched")
+        return type(error).__name__, str(error), time.monotonic() - begun
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize("how", ["verify_base", "keep", "sync"])
+def test_a_rank_that_is_told_something_else(ranks: Any, tmp_path: Path, how: str) -> None:
+    for name, text, seconds in ranks(2, set_up_unlike, alone=True, out=str(tmp_path), how=how):
+        assert name == "PatchError"
+        assert f"- rank 1: {how}=" in text
+        assert seconds < 30
+
+
+def test_a_rank_that_is_not_patched(ranks: Any, tmp_path: Path) -> None:
+    """The patched rank says so and ends; the other, which waits for it in its first step, loses the connection."""
+    with pytest.raises(AssertionError) as raised:
+        ranks(2, set_up_and_end, alone=True, out=str(tmp_path))
+    one = raised.value.raised[0]  # type: ignore[attr-defined]
+    assert one is not None
+    assert one[0] == PatchError.__name__
+    assert "patch() was not called on rank 1" in one[1]
+
+
+def set_up_and_end(out: str) -> None:
+    if os.environ["RANK"] == "0":
+        ds_frozen_patch.patch()
+    trainer = runs.trainer(out, 2, 2, epochs=1, enable_checkpointing=False)
+    begun = time.monotonic()
+    try:
+        trainer.fit(runs.LoraRun(), runs.batches(2))
+    finally:
+        assert time.monotonic() - begun < 30
+
+
+def slow_set_up(out: str) -> int:
+    """A rank that comes much later than the others to its set-up is patched all the same."""
+    ds_frozen_patch.patch()
+    if os.environ["RANK"] == "1":
+        time.sleep(12)
+    trainer = runs.trainer(out, 2, 2, epochs=1, enable_checkpointing=False)
+    trainer.fit(runs.LoraRun(), runs.batches(2))
+    return int(trainer.global_step)
+
+
+def test_a_rank_that_is_late(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2, slow_set_up, alone=True, out=str(tmp_path)) == [runs.BATCHES] * 2
+
+
+def save_unlike(out: str, how: str) -> tuple[str, str, float, int]:
+    """In the midst of a run, rank 1 is asked for another save; the run goes on."""
+    ds_frozen_patch.patch()
+    odd = os.environ["RANK"] == "1"
+    trainer = runs.trainer(out, 2, 2, epochs=1, enable_checkpointing=False)
+    trainer.fit(runs.LoraRun(), runs.batches(2))
+    trainer.save_checkpoint(f"{out}/a.ckpt")
+    settings = {"export": {"export": "safetensors"}, "keep": {"keep": ["*"]}, "fp32_weights": {"fp32_weights": True}}
+    if odd:
+        ds_frozen_patch.patch(**settings.get(how, {}))  # type: ignore[arg-type]
+    begun = time.monotonic()
+    try:
+        with ds_frozen_patch.full_checkpoint() if odd and how == "full_checkpoint" else nullcontext():
+            trainer.save_checkpoint(f"{out}/a.ckpt", weights_only=odd and how == "weights_only")
+    except Exception as error:
+        said = type(error).__name__, str(error), time.monotonic() - begun
+    if odd:
+        ds_frozen_patch.unpatch()
+        ds_frozen_patch.patch()
+    trainer.save_checkpoint(f"{out}/a.ckpt")
+    assert not ds_frozen_patch.verify(f"{out}/a.ckpt").problems
+    return *said, len(model_states(f"{out}/a.ckpt"))
+
+
+UNLIKE = {
+    "full_checkpoint": "exclude_frozen_parameters: True on rank 0, False on rank 1",
+    "export": "export: None on rank 0, 'safetensors' on rank 1",
+    "keep": "keep: () on rank 0, ('*',) on rank 1",
+    "fp32_weights": "fp32_weights: False on rank 0, True on rank 1",
+    "weights_only": "what is saved: 'a checkpoint' on rank 0, 'the weights alone' on rank 1",
+}
+
+
+@pytest.mark.parametrize("how", UNLIKE)
+def test_a_rank_that_is_asked_for_another_save(ranks: Any, tmp_path: Path, how: str) -> None:
+    for name, text, seconds, _ in ranks(2, save_unlike, out=str(tmp_path), how=how):
+        assert name == "CheckpointMismatchError"
+        assert f"{tmp_path}/a.ckpt was not saved" in text
+        assert UNLIKE[how] in text
+        assert seconds < 10
+
+
+def load_unlike(out: str) -> tuple[str, str]:
+    ds_frozen_patch.patch()
+    trainer = runs.trainer(out, 2, 2, epochs=1, enable_checkpointing=False)
+    trainer.fit(runs.LoraRun(), runs.batches(2))
+    trainer.save_checkpoint(f"{out}/a.ckpt")
+    if os.environ["RANK"] == "1":
+        ds_frozen_patch.patch(verify_base="off")
+    return runs.refusal(trainer.strategy.load_checkpoint, f"{out}/a.ckpt")
+
+
+def test_a_rank_that_is_to_load_otherwise(ranks: Any, tmp_path: Path) -> None:
+    for name, text in ranks(2, load_unlike, out=str(tmp_path)):
+        assert name == "CheckpointMismatchError"
+        assert "rank 1: a checkpoint, verify_base='off'" in text
+
+
+def load_what_one_has(out: str) -> tuple[str, str]:
+    """Rank 1 has another path, at which there is nothing."""
+    ds_frozen_patch.patch()
+    trainer = runs.trainer(out, 2, 2, epochs=1, enable_checkpointing=False)
+    trainer.fit(runs.LoraRun(), runs.batches(2))
+    trainer.save_checkpoint(f"{out}/a.ckpt")
+    return runs.refusal(trainer.strategy.load_checkpoint, f"{out}/{'ab'[int(os.environ['RANK'])]}.ckpt")
+
+
+def test_a_checkpoint_that_one_rank_does_not_find(ranks: Any, tmp_path: Path) -> None:
+    (name, text), (other, own) = ranks(2, load_what_one_has, out=str(tmp_path))
+    assert (name, other) == ("CheckpointError", "FileNotFoundError")
+    assert text == f"Rank 1: {own}"
+    assert f"There is no checkpoint at {tmp_path}/b.ckpt" in own
