@@ -31,6 +31,7 @@ import bench_prune  # noqa: E402
 import bench_reshard  # noqa: E402
 import bench_resume  # noqa: E402
 import bench_saves  # noqa: E402
+import bench_sync  # noqa: E402
 from machine import described, machine  # noqa: E402
 from table import put_into_readme  # noqa: E402
 
@@ -40,6 +41,7 @@ BEGIN, END = "<!-- bench: nox -f ci/noxfile.py -s bench -->\n", "<!-- end of ben
 # Each has `measure(folder, rounds)`, which gives what JSON can hold, `render(found)`, and `ROUNDS`.
 PARTS: dict[str, tuple[str, ModuleType]] = {
     "saves": ("Saves", bench_saves),
+    "sync": ("Sync", bench_sync),
     "growth": ("As the model grows", bench_growth),
     "resume": ("Resume, and test from a checkpoint", bench_resume),
     "import": ("Import", bench_import),

@@ -20,6 +20,8 @@ from memory import memory, reset_peak_memory
 
 OURS = "Lightning, `patch()`"
 NATIVE = "Lightning, `exclude_frozen_parameters=True`"
+OURS_UNSYNCED = "Lightning, `patch(sync=False)`"
+NATIVE_SYNCED = "Lightning, `exclude_frozen_parameters=True`, and then fsync"
 FULL = "Lightning"
 DEEPSPEED = "DeepSpeed's `save_checkpoint`, with the flag"
 HUGGING_FACE = "Hugging Face's Trainer, PEFT"
@@ -122,7 +124,8 @@ def save(way: str, path: str) -> Save:
     gc.collect()
     _give_back_memory()
     # patch() and unpatch() are outside of what is measured: a run calls the one once, and the other never.
-    with ds_frozen_patch.patched() if way == OURS else nullcontext():
+    options: dict[str, Any] = {"sync": False} if way == OURS_UNSYNCED else {}
+    with ds_frozen_patch.patched(**options) if way in (OURS, OURS_UNSYNCED) else nullcontext():
         torch.distributed.barrier()
         reset_peak_memory()
         before = memory("VmRSS")
@@ -139,6 +142,10 @@ def _ways() -> dict[str, Callable[[str], object]]:
         trainer.strategy.exclude_frozen_parameters = exclude
         trainer.save_checkpoint(path)
 
+    def by_lightning_synced(path: str) -> None:
+        by_lightning(path, True)
+        _sync(Path(path))
+
     def by_deepspeed(path: str) -> None:
         trainer.strategy.model.save_checkpoint(path, tag="checkpoint", exclude_frozen_parameters=True)
 
@@ -149,6 +156,8 @@ def _ways() -> dict[str, Callable[[str], object]]:
 
     return {
         OURS: lambda path: by_lightning(path, True),
+        OURS_UNSYNCED: lambda path: by_lightning(path, True),
+        NATIVE_SYNCED: by_lightning_synced,
         NATIVE: lambda path: by_lightning(path, True),
         FULL: lambda path: by_lightning(path, False),
         DEEPSPEED: by_deepspeed,
@@ -177,6 +186,26 @@ def _write(path: str, sync: bool) -> None:
     if sync:
         os.fsync(file)
     os.close(file)
+
+
+def _sync(folder: Path) -> None:
+    """Have all ranks sync what they have saved: each its share of the files, and then rank 0 the folders."""
+    import torch
+
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    torch.distributed.barrier()
+    inside = sorted(folder.rglob("*"))
+    _fsync([path for path in inside if path.is_file()][rank::world_size])
+    torch.distributed.barrier()
+    if rank == 0:
+        _fsync([*(path for path in inside if path.is_dir()), folder, folder.parent])
+
+
+def _fsync(paths: list[Path]) -> None:
+    for path in paths:
+        opened = os.open(path, os.O_RDONLY)
+        os.fsync(opened)
+        os.close(opened)
 
 
 def weight_bytes(stage: int, precision: str) -> int:

@@ -13,7 +13,21 @@ from typing import Any
 
 import bench_run
 from bench_figures import judged, ratios, rows, seconds, size, spread
-from bench_run import DEEPSPEED, FLOOR, FULL, HUGGING_FACE, NATIVE, OPTIMIZER_BYTES, OURS, RANKS, UNSYNCED, Model, Shape
+from bench_run import (
+    DEEPSPEED,
+    FLOOR,
+    FULL,
+    HUGGING_FACE,
+    NATIVE,
+    NATIVE_SYNCED,
+    OPTIMIZER_BYTES,
+    OURS,
+    OURS_UNSYNCED,
+    RANKS,
+    UNSYNCED,
+    Model,
+    Shape,
+)
 from ranks import Ranks
 
 from ds_frozen_patch import inspect
@@ -82,8 +96,9 @@ def saves(pool: Ranks, place: Path, ways: tuple[str, ...], rounds: int) -> dict[
 
 def check(way: str, place: Path) -> None:
     """Raise unless a manifest is there where it was saved under `patch()`, and nowhere else."""
-    if way in (OURS, NATIVE, FULL, DEEPSPEED) and (inspect(place).manifest is None) == (way == OURS):
-        raise AssertionError(f"{way} has{' no' if way == OURS else ' a'} manifest")
+    ours = way in (OURS, OURS_UNSYNCED)
+    if (ours or way in (NATIVE, NATIVE_SYNCED, FULL, DEEPSPEED)) and (inspect(place).manifest is None) == ours:
+        raise AssertionError(f"{way} has{' no' if ours else ' a'} manifest")
 
 
 def render(found: list[dict[str, Any]]) -> str:

@@ -1,0 +1,453 @@
+"""Power cuts, in a save and after it: what has been saved is not lost, nor what was there before.
+
+The disk is an image on a loop device, see `power`. Everything here but what counts calls needs root and Linux's ext4 or
+xfs, and is skipped elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+from disk import model_states
+from forked import Moment
+from power import KINDS, Cutter, Disk, NoPowerCutsError, settle
+from safetensors.torch import load_file
+from tools_checkpoints import TOOLS, Checkpoints, contents
+from under_test import Callback
+
+import ds_frozen_patch
+from ds_frozen_patch import CheckpointError
+from ds_frozen_patch.cli import main
+
+CASES = [
+    (way, stage, kind)
+    for kind in KINDS
+    for way, stages in (("trainer", (1, 2, 3)), ("fabric", (2, 3)), ("weights", (2, 3)), ("export", (2, 3)))
+    for stage in stages
+]
+SHORT = [("trainer", 2, "ext4"), ("fabric", 3, "xfs"), ("weights", 3, "xfs"), ("export", 2, "ext4")]
+TRIED = "power cut in or after a save, ext4 and xfs: Trainer, Fabric, ZeRO 1-3"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    everything = metafunc.config.getoption("--faults")
+    if "way" in metafunc.fixturenames:
+        metafunc.parametrize(("way", "stage", "kind"), CASES if everything else SHORT)
+    elif "kind" in metafunc.fixturenames:
+        metafunc.parametrize("kind", KINDS)
+
+
+@pytest.fixture
+def disk(tmp_path: Path, kind: str) -> Iterator[Disk]:
+    """A disk that can lose power."""
+    made = Disk.made(tmp_path, kind)
+    try:
+        disk = made.__enter__()
+    except NoPowerCutsError as error:
+        pytest.skip(str(error))
+    try:
+        yield disk
+    finally:
+        made.__exit__(None, None, None)
+
+
+WHENS = ("at a call", "at a time", "afterwards")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One power cut: when, after the journal has committed names or not, and what name is saved to."""
+
+    when: str
+    committed: bool
+    over: bool
+
+    @classmethod
+    def shuffled(cls, drawn: random.Random) -> list[Plan]:
+        """Each there is, once, with the moments in turn."""
+        how = list(product((False, True), (True, False)))
+        plans = [[cls(when, *values) for values in drawn.sample(how, len(how))] for when in WHENS]
+        return [plan for turn in zip(*plans, strict=True) for plan in turn]
+
+
+@dataclass
+class Power:
+    """One run on a rank, which saves again and again while its disk loses power; rank 0 cuts, and looks."""
+
+    disk: Disk
+    way: str
+    cuts: int
+    seed: str
+    number: int = 0  # of the save, and what is saved
+    kept: int = 0  # the number of what `last.ckpt` must hold, or a newer one
+    before: dict[str, tuple[int, float]] = field(default_factory=dict)  # calls and seconds of an undisturbed save
+    counts: Counter[str] = field(default_factory=Counter)
+    lost: list[str] = field(default_factory=list)
+    plans: list[Plan] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.drawn = random.Random(self.seed)
+        self.first = os.environ["RANK"] == "0"
+        self.folder = self.disk.where / "run"
+        self.last = self.folder / "last.ckpt"
+
+    def step(self, save: Callable[[Path], None]) -> None:
+        """Begin with undisturbed saves, and then lose power in each step."""
+        if not self.before:
+            # The first makes the fingerprints, and folders.
+            for name, path in (("first", self.last), ("over", self.last), ("new", self.folder / "new.ckpt")):
+                self.before[name] = self._save_undisturbed(save, path)
+            if self.first:
+                self._remove_new()
+            meet()
+        elif sum(self.counts.values()) < self.cuts:
+            self.plans = self.plans or Plan.shuffled(self.drawn)
+            self._cut(save, self.plans.pop())
+
+    def _save_undisturbed(self, save: Callable[[Path], None], path: Path) -> tuple[int, float]:
+        """The calls and the seconds that it took."""
+        self.number += 1
+        cutter, begun = Cutter(self.disk), time.perf_counter()
+        with cutter.watching() if self.first else nullcontext():
+            save(path)
+        seconds = time.perf_counter() - begun
+        if path == self.last:
+            self.kept = self.number
+        if self.first:
+            assert problem(path) is None, (path, problem(path))
+            assert number_of(path) == self.number
+        meet()
+        return cutter.calls, seconds
+
+    def _cut(self, save: Callable[[Path], None], plan: Plan) -> None:
+        self.number += 1
+        target = self.last if plan.over else self.folder / self.drawn.choice(["new.ckpt", "folder/new.ckpt"])
+        calls, seconds = self.before["over" if plan.over else "new"]
+        call, fraction, waits = self.drawn.random(), self.drawn.uniform(0, 1.1), self.drawn.random() < 0.5
+        moment = {
+            "at a call": Moment(1 + int(call * calls)),
+            "at a time": Moment(None, fraction * seconds),
+            "afterwards": None,
+        }[plan.when]
+        cutter = Cutter(self.disk, moment, plan.committed)
+        returned = None
+        meet()
+        with cutter.watching() if self.first else nullcontext():
+            try:
+                save(target)
+                returned = time.monotonic()
+            except CheckpointError:
+                pass
+        if self.first and cutter.at is None:
+            assert returned is not None, "the save failed, and nothing was wrong with the disk"
+            if waits:
+                settle()
+                time.sleep(fraction / 10)
+            if plan.committed:
+                self.disk.commit()
+                cutter.committed = False
+            cutter.cut()
+        settle()
+        every: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(every, returned)
+        if self.first:
+            assert cutter.at is not None
+            done = any(moment is not None and moment < cutter.at for moment in every)
+            self.disk.restore()
+            wrong = self._look(target, done)
+            self.lost += [f"{plan}, {'returned' if done else 'not returned'} before the cut: {wrong}"] if wrong else []
+            self.counts["after it" if done else "in the save, which returned" if any(every) else "in the save"] += 1
+            self._remove_new()
+        else:
+            self.counts["on rank 0"] += 1
+        meet()
+        self._save_undisturbed(save, self.last)
+
+    def result(self) -> tuple[Counter[str], list[str], list[str]]:
+        """What was tried, what was lost, and what has been left beside the checkpoint."""
+        settle()
+        meet()
+        return self.counts, self.lost, [path.name for path in self.folder.iterdir() if path != self.last]
+
+    def _remove_new(self) -> None:
+        for path in (self.folder / "new.ckpt", self.folder / "folder"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+    def _look(self, target: Path, done: bool) -> str:
+        """What is wrong on the disk after a cut in a save to the target, if it had returned or not; nothing, if ''."""
+        wrong = []
+        for path in {*self.folder.glob("[!.]*.ckpt"), *self.folder.glob("folder/[!.]*.ckpt")}:
+            found = problem(path)
+            if found is not None:
+                wrong.append(f"{path.name} is broken: {found}")
+        wanted = [(self.last, self.number if done and target == self.last else self.kept)]
+        if done and target != self.last:
+            wanted.append((target, self.number))
+        for path, least in wanted:
+            places = [path]
+            if not done and not self.disk.exchanges:
+                places += [item for item in path.parent.glob(f".*{path.name}*") if problem(item) is None]
+            numbers = [number_of(place) for place in places if place.exists() and problem(place) is None]
+            if max(numbers, default=0) < least:
+                wrong.append(f"{path.name} must be of save {least} or newer, and there are {numbers}")
+        return "; ".join(wrong)
+
+
+def problem(path: Path) -> str | None:
+    """What is wrong with a checkpoint, all of which is read."""
+    if path.is_file():
+        try:
+            with zipfile.ZipFile(path) as archive:
+                return archive.testzip()
+        except (zipfile.BadZipFile, OSError) as error:
+            return f"{type(error).__name__}: {error}"
+    found = ds_frozen_patch.verify(path).problems
+    if found:
+        return found[0]
+    exported = path / "trainable.safetensors"
+    if exported.exists():
+        try:
+            empty = [name for name, value in load_file(exported).items() if not value.any() and "seen" not in name]
+        except Exception as error:  # of the Rust library
+            return f"{exported.name}: {error}"
+        if empty:
+            return f"{exported.name} has zeros in {empty}"
+    return None
+
+
+def number_of(path: Path) -> int:
+    """Which save a whole checkpoint is of."""
+    state = torch.load(path, map_location="cpu", weights_only=False) if path.is_file() else model_states(path)[0]
+    number: int = state["number"]
+    return number
+
+
+def meet() -> None:
+    torch.distributed.barrier()
+
+
+class Numbered(runs.LoraRun):
+    """A run whose checkpoints say which save they are of."""
+
+    power: Power
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["number"] = self.power.number
+
+
+class Cuts(Callback):
+    """A power cut after each batch; then the run goes on."""
+
+    def __init__(self, power: Power) -> None:
+        self.power = power
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        def save(path: Path) -> None:
+            trainer.save_checkpoint(path, weights_only=self.power.way == "weights")
+
+        self.power.step(save)
+
+
+def train_through(out: str, disk: Disk, way: str, stage: int, cuts: int) -> tuple[Counter[str], list[str], list[str]]:
+    ds_frozen_patch.patch(export="safetensors" if way == "export" else None)
+    power = Power(disk, way, cuts, f"{way} {stage} {disk.kind}")
+    epochs = -(-(cuts + 1) // runs.BATCHES)
+    callbacks: Any = [Cuts(power)]
+    trainer = runs.trainer(out, 2, stage, epochs=epochs, callbacks=callbacks, enable_checkpointing=False)
+    module = Numbered()
+    module.power = power
+    trainer.fit(module, runs.batches(2))
+    assert len(module.losses) == epochs * runs.BATCHES
+    result = power.result()
+    if way == "trainer":
+        resumed = runs.trainer(out, 2, stage, epochs=epochs + 1, enable_checkpointing=False)
+        again = runs.LoraRun()
+        resumed.fit(again, runs.batches(2), ckpt_path=str(power.last))
+        assert len(again.losses) == (epochs + 1) * runs.BATCHES - (cuts + 1), "it went on from another step"
+    return result
+
+
+def fabric_through(out: str, disk: Disk, way: str, stage: int, cuts: int) -> tuple[Counter[str], list[str], list[str]]:
+    ds_frozen_patch.patch()
+    power = Power(disk, way, cuts, f"{way} {stage} {disk.kind}")
+    fabric: Any = runs.fabric(2, stage)
+    model, optimizer = runs.fabric_setup(fabric)
+
+    def save(path: Path) -> None:
+        fabric.save(path, {"model": model, "optimizer": optimizer, "number": power.number})
+
+    while sum(power.counts.values()) < cuts:
+        (tokens, *_) = fabric.setup_dataloaders(runs.batches(2))
+        fabric.backward(model(tokens))
+        optimizer.step()
+        optimizer.zero_grad()
+        power.step(save)
+    return power.result()
+
+
+@pytest.mark.timeout(900)
+def test_a_power_cut(
+    ranks: Any,
+    disk: Disk,
+    tmp_path: Path,
+    long: bool,
+    counted: Callable[[str, int], None],
+    way: str,
+    stage: int,
+) -> None:
+    cuts = 12 if long else 6
+    run = fabric_through if way == "fabric" else train_through
+    begun = time.monotonic()
+    (counts, lost, left), _ = ranks(2, run, out=str(tmp_path / "out"), disk=disk, way=way, stage=stage, cuts=cuts)
+    print(way, stage, disk.kind, dict(counts), f"{len(lost)} lost, {len(left)} left, {time.monotonic() - begun:.0f} s")
+    assert sum(counts.values()) == cuts
+    assert counts["after it"] > 0, counts
+    assert counts["in the save"] + counts["in the save, which returned"] > 0, counts
+    assert lost == [], "\n".join([f"{len(lost)} of {cuts} lost", *lost])
+    counted(TRIED, cuts)
+
+
+def test_that_a_cut_loses_what_is_not_synced(disk: Disk) -> None:
+    """The bench itself: a disk that lost nothing would let everything pass."""
+
+    def written(name: str, sync: bool) -> Path:
+        folder = disk.where / f".{name}"
+        folder.mkdir()
+        with (folder / "file").open("wb") as file:
+            file.write(b"1" * 300_000)
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+        if sync:
+            synced(folder)
+        folder.rename(disk.where / name)
+        if sync:
+            synced(disk.where)
+        return disk.where / name / "file"
+
+    def synced(folder: Path) -> None:
+        opened = os.open(folder, os.O_RDONLY)
+        os.fsync(opened)
+        os.close(opened)
+
+    for how in ("nothing committed", "committed", "committed by another file"):
+        whole = written(f"{how}, synced", True)
+        torn = written(f"{how}, not synced", False)
+        if how == "committed by another file":
+            disk.commit()
+        disk.cut(how == "committed")
+        with pytest.raises(OSError, match="Input/output error"):
+            (disk.where / "other").touch()
+        disk.restore()
+        assert whole.read_bytes() == b"1" * 300_000, how
+        if how == "nothing committed":
+            assert not torn.exists()
+        else:
+            assert torn.read_bytes() == b"", how
+    assert disk.exchanges
+
+
+@pytest.mark.timeout(900)
+def test_a_power_cut_in_or_after_a_tool(
+    checkpoints: Checkpoints, disk: Disk, tmp_path: Path, long: bool, counted: Callable[[str, int], None]
+) -> None:
+    """What a tool has made when it returned is there after a cut; else it is whole, or not there."""
+    drawn = random.Random(disk.kind)
+    lost, counts = [], Counter[str]()
+    for tool, (name, words, made) in TOOLS.items():
+        if tool != "prune" and (not long or tool == "universal"):
+            continue  # DeepSpeed's converter is a process of its own, and takes long to start
+        source = checkpoints(2) / name
+        main([*words, str(source), str(tmp_path / tool / made), "-q"])
+        expected = contents(tmp_path / tool / made)
+        target = disk.where / tool / made
+        cutter, begun = Cutter(disk), time.perf_counter()
+        with cutter.watching():
+            assert main([*words, str(source), str(target), "-q"]) == 0
+        calls, seconds = cutter.calls, time.perf_counter() - begun
+        assert calls > 0
+        for when, committed in product(WHENS, (False, True)) if long else product(WHENS[::2], (False, True)):
+            shutil.rmtree(disk.where / tool)
+            moment = {
+                "at a call": Moment(drawn.randint(1, calls)),
+                "at a time": Moment(None, drawn.uniform(0, seconds)),
+                "afterwards": None,
+            }[when]
+            cutter = Cutter(disk, moment, committed)
+            with cutter.watching():
+                status = main([*words, str(source), str(target), "-q"])
+                done = status == 0 and cutter.at is None
+            cutter.cut()
+            settle()
+            disk.restore()
+            whole = target.exists() and contents(target) == expected
+            if not whole and (done or target.exists()):
+                state = "broken" if target.exists() else "gone"
+                lost.append(f"{tool}, {when}, {committed=}, returned {status}, {done=}: {state}")
+            counts["after it" if done else "in it"] += 1
+            (disk.where / tool).mkdir(exist_ok=True)
+    assert min(counts["after it"], counts["in it"]) > 0, counts
+    assert lost == [], "\n".join([f"{len(lost)} of {sum(counts.values())} lost", *lost])
+    counted("power cut in or after a tool, ext4 and xfs", sum(counts.values()))
+
+
+def synced_calls(out: str, stage: int, options: dict[str, Any]) -> list[tuple[int, int]]:
+    """How often this rank calls fsync in a save, of a checkpoint and of weights alone."""
+    ds_frozen_patch.patch(**options)
+    trainer = runs.trainer(out, 2, stage, epochs=1, enable_checkpointing=False)
+    trainer.fit(runs.LoraRun(), runs.batches(2))
+    originals = {name: getattr(os, name) for name in ("fsync", "fdatasync", "sync")}
+    called: list[str] = []
+    found = []
+
+    def counting(name: str) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            called.append(name)
+            originals[name](*args)
+
+        return call
+
+    for name in originals:
+        setattr(os, name, counting(name))
+    try:
+        for alone in (False, True):
+            trainer.save_checkpoint(f"{out}/{'weights' if alone else 'small'}.ckpt", weights_only=alone)
+            settle()
+            meet()
+            files = [item for item in Path(out).rglob("*") if item.suffix == ".pt" or item.name == "weights.ckpt"]
+            found.append((len(called), len(files)))
+            called.clear()
+    finally:
+        for name, original in originals.items():
+            setattr(os, name, original)
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_that_a_save_is_synced(ranks: Any, tmp_path: Path, stage: int) -> None:
+    (small, alone), other = ranks(2, synced_calls, out=str(tmp_path), stage=stage, options={})
+    assert small[0] + other[0][0] > small[1] > 1, "fewer calls of fsync than files, or no file"
+    assert small[0] > 0
+    assert other[0][0] > 0, "rank 1 writes files too, and on another node rank 0 could not sync them"
+    assert alone[0] >= 2, "the file and its folder"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_that_sync_can_be_turned_off(ranks: Any, tmp_path: Path, stage: int) -> None:
+    for found in ranks(2, synced_calls, out=str(tmp_path), stage=stage, options={"sync": False}):
+        assert [calls for calls, _ in found] == [0, 0]
+        assert found[0][1] > 1
