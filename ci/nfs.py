@@ -66,23 +66,23 @@ def boot(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         with disk.open("wb") as file:
             file.truncate(8 * 2**30)  # a file with holes
         command = ["linux.uml", f"mem={arguments.memory}G", "root=/dev/root", "rootfstype=hostfs", "rootflags=/", "ro"]
-        command += [f"ubd0={disk}", f"uml_dir={folder}", "con=null", "con0=null,fd:1", "quiet", f"init={GUEST}"]
+        command += [f"ubd0={disk}", f"uml_dir={folder}", "con=null", "con0=null,fd:1", "loglevel=1", f"init={GUEST}"]
         command += [f'NFS_{name.upper()}="{value}"' for name, value in settings.items()]
-        machine = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
-        )
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "bufsize": 0}  # select sees no buffers
+        machine = subprocess.Popen(command, start_new_session=True, **streams)  # type: ignore[call-overload]
         assert machine.stdout
         try:
             while select.select([machine.stdout], [], [], SILENCE)[0]:
-                line = machine.stdout.readline().decode(errors="replace").strip()
+                raw = machine.stdout.readline()
+                line = raw.decode(errors="replace").strip()
+                if not raw or line == END:
+                    break
                 if line.startswith("RESULT "):
                     told.append(json.loads(line.removeprefix("RESULT ")))
-                elif line == END:
-                    break
+                    if told[-1]["kind"] == "end":
+                        print(f"NFS and nodes {told[-1]['of']}: done", file=sys.stderr, flush=True)
                 elif line:
                     print(line, file=sys.stderr, flush=True)
-                elif machine.poll() is not None:
-                    break
             else:
                 print(f"The machine said nothing for {SILENCE} seconds, and was ended.", file=sys.stderr)
         finally:
@@ -108,9 +108,10 @@ def report(told: list[dict[str, Any]], wanted: list[str], saves: int) -> int:
         cells = (version, nodes, len(made), failed, lost, saves - len(made), f"{median:.2f}", left)
         print(f"| {' | '.join(map(str, cells))} |")
         bad = bad or bool(failed or lost or saves > len(made))
-        notes += [f"NFS {version}, {nodes} nodes, the client: {json.dumps(e)}" for e in by_run[run]["client"]]
+        if nodes == wanted[0].split("-")[1]:
+            notes += [f"NFS {version}, the client: {json.dumps(found)}" for found in by_run[run]["client"]]
         notes += [f"NFS {version}, {nodes} nodes, first failure: {s['why']}" for s in made if s["why"]][:1]
-    print("\n".join(["", *notes]))
+    print("", *notes, sep="\n")
     return int(bad)
 
 

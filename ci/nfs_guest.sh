@@ -4,7 +4,7 @@
 #
 #   nfs_guest.sh                        the machine, as its first process, by the variables that ci/nfs.py sets
 #   nfs_guest.sh node NODE VERSIONS     a node's namespaces
-set -eux
+set -eu
 here=${0%/*}
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/run TMPDIR=/run
 export PYTHONDONTWRITEBYTECODE=1 PYTHONPATH="$here/../src:$here/../tests:$here"

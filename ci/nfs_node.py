@@ -59,55 +59,56 @@ class Node(Callback):
                 problem = f"The checkpoint is of step {step}, not {trainer.global_step}."
             lost = step is None or step not in (trainer.global_step, self.kept)
             self.kept = step
-            why = " ".join([*errors, problem])[:900].strip()
+            why = " ".join([*errors[:1], problem]).strip()
             self.tell(kind="save", failed=bool(why), lost=lost, seconds=seconds, why=why)
         self.meet(None)
         trainer.should_stop = trainer.global_step >= self.saves
 
     def on_train_end(self, *_: Any) -> None:
+        self.store().set(f"left/{self.rank}", "")
+        if self.rank == 0:  # the store is in this process
+            self.store().wait([f"left/{rank}" for rank in range(self.nodes)])
         self.tell(kind="end", names=sorted({entry.name for entry in self.server.iterdir()} - {NAME, "tried"}))
 
     def meet(self, value: Any) -> list[Any]:
         """Each rank's value, by the process group's store: it also works after a collective has failed."""
-        store = torch.distributed.distributed_c10d._get_default_store()
+        store = self.store()
         self.meetings += 1
         store.set(f"nfs/{self.meetings}/{self.rank}", json.dumps(value))
         return [json.loads(store.get(f"nfs/{self.meetings}/{rank}")) for rank in range(self.nodes)]
 
+    def store(self) -> Any:
+        return torch.distributed.distributed_c10d._get_default_store()
+
     def try_client(self) -> dict[str, Any]:
-        """What this kernel's NFS client does: rank 0 changes a folder, and the last rank looks."""
-        first, folder = self.rank == 0, self.client / "tried"
+        """Rank 0 changes a folder, and the last rank looks: whether the nodes' caches are apart, as on two machines."""
+        first, last, folder = self.rank == 0, self.rank == self.nodes - 1, self.client / "tried"
         before, after, locked = (folder / name for name in ("before", "after", "locked"))
         if first:
             before.mkdir(parents=True)
         self.meet(None)
-        seen = [before.is_dir(), after.is_dir()]  # now every node has both names in its cache
+        _ = before.is_dir(), after.is_dir()  # now every node has both names in its cache
         self.meet(None)
         if first:
             before.rename(after)
         self.meet(None)
         seen = [before.is_dir(), after.is_dir()]
-        names = [[entry.name for entry in folder.iterdir()]]
+        names = [entry.name for entry in folder.iterdir()]
         self.meet(None)
-        if first:
+        found: dict[str, Any] = {"is_dir(old), is_dir(new) after a rename elsewhere": seen, "listdir": names}
+        with locked.open("a") as file:
+            if first:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            self.meet(None)
+            if last:
+                found["flock of what is locked elsewhere"] = attempt(fcntl.flock, file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.meet(None)
+        if last:
             before.mkdir()
-            held = locked.open("w")
-            fcntl.flock(held, fcntl.LOCK_EX)
-        self.meet(None)
-        names.append(sorted(entry.name for entry in folder.iterdir()))
-        lock = "" if first else attempt(lambda: fcntl.flock(locked.open("r+"), fcntl.LOCK_EX | fcntl.LOCK_NB))
-        found = {
-            "is_dir(old name), is_dir(new name) after another's rename": seen,
-            "listdir is fresh after it": names[0] == ["after"],
-            "listdir is fresh after another's mkdir": names[1] == ["after", "before", "locked"],
-            "flock of what another holds": lock,
-        }
-        found = self.meet(found)[-1]
-        if first:
-            held.close()
-            found["RENAME_EXCHANGE"] = attempt(lambda: exchange(before, after))
-            found["fsync of a folder"] = attempt(lambda: os.fsync(os.open(folder, os.O_RDONLY)))
-        return found
+            one, other = os.fsencode(before), os.fsencode(after)
+            found["RENAME_EXCHANGE"] = attempt(call, "renameat2", HERE, one, HERE, other, EXCHANGE)
+            found["fsync of a folder"] = attempt(os.fsync, os.open(folder, os.O_RDONLY))
+        return dict(self.meet(found)[-1])
 
     def tell(self, **found: Any) -> None:
         if self.rank == 0:
@@ -127,18 +128,15 @@ def look(path: Path) -> tuple[int | None, str]:
         return None, f"What is there cannot be read: {error}"
 
 
-def exchange(one: Path, other: Path) -> None:
-    done(LIBC.renameat2(HERE, os.fsencode(one), HERE, os.fsencode(other), EXCHANGE))
+def call(name: str, *arguments: Any) -> None:
+    """A function of libc that gives 0 or sets errno."""
+    if getattr(LIBC, name)(*arguments):
+        raise OSError(ctypes.get_errno(), name)
 
 
-def done(failed: int) -> None:
-    if failed:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-def attempt(call: Callable[[], Any]) -> str:
+def attempt(function: Callable[..., Any], *arguments: Any) -> str:
     try:
-        call()
+        function(*arguments)
     except OSError as error:
         return errno.errorcode[error.errno or 0]
     return "works"
@@ -152,7 +150,7 @@ def train(version: str, nodes: int, rank: int, saves: int, stage: int) -> None:
     import runs
 
     namespaces = os.pidfd_open(int(Path(f"/mnt/node{rank}").read_text()))
-    done(LIBC.setns(namespaces, NEW_MOUNTS | NEW_NAME | NEW_NETWORK))
+    call("setns", namespaces, NEW_MOUNTS | NEW_NAME | NEW_NETWORK)
     os.environ |= {"RANK": str(rank), "NODE_RANK": str(rank), "WORLD_SIZE": str(nodes)}
     os.environ |= {"MASTER_ADDR": "10.9.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}
     node = Node(version, nodes, rank, saves)
@@ -184,8 +182,8 @@ def main() -> None:
                 forks[fork] = rank
             while forks:
                 fork, status = os.wait()
-                rank = forks.pop(fork, None)
-                if status and rank is not None:
+                rank = forks.pop(fork)
+                if status:
                     last = Path(f"/mnt/log{rank}").read_text(errors="replace").splitlines()[-15:]
                     print(
                         f"NFS {version}, {nodes} nodes: rank {rank} ended with an error.", *last, sep="\n", flush=True
