@@ -133,6 +133,12 @@ def faults(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def nfs(session: nox.Session) -> None:
+    """Save on real NFS in a virtual machine: `-- --saves 200 --nodes 2,4 --versions 4.2,4.1,3`."""
+    run(session, "everyday", "ci/nfs.py", *session.posargs, CELL="everyday")
+
+
+@nox.session(venv_backend="none")
 @nox.parametrize("cell", ON_GPUS, ids=ON_GPUS)
 def gpu(session: nox.Session, cell: str) -> None:
     """The promises on this machine's GPUs, one or two of them; what follows `--` goes to pytest."""
