@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)
+_CACHE_SECONDS = 60  # NFS keeps names for up to `acdirmax`, which is that
 _CANNOT_SYNC_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
 
 
@@ -50,6 +52,17 @@ def sync_tree(path: str | Path) -> None:
 def listed(folder: Path) -> list[str]:
     """The names in a folder. The client of a network disk asks its server for them, and then knows what is there."""
     return sorted(item.name for item in folder.iterdir())
+
+
+def wait_for_name(path: Path) -> None:
+    """Where a folder lists a name and still has nothing at it, wait: a network disk's client forgets within a minute."""
+    for _ in range(_CACHE_SECONDS):
+        try:
+            if path.exists() or path.name not in listed(path.parent):
+                return
+        except OSError:
+            return
+        time.sleep(1)
 
 
 def make_folder(path: Path, sync: bool = True) -> None:

@@ -86,6 +86,7 @@ class Load:
     manifest: Manifest | None = None
     state: Mapping[str, Any] = field(default_factory=dict)
     _number: int = field(default_factory=lambda: next(_numbers))
+    _looks: int = 0
 
     @property
     def is_on_own_disks(self) -> bool:
@@ -100,15 +101,22 @@ class Load:
         if self.is_on_own_disks:
             return _look_at_own(self.engine, self.source, self.tag)
         store = default_store()
-        key = f"ds_frozen_patch/load{self._number}/{self.tag}"
         if self.strategy.is_global_zero:
-            found = _look(self.source, self.tag)
-            if store is not None:
-                store.set(key, _packed(found))
-            return found
+            return self.tell(_look(self.source, self.tag))
         if store is None:
             return _look(self.source, self.tag)
-        return _unpacked(store.get(key))
+        return _unpacked(store.get(self._key()))
+
+    def tell(self, look: Look) -> Look:
+        """Let the other ranks have what the first rank has seen; it must tell them, for they wait for it."""
+        store = default_store()
+        if store is not None and self.strategy.is_global_zero:
+            store.set(self._key(), _packed(look))
+        return look
+
+    def _key(self) -> str:
+        self._looks += 1
+        return f"ds_frozen_patch/load{self._number}.{self._looks}"
 
     def check(self, look: Look) -> None:
         """Read this rank's share of the files, and meet; every rank must call it.

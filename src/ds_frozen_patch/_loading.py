@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from . import _load, _ownership
+from ._durable import wait_for_name
 from ._errors import CheckpointMismatchError, named
 from ._labels import LABEL
 from ._lending import lent, set_to
-from ._load import Load
+from ._load import Load, Look
 from ._save import is_left_behind, left_behind, moved_away
 from ._saving import forgets_optimizer, has_plain_optimizer, is_local, keeps_optimizer_on_nvme, logger_of, warn
 from ._settings import current
@@ -54,6 +55,7 @@ def strategy_load(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, .
     except Exception as error:  # the other ranks wait for this one
         problem = error
     if problem is not None or content is not None:
+        load.tell(Look(problem=str(problem or "")))
         load.meet("a checkpoint" if content is None else "a single file", problem)
     if content is not None:
         from . import _single_file
@@ -85,6 +87,7 @@ def _moved_in_deepspeed() -> list[tuple[Any, str, Any]]:
 
 def _found(strategy: Any, path: Path) -> Path:
     """The path, or where a save that was killed while it renamed has left the checkpoint of that name."""
+    wait_for_name(path)
     if not path.exists() and (copies := left_behind(path)):
         path = copies[0]
     _check_path(path)
@@ -147,13 +150,13 @@ def engine_load(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
     restores_optimizer = call.arguments["load_optimizer_states"] and not call.arguments["load_module_only"]
     load.restores_optimizer = restores_optimizer
     load.source, load.tag = str(call.arguments["load_dir"]), call.arguments["tag"]
-    look = load.look()
-    if (made := _elastic.resharded(load, look)) is not None:
-        load.tag = made
-        look = load.look()
-    load.check(look)
-    call.arguments["load_dir"], call.arguments["tag"] = load.source, load.tag
     with set_to(_load.current, load), lent(_missing_in(engine)):
+        look = load.look()
+        if (made := _elastic.resharded(load, look)) is not None:
+            load.tag = made
+            look = load.look()
+        load.check(look)
+        call.arguments["load_dir"], call.arguments["tag"] = load.source, load.tag
         path, client_state = wrapped(*call.args, **call.kwargs)
     forget_second_copies(engine)
     if restores_optimizer and keeps_optimizer_on_nvme(engine):
