@@ -35,7 +35,7 @@ def why_not() -> str:
     """Why this machine cannot have such a disk; empty if it can."""
     if os.geteuid() != 0:
         return "only root can mount a disk"
-    if not os.path.exists("/dev/fuse"):
+    if not Path("/dev/fuse").exists():
         return "there is no /dev/fuse"
     if importlib.util.find_spec("mfusepy") is None:
         return "mfusepy is not installed"
@@ -106,34 +106,34 @@ def serve(backing: str, at: str, seconds: float) -> None:
                 return [(entry.name, {"st_ino": entry.inode(), "st_mode": kind(entry)}, 0) for entry in entries]
 
         def readlink(self, path: str) -> str:
-            return os.readlink(backing + path)
+            return str(Path(backing + path).readlink())
 
         def mkdir(self, path: str, mode: int) -> int:
-            os.mkdir(backing + path, mode)
+            Path(backing + path).mkdir(mode)
             return 0
 
         def rmdir(self, path: str) -> int:
-            os.rmdir(backing + path)
+            Path(backing + path).rmdir()
             return 0
 
         def unlink(self, path: str) -> int:
-            os.unlink(backing + path)
+            Path(backing + path).unlink()
             return 0
 
         def rename(self, old: str, new: str) -> int:
-            os.rename(backing + old, backing + new)
+            Path(backing + old).rename(backing + new)
             return 0
 
         def link(self, target: str, source: str) -> int:
-            os.link(backing + source, backing + target)
+            Path(backing + target).hardlink_to(backing + source)
             return 0
 
         def symlink(self, target: str, source: str) -> int:
-            os.symlink(source, backing + target)
+            Path(backing + target).symlink_to(source)
             return 0
 
         def chmod(self, path: str, mode: int) -> int:
-            os.chmod(backing + path, mode)
+            Path(backing + path).chmod(mode)
             return 0
 
         def chown(self, path: str, uid: int, gid: int) -> int:

@@ -9,6 +9,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import threading
 import time
 from collections import Counter
@@ -25,7 +26,7 @@ import pytest
 import runs
 import torch
 from disk import model_states
-from forked import Here, Moment, outcomes
+from forked import Here, Moment, Process, outcomes
 from nodes import Nodes
 from under_test import Callback, DeepSpeedStrategy, ModelCheckpoint, pl
 
@@ -91,7 +92,7 @@ def returned(said: list[tuple[str, Any]], cluster: Nodes) -> list[Any]:
     return [value for _, value in said]
 
 
-def refused(said: list[tuple[str, Any]], file: str) -> None:
+def refused_on_all(said: list[tuple[str, Any]], file: str) -> None:
     """Every rank must have raised an error that names a file."""
     for rank, (what, why) in enumerate(said):
         assert what == "raised", (rank, said)
@@ -153,7 +154,7 @@ def test_saves_of_nodes_that_share_a_disk(
     """Each node still sees the names that another has renamed or removed."""
     found: Counter[str] = Counter()
     messages: list[str] = []
-    steps = 17 if long else 6 // count
+    steps = 17 if long else {2: 3, 4: 2}[count]
     for number, stage in enumerate((2, 3, 2, 3) if long else (2,) if count == 2 else (3,)):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -251,13 +252,13 @@ def test_damage_on_the_disk_of_one_node(
     files = [sorted(disk.glob("run/last.ckpt/checkpoint/*_states.pt")) for disk in cluster.files]
     assert [len(found) for found in files] == [2, 2]
     model, optimizer = sorted(files[1], key=lambda file: "optim" in file.name)
-    tried = [(flip, optimizer), (Path.unlink, model)]
+    tried: list[tuple[Callable[[Path], None], Path]] = [(flip, optimizer), (Path.unlink, model)]
     if long:
         tried = [(damage, file) for damage in (flip, Path.unlink) for file in (*files[0], *files[1])]
     for damage, file in tried:
         before = file.read_bytes()
         damage(file)
-        refused(cluster.run(resume, stage=stage), file.name)
+        refused_on_all(cluster.run(resume, stage=stage), file.name)
         file.write_bytes(before)
     assert returned(cluster.run(resume, stage=stage), cluster) == [runs.BATCHES] * 2
     counted("damage to a file of one of 2 nodes with disks of their own", len(tried))
@@ -266,8 +267,11 @@ def test_damage_on_the_disk_of_one_node(
 EPOCHS = 30
 """More than a chain of kills has."""
 
+AFTER_ALL = Moment(1 << 30)
+"""When the save is done, where somebody else does not kill it before."""
 
-def train(here: Here, at: str, stage: int, diary: str, saves: int, kill: bool, resumes: bool) -> dict[str, Any]:
+
+def train(here: Here, at: str, stage: int, diary: str, saves: int, resumes: bool) -> dict[str, Any]:
     """A run that saves at the ends of its first epochs, in the last of these saves over what is there.
 
     It notes on what its rank goes on from, the loss of each step, and that a save is done.
@@ -296,6 +300,7 @@ def train(here: Here, at: str, stage: int, diary: str, saves: int, kill: bool, r
             last = self.saved == saves
             begun = time.perf_counter()
             if last:
+                self.note("saving")
                 here.begins()
             trainer.save_checkpoint(f"{at}/run/last.ckpt")
             self.note(f"saved {trainer.global_step}")
@@ -319,10 +324,44 @@ class Chain:
     counts: Counter[str] = field(default_factory=Counter)
     launches: int = 0
 
-    def launch(self, moments: tuple[Moment | None, ...], saves: int, resumes: bool) -> list[tuple[str, Any]]:
+    def launch(
+        self, moments: tuple[Moment | None, ...], saves: int, resumes: bool, between: bool = False
+    ) -> list[tuple[str, Any]]:
+        """The outcome on each rank; `between`: those that have a moment are killed between the nodes' renames."""
         self.launches += 1
-        asked = {"stage": self.stage, "diary": self._diary(), "saves": saves, "resumes": resumes}
-        return self.cluster.run(train, moments, kill=any(moments), **asked)
+        asked: dict[str, Any] = {"stage": self.stage, "diary": self._diary(), "saves": saves, "resumes": resumes}
+        processes = self.cluster.start(train, moments, **asked)
+        over = threading.Event()
+        killer = threading.Thread(target=self._kill_between, args=(processes, over))
+        if between:
+            killer.start()
+        try:
+            return outcomes(processes)
+        finally:
+            over.set()
+            if between:
+                killer.join()
+
+    def _kill_between(self, processes: list[Process], over: threading.Event) -> None:
+        """As soon as the name leads elsewhere on one of the disks."""
+        while not over.is_set() and not all(self.noted(rank, "saving") for rank in (0, 1)):
+            time.sleep(0.001)
+        before = self._named()
+        while not over.is_set() and self._named() == before:
+            pass
+        for process in processes:
+            if process.moment is not None and process.process.pid is not None and not over.is_set():
+                os.kill(process.process.pid, signal.SIGKILL)
+
+    def _named(self) -> list[int]:
+        """What has the checkpoint's name on each disk."""
+        found = []
+        for disk in self.cluster.files:
+            try:
+                found.append((disk / "run" / "last.ckpt").stat().st_ino)
+            except FileNotFoundError:
+                found.append(0)
+        return found
 
     def _diary(self) -> str:
         return str(self.cluster.at.with_name(f"diary{self.launches}"))
@@ -341,16 +380,21 @@ class Chain:
         for folder in first:
             shutil.copytree(folder, folder.with_name("first"))
         step, may_be = 2 * runs.BATCHES, {2 * runs.BATCHES}
+        fresh = True
         while self.counts["kills"] < kills:
-            said = self.launch(self._moments(alone), 1, resumes=True)
+            between = self.drawn.random() < 0.5
+            moments = self._moments(alone, AFTER_ALL if between else None)
+            said = self.launch(moments, 1, resumes=True, between=between)
             from_ = self._resumed(said)
+            assert from_ is not None or not fresh, "what no kill has touched is refused"
             if from_ is None or from_ >= (EPOCHS - 1) * runs.BATCHES:
                 self.counts["refused" if from_ is None else "ends"] += 1
                 for folder in first:
                     shutil.rmtree(folder)
                     shutil.copytree(folder.with_name("first"), folder)
-                may_be = {2 * runs.BATCHES}
+                may_be, fresh = {2 * runs.BATCHES}, True
                 continue
+            fresh = False
             assert from_ in may_be, (from_, may_be, "a save is lost")
             self.counts["kills"] += 1
             self.counts["from the save before"] += from_ == step
@@ -365,12 +409,9 @@ class Chain:
             ended = returned(said, self.cluster)
             assert [one["state"] for one in ended] == [one["state"] for one in alone]
 
-    def _moments(self, alone: list[dict[str, Any]]) -> tuple[Moment | None, ...]:
-        """Of one rank or of both; a part of them when all has been written and is given its name."""
-        drawn = [Moment.drawn(self.drawn, one["calls"], one["seconds"]) for one in alone]
-        for rank, one in enumerate(alone):
-            if self.drawn.random() < 0.4:
-                drawn[rank] = Moment(self.drawn.randrange(2 * one["calls"] // 3, one["calls"] + 1))
+    def _moments(self, alone: list[dict[str, Any]], moment: Moment | None) -> tuple[Moment | None, ...]:
+        """Of one rank or of both: this one, or a random one."""
+        drawn = [moment or Moment.drawn(self.drawn, one["calls"], one["seconds"]) for one in alone]
         return self.drawn.choice([tuple(drawn), (drawn[0], None), (None, drawn[1])])
 
     def _resumed(self, said: list[tuple[str, Any]]) -> int | None:
