@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -41,6 +42,20 @@ needs_a_cache = pytest.mark.skipif(bool(caching_disk.why_not()), reason=caching_
 
 MIX = re.compile(r"\b(another|other|different|one|same) saves?\b|\bmix", re.IGNORECASE)
 """What an error says that names a mix of saves."""
+
+
+LONG: dict[str, list[Any]] = {
+    "test_disks_of_their_own": [2, 3, 1, 0],
+    "test_damage_on_the_disk_of_one_node": [2, 3],
+    "test_two_jobs_on_one_path": ["shared", pytest.param("cached", marks=needs_a_cache)],
+}
+"""What these are tried with in the long part; in the short one, with the first."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if tried := LONG.get(metafunc.function.__name__):
+        name = "stage" if "stage" in metafunc.fixturenames else "disks"
+        metafunc.parametrize(name, tried if metafunc.config.getoption("--faults") else tried[:1])
 
 
 # Inside a rank. `at` is where its node's disk is.
@@ -199,11 +214,8 @@ def whole_life(here: Here, at: str, stage: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("stage", [2, 3, 1, 0])
-def test_disks_of_their_own(tmp_path: Path, stage: int, long: bool) -> None:
+def test_disks_of_their_own(tmp_path: Path, stage: int) -> None:
     """What is resumed, and tested, is bit for bit what was saved; weights alone are on each disk."""
-    if stage != 2 and not long:
-        pytest.skip("a part of the long suite")
     cluster = nodes.own_disks(tmp_path, 2)
     ranks = returned(cluster.run(whole_life, stage=stage), cluster)
     assert len({one["alone"][1][-1] for one in ranks}) == 2, "each rank has its own batches"
@@ -240,13 +252,10 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
 def test_damage_on_the_disk_of_one_node(
     tmp_path: Path, stage: int, long: bool, counted: Callable[[str, int], None]
 ) -> None:
     """A byte that has changed, or a file that is gone, is an error on every rank, and names the file."""
-    if stage != 2 and not long:
-        pytest.skip("a part of the long suite")
     cluster = nodes.own_disks(tmp_path, 2)
     returned(cluster.run(save_once, stage=stage), cluster)
     assert returned(cluster.run(resume, stage=stage), cluster) == [runs.BATCHES] * 2
@@ -521,18 +530,12 @@ def two_jobs(cluster: Nodes, times: int, local: int) -> None:
     assert_no_leftovers(cluster)
 
 
-def test_two_jobs_on_one_path(tmp_path: Path, long: bool, counted: Callable[[str, int], None]) -> None:
-    """What has the name is whole, and the later of the two says that there is another."""
+def test_two_jobs_on_one_path(tmp_path: Path, disks: str, long: bool, counted: Callable[[str, int], None]) -> None:
+    """What has the name is whole, and the later of the two says that there is another.
+
+    They run on one node, or on two that cache the names of a server.
+    """
     times = 25 if long else 4
-    two_jobs(nodes.shared_disk(tmp_path, 1), times, local=2 if long else 1)
-    counted("saves by two jobs to one path at once", 2 * times)
-
-
-@needs_a_cache
-def test_two_jobs_on_one_path_of_a_server(tmp_path: Path, long: bool, counted: Callable[[str, int], None]) -> None:
-    """The same, of nodes that cache names."""
-    if not long:
-        pytest.skip("a part of the long suite")
-    with nodes.cached_disk(tmp_path, 2) as cluster:
-        two_jobs(cluster, 25, local=1)
-    counted("saves by two jobs to one path at once, of nodes that cache names", 50)
+    with nodes.cached_disk(tmp_path, 2) if disks == "cached" else nullcontext(nodes.shared_disk(tmp_path, 1)) as found:
+        two_jobs(found, times, local=2 if long and disks == "shared" else 1)
+    counted(f"saves by two jobs to one path at once, on a {disks} disk", 2 * times)
