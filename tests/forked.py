@@ -108,21 +108,34 @@ class Process:
 
 
 def ranks(
-    function: Callable[..., Any], log: Path, moments: tuple[Moment | None, ...], **arguments: Any
+    function: Callable[..., Any], log: Path, moments: tuple[Moment | None, ...], nodes: int = 1, **arguments: Any
 ) -> list[tuple[str, Any]]:
     """What becomes of a function on as many ranks as there are moments; a rank whose moment is None is not killed."""
+    return outcomes(started(function, log, moments, nodes, **arguments))
+
+
+def started(
+    function: Callable[..., Any], log: Path, moments: tuple[Moment | None, ...], nodes: int = 1, **arguments: Any
+) -> list[Process]:
+    """The processes of the ranks: on each node as many, told where they are as torchrun tells it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    size = str(len(moments))
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "WORLD_SIZE": size}
-    world |= {"LOCAL_WORLD_SIZE": size, "LOCAL_SIZE": size}
-    started = [
-        Process(function, log, moment, {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}, **arguments)
-        for rank, moment in enumerate(moments)
-    ]
-    with ThreadPoolExecutor(len(started)) as threads:
-        return list(threads.map(Process.outcome, started))
+    local = len(moments) // nodes
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(moments))}
+    world |= {"LOCAL_WORLD_SIZE": str(local), "LOCAL_SIZE": str(local)}
+    found = []
+    for rank, moment in enumerate(moments):
+        node = str(rank // local)
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank % local), "NODE_RANK": node, "GROUP_RANK": node}
+        found.append(Process(function, log, moment, world | own, **arguments))
+    return found
+
+
+def outcomes(processes: list[Process]) -> list[tuple[str, Any]]:
+    """What becomes of each."""
+    with ThreadPoolExecutor(len(processes)) as threads:
+        return list(threads.map(Process.outcome, processes))
 
 
 @contextmanager

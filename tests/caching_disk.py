@@ -1,0 +1,188 @@
+"""A disk of a server that several nodes mount, each with a cache of names and attributes, like a client of NFS.
+
+    python -m caching_disk BACKING MOUNTPOINT SECONDS
+
+It serves one mount, over FUSE, until that is unmounted. What one node renames or removes is still there for another
+for so many seconds, and what it makes is not there yet, if the other has asked for the name before. A listing asks
+the server. As on NFS, two names cannot be exchanged, and what a program of the same node has open is not removed at
+once but hidden.
+
+Two things differ from NFS. A node that goes by an old name finds what has that name on the server now, and not the
+directory that it led to before. And a listing, or the opening of a file, does not renew what the node has cached.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import errno
+import fcntl
+import importlib.util
+import os
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+SECONDS = 30
+"""How long a node keeps a name: what NFS keeps of a directory."""
+
+
+def why_not() -> str:
+    """Why this machine cannot have such a disk; empty if it can."""
+    if os.geteuid() != 0:
+        return "only root can mount a disk"
+    if not Path("/dev/fuse").exists():
+        return "there is no /dev/fuse"
+    if importlib.util.find_spec("mfusepy") is None:
+        return "mfusepy is not installed"
+    if not any(map(ctypes.util.find_library, ("fuse", "fuse3"))):
+        return "libfuse is not installed (Debian's libfuse3-3 or libfuse2)"
+    return ""
+
+
+@contextmanager
+def mounted(backing: Path, at: Path, seconds: float = SECONDS) -> Iterator[None]:
+    """While this lasts, `at` is one node's mount of the disk whose files are in `backing`."""
+    at.mkdir(exist_ok=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "caching_disk", str(backing), str(at), str(seconds)]
+    server = subprocess.Popen(command, env=environment)
+    try:
+        deadline = time.monotonic() + 30
+        while not os.path.ismount(at):
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{at} cannot be mounted; exit code {server.poll()}")
+            time.sleep(0.02)
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(at)], check=False)
+        try:
+            server.wait(10)
+        except subprocess.TimeoutExpired:  # somebody has a file open there
+            server.kill()
+            server.wait()
+
+
+def kind(entry: os.DirEntry[str]) -> int:
+    """The kind of a file, as a part of its mode."""
+    if entry.is_symlink():
+        return stat.S_IFLNK
+    return stat.S_IFDIR if entry.is_dir() else stat.S_IFREG
+
+
+def serve(backing: str, at: str, seconds: float) -> None:
+    """Until it is unmounted."""
+    import mfusepy
+
+    class Mount(mfusepy.FUSE):  # type: ignore[misc]
+        def rename_fuse_3(self, old: bytes, new: bytes, flags: int) -> int:
+            """mfusepy does not look at the flags."""
+            if flags:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            result: int = super().rename_fuse_3(old, new, flags)
+            return result
+
+    class Server(mfusepy.Operations):  # type: ignore[misc]
+        """What each request does to the backing folder."""
+
+        use_ns = True
+
+        def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
+            found = os.lstat(backing + path) if fh is None else os.fstat(fh)
+            names = ("st_mode", "st_ino", "st_nlink", "st_uid", "st_gid", "st_size", "st_blocks")
+            times = {f"st_{which}time": getattr(found, f"st_{which}time_ns") for which in "amc"}
+            return {**{name: getattr(found, name) for name in names}, **times}
+
+        def statfs(self, path: str) -> dict[str, int]:
+            found = os.statvfs(backing + path)
+            return {name: getattr(found, name) for name in dir(found) if name.startswith("f_")}
+
+        def readdir(self, path: str, fh: int) -> list[tuple[str, dict[str, int], int]]:
+            with os.scandir(backing + path) as entries:
+                return [(entry.name, {"st_ino": entry.inode(), "st_mode": kind(entry)}, 0) for entry in entries]
+
+        def readlink(self, path: str) -> str:
+            return str(Path(backing + path).readlink())
+
+        def mkdir(self, path: str, mode: int) -> int:
+            Path(backing + path).mkdir(mode)
+            return 0
+
+        def rmdir(self, path: str) -> int:
+            Path(backing + path).rmdir()
+            return 0
+
+        def unlink(self, path: str) -> int:
+            Path(backing + path).unlink()
+            return 0
+
+        def rename(self, old: str, new: str) -> int:
+            Path(backing + old).rename(backing + new)
+            return 0
+
+        def link(self, target: str, source: str) -> int:
+            Path(backing + target).hardlink_to(backing + source)
+            return 0
+
+        def symlink(self, target: str, source: str) -> int:
+            Path(backing + target).symlink_to(source)
+            return 0
+
+        def chmod(self, path: str, mode: int) -> int:
+            Path(backing + path).chmod(mode)
+            return 0
+
+        def chown(self, path: str, uid: int, gid: int) -> int:
+            os.chown(backing + path, uid, gid, follow_symlinks=False)
+            return 0
+
+        def utimens(self, path: str, times: tuple[int, int] | None = None) -> int:
+            os.utime(backing + path, ns=times or (time.time_ns(),) * 2, follow_symlinks=False)
+            return 0
+
+        def truncate(self, path: str, length: int, fh: int | None = None) -> int:
+            os.truncate(backing + path if fh is None else fh, length)
+            return 0
+
+        def create(self, path: str, mode: int, flags: int) -> int:
+            return os.open(backing + path, flags, mode)
+
+        def open(self, path: str, flags: int) -> int:
+            return os.open(backing + path, flags)
+
+        def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
+            return os.pread(fh, size, offset)
+
+        def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
+            return os.pwrite(fh, data, offset)
+
+        def flock(self, path: str, fh: int, op: int) -> int:
+            fcntl.flock(fh, op)
+            return 0
+
+        def fsync(self, path: str, datasync: int, fh: int) -> int:
+            os.fsync(fh)
+            return 0
+
+        def fsyncdir(self, path: str, datasync: int, fh: int) -> int:
+            folder = os.open(backing + path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+            return 0
+
+        def release(self, path: str, fh: int) -> int:
+            os.close(fh)
+            return 0
+
+    kept = {"entry_timeout": seconds, "attr_timeout": seconds, "negative_timeout": seconds}
+    Mount(Server(), at, foreground=True, use_ino=True, **kept)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], sys.argv[2], float(sys.argv[3]))

@@ -1,0 +1,541 @@
+"""Several nodes: with one disk behind a cache of names on each, and with a disk for each.
+
+A save is whole, a resume is from one save on all nodes, and what fails on one rank is said on all.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import caching_disk
+import nodes
+import pytest
+import runs
+import torch
+from disk import model_states
+from forked import Here, Moment, Process, outcomes
+from nodes import Nodes
+from under_test import Callback, DeepSpeedStrategy, ModelCheckpoint, pl
+
+import ds_frozen_patch
+from ds_frozen_patch import CheckpointError
+
+pytestmark = [
+    pytest.mark.skipif(bool(nodes.why_not()), reason=nodes.why_not() or "-"),
+    pytest.mark.timeout(1800),
+]
+needs_a_cache = pytest.mark.skipif(bool(caching_disk.why_not()), reason=caching_disk.why_not() or "-")
+
+MIX = re.compile(r"\b(another|other|different|one|same) saves?\b|\bmix", re.IGNORECASE)
+"""What an error says that names a mix of saves."""
+
+
+LONG: dict[str, list[Any]] = {
+    "test_disks_of_their_own": [2, 3, 1, 0],
+    "test_damage_on_the_disk_of_one_node": [2, 3],
+    "test_two_jobs_on_one_path": ["shared", pytest.param("cached", marks=needs_a_cache)],
+}
+"""What these are tried with in the long part; in the short one, with the first."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if tried := LONG.get(metafunc.function.__name__):
+        name = "stage" if "stage" in metafunc.fixturenames else "disks"
+        metafunc.parametrize(name, tried if metafunc.config.getoption("--faults") else tried[:1])
+
+
+# Inside a rank. `at` is where its node's disk is.
+
+
+def trainer(at: str, stage: int, local_disks: bool = False, **options: Any) -> pl.Trainer:
+    """One on as many nodes as the rank was told of; a rank that is left alone hears of it within a minute."""
+    config = runs.config(stage)
+    if local_disks:
+        config["checkpoint"] = {"use_node_local_storage": True}
+    strategy = DeepSpeedStrategy(config=config, timeout=timedelta(seconds=60))
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    options.setdefault("enable_checkpointing", False)
+    return runs.trainer(f"{at}/run", local, stage, strategy=strategy, num_nodes=world_size() // local, **options)
+
+
+def world_size() -> int:
+    """Lightning takes WORLD_SIZE out of the environment at the end of a run."""
+    if torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return int(os.environ["WORLD_SIZE"])
+
+
+def come_to_rest() -> None:
+    """Until nothing is done in the background, on any rank."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("ds_frozen_patch"):
+            thread.join(60)
+    torch.distributed.barrier()
+
+
+def problems(checkpoint: Path, step: int) -> list[str]:
+    """What is wrong with what has a checkpoint's name, as far as it is not a whole one of that step."""
+    try:
+        found = [str(problem) for problem in ds_frozen_patch.verify(checkpoint).problems]
+        if not found and (saved := model_states(checkpoint)[0]["global_step"]) != step:
+            found = [f"{checkpoint} is of step {saved}, not of {step}"]
+    except (CheckpointError, OSError) as error:
+        found = [f"{type(error).__name__}: {error}"]
+    return found
+
+
+# From outside.
+
+
+def returned(said: list[tuple[str, Any]], cluster: Nodes) -> list[Any]:
+    """What a function has returned on each rank."""
+    assert {what for what, _ in said} == {"returned"}, f"{said}\n{cluster.log()}"
+    return [value for _, value in said]
+
+
+def refused_on_all(said: list[tuple[str, Any]], file: str) -> None:
+    """Every rank must have raised an error that names a file."""
+    for rank, (what, why) in enumerate(said):
+        assert what == "raised", (rank, said)
+        assert why[0] == "CheckpointError", (rank, why[2])
+        assert file in why[1], (rank, why[1])
+
+
+def assert_no_leftovers(cluster: Nodes) -> None:
+    for files in set(cluster.files):
+        assert [str(item) for item in files.rglob(".*")] == []
+
+
+# One disk for all.
+
+
+def save_at_each_step(here: Here, at: str, files: str, stage: int, steps: int) -> dict[str, Any]:
+    """Each step saves to a name that is there, to a new name and to the last's; rank 0 looks at each in the files."""
+    ds_frozen_patch.patch()
+    original, saves = pl.Trainer.save_checkpoint, 0
+    failed: list[str] = []
+    lost: list[str] = []
+
+    def save(trainer: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal saves
+        saves += 1
+        try:
+            original(trainer, path, *args, **kwargs)
+        except CheckpointError as error:
+            failed.append(str(error))
+        if trainer.is_global_zero:
+            lost.extend(problems(Path(files, Path(path).relative_to(at)), trainer.global_step))
+
+    class Again(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.save_checkpoint(f"{at}/run/again.ckpt")
+
+    pl.Trainer.save_checkpoint = save  # type: ignore[assignment,method-assign]
+    kept = ModelCheckpoint(
+        f"{at}/run",
+        filename="{step}",
+        monitor="step",
+        mode="max",
+        save_top_k=2,
+        save_last=True,
+        every_n_train_steps=1,
+    )
+    run = trainer(at, stage, epochs=1000, max_steps=steps, enable_checkpointing=True, callbacks=[Again(), kept])
+    run.fit(runs.LoraRun(), runs.batches(run.world_size))
+    come_to_rest()
+    where = {"rank": run.global_rank, "node": run.node_rank, "local": run.local_rank}
+    return {"saves": saves, "failed": failed, "lost": lost, **where}
+
+
+@needs_a_cache
+@pytest.mark.parametrize("count", [2, 4])
+def test_saves_of_nodes_that_share_a_disk(
+    tmp_path: Path, count: int, long: bool, counted: Callable[[str, int], None]
+) -> None:
+    """Each node still sees the names that another has renamed or removed."""
+    found: Counter[str] = Counter()
+    messages: list[str] = []
+    steps = 17 if long else {2: 3, 4: 2}[count]
+    for number, stage in enumerate((2, 3, 2, 3) if long else (2,) if count == 2 else (3,)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with nodes.cached_disk(folder, count) as cluster:
+            said = cluster.run(save_at_each_step, files=str(cluster.files[0]), stage=stage, steps=steps)
+            ranks = returned(said, cluster)
+            assert [(one["rank"], one["node"], one["local"]) for one in ranks] == [(i, i, 0) for i in range(count)]
+            assert all(one["saves"] == 3 * steps for one in ranks)
+            found += Counter(saves=3 * steps, failed=len(ranks[0]["failed"]), lost=len(ranks[0]["lost"]))
+            messages += [*ranks[0]["failed"][:1], *ranks[0]["lost"][:1]]
+            if not messages:
+                assert_no_leftovers(cluster)
+                there = {item.name for item in (cluster.files[0] / "run").iterdir()}
+                assert there == {"again.ckpt", "last.ckpt", f"step={steps}.ckpt", f"step={steps - 1}.ckpt"}
+        print(stage, dict(found), messages)
+    assert (found["failed"], found["lost"]) == (0, 0), (found, messages)
+    counted(f"saves of {count} nodes that share a disk and cache its names", found["saves"])
+
+
+# Disks of their own.
+
+
+def whole_life(here: Here, at: str, stage: int) -> dict[str, Any]:
+    """A run, its end as it is in memory, and what is made of its checkpoints."""
+    ds_frozen_patch.patch()
+    kept = ModelCheckpoint(f"{at}/run", filename="{epoch}", save_top_k=-1)
+    first = trainer(at, stage, True, enable_checkpointing=True, callbacks=[kept])
+    module = runs.LoraRun()
+    first.fit(module, runs.batches(first.world_size))
+    first.save_checkpoint(f"{at}/run/weights.ckpt", weights_only=True)
+    found: dict[str, Any] = {"alone": (runs.trained_state(module), module.losses[runs.BATCHES :], first.global_step)}
+    (found["in memory"],) = first.test(module, runs.batches(first.world_size), verbose=False)
+    again, module = trainer(at, stage, True), runs.LoraRun()
+    again.fit(module, runs.batches(first.world_size), ckpt_path=f"{at}/run/epoch=0.ckpt")
+    found["resumed"] = (runs.trained_state(module), module.losses, again.global_step)
+    # In ZeRO-3 a test needs the optimizer's states of all ranks, with plain Lightning too.
+    for name in ("weights.ckpt", "epoch=1.ckpt") if stage < 3 else ("weights.ckpt",):
+        fresh = trainer(at, stage, True)
+        batches = runs.batches(first.world_size)
+        (found[name],) = fresh.test(runs.LoraRun(), batches, ckpt_path=f"{at}/run/{name}", verbose=False)
+    come_to_rest()
+    return found
+
+
+def test_disks_of_their_own(tmp_path: Path, stage: int) -> None:
+    """What is resumed, and tested, is bit for bit what was saved; weights alone are on each disk."""
+    cluster = nodes.own_disks(tmp_path, 2)
+    ranks = returned(cluster.run(whole_life, stage=stage), cluster)
+    assert len({one["alone"][1][-1] for one in ranks}) == 2, "each rank has its own batches"
+    for one in ranks:
+        assert one["resumed"] == one["alone"]
+        assert one["weights.ckpt"] == one["in memory"]
+        assert one.get("epoch=1.ckpt", one["in memory"]) == one["in memory"]
+    assert_no_leftovers(cluster)
+    for files in cluster.files:
+        assert (files / "run" / "weights.ckpt").is_file()
+        assert len(list(files.glob("run/epoch=1.ckpt/checkpoint/*optim_states.pt"))) == (stage > 0)
+
+
+def save_once(here: Here, at: str, stage: int) -> None:
+    ds_frozen_patch.patch()
+    run = trainer(at, stage, True, epochs=1)
+    run.fit(runs.LoraRun(), runs.batches(run.world_size))
+    run.save_checkpoint(f"{at}/run/last.ckpt")
+    come_to_rest()
+
+
+def resume(here: Here, at: str, stage: int) -> int:
+    """The step that it goes on from."""
+    ds_frozen_patch.patch()
+    run = trainer(at, stage, True, epochs=1)
+    run.fit(runs.LoraRun(), runs.batches(run.world_size), ckpt_path=f"{at}/run/last.ckpt")
+    return run.global_step
+
+
+def flip(file: Path) -> None:
+    """One bit in the midst of a file's largest record."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_damage_on_the_disk_of_one_node(
+    tmp_path: Path, stage: int, long: bool, counted: Callable[[str, int], None]
+) -> None:
+    """A byte that has changed, or a file that is gone, is an error on every rank, and names the file."""
+    cluster = nodes.own_disks(tmp_path, 2)
+    returned(cluster.run(save_once, stage=stage), cluster)
+    assert returned(cluster.run(resume, stage=stage), cluster) == [runs.BATCHES] * 2
+    files = [sorted(disk.glob("run/last.ckpt/checkpoint/*_states.pt")) for disk in cluster.files]
+    assert [len(found) for found in files] == [2, 2]
+    model, optimizer = sorted(files[1], key=lambda file: "optim" in file.name)
+    tried: list[tuple[Callable[[Path], None], Path]] = [(flip, optimizer), (Path.unlink, model)]
+    if long:
+        tried = [(damage, file) for damage in (flip, Path.unlink) for file in (*files[0], *files[1])]
+    for damage, file in tried:
+        before = file.read_bytes()
+        damage(file)
+        refused_on_all(cluster.run(resume, stage=stage), file.name)
+        file.write_bytes(before)
+    assert returned(cluster.run(resume, stage=stage), cluster) == [runs.BATCHES] * 2
+    counted("damage to a file of one of 2 nodes with disks of their own", len(tried))
+
+
+AFTER_ALL = Moment(1 << 30)
+"""When the save is done, where somebody else does not kill it before."""
+
+
+def train(here: Here, at: str, stage: int, diary: str, epochs: int, saves: int, resumes: bool) -> dict[str, Any]:
+    """A run that saves at the ends of its first epochs, in the last of these saves over what is there.
+
+    It notes on what its rank goes on from, the loss of each step, and that a save is done.
+    """
+    ds_frozen_patch.patch()
+    log = os.open(f"{diary}.{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    seconds = 0.0
+
+    class Diary(Callback):
+        saved = 0
+
+        def note(self, line: str) -> None:
+            os.write(log, f"{line}\n".encode())
+
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            self.note(f"from {trainer.global_step}")
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            self.note(f"step {trainer.global_step} {module.losses[-1]!r}")
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            nonlocal seconds
+            if self.saved == saves:
+                return
+            self.saved += 1
+            last = self.saved == saves
+            begun = time.perf_counter()
+            if last:
+                self.note("saving")
+                here.begins()
+            trainer.save_checkpoint(f"{at}/run/last.ckpt")
+            self.note(f"saved {trainer.global_step}")
+            if last:
+                here.ends()
+                seconds = time.perf_counter() - begun
+
+    run, module = trainer(at, stage, True, epochs=epochs, callbacks=[Diary()]), runs.LoraRun()
+    run.fit(module, runs.batches(run.world_size), ckpt_path=f"{at}/run/last.ckpt" if resumes else None)
+    come_to_rest()
+    return {"state": runs.trained_state(module), "calls": here.calls, "seconds": seconds}
+
+
+@dataclass
+class Chain:
+    """One run on two nodes that is killed again and again, each time resumed from what is on their disks."""
+
+    cluster: Nodes
+    stage: int
+    epochs: int
+    drawn: random.Random
+    counts: Counter[str] = field(default_factory=Counter)
+    launches: int = 0
+
+    def launch(
+        self, moments: tuple[Moment | None, ...], saves: int, resumes: bool, between: bool = False
+    ) -> list[tuple[str, Any]]:
+        """The outcome on each rank; `between`: those that have a moment are killed between the nodes' renames."""
+        self.launches += 1
+        asked: dict[str, Any] = {"stage": self.stage, "diary": self._diary(), "epochs": self.epochs}
+        processes = self.cluster.start(train, moments, saves=saves, resumes=resumes, **asked)
+        over = threading.Event()
+        killer = threading.Thread(target=self._kill_between, args=(processes, over))
+        if between:
+            killer.start()
+        try:
+            return outcomes(processes)
+        finally:
+            over.set()
+            if between:
+                killer.join()
+
+    def _kill_between(self, processes: list[Process], over: threading.Event) -> None:
+        """As soon as the name leads elsewhere on one of the disks."""
+        while not over.is_set() and not all(self.noted(rank, "saving") for rank in (0, 1)):
+            time.sleep(0.001)
+        before = self._named()
+        while not over.is_set() and self._named() == before:
+            pass
+        for process in processes:
+            if process.moment is not None and process.process.pid is not None and not over.is_set():
+                os.kill(process.process.pid, signal.SIGKILL)
+
+    def _named(self) -> list[int]:
+        """What has the checkpoint's name on each disk."""
+        found = []
+        for disk in self.cluster.files:
+            try:
+                found.append((disk / "run" / "last.ckpt").stat().st_ino)
+            except FileNotFoundError:
+                found.append(0)
+        return found
+
+    def _diary(self) -> str:
+        return str(self.cluster.at.with_name(f"diary{self.launches}"))
+
+    def noted(self, rank: int, what: str) -> list[str]:
+        """What a rank has noted of the last launch: all that follows a word."""
+        file = Path(f"{self._diary()}.{rank}")
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [line.partition(" ")[2] for line in lines if line.startswith(what)]
+
+    def run(self, kills: int) -> None:
+        alone = returned(self.launch((None, None), 2, resumes=False), self.cluster)
+        losses = [self.noted(rank, "step") for rank in (0, 1)]
+        assert [len(found) for found in losses] == [self.epochs * runs.BATCHES] * 2
+        first = [disk / "run" for disk in self.cluster.files]
+        for folder in first:
+            shutil.copytree(folder, folder.with_name("first"))
+        step, may_be = 2 * runs.BATCHES, {2 * runs.BATCHES}
+        fresh = True
+        while self.counts["kills"] < kills:
+            between = self.drawn.random() < 0.5
+            moments = self._moments(alone, AFTER_ALL if between else None)
+            said = self.launch(moments, 1, resumes=True, between=between)
+            from_ = self._resumed(said)
+            assert from_ is not None or not fresh, "what no kill has touched is refused"
+            if from_ is None or from_ >= (self.epochs - 1) * runs.BATCHES:
+                self.counts["refused" if from_ is None else "ends"] += 1
+                for folder in first:
+                    shutil.rmtree(folder)
+                    shutil.copytree(folder.with_name("first"), folder)
+                step, may_be, fresh = 2 * runs.BATCHES, {2 * runs.BATCHES}, True
+                continue
+            assert from_ in may_be, (from_, may_be, "a save is lost")
+            self.counts["kills"] += 1
+            self.counts["from the save before"] += from_ == step and not fresh
+            self._check_ends(said)
+            for rank in (0, 1):
+                assert set(self.noted(rank, "step")) <= set(losses[rank]), (rank, "other losses")
+            step, fresh = from_, False
+            done = any(self.noted(rank, "saved") for rank in (0, 1))
+            may_be = {step + runs.BATCHES} if done else {step, step + runs.BATCHES}
+        said = self.launch((None, None), 0, resumes=True)
+        if self._resumed(said) is not None:
+            ended = returned(said, self.cluster)
+            assert [one["state"] for one in ended] == [one["state"] for one in alone]
+
+    def _moments(self, alone: list[dict[str, Any]], moment: Moment | None) -> tuple[Moment | None, ...]:
+        """Of one rank or of both: this one, or a random one."""
+        drawn = [moment or Moment.drawn(self.drawn, one["calls"], one["seconds"]) for one in alone]
+        return self.drawn.choice([tuple(drawn), (drawn[0], None), (None, drawn[1])])
+
+    def _resumed(self, said: list[tuple[str, Any]]) -> int | None:
+        """The step that all ranks have resumed from, or None where all have refused a mix."""
+        steps = [self.noted(rank, "from") for rank in (0, 1)]
+        if not any(steps):
+            for what, why in said:
+                assert what == "raised", (said, self.cluster.log())
+                assert why[0] == "CheckpointError", why[2]
+                assert MIX.search(why[1]), why[1]
+            return None
+        assert steps[0] == steps[1], (f"the nodes resume from steps {steps}", said)
+        return int(steps[0][0])
+
+    def _check_ends(self, said: list[tuple[str, Any]]) -> None:
+        assert "killed" in [what for what, _ in said], said
+        for what, why in said:
+            if what != "killed":  # it must not hang, and after its last word in a save it is Lightning that waits
+                assert what == "raised", (what, why)
+                assert why[0] in ("CheckpointError", "RuntimeError", "DistBackendError"), why[2]
+
+
+def test_kills_between_the_disks_of_nodes(tmp_path: Path, long: bool, counted: Callable[[str, int], None]) -> None:
+    """A resume is from one save on all nodes, the last or the one before, or is refused by name on all."""
+    counts: Counter[str] = Counter()
+    for number, stage in enumerate((2, 3, 1, 2) if long else (2,)):
+        cluster = nodes.own_disks(tmp_path / str(number), 2)
+        chain = Chain(cluster, stage, 20 if long else 6, random.Random(number))
+        chain.run(25 if long else 4)
+        print(stage, dict(chain.counts))
+        counts += chain.counts
+    assert counts["refused"] < counts["kills"], counts
+    counted("kill -9 in a save of 2 nodes with disks of their own, of one or both", counts["kills"])
+
+
+def save_twice(here: Here, at: str, stage: int) -> list[str]:
+    """What is said in two saves by a run whose configuration does not say that nodes have disks of their own."""
+    ds_frozen_patch.patch()
+    run = trainer(at, stage, epochs=1)
+    run.fit(runs.LoraRun(), runs.batches(run.world_size))
+    with runs.heard() as said:
+        for name in ("first", "second"):
+            run.save_checkpoint(f"{at}/run/{name}.ckpt")
+    come_to_rest()
+    return [text for text in said if "use_node_local_storage" in text]
+
+
+@pytest.mark.parametrize("disks", ["own", "shared"])
+def test_disks_of_their_own_that_deepspeed_is_not_told_of(tmp_path: Path, disks: str) -> None:
+    """The first save says so, once."""
+    cluster = (nodes.own_disks if disks == "own" else nodes.shared_disk)(tmp_path, 2)
+    said = returned(cluster.run(save_twice, stage=2), cluster)
+    assert [len(texts) for texts in said] == [int(disks == "own"), 0], said
+
+
+# Two jobs on one path.
+
+
+def job(here: Here, at: str, meetings: str, number: int, files: str, stage: int, times: int) -> dict[str, Any]:
+    """One of two runs that save to the same path at the same time; the first looks at what is there then."""
+    ds_frozen_patch.patch()
+    everyone = 2 * world_size()
+    lost: list[str] = []
+    failed: list[str] = []
+    run = trainer(at, stage, epochs=1)
+    run.fit(runs.LoraRun(seed=number), runs.batches(run.world_size))
+    drawn = random.Random(number)
+    meet = partial(_meet, Path(meetings), f"{number} {run.global_rank}", everyone)
+    with runs.heard() as said:
+        for time_ in range(times):
+            meet(f"before {time_}")
+            time.sleep(drawn.uniform(0, 0.05))
+            try:
+                run.save_checkpoint(f"{at}/run/last.ckpt")
+            except CheckpointError as error:
+                failed.append(str(error))
+            meet(f"after {time_}")
+            if number == 0 and run.is_global_zero:
+                lost += problems(Path(files, "run", "last.ckpt"), runs.BATCHES)
+            meet(f"seen {time_}")
+    come_to_rest()
+    meet("end")
+    return {"failed": failed, "lost": lost, "said": [text for text in said if "Another" in text]}
+
+
+def _meet(folder: Path, who: str, everyone: int, where: str) -> None:
+    """Wait for all ranks of both jobs."""
+    (folder / f"{where} {who}").touch()
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob(f"{where} *"))) < everyone:
+        assert time.monotonic() < deadline, f"alone at {where}"
+        time.sleep(0.002)
+
+
+def two_jobs(cluster: Nodes, times: int, local: int) -> None:
+    """One job on the first of the nodes, one on the last."""
+    meetings = cluster.at.with_name("meetings")
+    meetings.mkdir()
+    asked: dict[str, Any] = {"meetings": str(meetings), "files": str(cluster.files[0]), "stage": 2, "times": times}
+    processes = []
+    for number, disk in enumerate((cluster.disks[0], cluster.disks[-1])):
+        one = Nodes(cluster.at, (disk,), cluster.files[:1])
+        processes += one.start(job, local=local, number=number, **asked)
+    ranks = returned(outcomes(processes), cluster)
+    assert [text for one in ranks for text in one["lost"]] == []
+    failed = [text for one in ranks for text in one["failed"]]
+    assert not failed, "\n".join(failed)
+    assert [text for one in ranks for text in one["said"]], "the later job does not say that there is another"
+    assert_no_leftovers(cluster)
+
+
+def test_two_jobs_on_one_path(tmp_path: Path, disks: str, long: bool, counted: Callable[[str, int], None]) -> None:
+    """What has the name is whole, and the later of the two says that there is another.
+
+    They run on one node, or on two that cache the names of a server.
+    """
+    times = 25 if long else 4
+    with nodes.cached_disk(tmp_path, 2) if disks == "cached" else nullcontext(nodes.shared_disk(tmp_path, 1)) as found:
+        two_jobs(found, times, local=2 if long and disks == "shared" else 1)
+    counted(f"saves by two jobs to one path at once, on a {disks} disk", 2 * times)
