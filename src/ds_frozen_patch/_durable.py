@@ -55,7 +55,7 @@ def listed(folder: Path) -> list[str]:
 
 
 def wait_for_name(path: Path) -> None:
-    """Where a folder lists a name and still has nothing at it, wait: a network disk's client forgets within a minute."""
+    """Wait where a folder lists a name and has nothing at it: a network disk's client forgets within a minute."""
     for _ in range(_CACHE_SECONDS):
         try:
             if path.exists() or path.name not in listed(path.parent):

@@ -232,6 +232,8 @@ class Save:
         now = _identity(self.target)
         if now == self._before:
             return AS_BEFORE
+        if now and self.publishes and not self._is_swapped:
+            return f"Another program has saved {self.target} meanwhile."
         if now:
             return f"{self.target} is the new checkpoint already, and whole."
         return f"What was saved there before is {self._old}; rename it to {self.target.name}."
@@ -453,7 +455,7 @@ def _swap(new: Path, target: Path, folder: Path) -> Path | None:
 
 def _rename_both(new: Path, target: Path, old: Path) -> Path | None:
     """In two steps, where the file system cannot exchange names."""
-    for attempt in range(100):
+    for attempt in range(200):
         aside = old if not attempt else old.with_name(f"{attempt}.{old.name}")
         listed(target.parent)  # so that the client of a network disk knows what is there
         try:
@@ -464,6 +466,7 @@ def _rename_both(new: Path, target: Path, old: Path) -> Path | None:
             new.rename(target)
         except OSError as error:
             if error.errno in _NOT_EMPTY:
+                time.sleep(attempt / 100)  # for what a client remembers of a name, a minute at most
                 continue  # another job has saved there in between
             if aside is not None:
                 aside.rename(target)

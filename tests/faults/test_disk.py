@@ -141,13 +141,9 @@ def broken(owner: Any, name: str, rank: int, at: int = 1) -> Any:
 @contextmanager
 def without_exchange(at: int) -> Iterator[None]:
     """The disk cannot exchange two names, as NFS cannot, and the `at`-th rename fails, on rank 0."""
-    original = _save.exchange
-    _save.exchange = lambda *_: False
-    try:
-        with broken(Path, "rename", 0, at):
-            yield
-    finally:
-        _save.exchange = original
+    with pytest.MonkeyPatch.context() as patched, broken(Path, "rename", 0, at):
+        patched.setattr(_save, "exchange", lambda *_: False)
+        yield
 
 
 def vanishing(folder: Path, rank: int) -> Any:

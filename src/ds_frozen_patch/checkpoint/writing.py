@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copyreg
-import os
 import pickle
 import shutil
 import struct
@@ -16,6 +15,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
+from .._durable import make_folder, sync_folder, sync_tree
 from .._errors import CheckpointError
 from .layout import Layout
 from .stored import STORAGES, Size, StandIn, Storage, StoredTensor, stand_in, tensors
@@ -42,13 +42,14 @@ def output(target: str | Path, *sources: Path, over: bool = False) -> Iterator[P
         check_output(path, *sources)
     made = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         made = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
         yield made / path.name
-        _sync(made / path.name)
+        sync_tree(made / path.name)
         if not over:
             check_output(path)
         (made / path.name).rename(path)
+        sync_folder(path.parent)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written ({error}). Nothing was left there.") from None
     finally:
@@ -87,14 +88,6 @@ def _copy(item: Path, target: Path, root: Path) -> None:
             _copy(inner, target / inner.name, root)
     else:
         shutil.copy2(item, target)
-
-
-def _sync(path: Path) -> None:
-    """See to it that what was written is on the disk before it gets its name."""
-    for item in [path, *path.rglob("*")]:
-        if item.is_file() and not item.is_symlink():
-            with item.open("rb") as file:
-                os.fsync(file.fileno())
 
 
 def write_archive(path: Path, state: Any, content: Callable[[Storage, int, int], Iterable[bytes | memoryview]]) -> None:
