@@ -224,7 +224,8 @@ def _write(wrapped: Callable[..., Any], engine: Any, call: inspect.BoundArgument
     writes = save.publishes
     if save.is_in_place:
         rank = save.strategy.local_rank if engine.use_node_local_storage() else save.strategy.global_rank
-        writes = rank == 0 and not save.anyone_failed(rank == 0)
+        failed = save.anyone_failed(rank == 0)
+        writes = rank == 0 and not failed
     if writes:
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         with save.put_off(folder / "latest"):

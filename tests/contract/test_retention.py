@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import runs
 from disk import model_states
-from under_test import CELL, Fabric, FabricDeepSpeed, ModelCheckpoint
+from under_test import CELL, Fabric, FabricDeepSpeed, ModelCheckpoint, pl
 
 import ds_frozen_patch
 
@@ -90,6 +90,14 @@ def test_what_a_callback_keeps(ranks: Any, tmp_path: Path, save_last: Any) -> No
     assert ranks(2, keep_some, out=str(tmp_path), save_last=save_last) == [[5 * runs.BATCHES] * 2] * 2
     assert {item.name for item in tmp_path.iterdir()} == {"epoch=2.ckpt", "epoch=3.ckpt", "last.ckpt"}
     assert (tmp_path / "last.ckpt").is_symlink() == (save_last == "link")
+
+
+def test_a_killed_requeue_save_is_no_checkpoint(tmp_path: Path) -> None:
+    """Slurm's requeue goes on from the highest `hpc_ckpt_N`: what a killed save has left must not look like one."""
+    (tmp_path / "hpc_ckpt_1.ckpt").mkdir()
+    (tmp_path / ".ds_frozen_patch-0123456789ab" / "new" / "hpc_ckpt_2.ckpt").mkdir(parents=True)
+    connector: Any = pl.Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False)._checkpoint_connector
+    assert connector._hpc_resume_path == str(tmp_path / "hpc_ckpt_1.ckpt")
 
 
 def fabric_over(out: str) -> None:
