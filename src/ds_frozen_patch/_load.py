@@ -73,6 +73,7 @@ class Load:
         restores_optimizer: whether the optimizer's state is loaded too.
         base_is_known: whether every rank knows the fingerprints of what is frozen.
         manifest: the one of a ZeRO-3 checkpoint, where this rank's file only refers to it.
+        module: the module's state as this rank's file has it, where DeepSpeed makes another of it.
         state: what of the checkpoint's own state is needed afterwards.
     """
 
@@ -84,6 +85,7 @@ class Load:
     restores_optimizer: bool = False
     base_is_known: bool = False
     manifest: Manifest | None = None
+    module: Mapping[str, Any] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
     _number: int = field(default_factory=lambda: next(_numbers))
     _looks: int = 0

@@ -150,7 +150,7 @@ def engine_load(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
     restores_optimizer = call.arguments["load_optimizer_states"] and not call.arguments["load_module_only"]
     load.restores_optimizer = restores_optimizer
     load.source, load.tag = str(call.arguments["load_dir"]), call.arguments["tag"]
-    with set_to(_load.current, load), lent(_missing_in(engine)):
+    with set_to(_load.current, load), lent([*_missing_in(engine), *_remembers_module(load)]):
         look = load.look()
         if (made := _elastic.resharded(load, look)) is not None:
             load.tag = made
@@ -204,6 +204,42 @@ def _missing_in(engine: Any) -> list[tuple[Any, str, Any]]:
     return missing
 
 
+def _remembers_module(load: Load) -> list[tuple[Any, str, Any]]:
+    """What keeps `load.module`, in ZeRO-3 without an optimizer: DeepSpeed puts whole fp32 parameters in its place.
+
+    Up to 0.19.8 at least it takes buffers through fp32 as well, which changes large integers and packed weights, and
+    gives a buffer one of its names only.
+    """
+    if load.restores_optimizer or not load.engine.zero_optimization_partition_weights():
+        return []
+    from deepspeed.runtime.state_dict_factory import SDLoaderFactory
+
+    make_loader = SDLoaderFactory.get_sd_loader
+
+    def loader(*args: Any, **kwargs: Any) -> Any:
+        made = make_loader(*args, **kwargs)
+        read = made.load
+
+        def remember(*args: Any, **kwargs: Any) -> Any:
+            path, state, *rest = read(*args, **kwargs)
+            load.module = state["module"] if isinstance(state, Mapping) else {}
+            return path, state, *rest
+
+        made.load = remember
+        return made
+
+    return [(SDLoaderFactory, "get_sd_loader", staticmethod(loader))]
+
+
+def _with_own_buffers(checkpoint: Mapping[str, Any], load: Load) -> Mapping[str, Any]:
+    """The checkpoint with all that is no parameter as it was saved, under all its names and in its own dtype."""
+    shapes = [*(checkpoint.get("param_shapes") or []), checkpoint.get("frozen_param_shapes") or {}]
+    parameters = {plain(name) for names in (*shapes, checkpoint.get("shared_params") or {}) for name in names}
+    parameters |= parameters_by_name(load.engine.module).keys()
+    own = {name: value for name, value in load.module.items() if plain(name) not in parameters}
+    return {**checkpoint, "module": {**checkpoint["module"], **own}}
+
+
 def _load_plain_optimizer(engine: Any, load_dir: str, tag: str, load_optimizer_states: bool = True) -> bool:
     """In the place of ZeRO's load, for an optimizer that is not ZeRO's: see `forgets_optimizer`."""
     load = _load.current.get()
@@ -239,6 +275,7 @@ def engine_load_module(wrapped: Callable[..., Any], engine: Any, args: tuple[Any
     if load.restores_optimizer:
         _check_optimizer_state(checkpoint, engine)
         _check_optimizer_layout(checkpoint, engine)
+    checkpoint = _with_own_buffers(checkpoint, load) if load.module else checkpoint
     call.arguments["checkpoint"] = _named_as_now(_with_all_fragments(checkpoint, engine.module), engine.module)
     with _forgiving(engine.module, may_be_missing), _gathered(call, load):
         return wrapped(*call.args, **call.kwargs)
@@ -259,7 +296,8 @@ def _gathered(call: inspect.BoundArguments, load: Load) -> Iterator[None]:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     whole = get_fp32_state_dict_from_zero_checkpoint(load.source, load.tag)
-    call.arguments["checkpoint"] = _named_as_now({**call.arguments["checkpoint"], "module": whole}, engine.module)
+    checkpoint = _with_own_buffers({**call.arguments["checkpoint"], "module": whole}, load)
+    call.arguments["checkpoint"] = _named_as_now(checkpoint, engine.module)
     with zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
         yield
 

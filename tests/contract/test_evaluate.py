@@ -11,6 +11,8 @@ import runs
 import torch
 from under_test import PRECISIONS
 
+import ds_frozen_patch
+
 pytestmark = [pytest.mark.promise(3), pytest.mark.series]
 
 
@@ -49,3 +51,37 @@ def test_evaluation_from_checkpoint(ranks: Any, tmp_path: Path, stage: int, prec
     ):
         assert loaded == trained
         assert untrained["predicted"] != trained["predicted"]
+
+
+BUFFERS = {"count": torch.tensor([2**24 + 1, -(2**53) - 1]), "packed": torch.tensor([0x12345679], dtype=torch.int32)}
+
+
+class WithBuffers(runs.LoraRun):
+    """Buffers that fp32 cannot hold, and one under two names."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        for name, value in BUFFERS.items():
+            self.register_buffer(name, value.clone() if trained else torch.zeros_like(value))
+        self.one = torch.nn.Module()
+        self.one.register_buffer("shared", torch.full((2,), 0.5 if trained else 0.0))
+        self.other = self.one
+
+
+def buffers_of_a_test(out: str, stage: int) -> dict[str, torch.Tensor]:
+    ds_frozen_patch.patch()
+    trainer = runs.trainer(out, 2, stage, epochs=1)
+    trainer.fit(WithBuffers(trained=True), runs.batches(2))
+    module = WithBuffers(trained=False)
+    runs.trainer(out, 2, stage).test(module, runs.batches(2), ckpt_path=f"{out}/epoch=0.ckpt", verbose=False)
+    return {**{name: module.get_buffer(name) for name in BUFFERS}, "shared": module.get_buffer("other.shared")}
+
+
+@pytest.mark.everyday
+@pytest.mark.parametrize("stage", [2, 3])
+def test_buffers_are_loaded_as_they_were(ranks: Any, tmp_path: Path, stage: int) -> None:
+    for found in ranks(2, buffers_of_a_test, out=str(tmp_path), stage=stage):
+        for name, value in BUFFERS.items():
+            assert found[name].dtype == value.dtype
+            assert found[name].tolist() == value.tolist()
+        assert found["shared"].tolist() == [0.5, 0.5]
