@@ -185,6 +185,7 @@ class Save:
         """
         if not self.anyone_failed(self.publishes) and self.publishes and not self.failed:
             with self.put_off(self.target):
+                marker(self.work, self.strategy.global_rank).stat()  # gone if somebody has removed the folder meanwhile
                 if self.sync:
                     self._sync_new()
                 self._old = _swap(self.new, self.target, self.work / "old")

@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from .._errors import CheckpointError, named
+from .._errors import CheckpointError, CheckpointMismatchError, named
 from .._labels import LABEL
 from ..manifest import KEY, Manifest, digest_of, reference
 from .archive import Contents, read
@@ -167,17 +167,25 @@ def _check_instantiator(file: Path, state: Mapping[str, Any], trust: bool) -> No
 def check_together(states: States) -> None:
     """Raise CheckpointError where files are missing or are not of one and the same save."""
     check_number_of_parts(states.layout, states.models[0], states.zero_stage)
-    have = {file.name for file, state in zip(states.layout.model, states.models, strict=True) if _has_manifest(state)}
-    for file, state in zip(states.layout.model, states.models, strict=True):
-        if (said := reference(state.get(KEY))) is not None and said[0] not in have:
-            raise CheckpointError(
-                f"{file} says that the manifest is in {said[0]!r}, which has none. Take a whole copy."
-            )
+    _check_references(states)
     check_alike([said_by(file, contents) for file, contents in zip(states.layout.files, states.contents, strict=True)])
 
 
-def _has_manifest(state: Mapping[str, Any]) -> bool:
-    return state.get(KEY) is not None and reference(state[KEY]) is None
+def _check_references(states: States) -> None:
+    """Raise CheckpointError where a file names another for the manifest that has none."""
+    have, named_by = set(), {}
+    for file, state in zip(states.layout.model, states.models, strict=True):
+        try:
+            said = reference(state.get(KEY))
+        except CheckpointMismatchError as error:
+            raise CheckpointError(f"{file}: {error}") from None
+        if said is not None:
+            named_by[said[0]] = file
+        elif state.get(KEY) is not None:
+            have.add(file.name)
+    for name, file in named_by.items():
+        if name not in have:
+            raise CheckpointError(f"{file} says that the manifest is in {name!r}, which has none. Take a whole copy.")
 
 
 def check_number_of_parts(layout: Layout, model: Mapping[str, Any], stage: int) -> None:
