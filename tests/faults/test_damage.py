@@ -236,6 +236,6 @@ def test_damage_is_refused_by_name(
         refused = all(kind in BY_NAME and damage.named in text for kind, text in said)
         if not refused or not any(damage.named in problem for problem in found):
             wrong.append((damage, [(kind, text[:500]) for kind, text in said], found))
-    assert wrong == []
+    assert wrong == [], "\n".join(map(repr, wrong))
     for kind, count in Counter(damage.kind for damage in tried).items():
         counted(f"damage: {kind}", count)

@@ -67,7 +67,9 @@ class States:
     @property
     def manifest(self) -> Manifest | None:
         """The manifest, in a checkpoint that ds_frozen_patch made trainable-only."""
-        return Manifest.from_checkpoint(self.models[0])
+        state = self.models[0]
+        # Of files whose names were swapped, the first can be one that refers to another.
+        return None if reference(state.get(KEY)) is not None else Manifest.from_checkpoint(state)
 
     @property
     def world_size(self) -> int:
@@ -177,11 +179,12 @@ def _check_references(states: States) -> None:
     for file, state in zip(states.layout.model, states.models, strict=True):
         try:
             said = reference(state.get(KEY))
+            found = Manifest.from_checkpoint(state) if said is None else None
         except CheckpointMismatchError as error:
             raise CheckpointError(f"{file}: {error}") from None
         if said is not None:
             named_by[said[0]] = file
-        elif state.get(KEY) is not None:
+        elif found is not None:
             have.add(file.name)
     for name, file in named_by.items():
         if name not in have:
