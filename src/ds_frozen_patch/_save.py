@@ -48,6 +48,7 @@ WORK = ".ds_frozen_patch-"
 
 AS_BEFORE = "What was saved there before is as it was."
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR)
+_REMEMBERED = 4
 _YOUNG_SECONDS = 60.0
 _OLD_SECONDS = 86400.0
 
@@ -55,6 +56,7 @@ current: ContextVar[Save | None] = ContextVar("ds_frozen_patch_save", default=No
 """The save that is running: upstream's code lies between its parts."""
 
 _published: dict[Path, tuple[int, ...]] = {}
+"""The `_identity` of this run's last few checkpoints, to know another program's in their place."""
 _remover: threading.Thread | None = None
 
 
@@ -194,7 +196,10 @@ class Save:
                     sync_folder(self.target.parent)
         self.meet()
         if self.publishes:
+            _published.pop(self.target, None)
             _published[self.target] = _identity(self.target)
+            if len(_published) > _REMEMBERED:
+                _published.pop(next(iter(_published)))
             self._remove([self.work, *self._leftovers()])
 
     def meet(self) -> None:

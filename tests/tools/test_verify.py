@@ -24,7 +24,8 @@ from tools_checkpoints import (
 )
 from under_test import PRECISIONS
 
-from ds_frozen_patch import CheckpointError, prune, verify
+from ds_frozen_patch import CheckpointError, manifest, prune, verify
+from ds_frozen_patch.checkpoint.archive import read
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.manifest import KEY
 
@@ -208,8 +209,14 @@ def test_a_wrong_manifest(copied: Callable[..., Path], stage: int) -> None:
     contents = {file: file.read_bytes() for file in files}
 
     def said(change: Callable[[dict[str, Any]], Any]) -> tuple[str, ...]:
-        for file in files:
-            changed(file, lambda state: (state[KEY].pop("digest"), change(state)))
+        def edit(state: dict[str, Any]) -> None:
+            change(state)
+            state[KEY]["digest"] = manifest._digest(state[KEY])
+
+        changed(files[0], edit)
+        digest = read(files[0]).state[KEY]["digest"]
+        for file in files[1:]:  # in ZeRO-3 they refer to the first
+            changed(file, lambda state: state[KEY].update(digest=digest))
         found = verify(path).problems
         for file in files:
             file.write_bytes(contents[file])
@@ -233,7 +240,7 @@ def test_a_wrong_manifest(copied: Callable[..., Path], stage: int) -> None:
 def test_manifests_that_differ(copied: Callable[..., Path]) -> None:
     path = copied(3)
     file = max(path.rglob("*model_states.pt"))
-    changed(file, lambda state: state[KEY].update(total_bytes=1))
+    changed(file, lambda state: state[KEY].update(digest="0" * 64))
     assert problem(path).startswith(f"{file} is of another save than ")
 
 

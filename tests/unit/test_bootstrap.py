@@ -134,9 +134,12 @@ def test_options_become_settings(run: Run) -> None:
         "peft",
         "--fp32-weights",
         "--elastic",
+        "--no-sync",
     ]
     said = run(program, *options).stdout
-    assert said == ("Settings(verify_base='warn', keep=('a.*', 'b'), export='peft', fp32_weights=True, elastic=True)\n")
+    assert said == (
+        "Settings(verify_base='warn', keep=('a.*', 'b'), export='peft', fp32_weights=True, elastic=True, sync=False)\n"
+    )
     assert "elastic=False" in run(program, "--no-elastic", DS_FROZEN_PATCH_KEEP=" c , d ").stdout
     assert "keep=('c', 'd')" in run(program, DS_FROZEN_PATCH_KEEP=" c , d ").stdout
 
