@@ -274,6 +274,34 @@ def test_damage_on_the_disk_of_one_node(
     counted("damage to a file of one of 2 nodes with disks of their own", len(tried))
 
 
+def save_two(here: Here, at: str, stage: int) -> None:
+    ds_frozen_patch.patch()
+    kept = ModelCheckpoint(f"{at}/run", filename="{epoch}", save_top_k=-1)
+    run = trainer(at, stage, True, enable_checkpointing=True, callbacks=[kept])
+    run.fit(runs.LoraRun(), runs.batches(run.world_size))
+    come_to_rest()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_nodes_that_were_killed_between_their_renames(tmp_path: Path, stage: int) -> None:
+    """One has given the new checkpoint its name, and the other has not: a save that both have is loaded, or none."""
+    cluster = nodes.own_disks(tmp_path, 2)
+    returned(cluster.run(save_two, stage=stage), cluster)
+    before, after = runs.BATCHES, 2 * runs.BATCHES
+    work = ".ds_frozen_patch-0123456789ab"
+    for files, named, moved in zip(cluster.files, (1, 0), ("old", "new"), strict=True):
+        shutil.copytree(files / f"run/epoch={named}.ckpt", files / "run/last.ckpt")
+        shutil.copytree(files / f"run/epoch={1 - named}.ckpt", files / "run" / work / moved / "last.ckpt")
+    assert returned(cluster.run(resume, stage=stage), cluster) == [after] * 2
+    shutil.rmtree(cluster.files[1] / "run" / work)
+    assert returned(cluster.run(resume, stage=stage), cluster) == [before] * 2
+    shutil.rmtree(cluster.files[0] / "run" / work)
+    said = cluster.run(resume, stage=stage)
+    refused_on_all(said, "last.ckpt")
+    for _, why in said:
+        assert f"rank 0: of step {after}; rank 1: of step {before}" in why[1]
+
+
 AFTER_ALL = Moment(1 << 30)
 """When the save is done, where somebody else does not kill it before."""
 
