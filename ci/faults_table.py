@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
 from machine import described, machine
-from table import markdown, put_into_readme
+from table import README, markdown, put_into_readme
 
 BEGIN, END = "<!-- faults: nox -f ci/noxfile.py -s faults -->\n", "<!-- end of faults -->\n"
 
 
 def main(results: Path) -> None:
-    """Put what pytest has written into the README."""
+    """Put what pytest has written into the README; rows of tests that were not run stay as they are."""
     suite = next(ElementTree.parse(results).iter("testsuite"))
     minutes = float(suite.get("time", "")) / 60
-    when = f"Tried on {suite.get('timestamp', '')[:10]}, for {minutes:.0f} minutes, on {described(machine(results))}"
-    put_into_readme(BEGIN, f"{when}.\n\n{render(collect(suite)).strip()}", END)
+    when = f"on {suite.get('timestamp', '')[:10]}, for {minutes:.0f} minutes, on {described(machine(results))}"
+    tried = collect(suite)
+    said, before = written()
+    if before.keys() <= tried.keys():
+        text = f"Tried {when}."
+    else:
+        first = said.partition("\n\nAnew ")[0]
+        text = f"{first}\n\nAnew {when}: {'; '.join(tried)}."
+        tried = Counter(before | tried)
+    put_into_readme(BEGIN, f"{text}\n\n{render(tried).strip()}", END)
+
+
+def written() -> tuple[str, dict[str, int]]:
+    """What the README says now: the sentences before the table, and its rows."""
+    section = README.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
+    rows = re.findall(r"^\| (.*) \| (\d+) \| 0 \|$", section, re.MULTILINE)
+    return section.partition("\n\n|")[0], {what: int(times) for what, times in rows}
 
 
 def collect(suite: ElementTree.Element) -> Counter[str]:

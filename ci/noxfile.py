@@ -125,9 +125,9 @@ def settings(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def faults(session: nox.Session) -> None:
-    """Try to lose data, at length, and make the README's table of what was tried; what follows `--` goes to pytest."""
+    """Try to lose data, at length, and make the README's table of what was tried; or renew the rows of `-- TEST...`."""
     results = f"{RESULTS}/faults.xml"
-    pytest = ("-m", "pytest", "--faults", f"--junitxml={results}", "tests/faults", *session.posargs)
+    pytest = ("-m", "pytest", "--faults", f"--junitxml={results}", *(session.posargs or ["tests/faults"]))
     run(session, "everyday", *pytest, CELL="everyday")  # no checkpoints of other cells
     run(session, "everyday", "ci/faults_table.py", results)
 
