@@ -200,7 +200,7 @@ class Save:
             _published[self.target] = _identity(self.target)
             if len(_published) > _REMEMBERED:
                 _published.pop(next(iter(_published)))
-            self._remove([self.work, *self._leftovers()])
+            self._remove()
 
     def meet(self) -> None:
         """Raise on every rank what has failed on one; every rank must call it."""
@@ -263,7 +263,7 @@ class Save:
                 " a directory of its own."
             )
         for folder in _work_folders(self.target.parent):
-            if folder != self.work and (folder / "new" / self.target.name).exists() and not _is_dead(folder):
+            if folder != self.work and _identity(folder / "new" / self.target.name) and not _is_dead(folder):
                 return (
                     f"Another job is saving {self.target} at this moment, and the later of the two stays there. Give"
                     " each run a directory of its own."
@@ -281,20 +281,25 @@ class Save:
                 found.append(folder)
         return found
 
-    def _remove(self, folders: list[Path]) -> None:
-        """While training goes on: a thousand ranks leave thousands of files."""
+    def _remove(self) -> None:
+        """Remove what is no longer needed while training goes on: a thousand ranks leave thousands of files."""
         global _remover
         self._unlock()
         if _remover is not None:
             _remover.join()
-        _remover = threading.Thread(target=_remove_all, args=(folders,), name="ds_frozen_patch: remove old files")
+        _remover = threading.Thread(target=self._remove_all, name="ds_frozen_patch: remove old files")
         _remover.start()
+
+    def _remove_all(self) -> None:
+        for folder in (self.work, *self._leftovers()):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _unlock(self) -> None:
         if self._lock is not None:
             with suppress(OSError):
                 fcntl.flock(self._lock, fcntl.LOCK_UN)  # closing is not enough where a dataloader's worker was forked
-            os.close(self._lock)
+            with suppress(OSError):
+                os.close(self._lock)
             self._lock = None
 
 
@@ -421,6 +426,7 @@ def _locked(file: Path) -> int:
 def _is_dead(folder: Path) -> bool:
     """Whether no process that is alive uses a work folder."""
     markers = [item for item in _listed(folder) if item.name.startswith("rank")]
+    age = 0.0
     try:
         age = time.time() - folder.stat().st_mtime
         for file in markers:
@@ -487,11 +493,6 @@ def _swap_back(target: Path, old: Path | None, new: Path) -> None:
     elif not exchange(old, target):
         target.rename(new)
         old.rename(target)
-
-
-def _remove_all(folders: list[Path]) -> None:
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _release_files(error: BaseException | None) -> None:
