@@ -132,6 +132,7 @@ def set_up_unlike(out: str, how: str) -> tuple[str, str, float]:
     raise AssertionError("nothing was raised")
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("how", ["verify_base", "keep", "sync"])
 def test_a_rank_that_is_told_something_else(ranks: Any, tmp_path: Path, how: str) -> None:
     for name, text, seconds in ranks(2, set_up_unlike, alone=True, out=str(tmp_path), how=how):
@@ -140,6 +141,7 @@ def test_a_rank_that_is_told_something_else(ranks: Any, tmp_path: Path, how: str
         assert seconds < 30
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("odd", [0, 1])
 def test_a_rank_that_is_not_patched(ranks: Any, tmp_path: Path, odd: int) -> None:
     """The patched rank says so and ends; the other, which waits for it in its first step, loses the connection."""
