@@ -65,7 +65,7 @@ def find_disks(strategy: Any, file_systems: tuple[int, ...] | None, folder: Path
         except OSError:
             pass  # the save says so itself: this rank cannot write there
     gather_numbers([0], strategy.root_device)
-    first = min(_ranks(folder), default=rank)
+    first = min(marked(folder), default=rank)
     firsts = [told[0] for told in gather_numbers([first], strategy.root_device)]
     disks = Disks(tuple(_follow(firsts, one) for one in range(len(firsts))))
     if file_systems is not None:
@@ -73,7 +73,8 @@ def find_disks(strategy: Any, file_systems: tuple[int, ...] | None, folder: Path
     return disks
 
 
-def _ranks(folder: Path) -> list[int]:
+def marked(folder: Path) -> list[int]:
+    """The ranks that have left a marker in a folder; none if it cannot be listed."""
     try:
         names = listed(folder)
     except OSError:

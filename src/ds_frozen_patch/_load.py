@@ -21,7 +21,7 @@ from ._errors import CheckpointError, CheckpointMismatchError
 from ._intact import is_zip, own_share, share_of
 from ._labels import LABEL
 from ._save import left_behind
-from ._saving import logger_of
+from ._saving import warn
 from ._settings import current as settings
 from .checkpoint.archive import read
 from .checkpoint.layout import Layout, UnknownLayoutError, find, latest_tag
@@ -126,6 +126,18 @@ class Load:
         Raises:
             CheckpointError: on every rank, if one has found a file to be missing, damaged, or of another save.
         """
+        said, alike = self._read_and_meet(look)
+        if not alike and self.is_on_own_disks:
+            self._take_one_save()
+            said, alike = self._read_and_meet(self.look())
+        if not alike:
+            check_alike([one for share in gather(said) for one in share])
+            raise CheckpointError(
+                f"{self.source} holds files of more than one save. Take all files from one checkpoint."
+            )
+
+    def _read_and_meet(self, look: Look) -> tuple[list[Said], bool]:
+        """What the files of this rank's share say of their save, and whether all ranks' shares are of one save."""
         said: list[Said] = []
         problem: Exception | None = CheckpointError(look.problem) if look.problem else None
         if problem is None and look.tag is not None:
@@ -135,13 +147,7 @@ class Load:
                 self.manifest = self._read_manifest(look.tag)
             except (CheckpointError, CheckpointMismatchError) as error:
                 problem = error
-        if self.meet("a checkpoint", problem, said):
-            return
-        if self.is_on_own_disks:
-            self._take_one_save()
-            return
-        check_alike([one for share in gather(said) for one in share])
-        raise CheckpointError(f"{self.source} holds files of more than one save. Take all files from one checkpoint.")
+        return said, self.meet("a checkpoint", problem, said)
 
     def _read_share(self, look: Look) -> list[Said]:
         layout = look.layout(self.source)
@@ -216,7 +222,7 @@ class Load:
         raise CheckpointError("\n".join(dict.fromkeys(texts))) from problem
 
     def _take_one_save(self) -> None:
-        """Where a kill between two nodes' swaps has left another save on each, load one that all of them have.
+        """Where a kill between two nodes' renames has left another save on each, choose one that all of them have.
 
         Raises:
             CheckpointError: there is none.
@@ -239,22 +245,11 @@ class Load:
             )
         save = max(common, key=lambda one: (everyone[0][1][one][0], one))
         step, self.source = copies[save]
-        if self.strategy.is_global_zero:
-            logger_of(self.strategy).warning(
-                "A save was killed when some nodes had given it its name, and others not. All of them load the one of"
-                " step %d, which each has: here from %s.",
-                step,
-                self.source,
-            )
-        again = Load(self.strategy, engine=self.engine, source=self.source, tag=self.tag)
-        again.restores_optimizer = self.restores_optimizer
-        problem, said = None, []
-        try:
-            said = again._read_share(again.look())
-        except CheckpointError as error:
-            problem = error
-        if not again.meet("a checkpoint", problem, said):
-            raise CheckpointError(f"{self.source} holds files of more than one save. Load another checkpoint.")
+        warn(
+            self.strategy,
+            "A save was killed when some nodes had given it its name, and others not. All of them load the one of step"
+            f" {step}, which each has: here from {self.source}.",
+        )
 
 
 _KINDS = ("model", "optimizer")

@@ -20,7 +20,7 @@ from ._labels import LABEL
 from ._lending import lent, set_to
 from ._load import Load, Look
 from ._save import is_left_behind, left_behind, moved_away
-from ._saving import forgets_optimizer, has_plain_optimizer, is_local, keeps_optimizer_on_nvme, logger_of, warn
+from ._saving import forgets_optimizer, has_plain_optimizer, is_local, keeps_optimizer_on_nvme, warn
 from ._settings import current
 from .fingerprint import fingerprints, process_memory
 from .manifest import (
@@ -91,11 +91,11 @@ def _found(strategy: Any, path: Path) -> Path:
     if not path.exists() and (copies := left_behind(path)):
         path = copies[0]
     _check_path(path)
-    if is_left_behind(path) and strategy.is_global_zero:
-        logger_of(strategy).warning(
-            "A save was killed while it renamed. The checkpoint %s from before it is %s, and is loaded from there.",
-            path.name,
-            path,
+    if is_left_behind(path):
+        warn(
+            strategy,
+            f"A save was killed while it renamed. The checkpoint {path.name} from before it is {path}, and is loaded"
+            " from there.",
         )
     return path
 

@@ -37,7 +37,7 @@ from typing import Any
 from uuid import uuid4
 
 from ._collectives import default_store, digest, gather, gather_numbers
-from ._disks import Disks, file_system, find_disks, marker
+from ._disks import Disks, file_system, find_disks, marked, marker
 from ._durable import exchange, listed, make_folder, sync_file, sync_folder, sync_tree
 from ._errors import CheckpointError, CheckpointMismatchError
 from ._lending import lent
@@ -211,7 +211,7 @@ class Save:
             with suppress(OSError):
                 _swap_back(self.target, self._old, self.new)
                 self._is_swapped, self._old = False, None
-        found = gather((str(self.failed[0]) if self.failed else None, self.in_place() if self.publishes else None))
+        found = gather((str(self.failed[0]) if self.failed else None, self.in_place()[0] if self.publishes else None))
         self.abandon()
         said = [f"Rank {rank}: {text.removesuffix('.')}." for rank, (text, _) in enumerate(found) if text]
         more = f" And {len(said) - 2} more ranks." if len(said) > 2 else ""
@@ -229,20 +229,20 @@ class Save:
         if not self._is_swapped and self._old is None:
             shutil.rmtree(self.work, ignore_errors=True)
 
-    def in_place(self) -> str:
-        """What is at the target now, as a sentence."""
+    def in_place(self) -> tuple[str, bool]:
+        """What is at the target now, as a sentence, and whether it is the new checkpoint."""
         if self.is_in_place:
-            return "What is there now is not whole."
+            return "What is there now is not whole.", False
         with suppress(OSError):
             listed(self.target.parent)  # so that the client of a network disk knows what is there
         now = _identity(self.target)
         if now == self._before:
-            return AS_BEFORE
+            return AS_BEFORE, False
         if now and self.publishes and not self._is_swapped:
-            return f"Another program has saved {self.target} meanwhile."
+            return f"Another program has saved {self.target} meanwhile.", False
         if now:
-            return f"{self.target} is the new checkpoint already, and whole."
-        return f"What was saved there before is {self._old}; rename it to {self.target.name}."
+            return f"{self.target} is the new checkpoint already, and whole.", True
+        return f"What was saved there before is {self._old}; rename it to {self.target.name}.", False
 
     def _sync_new(self) -> None:
         """All but the ranks' own files, which they have synced themselves."""
@@ -369,8 +369,8 @@ def explained(path: Any) -> Iterator[list[Save]]:
     except RuntimeError as error:
         if type(error) is not RuntimeError and not type(error).__name__.startswith("Dist"):
             raise
-        there = saves[0].in_place() if saves else AS_BEFORE
-        done = "was saved, but not every rank knows" if "already" in there else "was not saved"
+        there, is_saved = saves[0].in_place() if saves else (AS_BEFORE, False)
+        done = "was saved, but not every rank knows" if is_saved else "was not saved"
         raise CheckpointError(
             f"{path} {done} ({error}). If that says that another rank is gone, start the run again from its last"
             f" checkpoint. {there}"
@@ -425,7 +425,7 @@ def _locked(file: Path) -> int:
 
 def _is_dead(folder: Path) -> bool:
     """Whether no process that is alive uses a work folder."""
-    markers = [item for item in _listed(folder) if item.name.startswith("rank")]
+    markers = [marker(folder, rank) for rank in marked(folder)]
     age = 0.0
     try:
         age = time.time() - folder.stat().st_mtime
@@ -435,9 +435,7 @@ def _is_dead(folder: Path) -> bool:
                 fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
             finally:
                 os.close(opened)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
+    except (FileNotFoundError, BlockingIOError):
         return False
     except OSError:  # no locks here
         return age > _OLD_SECONDS

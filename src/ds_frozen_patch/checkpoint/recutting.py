@@ -205,8 +205,8 @@ def _model(
     }
     if rank and "shared_params" in model:
         changed["shared_params"] = {}  # the first rank says it
-    if states.manifest is not None:
-        now = replace(states.manifest, world_size=ranks)
+    if (before := states.manifest) is not None:
+        now = replace(before, world_size=ranks)
         first = states.layout.model[0].name
         changed[manifest.KEY] = now.to_reference(first) if rank else now.to_state()
     if states.zero_stage == 3 and isinstance(model.get("frozen_param_fragments"), dict):
