@@ -9,9 +9,8 @@ import provider
 import pytest
 import runs
 import torch
+from disk import model_states
 from under_test import PRECISIONS
-
-import ds_frozen_patch
 
 pytestmark = [pytest.mark.promise(3), pytest.mark.series]
 
@@ -69,7 +68,7 @@ class WithBuffers(runs.LoraRun):
 
 
 def buffers_of_a_test(out: str, stage: int) -> dict[str, torch.Tensor]:
-    ds_frozen_patch.patch()
+    provider.trainable_only()
     trainer = runs.trainer(out, 2, stage, epochs=1)
     trainer.fit(WithBuffers(trained=True), runs.batches(2))
     module = WithBuffers(trained=False)
@@ -77,7 +76,6 @@ def buffers_of_a_test(out: str, stage: int) -> dict[str, torch.Tensor]:
     return {**{name: module.get_buffer(name) for name in BUFFERS}, "shared": module.get_buffer("other.shared")}
 
 
-@pytest.mark.everyday
 @pytest.mark.parametrize("stage", [2, 3])
 def test_buffers_are_loaded_as_they_were(ranks: Any, tmp_path: Path, stage: int) -> None:
     for found in ranks(2, buffers_of_a_test, out=str(tmp_path), stage=stage):
@@ -85,3 +83,40 @@ def test_buffers_are_loaded_as_they_were(ranks: Any, tmp_path: Path, stage: int)
             assert found[name].dtype == value.dtype
             assert found[name].tolist() == value.tolist()
         assert found["shared"].tolist() == [0.5, 0.5]
+
+
+class Quantized(torch.nn.Linear):
+    """Saves more than it loads beneath the name of its weight, as `Linear4bit` of bitsandbytes does."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.absmax"] = torch.ones(1)
+        destination[f"{prefix}weight.quant_state.bitsandbytes__nf4"] = torch.ones(1)
+
+
+class OnQuantized(runs.LoraRun):
+    """A frozen layer of that kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = Quantized(2, 2).requires_grad_(False)
+
+
+def quantized_tested_and_resumed(out: str, stage: int) -> int:
+    provider.trainable_only()
+    runs.trainer(out, 2, stage, epochs=1).fit(OnQuantized(), runs.batches(2))
+    path = f"{out}/epoch=0.ckpt"
+    runs.trainer(out, 2, stage).test(OnQuantized(), runs.batches(2), ckpt_path=path, verbose=False)
+    trainer = runs.trainer(f"{out}/resumed", 2, stage, epochs=2)
+    trainer.fit(OnQuantized(), runs.batches(2), ckpt_path=path)
+    epoch: int = trainer.current_epoch
+    return epoch
+
+
+@pytest.mark.series("alone")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_belongs_to_a_frozen_parameter_is_left_out_with_it(ranks: Any, tmp_path: Path, stage: int) -> None:
+    assert ranks(2, quantized_tested_and_resumed, out=str(tmp_path), stage=stage) == [2, 2]
+    for states in model_states(tmp_path / "epoch=0.ckpt"):
+        assert states["module"]
+        assert not [name for name in states["module"] if ".base." in f".{name}"]
