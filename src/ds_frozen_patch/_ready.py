@@ -29,23 +29,31 @@ def write(save: Save, folder: Path) -> None:
     cannot be written is kept in `save.failed`: all ranks do their part first.
     """
     engine = save.engine
+    all_names = names_by_parameter(engine.module)
     chosen = {
         names[0]: parameter
-        for parameter, names in names_by_parameter(engine.module).items()
+        for parameter, names in all_names.items()
         if parameter.requires_grad or current().keeps(names)
     }
     if current().export == "safetensors":
-        saved = {plain(name) for name in engine.module.state_dict()}
-        buffers = {plain(name): b for name, b in engine.module.named_buffers() if plain(name) in saved}
-        _write(save, folder / FILE, chosen, buffers)
+        _write(save, folder / FILE, chosen, _saved_buffers(engine.module, remove_duplicate=True))
     elif (adapter := _adapter(engine, save.strategy)) is not None:
-        parameters = {names[0]: parameter for parameter, names in names_by_parameter(engine.module).items()}
-        buffers = {plain(name): buffer for name, buffer in engine.module.named_buffers()}
+        parameters = {name: parameter for parameter, names in all_names.items() for name in names}
+        buffers = _saved_buffers(engine.module, remove_duplicate=False)
         adapters = adapters_of(engine.module)[adapter.module]
-        members = adapter.members(chosen, (*(parameters.keys() - chosen.keys()), *buffers), adapters)
+        aliases = [name for names in all_names.values() for name in names[1:]]
+        others = [names[0] for names in all_names.values() if names[0] not in chosen]
+        members = adapter.members(chosen, aliases, (*others, *buffers), adapters)
         own = {name: parameters[own] for name, own in sorted(members.items()) if own in parameters}
         beside = {name: buffers[own] for name, own in members.items() if own in buffers}
         _write(save, folder / FOLDER / "adapter_model.safetensors", own, beside, adapter.write_config)
+
+
+def _saved_buffers(module: Any, remove_duplicate: bool) -> dict[str, Any]:
+    """The buffers that are in the module's state dict, by name."""
+    saved = {plain(name) for name in module.state_dict()}
+    named = module.named_buffers(remove_duplicate=remove_duplicate)
+    return {plain(name): buffer for name, buffer in named if plain(name) in saved}
 
 
 def _adapter(engine: Any, strategy: Any) -> Adapter | None:

@@ -43,8 +43,27 @@ CONFIGS: dict[str, Callable[[int], Any]] = {
     "vera": lambda r: peft.VeraConfig(r=r, target_modules=QV),
     "vera by seed": lambda r: peft.VeraConfig(r=r, target_modules=QV, save_projection=False),
     "adalora": lambda r: peft.AdaLoraConfig(init_r=r, target_r=2, target_modules=QV, total_step=10),
+    "vblora": lambda r: peft.VBLoRAConfig(r=r, num_vectors=8, vector_length=4, target_modules=QV),
+    "tied modules_to_save": lambda r: peft.LoraConfig(
+        r=r, target_modules=QV, modules_to_save=["embed_tokens"], ensure_weight_tying=True
+    ),
+    "tied tokens": lambda r: peft.LoraConfig(r=r, target_modules=QV, trainable_token_indices=[1, 5]),
     "prompt": lambda r: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "shira": lambda r: peft.ShiraConfig(r=r, target_modules=QV),
+    "vblora, top k": lambda r: peft.VBLoRAConfig(
+        r=r, num_vectors=8, vector_length=4, target_modules=QV, save_only_topk_weights=True
+    ),
+    "adalora, fewer ranks": lambda r: peft.AdaLoraConfig(
+        init_r=r, target_r=2, target_modules=QV, total_step=10, rank_pattern={"any": [True]}
+    ),
 }
+REFUSED = {
+    "prompt": "it computes the content of its PROMPT_TUNING files",
+    "shira": "its SHIRA files hold shira_indices",
+    "vblora, top k": "with save_only_topk_weights",
+    "adalora, fewer ranks": "its ADALORA files lack the ranks",
+}
+"""Adapters that no folder can be made of, and why."""
 NAMES = {"mine": "mine", "model": "model", "two": "first", "both": "first"}
 """The adapter that is meant, where it is not "default"."""
 ADAPTED = [*CONFIGS, *NAMES, "norm", "tied", "injected"]
@@ -71,7 +90,7 @@ def base(kind: str) -> Any:
         num_attention_heads=2,
         num_key_value_heads=2,
         max_position_embeddings=64,
-        tie_word_embeddings=kind == "tied",
+        tie_word_embeddings=kind.startswith("tied"),
         attention_bias=kind.startswith("bias"),
     )
     return LlamaForCausalLM(config)
@@ -244,7 +263,7 @@ def each(stage: int, *but: str) -> list[Any]:
     return [(kind, stage) for kind in KINDS[stage] if kind in ADAPTED and kind not in but]
 
 
-@pytest.mark.parametrize(("kind", "stage"), [*each(2, "prompt"), *each(3)])
+@pytest.mark.parametrize(("kind", "stage"), [*each(2, *REFUSED), *each(3)])
 def test_an_adapter_is_as_pefts_own(made: Made, tmp_path: Path, kind: str, stage: int) -> None:
     run, name = made(kind, stage), NAMES.get(kind, "default")
     module = run.module()
@@ -279,7 +298,7 @@ def test_an_adapter_is_as_pefts_own(made: Made, tmp_path: Path, kind: str, stage
 
 @pytest.mark.parametrize(
     ("kind", "stage"),
-    each(2, "adalora", "prompt", "vera", "model", "norm", "tied", "both", "injected"),
+    each(2, *REFUSED, "adalora", "model", "norm", "tied", "both", "injected"),
 )
 def test_pefts_own_folder_goes_into_a_module(made: Made, tmp_path: Path, kind: str, stage: int) -> None:
     run, name = made(kind, stage), NAMES.get(kind, "default")
@@ -420,11 +439,16 @@ def test_a_frozen_part_that_was_kept(made: Made, tmp_path: Path, stage: int) -> 
     assert same(load_file(tmp_path / "trained.safetensors"), {**run.values, **kept})
 
 
-def test_a_prompt_is_no_adapter_of_weights(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, target = made("prompt", 2), tmp_path / "adapter"
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_no_adapter_of_weights(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    run, target = made(kind, 2), tmp_path / "adapter"
     said = refusal(capsys, target, run.small, target, "--format", "peft")
-    assert "PROMPT_TUNING" in said
+    assert REFUSED[kind] in said
     assert "--format safetensors" in said
+    export(run.small, tmp_path / "trained.safetensors")
+    assert same(load_file(tmp_path / "trained.safetensors"), run.values)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

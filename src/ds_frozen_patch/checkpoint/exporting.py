@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ _PEFTS_PREFIX = "base_model.model."
 # What PEFT's files have of these kinds is computed from the weights, not the weights themselves.
 _PROMPTS = frozenset(
     ["PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "ADAPTION_PROMPT"]
+)
+# The model has one of each, which PEFT saves, and every layer refers to it under a name of its own.
+_SHARED_BY_LAYERS = frozenset(
+    ["vera_A", "vera_B", "pvera_A", "pvera_B", "vblora_vector_bank", "unilora_theta_d", "tinylora_v"]
 )
 
 
@@ -80,34 +85,53 @@ class Adapter:
     def owns(self, name: str) -> bool:
         """Whether a parameter or buffer is the adapter's own, and in its file."""
         parts = name.split(".")
-        if self.peft_name(name) is None or "ranknum" in parts:  # AdaLoRA's, which PEFT does not save
+        if self.peft_name(name) is None or "ranknum" in parts or _is_a_layers(name):  # PEFT does not save AdaLoRA's
             return False
-        if parts[-2:-1] in (["vera_A"], ["vera_B"]) and parts[-3:-2] != ["base_model"]:
-            return False  # a layer's copy of what is the model's
-        return f".modules_to_save.{self.name}." in name or self.name in parts[-2:]
+        if any(f".{part}.{self.name}." in name for part in ("modules_to_save", "prompt_encoder")):
+            return True
+        return self.name in parts[-2:]
 
-    def members(self, trained: Iterable[str], others: Iterable[str], adapters: Iterable[str]) -> dict[str, str]:
+    def members(
+        self, trained: Iterable[str], aliases: Iterable[str], others: Iterable[str], adapters: Iterable[str]
+    ) -> dict[str, str]:
         """The module's names of what goes into the adapter's file, by the names there.
 
         Args:
-            trained: all names of what was trained.
-            others: names of what was not, and of buffers; the adapter's own are taken.
+            trained: the first name of each parameter that was trained.
+            aliases: the other names of tied parameters: PEFT saves tied `modules_to_save` under each of their names.
+            others: names of what was not trained, and of buffers; the adapter's own are taken.
             adapters: the names of all adapters of its model; what other ones own is not taken.
         """
         rivals = [Adapter(self.module, name, None) for name in adapters if name != self.name]
-        chosen = [name for name in trained if not any(rival.owns(name) for rival in rivals)]
+        chosen = [name for name in trained if not _is_a_layers(name) and not any(r.owns(name) for r in rivals)]
+        chosen += [name for name in aliases if self.owns(name) and ".token_adapter." not in name]
         chosen += [name for name in others if self.owns(name)]
         found = {self.peft_name(name): name for name in chosen}
         return {name: own for name, own in found.items() if name is not None}
 
     def check(self) -> None:
-        """Raise CheckpointError where its file is of another kind than the weights of modules."""
-        kind = (self.config or {}).get("peft_type")
+        """Raise CheckpointError where PEFT's file holds something else than the weights in a checkpoint."""
+        config = self.config or {}
+        kind = config.get("peft_type")
+        why = None
         if kind in _PROMPTS:
+            why = f"it computes the content of its {kind} files from the weights"
+        elif kind == "VBLORA" and config.get("save_only_topk_weights"):
+            why = "with save_only_topk_weights, it computes the content of its VBLORA files from the weights"
+        elif kind == "SHIRA":
+            why = "its SHIRA files hold shira_indices, which are in no state dict"
+        elif kind == "ADALORA" and config.get("rank_pattern"):
+            why = "its ADALORA files lack the ranks that rank_pattern has dropped"
+        if why:
             raise CheckpointError(
-                f"What PEFT has in a file of {kind} cannot be made of a checkpoint. Take the other format:"
+                f"No adapter folder of PEFT can be made from this checkpoint: {why}. Use the other format:"
                 " --format safetensors"
             )
+
+
+def _is_a_layers(name: str) -> bool:
+    """Whether this is a layer's name for what belongs to the whole model."""
+    return any(part in _SHARED_BY_LAYERS and holder != "base_model" for holder, part in pairwise(name.split(".")))
 
 
 def export(
@@ -168,6 +192,7 @@ def export(
         kept = found.frozen if states.manifest else {}
         named_, outside = {name: name for name in (*found.trained, *kept, *found.buffers)}, []
     tensors = {**found.frozen, **found.trained, **found.buffers}
+    tensors |= {alias: tensors[first] for alias, first in found.aliases.items() if first in tensors}
     plan = Plan(
         tensors={name: tensors[own] for name, own in named_.items()},
         aliases=found.aliases if format == "safetensors" else {},
@@ -238,7 +263,8 @@ def _of_adapter(found: Weights, manifest: Manifest | None, adapter: Adapter) -> 
             " patch(keep=[...]), or take a full checkpoint."
         )
     adapters = manifest.adapters.get(adapter.module, {}) if manifest else ()
-    members = adapter.members(found.trained, (*found.frozen, *found.buffers), adapters)
+    members = adapter.members(found.trained, found.aliases, (*found.frozen, *found.buffers), adapters)
     if not any(adapter.owns(name) for name in members.values()):
         raise CheckpointError(f"The checkpoint holds nothing of an adapter {adapter.name!r}. Say which: --adapter")
-    return members, [name for name in found.trained if name not in members.values()]
+    inside = set(members.values())
+    return members, [name for name in found.trained if inside.isdisjoint(found.names_of(name))]

@@ -75,8 +75,8 @@ def _named_as_in(
         raise CheckpointError(f"{path} holds an adapter, but the module has {len(recorded)} models of PEFT to take it.")
     ((inner, adapters),) = recorded.items()
     name = adapter or (next(iter(adapters)) if len(adapters) == 1 else "default")
-    own = [plain(own) for own, _ in (*module.named_parameters(), *module.named_buffers())]
-    here = Adapter(inner, name, None).members(own, (), adapters)
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    here = Adapter(inner, name, None).members([plain(own) for own, _ in named], (), (), adapters)
     # What is not in the module stays under its own name, to be named as such.
     return {here.get(own, own): tensor for own, tensor in found.items()}
 
