@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from ._durable import sync_file
 from ._errors import CheckpointError
@@ -20,6 +21,7 @@ from .manifest import adapters_of, dtype_of, names_by_parameter, parameters_by_n
 
 FILE, FOLDER = "trainable.safetensors", "adapter"
 """What is made inside a checkpoint's directory: for "safetensors" the file, for "peft" the folder."""
+_warned: WeakSet[Any] = WeakSet()
 
 
 def write(save: Save, folder: Path) -> None:
@@ -65,14 +67,20 @@ def _adapter(engine: Any, strategy: Any) -> Adapter | None:
     trained = [name for name, parameter in parameters_by_name(engine.module).items() if parameter.requires_grad]
     found = [adapter for adapter in known if any(map(adapter.owns, trained))]
     if len(found) != 1:
-        warn(strategy, f'patch(export="peft") makes nothing: the module trains {len(found)} adapters of PEFT, not one.')
+        _warn_once(strategy, f"makes nothing: the module trains {len(found)} adapters of PEFT, not one.")
         return None
     try:
         found[0].check()
     except CheckpointError as error:
-        warn(strategy, f'patch(export="peft") makes nothing. {error}')
+        _warn_once(strategy, f"makes nothing. {error}")
         return None
     return found[0]
+
+
+def _warn_once(strategy: Any, message: str) -> None:
+    if strategy not in _warned:
+        _warned.add(strategy)
+        warn(strategy, f'patch(export="peft") {message}')
 
 
 def _write(

@@ -22,7 +22,9 @@ from .states import check_together, load
 from .stored import Storage, StoredTensor
 from .weights import weights
 
-_PEFTS_OWN = ("base_model.model.", "base_layer.", "original_module.")
+_PEFTS_OWN = ("base_model.model.", "base_layer.", "original_module.", "token_adapter.")
+# PEFT's values of `init_lora_weights` that change the base's weights, by how they begin.
+_REWRITING_INITS = {"pissa": "PiSSA", "olora": "OLoRA", "corda": "CorDA", "loftq": "LoftQ", "lora_ga": "LoRA-GA"}
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,15 @@ def tensors_for(manifest: Manifest, base: Base) -> dict[str, Whole]:
     """
     found = {parameter: base.find(parameter) for parameter in manifest.left_out}
     if missing := [parameter.name for parameter, tensor in found.items() if tensor is None]:
-        raise CheckpointError(f"{base.path} lacks {named(missing)}. Name the base that the run was built from.")
+        adapters = {adapter for known in manifest.adapters.values() for adapter in known}
+        owners = {part for name in missing for part in name.split(".")} & adapters
+        remedy = "Name the base that the run was built from."
+        if owners and all(adapters & set(name.split(".")) for name in missing):
+            remedy = (
+                f"They belong to the adapter {named(sorted(owners))} and were frozen; a base has no adapters. Save them"
+                " with patch(keep=[...]), or pass a full checkpoint of the run as the base."
+            )
+        raise CheckpointError(f"{base.path} lacks {named(missing)}. {remedy}")
     shapes = {
         parameter.name: f"{list(tensor.shape)} there, {list(parameter.shape)} at the save"
         for parameter, tensor in found.items()
@@ -152,11 +162,32 @@ def tensors_for(manifest: Manifest, base: Base) -> dict[str, Whole]:
     return {parameter.name: tensor for parameter, tensor in found.items() if tensor is not None}
 
 
-def refuse_wrong(base: Base, names: Iterable[str]) -> None:
+def refuse_wrong(base: Base, names: Iterable[str], manifest: Manifest) -> None:
     """Raise CheckpointError where the base has other values than the one that was saved with."""
     wrong = list(names)
     if wrong:
-        raise CheckpointError(
-            f"{base.path} is not the base that was saved with: it has other values in {named(wrong)}. Name the base"
-            " that the run was built from."
-        )
+        raise CheckpointError(other_values(base, wrong, manifest) + " Name the base that the run was built from.")
+
+
+def other_values(base: Base, names: Iterable[str], manifest: Manifest) -> str:
+    """What to say of a base that has other values than the one that was saved with."""
+    said = f"{base.path} is not the base that was saved with: it has other values in {named(list(names))}."
+    inits = _rewriting_inits(manifest)
+    if not inits:
+        return said
+    return (
+        f"{said} A possible cause: the adapter was initialised with {' and '.join(inits)}, which rewrites the base's"
+        " weights; pass them as they were after that, such as in a full checkpoint of the run."
+    )
+
+
+def _rewriting_inits(manifest: Manifest) -> list[str]:
+    """The names of the adapters' initialisations that change the base."""
+    found = set()
+    for config in (config for adapters in manifest.adapters.values() for config in adapters.values()):
+        try:
+            init = str(json.loads(config)["init_lora_weights"]).lower()
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+        found |= {name for begin, name in _REWRITING_INITS.items() if init.startswith(begin)}
+    return sorted(found)

@@ -67,6 +67,7 @@ class Plan:
     from_base: dict[str, LeftOut]
     base: Base | None
     dtype: str | None
+    manifest: Manifest | None = None
 
     def dtype_of(self, name: str) -> str:
         """What a tensor is in the output. Those from a base are first what the run had of them."""
@@ -197,6 +198,7 @@ def _plan(found: Weights, manifest: Manifest | None, base: Base | None, dtype: s
         from_base=left_out,
         base=base,
         dtype=dtype,
+        manifest=manifest,
     )
 
 
@@ -229,13 +231,13 @@ class Reader:
         values = self.records.read(tensor)
         dtype = tensor.dtype
         parameter = self.plan.from_base.get(name)
-        if parameter is not None and self.plan.base is not None:
+        if parameter is not None and self.plan.base is not None and self.plan.manifest is not None:
             # As the run had it: a program may load its base in another dtype than the file has.
             values, dtype = converting.converted(values, dtype, parameter.dtype), parameter.dtype
             if not converting.is_base(parameter, values):
                 for piece in tensor.pieces:
                     self.records.check(piece.storage)  # if it is that, it is said
-                refuse_wrong(self.plan.base, [name])
+                refuse_wrong(self.plan.base, [name], self.plan.manifest)
         made = converting.converted(values, dtype, self.plan.dtype_of(name))
         self.told(len(made))
         return made

@@ -12,7 +12,7 @@ from .._errors import CheckpointError, CheckpointMismatchError, named
 from .._progress import progress
 from ..manifest import Manifest
 from . import converting
-from .base import Base, open_base, tensors_for
+from .base import Base, open_base, other_values, tensors_for
 from .records import Records, check_file
 from .states import States, check_together, load
 from .stored import ITEM_SIZES
@@ -172,5 +172,5 @@ def _compared(manifest: Manifest | None, base: Base, quiet: bool) -> tuple[list[
                 right += same
             told(tensor.nbytes)
     if wrong:
-        return [f"{base.path} is not the base that was saved with: it has other values in {named(wrong)}."], right
+        return [other_values(base, wrong, manifest)], right
     return [], right
