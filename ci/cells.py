@@ -10,6 +10,7 @@ from typing import Any
 from packaging.version import Version
 
 MATRIX = Path(__file__).with_name("matrix.json")
+QUANTIZERS = ("bitsandbytes", "hqq", "optimum-quanto", "torchao")
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class Cell:
     `lightning` and `beside` are a package and its release, such as "lightning 2.5.2"; the tests use the first.
     `expect` gives a state by namespace. `cannot` gives, for a part of a test's id, why it cannot run here.
     `patches` is the folder of the patch series that is applied to its Lightning, which then runs without the shim;
-    all else of it is as in the cell `like`.
+    all else of it is as in the cell `like`. `with_` are requirements of its lock beside Lightning, DeepSpeed and wrapt:
+    libraries that quantize, whose tests alone run there, and what else must have another release than in its base.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Cell:
     beside: str | None = None
     patches: str | None = None
     like: str | None = None
+    with_: tuple[str, ...] = ()
 
     @property
     def lock(self) -> str:
@@ -69,7 +72,12 @@ class Cell:
             releases.setdefault("pytorch-lightning", releases["lightning"])  # else its newest comes along
         releases |= {"deepspeed": self.deepspeed, "wrapt": self.wrapt}
         own = [f"{name}=={version}" for name, version in releases.items()]
-        return own + [pin for need in self.needs.values() for pin in need.pins]
+        return own + [pin for need in self.needs.values() for pin in need.pins] + [*self.with_]
+
+    @property
+    def quantizers(self) -> dict[str, str]:
+        """The libraries that quantize, and their releases: where there are any, the tests of quantized bases run."""
+        return {name: release for name, _, release in (pin.partition("==") for pin in self.with_) if name in QUANTIZERS}
 
     @property
     def environment(self) -> dict[str, str]:
@@ -97,10 +105,10 @@ class Cell:
     @property
     def resumes(self) -> list[Cell]:
         """The cells whose checkpoints it must resume: the oldest, the everyday and the last one with older releases."""
-        if not self.is_served_by_shim:
+        if not self.is_served_by_shim or self.quantizers:
             return []
-        served = [cell for cell in read().values() if cell.is_served_by_shim and cell.releases != self.releases]
-        older = [cell for cell in served if cell.is_no_newer_than(self.releases)]
+        served = [cell for cell in read().values() if cell.is_served_by_shim and not cell.quantizers]
+        older = [cell for cell in served if cell.is_no_newer_than(self.releases) and cell.releases != self.releases]
         chosen = (*older[:1], *older[-1:], *(cell for cell in older if cell.name == "everyday"))
         return list({cell.name: cell for cell in chosen}.values())
 
@@ -154,7 +162,8 @@ def read() -> dict[str, Cell]:
 def nearest(lightning: str, deepspeed: str) -> Cell:
     """The cell with the newest releases of those that have no newer ones than these."""
     wanted = Version(lightning), Version(deepspeed)
-    plain = [cell for cell in read().values() if cell.lightning.startswith("lightning ") and not cell.patches]
+    usual = [cell for cell in read().values() if not cell.patches and not cell.quantizers]
+    plain = [cell for cell in usual if cell.lightning.startswith("lightning ")]
     older = [cell for cell in plain if cell.is_no_newer_than(wanted)]
     return max(older, key=lambda cell: cell.releases, default=plain[0])
 
@@ -176,9 +185,10 @@ def add(entry: dict[str, Any], after: str) -> None:
 
 def formatted(entry: dict[str, Any]) -> str:
     """A cell as the file has it: its releases, why it is there, what it needs and what is expected."""
-    last = ("why", "needs", "expect")
+    last = ("why", "with", "needs", "expect")
     lines = [{key: entry[key] for key in entry if key not in last}, {"why": entry["why"]}]
-    lines.append({key: entry[key] for key in last[1:]})
+    lines += [{"with": entry["with"]}] if "with" in entry else []
+    lines.append({key: entry[key] for key in last[2:]})
     return "    {" + ",\n     ".join(json.dumps(line)[1:-1] for line in lines) + "}"
 
 
@@ -194,6 +204,7 @@ def _cell(matrix: dict[str, Any], *, name: str, torch: str, needs: list[str], **
         needs={need: Need(**matrix["needs"][need]) for need in needs},
         period=tuple(matrix["period"].get(torch, ())),
         cannot={test: item["why"] for item in matrix["cannot"] if name in item["cells"] for test in item["tests"]},
+        with_=tuple(entry.pop("with", ())),
         **entry,
     )
 

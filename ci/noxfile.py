@@ -45,8 +45,8 @@ SAVED = ROOT / ".nox" / "saved" / hashlib.sha256(b"".join(file.read_bytes() for 
 UPSTREAM = {"2.0.9.post0": "lightning-2.4", "2.1.4": "lightning-2.4", "2.4.0": "lightning-2.4"}
 UPSTREAM |= {"2.5.2": "everyday", "2.6.5": "newest", "7f0c3436cd3f6ad3753125672024fc415cbcb414": "newest"}
 
-# Every test on two cells, and the promises where releases are oldest, refused and patched.
-SOME = ("oldest", "refused", "everyday-patched")
+# Every test on two cells, the promises where releases are oldest, refused and patched, and those of quantized bases.
+SOME = ("oldest", "refused", "everyday-patched", "quantized")
 nox.options.sessions = ["tests", *(f"matrix({cell})" for cell in SOME), "patches", "lint"]
 nox.options.stop_on_first_error = False
 
@@ -121,6 +121,14 @@ def settings(session: nox.Session) -> None:
     for cell, file in results.items():
         run_tests(session, cell, "-m", "settings", f"--junitxml={file}", *session.posargs)
     run(session, "everyday", "ci/settings_table.py", *results.values())
+
+
+@nox.session(venv_backend="none")
+def quantized(session: nox.Session) -> None:
+    """Run the tests of quantized bases with the newest libraries, and make the table of docs/qlora.md."""
+    results = f"{RESULTS}/quantized.xml"
+    run_tests(session, "quantized", f"--junitxml={results}")
+    run(session, "everyday", "ci/quantized_table.py", results)
 
 
 @nox.session(venv_backend="none")

@@ -87,7 +87,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what the cell's matrix says cannot run there, with its reason; a refused cell cannot start an engine."""
+    """Skip what the cell's matrix says cannot run there, with its reason; a refused cell cannot start an engine.
+
+    A cell with libraries that quantize runs the tests of quantized bases, and no other cell does.
+    """
     for test, why in CELL.cannot.items():
         found = [item for item in items if test in item.nodeid]
         if config.getoption("--outcome") and not found:
@@ -96,6 +99,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=why))
     if CELL.refused:
         _deselect(config, items, lambda item: "ranks" in getattr(item, "fixturenames", ()))
+    _deselect(config, items, lambda item: bool(item.get_closest_marker("quantized")) != bool(CELL.quantizers))
     if "gpu" not in config.getoption("markexpr"):
         _deselect(config, items, lambda item: bool(item.get_closest_marker("gpu")))
     if config.getoption("markexpr") != "settings":
@@ -135,7 +139,7 @@ class Outcome:
         if report.skipped:
             reason = str(report.longrepr[2]).removeprefix("Skipped: ")  # type: ignore[index]
             self.skipped += [reason] if reason not in self.skipped else []
-        self.found |= {name: str(state) for name, state in report.user_properties}
+        self.found |= {name: str(state) for name, state in report.user_properties if name in CELL.states}
         return report
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:

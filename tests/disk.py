@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ds_frozen_patch.manifest import plain
+from ds_frozen_patch.parameters import plain
 
 
 def model_states(checkpoint: str | Path) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 from under_test import FABRIC, PRECISION, TRAINER, DeepSpeedStrategy, Fabric, FabricDeepSpeed, ModelCheckpoint, pl
 
-from ds_frozen_patch.manifest import PREFIX
+from ds_frozen_patch.parameters import PREFIX
 
 VOCABULARY = 96
 BATCHES = 4  # per rank and epoch

@@ -9,11 +9,45 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.everyday, pytest.mark.once]
 
-
+@pytest.mark.everyday
+@pytest.mark.once
 def test_demo(demo: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    kept, done = demo
+    _check(*demo)
+
+
+@pytest.mark.everyday
+@pytest.mark.quantized
+@pytest.mark.promise(16)
+def test_demo_of_a_quantized_base(tmp_path: Path) -> None:
+    done = _run("--quantized", "--keep", str(tmp_path / "kept"))
+    _check(tmp_path / "kept", done)
+    assert "22.9 M frozen" in done.stdout  # numbers, and not the bytes that they are packed into
+    assert "bf16 and NF4" in done.stdout
+
+
+@pytest.mark.everyday
+@pytest.mark.once
+def test_demo_asks_for_bitsandbytes() -> None:
+    done = _run("--quantized")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "The demo with --quantized needs bitsandbytes: pip install bitsandbytes\n"
+
+
+@pytest.mark.everyday
+@pytest.mark.once
+def test_demo_refuses_a_directory_that_exists(tmp_path: Path) -> None:
+    done = _run("--keep", str(tmp_path))
+    assert done.returncode == 2
+    assert f"{tmp_path} exists already" in done.stderr
+
+
+def _run(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ds_frozen_patch.demo", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+
+
+def _check(kept: Path, done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     for stage in (2, 3):
         assert f"ZeRO-{stage}: the resumed run equals the uninterrupted one, bit for bit." in done.stdout
@@ -23,10 +57,3 @@ def test_demo(demo: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
         assert len(resumed) == 8
         assert whole[-1] < whole[0]
     assert "Warning" not in done.stderr
-
-
-def test_demo_refuses_a_directory_that_exists(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ds_frozen_patch.demo", "--keep", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert f"{tmp_path} exists already" in done.stderr

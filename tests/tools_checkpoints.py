@@ -17,6 +17,7 @@ import deepspeed
 import provider
 import runs
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from under_test import PRECISION, DeepSpeedStrategy
 
 from ds_frozen_patch._labels import LABEL
@@ -82,7 +83,23 @@ class Uneven(runs.LoraRun):
         return torch.optim.AdamW(groups)
 
 
-MODULES: dict[str, type[runs.LoraRun]] = {"lora": runs.LoraRun, "odd": Odd, "half": Half, "uneven": Uneven}
+class Wrapped(runs.LoraRun):
+    """A run with activation checkpointing: the names of its parameters are not those in its state dict."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        layers = self.model.base_model.model.model.layers
+        for place in range(len(layers)):
+            layers[place] = checkpoint_wrapper(layers[place])
+
+
+MODULES: dict[str, type[runs.LoraRun]] = {
+    "lora": runs.LoraRun,
+    "odd": Odd,
+    "half": Half,
+    "uneven": Uneven,
+    "wrapped": Wrapped,
+}
 
 
 def settings(stage: int) -> dict[str, Any]:

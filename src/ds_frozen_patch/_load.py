@@ -18,6 +18,7 @@ from typing import Any
 
 from ._collectives import default_store, digest, gather, gather_numbers, world_size
 from ._errors import CheckpointError, CheckpointMismatchError
+from ._frozen import frozen
 from ._intact import is_zip, own_share, share_of
 from ._labels import LABEL
 from ._save import left_behind
@@ -26,7 +27,7 @@ from ._settings import current as settings
 from .checkpoint.archive import read
 from .checkpoint.layout import Layout, UnknownLayoutError, find, latest_tag
 from .checkpoint.states import Said, check_alike, configured_stage, number
-from .manifest import KEY, Manifest, digest_of, frozen_names, reference
+from .manifest import KEY, Manifest, digest_of, reference
 
 current: ContextVar[Load | None] = ContextVar("ds_frozen_patch_load", default=None)
 """The load that is running: upstream's code lies between its parts."""
@@ -211,7 +212,7 @@ class Load:
         module = getattr(self.engine or self.strategy.model, "module", None)
         if module is None or settings().verify_base == "off":
             return True
-        return all(map(process_memory().holds, frozen_names(module)))
+        return all(process_memory().holds(one.tensor) for one in frozen(module))
 
     def _raise(self, problem: Exception | None) -> None:
         of_a_file = problem is None or isinstance(problem, CheckpointError)

@@ -13,27 +13,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import _load, _ownership
+from . import _frozen, _load, _ownership
 from ._durable import wait_for_name
 from ._errors import CheckpointMismatchError, named
 from ._labels import LABEL
 from ._lending import lent, set_to
 from ._load import Load, Look
+from ._quantized import by_name, check_parts, is_part, without_what_is_there
 from ._save import is_left_behind, left_behind, moved_away
 from ._saving import forgets_optimizer, has_plain_optimizer, is_local, keeps_optimizer_on_nvme, warn
 from ._settings import current
 from .fingerprint import fingerprints, process_memory
-from .manifest import (
-    KEY,
-    Manifest,
-    dtype_of,
+from .manifest import KEY, LeftOut, Manifest
+from .parameters import (
+    PARAMETER,
+    PART,
+    Held,
     frozen_names,
     names_by_parameter,
     parameters_by_name,
     plain,
     prefix_of,
-    shape_of,
 )
+
+_FLOATING = ("float64", "float32", "float16", "bfloat16")
 
 
 def strategy_load(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -157,7 +160,8 @@ def engine_load(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
             look = load.look()
         load.check(look)
         call.arguments["load_dir"], call.arguments["tag"] = load.source, load.tag
-        path, client_state = wrapped(*call.args, **call.kwargs)
+        with _noticing_another_base(engine):
+            path, client_state = wrapped(*call.args, **call.kwargs)
     forget_second_copies(engine)
     if restores_optimizer and keeps_optimizer_on_nvme(engine):
         warn(
@@ -174,6 +178,21 @@ def engine_load(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
     return path, client_state
 
 
+@contextmanager
+def _noticing_another_base(engine: Any) -> Iterator[None]:
+    """Remember what is frozen and gets other values from a checkpoint: what the program builds is not its base."""
+    attached = _ownership.attached(engine)
+    if attached is None:
+        yield
+        return
+    before = _frozen.sample(_frozen.frozen(engine.module))
+    yield
+    after = _frozen.sample(_frozen.frozen(engine.module))
+    attached.loaded |= _frozen.differing(before, after)
+    attached.at_start = after if attached.at_start else {}
+    attached.prints = {}
+
+
 def forget_second_copies(engine: Any) -> None:
     """hpZ's second copy within a node is of before a load; without one, DeepSpeed makes it anew.
 
@@ -187,7 +206,7 @@ def forget_second_copies(engine: Any) -> None:
 def _missing_in(engine: Any) -> list[tuple[Any, str, Any]]:
     """What DeepSpeed calls in a load, and has not got."""
     optimizer = engine.optimizer
-    missing: list[tuple[Any, str, Any]] = []
+    missing: list[tuple[Any, str, Any]] = _reading_subclasses(engine)
     if optimizer is not None and not hasattr(optimizer, "_restore_from_bit16_weights"):
         # DeepSpeedZeRoOffload, made for test, validate or predict in ZeRO-3, has no master weights to restore,
         # and no such method from 0.14.5 to at least 0.19.8.
@@ -204,10 +223,31 @@ def _missing_in(engine: Any) -> list[tuple[Any, str, Any]]:
     return missing
 
 
+def _reading_subclasses(engine: Any) -> list[tuple[Any, str, Any]]:
+    """The `load` of the engine's checkpoint engine, for files with tensor subclasses too.
+
+    DeepSpeed names a function for where storages go, the CPU for each, which torch does not take for a subclass.
+    """
+    reader = getattr(engine, "checkpoint_engine", None)  # DeepSpeed may make it later
+    if reader is None:
+        return []
+    read = reader.load
+
+    def load(path: str, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return read(path, map_location, *args, **kwargs)
+        except RuntimeError as error:
+            if not callable(map_location) or "map_location" not in str(error):
+                raise
+            return read(path, "cpu", *args, **kwargs)
+
+    return [(reader, "load", load)]
+
+
 def _remembers_module(load: Load) -> list[tuple[Any, str, Any]]:
     """What keeps `load.module`, in ZeRO-3 without an optimizer: DeepSpeed puts whole fp32 parameters in its place.
 
-    Up to 0.19.8 at least it takes buffers through fp32 as well, which changes large integers and packed weights, and
+    It takes buffers through fp32 as well (integers too up to 0.17.6 at least), which changes packed weights, and
     gives a buffer one of its names only.
     """
     if load.restores_optimizer or not load.engine.zero_optimization_partition_weights():
@@ -259,10 +299,11 @@ def engine_load_module(wrapped: Callable[..., Any], engine: Any, args: tuple[Any
     checkpoint = call.arguments["checkpoint"]
     load.state = {key: checkpoint.get(key) for key in ("optimizer", *TO_REMEMBER)}
     manifest = load.manifest or Manifest.from_checkpoint(checkpoint)
+    held = by_name(engine.module)
     if manifest is not None:
         if call.arguments.get("strict", True):
-            check_left_out(manifest, engine.module)
-        verify_base(manifest, engine, load)
+            check_left_out(manifest, held)
+        verify_base(manifest, held, load)
         may_be_missing = manifest.names
     else:
         may_be_missing = left_out_by_others(checkpoint, engine.module)
@@ -276,9 +317,15 @@ def engine_load_module(wrapped: Callable[..., Any], engine: Any, args: tuple[Any
         _check_optimizer_state(checkpoint, engine)
         _check_optimizer_layout(checkpoint, engine)
     checkpoint = _with_own_buffers(checkpoint, load) if load.module else checkpoint
-    call.arguments["checkpoint"] = _named_as_now(_with_all_fragments(checkpoint, engine.module), engine.module)
-    with _forgiving(engine.module, may_be_missing), _gathered(call, load):
-        return wrapped(*call.args, **call.kwargs)
+    state = without_what_is_there(checkpoint["module"], held, manifest, load)
+    may_be_missing |= {plain(name) for name in checkpoint["module"].keys() - state.keys()}
+    parts = {plain(name): value for name, value in state.items() if is_part(held.get(plain(name)))}
+    checkpoint = _with_all_fragments({**checkpoint, "module": state}, engine)
+    call.arguments["checkpoint"] = _named_as_now(checkpoint, engine.module)
+    with _forgiving(engine.module, may_be_missing, parts), _gathered(call, load):
+        result = wrapped(*call.args, **call.kwargs)
+    check_parts(parts, by_name(engine.module) if parts else {}, load)
+    return result
 
 
 @contextmanager
@@ -303,11 +350,17 @@ def _gathered(call: inspect.BoundArguments, load: Load) -> Iterator[None]:
 
 
 @contextmanager
-def _forgiving(module: Any, names: frozenset[str]) -> Iterator[None]:
-    """Let `names`, and no others, be missing from a state dict that is loaded strictly."""
+def _forgiving(module: Any, missing: frozenset[str], parts: Mapping[str, Any]) -> Iterator[None]:
+    """Let these names, and no others, be missing from a state dict that is loaded strictly, or be in it unexpectedly.
+
+    A quantized layer may save parts that it does not load, and may not save its weight under the weight's name.
+    """
+    saved = {plain(name) for name in module.state_dict()}
+    missing = missing | {name for names in frozen_names(module).values() for name in names if name not in saved}
 
     def forgive(_: Any, incompatible: Any) -> None:
-        incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if plain(name) not in names]
+        incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if plain(name) not in missing]
+        incompatible.unexpected_keys[:] = [name for name in incompatible.unexpected_keys if plain(name) not in parts]
 
     handle = module.register_load_state_dict_post_hook(forgive)
     try:
@@ -316,23 +369,35 @@ def _forgiving(module: Any, names: frozenset[str]) -> Iterator[None]:
         handle.remove()
 
 
-def check_left_out(manifest: Manifest, module: Any) -> None:
-    """Every left-out parameter must be there, frozen, in its shape."""
-    now = parameters_by_name(module)
-    gone, trained, reshaped = [], [], []
-    for parameter in manifest.left_out:
-        for name in parameter.names:
-            if name not in now:
-                gone.append(name)
-            elif now[name].requires_grad:
+def check_left_out(manifest: Manifest, held: Mapping[str, Held]) -> None:
+    """All that was left out must be there, frozen, in its shape.
+
+    Args:
+        manifest: says what was left out.
+        held: what the module holds now, by all names.
+    """
+    gone: list[str] = []
+    quantized: list[str] = []
+    trained, reshaped = [], []
+    for one in manifest.left_out:
+        for name in one.names:
+            now = held.get(name)
+            if now is None:
+                (quantized if one.kind == PART else gone).append(name)
+            elif one.kind == PARAMETER and not now.is_frozen:
                 trained.append(name)
-            elif shape_of(now[name]) != parameter.shape:
-                reshaped.append(f"{name}: saved {list(parameter.shape)}, now {list(shape_of(now[name]))}")
+            elif now.shape != one.shape:
+                reshaped.append(f"{name}: saved {list(one.shape)}, now {list(now.shape)}")
     problems = []
     if gone:
         problems.append(
             f"The checkpoint left out parameters that the model does not have: {named(gone)}."
             " Build the model as in the run that saved it."
+        )
+    if quantized and not gone:
+        problems.append(
+            f"The base is not quantized as it was at the save: the model has no {named(quantized)}."
+            " Quantize it as in the run that saved it."
         )
     if trained:
         problems.append(
@@ -348,42 +413,69 @@ def check_left_out(manifest: Manifest, module: Any) -> None:
         raise CheckpointMismatchError("\n".join(problems))
 
 
-def verify_base(manifest: Manifest, engine: Any, load: Load) -> None:
-    """The left-out parameters must have the content that they had at the save, as their fingerprints tell."""
+def verify_base(manifest: Manifest, held: Mapping[str, Held], load: Load) -> None:
+    """What was left out must have the content that it had at the save, as the fingerprints tell.
+
+    Args:
+        manifest: says what was left out.
+        held: what the module holds now, by all names.
+        load: that this is done for.
+    """
     strategy = load.strategy
     how = current().verify_base
     if how == "off":
         return
     # By all names, because what was tied at the save need not be tied now; of tied ones the first name counts.
-    now = parameters_by_name(engine.module)
-    pairs = {now[name]: (name, saved) for saved in manifest.left_out for name in reversed(saved.names) if name in now}
-    comparable = [p for p, (_, saved) in pairs.items() if saved.fingerprint and saved.dtype == dtype_of(p)]
-    prints = fingerprints(comparable, engine.device, process_memory(), all_known=load.base_is_known)
+    pairs = {held[name]: (name, saved) for saved in manifest.left_out for name in reversed(saved.names) if name in held}
+    comparable = [one for one, (_, saved) in pairs.items() if saved.fingerprint and saved.dtype == one.dtype]
+    engine = load.engine or strategy.model
+    prints = fingerprints(
+        [one.tensor for one in comparable], engine.device, process_memory(), all_known=load.base_is_known
+    )
     found = dict(zip(comparable, prints, strict=True))
-    if unread := [name for p, (name, _) in pairs.items() if found.get(p) is None]:
+    differ = [
+        f"- {pairs[one][0]}: saved {pairs[one][1].fingerprint}, now {content}"
+        for one, content in found.items()
+        if content and content != pairs[one][1].fingerprint
+    ]
+    differ += [
+        f"- {name}: saved as {saved.dtype}, now {one.dtype}"
+        for one, (name, saved) in pairs.items()
+        if saved.dtype != one.dtype and not _is_rounded(saved, one)
+    ]
+    unread = [
+        name
+        for one, (name, saved) in pairs.items()
+        if found.get(one) is None and (saved.dtype == one.dtype or _is_rounded(saved, one))
+    ]
+    if unread:
         warn(
             strategy,
             f"{len(unread)} of {len(pairs)} left-out parameters cannot be compared with the base that the"
             f" checkpoint was saved with, for they are of another dtype now, quantized, or on NVMe: {named(unread)}",
         )
-    differ = [(*pairs[p], content) for p, content in found.items() if content and content != pairs[p][1].fingerprint]
     if not differ:
         return
-    lines = [f"- {name}: saved {saved.fingerprint}, now {content}" for name, saved, content in differ[:10]]
     message = "\n".join(
         [
             f"The base is not the one that the checkpoint was saved with: {len(differ)} of {len(pairs)}"
             " left-out parameters have another content (by fingerprint).",
-            *lines,
+            *differ[:10],
             *([f"- and {len(differ) - 10} more"] if len(differ) > 10 else []),
             "What usually causes it: another base model or revision, another seed, a layer that was initialised anew,"
-            " weights that the program changed after it had built them. Build the base as the run that saved did, or"
-            ' go on all the same with patch(verify_base="warn") or DS_FROZEN_PATCH_VERIFY_BASE=warn.',
+            " other settings of quantization, weights that the program changed after it had built them. Build the base"
+            ' as the run that saved did, or go on all the same with patch(verify_base="warn") or'
+            " DS_FROZEN_PATCH_VERIFY_BASE=warn.",
         ]
     )
     if how == "error":
         raise CheckpointMismatchError(message)
     warn(strategy, message)
+
+
+def _is_rounded(saved: LeftOut, now: Held) -> bool:
+    """Whether a base may be the one that was saved with, in another precision."""
+    return saved.dtype in _FLOATING and now.dtype in _FLOATING
 
 
 def left_out_by_others(checkpoint: Mapping[str, Any], module: Any) -> frozenset[str]:
@@ -444,26 +536,34 @@ def _check_optimizer_layout(checkpoint: Mapping[str, Any], engine: Any) -> None:
         )
 
 
-def _with_all_fragments(checkpoint: Mapping[str, Any], module: Any) -> Mapping[str, Any]:
+def _with_all_fragments(checkpoint: Mapping[str, Any], engine: Any) -> Mapping[str, Any]:
     """The checkpoint with a frozen value for each parameter that is frozen now, if it has them apart.
 
-    DeepSpeed looks each of them up and raises KeyError for one that is not there: left out, or frozen since a
-    full save. Those are given their own values, which what is in the module's state dict may have set before.
+    Below ZeRO-3 these are second copies of what is in the module's state dict. In ZeRO-3 DeepSpeed looks each of them
+    up and raises KeyError for one that is not there: left out, or frozen since a full save. Those are given their own
+    values, which what is in the module's state dict may have set before.
     """
     fragments = checkpoint.get("frozen_param_fragments")
     if not fragments:
         return checkpoint
-    own = {names[0]: getattr(p, "ds_tensor", p) for p, names in names_by_parameter(module).items()}
+    if not engine.zero_optimization_partition_weights():
+        return {**checkpoint, "frozen_param_fragments": None}
+    own = {names[0]: getattr(p, "ds_tensor", p) for p, names in names_by_parameter(engine.module).items()}
     saved = {plain(name): value for name, value in fragments.items()}
     return {**checkpoint, "frozen_param_fragments": {**own, **saved}}
 
 
 def _named_as_now(checkpoint: Mapping[str, Any], module: Any) -> Mapping[str, Any]:
-    """The checkpoint with its names as the module has them, whichever side is Lightning's before 2.1."""
+    """The checkpoint with its names as the module has them, whatever either side was wrapped in."""
     prefix = prefix_of(name for name, _ in module.named_parameters())
-    renamed = {
-        key: {prefix + plain(name): value for name, value in checkpoint[key].items()}
-        for key in ("module", "frozen_param_fragments")
-        if checkpoint.get(key) and prefix_of(checkpoint[key]) != prefix
+    names = {
+        "module": {plain(name): name for name in module.state_dict()},
+        "frozen_param_fragments": {plain(name): name for name, _ in module.named_parameters()},
     }
-    return {**checkpoint, **renamed}
+    renamed = {
+        key: {now.get(plain(name), prefix + plain(name)): value for name, value in checkpoint[key].items()}
+        for key, now in names.items()
+        if checkpoint.get(key)
+    }
+    # As it is where it can be: what torch has beside the entries of a state dict, such as versions, is kept then.
+    return {**checkpoint, **{key: new for key, new in renamed.items() if new.keys() != checkpoint[key].keys()}}

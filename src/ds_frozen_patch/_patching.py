@@ -147,6 +147,7 @@ def patch(
     *,
     verify_base: str | None = None,
     keep: Iterable[str] | None = None,
+    leave_out: Iterable[str] | None = None,
     export: str | None = None,
     fp32_weights: bool | None = None,
     elastic: bool | None = None,
@@ -162,6 +163,9 @@ def patch(
             default), "warn", or "off" to not look.
         keep: shell patterns such as "*.random_features": frozen parameters with such names are saved all the
             same, because no base holds their values.
+        leave_out: shell patterns such as "*.qweight": buffers with such names are left out as part of the base, and
+            frozen parameters even if training changes them. The buffers of the quantized layers of GPTQ, AWQ, HQQ,
+            optimum-quanto and torchao are left out without it.
         export: what to put into each checkpoint's directory, to be used at once: "safetensors" for
             a file `trainable.safetensors`, or "peft" for a folder `adapter`.
         fp32_weights: let single files (of `save_weights_only=True`) and what `export` makes hold the
@@ -172,8 +176,8 @@ def patch(
         sync: whether a save waits until its files are on the disk (True by default), so that a power cut or a crash of
             the machine loses neither it nor the checkpoint that it replaces. With False it can lose both.
 
-    For each argument that is not given, an environment variable counts, such as DS_FROZEN_PATCH_VERIFY_BASE; `keep` is
-    a list with commas there, and what is True or False is 1 or 0.
+    For each argument that is not given, an environment variable counts, such as DS_FROZEN_PATCH_VERIFY_BASE; `keep`
+    and `leave_out` are lists with commas there, and what is True or False is 1 or 0.
 
     Returns:
         What `status()` gives afterwards.
@@ -186,7 +190,7 @@ def patch(
     """
     global _current
     before = _settings.current() if _current else None
-    new_settings = _settings.settings(verify_base, keep, export, fp32_weights, elastic, sync, before)
+    new_settings = _settings.settings(verify_base, keep, export, fp32_weights, elastic, sync, leave_out, before)
     _finish_imports()
     findings = _probe_all() if _current is None else {}
     with _lock:
@@ -280,6 +284,7 @@ def patched(
     *,
     verify_base: str | None = None,
     keep: Iterable[str] | None = None,
+    leave_out: Iterable[str] | None = None,
     export: str | None = None,
     fp32_weights: bool | None = None,
     elastic: bool | None = None,
@@ -288,7 +293,13 @@ def patched(
     """`patch(...)` while this lasts, then the state from before: for tests and notebooks. Gives what `patch()` does."""
     before = _settings.current() if _current is not None else None
     now = patch(
-        verify_base=verify_base, keep=keep, export=export, fp32_weights=fp32_weights, elastic=elastic, sync=sync
+        verify_base=verify_base,
+        keep=keep,
+        leave_out=leave_out,
+        export=export,
+        fp32_weights=fp32_weights,
+        elastic=elastic,
+        sync=sync,
     )
     try:
         yield now

@@ -11,13 +11,15 @@ from weakref import WeakSet
 
 from ._durable import sync_file
 from ._errors import CheckpointError
+from ._frozen import frozen
 from ._gathering import gathered
 from ._save import Save
 from ._saving import warn
 from ._settings import current
 from .checkpoint.exporting import Adapter
 from .checkpoint.safetensors_file import write_header
-from .manifest import adapters_of, dtype_of, names_by_parameter, parameters_by_name, plain, shape_of
+from .manifest import adapters_of
+from .parameters import dtype_of, names_by_parameter, parameters_by_name, plain, shape_of
 
 FILE, FOLDER = "trainable.safetensors", "adapter"
 """What is made inside a checkpoint's directory: for "safetensors" the file, for "peft" the folder."""
@@ -38,7 +40,10 @@ def write(save: Save, folder: Path) -> None:
         if parameter.requires_grad or current().keeps(names)
     }
     if current().export == "safetensors":
-        _write(save, folder / FILE, chosen, _saved_buffers(engine.module, remove_duplicate=True))
+        left_out = {name for one in frozen(engine.module) for name in one.names}
+        saved = _saved_buffers(engine.module, remove_duplicate=True)
+        buffers = {name: buffer for name, buffer in saved.items() if name not in left_out}
+        _write(save, folder / FILE, chosen, buffers)
     elif (adapter := _adapter(engine, save.strategy)) is not None:
         parameters = {name: parameter for parameter, names in all_names.items() for name in names}
         buffers = _saved_buffers(engine.module, remove_duplicate=False)

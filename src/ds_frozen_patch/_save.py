@@ -42,6 +42,7 @@ from ._durable import exchange, listed, make_folder, sync_file, sync_folder, syn
 from ._errors import CheckpointError, CheckpointMismatchError
 from ._lending import lent
 from ._text import human_bytes
+from .parameters import Held
 
 WORK = ".ds_frozen_patch-"
 """What the names of work folders begin with: nothing that Lightning looks for ("last", "ckpt_") is in them."""
@@ -69,28 +70,32 @@ class Save:
         engine: whose checkpoint it is.
         target: the path that the checkpoint is to have, the same on every rank.
         id: a name that no other save has, the same on every rank.
-        left_out: the frozen parameters that are left out, each with all its names; None for a full checkpoint.
-        base_is_known: whether every rank knows the fingerprints of these.
+        left_out: what is left out; None for a full checkpoint.
+        base_is_known: whether every rank knows the fingerprints of that.
+        base_has_changed: whether a rank has seen that training has changed some of it.
         sync: whether files are synced.
         file_systems: each rank's file system, where all have been given the same path.
         failed: what has failed on this rank.
         disks: who publishes, once it is known.
         is_in_place: it is written straight to the target, as by a direct call of the engine.
         names_left_out: the names in the manifest, once there is one.
+        removed: those of them that were in the module's state and were taken out.
     """
 
     strategy: Any
     engine: Any
     target: Path
     id: str
-    left_out: Mapping[Any, tuple[str, ...]] | None
+    left_out: list[Held] | None
     base_is_known: bool
+    base_has_changed: bool
     sync: bool
     file_systems: tuple[int, ...] | None
     failed: list[CheckpointError] = field(default_factory=list)
     disks: Disks | None = None
     is_in_place: bool = False
     names_left_out: frozenset[str] | None = None
+    removed: set[str] = field(default_factory=set)
     _before: tuple[int, ...] = ()
     _old: Path | None = None
     _is_swapped: bool = False
@@ -304,7 +309,12 @@ class Save:
 
 
 def agree(
-    strategy: Any, engine: Any, path: Any, request: Mapping[str, Any], left_out: Mapping[Any, Any] | None
+    strategy: Any,
+    engine: Any,
+    path: Any,
+    request: Mapping[str, Any],
+    left_out: list[Held] | None,
+    base_has_changed: bool,
 ) -> Save:
     """Let the ranks agree on a save; every rank must call it.
 
@@ -314,6 +324,7 @@ def agree(
         path: where to; the first rank's counts.
         request: what this rank is asked for, which must be the same on every rank.
         left_out: as of `Save`.
+        base_has_changed: whether this rank has seen that.
 
     Raises:
         CheckpointMismatchError: the ranks were asked for different things.
@@ -321,8 +332,9 @@ def agree(
     from ._settings import current as settings
     from .fingerprint import process_memory
 
-    is_known = all(map(process_memory().holds, left_out or {}))
+    is_known = all(process_memory().holds(one.tensor) for one in left_out or ())
     own = [digest(sorted(request.items())), digest(str(path)), uuid4().int >> 65, is_known, file_system(Path(path))]
+    own.append(base_has_changed)
     told = gather_numbers(own, strategy.root_device)
     if len({one[0] for one in told}) > 1:
         raise CheckpointMismatchError(f"{path} was not saved. {_difference(gather(dict(request)))}")
@@ -334,6 +346,7 @@ def agree(
         f"{told[0][2]:016x}"[-12:],
         left_out,
         base_is_known=all(one[3] for one in told),
+        base_has_changed=any(one[5] for one in told),
         sync=settings().sync,
         file_systems=tuple(one[4] for one in told) if is_one_path else None,
     )

@@ -12,20 +12,20 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 from packaging.version import Version
 
-from . import _handshake, _labels, _ownership, _save, manifest
+from . import _frozen, _handshake, _labels, _ownership, _save, manifest
 from ._durable import sync_file, sync_folder
 from ._errors import CheckpointError, named
 from ._lending import set_to
 from ._save import Save, explained
-from ._settings import Settings
 from ._settings import current as _settings
+from ._settings import matches
 from ._targets import FLAG, TARGETS
 from ._text import human_bytes
-from .fingerprint import process_memory
+from .parameters import frozen_names, names_by_parameter, plain
 
 WEIGHTS_ALONE = (
     "What works with it is to save the weights alone: ModelCheckpoint(save_weights_only=True) or"
@@ -36,7 +36,6 @@ _full: ContextVar[bool] = ContextVar("ds_frozen_patch_full", default=False)
 _built_patched: WeakSet[Any] = WeakSet()
 _told: WeakSet[Any] = WeakSet()
 _warned_of_disks: WeakSet[Any] = WeakSet()
-_trained_at_first: WeakKeyDictionary[Any, frozenset[Any]] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -78,17 +77,22 @@ def strategy_setup(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, 
     _handshake.check(strategy)
     engine = strategy.model
     if engine is not None:
-        _ownership.own(engine, strategy)
-        _trained_at_first[engine] = frozenset(p for p in engine.module.parameters() if p.requires_grad)
-        _check_keep(strategy, engine.module)
+        named_ = names_by_parameter(engine.module)
+        trained = frozenset(names[0] for parameter, names in named_.items() if parameter.requires_grad)
+        _frozen.watch(_ownership.attach(engine, strategy, trained), engine)
+        _check_patterns(strategy, engine.module)
     return result
 
 
-def _check_keep(strategy: Any, module: Any) -> None:
-    frozen = manifest.frozen_names(module).values()
-    idle = [pattern for pattern in _settings().keep if not any(Settings(keep=(pattern,)).keeps(n) for n in frozen)]
-    if idle:
-        warn(strategy, f"patch(keep=[...]) names what is no frozen parameter: {named(idle)}. Nothing is kept for it.")
+def _check_patterns(strategy: Any, module: Any) -> None:
+    """Warn of patterns that say nothing of this module, for they may be misspelt."""
+    told = _settings()
+    if not told.keep and not told.leave_out:
+        return
+    names = [one.names for one in _frozen.frozen(module)]
+    for option, patterns in (("keep", told.keep), ("leave_out", told.leave_out)):
+        if idle := [pattern for pattern in patterns if not any(matches(own, [pattern]) for own in names)]:
+            warn(strategy, f"patch({option}=[...]) matches nothing that is frozen: {named(idle)}. It has no effect.")
 
 
 def strategy_call(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -134,9 +138,32 @@ def _agree(strategy: Any, engine: Any, path: Any, what: str, exclude: bool) -> S
     request = {
         "what is saved": what,
         FLAG: exclude,
-        **{name: getattr(told, name) for name in ("keep", "export", "fp32_weights", "sync")},
+        **{name: getattr(told, name) for name in ("keep", "leave_out", "export", "fp32_weights", "sync")},
     }
-    return _save.agree(strategy, engine, path, request, _to_leave_out(engine) if exclude else None)
+    attached = _ownership.attached(engine)
+    candidates = _frozen.to_leave_out(attached, engine) if exclude else None
+    changed = _frozen.changed_since_start(attached, candidates or ())
+    save = _save.agree(strategy, engine, path, request, candidates, bool(changed))
+    if candidates and attached is not None and save.base_has_changed:
+        _keep_changed(save, _frozen.on_all_ranks(changed, candidates, engine.device))
+    return save
+
+
+def _keep_changed(save: Save, changed: set[str]) -> None:
+    """Save from now on what is in no base, and say so."""
+    attached = _ownership.attached(save.engine)
+    assert attached is not None
+    assert save.left_out is not None
+    overruled = {one.group for one in save.left_out if _settings().leaves_out(one.names)}
+    if changed := changed - overruled:
+        attached.changed |= changed
+        save.left_out = [one for one in save.left_out if one.group not in changed]
+        warn(
+            save.strategy,
+            "Frozen parameters are not as the program built them, but changed by training or read from a checkpoint:"
+            f" {named(sorted(changed))}. No base holds these values, so checkpoints do from now on. To leave them out"
+            " all the same, name them in patch(leave_out=[...]).",
+        )
 
 
 def _begin(save: Save) -> Path:
@@ -170,7 +197,8 @@ def engine_save(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...],
     call.arguments[FLAG] = exclude = excludes(strategy, call.arguments.get(FLAG))
     save = _save.current.get()
     if save is not None and save.engine is not engine:  # Fabric has several
-        save.engine, save.left_out, save.base_is_known = engine, _to_leave_out(engine) if exclude else None, False
+        left_out = _frozen.to_leave_out(_ownership.attached(engine), engine) if exclude else None
+        save.engine, save.left_out, save.base_is_known = engine, left_out, False
     if save is not None:
         return _engine_save(wrapped, engine, call, exclude, save)
     with explained(call.arguments["save_dir"]) as saves:
@@ -187,15 +215,14 @@ def _engine_save(
     from . import _elastic
     from .checkpoint import universal
 
-    strategy, folder = save.strategy, Path(call.arguments["save_dir"])
+    folder = Path(call.arguments["save_dir"])
     ours: dict[str, Any] = {}
     if forgets_optimizer(engine):
         ours["optimizer"] = engine.optimizer.state_dict()
     if exclude:
         left_out = leave_out(save)
         save.names_left_out = left_out.names
-        ours |= {manifest.KEY: _to_state(save, left_out)} | _kept_fragments(engine)
-        _tell_once(strategy, left_out)
+        ours |= {manifest.KEY: _to_state(save, left_out)} | _kept_fragments(save)
     ours |= _elastic.to_save(engine)
     if engine.zero_optimization_stage() in (1, 2):
         ours["universal_checkpoint_info"] = universal.INFO
@@ -205,11 +232,14 @@ def _engine_save(
 
         _ready.write(save, folder)
     try:
-        return _write(wrapped, engine, call, save, folder)
+        saved = _write(wrapped, engine, call, save, folder)
     except (NotImplementedError, AssertionError) as error:
         if "NVMe" not in str(error):
             raise
         raise CheckpointError(f"{error}. {WEIGHTS_ALONE}") from error
+    if exclude:
+        _tell_once(save, left_out)
+    return saved
 
 
 def _write(wrapped: Callable[..., Any], engine: Any, call: inspect.BoundArguments, save: Save, folder: Path) -> Any:
@@ -288,73 +318,55 @@ def keeps_optimizer_on_nvme(engine: Any) -> bool:
     return asks is not None and bool(asks()) and hasattr(engine.optimizer, "optimizer_swapper")
 
 
-def _to_leave_out(engine: Any) -> dict[Any, tuple[str, ...]]:
-    """The frozen parameters that a save leaves out now, each with all its names."""
-    optimized = _optimized(engine)
-    return {
-        parameter: names
-        for parameter, names in manifest.frozen_names(engine.module).items()
-        if parameter not in optimized and not _settings().keeps(names)
-    }
-
-
 def leave_out(save: Save) -> manifest.Manifest:
-    """The manifest of what is left out now, with a warning where it has changed since it was last read."""
-    engine, left_out = save.engine, save.left_out or {}
-    memory = process_memory()
-    before = [memory.recall(parameter) for parameter in left_out]
-    made = manifest.describe(
-        left_out,
-        module=engine.module,
-        device=engine.device,
-        zero_stage=int(engine.zero_optimization_stage()),
-        world_size=int(engine.dp_world_size),
-        all_known=save.base_is_known,
-    )
-    changed = [
-        parameter.name
-        for parameter, fingerprint in zip(made.left_out, before, strict=True)
-        if fingerprint is not None and parameter.fingerprint != fingerprint
-    ]
-    if changed:
+    """The manifest of what is left out now."""
+    engine, attached = save.engine, _ownership.attached(save.engine)
+
+    def describe() -> manifest.Manifest:
+        return manifest.describe(
+            save.left_out or (),
+            module=engine.module,
+            device=engine.device,
+            zero_stage=int(engine.zero_optimization_stage()),
+            world_size=int(engine.dp_world_size),
+            all_known=save.base_is_known,
+        )
+
+    made = describe()
+    if attached is None:
+        return made
+    # Fingerprints see what a sample does not, from the second save on.
+    before, groups = attached.prints, {one.name: one.group for one in save.left_out or ()}
+    now = {one.name: one.fingerprint for one in made.left_out}
+    if changed := {groups[name] for name, print_ in now.items() if print_ and before.get(name, print_) != print_}:
+        _keep_changed(save, changed)
+        save.base_is_known = True
+        made = describe()
+    attached.prints = {**before, **{one.name: one.fingerprint for one in made.left_out if one.fingerprint}}
+    if unread := [one.name for one in made.left_out if one.fingerprint is None and one.name not in before]:
+        attached.prints = {**attached.prints, **dict.fromkeys(unread)}
         warn(
             save.strategy,
-            f"The run has changed frozen parameters in place: {named(changed)}. What they hold now is in no checkpoint,"
-            " and this one can be loaded only onto a base with the same changes. To save them, name them in"
-            " patch(keep=[...]).",
+            f"The content of {len(unread)} left-out parameters cannot be read ({named(unread)}), so a load cannot"
+            " verify that its base has the same.",
         )
     return made
 
 
-def _optimized(engine: Any) -> set[Any]:
-    """The parameters that the optimizer trains, or did: one that was frozen after training began is not base.
-
-    In ZeRO stage 0 an optimizer made of all of a module's parameters holds those too that were frozen from the start.
-    """
-    groups = next(
-        (
-            getattr(engine.optimizer, name)
-            for name in ("bit16_groups", "fp16_groups", "bf16_groups")
-            if hasattr(engine.optimizer, name)
-        ),
-        [group["params"] for group in getattr(engine.optimizer, "param_groups", [])],
-    )
-    trained = _trained_at_first.get(engine)
-    return {parameter for group in groups for parameter in group if trained is None or parameter in trained}
-
-
-def _kept_fragments(engine: Any) -> dict[str, Any]:
-    """The values of frozen parameters that are kept, where DeepSpeed saves frozen values apart from the module's.
+def _kept_fragments(save: Save) -> dict[str, Any]:
+    """The values of frozen parameters that are saved, where DeepSpeed saves frozen values apart from the module's.
 
     It does so from stage 2 on, for all of them or, with its flag, for none; in ZeRO-3 they are nowhere else.
     """
-    if not _settings().keep or not engine.zero_optimization_partition_gradients():
+    engine = save.engine
+    if not engine.zero_optimization_partition_gradients():
         return {}
-    prefix = manifest.prefix_of(name for name, _ in engine.module.named_parameters())
+    changed = getattr(_ownership.attached(engine), "changed", ())
+    actual = {plain(name): name for name, _ in engine.module.named_parameters()}
     kept = {
-        prefix + names[0]: parameter
-        for parameter, names in manifest.frozen_names(engine.module).items()
-        if _settings().keeps(names)
+        actual[names[0]]: parameter
+        for parameter, names in frozen_names(engine.module).items()
+        if names[0] in changed or _settings().keeps(names)
     }
     if not kept:
         return {}
@@ -395,37 +407,41 @@ def excludes(strategy: Any, asked: bool | None = None) -> bool:
 def engine_module_state_dict(
     wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """`DeepSpeedEngine.module_state_dict`: leaves out each frozen parameter under all its names.
+    """`DeepSpeedEngine.module_state_dict`: leaves out the base, each of its parameters under all names.
 
     DeepSpeed's own exclusion walks `named_parameters()`, which gives a tied parameter once, and
     before 0.12.3 it raises KeyError for a module whose `state_dict` gives a subset.
     """
     save = _save.current.get()
     left_out = save.names_left_out if save is not None and save.engine is engine else None
-    if left_out is None:
+    if save is None or left_out is None:
         return wrapped(*args, **kwargs)
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     call.arguments[FLAG] = False
     state = wrapped(*call.args, **call.kwargs)
-    for name in [name for name in state if manifest.plain(name) in left_out]:
+    for name in [name for name in state if plain(name) in left_out]:
+        save.removed.add(plain(name))
         del state[name]
     return state
 
 
-def _tell_once(strategy: Any, left_out: manifest.Manifest) -> None:
+def _tell_once(save: Save, left_out: manifest.Manifest) -> None:
+    """Log what a save has left out, by what was really taken out of its files."""
+    strategy = save.strategy
     if strategy in _told or not strategy.is_global_zero:
         return
     _told.add(strategy)
-    count = len(left_out.left_out)
+    count = len(left_out.parameters)
     if not count:
         logger_of(strategy).info("Nothing is frozen, so checkpoints leave nothing out.")
         return
+    removed = sum(one.nbytes for one in save.left_out or () if save.removed.intersection(one.names))
     logger_of(strategy).info(
         "Checkpoints leave out %d frozen parameters and so save %s each%s. They must be there again when one is"
         " loaded: build the model as you did for this run.",
         count,
-        human_bytes(left_out.total_bytes),
-        f" ({', '.join(p.name for p in left_out.left_out[:2])}{', ...' if count > 2 else ''})",
+        human_bytes(removed),
+        f" ({', '.join(p.name for p in left_out.parameters[:2])}{', ...' if count > 2 else ''})",
     )
 
 

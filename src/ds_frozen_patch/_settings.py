@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 VERIFY_BASE = ("error", "warn", "off")
 EXPORT = ("safetensors", "peft")
@@ -17,14 +18,24 @@ class Settings:
 
     verify_base: str = "error"
     keep: tuple[str, ...] = ()
+    leave_out: tuple[str, ...] = ()
     export: str | None = None
     fp32_weights: bool = False
     elastic: bool | None = None
     sync: bool = True
 
     def keeps(self, names: Iterable[str]) -> bool:
-        """Whether a frozen parameter with these names is to be saved all the same."""
-        return any(fnmatchcase(name, pattern) for name in names for pattern in self.keep)
+        """Whether something frozen with these names is to be saved all the same."""
+        return matches(names, self.keep)
+
+    def leaves_out(self, names: Iterable[str]) -> bool:
+        """Whether what has these names is base, though it is a buffer, or training changes it."""
+        return matches(names, self.leave_out)
+
+
+def matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
+    """Whether one of the names matches one of the shell patterns."""
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def settings(
@@ -34,22 +45,22 @@ def settings(
     fp32_weights: bool | None = None,
     elastic: bool | None = None,
     sync: bool | None = None,
+    leave_out: Iterable[str] | None = None,
     before: Settings | None = None,
 ) -> Settings:
     """Checked settings; None leaves what was there before: an earlier call's, the environment's, the default.
 
     Raises:
         ValueError: `verify_base`, `export` or an environment variable is none of their words.
-        TypeError: `keep` is not a collection of strings, or `fp32_weights`, `elastic` or `sync` no bool.
+        TypeError: `keep` or `leave_out` is not a collection of strings, or `fp32_weights`, `elastic` or `sync` no bool.
     """
     new = _from_environment() if before is None else before
     if verify_base is not None:
         new = replace(new, verify_base=_word(verify_base, VERIFY_BASE, "verify_base"))
     if keep is not None:
-        patterns = list(keep) if isinstance(keep, Iterable) and not isinstance(keep, str) else [keep]
-        if isinstance(keep, str) or not all(isinstance(pattern, str) for pattern in patterns):
-            raise TypeError(f"keep must be a list of patterns such as ['*.random_features'], not {keep!r}")
-        new = replace(new, keep=tuple(patterns))
+        new = replace(new, keep=_patterns(keep, "keep", "*.random_features"))
+    if leave_out is not None:
+        new = replace(new, leave_out=_patterns(leave_out, "leave_out", "*.qweight"))
     if export is not None:
         new = replace(new, export=_word(export, EXPORT, "export"))
     if fp32_weights is not None:
@@ -94,15 +105,27 @@ def switch(variable: str) -> bool | None:
 
 def _from_environment() -> Settings:
     sync = switch(variable("sync"))
-    words = {name: os.environ.get(variable(name), "") for name in ("verify_base", "keep", "export")}
+    words = {name: os.environ.get(variable(name), "") for name in ("verify_base", "keep", "leave_out", "export")}
     return Settings(
         _word(words["verify_base"] or "error", VERIFY_BASE, variable("verify_base")),
-        tuple(pattern.strip() for pattern in words["keep"].split(",") if pattern.strip()),
+        _listed(words["keep"]),
+        _listed(words["leave_out"]),
         _word(words["export"], EXPORT, variable("export")) if words["export"] else None,
         switch(variable("fp32_weights")) or False,
         switch(variable("elastic")),
         sync is not False,
     )
+
+
+def _listed(words: str) -> tuple[str, ...]:
+    return tuple(pattern.strip() for pattern in words.split(",") if pattern.strip())
+
+
+def _patterns(given: Any, origin: str, example: str) -> tuple[str, ...]:
+    patterns = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
+    if isinstance(given, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"{origin} must be a list of patterns such as [{example!r}], not {given!r}")
+    return tuple(patterns)
 
 
 def _word(word: object, words: tuple[str, ...], origin: str) -> str:

@@ -11,9 +11,11 @@ from ._errors import CheckpointMismatchError, named
 from ._gathering import gathered
 from ._load import Load
 from ._loading import check_left_out, forget_second_copies, left_out_by_others, verify_base
+from ._quantized import by_name, check_parts, is_part, without_what_is_there
 from ._save import Save
 from ._saving import leave_out, logger_of, warn
-from .manifest import KEY, Manifest, names_by_parameter, plain, shape_of
+from .manifest import KEY, Manifest
+from .parameters import names_by_parameter, plain
 
 
 def is_weights_only(checkpoint: Mapping[str, Any]) -> bool:
@@ -72,9 +74,10 @@ def load(load: Load, file: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
     strategy = load.strategy
     module, engine = strategy.lightning_module, strategy.model
     weights = {plain(name): value for name, value in checkpoint.pop("state_dict").items()}
-    _check(load, module, weights, Manifest.from_checkpoint(checkpoint), file)
+    manifest, held = Manifest.from_checkpoint(checkpoint), by_name(module)
+    _check(load, module, weights, manifest, file)
     checkpoint.pop(KEY, None)
-    _put(module, weights)
+    _put(module, without_what_is_there(weights, held, manifest, load))
     forget_second_copies(engine)
     if module.trainer.state.fn != "fit":
         return checkpoint
@@ -91,24 +94,24 @@ def load(load: Load, file: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(load: Load, module: Any, weights: Mapping[str, Any], manifest: Manifest | None, file: Path) -> None:
-    strategy = load.strategy
+    strategy, held = load.strategy, by_name(module)
     strict = getattr(module, "strict_loading", True)  # Lightning 2.0 and 2.1 are always strict
     if manifest is not None:
         if strict:
-            check_left_out(manifest, module)
-        verify_base(manifest, strategy.model, load)
+            check_left_out(manifest, held)
+        verify_base(manifest, held, load)
         may_be_missing = manifest.names
     else:
         may_be_missing = left_out_by_others({"module": weights}, module)
         if may_be_missing:
             warn(strategy, f"{file} has no frozen parameters and no manifest: its base cannot be verified.")
-    shapes = {name: shape_of(p) for p, names in names_by_parameter(module).items() for name in names}
-    shapes |= {name: tuple(buffer.shape) for name, buffer in module.named_buffers(remove_duplicate=False)}
-    reshaped = [n for n, value in weights.items() if n in shapes and tuple(value.shape) != shapes[n]]
+    check_parts({name: value for name, value in weights.items() if is_part(held.get(name))}, held, load)
+    now = {plain(name) for name in module.state_dict()}
+    reshaped = [n for n, value in weights.items() if n in held and tuple(value.shape) != held[n].shape]
     problems = {"has another shape of": reshaped}
     if strict:
-        problems["lacks"] = list(module.state_dict().keys() - weights.keys() - may_be_missing)
-        problems["has what the module has not:"] = list(weights.keys() - module.state_dict().keys())
+        problems["lacks"] = list(now - weights.keys() - may_be_missing)
+        problems["has what the module has not:"] = list(weights.keys() - now)
     wrong = [f"it {what} {named(names)}" for what, names in problems.items() if names]
     if wrong:
         raise CheckpointMismatchError(f"{file} does not belong to this module: {'; '.join(wrong)}.")
@@ -126,8 +129,8 @@ def _put(module: Any, weights: Mapping[str, Any]) -> None:
                     if parameter.shape == value.shape:  # else this rank does not gather
                         parameter.copy_(value)
         for name, buffer in module.named_buffers(remove_duplicate=False):
-            if name in weights:
-                buffer.copy_(weights[name])
+            if plain(name) in weights:
+                buffer.copy_(weights[plain(name)])
 
 
 def _put_masters(module: Any, weights: Mapping[str, Any]) -> None:

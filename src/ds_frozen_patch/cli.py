@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from .checkpoint.pruning import Pruned, prune
 from .checkpoint.resharding import Resharded, reshard
 from .checkpoint.universal import Universal, universal
 from .checkpoint.verification import Verified, verify
+from .manifest import Manifest
+from .parameters import BUFFER, PARAMETER, PART
 
 EXAMPLES = {
     "": """
@@ -170,6 +173,9 @@ def _runs(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--keep", metavar="PATTERN", action="append", help="frozen parameters to save all the same; may be given again"
     )
+    command.add_argument(
+        "--leave-out", metavar="PATTERN", action="append", help="buffers to leave out as base; may be given again"
+    )
     command.add_argument("--export", choices=EXPORT, help="what to put into each checkpoint, to be used at once")
     command.add_argument(
         "--fp32-weights", action="store_true", default=None, help="let weights alone be the fp32 masters"
@@ -243,7 +249,7 @@ def _ranks(text: str) -> int:
 
 
 def _run(given: argparse.Namespace) -> int:
-    names = ("strict", "cpu", "verify_base", "keep", "export", "fp32_weights", "elastic", "sync")
+    names = ("strict", "cpu", "verify_base", "keep", "leave_out", "export", "fp32_weights", "elastic", "sync")
     said = {name: value for name in names if (value := getattr(given, name)) is not None}
     command = given.program[given.program[:1] == ["--"] :]
     if bool(command) == bool(given.env):
@@ -296,11 +302,10 @@ def _prune(given: argparse.Namespace) -> int:
 
 
 def _pruned(found: Pruned, given: argparse.Namespace) -> str:
-    left_out = found.manifest.left_out
     size = f"{human_bytes(found.size_after)} of " if found.size_after is not None else "a part of "
     lines = [
         f"{found.target}: {size}{human_bytes(found.size_before)}.",
-        f"Left out: {len(left_out)} frozen parameters, {human_bytes(found.manifest.total_bytes)}.",
+        f"Left out: {_left_out(found.manifest)}.",
     ]
     if given.no_fingerprints:
         lines.append("Without fingerprints: a load cannot tell a wrong base.")
@@ -327,7 +332,7 @@ def _consolidated(found: Consolidated) -> str:
     if not found.is_whole:
         lines.append("Its frozen parameters were left out of the checkpoint; --base puts them in.")
     if found.unverified:
-        lines.append(f"Without a fingerprint, so not verified: {named(found.unverified, 3)}.")
+        lines.append(f"Not verified: {named(found.unverified, 3)}.")
     return "\n".join(lines)
 
 
@@ -401,8 +406,16 @@ def _verified(found: Verified, base: str | None) -> str:
     if base:
         lines.append(f"{found.compared} of them are in {base} as they were at the save.")
     if found.unverified:
-        lines.append(f"Without a fingerprint, so not to be verified: {named(found.unverified, 3)}.")
+        lines.append(f"Not to be verified: {named(found.unverified, 3)}.")
     return "\n".join(lines)
+
+
+def _left_out(manifest: Manifest) -> str:
+    """How much was left out, in words."""
+    counts = Counter(one.kind for one in manifest.left_out)
+    parts = f", {counts[PART]} parts of them" if counts[PART] else ""
+    buffers = f", {counts[BUFFER]} buffers" if counts[BUFFER] else ""
+    return f"{counts[PARAMETER]} frozen parameters{parts}{buffers}, {human_bytes(manifest.total_bytes)}"
 
 
 def _report(found: Inspection) -> str:
@@ -413,6 +426,7 @@ def _report(found: Inspection) -> str:
         f"{found.path}, {found.tag}: {human_bytes(found.size)}",
         ", ".join([f"ZeRO stage {found.zero_stage}", f"ranks: {found.world_size}", *progress]),
         ", ".join(f"{name} {version}" for name, version in found.versions.items()),
+        *(f"base: {kind}" for kind in found.base),
         "",
         *(f"{human_bytes(size):>8}  {size / found.size:4.0%}  {kind}" for kind, size in found.kinds.items()),
         "",
@@ -420,8 +434,7 @@ def _report(found: Inspection) -> str:
         "",
     ]
     if found.manifest:
-        left_out = f"{len(found.manifest.left_out)} frozen parameters, {human_bytes(found.manifest.total_bytes)}"
-        lines.append(f"Trainable-only: {left_out} were left out.")
+        lines.append(f"Trainable-only: {_left_out(found.manifest)} were left out.")
     elif found.prunable:
         lines.append(f"Without its frozen weights it would be {human_bytes(found.size - found.prunable)}.")
     else:

@@ -32,16 +32,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from .parameters import inner_tensors, numel_of
+
 if TYPE_CHECKING:
     import torch
 
 BLOCK_WORDS = 1 << 15
 BLOCK_BYTES = 8 * BLOCK_WORDS
+SMALL_BYTES = 4096
+"""A tensor on the CPU that is no larger is read by every rank alone: it is likely to be made anew at each save."""
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 def fingerprints(
-    parameters: Sequence[torch.nn.Parameter],
+    parameters: Sequence[torch.Tensor],
     device: Any = None,
     remembered: Any = None,
     *,
@@ -51,10 +55,11 @@ def fingerprints(
 
     Every rank must call it with the same parameters in the same order. A parameter that ZeRO-3 has partitioned is
     read where it lies, and the ranks add up; one that every rank holds is split among them by blocks. Unreadable are
-    partitions that are quantized or swapped out to NVMe.
+    partitions that ZeRO++ has quantized or that are on NVMe, tensor subclasses (see `parameters.contents`), and
+    tensors that are sparse, quantized by torch itself, or on the device "meta".
 
     Args:
-        parameters: whole or partitioned, of any dtype, shape and device.
+        parameters: parameters and other tensors, whole or partitioned, of any dtype, shape and device.
         device: where the ranks' sums are added up, such as the engine's; by default the CPU.
         remembered: a `Memory`, to compute only what has changed since. By default, everything is computed.
         all_known: the ranks have told each other that each of them remembers all; then they need not meet.
@@ -77,9 +82,10 @@ def fingerprints(
                 sums[begin + block : begin + block + len(found)] += found.cpu()
             begin += count
         sums = _added_up(sums, device)
+        memory.forget_what_is_gone()
         for parameter, own in zip(todo, torch.split(sums, counts), strict=True):
             size = numel_of(parameter) * parameter.element_size()
-            memory.keep(parameter, _digest(size, own) if _is_readable(parameter) else None)
+            memory.keep(parameter, _digest(size, own) if is_readable(parameter) else None)
     return [memory.recall(parameter) for parameter in parameters]
 
 
@@ -124,29 +130,42 @@ def process_memory() -> Memory:
 
 
 class Memory:
-    """The fingerprints that were computed before, valid as long as a parameter's storage and version stay the same.
+    """The fingerprints that were computed before, valid as long as a tensor's storage and version stay the same.
 
     A write that goes past autograd's version counter (through `.data`) goes unnoticed.
+
+    It refers weakly to storages, never to tensors: torch does not swap a tensor to which there is a weak reference
+    (`torch.utils.swap_tensors`, which `Module.to` uses for tensor subclasses).
     """
 
     def __init__(self) -> None:
-        from torch.utils.weak import WeakTensorKeyDictionary
+        self._known: dict[tuple[Any, ...], tuple[Any, Any, str | None]] = {}
 
-        self._known: Any = WeakTensorKeyDictionary()
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether `recall` gives what there is to know: the content has not changed since, is small or unreadable."""
+        if _is_small(tensor) or not is_readable(tensor):
+            return True
+        known = self._known.get(_place(tensor))
+        return known is not None and known[1] == _state(tensor)
 
-    def holds(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether the fingerprint is known and the content has not changed since."""
-        known = self._known.get(parameter)
-        return known is not None and known[0] == _state(parameter)
+    def recall(self, tensor: torch.Tensor) -> str | None:
+        """The fingerprint that was kept for what the tensor holds now, or None."""
+        if _is_small(tensor):
+            return _own_digest(tensor)
+        return self._known[_place(tensor)][2] if is_readable(tensor) and self.holds(tensor) else None
 
-    def recall(self, parameter: torch.nn.Parameter) -> str | None:
-        """The last fingerprint that was kept, or None."""
-        known = self._known.get(parameter)
-        return known[1] if known else None
+    def keep(self, tensor: torch.Tensor, fingerprint: str | None) -> None:
+        """Remember the fingerprint of what the tensor holds now."""
+        if fingerprint is None:
+            return
+        from torch.multiprocessing.reductions import StorageWeakRef
 
-    def keep(self, parameter: torch.nn.Parameter, fingerprint: str | None) -> None:
-        """Remember the fingerprint of what the parameter holds now."""
-        self._known[parameter] = (_state(parameter), fingerprint)
+        storage: Any = StorageWeakRef(_content(tensor).untyped_storage())  # type: ignore[no-untyped-call]
+        self._known[_place(tensor)] = (storage, _state(tensor), fingerprint)
+
+    def forget_what_is_gone(self) -> None:
+        """Forget the storages that no tensor has any more."""
+        self._known = {place: known for place, known in self._known.items() if not known[0].expired()}
 
 
 def block_sums(piece: torch.Tensor, offset: int) -> tuple[int, torch.Tensor]:
@@ -208,9 +227,9 @@ def _digest(size: int, sums: torch.Tensor) -> str:
     return hashlib.blake2b(content, digest_size=16, person=b"frozen patch 1").hexdigest()
 
 
-def _own_sums(parameter: torch.nn.Parameter, index: int) -> Iterator[tuple[int, torch.Tensor]]:
+def _own_sums(parameter: Any, index: int) -> Iterator[tuple[int, torch.Tensor]]:
     """What this rank adds to the sums of a parameter: by first block, the sums of it and of those that follow."""
-    if not _is_readable(parameter):
+    if not is_readable(parameter):
         return
     if hasattr(parameter, "ds_tensor"):
         rank, holds_first_copy = _partition(parameter)
@@ -252,25 +271,64 @@ def _partition(parameter: Any) -> tuple[int, bool]:
     return dist.get_rank(group), 0 in dist.get_process_group_ranks(group)
 
 
-def _is_readable(parameter: torch.nn.Parameter) -> bool:
-    partition = getattr(parameter, "ds_tensor", None)
-    if partition is None:
-        return True
-    return not hasattr(partition, "ds_quant_scale") and partition.status.name == "AVAILABLE"
+def _content(tensor: Any) -> Any:
+    """The values of a tensor that this process has, as a tensor."""
+    return getattr(tensor, "ds_tensor", tensor)
 
 
-def _state(parameter: torch.nn.Parameter) -> tuple[Any, ...]:
-    """What changes when the content of a parameter does, or its storage is replaced."""
-    content: Any = getattr(parameter, "ds_tensor", parameter)
-    return content.data_ptr(), content._version, content.dtype, content.device, tuple(content.shape)
+def is_readable(tensor: Any) -> bool:
+    """Whether the values can be read; those that ZeRO-3 keeps on NVMe may not be there."""
+    import torch
+
+    content = _content(tensor)
+    if inner_tensors(tensor) or content.layout != torch.strided or content.is_quantized or content.is_meta:
+        return False
+    is_here = content is tensor or (content.status.name == "AVAILABLE" and not hasattr(content, "ds_quant_scale"))
+    return is_here and (content.element_size() in _INTEGERS or content.element_size() == 16)
 
 
-def numel_of(parameter: torch.nn.Parameter) -> int:
-    """The elements of a whole parameter, also where ZeRO-3 has partitioned it."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
+def own_values(tensor: Any) -> torch.Tensor:
+    """The values of a readable tensor that this process has, one-dimensional; of one with gaps, some of them."""
+    values: torch.Tensor = _content(tensor).detach()
+    while not values.is_contiguous() and values.dim() > 1:
+        values = values[0]
+    return values.contiguous().view(-1)
 
 
-def _block_count(parameter: torch.nn.Parameter) -> int:
+def _is_small(tensor: Any) -> bool:
+    import torch
+
+    return (
+        not isinstance(tensor, torch.nn.Parameter)
+        and tensor.device.type == "cpu"
+        and is_readable(tensor)
+        and tensor.numel() * tensor.element_size() <= SMALL_BYTES
+    )
+
+
+def _own_digest(tensor: torch.Tensor) -> str:
+    """The fingerprint of a whole tensor, computed in this process alone."""
+    values = tensor.detach().contiguous().view(-1)
+    _, sums = block_sums(values, 0)
+    return _digest(values.numel() * values.element_size(), sums if len(values) else sums[:0])
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What tells a tensor from all others, as long as its storage lives."""
+    content = _content(tensor)
+    storage = content.untyped_storage()._cdata
+    return storage, content.storage_offset(), tuple(content.shape), content.stride(), content.dtype
+
+
+def _state(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What changes when the content of a tensor does."""
+    content = _content(tensor)
+    return content.data_ptr(), None if content.is_inference() else content._version, content.device
+
+
+def _block_count(parameter: torch.Tensor) -> int:
+    if inner_tensors(parameter):
+        return 0
     return -(-numel_of(parameter) * parameter.element_size() // BLOCK_BYTES)
 
 

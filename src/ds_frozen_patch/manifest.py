@@ -1,4 +1,4 @@
-"""The manifest: what a trainable-only checkpoint says of the parameters that it left out.
+"""The manifest: what a trainable-only checkpoint says of the base that it left out.
 
 It travels in DeepSpeed's client state under `KEY`, so it cannot be parted from the weights,
 and holds plain Python values only, so that it can be read without unpickling a class. In ZeRO-3, where each rank has a
@@ -8,7 +8,7 @@ file of model states, one of them holds the manifest and the others a reference 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from hashlib import sha256
@@ -16,7 +16,8 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from ._errors import CheckpointMismatchError
-from .fingerprint import fingerprints, numel_of, process_memory
+from .fingerprint import fingerprints, process_memory
+from .parameters import BUFFER, PARAMETER, PART, Held, part_name, part_suffix, plain
 
 if TYPE_CHECKING:
     import torch
@@ -24,25 +25,28 @@ if TYPE_CHECKING:
 KEY = "ds_frozen_patch"
 FORMAT = 1
 REFERENCE = 2
-PREFIX = "_forward_module."
-"""What Lightning before 2.1 puts before the names of a LightningModule's parameters, in its checkpoints too."""
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """One frozen parameter that a checkpoint does not hold.
+    """Something of the base that a checkpoint does not hold: a frozen parameter, a part of one, or a buffer.
 
-    `names` are all its names in the user's module, without `PREFIX` in every release of Lightning:
-    the one that `named_parameters()` gives, then its tied aliases. `shape` is that of the whole
-    parameter, also where ZeRO-3 has partitioned it. `dtype` is torch's name for it, such as
-    "bfloat16". `fingerprint` is of its content (see `ds_frozen_patch.fingerprint`), or None where
-    that could not be read.
+    Attributes:
+        names: all its names in the user's module (see `parameters.plain`): the one that `named_parameters()` gives,
+            then its tied aliases.
+        shape: that of the whole tensor, also where ZeRO-3 has partitioned it.
+        dtype: torch's name for it, such as "bfloat16", or the class of a tensor subclass.
+        fingerprint: of its content (see `ds_frozen_patch.fingerprint`), or None where that could not be read.
+        kind: "parameter", "part" (such as a scale of a quantized one) or "buffer".
+        group: the first name of the parameter that a part is of; empty for all else.
     """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str
     fingerprint: str | None
+    kind: str = PARAMETER
+    group: str = ""
 
     @property
     def name(self) -> str:
@@ -54,7 +58,7 @@ class LeftOut:
 class Manifest:
     """What was left out of a checkpoint, and what wrote it.
 
-    `total_bytes` counts each left-out parameter once, in its own dtype. `versions` gives the
+    `total_bytes` counts all that was left out once, in its own dtype. `versions` gives the
     release of each package that took part, by its name on the package index. `adapters` gives the
     configuration of each of PEFT's adapters, as the JSON of an `adapter_config.json`: by the name of
     the module that has it, then by the adapter's.
@@ -69,14 +73,21 @@ class Manifest:
 
     @property
     def names(self) -> frozenset[str]:
-        """Every name that the checkpoint does not hold, with or without `PREFIX`, tied aliases included."""
+        """Every name that the checkpoint does not hold, tied aliases included."""
         return frozenset(name for parameter in self.left_out for name in parameter.names)
+
+    @property
+    def parameters(self) -> tuple[LeftOut, ...]:
+        """What of it is parameters."""
+        return tuple(one for one in self.left_out if one.kind == PARAMETER)
 
     def to_state(self) -> dict[str, Any]:
         """The manifest as plain values, to go into a checkpoint."""
         state = {
             "format": FORMAT,
-            "left_out": [(list(p.names), list(p.shape), p.dtype, p.fingerprint) for p in self.left_out],
+            "left_out": [_values_of(one, one.names) for one in self.left_out if one.kind == PARAMETER],
+            **({"parts": parts} if (parts := self._parts_by_parameter()) else {}),
+            **({"buffers": buffers} if (buffers := self._buffers()) else {}),
             "total_bytes": self.total_bytes,
             "zero_stage": self.zero_stage,
             "world_size": self.world_size,
@@ -122,10 +133,16 @@ class Manifest:
 
     @classmethod
     def _from_values(cls, state: Mapping[str, Any]) -> Manifest:
+        left_out: list[LeftOut] = []
+        parts = dict(state.get("parts", {}))
+        for names, *values in state["left_out"]:
+            left_out.append(_made_of(PARAMETER, "", names, *values))
+            left_out += _parts_of(names, parts.pop(names[0], ()))
+        # `prune` may not see a parameter that consists of its parts.
+        left_out += [one for name, values in parts.items() for one in _parts_of([name], values)]
+        left_out += [_made_of(BUFFER, "", [name], *values) for name, *values in state.get("buffers", ())]
         found = cls(
-            left_out=tuple(
-                LeftOut(tuple(names), tuple(shape), dtype, print_) for names, shape, dtype, print_ in state["left_out"]
-            ),
+            left_out=tuple(left_out),
             total_bytes=state["total_bytes"],
             zero_stage=state["zero_stage"],
             world_size=state["world_size"],
@@ -138,7 +155,7 @@ class Manifest:
     def _check(self) -> None:
         """Raise ValueError where it says something of another kind than is said there."""
         told = {**self.versions, **{k: v for adapters in self.adapters.values() for k, v in adapters.items()}}
-        texts = [text for p in self.left_out for text in (*p.names, p.dtype, p.fingerprint or "")]
+        texts = [text for p in self.left_out for text in (*p.names, p.dtype, p.fingerprint or "", p.group)]
         numbers = [size for p in self.left_out for size in p.shape]
         numbers += [self.total_bytes, self.zero_stage, self.world_size]
         if not all(isinstance(text, str) for text in (*texts, *told, *told.values(), *self.adapters)):
@@ -147,6 +164,37 @@ class Manifest:
             raise ValueError("a size is no number")
         if not all(p.names and len(p.shape) <= 64 for p in self.left_out):
             raise ValueError("a parameter has no name, or no shape")
+
+    def _parts_by_parameter(self) -> dict[str, list[tuple[Any, ...]]]:
+        """What `to_state` says of parts: short, for a quantized layer can have twenty, alike in all layers."""
+        same: dict[Any, Any] = {}  # pickle writes one object once
+        found: dict[str, list[tuple[Any, ...]]] = {}
+        for one in self.left_out:
+            if one.kind == PART:
+                suffix = part_suffix(one.name, one.group)
+                values = _values_of(one, same.setdefault(suffix, suffix))
+                key = (values[0], one.shape, *values[2:])
+                found.setdefault(one.group, []).append(same.setdefault(key, values))
+        return found
+
+    def _buffers(self) -> list[tuple[Any, ...]]:
+        return [_values_of(one, one.name) for one in self.left_out if one.kind == BUFFER]
+
+
+def _values_of(one: LeftOut, name: str | tuple[str, ...]) -> tuple[Any, ...]:
+    return name if isinstance(name, str) else list(name), list(one.shape), one.dtype, one.fingerprint
+
+
+def _parts_of(names: Sequence[str], parts: Iterable[tuple[Any, ...]]) -> Iterator[LeftOut]:
+    for suffix, *values in parts:
+        own = dict.fromkeys(part_name(name, suffix) for name in names)
+        yield _made_of(PART, names[0], own, *values)
+
+
+def _made_of(
+    kind: str, group: str, names: Iterable[str], shape: Iterable[int], dtype: str, print_: str | None
+) -> LeftOut:
+    return LeftOut(tuple(names), tuple(shape), dtype, print_, kind, group)
 
 
 def reference(state: Any) -> tuple[str, str] | None:
@@ -171,44 +219,6 @@ def digest_of(state: Any) -> Any:
 def _digest(state: Mapping[str, Any]) -> str:
     said = {key: value for key, value in state.items() if key != "digest"}
     return sha256(json.dumps(said, sort_keys=True, default=repr).encode()).hexdigest()
-
-
-def plain(name: str) -> str:
-    """A name as the user's module has it."""
-    return name.removeprefix(PREFIX)
-
-
-def prefix_of(names: Iterable[str]) -> str:
-    """`PREFIX` if these names of one module have it, which all or none do, else nothing."""
-    return PREFIX if next(iter(names), "").startswith(PREFIX) else ""
-
-
-def parameters_by_name(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters of a module by their plain names, tied aliases included, in the module's order."""
-    return {plain(name): parameter for name, parameter in module.named_parameters(remove_duplicate=False)}
-
-
-def names_by_parameter(module: torch.nn.Module) -> dict[torch.nn.Parameter, tuple[str, ...]]:
-    """Each parameter of a module with all its plain names, tied aliases included, in the module's order."""
-    names: dict[torch.nn.Parameter, list[str]] = {}
-    for name, parameter in parameters_by_name(module).items():
-        names.setdefault(parameter, []).append(name)
-    return {parameter: tuple(all_names) for parameter, all_names in names.items()}
-
-
-def frozen_names(module: torch.nn.Module) -> dict[torch.nn.Parameter, tuple[str, ...]]:
-    """Each frozen parameter of a module with all its plain names, in the module's order."""
-    return {p: names for p, names in names_by_parameter(module).items() if not p.requires_grad}
-
-
-def shape_of(parameter: torch.nn.Parameter) -> tuple[int, ...]:
-    """The shape of a whole parameter, also where ZeRO-3 has partitioned it."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def dtype_of(parameter: torch.nn.Parameter) -> str:
-    """torch's name for a parameter's dtype, such as "bfloat16"."""
-    return str(parameter.dtype).removeprefix("torch.")
 
 
 def adapters_of(module: torch.nn.Module) -> dict[str, dict[str, str]]:
@@ -242,7 +252,7 @@ def _plain_value(value: Any) -> Any:
 
 
 def describe(
-    left_out: Mapping[torch.nn.Parameter, tuple[str, ...]],
+    left_out: Sequence[Held],
     *,
     module: torch.nn.Module,
     device: Any,
@@ -250,21 +260,21 @@ def describe(
     world_size: int,
     all_known: bool = False,
 ) -> Manifest:
-    """The manifest of a checkpoint that leaves out these parameters; every rank must call it.
+    """The manifest of a checkpoint that leaves this out; every rank must call it.
 
     Args:
-        left_out: each parameter with all its names.
-        module: they are of.
+        left_out: the same on every rank.
+        module: it is of.
         device: where the ranks' parts of the fingerprints are added up.
         all_known: whether every rank remembers the fingerprints.
     """
-    found = fingerprints(list(left_out), device, process_memory(), all_known=all_known)
+    found = fingerprints([one.tensor for one in left_out], device, process_memory(), all_known=all_known)
     return Manifest(
         left_out=tuple(
-            LeftOut(names, shape_of(parameter), dtype_of(parameter), fingerprint)
-            for (parameter, names), fingerprint in zip(left_out.items(), found, strict=True)
+            LeftOut(one.names, one.shape, one.dtype, print_, one.kind, one.group if one.kind == PART else "")
+            for one, print_ in zip(left_out, found, strict=True)
         ),
-        total_bytes=sum(numel_of(p) * p.element_size() for p in left_out),
+        total_bytes=sum(one.nbytes for one in left_out),
         zero_stage=zero_stage,
         world_size=world_size,
         versions=_versions(),

@@ -18,7 +18,7 @@ from under_test import CELL, PRECISION, DeepSpeedStrategy, LambdaCallback
 
 import ds_frozen_patch
 from ds_frozen_patch import reshard
-from ds_frozen_patch.manifest import plain
+from ds_frozen_patch.parameters import plain
 
 pytestmark = [pytest.mark.promise(10), pytest.mark.everyday]
 

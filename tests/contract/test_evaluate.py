@@ -85,13 +85,20 @@ def test_buffers_are_loaded_as_they_were(ranks: Any, tmp_path: Path, stage: int)
         assert found["shared"].tolist() == [0.5, 0.5]
 
 
-class Quantized(torch.nn.Linear):
-    """Saves more than it loads beneath the name of its weight, as `Linear4bit` of bitsandbytes does."""
+def saving_more(layer: torch.nn.Module) -> torch.nn.Module:
+    """A layer that saves more than it loads beneath the name of its weight, as `Linear4bit` of bitsandbytes does.
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight.absmax"] = torch.ones(1)
-        destination[f"{prefix}weight.quant_state.bitsandbytes__nf4"] = torch.ones(1)
+    By its class it would, but DeepSpeed 0.10 does not restore a class whose base it has wrapped.
+    """
+    save = layer._save_to_state_dict
+
+    def save_more(destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        save(destination, prefix, keep_vars)
+        for name in ("absmax", "quant_state.bitsandbytes__nf4"):
+            destination[f"{prefix}weight.{name}"] = torch.ones(1)
+
+    layer._save_to_state_dict = save_more  # type: ignore[method-assign]
+    return layer
 
 
 class OnQuantized(runs.LoraRun):
@@ -99,7 +106,7 @@ class OnQuantized(runs.LoraRun):
 
     def __init__(self) -> None:
         super().__init__()
-        self.base = Quantized(2, 2).requires_grad_(False)
+        self.base = saving_more(torch.nn.Linear(2, 2).requires_grad_(False))
 
 
 def quantized_tested_and_resumed(out: str, stage: int) -> int:
@@ -113,7 +120,7 @@ def quantized_tested_and_resumed(out: str, stage: int) -> int:
     return epoch
 
 
-@pytest.mark.series("alone")
+@pytest.mark.series
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_belongs_to_a_frozen_parameter_is_left_out_with_it(ranks: Any, tmp_path: Path, stage: int) -> None:
     assert ranks(2, quantized_tested_and_resumed, out=str(tmp_path), stage=stage) == [2, 2]

@@ -90,9 +90,10 @@ def plain_into_ours(out: str, stage: int) -> tuple[Any, Any, list[str]]:
 @pytest.mark.series
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_full_checkpoint_of_plain_lightning(ranks: Any, tmp_path: Path, stage: int) -> None:
-    for trained, resumed, warned in ranks(2, plain_into_ours, out=str(tmp_path), stage=stage):
+    for rank, (trained, resumed, warned) in enumerate(ranks(2, plain_into_ours, out=str(tmp_path), stage=stage)):
         assert resumed == trained
-        assert warned == []
+        assert len(warned) == (rank == 0 and not CELL.patches)  # the shim saves such a base from then on
+        assert all("read from a checkpoint" in message for message in warned)
 
 
 def frozen_since(out: str, stage: int) -> tuple[Any, Any]:

@@ -24,7 +24,7 @@ from under_test import PRECISION, DeepSpeedStrategy
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError, consolidate, verify
 
-pytestmark = [pytest.mark.promise(15), pytest.mark.everyday]
+pytestmark = [pytest.mark.promise(15), pytest.mark.everyday, pytest.mark.once]
 
 QV = ["q_proj", "v_proj"]
 LORA: dict[str, Any] = {"r": 4, "target_modules": QV}

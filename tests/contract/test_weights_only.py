@@ -17,7 +17,7 @@ from under_test import PRECISION, Callback, DeepSpeedStrategy, ModelCheckpoint, 
 
 import ds_frozen_patch
 from ds_frozen_patch import _ready
-from ds_frozen_patch.fingerprint import numel_of
+from ds_frozen_patch.parameters import numel_of
 
 pytestmark = pytest.mark.promise(8)
 

@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader
 from under_test import PRECISIONS, DeepSpeedStrategy, pl
 
 from ds_frozen_patch import consolidate, prune, verify
-from ds_frozen_patch.manifest import plain
+from ds_frozen_patch.parameters import plain
 
 pytestmark = pytest.mark.promise(2)
 

@@ -16,7 +16,7 @@ from ds_frozen_patch.checkpoint.recutting import KEY
 from ds_frozen_patch.checkpoint.resharding import reshard_inside
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.manifest import KEY as MANIFEST
-from ds_frozen_patch.manifest import plain
+from ds_frozen_patch.parameters import plain
 
 pytestmark = [pytest.mark.promise(10), pytest.mark.everyday]
 

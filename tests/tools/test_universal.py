@@ -15,7 +15,8 @@ from under_test import CELL, DeepSpeedStrategy
 from ds_frozen_patch import consolidate, universal
 from ds_frozen_patch.checkpoint import universal as module
 from ds_frozen_patch.cli import main
-from ds_frozen_patch.manifest import KEY, plain
+from ds_frozen_patch.manifest import KEY
+from ds_frozen_patch.parameters import plain
 
 pytestmark = [pytest.mark.promise(10), pytest.mark.everyday]
 

@@ -286,6 +286,14 @@ def test_a_damaged_base_that_is_a_checkpoint(checkpoints: Checkpoints, tmp_path:
         verify(out / "small.ckpt", base=tmp_path / "full.ckpt")
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_names_of_wrapped_layers(checkpoints: Checkpoints, base: Path, stage: int) -> None:
+    out = checkpoints(stage, module="wrapped")
+    full, small = verify(out / "full.ckpt"), verify(out / "small.ckpt", base=base)
+    assert (full.problems, full.trained, small.problems) == ((), 8, ())
+    assert (small.trained, small.left_out, small.compared) == (8, 20, 20)
+
+
 def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
     assert "There is no directory" in problem(tmp_path / "nowhere")
     assert "has no file `latest`" in problem(tmp_path)

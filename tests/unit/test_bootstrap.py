@@ -130,6 +130,8 @@ def test_options_become_settings(run: Run) -> None:
         "a.*",
         "--keep",
         "b",
+        "--leave-out",
+        "q",
         "--export",
         "peft",
         "--fp32-weights",
@@ -138,7 +140,8 @@ def test_options_become_settings(run: Run) -> None:
     ]
     said = run(program, *options).stdout
     assert said == (
-        "Settings(verify_base='warn', keep=('a.*', 'b'), export='peft', fp32_weights=True, elastic=True, sync=False)\n"
+        "Settings(verify_base='warn', keep=('a.*', 'b'), leave_out=('q',), export='peft', fp32_weights=True,"
+        " elastic=True, sync=False)\n"
     )
     assert "elastic=False" in run(program, "--no-elastic", DS_FROZEN_PATCH_KEEP=" c , d ").stdout
     assert "keep=('c', 'd')" in run(program, DS_FROZEN_PATCH_KEEP=" c , d ").stdout

@@ -121,9 +121,12 @@ def test_every_promise_in_every_cell() -> None:
         shown = {int(promise) for promise, counts in outcome["promises"].items() if counts.get("passed")}
         by_patches = {1, 2, 3, 6, 7, 8, 9, 12}
         by_shim = {11, 12} if CELLS[name].refused else {1, 2, 3, 4, 5, 6, 7, 11, 12, 13}
-        assert (by_patches if CELLS[name].patches else by_shim) <= shown, name
+        by_quantizers = {16}
+        expected = by_quantizers if CELLS[name].quantizers else by_patches if CELLS[name].patches else by_shim
+        assert expected <= shown, name
         assert not any(counts.get("failed") for counts in outcome["promises"].values()), name
-        assert outcome["found"] == CELLS[name].states, name
+        # Cells with quantizers run their own tests alone; others have the same releases and look at their state.
+        assert outcome["found"] == ({} if CELLS[name].quantizers else CELLS[name].states), name
 
 
 def test_the_file_is_as_the_propose_command_writes_it() -> None:

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .._errors import CheckpointError, named
-from ..manifest import LeftOut, Manifest, plain
-from . import safetensors_file
+from ..manifest import LeftOut, Manifest
+from ..parameters import PARAMETER, plain
+from . import converting, safetensors_file
 from .archive import read
-from .records import Piece, Whole, whole
+from .quantization import groups, is_subclass, subclass
+from .records import Piece, Records, Whole, whole
+from .requantizing import Made, Quantizer, check_installed, made
 from .safetensors_file import MAX_HEADER
 from .states import check_together, load
 from .stored import Storage, StoredTensor
 from .weights import weights
 
-_PEFTS_OWN = ("base_model.model.", "base_layer.", "original_module.", "token_adapter.")
+_PEFTS_OWN = ("base_model.model.", "base_layer.", "original_module.", "quant_linear_module.", "token_adapter.")
 # PEFT's values of `init_lora_weights` that change the base's weights, by how they begin.
 _REWRITING_INITS = {"pissa": "PiSSA", "olora": "OLoRA", "corda": "CorDA", "loftq": "LoftQ", "lora_ga": "LoRA-GA"}
 
@@ -33,6 +36,14 @@ class Base:
 
     path: Path
     tensors: dict[str, Whole]
+    quantizer: Quantizer = field(default_factory=Quantizer)
+
+    def read(self, records: Records, tensor: Whole, parameter: LeftOut) -> bytearray:
+        """The content of what was left out, as the run had it: in its dtype, and quantized where that was."""
+        if isinstance(tensor, Made):
+            return self.quantizer.read(records, tensor, parameter)
+        # A program may load its base in another dtype than the file has.
+        return converting.converted(records.read(tensor), tensor.dtype, parameter.dtype)
 
     def find(self, parameter: LeftOut) -> Whole | None:
         """The tensor for a parameter that was left out of a checkpoint, under any of its names; None without one."""
@@ -90,7 +101,7 @@ def _of_folder(folder: Path, trust: bool) -> dict[str, Whole]:
         check_together(states)
         # Stage 0 may not say what was trained; what was left out elsewhere is found by its name, and verified.
         all_ = weights(states, () if states.zero_stage else ("*",))
-        tensors = {**all_.buffers, **all_.frozen, **({} if states.zero_stage else all_.trained)}
+        tensors = {**all_.buffers, **all_.base, **({} if states.zero_stage else all_.trained)}
         return {**tensors, **{alias: tensors[to] for alias, to in all_.aliases.items() if to in tensors}}
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -125,41 +136,72 @@ def _of_file(file: Path, trust: bool) -> dict[str, Whole]:
             storage = Storage(file, name, dtype, tensor.numel)
             found[name] = Whole(dtype, shape, (Piece(storage, 0, tensor.numel),))
         about = safetensors_file.metadata(file)
-        return {**found, **{alias: found[to] for alias, to in about.items() if to in found and alias not in found}}
+        tied = {alias: found[to] for alias, to in about.items() if to in found and alias not in found}
+        return {**found, **tied, **_flattened(found, about)}
     state: Any = read(file, trust=trust).state
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]
     if not isinstance(state, Mapping) or not any(isinstance(item, StoredTensor) for item in state.values()):
         raise CheckpointError(f"{file} holds no weights: it is neither a state dict nor has one. Check the path.")
-    return {plain(str(name)): whole(item) for name, item in state.items() if isinstance(item, StoredTensor)}
+    tensors = {plain(str(name)): whole(item) for name, item in state.items() if isinstance(item, StoredTensor)}
+    for name, item in state.items():
+        if (one := subclass(item)) is not None:
+            tensors |= {f"{plain(str(name))}.{rest}": whole(tensor) for rest, tensor in one.inner.items()}
+    return tensors
 
 
-def tensors_for(manifest: Manifest, base: Base) -> dict[str, Whole]:
-    """The base's tensor for each parameter that was left out, by the parameter's first name.
+def _flattened(tensors: Mapping[str, Whole], about: Mapping[str, str]) -> dict[str, Whole]:
+    """The inner tensors of torchao's by the names of parts: a file names `layer.weight.scale` `layer._weight_scale`."""
+    found: dict[str, Whole] = {}
+    for name in about.keys() - tensors.keys():
+        layer, _, last = name.rpartition(".")
+        prefix = f"{layer}._{last}_"
+        found |= {f"{name}.{own.removeprefix(prefix)}": tensors[own] for own in tensors if own.startswith(prefix)}
+    return found
+
+
+def tensors_for(manifest: Manifest, base: Base) -> dict[LeftOut, Whole]:
+    """The base's tensor for all that was left out, the parts of each parameter together.
+
+    A parameter that consists of other tensors has none of its own, and may be missing.
 
     Raises:
-        CheckpointError: one is missing or has another shape.
+        CheckpointError: one is missing or has another shape, or it takes bitsandbytes, which is not installed.
     """
-    found = {parameter: base.find(parameter) for parameter in manifest.left_out}
-    if missing := [parameter.name for parameter, tensor in found.items() if tensor is None]:
-        adapters = {adapter for known in manifest.adapters.values() for adapter in known}
-        owners = {part for name in missing for part in name.split(".")} & adapters
-        remedy = "Name the base that the run was built from."
-        if owners and all(adapters & set(name.split(".")) for name in missing):
-            remedy = (
-                f"They belong to the adapter {named(sorted(owners))} and were frozen; a base has no adapters. Save them"
-                " with patch(keep=[...]), or pass a full checkpoint of the run as the base."
-            )
-        raise CheckpointError(f"{base.path} lacks {named(missing)}. {remedy}")
-    shapes = {
-        parameter.name: f"{list(tensor.shape)} there, {list(parameter.shape)} at the save"
-        for parameter, tensor in found.items()
-        if tensor is not None and tensor.shape != parameter.shape
-    }
-    if shapes:
-        said = "; ".join(f"{name!r} is {shape}" for name, shape in list(shapes.items())[:5])
-        raise CheckpointError(f"{base.path} is not the base that was saved with: {said}.")
-    return {parameter.name: tensor for parameter, tensor in found.items() if tensor is not None}
+    there: dict[LeftOut, Whole] = {}
+    missing, reshaped = [], []
+    for group in groups(manifest.left_out):
+        found = {one: base.find(one) for one in group if not is_subclass(one)}
+        weight = found.get(group[0])
+        if weight is not None and not any(found.get(one) for one in group[1:]):
+            found |= made(group, weight) or {}
+        for one, tensor in found.items():
+            if tensor is not None and tensor.shape == one.shape:
+                there[one] = tensor
+            elif tensor is not None:
+                reshaped.append(f"{one.name!r} is {list(tensor.shape)} there, {list(one.shape)} at the save")
+            else:
+                missing.append(one)
+    if missing:
+        raise CheckpointError(f"{base.path} lacks {named([one.name for one in missing])}. {_remedy(missing, manifest)}")
+    if reshaped:
+        raise CheckpointError(f"{base.path} is not the base that was saved with: {'; '.join(reshaped[:5])}.")
+    if any(isinstance(tensor, Made) for tensor in there.values()):
+        check_installed()
+    return there
+
+
+def _remedy(missing: Iterable[LeftOut], manifest: Manifest) -> str:
+    """What to do about a base that lacks this."""
+    adapters = {adapter for known in manifest.adapters.values() for adapter in known}
+    owners = [adapters & set(one.name.split(".")) for one in missing]
+    if all(owners):
+        return (
+            f"They belong to the adapter {named(sorted(set().union(*owners)))} and were frozen; a base has no adapters."
+            " Save them with patch(keep=[...]), or pass a full checkpoint of the run as the base."
+        )
+    was_quantized = any(one.kind != PARAMETER for one in missing)
+    return "Name the base that the run was built from" + (": it was quantized." if was_quantized else ".")
 
 
 def refuse_wrong(base: Base, names: Iterable[str], manifest: Manifest) -> None:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .._errors import CheckpointError
+from .._errors import CheckpointError, named
 from .._labels import LABEL
 from .._progress import progress
 from ..manifest import KEY, LeftOut, Manifest
+from ..parameters import PARAMETER
 from . import converting, safetensors_file
 from .archive import read
 from .base import Base, open_base, refuse_wrong, tensors_for
+from .quantization import of_torchao
 from .records import Piece, Records, Whole, mapped, whole
 from .recutting import KEY as ELASTIC
 from .states import DEEPSPEEDS_OWN, States, check_together, load
-from .stored import ITEM_SIZES, Storage, StoredTensor
+from .stored import ITEM_SIZES, StandIn, Storage, StoredTensor
 from .weights import Weights, check_one_run, weights
 from .writing import check_output, output, write_archive
 
@@ -60,18 +62,25 @@ class Consolidated:
 
 @dataclass(frozen=True)
 class Plan:
-    """What goes into an output: each tensor, those that a base must be verified for, and tied aliases."""
+    """What goes into an output: each tensor, those that a base must be verified for, and tied aliases.
+
+    What is in `quantized` keeps its dtype. `pickled` are tensor subclasses, which only a file of `torch.save` can hold.
+    """
 
     tensors: dict[str, Whole]
     aliases: dict[str, str]
     from_base: dict[str, LeftOut]
     base: Base | None
     dtype: str | None
+    quantized: frozenset[str] = frozenset()
+    pickled: Mapping[str, StandIn] = field(default_factory=dict)
     manifest: Manifest | None = None
 
     def dtype_of(self, name: str) -> str:
         """What a tensor is in the output. Those from a base are first what the run had of them."""
         saved = self.from_base[name].dtype if name in self.from_base else self.tensors[name].dtype
+        if name in self.quantized:
+            return saved
         return converting.dtype_in(saved, self.dtype)
 
     def size_of(self, name: str) -> int:
@@ -103,8 +112,9 @@ def consolidate(
         target: a `.ckpt` (or `.pt`, `.pth`, `.bin`), with all that Lightning keeps in one; a `.safetensors`; or a
             folder to make, of safetensors in shards.
         tag: the folder in the source; without one, what its file `latest` says.
-        dtype: "fp32", "bf16" or "fp16", of all floating tensors. Without it, what was trained is in fp32, as the
-            optimizer's masters are, and all else in the dtype that it was saved in, as DeepSpeed's own converter does.
+        dtype: "fp32", "bf16" or "fp16", of all floating tensors but those of a quantized base. Without it, what was
+            trained is in fp32, as the optimizer's masters are, and all else in the dtype that it was saved in, as
+            DeepSpeed's own converter does.
         base: what the run was built from, to make a trainable-only checkpoint whole: a folder of safetensors, a single
             file, or a full checkpoint. Its parameters are compared with the fingerprints in the manifest.
         max_shard_size: of each file in a folder, in bytes; one tensor may be larger.
@@ -130,13 +140,18 @@ def consolidate(
     if base is not None and manifest is None:
         raise CheckpointError(
             f"{source} has no manifest that says what was left out of it"
-            + (", and is a full checkpoint: it needs no base." if found.frozen else ", so no base can be put into it.")
+            + (", and is a full checkpoint: it needs no base." if found.base else ", so no base can be put into it.")
         )
     path = Path(target)
     plan = _plan(found, manifest, open_base(base, trust) if base is not None else None, kind)
     shards = _shards(plan, path, max_shard_size)
     lacks_frozen = manifest.left_out if manifest else states.leaves_out_frozen
     is_whole = base is not None or not lacks_frozen
+    if plan.pickled and path.suffix not in TORCH_SUFFIXES:
+        raise CheckpointError(
+            f"{named(plan.pickled, 3)} are tensors of torchao's, which no file of safetensors holds. Name a file of"
+            f" torch.save, such as {path.with_suffix('.ckpt').name}"
+        )
     done = Consolidated(
         source=str(source),
         target=str(target),
@@ -190,15 +205,33 @@ def consolidate_over(checkpoint_dir: str | Path, output_file: str | Path, tag: s
 
 def _plan(found: Weights, manifest: Manifest | None, base: Base | None, dtype: str | None) -> Plan:
     from_base = tensors_for(manifest, base) if manifest and base else {}
-    left_out = {parameter.name: parameter for parameter in manifest.left_out} if manifest and base else {}
-    more = {alias: name for name, parameter in left_out.items() for alias in parameter.names[1:]}
+    if base and (unlike := [one.name for one in manifest.left_out if of_torchao(one.dtype)] if manifest else []):
+        raise CheckpointError(
+            f"{named(unlike, 3)} are tensors of torchao's, which cannot be made without it. Consolidate without a base,"
+            " and let the program that loads the file build it."
+        )
+    more = {alias: one.name for one in from_base for alias in one.names[1:]}
+    pickled = {name: one.item for name, one in found.subclasses.items() if one.is_in_module}
     return Plan(
-        tensors={**from_base, **found.frozen, **found.trained, **found.buffers},
+        tensors={n: item for n, item in found.all.items() if found.owners.get(n) not in pickled}
+        | {one.name: tensor for one, tensor in from_base.items()},
         aliases={**found.aliases, **more},
-        from_base=left_out,
+        from_base={one.name: one for one in from_base},
         base=base,
         dtype=dtype,
+        quantized=found.quantized | _quantized(from_base),
+        pickled=pickled,
         manifest=manifest,
+    )
+
+
+def _quantized(left_out: Iterable[LeftOut]) -> frozenset[str]:
+    """The names of what belongs to a quantized base: buffers, parts, and the parameters that these are of."""
+    return frozenset(
+        name
+        for one in left_out
+        if one.kind != PARAMETER
+        for name in ((one.name, one.group) if one.group else one.names)
     )
 
 
@@ -228,12 +261,11 @@ class Reader:
 
     def __call__(self, name: str) -> bytearray:
         tensor = self.plan.tensors[name]
-        values = self.records.read(tensor)
-        dtype = tensor.dtype
         parameter = self.plan.from_base.get(name)
-        if parameter is not None and self.plan.base is not None and self.plan.manifest is not None:
-            # As the run had it: a program may load its base in another dtype than the file has.
-            values, dtype = converting.converted(values, dtype, parameter.dtype), parameter.dtype
+        if parameter is None or self.plan.base is None or self.plan.manifest is None:
+            values, dtype = self.records.read(tensor), tensor.dtype
+        else:
+            values, dtype = self.plan.base.read(self.records, tensor, parameter), parameter.dtype
             if not converting.is_base(parameter, values):
                 for piece in tensor.pieces:
                     self.records.check(piece.storage)  # if it is that, it is said
@@ -248,7 +280,7 @@ def _write_torch(file: Path, states: States, plan: Plan, is_whole: bool, reader:
     kept = {key: value for key, value in states.models[0].items() if key not in (*DEEPSPEEDS_OWN, ELASTIC, LABEL)}
     if is_whole:
         kept.pop(KEY, None)
-    made: dict[str, StoredTensor] = {}
+    made: dict[str, Any] = dict(plan.pickled)
     for name, tensor in plan.tensors.items():
         storage = Storage(Path(), name, plan.dtype_of(name), tensor.numel)
         made[name] = StoredTensor(storage, storage.dtype, 0, tensor.shape, _strides(tensor.shape))

@@ -191,7 +191,7 @@ def export(
         # A frozen parameter in a trainable-only checkpoint is one that was kept: no base holds its value.
         kept = found.frozen if states.manifest else {}
         named_, outside = {name: name for name in (*found.trained, *kept, *found.buffers)}, []
-    tensors = {**found.frozen, **found.trained, **found.buffers}
+    tensors = found.all
     tensors |= {alias: tensors[first] for alias, first in found.aliases.items() if first in tensors}
     plan = Plan(
         tensors={name: tensors[own] for name, own in named_.items()},

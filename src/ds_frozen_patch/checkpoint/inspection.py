@@ -10,8 +10,11 @@ from typing import Any
 
 from ..manifest import KEY, Manifest
 from .archive import Contents
-from .states import configured_stage, load, names, names_of_groups, number
+from .quantization import kinds as kinds_of_base
+from .quantization import of_base
+from .states import configured_stage, load, names_of_groups, number
 from .stored import Storage, StoredTensor, tensors
+from .weights import contents, plain_names
 
 TRAINABLE, FROZEN, SECOND_COPY = "trainable weights", "frozen weights", "frozen weights, second copy"
 EITHER = "weights, trainable or frozen"
@@ -34,6 +37,7 @@ class Inspection:
         epoch: that of the save, from 0 on; None where the checkpoint does not say it.
         versions: by package, the releases that the checkpoint names.
         files: by file name, the size of each kind of `KINDS` that the file has; together they are the file's size.
+        base: what the base is quantized with, in words; empty where it is not.
         manifest: what was left out; None in a checkpoint that ds_frozen_patch did not make trainable-only.
     """
 
@@ -45,6 +49,7 @@ class Inspection:
     epoch: int | None
     versions: dict[str, str]
     files: dict[str, dict[str, int]]
+    base: tuple[str, ...]
     manifest: Manifest | None
 
     @property
@@ -89,9 +94,11 @@ def inspect(path: str | Path, tag: str | None = None, *, trust: bool = False) ->
     """
     states = load(path, tag, trust)
     files: dict[str, dict[str, int]] = {}
-    for file, contents in zip(states.layout.files, states.contents, strict=True):
-        kinds = _optimizer_kinds if file in states.layout.optimizer else _model_kinds
-        files[file.name] = _sizes(contents, kinds(contents.state), file.stat().st_size)
+    manifest = states.manifest
+    for file, found in zip(states.layout.files, states.contents, strict=True):
+        is_model = file not in states.layout.optimizer
+        kinds_of = _model_kinds(found.state, manifest) if is_model else _optimizer_kinds(found.state)
+        files[file.name] = _sizes(found, kinds_of, file.stat().st_size)
     model = states.models[0]
     return Inspection(
         path=str(states.layout.root),
@@ -102,11 +109,23 @@ def inspect(path: str | Path, tag: str | None = None, *, trust: bool = False) ->
         epoch=number(model.get("epoch")),
         versions=states.versions,
         files=files,
-        manifest=states.manifest,
+        base=kinds_of_base(_dtypes(plain_names(model), manifest)),
+        manifest=manifest,
     )
 
 
-def _sizes(contents: Contents, kinds: Iterator[tuple[str, StoredTensor]], size: int) -> dict[str, int]:
+def _dtypes(model: Mapping[str, Any], manifest: Manifest | None) -> dict[str, str]:
+    """The dtype of all that is there, and of what was left out, by name; of a tensor subclass its class's name."""
+    module, subclasses, _, _ = contents(model, manifest)
+    left_out = manifest.left_out if manifest else ()
+    return {
+        **{name: tensor.dtype for name, tensor in module.items()},
+        **{name: one.name for name, one in subclasses.items()},
+        **{name: one.dtype for one in left_out for name in one.names},
+    }
+
+
+def _sizes(file: Contents, kinds: Iterator[tuple[str, StoredTensor]], size: int) -> dict[str, int]:
     """The size of each kind in a file. A storage counts once, as what its first tensor is."""
     found: Counter[str] = Counter()
     seen: set[str] = set()
@@ -114,20 +133,23 @@ def _sizes(contents: Contents, kinds: Iterator[tuple[str, StoredTensor]], size: 
         if tensor.storage.key not in seen:
             seen.add(tensor.storage.key)
             found[kind] += tensor.storage.nbytes
-    found[CLIENT_STATE] += contents.pickle_bytes
+    found[CLIENT_STATE] += file.pickle_bytes
     found[FORMAT] = size - found.total()
     return {kind: found[kind] for kind in KINDS if found[kind]}
 
 
-def _model_kinds(state: Mapping[str, Any]) -> Iterator[tuple[str, StoredTensor]]:
+def _model_kinds(state: Mapping[str, Any], manifest: Manifest | None) -> Iterator[tuple[str, StoredTensor]]:
     """What each tensor of a `*model_states.pt` is."""
+    state = plain_names(state)
     trained = {name for group in names_of_groups(state) for name in group}
-    buffers = names(state.get("buffer_names"))
-    module = {name: item for name, item in state["module"].items() if isinstance(item, StoredTensor)}
+    module, _, parts, buffers = contents(state, manifest)
+    packed = of_base(buffers, parts)
     listed: dict[tuple[Storage, int], str] = {}
     for name, tensor in module.items():
-        if name in trained or name in buffers:
-            listed[tensor.storage, tensor.offset] = BUFFERS if name in buffers else TRAINABLE
+        if name in trained or name in buffers or name in parts:
+            listed[tensor.storage, tensor.offset] = (
+                TRAINABLE if name in trained else BUFFERS if name in buffers - packed else FROZEN
+            )
     unlisted = FROZEN if trained else TRAINABLE if KEY in state else EITHER
     for tensor in module.values():
         # A tied alias of a trainable parameter is in no list, but it is the same memory.

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .._errors import CheckpointError, CheckpointMismatchError, named
-from ..manifest import adapters_of, plain
+from ..manifest import adapters_of
+from ..parameters import plain
 from .base import open_base
 from .exporting import Adapter
 from .records import Records, Whole
@@ -63,7 +64,9 @@ def _found(path: Path, trust: bool) -> dict[str, Whole]:
     check_together(states)
     all_ = weights(states, ("*",))  # who was trained makes no difference here
     check_one_run(all_)
-    return {**all_.frozen, **all_.trained, **all_.buffers}
+    # A quantized base is as the program builds it: its scales are in no parameter that could take them.
+    frozen = {name: tensor for name, tensor in all_.frozen.items() if name not in all_.quantized}
+    return {**frozen, **all_.trained, **all_.buffers}
 
 
 def _named_as_in(

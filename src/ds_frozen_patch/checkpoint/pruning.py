@@ -12,7 +12,8 @@ from typing import Any
 from .._errors import CheckpointError
 from .._progress import progress
 from ..fingerprint import of_stream
-from ..manifest import KEY, LeftOut, Manifest, plain
+from ..manifest import KEY, LeftOut, Manifest
+from ..parameters import BUFFER, PART, plain
 from .records import Piece, Records, Whole
 from .states import States, check_together, load
 from .stored import Storage, tensors
@@ -82,7 +83,7 @@ def prune(
     states = load(source, tag, trust)
     check_together(states)
     found = weights(states, trainable)
-    if states.manifest or not found.frozen:
+    if states.manifest or not (found.base or found.subclasses):
         raise CheckpointError(f"{source} holds no frozen parameters, so there is nothing to prune.")
     check_one_run(found)
     layout = states.layout
@@ -94,7 +95,7 @@ def prune(
     with output(target, layout.root) as made:
         with Records() as records:
             if fingerprints:
-                prints = _fingerprints(records, found, quiet)
+                prints = _fingerprints(records, found, states.quantizes_frozen, quiet)
             manifest = _manifest(states, found, prints)
             folder = made / layout.tag
             folder.mkdir(parents=True)
@@ -113,11 +114,13 @@ def prune(
     return Pruned(str(source), str(target), size, size_after, manifest)
 
 
-def _fingerprints(records: Records, found: Weights, quiet: bool) -> dict[str, str]:
+def _fingerprints(records: Records, found: Weights, are_partitions_in_int8: bool, quiet: bool) -> dict[str, str]:
     prints = {}
-    with progress("fingerprints", sum(item.nbytes for item in found.frozen.values()), quiet) as done:
-        for name, item in found.frozen.items():
-            if item.dtype != "int8":  # else it is quantized, as ZeRO++ does it, and says nothing without its scales
+    with progress("fingerprints", sum(item.nbytes for item in found.base.values()), quiet) as done:
+        for name, item in found.base.items():
+            # ZeRO++ does not save the scales of what it quantizes, so that says nothing.
+            is_partition_in_int8 = are_partitions_in_int8 and item.dtype == "int8" and name in found.frozen
+            if not is_partition_in_int8:
                 chunks = records.chunks(item) if item.view is None else [records.read(item)]
                 prints[name] = of_stream(item.dtype, item.numel, _counted(chunks, done))
     return prints
@@ -125,15 +128,25 @@ def _fingerprints(records: Records, found: Weights, quiet: bool) -> dict[str, st
 
 def _manifest(states: States, found: Weights, prints: Mapping[str, str]) -> Manifest:
     return Manifest(
-        left_out=tuple(
-            LeftOut(found.names_of(name), item.shape, item.dtype, prints.get(name))
-            for name, item in found.frozen.items()
-        ),
-        total_bytes=sum(item.nbytes for item in found.frozen.values()),
+        left_out=tuple(_left_out(found, prints)),
+        total_bytes=sum(item.nbytes for item in found.base.values()),
         zero_stage=states.zero_stage,
         world_size=states.world_size,
         versions={"ds_frozen_patch": metadata.version("ds_frozen_patch"), **states.versions},
     )
+
+
+def _left_out(found: Weights, prints: Mapping[str, str]) -> Iterator[LeftOut]:
+    for name, item in found.frozen.items():
+        yield LeftOut(found.names_of(name), item.shape, item.dtype, prints.get(name))
+    for name, one in found.subclasses.items():
+        # Its settings have a fingerprint in a save, which the library alone can make.
+        yield LeftOut(found.names_of(name), one.shape, one.name, None)
+    for name, item in found.base.items():
+        if owner := found.owners.get(name):
+            yield LeftOut(found.names_of(name), item.shape, item.dtype, prints.get(name), PART, owner)
+    for name, item in found.packed.items():
+        yield LeftOut((name,), item.shape, item.dtype, prints.get(name), BUFFER)
 
 
 def _without(state: Mapping[str, Any], left_out: Container[str], told: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from .._labels import LABEL
 from ..manifest import KEY, Manifest, digest_of, reference
 from .archive import Contents, read
 from .layout import Layout, find
+from .quantization import subclass
 from .records import Records, whole
 from .stored import StandIn, StoredTensor, everything, is_shape, tensors
 
@@ -87,6 +88,11 @@ class States:
         return configured_stage(self.models[0])
 
     @property
+    def quantizes_frozen(self) -> bool:
+        """Whether ZeRO++ keeps the partitions of frozen parameters in int8, whose scales it does not save."""
+        return bool(_zero(self.models[0]).get("zero_quantized_nontrainable_weights"))
+
+    @property
     def leaves_out_frozen(self) -> bool:
         """Whether DeepSpeed was told to leave frozen parameters out; known from ZeRO-2 on."""
         return self.zero_stage >= 2 and self.models[0].get("frozen_param_shapes") is None
@@ -136,7 +142,7 @@ def _check_form(file: Path, state: Mapping[str, Any]) -> None:
         "shared_params": _is_mapping(state.get("shared_params"), lambda name: isinstance(name, str)),
         "frozen_param_shapes": are_shapes(state.get("frozen_param_shapes")),
         "frozen_param_fragments": _is_mapping(
-            state.get("frozen_param_fragments"), lambda part: isinstance(part, StoredTensor)
+            state.get("frozen_param_fragments"), lambda part: isinstance(part, StoredTensor) or subclass(part)
         ),
         "dp_world_size": is_shape((state.get("dp_world_size", 0),)),
     }
@@ -144,7 +150,7 @@ def _check_form(file: Path, state: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{file} is damaged: it has something else as {named(wrong)}. Take a whole copy of it.")
 
 
-def _is_mapping(value: Any, holds: Callable[[Any], bool] = lambda _: True) -> bool:
+def _is_mapping(value: Any, holds: Callable[[Any], object] = lambda _: True) -> bool:
     """Whether it gives values of a kind by names, if it is there at all."""
     return value is None or (
         isinstance(value, dict) and all(isinstance(name, str) and holds(item) for name, item in value.items())
@@ -282,10 +288,15 @@ def _comparable(value: Any) -> str:
 
 def configured_stage(model: Mapping[str, Any]) -> int:
     """The ZeRO stage that the configuration in a model's state says."""
+    stage = _zero(model).get("stage")
+    return stage if stage in (1, 2, 3) else 0
+
+
+def _zero(model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the configuration in a model's state says of ZeRO."""
     config = model.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
-    stage = zero.get("stage") if isinstance(zero, Mapping) else 0
-    return stage if stage in (1, 2, 3) else 0
+    return zero if isinstance(zero, Mapping) else {}
 
 
 def names_of_groups(model: Mapping[str, Any]) -> list[dict[str, tuple[int, ...]]]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from .._errors import CheckpointError
+from .quantization import CLASSES
 from .stored import ITEM_SIZES, STORAGES, Size, StandIn, Storage, StoredTensor, is_shape, stand_in
 
 DEPTH = 100
@@ -34,6 +35,7 @@ _EXPECTED = (
     *(f"builtins.{name}" for name in ("tuple", "type")),
     "collections.*", "pathlib.*Path", "argparse.Namespace", "types.SimpleNamespace", "datetime.*", "decimal.Decimal",
     "fractions.Fraction", "uuid.UUID", "copyreg._reconstructor", "typing.Any",
+    *CLASSES,
 )  # fmt: skip
 
 
@@ -199,8 +201,10 @@ def _parameter(maker: str, tensor: StoredTensor, *more: Any) -> StoredTensor:
     return replace(tensor, wrapper=(maker, more))
 
 
-def _of_type(maker: str, function: Any, cls: Any, arguments: Any, state: Any) -> StoredTensor:
-    """A tensor with attributes of its own, as ZeRO-3's partitions are."""
+def _of_type(maker: str, function: Any, cls: Any, arguments: Any, state: Any) -> StoredTensor | StandIn:
+    """A tensor with attributes of its own, as ZeRO-3's partitions are; or one that consists of other tensors."""
+    if function is stand_in("torch._utils._rebuild_wrapper_subclass"):
+        return stand_in(maker)(function, cls, arguments, state)
     made: StoredTensor = function(*arguments)
     return replace(made, wrapper=(maker, (cls, state)))
 

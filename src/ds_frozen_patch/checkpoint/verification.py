@@ -11,6 +11,7 @@ from typing import Any
 from .._errors import CheckpointError, CheckpointMismatchError, named
 from .._progress import progress
 from ..manifest import Manifest
+from ..parameters import PARAMETER, plain
 from . import converting
 from .base import Base, open_base, other_values, tensors_for
 from .records import Records, check_file
@@ -31,7 +32,8 @@ class Verified:
         trained: how many parameters were trained.
         left_out: how many parameters were left out.
         compared: how many of these are in the base as they were at the save.
-        unverified: the names of those without a fingerprint.
+        unverified: the names of what was left out and cannot be compared: without a fingerprint, or in the base only as
+            other tensors.
     """
 
     path: str
@@ -100,18 +102,20 @@ def verify(
     if manifest is not None:
         problems += _contradictions(states, manifest)
     compared = 0
+    unverified = [one.name for one in (manifest.left_out if manifest else ()) if one.fingerprint is None]
     if opened is not None:
-        wrong, compared = _compared(manifest, opened, quiet)
+        wrong, compared, unknown = _compared(manifest, opened, quiet)
         problems += wrong
+        unverified = list(dict.fromkeys([*unverified, *unknown]))
     return Verified(
         path=str(path),
         problems=tuple(dict.fromkeys(problems)),  # what is damaged may be met twice
         files=len(states.layout.files),
         size=size,
         trained=len(found.trained) if found else 0,
-        left_out=len(manifest.left_out) if manifest else 0,
+        left_out=len(manifest.parameters) if manifest else 0,
         compared=compared,
-        unverified=tuple(p.name for p in manifest.left_out if p.fingerprint is None) if manifest else (),
+        unverified=tuple(unverified),
     )
 
 
@@ -136,7 +140,7 @@ def _damaged(states: States, told: Callable[[int], object]) -> list[str]:
 
 def _contradictions(states: States, manifest: Manifest) -> list[str]:
     """Where the manifest and the rest of the checkpoint do not agree."""
-    there = {name for state in states.models for name, _ in state["module"].items()} & manifest.names
+    there = {plain(name) for state in states.models for name in state["module"]} & manifest.names
     said = {
         "its ZeRO stage": (manifest.zero_stage, states.zero_stage),
         "its number of ranks": (manifest.world_size, states.world_size),
@@ -153,24 +157,24 @@ def _contradictions(states: States, manifest: Manifest) -> list[str]:
     return problems
 
 
-def _compared(manifest: Manifest | None, base: Base, quiet: bool) -> tuple[list[str], int]:
-    """What is wrong with a base, and how many of its parameters are right."""
+def _compared(manifest: Manifest | None, base: Base, quiet: bool) -> tuple[list[str], int, list[str]]:
+    """What is wrong with a base, how many of its parameters are right, and the names of what it cannot tell."""
     if manifest is None:
-        return ["The checkpoint has no manifest, so its base cannot be verified."], 0
+        return ["The checkpoint has no manifest, so its base cannot be verified."], 0, []
     try:
         there = tensors_for(manifest, base)
     except CheckpointError as error:
-        return [str(error)], 0
+        return [str(error)], 0, []
+    told_of = {one.name for one in there if one.fingerprint is not None}
+    unknown = [one.name for one in manifest.left_out if one.name not in told_of]
     wrong, right = [], 0
     with Records() as records, progress("base", sum(t.nbytes for t in there.values()), quiet) as told:
-        for parameter in manifest.left_out:
-            tensor = there[parameter.name]
-            if parameter.fingerprint is not None:
-                values = converting.converted(records.read(tensor), tensor.dtype, parameter.dtype)
-                same = converting.is_base(parameter, values)
-                wrong += [] if same else [parameter.name]
-                right += same
+        for one, tensor in there.items():
+            if one.fingerprint is not None:
+                same = converting.is_base(one, base.read(records, tensor, one))
+                wrong += [] if same else [one.name]
+                right += same and one.kind == PARAMETER
             told(tensor.nbytes)
     if wrong:
-        return [other_values(base, wrong, manifest)], right
-    return [], right
+        return [other_values(base, wrong, manifest)], right, unknown
+    return [], right, unknown

@@ -11,14 +11,16 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
 from .._errors import CheckpointError, named
-from ..manifest import plain
+from ..manifest import Manifest
+from ..parameters import plain
 from .converting import FLOATING
+from .quantization import Subclass, of_base, owners, subclass
 from .records import Piece, Records, Whole, joined, whole
 from .states import States, names, names_of_groups
 from .stored import StoredTensor, tensors
@@ -33,6 +35,10 @@ class Weights:
 
     `aliases` gives the first name of each tied alias. `halves` are the weights that the model computed with, of those
     that are in `trained` as fp32 masters; ZeRO-3 does not save them.
+
+    Of a quantized base, `parts` are what its parameters need besides, such as scales, and `owners` the parameter that
+    each is of; `packed` are the buffers that belong to it, which are not among `buffers`. A frozen parameter that
+    consists of other tensors has these among its parts and is itself in `subclasses`, not in `frozen`.
     """
 
     trained: dict[str, Whole]
@@ -40,6 +46,25 @@ class Weights:
     buffers: dict[str, Whole]
     aliases: dict[str, str]
     halves: dict[str, Whole]
+    parts: dict[str, Whole]
+    owners: dict[str, str]
+    packed: dict[str, Whole]
+    subclasses: dict[str, Subclass]
+
+    @property
+    def base(self) -> dict[str, Whole]:
+        """All that a trainable-only checkpoint leaves out."""
+        return {**self.frozen, **self.parts, **self.packed}
+
+    @property
+    def all(self) -> dict[str, Whole]:
+        """All weights, the trained ones from their masters."""
+        return {**self.base, **self.trained, **self.buffers}
+
+    @property
+    def quantized(self) -> frozenset[str]:
+        """The names of what must stay as it is stored, because other tensors say what it means."""
+        return frozenset((*self.parts, *self.owners.values(), *self.packed))
 
     def names_of(self, name: str) -> tuple[str, ...]:
         """A parameter's name and its tied aliases."""
@@ -57,24 +82,27 @@ def weights(states: States, trainable: Sequence[str] = ()) -> Weights:
     Raises:
         CheckpointError: the files do not fit together, or do not say which weights were trained.
     """
-    model = states.models[0]
-    module = {name: item for name, item in model["module"].items() if isinstance(item, StoredTensor)}
-    first = _first_names(module, model, states.zero_stage)
-    buffers = names(model.get("buffer_names")) & module.keys()
-    masters = _masters(states)
+    models = [plain_names(model) for model in states.models]
+    model = models[0]
     listed = [name for group in names_of_groups(model) for name in group]
+    module, subclasses, parts, buffers = contents(model, states.manifest)
+    first = _first_names(module, model, states.zero_stage)
+    packed = of_base(buffers, parts)
+    masters = _masters(states, names_of_groups(model))
     if missing := [name for name in listed if name not in module]:
         raise CheckpointError(
             f"{states.layout.model[0]} lacks the weights of {named(missing)}. Take a whole copy of it."
         )
     known = masters or {name: whole(module[name]) for name in listed}
     candidates = [
-        name for name in module if name == first[name] and name not in buffers and _is_parameter(name, module)
+        name
+        for name in module
+        if name == first[name] and name not in buffers and name not in parts and not name.endswith("_extra_state")
     ]
     says_what_is_frozen = isinstance(model.get("frozen_param_fragments"), dict)
     if not known and not states.manifest and not says_what_is_frozen:
         known = {name: whole(module[name]) for name in _chosen(candidates, module, model, trainable)}
-    frozen = _frozen(states, module) if says_what_is_frozen else {}
+    frozen = _frozen(states, models, module) if says_what_is_frozen else {}
     trained = dict(known)
     for name in candidates:
         if name in trained:
@@ -83,18 +111,83 @@ def weights(states: States, trainable: Sequence[str] = ()) -> Weights:
             # Neither trained nor known to be frozen: a parameter that no optimizer holds.
             kept = states.manifest or says_what_is_frozen or _matches(name, trainable)
             (trained if kept else frozen)[name] = whole(module[name])
-    ours = {*trained, *frozen}
+    # What is tied has its parts under each of its names.
+    same = {n: first.get(o, o) + n.removeprefix(o) for n, o in parts.items() if n.startswith(f"{o}.")}
+    same = {name: to for name, to in same.items() if name != to and to in parts}
+    ours = {*trained, *frozen, *subclasses}
     return Weights(
-        trained={plain(name): item for name, item in trained.items()},
-        frozen={plain(name): item for name, item in frozen.items()},
-        buffers={plain(name): whole(item) for name, item in module.items() if name in buffers},
-        aliases={plain(name): plain(to) for name, to in first.items() if name != to and to in ours},
+        trained=trained,
+        frozen=frozen,
+        buffers={name: whole(module[name]) for name in module if name in buffers and name not in packed},
+        aliases={name: to for name, to in first.items() if name != to and to in ours} | same,
         halves={
-            plain(name): whole(module[name])
+            name: whole(module[name])
             for name in masters
             if name in module and module[name].numel and module[name].is_contiguous and module[name].dtype in FLOATING
         },
+        parts={name: whole(module[name]) for name in module if name in parts and name not in same},
+        owners={name: first.get(owner, owner) for name, owner in parts.items() if name not in same},
+        packed={name: whole(module[name]) for name in module if name in packed},
+        subclasses=subclasses,
     )
+
+
+def plain_names(model: Mapping[str, Any]) -> dict[str, Any]:
+    """A file's model states with plain names throughout: DeepSpeed takes some from the module and some from its state
+    dict, which differ where a layer is wrapped."""
+    changed: dict[str, Any] = {"buffer_names": [plain(name) for name in names(model.get("buffer_names"))]}
+    changed["param_shapes"] = [
+        {plain(name): shape for name, shape in group.items()} for group in names_of_groups(model)
+    ]
+    for key in ("module", "frozen_param_shapes", "frozen_param_fragments", "shared_params"):
+        if isinstance(model.get(key), dict):
+            changed[key] = {plain(name): item for name, item in model[key].items()}
+    if "shared_params" in changed:
+        changed["shared_params"] = {name: plain(to) for name, to in changed["shared_params"].items()}
+    return {**model, **changed}
+
+
+def contents(
+    model: Mapping[str, Any], manifest: Manifest | None
+) -> tuple[dict[str, StoredTensor], dict[str, Subclass], dict[str, str], set[str]]:
+    """What a file's model states hold by name: tensors, tensor subclasses, the owners of parts, names of buffers.
+
+    Args:
+        model: as `plain_names` gives it.
+        manifest: the checkpoint's.
+    """
+    module: dict[str, StoredTensor] = {}
+    subclasses = {}
+    inner: dict[str, str] = {}
+    for name, item in model["module"].items():
+        if isinstance(item, StoredTensor):
+            module[name] = item
+        elif (found := subclass(item)) is not None:
+            subclasses[name] = found
+            for rest, tensor in found.inner.items():
+                module[f"{name}.{rest}"] = tensor
+                inner[f"{name}.{rest}"] = name
+    fragments = model.get("frozen_param_fragments") or {}
+    for name, item in fragments.items():
+        if name not in subclasses and (found := subclass(item)) is not None:
+            subclasses[name] = replace(found, is_in_module=False)
+    buffers = _buffers(model, module)
+    listed = {name for group in names_of_groups(model) for name in group}
+    listed |= {*(model.get("frozen_param_shapes") or {})}
+    listed |= {name for one in (manifest.parameters if manifest else ()) for name in one.names}
+    dtypes = {name: tensor.dtype for name, tensor in module.items() if name not in buffers}
+    return module, subclasses, {**owners(dtypes, listed), **inner}, buffers
+
+
+def _buffers(model: Mapping[str, Any], module: Mapping[str, StoredTensor]) -> set[str]:
+    """The names of all buffers. DeepSpeed lists only the first name of one that has several."""
+    listed = names(model.get("buffer_names")) & module.keys()
+    places = {_place(module[name]) for name in listed if module[name].numel}
+    return listed | {name for name, tensor in module.items() if _place(tensor) in places}
+
+
+def _place(tensor: StoredTensor) -> tuple[Any, ...]:
+    return tensor.storage, tensor.offset, tensor.shape
 
 
 def check_one_run(found: Weights) -> None:
@@ -149,20 +242,13 @@ def _first_names(module: Mapping[str, StoredTensor], model: Mapping[str, Any], s
             first[alias] = to
     places: dict[Any, str] = {}
     for name, tensor in module.items():
-        place = (tensor.storage, tensor.offset, tensor.shape) if tensor.numel else name
+        place = _place(tensor) if tensor.numel else name
         first.setdefault(name, places.setdefault(place, name))
     return {name: first[name] for name in module}
 
 
-def _is_parameter(name: str, module: Mapping[str, Any]) -> bool:
-    """Not so what modules keep besides, such as `_extra_state`, or the quantization states of a weight."""
-    parent = name.rpartition(".")[0]
-    return not name.endswith("_extra_state") and parent not in module
-
-
-def _masters(states: States) -> dict[str, Whole]:
+def _masters(states: States, groups: Sequence[Mapping[str, tuple[int, ...]]]) -> dict[str, Whole]:
     """The fp32 masters by name, in the order of the optimizer; none where the optimizer keeps none of its own."""
-    groups = names_of_groups(states.models[0])
     if not states.optimizers or not groups:
         return {}
     partitions = [
@@ -225,15 +311,18 @@ def _cut(pieces: Sequence[Piece], count: int) -> tuple[Piece, ...]:
     return tuple(kept)
 
 
-def _frozen(states: States, module: Mapping[str, StoredTensor]) -> dict[str, Whole]:
+def _frozen(
+    states: States, models: Sequence[Mapping[str, Any]], module: Mapping[str, StoredTensor]
+) -> dict[str, Whole]:
     """The frozen parameters that DeepSpeed lists, which it does from ZeRO-2 on."""
-    model = states.models[0]
-    shapes = model.get("frozen_param_shapes") or {}
+    shapes = models[0].get("frozen_param_shapes") or {}
     if states.zero_stage < 3:
         return {name: whole(module[name]) for name in shapes if name in module}
     found = {}
     for name, shape in shapes.items():
-        parts = [state["frozen_param_fragments"].get(name) for state in states.models]
+        parts: list[Any] = [(model.get("frozen_param_fragments") or {}).get(name) for model in models]
+        if subclass(parts[0]) is not None:
+            continue
         if not all(isinstance(part, StoredTensor) and part.is_contiguous for part in parts):
             raise CheckpointError(f"{states.layout.root} lacks a partition of {name!r}. Take a whole copy of it.")
         pieces = [piece for part in parts for piece in joined([part], 0, part.numel)]

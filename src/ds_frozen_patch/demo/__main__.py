@@ -30,7 +30,10 @@ def main() -> int:
     """Run the demo; 0 if every resumed run equals its uninterrupted one and the checkpoints did shrink."""
     parser = argparse.ArgumentParser(prog="python -m ds_frozen_patch.demo", description=__doc__)
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the checkpoints in this new directory")
+    parser.add_argument("--quantized", action="store_true", help="quantize the frozen base to 4 bits")
     options = parser.parse_args()
+    if options.quantized and find_spec("bitsandbytes") is None:
+        sys.exit("The demo with --quantized needs bitsandbytes: pip install bitsandbytes")
     if options.keep and options.keep.exists():
         parser.error(f"--keep: {options.keep} exists already; name a directory that does not")
 
@@ -39,17 +42,19 @@ def main() -> int:
         root = options.keep or Path(scratch)
         results = []
         try:
+            more = ["--quantized"] if options.quantized else []
             for stage in (2, 3):
                 out = root / f"zero{stage}"
                 out.mkdir(parents=True)
-                _train(talk, f"ZeRO-{stage}, uninterrupted", out, stage)
-                _train(talk, f"ZeRO-{stage}, resumed", out, stage, "--ckpt-path", str(out / "trainable-only.ckpt"))
+                _train(talk, f"ZeRO-{stage}, uninterrupted", out, stage, *more)
+                checkpoint = str(out / "trainable-only.ckpt")
+                _train(talk, f"ZeRO-{stage}, resumed", out, stage, *more, "--ckpt-path", checkpoint)
                 results.append(_result(stage, out))
         except subprocess.CalledProcessError as failed:
             talk.print(f"[red]A training run failed with exit code {failed.returncode}.[/red] Its last words:")
             talk.print(failed.output[-3000:], markup=False, highlight=False)
             return 1
-    return _report(Console(), results)
+    return _report(Console(), results, "bf16 and NF4" if options.quantized else "bf16")
 
 
 def _train(talk: Console, title: str, out: Path, stage: int, *more: str) -> None:
@@ -77,11 +82,11 @@ def _result(stage: int, out: Path) -> dict[str, Any]:
     return {"stage": stage, "whole": whole, "resumed": resumed, "sizes": sizes}
 
 
-def _report(show: Console, results: list[dict[str, Any]]) -> int:
+def _report(show: Console, results: list[dict[str, Any]], kept_in: str) -> int:
     facts = results[0]["whole"]
     show.print(
         f"\nLlama with tied embeddings + LoRA: {facts['frozen'] / 1e6:.1f} M frozen and"
-        f" {facts['trainable'] / 1e6:.2f} M trainable parameters, 2 ranks, bf16.\n",
+        f" {facts['trainable'] / 1e6:.2f} M trainable parameters, 2 ranks, {kept_in}.\n",
         highlight=False,
     )
     sizes = Table(title="Bytes of a checkpoint, in MB", title_justify="left")

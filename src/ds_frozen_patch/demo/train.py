@@ -35,7 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 class LoraFineTune(pl.LightningModule):
     """A Llama of 23 million frozen parameters with tied embeddings, and LoRA adapters on its attention."""
 
-    def __init__(self) -> None:
+    def __init__(self, quantized: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)  # the same base at every start: a real program calls from_pretrained
         config = LlamaConfig(
@@ -48,7 +48,8 @@ class LoraFineTune(pl.LightningModule):
             tie_word_embeddings=True,
         )
         adapters = LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
-        self.model = get_peft_model(LlamaForCausalLM(config), adapters)
+        base = LlamaForCausalLM(config)
+        self.model = get_peft_model(in_nf4(base) if quantized else base, adapters)
         self.losses: list[float] = []
 
     def training_step(self, tokens: torch.Tensor, _: int) -> torch.Tensor:
@@ -58,6 +59,31 @@ class LoraFineTune(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=2e-3)
+
+
+def in_nf4(model: Any) -> Any:
+    """Quantize a model's linear layers, as `from_pretrained(quantization_config=BitsAndBytesConfig(...))` does."""
+    from bitsandbytes.nn import Linear4bit
+
+    for name, linear in list(model.named_modules()):
+        if isinstance(linear, torch.nn.Linear) and name != "lm_head":
+            shape = (linear.in_features, linear.out_features)
+            # DeepSpeed up to 0.17 gathers no bytes in ZeRO-3, and so the packed weights look like bf16.
+            kind = {"quant_type": "nf4", "quant_storage": torch.bfloat16, "compute_dtype": torch.bfloat16}
+            made = Linear4bit(*shape, bias=False, **kind)
+            made.weight.data = linear.weight.data.to(torch.bfloat16)
+            made.support_avx512bf16_for_cpu = False  # else an evaluation repacks the weights for such a CPU
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, made.to("cpu"))  # which quantizes
+    model.is_loaded_in_4bit = True  # for PEFT
+    return model
+
+
+def count(parameter: torch.nn.Parameter) -> int:
+    """How many numbers a parameter is of, whether it is partitioned or packed."""
+    if quantization := getattr(parameter, "quant_state", None):
+        return int(quantization.shape.numel())
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 class Save(pl.Callback):
@@ -80,6 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("out", type=Path, help="directory for checkpoints and losses")
     parser.add_argument("--stage", type=int, choices=(2, 3), default=2, help="ZeRO stage")
+    parser.add_argument("--quantized", action="store_true", help="quantize the frozen linear layers to 4 bits")
     parser.add_argument("--ckpt-path", type=Path, help="checkpoint to resume from")
     options = parser.parse_args()
     _quiet()
@@ -89,7 +116,7 @@ def main() -> None:
             print(text, flush=True)
 
     tokens = torch.randint(32000, (2 * RANKS * STEPS_PER_EPOCH, 32), generator=torch.Generator().manual_seed(0))
-    module = LoraFineTune()
+    module = LoraFineTune(options.quantized)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=RANKS,
@@ -109,8 +136,8 @@ def main() -> None:
         name = "resumed.json" if options.ckpt_path else "losses.json"
         facts: dict[str, Any] = {
             "losses": module.losses,
-            "trainable": sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters() if p.requires_grad),
-            "frozen": sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters() if not p.requires_grad),
+            "trainable": sum(count(p) for p in module.parameters() if p.requires_grad),
+            "frozen": sum(count(p) for p in module.parameters() if not p.requires_grad),
         }
         (options.out / name).write_text(json.dumps(facts))
         progress("done")

@@ -1,0 +1,278 @@
+"""What a module holds, by name: its parameters, its buffers, and what else of its state dict belongs to a parameter.
+
+A quantized layer has more than a packed weight: scales, zero points, a code book, the settings that it was quantized
+with. Some of it is in buffers, some in the inner tensors of a tensor subclass, and some only in the state dict that the
+layer makes of itself. `contents` finds all of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+PREFIX = "_forward_module."
+"""What Lightning before 2.1 puts before the names of a LightningModule's parameters, in its checkpoints too."""
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What `torch.compile` and activation checkpointing put into names; neither says anything of the weights."""
+
+PARAMETER, BUFFER, PART = "parameter", "buffer", "part"
+"""The kinds of what a module holds. A part is what a parameter needs besides its own values, such as its scales."""
+
+# The packages whose layers hold a quantized base, and which of their buffers belong to it. (GPTQ keeps the bias in a
+# buffer as well.) Their layers' entries of a state dict that are neither parameter nor buffer belong to it too.
+_PACKED = ("qweight", "qzeros", "scales", "g_idx", "bias")
+_QUANTIZED: Mapping[str, Collection[str]] = {
+    "auto_gptq": _PACKED,
+    "awq": _PACKED,
+    "bitsandbytes": (),
+    "gptqmodel": _PACKED,
+    "hqq": (),
+    "optimum.quanto": ("input_scale", "output_scale"),
+    "torchao": ("weight", "scales", "zeros", "scales_and_zeros"),
+}
+_TRAINING = "torchao.quantization.qat"  # layers for quantization-aware training, which learn their scales
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """Something that a module holds.
+
+    Attributes:
+        names: all its plain names: the one that `named_parameters()` gives, then its tied aliases.
+        kind: `PARAMETER`, `BUFFER` or `PART`.
+        shape: of the whole tensor, also where ZeRO-3 has partitioned it.
+        dtype: torch's name for it, such as "bfloat16"; for a tensor subclass its class, such as "Int8Tensor".
+        tensor: what the fingerprint is of. For a subclass it is the description of its settings, as bytes; its inner
+            tensors are parts of their own.
+        group: the first name of the parameter that a part is of; of all else its own.
+        is_frozen: whether it belongs to a base: a parameter that is not trained, a part of one, or a buffer of a
+            quantized layer.
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    tensor: torch.Tensor
+    group: str
+    is_frozen: bool
+
+    @property
+    def name(self) -> str:
+        """Its first name."""
+        return self.names[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes; 0 for a tensor subclass, whose parts have them."""
+        return 0 if self.kind == PARAMETER and self.is_subclass else numel_of(self.tensor) * self.tensor.element_size()
+
+    @property
+    def is_subclass(self) -> bool:
+        """Whether it is a tensor subclass that consists of other tensors."""
+        import torch
+
+        return not isinstance(getattr(torch, self.dtype, None), torch.dtype)
+
+
+def plain(name: str) -> str:
+    """A name as the user's module has it, whatever it is wrapped in."""
+    name = name.removeprefix(PREFIX)
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def prefix_of(names: Iterable[str]) -> str:
+    """`PREFIX` if these names of one module have it, which all or none do, else nothing."""
+    return PREFIX if next(iter(names), "").startswith(PREFIX) else ""
+
+
+def parameters_by_name(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters of a module by their plain names, tied aliases included, in the module's order."""
+    return {plain(name): parameter for name, parameter in module.named_parameters(remove_duplicate=False)}
+
+
+def names_by_parameter(module: torch.nn.Module) -> dict[torch.nn.Parameter, tuple[str, ...]]:
+    """Each parameter of a module with all its plain names, tied aliases included, in the module's order."""
+    names: dict[torch.nn.Parameter, list[str]] = {}
+    for name, parameter in parameters_by_name(module).items():
+        names.setdefault(parameter, []).append(name)
+    return {parameter: tuple(all_names) for parameter, all_names in names.items()}
+
+
+def frozen_names(module: torch.nn.Module) -> dict[torch.nn.Parameter, tuple[str, ...]]:
+    """Each frozen parameter of a module with all its plain names, in the module's order."""
+    return {p: names for p, names in names_by_parameter(module).items() if not p.requires_grad}
+
+
+def shape_of(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The shape of a whole parameter, also where ZeRO-3 has partitioned it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def numel_of(parameter: torch.Tensor) -> int:
+    """The elements of a whole parameter, also where ZeRO-3 has partitioned it."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def dtype_of(parameter: torch.Tensor) -> str:
+    """torch's name for a parameter's dtype, such as "bfloat16"; for a tensor subclass the name of its class."""
+    return _class_of(parameter) if inner_tensors(parameter) else str(parameter.dtype).removeprefix("torch.")
+
+
+def inner_tensors(tensor: Any) -> dict[str, torch.Tensor]:
+    """The tensors that a tensor subclass consists of, by the attributes that lead to them; none for a plain tensor."""
+    if not hasattr(type(tensor), "__tensor_flatten__"):
+        return {}
+    found: dict[str, torch.Tensor] = {}
+    for attribute in _flattened(tensor)[0]:
+        inner = getattr(tensor, attribute)
+        deeper = inner_tensors(inner)
+        found |= {f"{attribute}.{rest}": one for rest, one in deeper.items()} or {attribute: inner}
+    return found
+
+
+def contents(module: torch.nn.Module) -> list[Held]:
+    """All that a module holds: parameters, each with its parts, and persistent buffers."""
+    state = _state_dict(module)
+    parameters = parameters_by_name(module)
+    buffers = {plain(name): buffer for name, buffer in module.named_buffers(remove_duplicate=False)}
+    quantized = dict(_quantized_layers(module))
+    names = _all_names(parameters, state)
+    first = {name: all_names[0] for all_names in names.values() for name in all_names}
+    found: dict[str, list[Held]] = {}
+    for parameter, all_names in names.items():
+        tensor = described(settings_of(parameter)) if inner_tensors(parameter) else parameter
+        is_frozen = not parameter.requires_grad
+        own = Held(all_names, PARAMETER, shape_of(parameter), dtype_of(parameter), tensor, all_names[0], is_frozen)
+        found[own.name] = [own]
+    known = set(first)
+    others = []
+    for name, value in state.items():
+        if name in known:
+            continue
+        if name in buffers:
+            layer, _, last = name.rpartition(".")
+            tensor, is_frozen = buffers[name], last in quantized.get(layer, ())
+            others.append(Held((name,), BUFFER, tuple(tensor.shape), dtype_of(tensor), tensor, name, is_frozen))
+        elif (owner := _owner(name, first, quantized)) is not None:
+            group, suffix = owner
+            made = _part(found[group][0], suffix, value if hasattr(value, "element_size") else described(value))
+            found[group].append(made)
+            known.update(made.names)
+    for parameter, (own, *parts) in zip(names, found.values(), strict=True):
+        # A subclass that saves its parts itself (optimum-quanto's) does it in another layout, that of no kernel.
+        if not parts:
+            found[own.name] += [_part(own, f".{rest}", inner) for rest, inner in inner_tensors(parameter).items()]
+    return [*(one for ones in found.values() for one in ones), *others]
+
+
+def part_name(name: str, suffix: str) -> str:
+    """The name of a part of the parameter of this name: below it (".absmax") or beside it ("SCB")."""
+    layer = name.rpartition(".")[0]
+    return name + suffix if suffix.startswith(".") else f"{layer}.{suffix}" if layer else suffix
+
+
+def part_suffix(name: str, of: str) -> str:
+    """What `part_name` makes a part's name of, with the name of its parameter."""
+    return name[len(of) :] if name.startswith(f"{of}.") else name.removeprefix(f"{of.rpartition('.')[0]}.")
+
+
+def _part(of: Held, suffix: str, tensor: Any) -> Held:
+    names = tuple(dict.fromkeys(part_name(name, suffix) for name in of.names))
+    return Held(names, PART, tuple(tensor.shape), dtype_of(tensor), tensor, of.name, of.is_frozen)
+
+
+def _state_dict(module: torch.nn.Module) -> dict[str, Any]:
+    """A module's state dict by plain names, with the parameters themselves where the module allows for that."""
+    try:
+        return {plain(name): value for name, value in module.state_dict(keep_vars=True).items()}
+    except TypeError:  # one that takes no arguments
+        return {plain(name): value for name, value in module.state_dict().items()}
+
+
+def _all_names(
+    parameters: Mapping[str, torch.nn.Parameter], state: Mapping[str, Any]
+) -> dict[torch.nn.Parameter, tuple[str, ...]]:
+    """Each parameter with all its names: also those that the state dict alone gives it."""
+    names: dict[torch.nn.Parameter, dict[str, None]] = {}
+    for name, parameter in parameters.items():
+        names.setdefault(parameter, {})[name] = None
+    by_identity = {id(parameter): parameter for parameter in names}
+    for name, value in state.items():
+        if name not in parameters and id(value) in by_identity:
+            names[by_identity[id(value)]][name] = None
+    return {parameter: tuple(all_names) for parameter, all_names in names.items()}
+
+
+def _quantized_layers(module: torch.nn.Module) -> Iterator[tuple[str, Collection[str]]]:
+    """The layers that hold a quantized base, by their plain paths, and which of their buffers belong to it."""
+    for path, layer in module.named_modules(remove_duplicate=False):
+        for cls in type(layer).__mro__:
+            if cls.__module__.startswith(_TRAINING):
+                break
+            package = next((p for p in _QUANTIZED if f"{cls.__module__}.".startswith(f"{p}.")), None)
+            if package is not None:
+                if not any(p.requires_grad for p in layer.parameters(recurse=False)):
+                    yield plain(f"{path}.").removesuffix("."), _QUANTIZED[package]
+                break
+
+
+def _owner(name: str, first: Mapping[str, str], quantized: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The first name of the parameter that an entry of a state dict is a part of, and its suffix; None for others."""
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        own = ".".join(parts[:end])
+        if own in first:
+            return first[own], name[len(own) :]
+    layer, _, last = name.rpartition(".")
+    if layer not in quantized or last == "_extra_state":
+        return None
+    return next(((owner, last) for own, owner in first.items() if own.rpartition(".")[0] == layer), None)
+
+
+def _flattened(tensor: Any) -> tuple[Iterable[str], Any]:
+    made = tensor.__tensor_flatten__()
+    return (made[0], made[1]) if isinstance(made, tuple) else (made, None)
+
+
+def settings_of(tensor: Any) -> Any:
+    """What a tensor subclass has beside its inner tensors, as values that are the same in every process."""
+    return [_class_of(tensor), _stable(_flattened(tensor)[1])]
+
+
+def _class_of(tensor: Any) -> str:
+    """The class of a tensor subclass, without what optimum-quanto makes of it for one kernel or another."""
+    own = [cls for cls in type(tensor).__mro__ if "__tensor_flatten__" in vars(cls)]
+    of_quanto = [cls for cls in own if cls.__module__.startswith("optimum.quanto.")]
+    return (of_quanto[-1] if of_quanto else type(tensor)).__name__
+
+
+def _stable(value: Any) -> Any:
+    """A value as JSON has it, without what differs between processes, such as addresses."""
+    if isinstance(value, Enum):
+        return str(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _stable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_stable(item) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [type(value).__name__, {field.name: _stable(getattr(value, field.name)) for field in fields(value)}]
+    text = value.__qualname__ if hasattr(value, "__qualname__") else str(value)
+    return type(value).__name__ if " at 0x" in text else text
+
+
+def described(value: Any) -> torch.Tensor:
+    """A plain value as a tensor of bytes, to have a fingerprint."""
+    import torch
+
+    return torch.frombuffer(bytearray(json.dumps(_stable(value), sort_keys=True).encode()), dtype=torch.uint8)

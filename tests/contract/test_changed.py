@@ -1,0 +1,139 @@
+"""Promise 15: what is frozen and yet changes is in no base, so it is saved."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+from deepspeed import zero
+from disk import model_states
+
+import ds_frozen_patch
+
+pytestmark = [pytest.mark.promise(15), pytest.mark.everyday, pytest.mark.once]
+
+
+class WithAverage(runs.LoraRun):
+    """A frozen copy of a layer follows it as an exponential moving average, written in place or through `.data`."""
+
+    def __init__(self, way: str, seed: int = 1) -> None:
+        super().__init__(seed)
+        self.head = torch.nn.Linear(4, 4)
+        self.average = copy.deepcopy(self.head).requires_grad_(False)
+        self.way = way
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss: torch.Tensor = super().training_step(batch, index)
+        weight = self.average.weight
+        with zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+            if self.way == "data":
+                weight.data = weight.data * 0.5
+            elif self.way == "in place":
+                weight.mul_(0.5)
+        head: torch.Tensor = self.head(torch.ones(4, dtype=self.head.weight.dtype))
+        return loss + head.sum()
+
+
+def average_of(module: Any) -> list[float]:
+    with zero.GatheredParameters([module.average.weight]):
+        return [float(value) for value in module.average.weight.flatten()]
+
+
+def save_and_resume(out: str, stage: int, way: str, **options: Any) -> dict[str, Any]:
+    ds_frozen_patch.patch(**options)
+    found: dict[str, Any] = {}
+    data = runs.batches(2)
+    with runs.heard() as found["heard"]:
+        module = WithAverage(way)
+        runs.trainer(out, 2, stage).fit(module, data)
+        found["whole"] = module.losses[runs.BATCHES :], average_of(module)
+        module = WithAverage(way)
+        runs.trainer(f"{out}/again", 2, stage).fit(module, data, ckpt_path=f"{out}/epoch=0.ckpt")
+        found["resumed"] = module.losses, average_of(module)
+    return found
+
+
+@pytest.mark.parametrize(("stage", "way"), [(2, "in place"), (2, "data"), (3, "in place")])
+def test_what_training_changes_is_saved(ranks: Any, tmp_path: Path, stage: int, way: str) -> None:
+    for rank, found in enumerate(ranks(2, save_and_resume, out=str(tmp_path), stage=stage, way=way)):
+        assert found["resumed"] == found["whole"]
+        said = [message for message in found["heard"] if "not as the program built them" in message]
+        assert len(said) == (rank == 0) * 2  # once for each run
+        assert all("average.weight" in message and "leave_out" in message for message in said)
+    for name in ("epoch=0.ckpt", "epoch=1.ckpt", "again/epoch=1.ckpt"):
+        (first, *_) = model_states(tmp_path / name)
+        left_out = {one for names, *_ in first["ds_frozen_patch"]["left_out"] for one in names}
+        assert "average.weight" not in left_out
+        assert "average.bias" in left_out  # it has not changed
+        if stage == 3:
+            assert list(first["frozen_param_fragments"]) == ["average.weight"]
+        else:
+            assert first["module"]["average.weight"].any()
+
+
+def test_leave_out_overrules(ranks: Any, tmp_path: Path) -> None:
+    found = ranks(2, leaves_out_all_the_same, out=str(tmp_path))[0]
+    assert not [message for message in found if "not as the program" in message]
+    assert "average.weight" not in model_states(tmp_path / "epoch=0.ckpt")[0]["module"]
+
+
+def leaves_out_all_the_same(out: str) -> list[str]:
+    ds_frozen_patch.patch(leave_out=["average.*"])
+    with runs.heard() as heard:
+        runs.trainer(out, 2, 2, epochs=1).fit(WithAverage("data"), runs.batches(2))
+    return heard
+
+
+def from_another_base(out: str, stage: int) -> list[str]:
+    ds_frozen_patch.patch()
+    data = runs.batches(2)
+    with ds_frozen_patch.full_checkpoint():
+        runs.trainer(out, 2, stage, epochs=1).fit(runs.LoraRun(seed=2), data)
+    with runs.heard() as heard:  # the program builds another base than the one that it resumes from
+        runs.trainer(f"{out}/small", 2, stage).fit(runs.LoraRun(seed=1), data, ckpt_path=f"{out}/epoch=0.ckpt")
+        module = runs.LoraRun(seed=1)
+        runs.trainer(f"{out}/again", 2, stage, epochs=3).fit(module, data, ckpt_path=f"{out}/small/epoch=1.ckpt")
+    return heard
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_base_that_came_from_a_checkpoint_is_saved(ranks: Any, tmp_path: Path, stage: int) -> None:
+    heard = ranks(2, from_another_base, out=str(tmp_path), stage=stage)[0]
+    assert [message for message in heard if "read from a checkpoint" in message]
+    saved = model_states(tmp_path / "small" / "epoch=1.ckpt")[0]
+    assert not [names for names, *_ in saved["ds_frozen_patch"]["left_out"] if "embed_tokens" in names[0]]
+
+
+class WithBuffers(runs.LoraRun):
+    """Buffers of a quantized layer of a library that nobody knows, and one that is the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Module()
+        self.layer.register_buffer("qweight", torch.arange(64))
+        self.layer.register_buffer("running", torch.ones(4))
+
+
+def leaves_out_buffers(out: str) -> list[str]:
+    ds_frozen_patch.patch(leave_out=["*.qweight", "*.nothing"])
+    data = runs.batches(2)
+    with runs.heard() as heard:
+        runs.trainer(out, 2, 2, epochs=1).fit(WithBuffers(), data)
+        runs.trainer(out, 2, 2).test(WithBuffers(), data, ckpt_path=f"{out}/epoch=0.ckpt", verbose=False)
+        other = WithBuffers()
+        other.layer.get_buffer("qweight")[3] = 7
+        said = runs.refusal(runs.trainer(out, 2, 2).test, other, data, ckpt_path=f"{out}/epoch=0.ckpt", verbose=False)
+    return [*heard, *said]
+
+
+def test_buffers_that_are_named_are_left_out(ranks: Any, tmp_path: Path) -> None:
+    *heard, kind, text = ranks(2, leaves_out_buffers, out=str(tmp_path))[0]
+    module = model_states(tmp_path / "epoch=0.ckpt")[0]["module"]
+    assert "layer.qweight" not in module
+    assert "layer.running" in module
+    assert (kind, "layer.qweight" in text) == ("CheckpointMismatchError", True)
+    assert [message for message in heard if "'*.nothing'" in message or "*.nothing" in message]

@@ -1,0 +1,84 @@
+"""Promise 15: what a model is wrapped in changes the names of its parameters, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+from disk import model_states
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import ds_frozen_patch
+from ds_frozen_patch.parameters import contents
+
+pytestmark = [pytest.mark.promise(15), pytest.mark.everyday, pytest.mark.once]
+
+
+class Wrapped(runs.LoraRun):
+    """Its layers are compiled, checkpointed, or neither."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        layers = self.model.base_model.model.model.layers
+        for place, layer in enumerate(layers):
+            if way == "compiled":
+                layers[place] = torch.compile(layer, backend="eager")
+            elif way == "checkpointed":
+                layers[place] = checkpoint_wrapper(layer)
+
+
+def from_one_to_another(out: str, stage: int, one: str, other: str) -> dict[str, Any]:
+    ds_frozen_patch.patch(export="safetensors")
+    found: dict[str, Any] = {}
+    data = runs.batches(2)
+    with runs.heard() as found["heard"]:
+        whole = runs.trainer(out, 2, stage)
+        module = Wrapped(one)
+        whole.fit(module, data)
+        with ds_frozen_patch.full_checkpoint():
+            whole.save_checkpoint(f"{out}/full.ckpt")
+        whole.save_checkpoint(f"{out}/weights.ckpt", weights_only=True)
+        found["whole"] = module.losses[runs.BATCHES :]
+        found["tested"] = whole.test(module, data, verbose=False)
+        for name in ("epoch=1.ckpt", "full.ckpt", "weights.ckpt"):
+            again = runs.trainer(f"{out}/again", 2, stage)
+            found[name] = again.test(Wrapped(other), data, ckpt_path=f"{out}/{name}", verbose=False)
+        resumed, module = runs.trainer(f"{out}/again", 2, stage), Wrapped(other)
+        resumed.fit(module, data, ckpt_path=f"{out}/epoch=0.ckpt")
+        found["resumed"] = module.losses
+    return found
+
+
+# Not in ZeRO-3: DeepSpeed cannot train such a model there, with or without us (no attribute '_in_forward').
+@pytest.mark.parametrize(("one", "other"), [("compiled", "plain"), ("plain", "compiled"), ("checkpointed", "compiled")])
+def test_from_one_wrapper_to_another(ranks: Any, tmp_path: Path, one: str, other: str) -> None:
+    for found in ranks(2, from_one_to_another, out=str(tmp_path), stage=2, one=one, other=other):
+        assert found["resumed"] == found["whole"]
+        assert found["epoch=1.ckpt"] == found["full.ckpt"] == found["weights.ckpt"] == found["tested"]
+    for saved in model_states(tmp_path / "epoch=0.ckpt"):
+        assert all("lora_" in name or name == "seen" for name in saved["module"])
+    exported = (tmp_path / "epoch=0.ckpt" / "trainable.safetensors").read_bytes()
+    assert b"_orig_mod" not in exported
+    assert b"_checkpoint_wrapped" not in exported
+    ds_frozen_patch.verify(tmp_path / "epoch=0.ckpt")
+
+
+class Renames(torch.nn.Module):
+    """A module whose state dict names its weight as it likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+        self._register_state_dict_hook(_rename)  # type: ignore[no-untyped-call]
+
+
+def _rename(_: torch.nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+    state[f"{prefix}w"] = state.pop(f"{prefix}weight")
+
+
+def test_a_parameter_is_found_under_the_name_that_the_state_dict_has() -> None:
+    (held,) = contents(torch.nn.Sequential(Renames()))
+    assert held.names == ("0.weight", "0.w")

@@ -1,0 +1,130 @@
+"""Promise 16: a base in 4 or 8 bits is left out whole, is resumed from strictly, and is verified whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quantized
+import runs
+import torch
+from disk import model_states, size
+from quantized import DAMAGES, HERE, QuantizedRun
+
+import ds_frozen_patch
+
+pytestmark = [pytest.mark.promise(16), pytest.mark.quantized]
+
+BASES = [kind for kind in HERE if kind != "bf16"]
+FIRST = ("nf4-double", "int8", "hqq", "quanto-int4", "torchao-int8", "gptq")  # what CI runs; `-s quantized` runs all
+LATER = {kind: () if kind in FIRST else (pytest.mark.everyday,) for kind in BASES}
+STAGES = [
+    *(pytest.param(kind, 2, marks=LATER[kind]) for kind in BASES),
+    *((kind, stage) for kind in BASES if kind == "nf4-double" for stage in (0, 1)),
+    *((kind, 3) for kind in BASES if kind in ("nf4-in-bf16", "gptq", "awq")),  # it partitions floating dtypes alone
+]
+
+
+def trainer(out: str, stage: int, **options: Any) -> Any:
+    return runs.trainer(out, 2, stage, precision="bf16-true", **options)
+
+
+def trained(module: torch.nn.Module) -> dict[str, str]:
+    return {name: runs.digest(p) for name, p in module.named_parameters() if p.requires_grad} | {
+        "seen": runs.digest(module.seen)  # type: ignore[arg-type]
+    }
+
+
+def a_life(out: str, kind: str, stage: int) -> dict[str, Any]:
+    """Train, resume, test and save in other ways, all from one base."""
+    ds_frozen_patch.patch()
+    found: dict[str, Any] = {}
+    data = runs.batches(2)
+    with quantized.unlike_tensors_stay(), runs.heard() as found["heard"]:
+        whole = trainer(out, stage)
+        module = QuantizedRun(kind)
+        whole.fit(module, data)
+        whole.save_checkpoint(f"{out}/weights.ckpt", weights_only=True)
+        with ds_frozen_patch.full_checkpoint():
+            whole.save_checkpoint(f"{out}/full.ckpt")
+        found["whole"] = module.losses[runs.BATCHES :], trained(module)
+        found["tested"] = whole.test(module, data, verbose=False)
+        resumed, module = trainer(f"{out}/again", stage), QuantizedRun(kind)
+        resumed.fit(module, data, ckpt_path=f"{out}/epoch=0.ckpt")
+        found["resumed"] = module.losses, trained(module)
+        for name in ("epoch=1.ckpt", "full.ckpt", "weights.ckpt"):
+            again = trainer(f"{out}/again", stage)
+            found[name] = again.test(QuantizedRun(kind), data, ckpt_path=f"{out}/{name}", verbose=False)
+    module.cpu()  # no reference of ours keeps a tensor from being moved
+    return found
+
+
+@pytest.fixture(scope="module")
+def control(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], int]:
+    """The bytes of a checkpoint over a base in bf16, by ZeRO stage."""
+
+    @cache
+    def saved(stage: int) -> int:
+        out = tmp_path_factory.mktemp(f"bf16-{stage}")
+        ranks(2, a_life, out=str(out), kind="bf16", stage=stage)
+        return size(out / "epoch=0.ckpt")
+
+    return saved
+
+
+@pytest.mark.parametrize(("kind", "stage"), STAGES)
+def test_a_life(
+    ranks: Any, tmp_path: Path, control: Callable[[int], int], record_property: Any, kind: str, stage: int
+) -> None:
+    for found in ranks(2, a_life, alone=quantized.alone(kind), out=str(tmp_path), kind=kind, stage=stage):
+        assert found["resumed"] == found["whole"]
+        assert found["epoch=1.ckpt"] == found["full.ckpt"] == found["weights.ckpt"] == found["tested"]
+        assert not [message for message in found["heard"] if "ds_frozen_patch" in message and "WARN" in message]
+    saved_bytes = size(tmp_path / "epoch=0.ckpt")
+    assert saved_bytes <= 1.02 * control(stage) + 16 * 1024
+    rows = {"kind": kind, "stage": stage, "bytes": saved_bytes, "control": control(stage)}
+    for name, value in (rows | {"full": size(tmp_path / "full.ckpt")}).items():
+        record_property(name, value)
+    for saved in model_states(tmp_path / "epoch=0.ckpt"):
+        assert all("lora_" in name or name == "seen" for name in saved["module"])
+
+
+def refusals(out: str, kind: str, stage: int) -> dict[str, tuple[str, str]]:
+    """What a load onto each wrong base says; the adapters do not matter."""
+    ds_frozen_patch.patch()
+    data = runs.batches(2)
+    found = {}
+    with quantized.unlike_tensors_stay():
+        trainer(out, stage, epochs=1).fit(QuantizedRun(kind), data)
+        damages = [*DAMAGES[kind], ("another seed", None)]
+        for name, damage in damages:
+            module = QuantizedRun(kind, seed=1 if damage else 2)
+            if damage:
+                damage(module)
+            again = trainer(f"{out}/again", stage)
+            try:
+                found[name] = runs.refusal(again.test, module, data, ckpt_path=f"{out}/epoch=0.ckpt", verbose=False)
+            except AssertionError:
+                found[name] = "", "accepted"
+        again = trainer(f"{out}/again", stage)
+        said = runs.refusal(again.test, QuantizedRun("bf16"), data, ckpt_path=f"{out}/epoch=0.ckpt", verbose=False)
+        found["not quantized"] = said
+    return found
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=LATER[kind]) for kind in BASES])
+def test_another_base_is_refused_by_name(ranks: Any, tmp_path: Path, record_property: Any, kind: str) -> None:
+    stage = 3 if kind == "nf4-in-bf16" else 2
+    for found in ranks(2, refusals, alone=quantized.alone(kind), out=str(tmp_path), kind=kind, stage=stage):
+        assert len(found) >= 3
+        assert {damage: error for damage, (error, _) in found.items()} == dict.fromkeys(
+            found, "CheckpointMismatchError"
+        )
+        elsewhere = found.pop("not quantized")[1]
+        assert "layers.0." in elsewhere
+        assert all("layers.0.self_attn.q_proj" in text for _, text in found.values())
+    record_property("kind", kind)
+    record_property("refused", ", ".join(name for name in found))

@@ -1,0 +1,478 @@
+"""The tools on checkpoints over quantized bases: what they count, leave out, verify, put in and export."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quantized
+import runs
+import torch
+from quantized import HERE, KINDS, QuantizedRun
+from safetensors.torch import load_file, save_file
+from tools_checkpoints import assert_pruned, changed, loaded, manifest_of, raw, snapshot
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+import ds_frozen_patch
+from ds_frozen_patch import CheckpointError, consolidate, export, inspect, load_trainable, prune, verify
+from ds_frozen_patch.checkpoint.base import open_base, tensors_for
+from ds_frozen_patch.checkpoint.records import Records
+from ds_frozen_patch.cli import main
+from ds_frozen_patch.fingerprint import fingerprints
+from ds_frozen_patch.manifest import KEY, LeftOut, Manifest
+
+pytestmark = [pytest.mark.promise(16), pytest.mark.quantized]
+
+BASES = [kind for kind in HERE if kind != "bf16"]
+OF_SUBCLASSES = [kind for kind in BASES if kind.startswith(("quanto", "torchao"))]
+OF_TORCHAO = [kind for kind in BASES if kind.startswith("torchao")]
+UNQUANTIZED = ["nf4", "nf4-double", "nf4-in-bf16", "int8"]
+SAVED = [*((kind, 2) for kind in BASES), ("nf4", 1), ("hqq", 1), ("gptq", 1), ("quanto-int8", 1), ("nf4-in-bf16", 3)]
+NAMES = {
+    "nf4": "bitsandbytes nf4",
+    "nf4-double": "bitsandbytes nf4, double quantization",
+    "nf4-in-bf16": "bitsandbytes nf4",
+    "int8": "bitsandbytes int8",
+    "hqq": "HQQ",
+    "quanto-int8": "optimum-quanto",
+    "quanto-int4": "optimum-quanto",
+    "torchao-int8": "torchao Int8Tensor",
+    "torchao-float8": "torchao Float8Tensor",
+    "torchao-intx": "torchao IntxUnpackedToInt8Tensor",
+    "gptq": "GPTQ or AWQ (packed in buffers)",
+    "awq": "GPTQ or AWQ (packed in buffers)",
+}
+LAYER = "model.layers.0.self_attn.q_proj"
+ENTRIES = {
+    "nf4": ["weight", "weight.absmax", "weight.quant_map", "weight.quant_state.bitsandbytes__nf4"],
+    "nf4-double": ["weight", "weight.absmax", "weight.nested_absmax", "weight.nested_quant_map"],
+    "int8": ["weight", "SCB"],
+    "hqq": ["W_q", "scale", "zero", "group_size"],
+    "quanto-int8": ["weight._data", "weight._scale"],
+    "quanto-int4": ["weight._data._data", "weight._scale", "weight._shift"],
+    "torchao-intx": ["weight.qdata", "weight.scale", "weight.zero_point"],
+    "gptq": ["qweight", "qzeros", "scales", "g_idx"],
+    "awq": ["qweight", "qzeros", "scales"],
+}
+"""Of each kind, what a base folder has of one layer: the packed weight, and what says what it means."""
+
+
+def save(out: str, kind: str, stage: int) -> None:
+    """Checkpoints of one moment, the adapter that PEFT saves then, and folders of the base."""
+    ds_frozen_patch.patch(export="safetensors")
+    with quantized.unlike_tensors_stay():
+        trainer = runs.trainer(out, 2, stage, precision="bf16-true", epochs=1, enable_checkpointing=False)
+        module = QuantizedRun(kind)
+        trainer.fit(module, runs.batches(2))
+        trainer.save_checkpoint(f"{out}/small.ckpt")
+        with ds_frozen_patch.full_checkpoint():
+            trainer.save_checkpoint(f"{out}/full.ckpt")
+    if trainer.is_global_zero and stage < 3:
+        module.model.save_pretrained(f"{out}/adapter")
+
+
+def save_base(folder: Path, kind: str) -> None:
+    """The folder of a quantized model: a file of safetensors, or for torchao's tensors one of torch.save."""
+    folder.mkdir()
+    state = {name: tensor for name, tensor in KINDS[kind](1).state_dict().items() if name != "lm_head.weight"}
+    if any(map(is_traceable_wrapper_subclass, state.values())):
+        torch.save(state, folder / "pytorch_model.bin")
+    else:
+        plain = {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
+        save_file(plain, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.fixture(scope="session")
+def saved(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`saved(kind, stage)`: a folder with `small.ckpt`, `full.ckpt` and `adapter`, made once."""
+    made: dict[tuple[str, int], Path] = {}
+
+    def make(kind: str, stage: int = 2) -> Path:
+        if (kind, stage) not in made:
+            out = tmp_path_factory.mktemp(f"{kind}-{stage}")
+            ranks(2, save, out=str(out), kind=kind, stage=stage)
+            made[kind, stage] = out
+        return made[kind, stage]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`folders(kind)`: the folder of the quantized model; of kind "bf16" it is the original."""
+    made: dict[str, Path] = {}
+
+    def make(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp("bases") / kind
+            save_base(made[kind], kind)
+        return made[kind]
+
+    return make
+
+
+def entries(left_out: tuple[LeftOut, ...]) -> dict[str, LeftOut]:
+    return {one.name: one for one in left_out}
+
+
+def model_states(path: Path) -> Path:
+    return min((path / "checkpoint").glob("*model_states.pt"))
+
+
+@pytest.mark.parametrize(("kind", "stage"), SAVED)
+def test_prune_gives_what_a_save_gives(saved: Callable[..., Path], tmp_path: Path, kind: str, stage: int) -> None:
+    out = saved(kind, stage)
+    shutil.copytree(out / "small.ckpt", tmp_path / "small.ckpt", ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(out / "full.ckpt", tmp_path / "full.ckpt", ignore=shutil.ignore_patterns("*.safetensors"))
+    before = snapshot(out / "full.ckpt")
+    done = prune(tmp_path / "full.ckpt", tmp_path / "pruned.ckpt")
+    assert snapshot(out / "full.ckpt") == before
+    if kind not in OF_SUBCLASSES:
+        assert_pruned(tmp_path / "pruned.ckpt", tmp_path / "small.ckpt")
+        return
+    pruned, small = loaded(model_states(tmp_path / "pruned.ckpt")), loaded(model_states(out / "small.ckpt"))
+    assert list(pruned["module"]) == list(small["module"])
+    ours, theirs = entries(done.manifest.left_out), entries(manifest_of(small).left_out)
+    assert done.manifest.total_bytes == manifest_of(small).total_bytes
+    # ZeRO-1 does not list frozen parameters, and quanto's state dicts have only the tensors that they consist of.
+    unknown = {name for name, one in theirs.items() if not hasattr(torch, one.dtype)}
+    assert ours.keys() | unknown == theirs.keys()
+    assert stage == 1 or ours.keys() == theirs.keys()
+    for name, one in ours.items():
+        said = (one.names, one.shape, one.dtype, one.kind, one.group)
+        assert said == (
+            theirs[name].names,
+            theirs[name].shape,
+            theirs[name].dtype,
+            theirs[name].kind,
+            theirs[name].group,
+        )
+        assert one.fingerprint == (None if name in unknown else theirs[name].fingerprint)
+
+
+def go_on(path: str, out: str, kind: str, stage: int) -> tuple[list[float], dict[str, str]]:
+    ds_frozen_patch.patch()
+    with quantized.unlike_tensors_stay():
+        trainer = runs.trainer(out, 2, stage, precision="bf16-true", enable_checkpointing=False)
+        module = QuantizedRun(kind)
+        trainer.fit(module, runs.batches(2), ckpt_path=path)
+    trained = {name: runs.digest(p) for name, p in module.named_parameters() if p.requires_grad and stage < 3}
+    return module.losses, {**trained, "seen": runs.digest(module.seen)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        *(("nf4", 2), ("nf4-in-bf16", 3), ("int8", 2), ("hqq", 1), ("gptq", 2)),
+        *(("quanto-int8", 1), ("quanto-int4", 1), ("quanto-int4", 2), ("torchao-int8", 2)),
+    ],
+)
+def test_a_pruned_checkpoint_resumes(
+    saved: Callable[..., Path], ranks: Any, tmp_path: Path, kind: str, stage: int
+) -> None:
+    out = saved(kind, stage)
+    prune(out / "full.ckpt", tmp_path / "pruned.ckpt")
+    found = []
+    for path in (out / "small.ckpt", tmp_path / "pruned.ckpt"):
+        options = {"out": str(tmp_path / "run"), "kind": kind, "stage": stage}
+        found.append(ranks(2, go_on, alone=quantized.alone(kind), path=str(path), **options))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("kind", "stage"), SAVED)
+def test_verify_counts_parameters(saved: Callable[..., Path], kind: str, stage: int) -> None:
+    out = saved(kind, stage)
+    left_out = 6 if kind in ("gptq", "awq") else 20
+    for name, count in (("small.ckpt", left_out), ("full.ckpt", 0)):
+        found = verify(out / name)
+        assert (found.problems, found.trained, found.left_out, found.unverified) == ((), 8, count, ())
+
+
+@pytest.mark.parametrize("has_manifest", [True, False])
+@pytest.mark.parametrize("kind", [kind for kind in BASES if kind not in OF_TORCHAO])
+def test_a_checkpoint_that_holds_parts_of_what_it_left_out(
+    saved: Callable[..., Path], tmp_path: Path, kind: str, has_manifest: bool
+) -> None:
+    """As releases before this one saved it, and as DeepSpeed does by its own flag, without a manifest."""
+    out = saved(kind)
+    shutil.copytree(out / "small.ckpt", tmp_path / "old.ckpt")
+    everything = loaded(model_states(out / "full.ckpt"))
+    parameters = {*everything["frozen_param_shapes"], *everything["shared_params"]}
+
+    def make_old(state: dict[str, Any]) -> None:
+        state["module"] = {name: item for name, item in everything["module"].items() if name not in parameters}
+        state["buffer_names"] = everything["buffer_names"]
+        manifest = manifest_of(state)
+        if has_manifest:
+            kept = [one for one in manifest.left_out if one.kind == "parameter"]
+            state[KEY] = replace(manifest, left_out=tuple(kept)).to_state()
+        else:
+            del state[KEY]
+
+    changed(model_states(tmp_path / "old.ckpt"), make_old)
+    found = verify(tmp_path / "old.ckpt")
+    assert found.trained == 8
+    assert not [problem for problem in found.problems if "the size of what was left out" not in problem]
+    exported = export(tmp_path / "old.ckpt", tmp_path / "out.safetensors")
+    assert all("lora_" in name or name == "seen" for name in exported.tensors)
+    assert inspect(tmp_path / "old.ckpt").base == (NAMES[kind],)
+    load_trainable(QuantizedRun(kind), tmp_path / "old.ckpt")
+
+
+@pytest.mark.parametrize(("kind", "stage"), SAVED)
+def test_inspect_names_the_base(
+    saved: Callable[..., Path], capsys: pytest.CaptureFixture[str], kind: str, stage: int
+) -> None:
+    out = saved(kind, stage)
+    small, full = inspect(out / "small.ckpt"), inspect(out / "full.ckpt")
+    assert small.base == full.base == (NAMES[kind],)
+    assert small.kinds.get("frozen weights", 0) == 0
+    assert small.kinds["buffers"] == full.kinds["buffers"] == 8 * (2 if stage == 3 else 1)
+    assert small.manifest is not None
+    # GPTQ's and AWQ's layers have two names for their buffers in PEFT's; TinyGemm's tensors are quanto's second copy.
+    if kind not in ("gptq", "awq", "quanto-int4") and stage < 3:
+        assert full.kinds["frozen weights"] == small.manifest.total_bytes
+    assert main(["inspect", str(out / "small.ckpt")]) == 0
+    assert f"\nbase: {NAMES[kind]}\n" in capsys.readouterr().out
+    assert json.loads(json.dumps(small.to_json()))["base"] == [NAMES[kind]]
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_verify_compares_a_quantized_base(
+    saved: Callable[..., Path], folders: Callable[[str], Path], kind: str
+) -> None:
+    small = saved(kind) / "small.ckpt"
+    for base in (folders(kind), saved(kind) / "full.ckpt"):
+        found = verify(small, base=base)
+        assert found.problems == ()
+        assert found.compared == {"gptq": 6, "awq": 6}.get(kind, 6 if kind in OF_SUBCLASSES else 20)
+        unknown = {name.removesuffix("weight") for name in found.unverified}
+        assert len(unknown) == (14 if kind in OF_SUBCLASSES and kind != "quanto-int4" else len(unknown))
+        assert kind in OF_SUBCLASSES or not unknown
+
+
+def flip_in(folder: Path, name: str) -> None:
+    """Change one byte of a tensor in a folder's file."""
+    if (folder / "pytorch_model.bin").is_file():
+        state = loaded(folder / "pytorch_model.bin")
+        weight, _, inner = name.removeprefix(f"{LAYER}.").partition(".")
+        quantized.flip(getattr(state[f"{LAYER}.{weight}"], inner))
+        torch.save(state, folder / "pytorch_model.bin")
+    else:
+        state = load_file(folder / "model.safetensors")
+        if name.endswith("scales"):  # which the run rounds to bf16
+            state[name][0, 0] *= 2
+        else:
+            quantized.flip(state[name])
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(("kind", "entry"), [(kind, entry) for kind, names in ENTRIES.items() for entry in names])
+def test_one_changed_byte_of_a_base(
+    saved: Callable[..., Path], folders: Callable[[str], Path], tmp_path: Path, kind: str, entry: str
+) -> None:
+    base = shutil.copytree(folders(kind), tmp_path / "base")
+    flip_in(base, f"{LAYER}.{entry}")
+    (problem,) = verify(saved(kind) / "small.ckpt", base=base).problems
+    assert "is not the base that was saved with" in problem
+    assert f"q_proj.base_layer.{entry}'" in problem
+    assert problem.count("layers.") == (2 if kind in ("gptq", "awq") else 1)
+    if kind not in OF_TORCHAO:
+        with pytest.raises(CheckpointError, match="is not the base that was saved with"):
+            consolidate(saved(kind) / "small.ckpt", tmp_path / "out.ckpt", base=base)
+        assert not (tmp_path / "out.ckpt").exists()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BASES if kind not in OF_TORCHAO])
+@pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])
+def test_consolidate_puts_a_quantized_base_in(
+    saved: Callable[..., Path], folders: Callable[[str], Path], tmp_path: Path, kind: str, suffix: str
+) -> None:
+    out = saved(kind)
+    consolidate(out / "full.ckpt", tmp_path / f"full{suffix}", dtype="bf16")
+    done = consolidate(out / "small.ckpt", tmp_path / f"whole{suffix}", dtype="bf16", base=folders(kind))
+    assert done.is_whole
+    read: Callable[[Path], Any] = load_file if suffix == ".safetensors" else lambda file: loaded(file)["state_dict"]
+    whole, full = read(tmp_path / f"whole{suffix}"), read(tmp_path / f"full{suffix}")
+    assert whole.keys() == full.keys()
+    saved_ones = loaded(model_states(out / "full.ckpt"))["module"]
+    assert whole.keys() | ({"model.base_model.model.lm_head.weight"} if suffix == ".safetensors" else set()) == {
+        *saved_ones
+    }
+    for name, tensor in whole.items():
+        # What was trained is in bf16 too, so that all is as the module had it.
+        assert (tensor.dtype, tensor.shape) == (saved_ones[name].dtype, saved_ones[name].shape), name
+        assert raw(tensor) == raw(full[name]) == raw(saved_ones[name]), name
+
+
+@pytest.mark.parametrize("kind", OF_TORCHAO)
+def test_consolidate_keeps_torchaos_tensors(
+    saved: Callable[..., Path], folders: Callable[[str], Path], tmp_path: Path, kind: str
+) -> None:
+    out = saved(kind)
+    consolidate(out / "full.ckpt", tmp_path / "full.ckpt")
+    state: dict[str, Any] = loaded(tmp_path / "full.ckpt")["state_dict"]
+    module = QuantizedRun(kind)
+    module.load_state_dict(state)
+    saved_ones: dict[str, Any] = loaded(model_states(out / "full.ckpt"))["module"]
+    quantized_ones = [name for name, tensor in saved_ones.items() if is_traceable_wrapper_subclass(tensor)]
+    assert len(quantized_ones) == 14
+    for name in quantized_ones:
+        assert type(state[name]) is type(saved_ones[name])
+        assert torch.equal(state[name].dequantize(), saved_ones[name].dequantize())
+    with pytest.raises(CheckpointError, match="tensors of torchao's, which no file of safetensors holds"):
+        consolidate(out / "full.ckpt", tmp_path / "full.safetensors")
+    with pytest.raises(CheckpointError, match="tensors of torchao's, which cannot be made without it"):
+        consolidate(out / "small.ckpt", tmp_path / "whole.ckpt", base=folders(kind))
+
+
+def test_torchaos_own_files_are_a_base(saved: Callable[..., Path], tmp_path: Path) -> None:
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    state = {name: tensor.detach() for name, tensor in KINDS["torchao-int8"](1).state_dict().items()}
+    tensors, about = flatten_tensor_state_dict({n: t for n, t in state.items() if n != "lm_head.weight"})
+    save_file(tensors, tmp_path / "model.safetensors", about)
+    found = verify(saved("torchao-int8") / "small.ckpt", base=tmp_path)
+    assert (found.problems, found.compared, len(found.unverified)) == ((), 6, 14)
+
+
+@pytest.mark.parametrize("kind", UNQUANTIZED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_unquantized_base_is_quantized_as_the_run_did(
+    saved: Callable[..., Path], tmp_path: Path, kind: str, dtype: torch.dtype
+) -> None:
+    small = saved(kind) / "small.ckpt"
+    quantized.original(1).to(dtype).save_pretrained(tmp_path / "base")
+    found = verify(small, base=tmp_path / "base")
+    assert (found.problems, found.compared) == ((), 20)
+    consolidate(small, tmp_path / "whole.safetensors", base=tmp_path / "base")
+    consolidate(saved(kind) / "full.ckpt", tmp_path / "full.safetensors")
+    whole, full = load_file(tmp_path / "whole.safetensors"), load_file(tmp_path / "full.safetensors")
+    assert whole.keys() == full.keys()
+    assert all(raw(whole[name]) == raw(full[name]) for name in full)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize(
+    ("quant_type", "block_size", "storage"),
+    [("nf4", 64, torch.uint8), ("fp4", 128, torch.uint8), ("nf4", 256, torch.bfloat16), ("nf4", 64, torch.float32)],
+)
+def test_the_manifest_tells_how_it_was_quantized(
+    tmp_path: Path, dtype: torch.dtype, double: bool, quant_type: str, block_size: int, storage: torch.dtype
+) -> None:
+    from bitsandbytes.functional import quantize_4bit
+
+    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)) / 10
+    save_file({"w.weight": weight}, tmp_path / "model.safetensors")
+    packed, state = quantize_4bit(
+        weight.to(dtype),
+        blocksize=block_size,
+        compress_statistics=double,
+        quant_type=quant_type,
+        quant_storage=storage,
+    )
+    tensors = {"": packed, **{f".{name}": tensor for name, tensor in state.as_dict(packed=True).items()}}
+    left_out = [
+        LeftOut((f"model.w.weight{name}",), tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), found)
+        for (name, tensor), found in zip(tensors.items(), fingerprints(list(tensors.values())), strict=True)
+    ]
+    left_out[1:] = [replace(one, kind="part", group="model.w.weight") for one in left_out[1:]]
+    manifest = Manifest(tuple(left_out), 0, 2, 1, {})
+    base = open_base(tmp_path)
+    with Records() as records:
+        found = {one.name: base.read(records, tensor, one) for one, tensor in tensors_for(manifest, base).items()}
+    assert found == {f"model.w.weight{name}": raw(tensor) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("kind", UNQUANTIZED)
+def test_another_unquantized_base(saved: Callable[..., Path], tmp_path: Path, kind: str) -> None:
+    model = quantized.original(1)
+    with torch.no_grad():  # so that it is its block's largest
+        model.model.layers[0].self_attn.q_proj.weight[3, 5] *= 50
+    model.save_pretrained(tmp_path / "base")
+    (problem,) = verify(saved(kind) / "small.ckpt", base=tmp_path / "base").problems
+    assert "is not the base that was saved with" in problem
+    assert "layers.0.self_attn.q_proj.base_layer.weight'" in problem
+    assert "k_proj" not in problem
+
+
+def test_without_bitsandbytes(
+    saved: Callable[..., Path],
+    folders: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    small = str(saved("nf4") / "small.ckpt")
+    assert main(["verify", small, "--base", str(folders("nf4"))]) == 0
+    assert main(["verify", small, "--base", str(folders("bf16"))]) == 1
+    said = capsys.readouterr()
+    assert "pip install bitsandbytes" in said.out
+    assert "Traceback" not in said.err
+    assert main(["consolidate", small, str(tmp_path / "out.ckpt"), "--base", str(folders("bf16"))]) == 1
+    assert "pip install bitsandbytes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["hqq", "gptq", "quanto-int8", "torchao-int8"])
+def test_an_unquantized_base_of_another_library(
+    saved: Callable[..., Path], folders: Callable[[str], Path], kind: str
+) -> None:
+    (problem,) = verify(saved(kind) / "small.ckpt", base=folders("bf16")).problems
+    assert f"{folders('bf16')} lacks 'model.base_model.model.model.layers.0." in problem
+    assert problem.endswith("Name the base that the run was built from: it was quantized.")
+
+
+def test_partitions_that_zero_quantized(saved: Callable[..., Path], tmp_path: Path) -> None:
+    """ZeRO++ keeps frozen partitions in int8, whose scales are in no checkpoint; bitsandbytes has int8 of its own."""
+    path = shutil.copytree(saved("int8") / "full.ckpt", tmp_path / "full.ckpt")
+
+    def say(state: dict[str, Any]) -> None:
+        state["ds_config"]["zero_optimization"]["zero_quantized_nontrainable_weights"] = True
+
+    for file in path.rglob("*_states.pt"):
+        changed(file, say)
+    found = prune(path, tmp_path / "pruned.ckpt").manifest
+    assert {one.dtype for one in found.left_out if one.fingerprint is None} == {"int8"}
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_export_gives_what_peft_saves(saved: Callable[..., Path], tmp_path: Path, kind: str) -> None:
+    out = saved(kind)
+    theirs = load_file(out / "adapter" / "adapter_model.safetensors")
+    for name in ("small", "full"):
+        export(out / f"{name}.ckpt", tmp_path / name, format="peft", dtype="bf16", adapter_config=out / "adapter")
+        ours = load_file(tmp_path / name / "adapter_model.safetensors")
+        assert ours.keys() == theirs.keys()
+        assert all(ours[key].dtype == theirs[key].dtype and torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def of_layer(module: torch.nn.Module) -> dict[str, bytes]:
+    state: dict[str, Any] = quantized.layer(module).state_dict()
+    return {name: raw(item) for name, item in state.items() if not is_traceable_wrapper_subclass(item)}
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_load_trainable_takes_what_is_written(saved: Callable[..., Path], tmp_path: Path, kind: str) -> None:
+    out = saved(kind)
+    theirs = load_file(out / "adapter" / "adapter_model.safetensors")
+    export(out / "full.ckpt", tmp_path / "out.safetensors")
+    ready = out / "small.ckpt" / "trainable.safetensors"
+    assert load_file(ready).keys() == load_file(tmp_path / "out.safetensors").keys()
+    for path in (out / "small.ckpt", out / "full.ckpt", ready, tmp_path / "out.safetensors"):
+        module = QuantizedRun(kind, seed=2)
+        base = of_layer(module)
+        load_trainable(module, path)
+        assert of_layer(module) == base  # whole: not with another one's packed weight and its own scales
+        assert module.seen.item() == runs.BATCHES
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                own = name.removeprefix("model.").replace(".default", "")
+                assert torch.equal(parameter.bfloat16(), theirs[own]), (path, name)
