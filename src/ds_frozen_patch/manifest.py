@@ -126,7 +126,7 @@ class Manifest:
                     " that is whole."
                 )
             return cls._from_values(state)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise CheckpointMismatchError(
                 f"The checkpoint's manifest is damaged ({type(error).__name__}: {error}). Load a copy that is whole."
             ) from None
