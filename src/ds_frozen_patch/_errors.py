@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from ._text import printable
+
 
 class PatchError(RuntimeError):
     """`patch()` cannot serve what is installed; nothing has been patched."""
@@ -21,6 +23,6 @@ class CheckpointError(RuntimeError):
 
 
 def named(names: Collection[str], limit: int = 10) -> str:
-    """The first `limit` names, quoted and in order, then how many more there are."""
-    shown = ", ".join(f"'{name}'" for name in sorted(names)[:limit])
+    """The first `limit` names, quoted and in order, then how many more there are; `printable`, for files say them."""
+    shown = ", ".join(f"'{printable(name)}'" for name in sorted(names)[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

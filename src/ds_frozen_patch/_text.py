@@ -1,4 +1,4 @@
-"""How numbers are said to people."""
+"""Numbers and foreign names as people read them."""
 
 from __future__ import annotations
 
@@ -10,3 +10,8 @@ def human_bytes(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} GB"
+
+
+def printable(text: str) -> str:
+    """`text` on one line, with what a terminal would act on or cannot show escaped as in Python: "\\x1b[2J"."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

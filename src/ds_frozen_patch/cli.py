@@ -8,14 +8,14 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ._errors import CheckpointError, CheckpointMismatchError, named
 from ._patching import status
 from ._running import CommandError, lines, replace_by
 from ._settings import EXPORT, VERIFY_BASE
-from ._text import human_bytes
+from ._text import human_bytes, printable
 from .checkpoint.consolidation import Consolidated, consolidate, parse_size
 from .checkpoint.converting import DTYPES
 from .checkpoint.exporting import FORMATS, Exported, export
@@ -78,18 +78,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = run(given)
         sys.stdout.flush()
         return status
-    except (CheckpointError, CheckpointMismatchError) as error:
-        print(f"ds-frozen-patch: {error}", file=sys.stderr)
-    except CommandError as error:
-        print(f"ds-frozen-patch: {error}", file=sys.stderr)
-        return error.status
-    except ImportError as error:
-        print(f"ds-frozen-patch: {error}. This command needs torch: pip install torch", file=sys.stderr)
     except BrokenPipeError:  # whoever reads, such as `head`, has seen enough; Python's own flush would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         print("ds-frozen-patch: interrupted; nothing was left at the target", file=sys.stderr)
-    return 1
+        return 1
+    except Exception as error:
+        if given.debug:
+            raise
+        print(f"ds-frozen-patch: {printable(_message(error))}", file=sys.stderr)
+        return error.status if isinstance(error, CommandError) else 1
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, CheckpointError | CheckpointMismatchError | CommandError):
+        return str(error)
+    if isinstance(error, ImportError):
+        return f"{error}. This command needs torch: pip install torch"
+    return f"{type(error).__name__}: {error}. This was not expected; --debug shows where it was raised."
+
+
+def _print(lines: Iterable[str]) -> None:
+    """To stdout. What a checkpoint says stays on its line, and no terminal acts on it."""
+    print("\n".join(map(printable, lines)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -110,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.set_defaults(run=run, wrong=command.error)
+        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         return command
 
     _runs(add("run", _run, "a program, and all that it starts, with trainable-only checkpoints"))
@@ -268,7 +281,7 @@ def _status(given: argparse.Namespace) -> int:
 
 def _inspect(given: argparse.Namespace) -> int:
     found = inspect(given.checkpoint, given.tag, trust=given.trust)
-    print(json.dumps(found.to_json(), indent=1) if given.json else _report(found))
+    _print_json(found) if given.json else _print(_report(found))
     return 0
 
 
@@ -281,11 +294,16 @@ def _options(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _say(given: argparse.Namespace, found: Any, text: str) -> None:
+def _print_json(found: Any, **more: object) -> None:
+    print(json.dumps({**found.to_json(), **more}, indent=1))  # json escapes all that is not ASCII
+
+
+def _say(given: argparse.Namespace, found: Any, lines: Sequence[str]) -> None:
     if given.json:
-        print(json.dumps({**found.to_json(), "dry_run": given.dry_run}, indent=1))
+        _print_json(found, dry_run=given.dry_run)
     elif not given.quiet:
-        print(f"Would write {text}" if given.dry_run else f"Wrote {text}")
+        first, *rest = lines
+        _print([f"Would write {first}" if given.dry_run else f"Wrote {first}", *rest])
 
 
 def _prune(given: argparse.Namespace) -> int:
@@ -301,7 +319,7 @@ def _prune(given: argparse.Namespace) -> int:
     return 0
 
 
-def _pruned(found: Pruned, given: argparse.Namespace) -> str:
+def _pruned(found: Pruned, given: argparse.Namespace) -> list[str]:
     size = f"{human_bytes(found.size_after)} of " if found.size_after is not None else "a part of "
     lines = [
         f"{found.target}: {size}{human_bytes(found.size_before)}.",
@@ -309,7 +327,7 @@ def _pruned(found: Pruned, given: argparse.Namespace) -> str:
     ]
     if given.no_fingerprints:
         lines.append("Without fingerprints: a load cannot tell a wrong base.")
-    return "\n".join(lines)
+    return lines
 
 
 def _consolidate(given: argparse.Namespace) -> int:
@@ -326,14 +344,14 @@ def _consolidate(given: argparse.Namespace) -> int:
     return 0
 
 
-def _consolidated(found: Consolidated) -> str:
+def _consolidated(found: Consolidated) -> list[str]:
     files = f" in {len(found.files)} files" if len(found.files) > 1 else ""
     lines = [f"{found.target}: {found.tensors} tensors, {human_bytes(found.size)}{files}."]
     if not found.is_whole:
         lines.append("Its frozen parameters were left out of the checkpoint; --base puts them in.")
     if found.unverified:
         lines.append(f"Not verified: {named(found.unverified, 3)}.")
-    return "\n".join(lines)
+    return lines
 
 
 def _export(given: argparse.Namespace) -> int:
@@ -352,11 +370,11 @@ def _export(given: argparse.Namespace) -> int:
     return 0
 
 
-def _exported(found: Exported) -> str:
+def _exported(found: Exported) -> list[str]:
     lines = [f"{found.target}: {len(found.tensors)} tensors, {human_bytes(found.size)}."]
     if found.outside:
         lines.append(f"Trained too, but outside of the model that has the adapter: {named(found.outside, 3)}.")
-    return "\n".join(lines)
+    return lines
 
 
 def _reshard(given: argparse.Namespace) -> int:
@@ -365,11 +383,11 @@ def _reshard(given: argparse.Namespace) -> int:
     return 0
 
 
-def _resharded(found: Resharded) -> str:
-    return (
+def _resharded(found: Resharded) -> list[str]:
+    return [
         f"{found.target}: {human_bytes(found.size)}, ZeRO stage {found.zero_stage}, for {found.ranks} ranks in place of"
         f" {found.ranks_before}."
-    )
+    ]
 
 
 def _universal(given: argparse.Namespace) -> int:
@@ -379,26 +397,26 @@ def _universal(given: argparse.Namespace) -> int:
     return 0
 
 
-def _made_universal(found: Universal) -> str:
+def _made_universal(found: Universal) -> list[str]:
     size = f"{human_bytes(found.size)}, " if found.size is not None else ""
-    return (
-        f"{found.target}: {size}ZeRO stage {found.zero_stage}, by deepspeed {found.deepspeed}.\n"
-        'DeepSpeed loads it with "checkpoint": {"load_universal": true}.'
-    )
+    return [
+        f"{found.target}: {size}ZeRO stage {found.zero_stage}, by deepspeed {found.deepspeed}.",
+        'DeepSpeed loads it with "checkpoint": {"load_universal": true}.',
+    ]
 
 
 def _verify(given: argparse.Namespace) -> int:
     found = verify(given.checkpoint, given.tag, base=given.base, trust=given.trust, quiet=given.quiet or given.json)
     if given.json:
-        print(json.dumps(found.to_json(), indent=1))
+        _print_json(found)
     elif not (given.quiet and not found.problems):
-        print(_verified(found, given.base))
+        _print(_verified(found, given.base))
     return 1 if found.problems else 0
 
 
-def _verified(found: Verified, base: str | None) -> str:
+def _verified(found: Verified, base: str | None) -> list[str]:
     if found.problems:
-        return "\n".join([f"{found.path}: {len(found.problems)} wrong.", *(f"- {said}" for said in found.problems)])
+        return [f"{found.path}: {len(found.problems)} wrong.", *(f"- {said}" for said in found.problems)]
     lines = [
         f"{found.path}: whole, {found.files} files, {human_bytes(found.size)}.",
         f"{found.trained} trained parameters; {found.left_out} left out.",
@@ -407,7 +425,7 @@ def _verified(found: Verified, base: str | None) -> str:
         lines.append(f"{found.compared} of them are in {base} as they were at the save.")
     if found.unverified:
         lines.append(f"Not to be verified: {named(found.unverified, 3)}.")
-    return "\n".join(lines)
+    return lines
 
 
 def _left_out(manifest: Manifest) -> str:
@@ -418,7 +436,7 @@ def _left_out(manifest: Manifest) -> str:
     return f"{counts[PARAMETER]} frozen parameters{parts}{buffers}, {human_bytes(manifest.total_bytes)}"
 
 
-def _report(found: Inspection) -> str:
+def _report(found: Inspection) -> list[str]:
     """What a person wants to see first, first."""
     said = (("epoch", found.epoch), ("step", found.global_step))
     progress = [f"{name} {value}" for name, value in said if value is not None]
@@ -439,7 +457,7 @@ def _report(found: Inspection) -> str:
         lines.append(f"Without its frozen weights it would be {human_bytes(found.size - found.prunable)}.")
     else:
         lines.append("It has no manifest, and no weights that are known to be frozen.")
-    return "\n".join(lines)
+    return lines
 
 
 if __name__ == "__main__":

@@ -1,0 +1,110 @@
+"""What a checkpoint says cannot forge the command line's output, and whatever it holds, no traceback comes out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_frozen_patch.cli import main
+
+pytestmark = pytest.mark.promise(14)
+
+FORGED = "\x1b[2J\x1b[1;1H\r\nsmall.ckpt: whole, 3 files\u202e\x9b2J"
+
+
+def stage_0(folder: Path, tag: str = "checkpoint", name: str = "layer.weight", **state: Any) -> Path:
+    """A checkpoint of one rank without ZeRO, made by hand."""
+    weights = {name: torch.ones(2, 2), "frozen.weight": torch.ones(3)}
+    content = {"module": weights, "param_shapes": [{name: torch.Size([2, 2])}], "dp_world_size": 1, "ds_config": {}}
+    path = folder / "made.ckpt"
+    (path / tag).mkdir(parents=True)
+    (path / "latest").write_text(tag)
+    torch.save({**content, "ds_version": "0.17.6", **state}, path / tag / "mp_rank_00_model_states.pt")
+    return path
+
+
+SAYS: dict[str, dict[str, Any]] = {
+    "a version": {"ds_version": FORGED},
+    "Lightning's version": {"pytorch-lightning_version": FORGED},
+    "a name that is left out": {
+        "name": FORGED,
+        "ds_frozen_patch": {
+            "format": 1,
+            "left_out": [[[FORGED], [2, 2], FORGED, None]],
+            "total_bytes": 0,
+            "zero_stage": 0,
+            "world_size": 1,
+            "versions": {FORGED: FORGED},
+        },
+    },
+    "the tag": {"tag": FORGED.replace("\r\n", "")},
+    "an instantiator": {"hyper_parameters": {"_instantiator": FORGED}},
+    "a label": {"ds_frozen_patch_label": {"save": FORGED, "file": FORGED}},
+}
+
+
+@pytest.mark.parametrize("kind", SAYS)
+def test_what_a_checkpoint_says_stays_on_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    source = str(stage_0(tmp_path, **SAYS[kind]))
+    for command in (["inspect", source], ["verify", source], ["prune", source, str(tmp_path / "small")]):
+        main(command)
+        out, err = capsys.readouterr()
+        said = (out + err).replace("\n", "")
+        assert said.isprintable(), (command, said)
+        assert not [line for line in (out + err).splitlines() if line.startswith("small.ckpt: whole")], command
+        main([*command, "--json"])
+        out, err = capsys.readouterr()
+        assert (out + err).isascii(), command
+        assert not out or json.loads(out)
+
+
+ODD: dict[str, dict[str, Any]] = {
+    "a lone surrogate": {"ds_version": "\udc80", "name": "\ud800.weight"},
+    "nested slices": {"epoch": slice(slice(slice(None)))},
+    "a tensor named as the header's notes": {"name": "__metadata__"},
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_odd_values_end_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    source = str(stage_0(tmp_path, **ODD[kind]))
+    target = str(tmp_path / "out")
+    for command in (
+        ["inspect", source],
+        ["verify", source],
+        ["prune", source, f"{target}.small"],
+        ["consolidate", source, f"{target}.safetensors"],
+        ["consolidate", source, f"{target}.ckpt"],
+        ["export", source, f"{target}.st", "--format", "safetensors"],
+        ["reshard", source, f"{target}.2", "--ranks", "2"],
+    ):
+        for more in ([], ["--json"]):
+            status = main([*command, *more])
+            err = capsys.readouterr().err
+            assert status in (0, 1), command
+            assert "not expected; --debug" not in err, (command, err)
+            assert bool(status) == (err.count("\n") == 1) or command[0] == "verify", (command, err)
+
+
+def test_what_nobody_thought_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line; with `--debug` its traceback."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("by\nzero")
+
+    monkeypatch.setattr("ds_frozen_patch.cli.inspect", fails)
+    assert main(["inspect", str(tmp_path)]) == 1
+    err = capsys.readouterr().err
+    assert err == (
+        "ds-frozen-patch: ZeroDivisionError: by\\nzero. This was not expected; --debug shows where it was raised.\n"
+    )
+    with pytest.raises(ZeroDivisionError):
+        main(["inspect", str(tmp_path), "--debug"])
