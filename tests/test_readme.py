@@ -41,9 +41,8 @@ ELSEWHERE = {
 """What a reader types that is run by another test, or by a session."""
 
 MAKE_BASE = """
-import torch
 from ds_frozen_patch.demo.train import LoraFineTune
-LoraFineTune().model.unload().to(torch.bfloat16).save_pretrained("Llama-3.1-8B")
+LoraFineTune().model.unload().save_pretrained("Llama-3.1-8B")
 """
 
 

@@ -54,7 +54,7 @@ def main() -> int:
             talk.print(f"[red]A training run failed with exit code {failed.returncode}.[/red] Its last words:")
             talk.print(failed.output[-3000:], markup=False, highlight=False)
             return 1
-    return _report(Console(), results, "bf16 and NF4" if options.quantized else "bf16")
+    return _report(Console(), results, "bf16 and NF4" if options.quantized else "fp32")
 
 
 def _train(talk: Console, title: str, out: Path, stage: int, *more: str) -> None:

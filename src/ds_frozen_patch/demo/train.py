@@ -121,7 +121,7 @@ def main() -> None:
         accelerator="cpu",
         devices=RANKS,
         strategy=DeepSpeedStrategy(stage=options.stage),
-        precision="bf16-mixed",
+        precision="bf16-mixed" if options.quantized else "32-true",  # many CPUs compute in bf16 20 times slower
         max_epochs=EPOCHS,
         callbacks=[] if options.ckpt_path else [Save(options.out, progress)],
         default_root_dir=options.out,
