@@ -84,7 +84,7 @@ class Process:
         self.pipe, theirs = context.Pipe()
         asked = (theirs, function, str(log), moment, environment or {}, arguments)
         self.process = context.Process(target=_run, args=asked, daemon=True)
-        with _imports():
+        with imports():
             self.process.start()
         theirs.close()
 
@@ -139,7 +139,7 @@ def outcomes(processes: list[Process]) -> list[tuple[str, Any]]:
 
 
 @contextmanager
-def _imports() -> Iterator[None]:
+def imports() -> Iterator[None]:
     """While the first process is started: what the one that all are forked from is to import."""
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "DS_ACCELERATOR", "OMP_NUM_THREADS")}
     os.environ.update(PYTHONPATH=os.pathsep.join(sys.path), DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")

@@ -1,4 +1,4 @@
-"""Ranks that stay: processes that import Lightning and DeepSpeed once and then run one test after another.
+"""Ranks that stay: processes that run one test after another. On the CPU they are forked from one that has imported all.
 
 A test calls `ranks(world_size, function, **arguments)`; the function runs on every rank at once, on the CPU with a
 process group of gloo or each on a GPU of its own, and its results come back as a list. Each call starts unpatched.
@@ -15,11 +15,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import crutches
+import forked
 
 START_SECONDS = 180
 CALL_SECONDS = 240
@@ -61,12 +63,14 @@ class Ranks:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        context = multiprocessing.get_context("spawn")
+        is_cpu = self.accelerator == "cpu"
+        context: Any = multiprocessing.get_context("forkserver" if is_cpu else "spawn")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             arguments = (theirs, rank, self.world_size, port, str(self.log), self.accelerator)
             process = context.Process(target=_serve, args=arguments, daemon=True)
-            process.start()
+            with forked.imports() if is_cpu else nullcontext():
+                process.start()
             theirs.close()
             self.processes.append(process)
             self.pipes.append(ours)
