@@ -432,7 +432,7 @@ def _locked(file: Path) -> int:
     """A file, made and locked until it is closed, so that other jobs know its folder to be in use."""
     opened = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
     with suppress(OSError):  # not every file system has locks
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(opened, fcntl.LOCK_EX)  # which a job that looks whether this one is alive may have for a moment
     return opened
 
 
@@ -452,7 +452,8 @@ def _is_dead(folder: Path) -> bool:
         return False
     except OSError:  # no locks here
         return age > _OLD_SECONDS
-    return bool(markers) or age > _YOUNG_SECONDS
+    is_locked_first = (folder / "new").is_dir()  # `begin` makes it once it has locked its marker
+    return bool(markers and is_locked_first) or age > _YOUNG_SECONDS
 
 
 def _swap(new: Path, target: Path, folder: Path) -> Path | None:

@@ -5,6 +5,7 @@ A save is whole, a resume is from one save on all nodes, and what fails on one r
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import re
@@ -32,7 +33,8 @@ from nodes import Nodes
 from under_test import Callback, DeepSpeedStrategy, ModelCheckpoint, pl
 
 import ds_frozen_patch
-from ds_frozen_patch import CheckpointError
+from ds_frozen_patch import CheckpointError, _save
+from ds_frozen_patch._disks import marker
 
 pytestmark = [
     pytest.mark.skipif(bool(nodes.why_not()), reason=nodes.why_not() or "-"),
@@ -567,3 +569,18 @@ def test_two_jobs_on_one_path(tmp_path: Path, disks: str, long: bool, counted: C
     with nodes.cached_disk(tmp_path, 2) if disks == "cached" else nullcontext(nodes.shared_disk(tmp_path, 1)) as found:
         two_jobs(found, times, local=2 if long and disks == "shared" else 1)
     counted(f"saves by two jobs to one path at once, on a {disks} disk", 2 * times)
+
+
+def test_a_job_that_begins_to_save_is_alive(tmp_path: Path) -> None:
+    """Another job, which removes what killed saves have left, comes by before this one has locked its folder."""
+    file = marker(tmp_path, 0)
+    file.touch()
+    assert not _save._is_dead(tmp_path)
+    with file.open() as other:  # it looks at this moment
+        fcntl.flock(other, fcntl.LOCK_EX)
+        threading.Timer(0.2, fcntl.flock, (other, fcntl.LOCK_UN)).start()
+        lock = _save._locked(file)
+    (tmp_path / "new").mkdir()
+    assert not _save._is_dead(tmp_path)
+    os.close(lock)
+    assert _save._is_dead(tmp_path)
