@@ -1,4 +1,4 @@
-"""Ranks that stay: processes that run one test after another. On the CPU they are forked from one that has imported all.
+"""Ranks that stay: processes that run one test after another, on the CPU forked from one that has imported all.
 
 A test calls `ranks(world_size, function, **arguments)`; the function runs on every rank at once, on the CPU with a
 process group of gloo or each on a GPU of its own, and its results come back as a list. Each call starts unpatched.
