@@ -23,6 +23,7 @@ from ._quantized import by_name, check_parts, is_part, without_what_is_there
 from ._save import is_left_behind, left_behind, moved_away
 from ._saving import forgets_optimizer, has_plain_optimizer, is_local, keeps_optimizer_on_nvme, warn
 from ._settings import current
+from ._trust import trust
 from .fingerprint import fingerprints, process_memory
 from .manifest import KEY, LeftOut, Manifest
 from .parameters import (
@@ -41,6 +42,11 @@ _FLOATING = ("float64", "float32", "float16", "bfloat16")
 
 def strategy_load(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A strategy's own `load_checkpoint`; where there is no checkpoint, says so, and why."""
+    with trust():
+        return _strategy_load(wrapped, strategy, args, kwargs)
+
+
+def _strategy_load(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     state = call.arguments.get("state")  # Fabric's: what is to be restored, by name; the module alone stands for itself
     name = next((name for name in ("checkpoint_path", "path") if name in call.arguments), None)

@@ -152,6 +152,7 @@ def patch(
     fp32_weights: bool | None = None,
     elastic: bool | None = None,
     sync: bool | None = None,
+    trust: bool | None = None,
 ) -> Status:
     """Make the checkpoints of every installed Lightning trainable-only, and loadable.
 
@@ -175,6 +176,9 @@ def patch(
             is False.
         sync: whether a save waits until its files are on the disk (True by default), so that a power cut or a crash of
             the machine loses neither it nor the checkpoint that it replaces. With False it can lose both.
+        trust: whether a load may run what a checkpoint names. False: it loads tensors, plain values and DeepSpeed's own
+            classes, and refuses all else before anything is read (torch 2.6 or newer; releases before 2.10 have known
+            ways around it). True: it may. Not given: it may, and a warning names what is not expected in a checkpoint.
 
     For each argument that is not given, an environment variable counts, such as DS_FROZEN_PATCH_VERIFY_BASE; `keep`
     and `leave_out` are lists with commas there, and what is True or False is 1 or 0.
@@ -190,7 +194,7 @@ def patch(
     """
     global _current
     before = _settings.current() if _current else None
-    new_settings = _settings.settings(verify_base, keep, export, fp32_weights, elastic, sync, leave_out, before)
+    new_settings = _settings.settings(verify_base, keep, export, fp32_weights, elastic, sync, leave_out, trust, before)
     _finish_imports()
     findings = _probe_all() if _current is None else {}
     with _lock:
@@ -289,6 +293,7 @@ def patched(
     fp32_weights: bool | None = None,
     elastic: bool | None = None,
     sync: bool | None = None,
+    trust: bool | None = None,
 ) -> Iterator[Status]:
     """`patch(...)` while this lasts, then the state from before: for tests and notebooks. Gives what `patch()` does."""
     before = _settings.current() if _current is not None else None
@@ -300,6 +305,7 @@ def patched(
         fp32_weights=fp32_weights,
         elastic=elastic,
         sync=sync,
+        trust=trust,
     )
     try:
         yield now

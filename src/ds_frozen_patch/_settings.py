@@ -23,6 +23,7 @@ class Settings:
     fp32_weights: bool = False
     elastic: bool | None = None
     sync: bool = True
+    trust: bool | None = None
 
     def keeps(self, names: Iterable[str]) -> bool:
         """Whether something frozen with these names is to be saved all the same."""
@@ -46,13 +47,15 @@ def settings(
     elastic: bool | None = None,
     sync: bool | None = None,
     leave_out: Iterable[str] | None = None,
+    trust: bool | None = None,
     before: Settings | None = None,
 ) -> Settings:
     """Checked settings; None leaves what was there before: an earlier call's, the environment's, the default.
 
     Raises:
         ValueError: `verify_base`, `export` or an environment variable is none of their words.
-        TypeError: `keep` or `leave_out` is not a collection of strings, or `fp32_weights`, `elastic` or `sync` no bool.
+        TypeError: `keep` or `leave_out` is not a collection of strings, or another argument
+            no bool.
     """
     new = _from_environment() if before is None else before
     if verify_base is not None:
@@ -69,6 +72,8 @@ def settings(
         new = replace(new, elastic=_bool(elastic, "elastic"))
     if sync is not None:
         new = replace(new, sync=_bool(sync, "sync"))
+    if trust is not None:
+        new = replace(new, trust=_bool(trust, "trust"))
     return new
 
 
@@ -114,6 +119,7 @@ def _from_environment() -> Settings:
         switch(variable("fp32_weights")) or False,
         switch(variable("elastic")),
         sync is not False,
+        switch(variable("trust")),
     )
 
 

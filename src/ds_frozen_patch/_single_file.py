@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from . import _trust
 from ._errors import CheckpointMismatchError, named
 from ._gathering import gathered
 from ._load import Load
@@ -59,6 +60,7 @@ def read(strategy: Any, file: Path, **options: Any) -> dict[str, Any] | None:
     """The content of a single file that Lightning has saved, or None if it is none."""
     if not zipfile.is_zipfile(file):  # as those of torch.save are
         return None
+    _trust.check(file)
     content = strategy.checkpoint_io.load_checkpoint(file, **options)
     return dict(content) if isinstance(content, Mapping) and "state_dict" in content else None
 

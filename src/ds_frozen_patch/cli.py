@@ -202,6 +202,11 @@ def _runs(command: argparse.ArgumentParser) -> None:
         help="wait in a save until its files are on the disk (default: yes)",
     )
     command.add_argument(
+        "--trust",
+        action=argparse.BooleanOptionalAction,
+        help="let loads run what a checkpoint names (default: yes, with a warning)",
+    )
+    command.add_argument(
         "--cpu", action="store_true", default=None, help="train on CPU ranks, to try a program without a GPU"
     )
     command.add_argument("--env", action="store_true", help="run nothing; print the environment variables for a shell")
@@ -262,7 +267,7 @@ def _ranks(text: str) -> int:
 
 
 def _run(given: argparse.Namespace) -> int:
-    names = ("strict", "cpu", "verify_base", "keep", "leave_out", "export", "fp32_weights", "elastic", "sync")
+    names = ("strict", "cpu", "verify_base", "keep", "leave_out", "export", "fp32_weights", "elastic", "sync", "trust")
     said = {name: value for name in names if (value := getattr(given, name)) is not None}
     command = given.program[given.program[:1] == ["--"] :]
     if bool(command) == bool(given.env):

@@ -1,0 +1,73 @@
+"""Whether a load may run what a checkpoint names: `patch(trust=...)`.
+
+torch unpickles the files that DeepSpeed and Lightning load, and calls whatever a pickle names. With `trust=False` it
+reads tensors, plain values and a few classes of DeepSpeed's, and nothing else: each file is asked for what it names
+before it is loaded, and `torch.load` is told to refuse the rest (`weights_only=True`), whoever calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from ._errors import CheckpointError, named
+from ._lending import lent
+from ._settings import current
+
+ASKS = Version("2.6")
+"""The first torch with `get_unsafe_globals_in_checkpoint`."""
+
+
+def runs_nothing() -> bool:
+    """Whether a load must not run anything."""
+    return current().trust is False
+
+
+@contextmanager
+def trust() -> Iterator[None]:
+    """While this lasts, `torch.load` runs no more than `patch(trust=...)` allows."""
+    if not runs_nothing():
+        yield
+        return
+    import torch
+
+    if Version(metadata.version("torch")) < ASKS:
+        raise CheckpointError(
+            f"patch(trust=False) needs torch {ASKS} or newer, better 2.10: torch {torch.__version__} cannot say what a file"
+            " names. Update torch, or load without it."
+        )
+    original = torch.load
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**kwargs, "weights_only": True})
+
+    with torch.serialization.safe_globals(_safe()), lent([(torch, "load", load)]):
+        yield
+
+
+def _safe() -> list[Any]:
+    """What a file of DeepSpeed's optimizers names, beyond what torch takes for safe; none of it runs anything."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+
+
+def check(file: Path) -> None:
+    """Raise CheckpointError for a file that names what `torch.load` would not take for safe; within `trust()`."""
+    if not runs_nothing():
+        return
+    import torch
+
+    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file):
+        raise CheckpointError(
+            f"{file} names {named(unsafe)}, and patch(trust=False) loads nothing that could run. Nothing was run. If you"
+            " know these classes and where the file is from, declare them with torch.serialization.add_safe_globals, or"
+            " load without trust=False."
+        )

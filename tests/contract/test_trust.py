@@ -1,0 +1,171 @@
+"""`patch(trust=...)`: with False a load runs nothing that a checkpoint names, and benign runs resume as ever."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+from packaging.version import Version
+from tools_checkpoints import changed, precision_of
+from under_test import pl
+
+import ds_frozen_patch
+
+pytestmark = [
+    pytest.mark.promise(15),
+    pytest.mark.everyday,
+    pytest.mark.skipif(Version(metadata.version("torch")) < Version("2.6"), reason="torch cannot say what a file names"),
+]
+
+
+class RunsCode:
+    """Runs something where a pickle of it is loaded."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.canary}",)
+
+
+def whole_and_resumed(out: str, world_size: int, stage: int, precision: str, trust: bool) -> Any:
+    ds_frozen_patch.patch(trust=trust)
+    results = []
+    for resume_from in (None, f"{out}/epoch=0.ckpt"):
+        folder = out if resume_from is None else f"{out}/again"
+        trainer = runs.trainer(folder, world_size, stage, precision=precision)
+        module = runs.LoraRun()
+        trainer.fit(module, runs.batches(world_size), ckpt_path=resume_from)
+        trainer.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
+        results.append((module.losses[-runs.BATCHES :], runs.trained_state(module), trainer.global_step))
+    tester = runs.trainer(f"{out}/test", world_size, stage, precision=precision, enable_checkpointing=False)
+    tested = [
+        tester.test(runs.LoraRun(), runs.batches(world_size), ckpt_path=f"{out}/{name}.ckpt", verbose=False)
+        for name in ("epoch=1", "weights")
+    ]
+    return results, tested
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_benign_runs_resume_without_trust(ranks: Any, tmp_path: Path, stage: int) -> None:
+    arguments: dict[str, Any] = {"world_size": 2, "stage": stage, "precision": precision_of(stage), "trust": False}
+    for (whole, resumed), (tested, of_weights) in ranks(2, whole_and_resumed, out=str(tmp_path), **arguments):
+        assert whole == resumed
+        assert tested == of_weights
+
+
+def resume_all(out: str, paths: list[str], stage: int, trust: bool | None) -> list[tuple[str, str]]:
+    """What each resume raises, and what it says; in one run each, for the ranks must not fall out of step."""
+    if trust is None:
+        ds_frozen_patch.patch()
+    else:
+        ds_frozen_patch.patch(trust=trust)
+    found = []
+    for path in paths:
+        trainer = runs.trainer(out, 2, stage, precision=precision_of(stage), enable_checkpointing=False)
+        try:
+            trainer.fit(runs.LoraRun(), runs.batches(2), ckpt_path=path)
+        except Exception as error:
+            found.append((type(error).__name__, str(error)))
+        else:
+            found.append(("resumed", ""))
+    return found
+
+
+def hostile_model(path: Path, canary: Path) -> None:
+    changed(min(path.rglob("*model_states.pt")), lambda state: state.update(mine=RunsCode(canary)))
+
+
+def hostile_optimizer(path: Path, canary: Path) -> None:
+    changed(max(path.rglob("*optim_states.pt")), lambda state: state.update(mine=RunsCode(canary)))
+
+
+def hostile_hyper_parameters(path: Path, canary: Path) -> None:
+    changed(max(path.rglob("*model_states.pt")), lambda state: state["hyper_parameters"].update(mine=RunsCode(canary)))
+
+
+def of_the_old_format(path: Path, canary: Path) -> None:
+    for file in path.rglob("*_states.pt"):
+        state = torch.load(file, weights_only=False)
+        state.pop("ds_frozen_patch", None)  # in ZeRO-3 it would have to be read from another file
+        torch.save({**state, "mine": RunsCode(canary)}, file, _use_new_zipfile_serialization=False)
+
+
+def unreadable(path: Path, canary: Path) -> None:
+    """For our own reader; torch has no limit to how deep lists are."""
+    deep: list[Any] = [RunsCode(canary)]
+    for _ in range(150):
+        deep = [deep]
+    changed(max(path.rglob("*optim_states.pt")), lambda state: state.update(mine=deep))
+
+
+ATTACKS: dict[str, Callable[[Path, Path], None]] = {
+    "model": hostile_model,
+    "optimizer": hostile_optimizer,
+    "hyper-parameters": hostile_hyper_parameters,
+    "old format": of_the_old_format,
+    "unreadable": unreadable,
+}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_hostile_checkpoints_are_refused_before_anything_runs(ranks: Any, tmp_path: Path, stage: int) -> None:
+    """By every rank, whichever rank's file it is; a resume with trust runs each."""
+    canary = tmp_path / "canary"
+    ranks(2, whole_and_resumed, out=str(tmp_path), world_size=2, stage=stage, precision=precision_of(stage), trust=True)
+    paths = []
+    for name, attack in ATTACKS.items():
+        paths.append(tmp_path / f"{name.replace(' ', '-')}.ckpt")
+        shutil.copytree(tmp_path / "epoch=0.ckpt", paths[-1])
+        attack(paths[-1], canary)
+    single = tmp_path / "single.ckpt"
+    shutil.copy(tmp_path / "weights.ckpt", single)
+    changed(single, lambda state: state.update(mine=RunsCode(canary)))
+    paths.append(single)
+    arguments: dict[str, Any] = {"out": str(tmp_path / "out"), "paths": list(map(str, paths)), "stage": stage}
+    for found in ranks(2, resume_all, trust=False, **arguments):
+        for path, (kind, text) in zip(paths, found, strict=True):
+            assert kind == "CheckpointError", (path.name, kind, text)
+            assert path.name in text
+            assert "system" in text or path.stem in ("old-format", "unreadable"), text
+    assert not canary.exists()
+    for path in paths:
+        canary.unlink(missing_ok=True)
+        ranks(2, resume_all, trust=True, **{**arguments, "paths": [str(path)]})
+        assert canary.exists(), f"{path.name} would not have run anything"
+
+
+def test_fabric_and_a_users_own_load(ranks: Any, tmp_path: Path) -> None:
+    """A program's own `torch.load` is as it was after a load, and what it declares safe is taken."""
+    for said in ranks(2, fabric_life, out=str(tmp_path)):
+        assert said == ["refused", "loaded", True]
+
+
+class Mine:
+    """A class of the user's in a checkpoint."""
+
+
+def fabric_life(out: str) -> list[Any]:
+    ds_frozen_patch.patch(trust=False)
+    fabric = runs.fabric(2, 2)
+    model, optimizer = runs.fabric_setup(fabric)
+    runs.fabric_epoch(fabric, model, optimizer)
+    state = {"model": model, "optimizer": optimizer, "mine": Mine()}
+    fabric.save(f"{out}/one.ckpt", state)
+    before, found = torch.load, []
+    for safe in ([], [Mine]):
+        with torch.serialization.safe_globals(safe):
+            try:
+                fabric.load(f"{out}/one.ckpt", state)
+                found.append("loaded")
+            except ds_frozen_patch.CheckpointError as error:
+                assert "Mine" in str(error)
+                found.append("refused")
+    return [*found, torch.load is before and pl is not None]
