@@ -393,6 +393,7 @@ refused(TypeError, "elastic", elastic="yes")
 refused(TypeError, "elastic", elastic=1)
 os.environ["DS_FROZEN_PATCH_ELASTIC"] = "yes"
 refused(ValueError, "DS_FROZEN_PATCH_ELASTIC", "'yes'")
+refused(TypeError, "trust", trust="no")
 """
     site.run(program)
 
