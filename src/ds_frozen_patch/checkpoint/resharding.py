@@ -108,6 +108,8 @@ def reshard_inside(source: str | Path, tag: str | None, *, ranks: int, quiet: bo
     """
     layout = find(source, tag)
     folder = layout.root / f"{layout.tag}.ranks{ranks}"
+    if folder.is_symlink():
+        raise CheckpointError(f"{folder} is a link, and no folder that was made for {ranks} ranks. Remove it.")
     if folder.is_dir():
         if min(_times(folder.iterdir())) >= max(_times(layout.files)):
             return folder.name

@@ -152,7 +152,8 @@ def _entries(file: IO[bytes], at: int, end: int, count: int) -> Iterator[_Entry]
         name, fields = _read(file, at, length), _read(file, at + length, extra)
         at += length + extra
         if not (match := _NAME.fullmatch(name)):
-            raise ValueError(f"it has a record {name[:100]!r}, which torch.save does not write")
+            shown = name[:100].decode("ascii", "backslashreplace")
+            raise ValueError(f"it has a record {shown!r}, which torch.save does not write")
         if method or flags & ~_FLAGS:
             raise ValueError("its records are compressed or encrypted, which torch.save does not do")
         record = match[2].decode()
