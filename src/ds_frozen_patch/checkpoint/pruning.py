@@ -67,7 +67,8 @@ def prune(
             not say it.
         fingerprints: read the frozen parameters, so that a load can verify its base. Without, loads warn that they
             cannot.
-        trust: also read files that name classes which do not belong in a checkpoint. Nothing of them is run.
+        trust: also read files that name classes which do not belong in a checkpoint, and follow links out of it. None
+            of them is run.
         dry_run: write nothing, read no tensor, and say what would be left out.
         quiet: show no progress on stderr.
 

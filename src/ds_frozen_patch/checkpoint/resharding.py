@@ -65,7 +65,8 @@ def reshard(
         target: the directory to make.
         tag: the folder in the source; without one, what its file `latest` says.
         ranks: how many are to resume from it: nodes times devices.
-        trust: also read files that name classes which do not belong in a checkpoint. Nothing of them is run.
+        trust: also read files that name classes which do not belong in a checkpoint, and follow links out of it. None
+            of them is run.
         dry_run: write nothing.
         quiet: show no progress on stderr.
 
