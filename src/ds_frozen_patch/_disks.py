@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ._collectives import gather_numbers
-from ._durable import listed, make_folder
+from ._durable import listed, make_own_folder
 
 _MARKER = "rank"
 _found: dict[tuple[int, ...], Disks] = {}
@@ -60,7 +60,7 @@ def find_disks(strategy: Any, file_systems: tuple[int, ...] | None, folder: Path
         return known
     if strategy.local_rank == 0:
         try:
-            make_folder(folder)
+            make_own_folder(folder)
             marker(folder, rank).touch()
         except OSError:
             pass  # the save says so itself: this rank cannot write there

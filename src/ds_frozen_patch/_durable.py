@@ -77,6 +77,22 @@ def make_folder(path: Path, sync: bool = True) -> None:
             sync_folder(folder.parent)
 
 
+def make_own_folder(path: Path, sync: bool = True) -> None:
+    """Make a folder that has a name of its own; another rank may have made it.
+
+    Raises:
+        OSError: it cannot be made; FileExistsError if something else has the name, such as a link to a folder.
+    """
+    make_folder(path.parent, sync)
+    try:
+        path.mkdir()
+    except FileExistsError:
+        if path.is_symlink() or not path.is_dir():
+            raise
+    if sync:
+        sync_folder(path.parent)
+
+
 def exchange(one: Path, other: Path) -> bool:
     """Swap the names of two files or folders in one step; False where the kernel or the file system cannot (NFS).
 

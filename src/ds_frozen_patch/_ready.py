@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from weakref import WeakSet
 
-from ._durable import sync_file
 from ._errors import CheckpointError
 from ._frozen import frozen
 from ._gathering import gathered
@@ -99,6 +100,8 @@ def _write(
     entries = [(name, _dtype(p), shape_of(p)) for name, p in parameters.items()]
     entries += [(name, dtype_of(buffer), tuple(buffer.shape)) for name, buffer in buffers.items()]
     writes = save.strategy.is_global_zero
+    made: list[Path] = []
+    opened: list[IO[bytes]] = []
 
     def attempt(write: Callable[..., object], *content: Any) -> None:
         # The other ranks wait for rank 0 to gather, even when it can no longer write.
@@ -106,33 +109,54 @@ def _write(
             with save.put_off(file):
                 write(*content)
 
-    attempt(lambda: file.parent.mkdir(parents=True, exist_ok=True))
-    attempt(lambda: _start(partial, entries))
+    def begin() -> None:
+        if write_beside is not None and file.parent.is_symlink():  # of the checkpoint's directory, it may be one
+            raise CheckpointError(f"{file.parent} is a link, through which no save writes. Remove it.")
+        _make_folder(partial)
+        made.append(partial)
+        opened.append((partial / file.name).open("xb"))
+        write_header(opened[0], entries, {"format": "pt"})
+
+    def append(value: Any, dtype: str) -> None:
+        _append(opened[0], value, dtype)
+
+    def end() -> None:
+        opened[0].flush()
+        if save.sync:
+            os.fsync(opened[0].fileno())
+        if write_beside is not None:
+            write_beside(partial)
+        for item in partial.iterdir():
+            item.replace(file.with_name(item.name))
+
+    attempt(begin)
     for name, value in gathered(parameters, writes):
-        attempt(_append, partial, value, _dtype(parameters[name]))
+        attempt(append, value, _dtype(parameters[name]))
     for value in buffers.values():
-        attempt(_append, partial, value, dtype_of(value))
-    if save.sync:
-        attempt(sync_file, partial)
-    attempt(lambda: partial.replace(file))
-    if write_beside is not None:
-        attempt(write_beside, file.parent)
-    if writes and save.failed:
+        attempt(append, value, dtype_of(value))
+    attempt(end)
+    for out in opened:
         with suppress(OSError):
-            partial.unlink()
+            out.close()
+    for left in made:
+        shutil.rmtree(left, ignore_errors=True)
 
 
-def _start(file: Path, entries: list[tuple[str, str, tuple[int, ...]]]) -> None:
-    with file.open("wb") as out:
-        write_header(out, entries, {"format": "pt"})
+def _make_folder(folder: Path) -> None:
+    """Make a folder to write to, in place of what has its name: it may be of a save that was killed, or a link."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if folder.is_dir() and not folder.is_symlink():
+        shutil.rmtree(folder)
+    else:
+        folder.unlink(missing_ok=True)
+    folder.mkdir()
 
 
-def _append(file: Path, value: Any, dtype: str) -> None:
+def _append(out: IO[bytes], value: Any, dtype: str) -> None:
     import torch
 
     content = value.detach().cpu().to(getattr(torch, dtype)).contiguous().flatten().view(torch.uint8).numpy()
-    with file.open("ab") as out:
-        out.write(content)
+    out.write(content)
 
 
 def _dtype(parameter: Any) -> str:

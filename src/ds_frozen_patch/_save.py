@@ -38,7 +38,7 @@ from uuid import uuid4
 
 from ._collectives import default_store, digest, gather, gather_numbers
 from ._disks import Disks, file_system, find_disks, marked, marker
-from ._durable import exchange, listed, make_folder, sync_file, sync_folder, sync_tree
+from ._durable import exchange, listed, make_own_folder, sync_file, sync_folder, sync_tree
 from ._errors import CheckpointError, CheckpointMismatchError
 from ._lending import lent
 from ._text import human_bytes
@@ -179,7 +179,7 @@ class Save:
         self.disks = find_disks(self.strategy, self.file_systems, self.work)
         if self.publishes:
             with self.put_off(self.target):
-                make_folder(self.work, self.sync)
+                make_own_folder(self.work, self.sync)
                 self._lock = _locked(marker(self.work, self.strategy.global_rank))
                 for folder in (self.new.parent, self.work / "old"):
                     folder.mkdir(exist_ok=True)
@@ -430,7 +430,7 @@ def _identity(path: Path) -> tuple[int, ...]:
 
 def _locked(file: Path) -> int:
     """A file, made and locked until it is closed, so that other jobs know its folder to be in use."""
-    opened = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+    opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     with suppress(OSError):  # not every file system has locks
         fcntl.flock(opened, fcntl.LOCK_EX)  # which a job that looks whether this one is alive may have for a moment
     return opened
@@ -443,7 +443,7 @@ def _is_dead(folder: Path) -> bool:
     try:
         age = time.time() - folder.stat().st_mtime
         for file in markers:
-            opened = os.open(file, os.O_RDWR)
+            opened = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
             finally:

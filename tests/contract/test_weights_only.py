@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import provider
 import pytest
@@ -271,10 +271,10 @@ def export_onto_a_full_disk(out: str) -> str:
     if os.environ["RANK"] == "0":
         original = _ready._append
 
-        def fill(file: Path, value: Any, dtype: str) -> None:
-            if file.stat().st_size > 2000:
+        def fill(out: IO[bytes], value: Any, dtype: str) -> None:
+            if out.tell() > 2000:
                 raise OSError(errno.ENOSPC, "No space left on device")
-            original(file, value, dtype)
+            original(out, value, dtype)
 
         _ready._append = fill
     try:

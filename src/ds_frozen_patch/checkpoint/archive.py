@@ -6,16 +6,17 @@ values, and no tensor's bytes are read.
 
 from __future__ import annotations
 
-import struct
-import zipfile
+import re
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from .._errors import CheckpointError
 from .stored import ITEM_SIZES, StoredTensor, tensors
 from .unpickling import unpickled
+from .zip_directory import Record, by_key, chunks, open_regular, read_directory
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class Contents:
     pickle_bytes: int
 
 
-UNREADABLE = (zipfile.BadZipFile, zlib.error, struct.error, ValueError, EOFError, OSError, RuntimeError, OverflowError)
-"""What `zipfile` raises for a file that is damaged, or none of its kind."""
+_VERSION = re.compile(rb"([1-9]|10)\n?")
+"""The versions of the format that torch reads."""
 
 
 def read(path: Path, *, trust: bool = False) -> Contents:
@@ -63,34 +64,30 @@ def read(path: Path, *, trust: bool = False) -> Contents:
     return Contents(state, len(content))
 
 
-def members(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
-    """What a file says of its records; without checksums where torch was told to write none (`set_crc32_options`)."""
-    found = archive.infolist()
-    if not any(info.CRC for info in found):
-        for info in found:
-            info.CRC = None  # type: ignore[assignment]
-    return found
-
-
 def _content(path: Path) -> tuple[bytes, dict[str, int]]:
     """The pickle of a file, and the size of each record of a storage; nothing larger than the file is ever made."""
-    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
-        if file.read(4) != b"PK\3\4":  # torch goes by how a file begins, and so would read another one than this
-            raise ValueError("there is something else before its archive")
-        infos, size = members(archive), path.stat().st_size
-        names = [info.filename for info in infos]
-        (pickled,) = [name for name in names if name.count("/") == 1 and name.endswith("/data.pkl")]
-        folder = pickled.removesuffix("data.pkl")
-        if len(set(names)) < len(names) or not all(name.startswith(folder) for name in names):
-            raise ValueError("it has records of one name, or of more than one file")
-        if any(info.compress_type or info.flag_bits & 1 or info.header_offset < 0 for info in infos):
-            raise ValueError("its records are compressed or encrypted, which torch does not do")
-        if sum(info.file_size for info in infos) > size or any(i.header_offset + i.file_size > size for i in infos):
-            raise ValueError("its records say that they are larger than the file")
-        content = archive.read(pickled)
-        if f"{folder}byteorder" in names and archive.read(f"{folder}byteorder") != b"little":
+    with open_regular(path) as file:
+        records = read_directory(file)
+        if not _VERSION.fullmatch(_small(file, records, "version")):
+            raise ValueError("it is of a version of the format that torch does not know")
+        if "byteorder" in records and _small(file, records, "byteorder") != b"little":
             raise ValueError("its numbers are big-endian")
-        return content, {info.filename.removeprefix(f"{folder}data/"): info.file_size for info in infos}
+        content = _whole(file, records["data.pkl"])
+    return content, {key: record.size for key, record in by_key(records).items()}
+
+
+def _small(file: IO[bytes], records: Mapping[str, Record], name: str) -> bytes:
+    """The bytes of a record that has a few."""
+    if records[name].size > 64:
+        raise ValueError(f"its record {name} is too large")
+    return _whole(file, records[name])
+
+
+def _whole(file: IO[bytes], record: Record) -> bytes:
+    content = b"".join(chunks(file, record))
+    if record.checksum not in (None, zlib.crc32(content)):
+        raise ValueError(f"its record {record.name} is not as it was written")
+    return content
 
 
 def _check(tensor: StoredTensor, sizes: dict[str, int]) -> None:

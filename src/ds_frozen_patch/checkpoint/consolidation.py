@@ -118,7 +118,8 @@ def consolidate(
         base: what the run was built from, to make a trainable-only checkpoint whole: a folder of safetensors, a single
             file, or a full checkpoint. Its parameters are compared with the fingerprints in the manifest.
         max_shard_size: of each file in a folder, in bytes; one tensor may be larger.
-        trust: also read files that name classes which do not belong in a checkpoint. Nothing of them is run.
+        trust: also read files that name classes which do not belong in a checkpoint, and follow links out of it. None
+            of them is run.
         dry_run: write nothing and read no tensor.
         quiet: show no progress on stderr.
 

@@ -83,7 +83,8 @@ def inspect(path: str | Path, tag: str | None = None, *, trust: bool = False) ->
     Args:
         path: the directory of a DeepSpeed checkpoint, saved by Lightning or by DeepSpeed alone.
         tag: the folder in it; without one, what its file `latest` says.
-        trust: also read files that name classes which do not belong in a checkpoint. Nothing of them is run.
+        trust: also read files that name classes which do not belong in a checkpoint, and follow links out of it. None
+            of them is run.
 
     Returns:
         The sizes, and what the checkpoint says of its run.

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .._errors import CheckpointError, named
+from .zip_directory import open_regular
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -84,6 +85,22 @@ def find(path: str | Path, tag: str | None = None) -> Layout:
     return Layout(root, folder.name, model, optimizer)
 
 
+def check_links(layout: Layout) -> None:
+    """Raise CheckpointError where a part of a checkpoint is a link out of it.
+
+    What is made of a checkpoint is handed on, and a link in one from elsewhere could name any file that its reader may
+    read. The directory itself may be a link, such as to another disk: that one the user has named. Links that stay
+    inside lead to nothing else than the checkpoint.
+    """
+    root = layout.root.resolve()
+    for path in (layout.model[0].parent, *layout.files):
+        if path.is_symlink() and root not in path.resolve().parents:
+            raise CheckpointError(
+                f"{path} is a link out of the checkpoint, and was not read. Take a copy that has the files themselves"
+                f" (cp -rL {layout.root} COPY). If you know where the checkpoint is from, go on with --trust."
+            )
+
+
 def latest_tag(root: Path) -> str:
     """What the file `latest` of a checkpoint says; raises CheckpointError if there is none."""
     note = root / "latest"
@@ -92,7 +109,7 @@ def latest_tag(root: Path) -> str:
     if not root.is_dir():
         raise CheckpointError(f"There is no directory {root}. Check the path.")
     if note.is_file():
-        with note.open("rb") as file:
+        with open_regular(note) as file:
             return file.read(1000).decode(errors="replace").strip()
     if any(_MODEL.fullmatch(item.name) for item in root.iterdir()):
         raise CheckpointError(f"{root} is a folder of a checkpoint. Name the directory that holds it: {root.parent}")

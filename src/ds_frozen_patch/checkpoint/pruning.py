@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -16,7 +15,7 @@ from ..manifest import KEY, LeftOut, Manifest
 from ..parameters import BUFFER, PART, plain
 from .records import Piece, Records, Whole
 from .states import States, check_together, load
-from .stored import Storage, tensors
+from .stored import Storage
 from .weights import Weights, check_one_run, weights
 from .writing import check_output, copy_others, output, write_archive
 
@@ -68,7 +67,8 @@ def prune(
             not say it.
         fingerprints: read the frozen parameters, so that a load can verify its base. Without, loads warn that they
             cannot.
-        trust: also read files that name classes which do not belong in a checkpoint. Nothing of them is run.
+        trust: also read files that name classes which do not belong in a checkpoint, and follow links out of it. None
+            of them is run.
         dry_run: write nothing, read no tensor, and say what would be left out.
         quiet: show no progress on stderr.
 
@@ -104,11 +104,9 @@ def prune(
                 for file, state in zip(layout.model, states.models, strict=True):
                     told = manifest.to_state() if file == first else manifest.to_reference(first.name)
                     write_archive(folder / file.name, _without(state, manifest.names, told), _reader(records, done))
+                # Not copied: another file may be there by now than the one that was checked.
                 for file, contents in zip(layout.optimizer, states.contents[len(layout.model) :], strict=True):
-                    shutil.copyfile(file, folder / file.name)
-                    for storage in {tensor.storage for _, tensor in tensors(contents.state)}:
-                        records.check(storage)
-                        done(storage.nbytes)
+                    write_archive(folder / file.name, contents.state, _reader(records, done))
         copy_others(layout, made)
         size_after = sum(file.stat().st_size for file in folder.iterdir())
     return Pruned(str(source), str(target), size, size_after, manifest)

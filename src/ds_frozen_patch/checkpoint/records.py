@@ -5,9 +5,6 @@ Nothing is mapped into memory, so that what is read counts only while it is used
 
 from __future__ import annotations
 
-import os
-import struct
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,13 +14,11 @@ from typing import IO, TYPE_CHECKING, Any
 
 from .._errors import CheckpointError
 from . import safetensors_file
-from .archive import UNREADABLE, members
 from .stored import ITEM_SIZES, Storage, StoredTensor
+from .zip_directory import CHUNK_BYTES, Record, by_key, chunks, open_regular, read_directory
 
 if TYPE_CHECKING:
     import torch
-
-CHUNK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -105,19 +100,20 @@ def check_file(file: Path, told: Callable[[int], object] = lambda _: None, *, fi
     Raises:
         CheckpointError: one is not as it was written, or the file cannot be read.
     """
-    place = None
     try:
-        with zipfile.ZipFile(file) as archive:
-            for place in members(archive)[first::step]:
-                with archive.open(place) as opened:
-                    while chunk := opened.read(CHUNK_BYTES):
-                        told(len(chunk))
-    except UNREADABLE as error:
-        what = f"cannot be read, is cut or damaged ({error})"
-        if place is not None:
-            record = place.filename.partition("/")[2].removeprefix("data/")
-            what = f"is damaged: record {record} is not as it was written"
-        raise CheckpointError(f"{file} {what}. Take a whole copy of it.") from None
+        with open_regular(file) as opened:
+            for record in list(read_directory(opened).values())[first::step]:
+                checksum = 0
+                for chunk in chunks(opened, record):
+                    checksum = zlib.crc32(chunk, checksum)
+                    told(len(chunk))
+                if record.checksum not in (None, checksum):
+                    name = record.name.removeprefix("data/")
+                    raise CheckpointError(
+                        f"{file} is damaged: record {name} is not as it was written. Take a whole copy of it."
+                    )
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read, is cut or damaged ({error}). Take a whole copy of it.") from None
 
 
 @dataclass
@@ -147,7 +143,7 @@ class Records:
 
     def __init__(self, check: bool = True) -> None:
         self._check = check
-        self._files: dict[Path, tuple[IO[bytes], dict[str, Any]]] = {}
+        self._files: dict[Path, tuple[IO[bytes], Mapping[str, Record]]] = {}
         self._records: dict[Storage, _Record] = {}
 
     def __enter__(self) -> Records:
@@ -238,36 +234,27 @@ class Records:
     def _find(self, storage: Storage) -> _Record:
         if storage.file not in self._files:
             self._files[storage.file] = _open(storage.file)
-        return _find(storage, *self._files[storage.file])
+        return _find(storage, self._files[storage.file][1])
 
 
-def _open(path: Path) -> tuple[IO[bytes], dict[str, Any]]:
-    """A file, and what it says of its records."""
-    if path.suffix == ".safetensors":
-        known: dict[str, Any] = dict(safetensors_file.places(path))
-        return path.open("rb", buffering=0), known
+def _open(path: Path) -> tuple[IO[bytes], Mapping[str, Record]]:
+    """A file, and what it says of its records, by their keys."""
+    places = safetensors_file.places(path) if path.suffix == ".safetensors" else None
     try:
-        with zipfile.ZipFile(path) as archive:
-            known = {info.filename.partition("/data/")[2]: info for info in members(archive)}
-        return path.open("rb", buffering=0), known
-    except UNREADABLE as error:
+        file = open_regular(path, buffering=0)
+    except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
+    if places is not None:
+        return file, {name: Record(name, place.start, len(place), None) for name, place in places.items()}
+    try:
+        return file, by_key(read_directory(file))
+    except (OSError, ValueError) as error:
+        file.close()
+        raise CheckpointError(f"{path} cannot be read, is cut or damaged ({error}). Take a whole copy of it.") from None
 
 
-def _find(storage: Storage, file: IO[bytes], known: dict[str, Any]) -> _Record:
+def _find(storage: Storage, known: Mapping[str, Record]) -> _Record:
     place = known.get(storage.key)
-    if isinstance(place, range):
-        return _Record(place.start, len(place), None)
-    if not isinstance(place, zipfile.ZipInfo) or place.file_size != storage.nbytes or place.compress_type:
+    if place is None or place.size != storage.nbytes:
         raise CheckpointError(f"{storage.file} is damaged: it has no record {storage.key} as its pickle describes it.")
-    file.seek(place.header_offset)
-    header = file.read(30)
-    if len(header) < 30 or header[:4] != b"PK\3\4":
-        raise CheckpointError(
-            f"{storage.file} is damaged: record {storage.key} has no header. Take a whole copy of it."
-        )
-    name, extra = struct.unpack("<HH", header[26:])
-    begin = place.header_offset + 30 + name + extra
-    if begin + place.file_size > os.fstat(file.fileno()).st_size:
-        raise CheckpointError(f"{storage.file} is cut. Take a whole copy of it.")
-    return _Record(begin, place.file_size, place.CRC)
+    return _Record(place.begin, place.size, place.checksum)

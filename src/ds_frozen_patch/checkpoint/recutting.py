@@ -29,11 +29,12 @@ from .partitions import (
     slices,
     sub_groups,
 )
-from .records import CHUNK_BYTES, Piece, Records, Whole
+from .records import Piece, Records, Whole
 from .states import States, check_together, names_of_groups, number
 from .stored import ITEM_SIZES, Storage, StoredTensor, stand_in, tensors
 from .weights import check_one_run, weights
 from .writing import write_archive
+from .zip_directory import CHUNK_BYTES
 
 KEY = "ds_frozen_patch_elastic"
 """Where a checkpoint's state says, as "world_size", how many ranks have trained it, if it was resharded since."""

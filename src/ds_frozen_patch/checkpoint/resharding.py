@@ -65,7 +65,8 @@ def reshard(
         target: the directory to make.
         tag: the folder in the source; without one, what its file `latest` says.
         ranks: how many are to resume from it: nodes times devices.
-        trust: also read files that name classes which do not belong in a checkpoint. Nothing of them is run.
+        trust: also read files that name classes which do not belong in a checkpoint, and follow links out of it. None
+            of them is run.
         dry_run: write nothing.
         quiet: show no progress on stderr.
 
@@ -108,6 +109,8 @@ def reshard_inside(source: str | Path, tag: str | None, *, ranks: int, quiet: bo
     """
     layout = find(source, tag)
     folder = layout.root / f"{layout.tag}.ranks{ranks}"
+    if folder.is_symlink():
+        raise CheckpointError(f"{folder} is a link, and no folder that was made for {ranks} ranks. Remove it.")
     if folder.is_dir():
         if min(_times(folder.iterdir())) >= max(_times(layout.files)):
             return folder.name

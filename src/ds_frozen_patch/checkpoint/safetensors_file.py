@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from .._errors import CheckpointError
 from .stored import ITEM_SIZES, is_shape
+from .zip_directory import open_regular
 
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
@@ -32,7 +33,7 @@ def header(path: Path) -> tuple[int, dict[str, Any]]:
         CheckpointError: it is no such file, cut or damaged.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
             if length > MAX_HEADER:
                 raise ValueError("its header is too long")

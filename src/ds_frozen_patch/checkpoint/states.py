@@ -13,7 +13,7 @@ from .._errors import CheckpointError, CheckpointMismatchError, named
 from .._labels import LABEL
 from ..manifest import KEY, Manifest, digest_of, reference
 from .archive import Contents, read
-from .layout import Layout, find
+from .layout import Layout, check_links, find
 from .quantization import subclass
 from .records import Records, whole
 from .stored import StandIn, StoredTensor, everything, is_shape, tensors
@@ -109,10 +109,17 @@ class States:
 def load(path: str | Path, tag: str | None, trust: bool) -> States:
     """Read the states of all files of a checkpoint, and no tensor.
 
+    Args:
+        path: the directory.
+        tag: the folder in it; without one, what its file `latest` says.
+        trust: also read files that name unexpected classes, and files that links out of the checkpoint lead to.
+
     Raises:
         CheckpointError: there is no checkpoint, or a file of it is missing, cut, damaged or not expected.
     """
     layout = find(path, tag)
+    if not trust:
+        check_links(layout)
     contents = tuple(read(file, trust=trust) for file in layout.files)
     for file, content in zip(layout.files, contents, strict=True):
         check_kind(file, content)

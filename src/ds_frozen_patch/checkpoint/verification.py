@@ -68,7 +68,8 @@ def verify(
         path: the directory of a DeepSpeed checkpoint, full or trainable-only.
         tag: the folder in it; without one, what its file `latest` says.
         base: what the run was built from (see `consolidate`), to be compared with the manifest's fingerprints.
-        trust: also read files that name classes which do not belong in a checkpoint. Nothing of them is run.
+        trust: also read files that name classes which do not belong in a checkpoint, and follow links out of it. None
+            of them is run.
         quiet: show no progress on stderr.
 
     Returns:

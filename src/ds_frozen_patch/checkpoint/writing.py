@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import copyreg
+import os
 import pickle
 import shutil
+import stat
 import struct
+import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
 from .._durable import make_folder, sync_folder, sync_tree
 from .._errors import CheckpointError
+from .._text import human_bytes
 from .layout import Layout
 from .stored import STORAGES, Size, StandIn, Storage, StoredTensor, stand_in, tensors
+from .zip_directory import CHUNK_BYTES
 
 ALIGNMENT = 64
 """Bytes; torch aligns records so, for files that are mapped into memory."""
+MAX_BESIDE = 64 << 20
+"""How many bytes may lie beside the states of a checkpoint, and as many more as these have."""
+_MAX_DEPTH = 64
+_CONVERTER = "zero_to_fp32.py"
 _STORAGE_OF = {dtype: name for name, dtype in STORAGES.items() if name != "UntypedStorage"}
 
 
@@ -67,27 +76,95 @@ def check_output(path: Path, *sources: Path) -> None:
 
 
 def copy_others(layout: Layout, made: Path) -> None:
-    """What lies beside the states: the note of the tag, DeepSpeed's converter, and what a trainer has put there."""
-    folder = layout.model[0].parent
-    for item in folder.iterdir():
-        if item not in layout.files:
-            _copy(item, made / layout.tag / item.name, layout.root)
-    for item in layout.root.iterdir():
-        if item.is_file() and item.name != "latest":
-            _copy(item, made / item.name, layout.root)
+    """Copy what lies beside the states: the note of the tag, and what a trainer has put there.
+
+    Anybody may have made it. So the bytes of regular files are copied, without modes or attributes and up to a limit.
+    Links are not followed; they, and what is no file, are left out, which is said on stderr. DeepSpeed's
+    `zero_to_fp32.py` is left out too: people run it, and this one need not be DeepSpeed's. Installed with it, it is
+    `python -m deepspeed.utils.zero_to_fp32`.
+
+    Raises:
+        CheckpointError: a file cannot be read, or all together have more than the states' bytes and `MAX_BESIDE`.
+    """
+    copies = _Copies(sum(file.stat().st_size for file in layout.files) + MAX_BESIDE)
+    folder, states = layout.model[0].parent, {file.name for file in layout.files}
+    with _opened(folder, os.O_DIRECTORY) as opened:
+        copies.folder(folder, opened, made / layout.tag, _names(opened) - states)
+    with _opened(layout.root, os.O_DIRECTORY) as opened:
+        copies.folder(layout.root, opened, made, _names(opened, with_folders=False) - {"latest"})
     (made / "latest").write_text(layout.tag, encoding="utf-8")
+    if copies.left_out:
+        shown = ", ".join(repr(str(path)) for path in copies.left_out[:10])
+        more = f" and {len(copies.left_out) - 10} more" if len(copies.left_out) > 10 else ""
+        print(f"left out, since they are links or not regular files: {shown}{more}", file=sys.stderr)
 
 
-def _copy(item: Path, target: Path, root: Path) -> None:
-    """A link stays one if it leads out of the checkpoint, or to a folder, which could hold it: nothing else is read."""
-    if item.is_symlink() and (item.is_dir() or root.resolve() not in item.resolve().parents):
-        target.symlink_to(item.resolve())
-    elif item.is_dir():
-        target.mkdir()
-        for inner in item.iterdir():
-            _copy(inner, target / inner.name, root)
-    else:
-        shutil.copy2(item, target)
+@dataclass
+class _Copies:
+    """Copies files while there is `room` for their bytes."""
+
+    room: int
+    left_out: list[Path] = field(default_factory=list)
+
+    def folder(self, source: Path, opened: int, target: Path, names: Iterable[str], depth: int = 0) -> None:
+        """Copy these of a folder. They are found in the folder that is open: a path could lead elsewhere by now."""
+        if depth > _MAX_DEPTH:
+            raise CheckpointError(f"{source} has too many folders inside of each other. Move it away.")
+        for name in sorted(names):
+            item, kind = source / name, os.stat(name, dir_fd=opened, follow_symlinks=False).st_mode
+            if stat.S_ISDIR(kind):
+                (target / name).mkdir()
+                with _opened(item, os.O_DIRECTORY, opened) as inner:
+                    self.folder(item, inner, target / name, _names(inner), depth + 1)
+            elif not stat.S_ISREG(kind):
+                self.left_out.append(item)
+            elif name.lower() != _CONVERTER:
+                self._file(item, opened, target / name)
+
+    def _file(self, source: Path, folder: int, target: Path) -> None:
+        with _opened(source, os.O_NONBLOCK, folder) as opened:
+            found = os.fstat(opened)
+            if not stat.S_ISREG(found.st_mode):  # it was one before
+                self.left_out.append(source)
+                return
+            self._take(found.st_size, source)
+            copied = 0
+            with target.open("xb") as made:
+                while chunk := os.read(opened, CHUNK_BYTES):
+                    copied += len(chunk)
+                    if copied > found.st_size:  # it grows
+                        self._take(len(chunk), source)
+                    made.write(chunk)
+
+    def _take(self, size: int, source: Path) -> None:
+        self.room -= size
+        if self.room < 0:
+            raise CheckpointError(
+                f"{source} is too large to be copied: what lies beside the states may have at most as many bytes as"
+                f" they and {human_bytes(MAX_BESIDE)}. Move it away."
+            )
+
+
+def _names(folder: int, with_folders: bool = True) -> set[str]:
+    """What is in an open folder."""
+    with os.scandir(folder) as entries:
+        return {entry.name for entry in entries if with_folders or not entry.is_dir(follow_symlinks=False)}
+
+
+@contextmanager
+def _opened(path: Path, flags: int, folder: int | None = None) -> Iterator[int]:
+    """A file or folder to be read; with an open folder, by its name in that and if it is no link."""
+    flags |= os.O_RDONLY | os.O_CLOEXEC
+    if folder is not None:
+        flags |= os.O_NOFOLLOW
+    try:
+        opened = os.open(path if folder is None else path.name, flags, dir_fd=folder)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+    try:
+        yield opened
+    finally:
+        os.close(opened)
 
 
 def write_archive(path: Path, state: Any, content: Callable[[Storage, int, int], Iterable[bytes | memoryview]]) -> None:

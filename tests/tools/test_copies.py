@@ -1,0 +1,368 @@
+"""What tools and saves do with the file system that a checkpoint comes with: links, devices, modes, swaps."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tools_checkpoints import Checkpoints, loaded, manifest_of
+
+from ds_frozen_patch import CheckpointError, _disks, _ready, prune
+from ds_frozen_patch._save import Save
+from ds_frozen_patch.checkpoint.layout import Layout
+from ds_frozen_patch.checkpoint.resharding import reshard_inside
+from ds_frozen_patch.checkpoint.states import load
+from ds_frozen_patch.checkpoint.weights import check_one_run
+from ds_frozen_patch.checkpoint.writing import MAX_BESIDE, copy_others
+from ds_frozen_patch.cli import main
+
+pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
+
+STATES = "mp_rank_00_model_states.pt"
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    """A checkpoint whose files of states hold a few bytes."""
+    folder = tmp_path / "in.ckpt" / "checkpoint"
+    folder.mkdir(parents=True)
+    (folder / STATES).write_bytes(b"states")
+    (folder.parent / "latest").write_text("checkpoint")
+    return Layout(folder.parent, "checkpoint", (folder / STATES,), ())
+
+
+def copied(layout: Layout, tmp_path: Path) -> Path:
+    made = tmp_path / "out.ckpt"
+    (made / "checkpoint").mkdir(parents=True)
+    copy_others(layout, made)
+    return made
+
+
+def names(folder: Path) -> set[str]:
+    return {str(item.relative_to(folder)) for item in folder.rglob("*") if not item.is_dir() or item.is_symlink()}
+
+
+def test_only_the_bytes_of_regular_files_are_copied(
+    layout: Layout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, folder = layout.root, layout.root / "checkpoint"
+    (folder / "inner").mkdir()
+    (folder / "inner" / "notes.txt").write_text("notes")
+    (root / "hparams.yaml").write_text("a: 1")
+    (tmp_path / "secret").write_text("secret")
+    (root / "out").symlink_to(tmp_path / "secret")
+    (root / "inside").symlink_to("checkpoint/inner/notes.txt")
+    (folder / "all").symlink_to("/")
+    (folder / "zero").symlink_to("/dev/zero")
+    (folder / "loop").symlink_to(folder)
+    os.mkfifo(folder / "pipe\x1b[2J")
+    made = copied(layout, tmp_path)
+    assert names(made) == {"latest", "hparams.yaml", "checkpoint/inner/notes.txt"}
+    assert (made / "checkpoint" / "inner" / "notes.txt").read_text() == "notes"
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert "\x1b" not in said.err
+    assert "left out" in said.err
+    assert "links or not regular files" in said.err
+    for name in ("inside", "out", "all", "zero", "loop", "pipe"):
+        assert name in said.err
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a device")
+def test_a_device_is_not_opened(layout: Layout, tmp_path: Path) -> None:
+    try:
+        os.mknod(layout.root / "zero", stat.S_IFCHR | 0o666, os.makedev(1, 5))
+    except PermissionError:
+        pytest.skip("nor may this one")
+    assert names(copied(layout, tmp_path)) == {"latest"}
+
+
+def test_no_mode_and_no_time_is_copied(layout: Layout, tmp_path: Path) -> None:
+    """A program that runs as its owner would, copied by root, run as root."""
+    file = layout.root / "checkpoint" / "tool"
+    file.write_text("#!/bin/sh\n")
+    file.chmod(0o6777)
+    os.utime(file, (1, 1))
+    with suppress(OSError):  # not every file system has them
+        os.setxattr(file, "user.mine", b"x")
+    before = os.umask(0o027)
+    try:
+        made = copied(layout, tmp_path) / "checkpoint" / "tool"
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(made.stat().st_mode) == 0o640
+    assert made.stat().st_mtime > 1
+    assert os.listxattr(made) == []
+
+
+def test_deepspeeds_converter_is_not_copied(layout: Layout, tmp_path: Path) -> None:
+    """People run it, and it comes with the checkpoint; `python -m deepspeed.utils.zero_to_fp32` is the same."""
+    for name in ("zero_to_fp32.py", "checkpoint/ZERO_to_fp32.py"):
+        (layout.root / name).write_text("import os")
+    assert names(copied(layout, tmp_path)) == {"latest"}
+
+
+def test_there_is_a_limit(layout: Layout, tmp_path: Path) -> None:
+    file = layout.root / "checkpoint" / "sparse"
+    file.touch()
+    os.truncate(file, 1 << 40)
+    with pytest.raises(CheckpointError, match=r"sparse is too large to be copied: .* Move it away") as refused:
+        copied(layout, tmp_path)
+    assert str(file) in str(refused.value)
+    shutil.rmtree(tmp_path / "out.ckpt")
+    os.truncate(file, MAX_BESIDE // 2)
+    assert (copied(layout, tmp_path) / "checkpoint" / "sparse").stat().st_size == MAX_BESIDE // 2
+    shutil.rmtree(tmp_path / "out.ckpt")
+    for name in "abc":
+        shutil.copy(file, file.with_name(name))
+    with pytest.raises(CheckpointError, match="is too large to be copied"):
+        copied(layout, tmp_path)
+
+
+def test_a_file_that_grows_is_copied_up_to_the_limit(
+    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (layout.root / "grows").write_bytes(b"x" * 100)
+    real = os.fstat
+    monkeypatch.setattr("ds_frozen_patch.checkpoint.writing.MAX_BESIDE", 50)
+    monkeypatch.setattr(os, "stat", lambda *a, real=os.stat, **k: small(real(*a, **k)))
+    monkeypatch.setattr(os, "fstat", lambda opened: small(real(opened)))
+
+    def small(found: os.stat_result) -> Any:
+        return os.stat_result([*found[:6], min(found.st_size, 10), *found[7:]])
+
+    with pytest.raises(CheckpointError, match="grows is too large to be copied"):
+        copied(layout, tmp_path)
+
+
+def test_folders_in_each_other(layout: Layout, tmp_path: Path) -> None:
+    folder = layout.root / "checkpoint"
+    for _ in range(400):
+        folder = folder / "d"
+        folder.mkdir()
+    with pytest.raises(CheckpointError, match="folders inside of each other"):
+        copied(layout, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["checkpoint/inner", "note"])
+def test_what_becomes_a_link(layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Swapped in the moment between the look and the copy."""
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "key").write_text("secret")
+    (layout.root / "checkpoint" / "inner").mkdir()
+    (layout.root / "note").write_text("harmless")
+    swapped, real = layout.root / name, os.open
+
+    def swap(path: Any, *args: Any, **kwargs: Any) -> int:
+        if str(path) in (swapped.name, str(swapped)) and not swapped.is_symlink():
+            is_folder = swapped.is_dir()
+            swapped.rename(tmp_path / "aside")
+            swapped.symlink_to(tmp_path / "private" / ("" if is_folder else "key"))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", swap)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        copied(layout, tmp_path)
+    assert swapped.is_symlink()
+    assert "secret" not in {item.read_text() for item in (tmp_path / "out.ckpt").rglob("*") if item.is_file()}
+
+
+# What is copied into an output is what was checked.
+
+
+class RunsCode:
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch '{self.file}'",)
+
+
+def test_an_optimizer_that_is_swapped_after_the_check(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "full.ckpt"
+    shutil.copytree(checkpoints(2) / "full.ckpt", source)
+    file = max(source.rglob("*optim_states.pt"))
+    foul = loaded(file)
+    good = loaded(file)
+    foul["mine"] = RunsCode(tmp_path / "it ran")
+
+    def check_and_swap(found: Any) -> None:
+        check_one_run(found)
+        torch.save(foul, tmp_path / "other.pt")
+        (tmp_path / "other.pt").replace(file)
+
+    monkeypatch.setattr("ds_frozen_patch.checkpoint.pruning.check_one_run", check_and_swap)
+    prune(source, tmp_path / "pruned.ckpt")
+    made = loaded(tmp_path / "pruned.ckpt" / "checkpoint" / file.name)
+    assert made.keys() == good.keys()
+    assert not (tmp_path / "it ran").exists()
+
+
+# Links in a checkpoint.
+
+
+def linked(source: Path, what: str, elsewhere: Path) -> None:
+    """Let a checkpoint consist of links."""
+    if what == "the directory":
+        source.rename(elsewhere)
+        source.symlink_to(elsewhere)
+    elif what == "the folder":
+        (source / "checkpoint").rename(elsewhere)
+        (source / "checkpoint").symlink_to(elsewhere)
+    elif what == "a file":
+        file = max(source.rglob("*optim_states.pt"))
+        file.rename(elsewhere)
+        file.symlink_to(elsewhere)
+    elif what == "a file, by another link":
+        file = max(source.rglob("*optim_states.pt"))
+        file.rename(elsewhere)
+        (source / "step").symlink_to(elsewhere)
+        file.symlink_to("../step")
+    elif what == "a folder inside":
+        (source / "checkpoint").rename(source / "global_step4")
+        (source / "checkpoint").symlink_to("global_step4")
+    elif what == "a file inside":
+        file = max(source.rglob("*optim_states.pt"))
+        file.rename(source / "kept")
+        file.symlink_to("../kept")
+
+
+@pytest.mark.parametrize("what", ["the directory", "a folder inside", "a file inside"])
+def test_links_that_are_followed(checkpoints: Checkpoints, tmp_path: Path, what: str) -> None:
+    """The whole on another disk, and links that stay inside of the checkpoint."""
+    source = tmp_path / "full.ckpt"
+    shutil.copytree(checkpoints(2) / "full.ckpt", source)
+    linked(source, what, tmp_path / "elsewhere")
+    assert main(["prune", str(source), str(tmp_path / "pruned.ckpt"), "-q"]) == 0
+    (file,) = (tmp_path / "pruned.ckpt" / "checkpoint").glob("*model_states.pt")
+    assert manifest_of(loaded(file)).left_out
+    assert not [item for item in (tmp_path / "pruned.ckpt").rglob("*") if item.is_symlink()]
+
+
+@pytest.mark.parametrize("what", ["the folder", "a file", "a file, by another link"])
+def test_links_that_are_refused(
+    checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    """A checkpoint from outside could name a file of the user's, and what is made of it is handed on."""
+    source = tmp_path / "full.ckpt"
+    shutil.copytree(checkpoints(2) / "full.ckpt", source)
+    linked(source, what, tmp_path / "elsewhere")
+    for line in (["inspect"], ["verify"], ["prune", str(tmp_path / "pruned.ckpt")]):
+        assert main([line[0], str(source), *line[1:]]) == 1
+        said = "".join(capsys.readouterr())
+        assert "is a link out of the checkpoint" in said
+        assert "cp -rL" in said
+        assert main([line[0], str(source), *line[1:], "--trust"]) == 0  # as of Hugging Face's cache, or of DVC
+        capsys.readouterr()
+    assert load(source, None, trust=True).layout.root == source
+
+
+def test_a_folder_for_other_ranks_that_is_a_link(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    source = tmp_path / "small.ckpt"
+    shutil.copytree(checkpoints(2) / "small.ckpt", source)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "precious").touch()
+    (source / "checkpoint.ranks3").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"checkpoint\.ranks3 is a link"):
+        reshard_inside(source, None, ranks=3)
+    assert [item.name for item in (tmp_path / "elsewhere").iterdir()] == ["precious"]
+
+
+# Where a patched save writes.
+
+
+def a_save(target: Path) -> Save:
+    strategy = SimpleNamespace(is_global_zero=True, global_rank=0, local_rank=0, root_device=torch.device("cpu"))
+    return Save(strategy, None, target, "0123456789ab", None, False, False, True, None)
+
+
+def links(folder: Path, elsewhere: Path, name: str) -> None:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).symlink_to(elsewhere)
+
+
+@pytest.mark.parametrize("to", ["a file", "a folder", "nothing"])
+@pytest.mark.parametrize("name", [".trainable.safetensors.partial", "trainable.safetensors"])
+def test_a_save_does_not_write_through_a_link(tmp_path: Path, name: str, to: str) -> None:
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "out"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_text("precious")
+    links(folder, {"a file": elsewhere / "precious", "a folder": elsewhere, "nothing": elsewhere / "new"}[to], name)
+    save = a_save(folder)
+    _ready._write(save, folder / "trainable.safetensors", {}, {"a": torch.ones(3)})
+    assert save.failed == []
+    assert (names(elsewhere), (elsewhere / "precious").read_text()) == ({"precious"}, "precious")
+    assert names(folder) == {"trainable.safetensors"}
+    assert not (folder / "trainable.safetensors").is_symlink()
+    assert (folder / "trainable.safetensors").stat().st_size > 12
+
+
+@pytest.mark.parametrize("name", ["adapter", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"])
+def test_an_adapter_is_not_written_through_a_link(tmp_path: Path, name: str) -> None:
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "out"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_text("precious")
+    links(folder, elsewhere if name == "adapter" else elsewhere / "precious", name)
+
+    def config(to: Path) -> None:
+        (to / "adapter_config.json").write_text("{}")
+
+    save = a_save(folder)
+    _ready._write(save, folder / "adapter" / "adapter_model.safetensors", {}, {"a": torch.ones(3)}, config)
+    assert (names(elsewhere), (elsewhere / "precious").read_text()) == ({"precious"}, "precious")
+    if name == "adapter":
+        assert "is a link" in str(save.failed[0])
+    else:
+        assert save.failed == []
+        assert names(folder) == {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"}
+        assert not any(item.is_symlink() for item in folder.rglob("*"))
+
+
+def test_the_directory_of_a_save_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    save = a_save(tmp_path / "out")
+    _ready._write(save, tmp_path / "out" / "trainable.safetensors", {}, {"a": torch.ones(3)})
+    assert (save.failed, names(tmp_path / "disk")) == ([], {"trainable.safetensors"})
+
+
+def test_what_a_killed_save_has_left_is_removed(tmp_path: Path) -> None:
+    left = tmp_path / ".trainable.safetensors.partial"
+    for inner in ("", "inner"):
+        (left / inner).mkdir(parents=True) if inner else left.write_text("half")
+        _ready._write(a_save(tmp_path), tmp_path / "trainable.safetensors", {}, {"a": torch.ones(3)})
+        assert names(tmp_path) == {"trainable.safetensors"}
+        assert {item.name for item in tmp_path.iterdir()} == {"trainable.safetensors"}
+
+
+@pytest.mark.parametrize("make", [lambda work, to: work.symlink_to(to), lambda work, to: work.write_text("mine")])
+def test_a_work_folder_that_is_not_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path, Path], Any]
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    save = a_save(tmp_path / "last.ckpt")
+    make(save.work, tmp_path / "elsewhere")
+    monkeypatch.setattr("ds_frozen_patch._save.find_disks", lambda *_: _disks.Disks((0,)))
+    save.begin()
+    assert str(save.work) in str(save.failed[0])
+    assert names(tmp_path / "elsewhere") == set()
+
+
+def test_a_marker_in_a_work_folder_that_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    work = tmp_path / ".ds_frozen_patch-0123456789ab"
+    work.symlink_to(tmp_path / "elsewhere")
+    monkeypatch.setattr(_disks, "gather_numbers", lambda numbers, _: [numbers])
+    _disks.find_disks(a_save(tmp_path / "last.ckpt").strategy, None, work)
+    assert names(tmp_path / "elsewhere") == set()
