@@ -38,8 +38,8 @@ def trust() -> Iterator[None]:
 
     if Version(metadata.version("torch")) < ASKS:
         raise CheckpointError(
-            f"patch(trust=False) needs torch {ASKS} or newer, better 2.10: torch {torch.__version__} cannot say what a file"
-            " names. Update torch, or load without it."
+            f"patch(trust=False) needs torch {ASKS} or newer, better 2.10: torch {torch.__version__} cannot say what a"
+            " file names. Update torch, or load without it."
         )
     original = torch.load
 
@@ -67,7 +67,7 @@ def check(file: Path) -> None:
 
     if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file):
         raise CheckpointError(
-            f"{file} names {named(unsafe)}, and patch(trust=False) loads nothing that could run. Nothing was run. If you"
-            " know these classes and where the file is from, declare them with torch.serialization.add_safe_globals, or"
-            " load without trust=False."
+            f"{file} names {named(unsafe)}, and patch(trust=False) loads nothing that could run. Nothing was run. If"
+            " you know these classes and where the file is from, declare them with"
+            " torch.serialization.add_safe_globals, or load without trust=False."
         )

@@ -391,9 +391,9 @@ refused(ValueError, "DS_FROZEN_PATCH_VERIFY_BASE", "'no'")
 del os.environ["DS_FROZEN_PATCH_VERIFY_BASE"]
 refused(TypeError, "elastic", elastic="yes")
 refused(TypeError, "elastic", elastic=1)
+refused(TypeError, "trust", trust="no")
 os.environ["DS_FROZEN_PATCH_ELASTIC"] = "yes"
 refused(ValueError, "DS_FROZEN_PATCH_ELASTIC", "'yes'")
-refused(TypeError, "trust", trust="no")
 """
     site.run(program)
 
