@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._errors import CheckpointMismatchError
 from .fingerprint import fingerprints, process_memory
-from .parameters import BUFFER, PARAMETER, PART, Held, part_name, part_suffix, plain
+from .parameters import BUFFER, PARAMETER, PART, Held, is_name, part_name, part_suffix, plain
 
 if TYPE_CHECKING:
     import torch
@@ -135,6 +135,7 @@ class Manifest:
     def _from_values(cls, state: Mapping[str, Any]) -> Manifest:
         left_out: list[LeftOut] = []
         parts = dict(state.get("parts", {}))
+        _check_number(state["left_out"], parts)
         for names, *values in state["left_out"]:
             left_out.append(_made_of(PARAMETER, "", names, *values))
             left_out += _parts_of(names, parts.pop(names[0], ()))
@@ -155,11 +156,13 @@ class Manifest:
     def _check(self) -> None:
         """Raise ValueError where it says something of another kind than is said there."""
         told = {**self.versions, **{k: v for adapters in self.adapters.values() for k, v in adapters.items()}}
-        texts = [text for p in self.left_out for text in (*p.names, p.dtype, p.fingerprint or "", p.group)]
+        texts = [text for p in self.left_out for text in (p.dtype, p.fingerprint or "", p.group)]
         numbers = [size for p in self.left_out for size in p.shape]
         numbers += [self.total_bytes, self.zero_stage, self.world_size]
         if not all(isinstance(text, str) for text in (*texts, *told, *told.values(), *self.adapters)):
             raise ValueError("a name is no text")
+        if not all(is_name(name) for p in self.left_out for name in p.names):
+            raise ValueError("a name is no text, or too long")
         if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
             raise ValueError("a size is no number")
         if not all(p.names and len(p.shape) <= 64 for p in self.left_out):
@@ -185,8 +188,22 @@ def _values_of(one: LeftOut, name: str | tuple[str, ...]) -> tuple[Any, ...]:
     return name if isinstance(name, str) else list(name), list(one.shape), one.dtype, one.fingerprint
 
 
+def _check_number(left_out: Sequence[Any], parts: Mapping[str, Sequence[Any]]) -> None:
+    """Raise ValueError for far more names than are there: what is alike of two parameters is in a file once."""
+    count = sum(len(names) * (1 + len(parts.get(names[0], ()))) for names, *_ in left_out if names)
+    there = (
+        len(left_out)
+        + sum(len(names) for names, *_ in left_out)
+        + sum({id(p): len(p) for p in parts.values()}.values())
+    )
+    if count > 100_000 + 50 * there:
+        raise ValueError("it names far more than there is")
+
+
 def _parts_of(names: Sequence[str], parts: Iterable[tuple[Any, ...]]) -> Iterator[LeftOut]:
     for suffix, *values in parts:
+        if not is_name(suffix) or not all(map(is_name, names)):
+            raise ValueError("a name is no text, or too long")
         own = dict.fromkeys(part_name(name, suffix) for name in names)
         yield _made_of(PART, names[0], own, *values)
 

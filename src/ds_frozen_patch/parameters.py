@@ -89,6 +89,11 @@ def plain(name: str) -> str:
     return name
 
 
+def is_name(value: Any) -> bool:
+    """Whether this can be the name of a parameter or buffer: a text that is soon taken apart."""
+    return isinstance(value, str) and len(value) <= 1000 and value.count(".") <= 100
+
+
 def prefix_of(names: Iterable[str]) -> str:
     """`PREFIX` if these names of one module have it, which all or none do, else nothing."""
     return PREFIX if next(iter(names), "").startswith(PREFIX) else ""

@@ -158,8 +158,25 @@ BY_OPCODE: dict[str, bytes] = {
     "an end before the end": b".",
     "more taken than there is": b"0000000000",
 }  # fmt: skip
-# A class of DeepSpeed's may be named; that a frame or the memo is said to be large costs nothing where nothing is made.
-HARMLESS = {"an end before the end", "a class", "a frame that says it is large", "a place in the memo far out"}
+BY_OPCODE |= {
+    "LightningCLI": b"clightning.pytorch.cli\nLightningCLI\n" + TEXT + b"\x85R",
+    "a configuration of PEFT's with arguments": b"cpeft.tuners.lora.config\nLoraConfig\n" + TEXT + b"\x85R",
+    "a class of Lightning's with arguments": b"clightning.fabric.utilities.data\nAttributeDict\n" + TEXT + b"\x85R",
+    "arrays of addresses": b"cnumpy\ndtype\nX\2\0\0\0O8\x89\x88\x87R",
+    "a slice as a key of a list": b"]cbuiltins\nslice\nK\0K\1\x86R]s",
+    "slices in each other": b"N" + b"q\2cbuiltins\nslice\nh\2NN\x87R" * 50_000,
+    "a ladder in an OrderedDict": b"ccollections\nOrderedDict\n](" + LADDER + b"Nle\x85R",
+    "a ladder by a tensor's function": b"ctorch._tensor\n_rebuild_from_type_v2\n(cbuiltins\nset\nctorch\nTensor\n(]"
+    + LADDER + b"at}tR",
+    "a function as a value": b"ctorch._utils\n_rebuild_tensor_v2\n",
+    "keys that collide": b"}(" + b"".join(
+        b"\x8a\x10" + (i * ((1 << 61) - 1)).to_bytes(16, "little") + b"N" for i in range(20_000)) + b"u",
+    "empty sets": b"](" + b"\x8f" * 500_000 + b"e",
+    "one bytearray again and again": b"cbuiltins\nbytearray\n" + BYTES + b"\x85Rq\2](" + b"h\2" * 50_000 + b"e",
+    "one list again and again": b"](" + b"K\1" * 50_000 + b"eq\2](" + b"h\2" * 50_000 + b"e",
+}  # fmt: skip
+# That a frame or the memo is said to be large costs nothing where nothing is made.
+HARMLESS = {"an end before the end", "a frame that says it is large", "a place in the memo far out"}
 
 
 def inject(file: Path, code: bytes, canary: Path) -> None:
@@ -258,12 +275,25 @@ SAID: dict[str, Callable[[dict[str, Any]], Any]] = {
     "_instantiator, as old releases had it": lambda s: s.update(hparams={"_instantiator": "builtins.exec"}),
     "_instantiator of a Namespace": lambda s: s.update(hyper_parameters=argparse.Namespace(_instantiator="os.system")),
     "_instantiator of data": lambda s: s.update(datamodule_hyper_parameters={"_instantiator": "os.system"}),
+    "_instantiator in pairs": lambda s: s.update(hyper_parameters=[["_instantiator", "os.system"]]),
+    "_instantiator of a defaultdict": lambda s: s.update(
+        hyper_parameters=collections.defaultdict(None, _instantiator="os.system")
+    ),
+    "names that are dotted": lambda s: s["module"].update({"a." * 100_000: torch.ones(1)}),
+    "a manifest of dotted names": lambda s: s.update({KEY: manifest([["a." * 100_000], [1], "float32", None])}),
+    "buffers of one tensor": lambda s: buffers_of_one_tensor(s),
 }
 
 
 def beyond() -> Evil:
     storage = torch.ones(4)._typed_storage()  # type: ignore[no-untyped-call]
     return Evil(torch._utils._rebuild_tensor_v2, storage, 2, (4,), (1,), False, collections.OrderedDict())
+
+
+def buffers_of_one_tensor(state: dict[str, Any]) -> None:
+    buffers = {f"buffer{i}": torch.ones(1).expand(1 << 20) for i in range(1000)}
+    state["module"].update(buffers)
+    state["buffer_names"] = [*state["buffer_names"], *buffers]
 
 
 def views() -> dict[str, torch.Tensor]:
@@ -755,14 +785,19 @@ def test_a_tag_is_a_name(good: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_the_converter_is_given_what_deepspeed_saves_alone(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It unpickles, and could run a class that may be in a checkpoint elsewhere."""
-    for name in (
-        "lightning.pytorch.cli\nLightningCLI",
-        "deepspeed.launcher.runner\nPDSHRunner",
-        "collections\nnamedtuple",
+    for code in (
+        b"cargparse\nNamespace\n)\x81",
+        b"}cpathlib\nPosixPath\n" + TEXT + b"\x85RNs",
+        b"cdeepspeed.runtime.fp16.loss_scaler\nLossScaler\n)\x81}X\1\0\0\0acpathlib\nPosixPath\n)Rsb",
+        b"ccollections\ndefaultdict\nN\x85R",
+        b"cbuiltins\nslice\nK\0K\1\x86R",
     ):
-        code = f"c{name}\n".encode() + TEXT + b"\x85R"
         lines = attacked(good, on_file("optim", lambda file, canary, code=code: into_the_optimizer(file, code)))  # type: ignore[misc]
-        assert "which DeepSpeed's converter could run" in refused(lines["universal"], good, capsys, False)
+        assert "DeepSpeed's converter would unpickle it" in refused(lines["universal"], good, capsys, False)
+    for name in ("../../outside", "/tmp/outside", "a\\b", ".."):
+        renamed = on_state(lambda state, _, name=name: state["param_shapes"].append({name: torch.Size([0])}))  # type: ignore[misc]
+        lines = attacked(good, renamed)
+        refused(lines["universal"], good, capsys, False)
 
 
 def into_the_optimizer(file: Path, code: bytes) -> None:

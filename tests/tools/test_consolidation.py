@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import warnings
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +22,7 @@ from tools_checkpoints import (
     NORM,
     Checkpoints,
     base_model,
+    changed,
     loaded,
     precision_of,
     raw,
@@ -28,7 +31,7 @@ from tools_checkpoints import (
 )
 from under_test import BF16, PRECISIONS
 
-from ds_frozen_patch import CheckpointError, consolidate, prune
+from ds_frozen_patch import CheckpointError, consolidate, prune, reshard
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.manifest import KEY
 
@@ -415,3 +418,29 @@ def test_the_command_line(
     assert found["size"] == sum(tensor.nbytes for tensor in load_file(tmp_path / "one.safetensors").values())
     assert main(["consolidate", small, str(tmp_path / "part.ckpt")]) == 0
     assert "--base puts them in" in capsys.readouterr().out
+
+
+def test_hyperparameters_that_name_classes_are_dropped(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    source = tmp_path / "in.ckpt"
+    shutil.copytree(checkpoints(2) / "small.ckpt", source)
+    own = "lightning.pytorch.cli.instantiate_module"
+    said = {
+        "_instantiator": own,
+        "net": {"class_path": "subprocess.Popen", "init_args": {"args": "true"}},
+        "hidden": 16,
+    }
+    for file in source.rglob("*model_states.pt"):
+        changed(file, lambda state: state.update(hyper_parameters=dict(said)))
+    before = snapshot(source)
+    with pytest.warns(UserWarning, match=r"out\.ckpt is without these hyper-parameters.*'_instantiator', 'net'\. Pass"):
+        consolidate(source, tmp_path / "out.ckpt")
+    assert torch.load(tmp_path / "out.ckpt", weights_only=True)["hyper_parameters"] == {"hidden": 16}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        consolidate(source, tmp_path / "all.ckpt", trust=True)
+    assert torch.load(tmp_path / "all.ckpt", weights_only=True)["hyper_parameters"] == said
+    # A checkpoint that a run resumes from stays as it is.
+    reshard(source, tmp_path / "resharded.ckpt", ranks=3)
+    for file in (tmp_path / "resharded.ckpt").rglob("*model_states.pt"):
+        assert loaded(file)["hyper_parameters"] == said
+    assert snapshot(source) == before

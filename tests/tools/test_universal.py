@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from importlib import metadata
 from pathlib import Path
@@ -12,7 +13,7 @@ import runs
 from tools_checkpoints import Checkpoints, changed, loaded, raw, settings, snapshot, weights_of
 from under_test import CELL, DeepSpeedStrategy
 
-from ds_frozen_patch import consolidate, universal
+from ds_frozen_patch import CheckpointError, consolidate, universal
 from ds_frozen_patch.checkpoint import universal as module
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.manifest import KEY
@@ -123,3 +124,62 @@ def test_the_command(checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.Ca
     said = capsys.readouterr().out
     assert said.startswith(f"Would write {tmp_path / 'out.ckpt'}: ZeRO stage 2, by deepspeed 0.17.6.\n")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.once
+def test_nothing_is_imported_from_the_current_folder(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    for name in ("torch", "tqdm", "deepspeed", "runpy", "importlib"):
+        (here / name).mkdir(parents=True)
+        (here / name / "__init__.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w'); raise SystemExit(3)")
+        (here / f"{name}.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w'); raise SystemExit(3)")
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("PYTHONPATH", f"{os.pathsep.join([os.environ.get('PYTHONPATH', ''), '', '.', str(here)])}")
+    shutil.copytree(checkpoints(2) / "small.ckpt", here / "in.ckpt")
+    universal("in.ckpt", "out.ckpt")
+    assert (here / "out.ckpt" / "checkpoint" / "zero").is_dir()
+    assert not (tmp_path / "canary").exists()
+
+
+# What a file says, with nothing but names that may be in a checkpoint.
+UNKNOWN: dict[str, Any] = {
+    "a key of the number of ranks": lambda s: s.update(mp_world_size={Path("a"): 1}),
+    "the number of ranks": lambda s: s.update(mp_world_size={1: 1}),
+    "the release": lambda s: s.update(ds_version=["0.17.6"]),
+}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("what", UNKNOWN)
+def test_the_converter_is_given_numbers_and_tensors_alone(checkpoints: Checkpoints, tmp_path: Path, what: str) -> None:
+    shutil.copytree(checkpoints(2) / "full.ckpt", tmp_path / "in.ckpt")
+    for file in tmp_path.rglob("*model_states.pt"):
+        changed(file, UNKNOWN[what])
+    with pytest.raises(CheckpointError, match="DeepSpeed's converter would unpickle it") as refused:
+        universal(tmp_path / "in.ckpt", tmp_path / "out.ckpt")
+    assert refused.value.__suppress_context__
+    assert [item.name for item in tmp_path.iterdir()] == ["in.ckpt"]
+
+
+@pytest.mark.once
+def test_the_converter_loads_weights_only(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program in the place of the converter that loads something else."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "loads.py").write_text(
+        "import collections, sys, torch\n"
+        f"torch.save(collections.deque([1]), {str(tmp_path / 'a.pt')!r})\n"
+        f"torch.load({str(tmp_path / 'a.pt')!r}, weights_only=False)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'code'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    monkeypatch.setattr(module, "CONVERTER", "loads")
+    with pytest.raises(CheckpointError, match="has failed; it said last: "):
+        universal(checkpoints(2) / "small.ckpt", tmp_path / "out.ckpt")
+    assert (tmp_path / "a.pt").exists()
+    (tmp_path / "code" / "loads.py").write_text("import sys; sys.exit('it was started')")
+    with pytest.raises(CheckpointError, match="it said last: it was started"):
+        universal(checkpoints(2) / "small.ckpt", tmp_path / "out.ckpt")

@@ -7,14 +7,15 @@ LightningModule before them, and PEFT's names in between.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from .._errors import CheckpointError, named
 from ..manifest import LeftOut, Manifest
-from ..parameters import PARAMETER, plain
+from ..parameters import PARAMETER, is_name, plain
 from . import converting, safetensors_file
 from .archive import read
 from .quantization import groups, is_subclass, subclass
@@ -23,7 +24,7 @@ from .requantizing import Made, Quantizer, check_installed, made
 from .safetensors_file import MAX_HEADER
 from .states import check_together, load
 from .stored import Storage, StoredTensor
-from .weights import weights
+from .weights import check_proportion, weights
 
 _PEFTS_OWN = ("base_model.model.", "base_layer.", "original_module.", "quant_linear_module.", "token_adapter.")
 # PEFT's values of `init_lora_weights` that change the base's weights, by how they begin.
@@ -61,13 +62,25 @@ class Base:
             if ending in self.tensors:
                 return self.tensors[ending]
             ending = ending.partition(".")[2]
-        parts = name.split(".")
-        for start in range(len(parts) - 1):
-            ending = ".".join(parts[start:])
-            longer = [known for known in self.tensors if known.endswith(f".{ending}")]
-            if len(longer) == 1:
-                return self.tensors[longer[0]]
+        for ending in (name, *_endings(name)):
+            if "." in ending and (longer := self._longer.get(ending)) is not None:
+                return self.tensors[longer]
         return None
+
+    @cached_property
+    def _longer(self) -> dict[str, str | None]:
+        """The name that ends so, by each ending; None where several do."""
+        found: dict[str, str | None] = {}
+        for known in filter(is_name, self.tensors):
+            for ending in _endings(known):
+                found[ending] = None if ending in found else known
+        return found
+
+
+def _endings(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.partition(".")[2]
+        yield name
 
 
 def _without_wrappers(name: str) -> str:
@@ -186,6 +199,10 @@ def tensors_for(manifest: Manifest, base: Base) -> dict[LeftOut, Whole]:
         raise CheckpointError(f"{base.path} lacks {named([one.name for one in missing])}. {_remedy(missing, manifest)}")
     if reshaped:
         raise CheckpointError(f"{base.path} is not the base that was saved with: {'; '.join(reshaped[:5])}.")
+    check_proportion(
+        sum(tensor.nbytes for tensor in there.values()),
+        *{piece.storage.file for tensor in there.values() for piece in tensor.pieces},
+    )
     if any(isinstance(tensor, Made) for tensor in there.values()):
         check_installed()
     return there

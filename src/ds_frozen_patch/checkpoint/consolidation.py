@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from .._labels import LABEL
 from .._progress import progress
 from ..manifest import KEY, LeftOut, Manifest
 from ..parameters import PARAMETER
-from . import converting, safetensors_file
+from . import converting, hyperparameters, safetensors_file
 from .archive import read
 from .base import Base, open_base, refuse_wrong, tensors_for
 from .quantization import of_torchao
@@ -119,7 +120,8 @@ def consolidate(
             file, or a full checkpoint. Its parameters are compared with the fingerprints in the manifest.
         max_shard_size: of each file in a folder, in bytes; one tensor may be larger.
         trust: also read files that name classes which do not belong in a checkpoint, and follow links out of it. None
-            of them is run.
+            of them is run. And keep hyper-parameters that name classes, by which Lightning would import and make them;
+            without it they are dropped, with a warning.
         dry_run: write nothing and read no tensor.
         quiet: show no progress on stderr.
 
@@ -169,7 +171,7 @@ def consolidate(
         return done
     with output(path, *sources) as made, Records() as records, progress("writing", done.size, quiet) as told:
         if path.suffix in TORCH_SUFFIXES:
-            _write_torch(made, states, plan, is_whole, Reader(records, plan, told))
+            _write_torch(made, states, plan, is_whole, Reader(records, plan, told), trust)
         elif path.suffix == ".safetensors":
             write_shard(made, plan.tensors, plan, Reader(records, plan, told))
         else:
@@ -198,7 +200,7 @@ def consolidate_over(checkpoint_dir: str | Path, output_file: str | Path, tag: s
         progress("writing", plan.size, False) as told,
     ):
         is_whole = not (states.manifest and states.manifest.left_out)
-        _write_torch(made, states, plan, is_whole, Reader(records, plan, told))
+        _write_torch(made, states, plan, is_whole, Reader(records, plan, told), trust=True)
     state: dict[str, Any] = read(file, trust=True).state
     stored = {name: whole(item) for name, item in state["state_dict"].items()}
     return {**state, "state_dict": mapped(stored)}
@@ -276,11 +278,20 @@ class Reader:
         return made
 
 
-def _write_torch(file: Path, states: States, plan: Plan, is_whole: bool, reader: Reader) -> None:
+def _write_torch(file: Path, states: States, plan: Plan, is_whole: bool, reader: Reader, trust: bool) -> None:
     """A Lightning checkpoint: the client's state, and the weights as `state_dict`."""
     kept = {key: value for key, value in states.models[0].items() if key not in (*DEEPSPEEDS_OWN, ELASTIC, LABEL)}
     if is_whole:
         kept.pop(KEY, None)
+    if not trust:
+        kept, dropped = hyperparameters.without_classes(kept)
+        if dropped:
+            warnings.warn(
+                f"{file.name} is without these hyper-parameters, by which load_from_checkpoint or LightningCLI would"
+                f" import and make classes: {named(dropped)}. Pass what they stood for to load_from_checkpoint as"
+                " arguments. If you know where the checkpoint is from, keep them with --trust (trust=True).",
+                stacklevel=3,
+            )
     made: dict[str, Any] = dict(plan.pickled)
     for name, tensor in plan.tensors.items():
         storage = Storage(Path(), name, plan.dtype_of(name), tensor.numel)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,6 +15,7 @@ from .._progress import progress
 from ..manifest import Manifest
 from . import converting
 from .consolidation import Plan, Reader, write_shard
+from .patterns import steps
 from .records import Records
 from .states import check_together, load
 from .weights import Weights, check_one_run, weights
@@ -102,8 +104,12 @@ class Adapter:
             others: names of what was not trained, and of buffers; the adapter's own are taken.
             adapters: the names of all adapters of its model; what other ones own is not taken.
         """
-        rivals = [Adapter(self.module, name, None) for name in adapters if name != self.name]
-        chosen = [name for name in trained if not _is_a_layers(name) and not any(r.owns(name) for r in rivals)]
+        rivals = {name: Adapter(self.module, name, None) for name in adapters if name != self.name}
+
+        def has_other_owner(name: str) -> bool:
+            return any(part in rivals and rivals[part].owns(name) for part in name.split("."))
+
+        chosen = [name for name in trained if not _is_a_layers(name) and not has_other_owner(name)]
         chosen += [name for name in aliases if self.owns(name) and ".token_adapter." not in name]
         chosen += [name for name in others if self.owns(name)]
         found = {self.peft_name(name): name for name in chosen}
@@ -112,7 +118,7 @@ class Adapter:
     def check(self) -> None:
         """Raise CheckpointError where PEFT's file holds something else than the weights in a checkpoint."""
         config = self.config or {}
-        kind = config.get("peft_type")
+        kind = str(config.get("peft_type"))
         why = None
         if kind in _PROMPTS:
             why = f"it computes the content of its {kind} files from the weights"
@@ -228,7 +234,7 @@ def _adapter(found: Weights, manifest: Manifest | None, name: str | None, file: 
         known = name or (next(iter(adapters)) if len(adapters) == 1 else "default")
         if known not in adapters:
             raise CheckpointError(f"The run had no adapter {known!r}, but {named(list(adapters))}. Say it: --adapter")
-        return Adapter(module, known, _config(file) if file else json.loads(adapters[known]))
+        return Adapter(module, known, _config(file) if file else _recorded(adapters[known]))
     prefixes = {own.partition(_PEFTS_PREFIX)[0] for own in found.trained if _PEFTS_PREFIX in own}
     if len(prefixes) != 1:
         raise CheckpointError(
@@ -252,6 +258,50 @@ def _config(path: str | Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} is no adapter_config.json of PEFT ({error}).") from None
     return said
+
+
+def _recorded(text: str) -> dict[str, Any]:
+    """A configuration that the checkpoint holds, without what PEFT would import or take for ever on by it."""
+    try:
+        said = json.loads(text)
+        if not isinstance(said, dict) or not isinstance(said.get("peft_type"), str):
+            raise ValueError("it has no peft_type")
+        _check_patterns(said)
+        if said.get("megatron_core") not in (None, "megatron.core"):  # a module that PEFT imports
+            raise ValueError(f"it names {said['megatron_core']!r:.100} as its megatron_core")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"The adapter's configuration in the checkpoint is damaged, or could harm: {error}. Pass one that you"
+            " trust: --adapter-config adapter_config.json (PeftConfig.save_pretrained writes one)."
+        ) from None
+    mapping = said.get("auto_mapping")
+    library = mapping.get("parent_library") if isinstance(mapping, dict) else mapping
+    if not (library is None or (isinstance(library, str) and library.startswith(_LIBRARIES))):
+        said["auto_mapping"] = None
+        warnings.warn(
+            f"The adapter_config.json is without auto_mapping, by which AutoPeftModel would import {library!r:.100}."
+            " Load it by PeftModel.from_pretrained, or export with --adapter-config and one that you trust.",
+            stacklevel=4,
+        )
+    return said
+
+
+_LIBRARIES = ("transformers.", "diffusers.")
+
+
+def _check_patterns(config: dict[str, Any]) -> None:
+    """Raise ValueError for regular expressions with which PEFT would never end."""
+    for key, value in config.items():
+        most = 10**7  # the time for one name is seconds then, at the very worst
+        patterns = [value] if isinstance(value, str) else []
+        if key.endswith("_pattern"):  # which PEFT puts into another
+            most = 10**5
+            patterns = list(value) if isinstance(value, list | dict) else patterns
+        elif not key.endswith(("_modules", "_parameters")):
+            continue
+        for pattern in patterns:
+            if not isinstance(pattern, str) or steps(pattern) > most:
+                raise ValueError(f"{key} has {pattern!r:.100}, with which a match could take for ever")
 
 
 def _of_adapter(found: Weights, manifest: Manifest | None, adapter: Adapter) -> tuple[dict[str, str], list[str]]:

@@ -12,11 +12,13 @@ from typing import Any
 from .._errors import CheckpointError, CheckpointMismatchError, named
 from .._labels import LABEL
 from ..manifest import KEY, Manifest, digest_of, reference
+from ..parameters import is_name
+from . import hyperparameters
 from .archive import Contents, read
 from .layout import Layout, check_links, find
 from .quantization import subclass
 from .records import Records, whole
-from .stored import StandIn, StoredTensor, everything, is_shape, tensors
+from .stored import StandIn, StoredTensor, is_shape, tensors
 
 DEEPSPEEDS_OWN = frozenset(
     [
@@ -43,9 +45,6 @@ DEEPSPEEDS_OWN = frozenset(
     ]
 )
 """What DeepSpeed puts into a file of model states; the rest is the client's."""
-
-
-_INSTANTIATORS = ("lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ def _check_form(file: Path, state: Mapping[str, Any]) -> None:
     sound = {
         "module": _is_mapping(state["module"]),
         "param_shapes": not isinstance(groups, list) or all(are_shapes(group) for group in groups),
-        "shared_params": _is_mapping(state.get("shared_params"), lambda name: isinstance(name, str)),
+        "shared_params": _is_mapping(state.get("shared_params"), is_name),
         "frozen_param_shapes": are_shapes(state.get("frozen_param_shapes")),
         "frozen_param_fragments": _is_mapping(
             state.get("frozen_param_fragments"), lambda part: isinstance(part, StoredTensor) or subclass(part)
@@ -160,23 +159,20 @@ def _check_form(file: Path, state: Mapping[str, Any]) -> None:
 def _is_mapping(value: Any, holds: Callable[[Any], object] = lambda _: True) -> bool:
     """Whether it gives values of a kind by names, if it is there at all."""
     return value is None or (
-        isinstance(value, dict) and all(isinstance(name, str) and holds(item) for name, item in value.items())
+        isinstance(value, dict) and all(is_name(name) and holds(item) for name, item in value.items())
     )
 
 
 def _check_instantiator(file: Path, state: Mapping[str, Any], trust: bool) -> None:
-    """Raise CheckpointError for a function by whose name Lightning before 2.6.6 would run it, at a load of weights."""
-    for key in ("hyper_parameters", "datamodule_hyper_parameters", "hparams", "module_arguments"):
-        for path, item in everything(state.get(key)):
-            pair = (path[-1], item) if path else item
-            if isinstance(item, tuple) and len(item) == 2:  # of a dictionary of another class
-                pair = item
-            if isinstance(pair, tuple) and pair[0] == "_instantiator" and pair[1] not in (None, *_INSTANTIATORS):
-                raise CheckpointError(
-                    f"{file} names {str(pair[1])[:100]!r} as the `_instantiator` of {key}, which is not Lightning's"
-                    " own: load_from_checkpoint could run it. Nothing was run. If you know where the file is from, go"
-                    " on with --trust (here it is not run then either)."
-                )
+    """Raise CheckpointError for what Lightning would run by its name, at a load of weights."""
+    if trust:
+        return
+    for what, said in hyperparameters.would_run(state):
+        raise CheckpointError(
+            f"{file} names {said!r:.100} as the `{what}`, which is not Lightning's own: load_from_checkpoint could run"
+            " it. Nothing was run. If you know where the file is from, go on with --trust (here it is not run then"
+            " either)."
+        )
 
 
 def check_together(states: States) -> None:

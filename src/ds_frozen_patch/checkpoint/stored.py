@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ STORAGES = {
 """The dtype of each of torch's storages."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Storage:
     """The raw bytes of one or more tensors: the record `key` of a file, of `numel` elements of `dtype`."""
 
@@ -40,7 +41,7 @@ class Storage:
         return self.numel * ITEM_SIZES[self.dtype]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor of the file: a view of a storage. `offset` and `stride` are in elements of `dtype`.
 
@@ -56,6 +57,10 @@ class StoredTensor:
     maker: str = field(default="torch._utils._rebuild_tensor_v2", compare=False)
     more: tuple[Any, ...] = field(default=(False, OrderedDict()), compare=False)
     wrapper: tuple[str, tuple[Any, ...]] | None = field(default=None, compare=False)
+
+    def __hash__(self) -> int:
+        # Whoever makes a file can choose shapes whose hashes are the same, but not texts.
+        return hash((self.storage, repr((self.offset, self.shape, self.stride))))
 
     @property
     def numel(self) -> int:
@@ -91,34 +96,37 @@ class StandIn:
     `is_called` says that it calls the class, instead of making an object of it.
     """
 
+    __slots__ = ("arguments", "is_called", "items", "pairs", "state")
     stands_for = ""
-    arguments: tuple[Any, ...] = ()
-    is_called = False
-    state: Any = None
+    arguments: tuple[Any, ...]
+    is_called: bool
+    items: list[Any] | tuple[()]
+    pairs: list[tuple[Any, Any]] | tuple[()]
+    state: Any
 
     def __new__(cls, *arguments: Any, **_: Any) -> StandIn:
         """What the pickle calls instead of the class or function."""
         made = super().__new__(cls)
-        made.arguments, made.items, made.pairs = arguments, [], []
+        made.arguments, made.is_called, made.items, made.pairs, made.state = arguments, False, (), (), None
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.items: list[Any]
-        self.pairs: list[tuple[Any, Any]]
         self.is_called = True
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        self.pairs = self.pairs or []
         self.pairs.append((key, value))
 
     def append(self, item: Any) -> None:
         """For a list's items."""
-        self.items.append(item)
+        self.extend([item])
 
     def extend(self, items: Any) -> None:
         """For a list's items."""
+        self.items = self.items or []
         self.items.extend(items)
 
     def __repr__(self) -> str:
@@ -128,7 +136,7 @@ class StandIn:
 @cache
 def stand_in(name: str) -> type[StandIn]:
     """The class of the stand-ins for what has this full name."""
-    return type(name.rpartition(".")[2], (StandIn,), {"stands_for": name})
+    return type(name.rpartition(".")[2], (StandIn,), {"__slots__": (), "stands_for": name})
 
 
 def is_shape(value: Any) -> bool:
@@ -136,7 +144,7 @@ def is_shape(value: Any) -> bool:
     return (
         isinstance(value, tuple)
         and len(value) <= 64
-        and all(type(size) is int and 0 <= size < 1 << 62 for size in value)
+        and all(type(size) is int and 0 <= size < 1 << 60 for size in value)
     )
 
 
@@ -147,15 +155,39 @@ def tensors(value: Any) -> Iterator[tuple[tuple[Any, ...], StoredTensor]]:
 
 def everything(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """All that is in a state, each with the keys that lead to it."""
+    yield (), value
     # What is in two places is looked into once, because it can hold itself.
-    waiting: list[tuple[tuple[Any, ...], Any]] = [((), value)]
-    seen: set[int] = set()
+    seen = {id(value)}
+    waiting: list[tuple[tuple[Any, ...], Iterator[tuple[Any, Any]]]] = [((), _entries(value))]
     while waiting:
-        path, item = waiting.pop()
-        yield path, item
-        if isinstance(item, dict | list | tuple | set | frozenset | StandIn) and id(item) not in seen:
-            seen.add(id(item))
-            if isinstance(item, StandIn):
-                item = {"arguments": item.arguments, "state": item.state, "items": item.items, "pairs": item.pairs}
-            pairs = item.items() if isinstance(item, dict) else enumerate(item)
-            waiting.extend(((*path, key), inner) for key, inner in pairs)
+        path, entries = waiting[-1]
+        for key, item in entries:
+            yield (*path, key), item
+            if isinstance(item, _HOLDERS) and id(item) not in seen:
+                seen.add(id(item))
+                waiting.append(((*path, key), _entries(item)))
+                break
+        else:
+            waiting.pop()
+
+
+_HOLDERS = (dict, list, tuple, set, frozenset, StandIn)
+
+
+def _entries(item: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(item, StandIn):
+        item = {"arguments": item.arguments, "state": item.state, "items": item.items, "pairs": item.pairs}
+    if isinstance(item, dict):
+        return iter(item.items())
+    return enumerate(item) if isinstance(item, list | tuple | set | frozenset) else iter(())
+
+
+def inside(item: Any) -> Iterator[Any]:
+    """All that something holds itself, in whatever form: keys, attributes, arguments."""
+    if isinstance(item, StandIn):
+        return chain(item.arguments, item.items, item.pairs, (item.state,))
+    if isinstance(item, StoredTensor):
+        return chain(item.more, item.wrapper or ())
+    if isinstance(item, dict):
+        return chain(item.keys(), item.values(), getattr(item, "__dict__", {}).values())
+    return iter(item) if isinstance(item, list | tuple | set | frozenset) else iter(())

@@ -6,8 +6,11 @@ neither buffers nor what Lightning and the manifest say.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from math import inf
@@ -16,29 +19,35 @@ from typing import Any
 
 from packaging.version import Version
 
-from .._errors import CheckpointError, named
+from .._errors import CheckpointError
 from .._labels import LABEL
+from ..parameters import is_name
 from .recutting import KEY, Plan, plan
 from .states import States, load, names_of_groups
-from .stored import ITEM_SIZES, StandIn, StoredTensor, everything
+from .stored import ITEM_SIZES, Size, StandIn, StoredTensor, stand_in
 from .writing import check_output, copy_others, output
 
 CONVERTER = "deepspeed.checkpoint.ds_to_universal"
 INFO = {"universal_checkpoint_version": 0.2}
 """What the converter asks a checkpoint of ZeRO 1 or 2 for, as `universal_checkpoint_info`."""
-_OF_OPTIMIZERS = frozenset(
-    [
-        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-        "deepspeed.runtime.zero.config.ZeroStageEnum",
-        "deepspeed.utils.tensor_fragment.fragment_address",
-        "torch.Tensor",
-        "torch._tensor._rebuild_from_type_v2",
-        "torch._utils._rebuild_parameter",
-        "torch._utils._rebuild_tensor_v2",
-        *(f"torch.{dtype}" for dtype in ITEM_SIZES),
-    ]
+_DEEPSPEEDS = (
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
 )
+"""The classes of which DeepSpeed's optimizers save objects: each has numbers alone."""
+_LAUNCHER = """
+import importlib, os, runpy, sys, torch
+converter, *classes = sys.argv.pop(1).split()
+if hasattr(torch.serialization, "add_safe_globals"):
+    found = [name.rpartition(".") for name in classes]
+    torch.serialization.add_safe_globals([getattr(importlib.import_module(module), name) for module, _, name in found])
+    os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+runpy.run_module(converter, run_name="__main__", alter_sys=True)
+"""
+# Before torch 2.4 `weights_only` cannot be told of classes; there the converter loads as it does by itself.
 _SINCE = {1: "0.11.2", 2: "0.11.2", 3: "0.14.5"}
 """The release of DeepSpeed that has the converter, by ZeRO stage."""
 
@@ -151,38 +160,95 @@ def _check(states: States, of_one: Plan, version: str) -> None:
 
 
 def _for_the_converter(of_one: Plan, root: Path) -> Plan:
-    """Without all that it does not look at, above all what Lightning and the user have put there.
+    """What the converter looks at, made anew: it unpickles this, and gives folders the names of parameters.
 
-    It unpickles this: nothing else may be named in it than what an optimizer of DeepSpeed's saves.
+    What Lightning and the user have put there is not in it.
     """
     kept = ("param_shapes", "dp_world_size", "mp_world_size", "ds_version")
-    files = {
-        name: {"module": {}, "universal_checkpoint_info": INFO, **{key: state[key] for key in kept if key in state}}
-        if "module" in state
-        else {key: state[key] for key in ("optimizer_state_dict", "ds_version") if key in state}
-        for name, state in of_one.files.items()
-    }
-    named_there = {name for state in files.values() for _, item in everything(state) for name in _names(item)}
-    if odd := sorted(name for name in named_there if name not in _OF_OPTIMIZERS):
+    files: dict[str, Any] = {}
+    try:
+        for name, state in of_one.files.items():
+            keys = kept if "module" in state else ("optimizer_state_dict", "ds_version")
+            made = _made_anew({key: state[key] for key in keys if key in state}, {})
+            if "module" in state:
+                made = {"module": {}, "universal_checkpoint_info": INFO, **made}
+            for held in (made.get("param_shapes"), made.get("optimizer_state_dict", {}).get("param_slice_mappings")):
+                _check_folders(held)
+            _check_numbers(made)
+            files[name] = made
+    except _UnexpectedError as error:
         raise CheckpointError(
-            f"{root} cannot be converted: its optimizer's state names {named(odd)}, which DeepSpeed's converter could"
-            " run. Nothing was run. To go on with another number of ranks: ds-frozen-patch reshard."
-        )
+            f"{root} cannot be converted: {error}, and DeepSpeed's converter would unpickle it. None of DeepSpeed's"
+            " optimizers saves that. Nothing was run. To go on with another number of ranks: ds-frozen-patch reshard."
+        ) from None
     return Plan(files, of_one.made)
 
 
-def _names(item: Any) -> list[str]:
-    """The classes and functions that a pickle of this names, but for those of plain tensors."""
-    if isinstance(item, StoredTensor):
-        inner = [
-            inner
-            for more in (item.more, item.wrapper or ())
-            for _, value in everything(more)
-            for inner in _names(value)
-        ]
-        return [item.maker, *inner, *([item.wrapper[0]] if item.wrapper else [])]
-    kind = item if isinstance(item, type) else type(item)
-    return [kind.stands_for] if issubclass(kind, StandIn) else []
+class _UnexpectedError(Exception):
+    """Something that is not for the converter."""
+
+
+def _made_anew(value: Any, known: dict[int, Any]) -> Any:
+    """The same, of numbers, texts, tensors, and DeepSpeed's own classes with numbers; without attributes of any of it.
+
+    Args:
+        value: what an optimizer's state holds. None of it holds itself.
+        known: what was made of values before, by their address.
+
+    Raises:
+        _UnexpectedError: it holds something else.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if id(value) not in known:
+        if kind in (list, tuple):
+            known[id(value)] = kind(_made_anew(item, known) for item in value)
+        elif kind is Size:
+            known[id(value)] = Size(value)
+        elif kind in (dict, OrderedDict):
+            if odd := [key for key in value if type(key) not in (int, str)]:
+                raise _UnexpectedError(f"a key is a {_name(odd[0])}")
+            known[id(value)] = kind((key, _made_anew(item, known)) for key, item in value.items())
+        elif kind is StoredTensor:
+            known[id(value)] = StoredTensor(value.storage, value.dtype, value.offset, value.shape, value.stride)
+        elif isinstance(value, StandIn):
+            known[id(value)] = _object(value)
+        elif isinstance(value, type) and getattr(value, "stands_for", "").removeprefix("torch.") in ITEM_SIZES:
+            return value
+        else:
+            raise _UnexpectedError(f"its optimizer's state names {_name(value)!r}")
+    return known[id(value)]
+
+
+def _object(value: StandIn) -> StandIn:
+    state = value.state if isinstance(value.state, dict) else {}
+    held = [*value.arguments, *(_made_anew(item, {}) for item in state.values())]
+    is_known = value.stands_for in _DEEPSPEEDS and all(type(name) is str and name.isidentifier() for name in state)
+    is_of_numbers = all(item is None or isinstance(item, bool | int | float | type) for item in held)
+    if not is_known or not is_of_numbers or value.items or value.pairs or not isinstance(value.state, dict | None):
+        raise _UnexpectedError(f"its optimizer's state names {_name(value)!r}")
+    made = stand_in(value.stands_for)(*value.arguments)
+    made.is_called, made.state = value.is_called, dict(state) or None
+    return made
+
+
+def _name(value: Any) -> str:
+    return str(getattr(value, "stands_for", "") or type(value).__name__)
+
+
+def _check_folders(groups: Any) -> None:
+    """Raise _UnexpectedError for names of parameters that lead elsewhere as names of folders."""
+    for group in groups if isinstance(groups, list) else []:
+        for name in group if isinstance(group, dict) else ():
+            if not is_name(name) or name in ("", ".", "..") or any(mark in name for mark in "/\\\0"):
+                raise _UnexpectedError(f"a parameter has the name {str(name)[:100]!r}")
+
+
+def _check_numbers(state: Mapping[str, Any]) -> None:
+    for key, kind in (("dp_world_size", int), ("mp_world_size", int), ("ds_version", str)):
+        if not isinstance(state.get(key), kind | None):
+            raise _UnexpectedError(f"{key} is a {_name(state[key])}")
 
 
 def _whole(state: dict[str, Any]) -> dict[str, Any]:
@@ -194,8 +260,21 @@ def _convert(folder: Path, made: Path, version: str, quiet: bool) -> None:
     if not quiet:
         print(f"converting by deepspeed {version} ...", file=sys.stderr)
     workers = [f"--num_{what}_workers=1" for what in ("extract", "merge")]
-    line = [sys.executable, "-m", CONVERTER, "--input_folder", str(folder), "--output_folder", str(made), *workers]
-    ran = subprocess.run(line, capture_output=True, text=True, check=False)
+    folders = ["--input_folder", str(folder.resolve()), "--output_folder", str(made.resolve())]
+    names = " ".join([CONVERTER, *_DEEPSPEEDS])
+    # Of the current folder, which can be a stranger's, nothing is imported.
+    own = folder.with_name("nothing")
+    own.mkdir()
+    safe = ["-P"] if sys.version_info >= (3, 11) else []
+    line = [sys.executable, *safe, "-c", _LAUNCHER, names, *folders, *workers]
+    ran = subprocess.run(line, capture_output=True, text=True, check=False, cwd=own, env=_environment())
     if ran.returncode or not (made / "zero").is_dir():
         last = (ran.stderr.strip() or ran.stdout.strip() or "nothing").splitlines()[-1]
         raise CheckpointError(f"The converter of deepspeed {version} has failed; it said last: {last}")
+
+
+def _environment() -> dict[str, str]:
+    """The environment, with absolute paths to import from, and without the current folder."""
+    paths = [Path(path).resolve() for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    kept = [str(path) for path in paths if path != Path.cwd()]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(kept)}

@@ -13,7 +13,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from .._errors import CheckpointError, named
@@ -68,7 +70,14 @@ class Weights:
 
     def names_of(self, name: str) -> tuple[str, ...]:
         """A parameter's name and its tied aliases."""
-        return (name, *(alias for alias, first in self.aliases.items() if first == name))
+        return (name, *self._aliases_of.get(name, ()))
+
+    @cached_property
+    def _aliases_of(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for alias, first in self.aliases.items():
+            found.setdefault(first, []).append(alias)
+        return found
 
 
 def weights(states: States, trainable: Sequence[str] = ()) -> Weights:
@@ -115,7 +124,7 @@ def weights(states: States, trainable: Sequence[str] = ()) -> Weights:
     same = {n: first.get(o, o) + n.removeprefix(o) for n, o in parts.items() if n.startswith(f"{o}.")}
     same = {name: to for name, to in same.items() if name != to and to in parts}
     ours = {*trained, *frozen, *subclasses}
-    return Weights(
+    found = Weights(
         trained=trained,
         frozen=frozen,
         buffers={name: whole(module[name]) for name in module if name in buffers and name not in packed},
@@ -130,6 +139,21 @@ def weights(states: States, trainable: Sequence[str] = ()) -> Weights:
         packed={name: whole(module[name]) for name in module if name in packed},
         subclasses=subclasses,
     )
+    check_proportion(sum(item.nbytes for item in found.all.values()), *states.layout.files)
+    return found
+
+
+def check_proportion(size: int, *files: Path) -> None:
+    """Raise CheckpointError where tensors have far more bytes than the files that hold them.
+
+    Many names can be given to one tensor, and its elements can be one that is repeated: who writes or reads such
+    tensors one by one takes room and time for each.
+    """
+    if size > 100 * sum(file.stat().st_size for file in files) + (1 << 26):
+        raise CheckpointError(
+            f"{files[0]} is damaged: its tensors would take {size} bytes, far more than the checkpoint has. Take a"
+            " whole copy of it."
+        )
 
 
 def plain_names(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,7 +211,7 @@ def _buffers(model: Mapping[str, Any], module: Mapping[str, StoredTensor]) -> se
 
 
 def _place(tensor: StoredTensor) -> tuple[Any, ...]:
-    return tensor.storage, tensor.offset, tensor.shape
+    return tensor.storage, repr((tensor.offset, tensor.shape))  # whose hash nobody can choose, other than a shape's
 
 
 def check_one_run(found: Weights) -> None:
@@ -339,22 +363,27 @@ def _chosen(
     """
     optimizer = model.get("optimizer")
     state = optimizer.get("state", optimizer) if isinstance(optimizer, dict) else {}
-    trained = Counter(tensor.shape for path, tensor in tensors(state) if path[-1:] == ("exp_avg",))
+    trained = Counter(_said(tensor) for path, tensor in tensors(state) if path[-1:] == ("exp_avg",))
     if trainable:
         chosen = [name for name in candidates if _matches(name, trainable)]
-        left = trained - Counter(module[name].shape for name in chosen)
+        left = trained - Counter(_said(module[name]) for name in chosen)
         if left:
             raise CheckpointError(
                 f"The optimizer has trained {left.total()} parameters more than the given patterns choose, of shape"
-                f" {named([str(list(shape)) for shape in left])}. Choose all that were trained."
+                f" {named(left)}. Choose all that were trained."
             )
         return chosen
-    there = Counter(module[name].shape for name in candidates)
-    unclear = [name for name in candidates if trained[module[name].shape] not in (0, there[module[name].shape])]
+    there = Counter(_said(module[name]) for name in candidates)
+    unclear = [name for name in candidates if trained[_said(module[name])] not in (0, there[_said(module[name])])]
     if unclear or not trained:
         raise CheckpointError(
             "A full checkpoint of ZeRO stage 0 does not say which parameters were trained, and the optimizer's state"
             f" leaves it open for {named(unclear or list(candidates), 3)}. Say it with --trainable, such as"
             " --trainable '*lora_*'."
         )
-    return [name for name in candidates if trained[module[name].shape]]
+    return [name for name in candidates if trained[_said(module[name])]]
+
+
+def _said(tensor: StoredTensor) -> str:
+    """A shape as a text, as `_place` has it."""
+    return str(list(tensor.shape))

@@ -1,0 +1,571 @@
+"""What a pickle may name and hold: read without running it, in little room and time, harmless when written again."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import decimal
+import fractions
+import io
+import json
+import pathlib
+import pickle
+import re
+import signal
+import struct
+import subprocess
+import sys
+import time
+import types
+import uuid
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from memory import memory, reset_peak_memory
+
+from ds_frozen_patch import CheckpointError, CheckpointMismatchError
+from ds_frozen_patch.checkpoint import archive, states, weights
+from ds_frozen_patch.checkpoint.base import open_base, tensors_for
+from ds_frozen_patch.checkpoint.exporting import Adapter
+from ds_frozen_patch.checkpoint.layout import Layout
+from ds_frozen_patch.checkpoint.stored import Storage, StoredTensor, stand_in, tensors
+from ds_frozen_patch.checkpoint.writing import write_archive
+from ds_frozen_patch.manifest import LeftOut, Manifest
+
+pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
+
+SECONDS = 5
+MEMORY = 100 << 20
+OPEN = b"\x80\2}X\4\0\0\0mine"
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+
+
+def saved(file: Path, pickled: bytes, **records: bytes) -> Path:
+    """A file of `torch.save` with this pickle."""
+    with zipfile.ZipFile(file, "w") as opened:
+        opened.writestr("archive/data.pkl", pickled)
+        opened.writestr("archive/byteorder", b"little")
+        for name, content in records.items():
+            opened.writestr(f"archive/data/{name}", content)
+        opened.writestr("archive/version", b"3\n")
+    return file
+
+
+def mine(file: Path, code: bytes, **records: bytes) -> Path:
+    """A file whose state holds as "mine" what some opcodes push."""
+    return saved(file, OPEN + code + b"s.", **records)
+
+
+@contextmanager
+def little() -> Iterator[None]:
+    """Neither much memory nor much time is taken."""
+
+    def too_long(*_: Any) -> None:
+        raise BaseException(f"it takes more than {SECONDS} s")
+
+    reset_peak_memory()
+    before, kept = memory("VmRSS"), signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, kept)
+    assert memory("VmHWM") - before < MEMORY
+
+
+# Names.
+
+
+def test_the_list_has_no_wildcards() -> None:
+    from ds_frozen_patch.checkpoint.expected import EXPECTED
+
+    assert all(re.fullmatch(r"\w+(\.\w+)+", name) for name in EXPECTED)
+    assert len(EXPECTED) < 200
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lightning.pytorch.cli.LightningCLI", "pytorch_lightning.cli.LightningArgumentParser",
+        "deepspeed.launcher.runner.PDSHRunner", "deepspeed.runtime.config.DeepSpeedConfig",
+        "transformers.pipelines.Pipeline", "peft.config.PeftConfig", "torch.nn.parameter.torch_function_dispatch",
+        "torch._utils._rebuild_device_tensor_from_numpy", "torch.storage._load_from_bytes", "collections.namedtuple",
+        "collections.UserDict", "collections.ChainMap", "builtins.type", "builtins.object", "builtins.getattr",
+        "copyreg._reconstructor", "numpy.dtypes.ObjectDType", "omegaconf.OmegaConf", "pathlib.Path.unlink",
+        "typing.Anything",
+    ],
+)  # fmt: skip
+def test_what_is_not_on_the_list_is_refused(tmp_path: Path, name: str) -> None:
+    module, _, last = name.rpartition(".")
+    file = mine(tmp_path / "a.pt", f"c{module}\n{last}\n".encode())
+    with pytest.raises(CheckpointError, match=re.escape(f"{file} names {name}, which is not expected in a checkpoint")):
+        archive.read(file)
+    assert archive.read(file, trust=True)
+
+
+# What libraries save: values, and the opcodes of what is not installed in every cell.
+BENIGN: dict[str, Any] = {
+    "times": [
+        datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc), datetime.date(2020, 1, 1), datetime.time(1, 2),
+        datetime.timedelta(1, 2, 3), datetime.timezone(datetime.timedelta(hours=1), "CET"),
+    ],
+    "numbers": [decimal.Decimal("1.5"), fractions.Fraction(-1, 3), 1 + 2j, float("nan"), 1 << 200, -1, True, None],
+    "paths": [pathlib.Path("a/b"), pathlib.PurePosixPath("/a"), pathlib.PureWindowsPath("c:\\a")],
+    "collections": [
+        collections.OrderedDict(a=1), collections.defaultdict(list, a=[1]), collections.Counter("aab"),
+        collections.deque([1, 2], 5), collections.deque([1]), {1, 2}, frozenset({3}), range(3), slice(1, None), b"",
+        b"a", bytearray(b"abc"), (), {(1, "a"): 2, 0.5: 3, None: 4, b"x": 5},
+    ],
+    "of a program": [argparse.Namespace(a=1), types.SimpleNamespace(b=2), uuid.UUID(int=5), Any, dict, str],
+    "numpy": [
+        np.float64(1.5), np.int64(3), np.str_("a"), np.bool_(True), np.arange(6).reshape(2, 3).T, np.array(["a", "bc"]),
+        np.datetime64("2020-01-01"), np.dtype("f4"), np.zeros(0), np.array(1.5),
+    ],
+    "torch": [
+        torch.device("cuda", 0), torch.float16, torch.strided, torch.Size([1, 2]), torch.ones(3).bfloat16(),
+        torch.nn.Parameter(torch.ones(2)), torch.ones(2, 2).t(), torch.zeros(0), torch.tensor(3),
+    ],
+    "many keys": [  # more than are let through in no order
+        {number: number for number in range(60_000)}, dict.fromkeys(range(1, 60000), 0), set(range(60_000)),
+        {number * 7919 % 100_003: 0 for number in range(20_000)},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BENIGN)
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_what_libraries_save_is_read_and_written_again(tmp_path: Path, kind: str, protocol: int) -> None:
+    torch.save({"mine": BENIGN[kind]}, tmp_path / "a.pt", pickle_protocol=protocol)
+    assert_the_same(tmp_path / "a.pt", tmp_path / "b.pt")
+
+
+def assert_the_same(file: Path, copy: Path) -> None:
+    state = archive.read(file).state
+    write_archive(copy, state, lambda storage, begin, count: [bytes_of(storage)[begin : begin + count]])
+    assert archive.read(copy)
+    found, expected = (torch.load(path, weights_only=False) for path in (copy, file))
+    assert plain(found) == plain(expected)
+
+
+def plain(value: Any) -> str:
+    """All that is in a state, to be compared."""
+    out = io.StringIO()
+    if isinstance(value, dict):
+        return f"{type(value)}{[(plain(key), plain(item)) for key, item in value.items()]}"
+    if isinstance(value, list | tuple | set | collections.deque):
+        return f"{type(value)}{list(map(plain, value))}"
+    print(type(value), value, value.tolist() if hasattr(value, "tolist") else "", file=out)
+    return out.getvalue()
+
+
+def bytes_of(storage: Storage) -> bytes:
+    with zipfile.ZipFile(storage.file) as opened:
+        (name,) = [name for name in opened.namelist() if name.endswith(f"/data/{storage.key}")]
+        return opened.read(name)
+
+
+def made(name: str, state: bytes) -> bytes:
+    """An object as libraries save theirs: of a class, without arguments, and a dictionary as its state."""
+    module, _, last = name.rpartition(".")
+    return f"c{module}\n{last}\n".encode() + b")\x81" + state + b"b"
+
+
+METADATA = made("omegaconf.base.Metadata", b"}" + text("ref_type") + b"ctyping\nAny\ns")
+OMEGACONF = made(
+    "omegaconf.dictconfig.DictConfig",
+    b"}(" + text("_metadata") + METADATA + text("_parent") + b"N" + text("_content")
+    + b"}" + text("lr") + made("omegaconf.nodes.AnyNode", b"}" + text("_val") + b"G?\xe0\0\0\0\0\0\0s") + b"su",
+)  # fmt: skip
+HOLDS_ITSELF = b"comegaconf.dictconfig\nDictConfig\n)\x81q\x10}" + text("_content") + b"}" + text("a") + made(
+    "omegaconf.nodes.AnyNode", b"}" + text("_parent") + b"h\x10s"
+) + b"ssb"  # fmt: skip
+OF_LIBRARIES = {
+    "omegaconf": OMEGACONF,
+    "omegaconf's parents": HOLDS_ITSELF,
+    "DeepSpeed": made("deepspeed.runtime.fp16.loss_scaler.LossScaler", b"}" + text("cur_scale") + b"K\1s")
+    + b"0cdeepspeed.runtime.zero.config\nZeroStageEnum\nK\2\x85R"
+    + b"0cdeepspeed.utils.tensor_fragment\nfragment_address\nK\4K\0\x86R",
+    "PEFT": made(
+        "peft.tuners.lora.config.LoraConfig",
+        b"}" + text("peft_type") + b"cpeft.utils.peft_types\nPeftType\n" + text("LORA") + b"\x85Rs",
+    ),
+    "Lightning": b"clightning.fabric.utilities.data\nAttributeDict\n)\x81" + text("a") + b"K\1s",
+}
+
+
+@pytest.mark.parametrize("library", OF_LIBRARIES)
+def test_what_other_libraries_save_is_read_and_written_again(tmp_path: Path, library: str) -> None:
+    state = archive.read(mine(tmp_path / "a.pt", OF_LIBRARIES[library])).state
+    write_archive(tmp_path / "b.pt", state, lambda *_: [])
+    again = archive.read(tmp_path / "b.pt").state
+    assert repr(again) == repr(state)
+    assert "mine" in again
+
+
+# What is on the list, used as no library uses it: the opcodes after which `trust` alone goes on.
+MISUSED = {
+    "a class of Lightning's with arguments": b"clightning.fabric.utilities.data\nAttributeDict\n}\x85R",
+    "a configuration with arguments": b"cpeft.tuners.lora.config\nLoraConfig\n" + text("scipy") + b"\x85R",
+    "a dictionary of omegaconf's with arguments": b"comegaconf.dictconfig\nDictConfig\n}\x85\x81",
+    "a type that is called": b"cbuiltins\nstr\n" + text("_instantiator") + b"\x85R",
+    "a dictionary of pairs": b"cbuiltins\ndict\n]\x85R",
+    "a deque of something": b"ccollections\ndeque\n]\x85R",
+    "a default and pairs": b"ccollections\ndefaultdict\nN]\x86R",
+    "a state of attributes": b"cargparse\nNamespace\n)\x81N}\x86b",
+    "a state that is a list": b"cdeepspeed.runtime.fp16.loss_scaler\nLossScaler\n)\x81]b",
+    "items of a Namespace": b"cargparse\nNamespace\n)\x81" + text("a") + b"Ns",
+    "a Namespace with elements": b"cargparse\nNamespace\n)\x81Na",
+    "a dtype of objects": b"cnumpy\ndtype\n" + text("O8") + b"\x89\x88\x87R",
+    "a dtype that says it holds objects": b"cnumpy\ndtype\n" + text("f8") + b"\x89\x88\x87R(K\3" + text("<")
+    + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\7tb",
+    "a dtype of fields": b"cnumpy\ndtype\n" + text("V8") + b"\x89\x88\x87R",
+    "an array of objects": b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\nK\0\x85C\1btR(K\1K\1\x85"
+    + b"cnumpy\ndtype\n" + text("f8") + b"\x89\x88\x87R\x89]tb",
+    "an array with room": b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\nJ\0\0\0\x40\x85C\1btR",
+    "a fraction that takes for ever": b"cfractions\nFraction\n" + text("1e999999999") + b"\x85R",
+    "a path of something": b"cpathlib\nPosixPath\n]\x85R",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("misuse", MISUSED)
+def test_what_is_on_the_list_is_used_as_libraries_do(tmp_path: Path, misuse: str) -> None:
+    file = mine(tmp_path / "a.pt", MISUSED[misuse])
+    with pytest.raises(CheckpointError, match=r"torch\.load could run it\. Nothing was run"):
+        archive.read(file)
+
+
+def test_nothing_on_the_list_runs_anything(tmp_path: Path) -> None:
+    """Loaded by Python's own `pickle`, with hostile arguments and states, seen by an audit hook."""
+    program = Path(__file__).parents[1] / "harmless.py"
+
+    def tried(*more: str) -> Any:
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        line = [sys.executable, str(program), str(tmp_path / "empty"), *more]
+        ran = subprocess.run(line, capture_output=True, text=True, check=False, timeout=200)
+        assert ran.returncode == 0, ran.stderr
+        return json.loads(ran.stdout.splitlines()[-1])
+
+    found = tried()
+    assert (found["ran"], found["made"]) == ({}, [])
+    assert len(found["names"]) > 50
+    assert found["loaded"] > 1000
+    assert list(tried("builtins.eval")["ran"]) == ["builtins.eval"]
+
+
+# Room and time: the opcodes of a file that is small, and would take much of either.
+LADDER = b"K\1" + b"2\x86" * 40  # a tuple of the same tuple twice, and so on
+
+
+def int_of(value: int) -> bytes:
+    return b"\x8a\x10" + value.to_bytes(16, "little", signed=True)
+
+
+ORBIT = [0]
+while len(ORBIT) < 60_000:  # where Python looks, one after the other, for a key whose place is taken
+    ORBIT.append((5 * ORBIT[-1] + 1) % (1 << 18))
+MUCH: dict[str, bytes] = {
+    "a slice as a key of a list": b"]q\1(" + b"K\1" * 100 + b"e" + b"h\1cbuiltins\nslice\nK\0K\0\x86Rh\1s" * 30,
+    "a ladder in an OrderedDict": b"ccollections\nOrderedDict\n](" + LADDER + b"N\x86e\x85R",
+    "a ladder in a set": b"cbuiltins\nset\n](" + LADDER + b"e\x85R",
+    "a ladder by a tensor's function": b"ctorch._tensor\n_rebuild_from_type_v2\n(cbuiltins\nset\nctorch\nTensor\n("
+    + b"](" + LADDER + b"et}tR",
+    "an OrderedDict of an OrderedDict of ...": b"ccollections\nOrderedDict\nq\1)R"
+    + b"".join(b"q\2" + b"h\1](" + b"K\1h\2\x86K\2h\2\x86e\x85R" for _ in range(40)),
+    "slices in each other": b"N" + b"".join(b"q\2cbuiltins\nslice\nh\2NN\x87R" for _ in range(20_000)),
+    "one bytearray again and again": b"cbuiltins\nbytearray\n" + b"B" + struct.pack("<I", 1 << 20) + b"a" * (1 << 20)
+    + b"\x85Rq\2](" + b"h\2" * 3000 + b"e",
+    "one list again and again": b"](" + b"K\1" * 100_000 + b"eq\2](" + b"h\2" * 100_000 + b"e",
+    "keys that collide": b"}(" + b"".join(int_of(((1 << 61) - 1) * i) + b"N" for i in range(30_000)) + b"u",
+    "keys that follow each other": b"}(" + b"".join(b"J" + struct.pack("<i", i) + b"N" for i in ORBIT)
+    + b"".join(b"J" + struct.pack("<i", (1 << 18) * (1 + i % 1000)) + b"N" for i in range(1000)) * 50 + b"u",
+    "elements that collide": b"\x8f(" + b"".join(int_of(((1 << 61) - 1) * i) for i in range(30_000)) + b"\x90",
+    "empty sets": b"](" + b"\x8f" * 1_000_000 + b"e",
+    "marks": b"(" * 1_000_000 + b"t",
+    "stand-ins": b"](cargparse\nNamespace\nq\2" + b"h\2)\x81" * 300_000 + b"e",
+    "attributes again and again": b"ccollections\nOrderedDict\n)Rq\2}(" + b"".join(
+        text(str(i)) + b"N" for i in range(10_000)) + b"uq\3" + b"0h\2h\3b" * 30_000,
+    "a long name": b"c" + b"a" * 1_000_000 + b"\nB\nq\2](" + b"h\2" * 3000 + b"e",
+    "a long path to many": b"]" * 90 + b"(" + b"N" * 400_000 + b"e" + b"a" * 89,
+    "a number of megabytes": b"\x8b" + struct.pack("<I", 1 << 21) + b"\x01" * (1 << 21),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("trust", [False, True])
+@pytest.mark.parametrize("much", MUCH)
+def test_a_small_file_takes_little(tmp_path: Path, much: str, trust: bool) -> None:
+    file = mine(tmp_path / "a.pt", MUCH[much])
+    with little():
+        try:
+            found = archive.read(file, trust=trust)
+            list(tensors(found.state))
+        except CheckpointError as error:
+            refused = str(error)
+        else:
+            refused = ""
+    assert not refused or "a.pt is damaged" in refused or "torch.load could run it" in refused
+
+
+def test_shapes_that_collide_are_soon_compared(tmp_path: Path) -> None:
+    """A tuple's hash can be chosen by whoever chooses its numbers."""
+    storage = Storage(Path("a"), "0", "float32", 1)
+    hashes = {hash(StoredTensor(storage, "float32", 0, (size, 0), (1, 1))) for size in (0, (1 << 61) - 1)}
+    assert len(hashes) == 2
+
+
+def test_many_aliases_take_time_in_proportion() -> None:
+    names = [f"layer{i}.weight" for i in range(30_000)]
+    found = weights.Weights(
+        {}, {}, {}, dict(zip([f"{n}.alias" for n in names], names, strict=True)), {}, {}, {}, {}, {}
+    )
+    with little():
+        assert all(len(found.names_of(name)) == 2 for name in names)
+
+
+def test_a_long_name_in_a_manifest_is_refused(tmp_path: Path) -> None:
+    dotted = "a." * 200_000
+    said = {"format": 1, "left_out": [[[dotted], [1], "float32", None]], "total_bytes": 4, "zero_stage": 2}
+    with little(), pytest.raises(CheckpointMismatchError, match="manifest is damaged"):
+        Manifest.from_state({**said, "world_size": 2, "versions": {}})
+    for value in (dotted, "a" * 2000):
+        state = {"module": {value: torch.ones(1)}}
+        torch.save(state, tmp_path / "a.pt")
+        with little(), pytest.raises(CheckpointError, match="it has something else as 'module'"):
+            states._check_form(tmp_path / "a.pt", archive.read(tmp_path / "a.pt").state)
+
+
+def test_names_in_a_base_are_found_in_time_in_proportion(tmp_path: Path) -> None:
+    torch.save({f"model.layers.{i}.weight": torch.ones(1) for i in range(3000)}, tmp_path / "base.bin")
+    deep = [LeftOut((".".join(["a"] * 90 + [f"x{i}.y{i}"]),), (1,), "float32", None) for i in range(2000)]
+    base = open_base(tmp_path / "base.bin")
+    with little(), pytest.raises(CheckpointError, match="lacks"):
+        tensors_for(Manifest(tuple(deep), 4, 2, 2, {}), base)
+    assert (
+        base.find(LeftOut(("wrapped.model.layers.5.weight",), (1,), "float32", None))
+        == base.tensors["model.layers.5.weight"]
+    )
+    assert base.find(LeftOut(("layers.5.weight",), (1,), "float32", None)) == base.tensors["model.layers.5.weight"]
+    assert base.find(LeftOut(("weight",), (1,), "float32", None)) is None
+
+
+def test_parts_of_many_parameters_are_in_proportion() -> None:
+    parts = [(f".part{i}", [1], "float32", None) for i in range(1000)]
+    said = {"format": 1, "left_out": [[[f"a{i}"], [1], "float32", None] for i in range(1000)], "total_bytes": 4}
+    said |= {"parts": {f"a{i}": parts for i in range(1000)}, "zero_stage": 2, "world_size": 2, "versions": {}}
+    with little(), pytest.raises(CheckpointMismatchError, match="names far more than there is"):
+        Manifest.from_state(said)
+
+
+def of_buffers(file: Path, buffers: dict[str, torch.Tensor]) -> states.States:
+    state = {"module": {"a": torch.ones(1), **buffers}, "buffer_names": list(buffers), "param_shapes": []}
+    torch.save({**state, "frozen_param_fragments": {}, "frozen_param_shapes": {}, "dp_world_size": 1}, file)
+    return states.States(Layout(file.parent, "", (file,), ()), (archive.read(file),))
+
+
+def test_buffers_that_share_one_tensor_are_in_proportion(tmp_path: Path) -> None:
+    repeated = torch.ones(1).expand(1 << 20)
+    found = of_buffers(tmp_path / "a.pt", {f"b{i}": repeated for i in range(300)})
+    with pytest.raises(CheckpointError, match=r"its tensors would take 12\d+ bytes, far more than the checkpoint has"):
+        weights.weights(found)
+    shared = torch.ones(1 << 16)  # such as a mask that each layer has
+    assert len(weights.weights(of_buffers(tmp_path / "b.pt", {f"b{i}": shared for i in range(80)})).buffers) == 80
+
+
+# Hyper-parameters.
+INSTANTIATOR = text("_instantiator") + text("os.system")
+PAIR = b"](" + INSTANTIATOR + b"\x86e"
+NUMPYS = b"cnumpy.core.multiarray\nscalar\ncnumpy\ndtype\n" + text("U13") + b"\x89\x88\x87R" + b"C\x34" + (
+    "_instantiator".encode("utf-32-le")) + b"\x86R"  # fmt: skip
+INSTANTIATED: dict[str, bytes] = {
+    "a dictionary": b"}" + INSTANTIATOR + b"s",
+    "a dictionary inside": b"}" + text("a") + b"](}" + INSTANTIATOR + b"ses",
+    "an OrderedDict": b"ccollections\nOrderedDict\n" + PAIR + b"\x85R",
+    "attributes of an OrderedDict": b"ccollections\nOrderedDict\n)R}" + INSTANTIATOR + b"sb",
+    "a defaultdict": b"ccollections\ndefaultdict\nN\x85R" + INSTANTIATOR + b"s",
+    "an AttributeDict": b"clightning.fabric.utilities.data\nAttributeDict\n)\x81" + INSTANTIATOR + b"s",
+    "a Counter": b"ccollections\nCounter\n}" + INSTANTIATOR + b"s\x85R",
+    "a Namespace": b"cargparse\nNamespace\n)\x81}" + INSTANTIATOR + b"sb",
+    "a list of pairs": PAIR,
+    "a list of a list": b"]](" + INSTANTIATOR + b"ea",
+    "a tuple": INSTANTIATOR + b"\x86",
+    "a list that ends so": b"]" + text("_instantiator") + b"a",
+    "a text of numpy's": b"}" + NUMPYS + text("os.system") + b"s",
+    "a text of numpy's in a defaultdict": b"ccollections\ndefaultdict\nN\x85R" + NUMPYS + text("os.system") + b"s",
+    "omegaconf": made("omegaconf.dictconfig.DictConfig", b"}" + text("_content") + b"}" + INSTANTIATOR + b"ss"),
+    "something that is no text": b"}" + text("_instantiator") + b"]s",
+    "Lightning's own parser": b"}" + text("_instantiator") + text("lightning.pytorch.cli.LightningCLI") + b"s",
+}
+TRUSTED: dict[str, bytes] = {
+    "pairs of a UserDict": b"ccollections\nUserDict\n" + PAIR + b"\x85R",
+    "pairs of a ChainMap": b"ccollections\nChainMap\n}" + INSTANTIATOR + b"s\x85R",
+    "pairs of a defaultdict": b"ccollections\ndefaultdict\nN" + PAIR + b"\x86R",
+    "a text that is made": b"}cbuiltins\nstr\nC\x0d_instantiator" + text("ascii") + b"\x86R" + text("os.system") + b"s",
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Callable[..., states.States]:
+    def read(code: bytes, key: str = "hyper_parameters", trust: bool = False) -> states.States:
+        folder = tmp_path / "in.ckpt" / "checkpoint"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder.parent / "latest").write_text("checkpoint")
+        model = b"\x80\2}(" + text("module") + b"}" + text(key) + code + b"u."
+        saved(folder / "mp_rank_00_model_states.pt", model)
+        return states.load(folder.parent, None, trust)
+
+    return read
+
+
+@pytest.mark.parametrize("form", INSTANTIATED)
+@pytest.mark.parametrize("key", ["hyper_parameters", "datamodule_hyper_parameters", "hparams", "module_arguments"])
+def test_an_instantiator_is_found_in_every_form(checkpoint: Callable[..., Any], form: str, key: str) -> None:
+    with pytest.raises(CheckpointError, match=f"the `_instantiator` of `{key}`, which is not Lightning's own"):
+        checkpoint(INSTANTIATED[form], key)
+    assert checkpoint(INSTANTIATED[form], key, trust=True)
+
+
+@pytest.mark.parametrize("form", TRUSTED)
+def test_an_instantiator_in_what_is_not_expected(checkpoint: Callable[..., Any], form: str) -> None:
+    with pytest.raises(CheckpointError, match=r"torch\.load could run it"):
+        checkpoint(TRUSTED[form])
+
+
+def test_what_hyperparameters_are_given_to(checkpoint: Callable[..., Any]) -> None:
+    for kind in (b"comegaconf.dictconfig\nDictConfig\n", b"clightning.fabric.utilities.data\nAttributeDict\n", b"N"):
+        assert checkpoint(kind, "hparams_type")
+    for kind in (b"cpeft.tuners.lora.config\nLoraConfig\n", b"ctorch._utils\n_rebuild_wrapper_subclass\n", b"]"):
+        with pytest.raises(CheckpointError, match="`hparams_type`, which is not Lightning's own"):
+            checkpoint(kind, "hparams_type")
+
+
+LIGHTNINGS = "lightning.pytorch.cli.instantiate_module"
+
+
+def pickled(value: Any) -> bytes:
+    return pickle.dumps(value, protocol=2)[2:-1]
+
+
+def test_hyperparameters_of_lightningcli_are_read(checkpoint: Callable[..., Any]) -> None:
+    said = {"_instantiator": LIGHTNINGS, "_class_path": "mine.Model", "net": {"class_path": "torch.nn.Linear"}, "lr": 1}
+    assert checkpoint(pickled(said)).models[0]["hyper_parameters"] == said
+    assert checkpoint(pickled({"_instantiator": None, "names": ["a", np.str_("b"), np.str_("c")]}))
+
+
+def test_what_makes_classes_is_dropped_from_what_is_consolidated() -> None:
+    from ds_frozen_patch.checkpoint.hyperparameters import without_classes
+
+    said = {"_instantiator": LIGHTNINGS, "_class_path": "mine.Model", "lr": 1, "names": ["a"]}
+    said |= {"net": {"class_path": "subprocess.Popen"}, "nets": [{"deep": {"class_path": "os.system"}}]}
+    kept = {"lr": 1, "names": ["a"]}
+    gone = ["_instantiator", "_class_path", "net", "nets"]
+    assert without_classes({"hyper_parameters": said, "epoch": 1}) == ({"hyper_parameters": kept, "epoch": 1}, gone)
+    assert without_classes({"hyper_parameters": kept}) == ({"hyper_parameters": kept}, [])
+    ordered, names = without_classes({"hyper_parameters": collections.OrderedDict(said)})
+    assert ordered["hyper_parameters"] == collections.OrderedDict(kept)
+    assert names == gone
+    namespace = stand_in("argparse.Namespace")()
+    namespace.state = said
+    found, names = without_classes({"hparams": namespace})
+    assert (found["hparams"].state, names) == (kept, gone)
+    held = stand_in("lightning.fabric.utilities.data.AttributeDict")()
+    held.pairs = list(said.items())
+    found, names = without_classes({"hparams": held})
+    assert (found["hparams"].pairs, names) == (list(kept.items()), gone)
+    config = stand_in("omegaconf.dictconfig.DictConfig")()
+    node = stand_in("omegaconf.nodes.AnyNode")()
+    node.state = {"_parent": config, "_val": 1}
+    config.state = {"_content": {**said, "lr": node}, "_metadata": None}
+    found, names = without_classes({"hyper_parameters": config})
+    assert (list(found["hyper_parameters"].state["_content"]), names) == (["lr", "names"], gone)
+    # In a form that is not known all of it goes.
+    assert without_classes({"hparams": [("class_path", "os.system")]}) == ({}, ["hparams"])
+
+
+# Adapters.
+CONFIGURATION = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"]}
+
+
+def recorded(**more: Any) -> dict[str, Any]:
+    from ds_frozen_patch.checkpoint.exporting import _recorded
+
+    return _recorded(json.dumps({**CONFIGURATION, **more}))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "all-linear", ".*(self_attn|mlp).*proj", r".*\.layers\.\d+\..*(q|k|v|o)_proj$", r"(.*\.)?(q|v)_proj",
+        r"^(?!.*visual).*(?:q_proj|k_proj)$", r"model\.layers\.(1[0-9]|2[0-7])\..*\.(query|value)", ".*decoder.*q_proj",
+        r"^language_model\.model\.layers\.\d{1,2}\.(?:self_attn|mlp)\.\w+_proj$",
+    ],
+)  # fmt: skip
+def test_patterns_that_people_use_are_exported(pattern: str) -> None:
+    said = {"target_modules": pattern, "exclude_modules": pattern, "layers_pattern": "layers"}
+    assert recorded(**said, rank_pattern={r"layers\.\d+\.q_proj": 4}).items() >= said.items()
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(a+)+$", "(a|aa)+$", "(.*)*x", ".*.*.*.*.*.*x", "a?" * 30 + "a" * 30, "(?=(a+)+$)b", r"(a+)\1", "(", "(" * 5000,
+     "((a{1,20}){1,20}){1,20}", "(?:(?:.*a){9})x"],
+)  # fmt: skip
+def test_patterns_that_take_for_ever_are_refused(pattern: str) -> None:
+    for said in (
+        {"target_modules": pattern}, {"exclude_modules": pattern}, {"layers_pattern": pattern},
+        {"layers_pattern": [pattern]}, {"rank_pattern": {pattern: 4}}, {"alpha_pattern": {pattern: 4}},
+    ):  # fmt: skip
+        with pytest.raises(CheckpointError, match=r"with which a match could take for ever\. Pass one that you trust"):
+            recorded(**said)
+
+
+def test_the_slowest_pattern_that_is_exported() -> None:
+    recorded(target_modules=".*.*.*x")
+    begin = time.monotonic()
+    assert re.fullmatch(".*.*.*x", "a" * 100) is None
+    assert time.monotonic() - begin < 1
+
+
+def test_what_peft_would_import_is_not_exported() -> None:
+    with pytest.raises(CheckpointError, match="names 'this' as its megatron_core"):
+        recorded(megatron_config={}, megatron_core="this")
+    transformers = {"base_model_class": "LlamaModel", "parent_library": "transformers.models.llama.modeling_llama"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert recorded(megatron_core="megatron.core", auto_mapping=transformers)["auto_mapping"] == transformers
+    with pytest.warns(UserWarning, match="AutoPeftModel would import 'this'"):
+        assert recorded(auto_mapping={"parent_library": "this"})["auto_mapping"] is None
+
+
+@pytest.mark.parametrize("text_", ["", "[]", "{}", "[" * 100_000, '{"peft_type": []}', '{"peft_type": {"a": 1}}', "1"])
+def test_a_configuration_that_is_none_is_refused(text_: str) -> None:
+    from ds_frozen_patch.checkpoint.exporting import _recorded
+
+    with pytest.raises(CheckpointError, match="The adapter's configuration in the checkpoint is damaged"):
+        _recorded(text_)
+
+
+def test_many_adapters_take_time_in_proportion() -> None:
+    trained = [f"layer{i}.lora_A.a{i}.weight" for i in range(5000)]
+    with little():
+        members = Adapter("", "a7", None).members(trained, (), (), [f"a{i}" for i in range(5000)])
+    assert list(members.values()) == ["layer7.lora_A.a7.weight"]
+
+
+def test_the_converter_makes_no_folders_elsewhere() -> None:
+    from ds_frozen_patch.checkpoint.universal import _check_folders, _UnexpectedError
+
+    _check_folders([{"model.layers.0.weight": None}])
+    for name in ("../outside", "/outside", "a\\b", "..", ".", "", "a\0b", "a" * 2000, 5):
+        with pytest.raises(_UnexpectedError, match="a parameter has the name"):
+            _check_folders([{name: None}])
