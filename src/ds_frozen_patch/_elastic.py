@@ -22,6 +22,7 @@ from ._load import Load, Look, Saved
 from ._save import WORK
 from ._saving import has_plain_optimizer, logger_of, warn
 from ._settings import current
+from ._trust import runs_nothing
 from .checkpoint.recutting import KEY as KEY
 from .checkpoint.resharding import reshard_inside
 
@@ -98,7 +99,8 @@ def _reshard(load: Load, saved: Saved, ranks: int) -> str:
     if disks.publishers[strategy.global_rank] == strategy.global_rank:
         shutil.rmtree(work, ignore_errors=True)
         try:
-            made = reshard_inside(source, load.tag, ranks=ranks, quiet=not strategy.is_global_zero)
+            quiet, trust = not strategy.is_global_zero, not runs_nothing()
+            made = reshard_inside(source, load.tag, ranks=ranks, quiet=quiet, trust=trust)
         except Exception as error:  # else the other ranks would wait for ever
             failed = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}."
     everyone = gather((made, failed))

@@ -16,6 +16,11 @@ LABEL = "ds_frozen_patch_label"
 """Where a file says of which save it is, and under which name it was saved, as "save" and "file"."""
 
 
+def resharded(save: object, ranks: int) -> str:
+    """What the label of a checkpoint says that was made of a save for another number of ranks."""
+    return f"{save} for {ranks} ranks"
+
+
 def labels(engine: Any, save: str) -> AbstractContextManager[None]:
     """While this lasts, all that the engine saves is labelled as of that save."""
     files = engine.checkpoint_engine

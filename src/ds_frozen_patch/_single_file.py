@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from . import _trust
 from ._errors import CheckpointMismatchError, named
 from ._gathering import gathered
 from ._load import Load
@@ -15,6 +14,7 @@ from ._loading import check_left_out, forget_second_copies, left_out_by_others, 
 from ._quantized import by_name, check_parts, is_part, without_what_is_there
 from ._save import Save
 from ._saving import leave_out, logger_of, warn
+from ._trust import look
 from .manifest import KEY, Manifest
 from .parameters import names_by_parameter, plain
 
@@ -60,7 +60,7 @@ def read(strategy: Any, file: Path, **options: Any) -> dict[str, Any] | None:
     """The content of a single file that Lightning has saved, or None if it is none."""
     if not zipfile.is_zipfile(file):  # as those of torch.save are
         return None
-    _trust.check(file)
+    look(file)
     content = strategy.checkpoint_io.load_checkpoint(file, **options)
     return dict(content) if isinstance(content, Mapping) and "state_dict" in content else None
 

@@ -7,6 +7,7 @@ before it is loaded, and `torch.load` is told to refuse the rest (`weights_only=
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -18,8 +19,9 @@ from packaging.version import Version
 from ._errors import CheckpointError, named
 from ._lending import lent
 from ._settings import current
+from .checkpoint.archive import Contents, read
 
-ASKS = Version("2.6")
+SINCE = Version("2.6")
 """The first torch with `get_unsafe_globals_in_checkpoint`."""
 
 
@@ -36,9 +38,9 @@ def trust() -> Iterator[None]:
         return
     import torch
 
-    if Version(metadata.version("torch")) < ASKS:
+    if Version(metadata.version("torch")) < SINCE:
         raise CheckpointError(
-            f"patch(trust=False) needs torch {ASKS} or newer, better 2.10: torch {torch.__version__} cannot say what a"
+            f"patch(trust=False) needs torch {SINCE} or newer, better 2.10: torch {torch.__version__} cannot say what a"
             " file names. Update torch, or load without it."
         )
     original = torch.load
@@ -59,10 +61,32 @@ def _safe() -> list[Any]:
     return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 
 
-def check(file: Path) -> None:
-    """Raise CheckpointError for a file that names what `torch.load` would not take for safe; within `trust()`."""
-    if not runs_nothing():
-        return
+def look(file: Path) -> Contents | None:
+    """What a file holds that torch is about to load, or None where only torch can read it; within `trust()`.
+
+    It warns of classes and functions that are not expected in a checkpoint, unless `patch()` was told whether to trust.
+
+    Raises:
+        CheckpointError: with `trust=False`, the file cannot be read here, or names what could run.
+    """
+    try:
+        contents = read(file, trust=True)
+    except CheckpointError:
+        if runs_nothing():
+            raise
+        return None
+    if runs_nothing():
+        _refuse_unsafe(file)
+    elif contents.unexpected and current().trust is None:
+        warnings.warn(
+            f"{file} names {named(contents.unexpected)}, not expected in a checkpoint, and this load runs what it"
+            " names. patch(trust=False) refuses such files; patch(trust=True) takes them without this warning.",
+            stacklevel=2,
+        )
+    return contents
+
+
+def _refuse_unsafe(file: Path) -> None:
     import torch
 
     if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file):

@@ -16,12 +16,12 @@ from packaging.version import Version
 from tools_checkpoints import changed, precision_of
 
 import ds_frozen_patch
-from ds_frozen_patch._trust import ASKS
+from ds_frozen_patch._trust import SINCE
 
 pytestmark = [
     pytest.mark.promise(15),
     pytest.mark.everyday,
-    pytest.mark.skipif(Version(metadata.version("torch")) < ASKS, reason="torch cannot say what a file names"),
+    pytest.mark.skipif(Version(metadata.version("torch")) < SINCE, reason="torch cannot say what a file names"),
 ]
 
 
@@ -140,6 +140,29 @@ def test_hostile_checkpoints_are_refused_before_anything_runs(ranks: Any, tmp_pa
         canary.unlink(missing_ok=True)
         ranks(2, resume_all, trust=True, **{**arguments, "paths": [str(path)]})
         assert canary.exists(), f"{path.name} would not have run anything"
+
+
+def test_by_default_a_load_says_what_it_runs(ranks: Any, tmp_path: Path) -> None:
+    """Before it does, and by name; with `trust=True` it does not say so."""
+    ranks(2, whole_and_resumed, out=str(tmp_path), world_size=2, stage=2, precision=precision_of(2), trust=True)
+    hostile_model(tmp_path / "epoch=0.ckpt", tmp_path / "canary")
+    shutil.copy(tmp_path / "weights.ckpt", tmp_path / "single.ckpt")
+    changed(tmp_path / "single.ckpt", lambda state: state.update(mine=RunsCode(tmp_path / "canary")))
+    paths = [str(tmp_path / name) for name in ("epoch=0.ckpt", "single.ckpt", "epoch=1.ckpt", "weights.ckpt")]
+    for trust in (None, True):
+        said = ranks(2, warnings_of, out=str(tmp_path / "out"), paths=paths, trust=trust)
+        of_files = [[text for text in found if "not expected in a checkpoint" in text] for found in said[0]]
+        assert [len(texts) for texts in of_files] == [int(trust is None), int(trust is None), 0, 0]
+        assert all("system" in text and "patch(trust=False)" in text for texts in of_files for text in texts)
+
+
+def warnings_of(out: str, paths: list[str], trust: bool | None) -> list[list[str]]:
+    found = []
+    for path in paths:
+        with runs.heard() as said:
+            resume_all(out, [path], 2, trust)
+        found.append(said)
+    return found
 
 
 def test_fabric_and_a_users_own_load(ranks: Any, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tools_checkpoints import (
     of_any_save,
     raw,
     snapshot,
+    unlabel,
     weights_of,
 )
 
@@ -152,6 +153,27 @@ def test_what_was_made_before_is_used(checkpoints: Checkpoints, tmp_path: Path, 
     reshard_inside(source, None, ranks=3)
     assert all(made[name][1] < said[1] for name, said in snapshot(source).items() if "ranks3" in name)
     assert not verify(source, "checkpoint.ranks3").problems
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("of", ["another save", "no save"])
+def test_a_planted_folder_is_made_anew(checkpoints: Checkpoints, tmp_path: Path, of: str) -> None:
+    """It has the name of one that was made for three ranks, and is newer than the checkpoint."""
+    source, other = tmp_path / "run.ckpt", tmp_path / "other.ckpt"
+    shutil.copytree(checkpoints(2) / "small.ckpt", source)
+    shutil.copytree(checkpoints(2) / "full.ckpt", other)
+    reshard_inside(other, None, ranks=3)
+    if of == "no save":
+        unlabel(source)
+        unlabel(other)
+    planted, right = other / "checkpoint.ranks3", tmp_path / "right.ckpt"
+    shutil.copytree(planted, source / planted.name)
+    for file in (source / planted.name).iterdir():
+        file.touch()
+    reshard(source, right, ranks=3)
+    reshard_inside(source, None, ranks=3, trust=of == "another save")
+    for file in (source / planted.name).iterdir():
+        assert file.read_bytes() == (right / "checkpoint" / file.name).read_bytes(), file.name
 
 
 def in_every(kind: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:

@@ -21,10 +21,11 @@ from .zip_directory import Record, by_key, chunks, open_regular, read_directory
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file's pickle holds, and how many bytes it has."""
+    """What a file's pickle holds, how many bytes it has, and what it names that is not expected in a checkpoint."""
 
     state: Any
     pickle_bytes: int
+    unexpected: frozenset[str] = frozenset()
 
 
 _VERSION = re.compile(rb"([1-9]|10)\n?")
@@ -49,7 +50,7 @@ def read(path: Path, *, trust: bool = False) -> Contents:
             f"{path} cannot be read, is cut, damaged, or no file of torch.save ({error}). Take a whole copy of it."
         ) from None
     try:
-        state = unpickled(path, content, trust)
+        state, unexpected = unpickled(path, content, trust)
         found = {tensor for _, tensor in tensors(state)}
         for tensor in found:
             _check(tensor, sizes)
@@ -61,7 +62,7 @@ def read(path: Path, *, trust: bool = False) -> Contents:
         raise CheckpointError(
             f"The pickle in {path} is damaged ({type(error).__name__}: {error}). Take a whole copy of the file."
         ) from None
-    return Contents(state, len(content))
+    return Contents(state, len(content), unexpected)
 
 
 def _content(path: Path) -> tuple[bytes, dict[str, int]]:

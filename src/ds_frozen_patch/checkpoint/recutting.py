@@ -12,7 +12,7 @@ from packaging.version import InvalidVersion, Version
 
 from .. import manifest
 from .._errors import CheckpointError
-from .._labels import LABEL, labelled
+from .._labels import LABEL, labelled, resharded
 from .._progress import progress
 from .partitions import (
     SUB_GROUP_SIZE,
@@ -154,7 +154,7 @@ def _plan(states: States, ranks: int, sub_group_size: float | None) -> Plan:
     for rank, optimizer in enumerate(optimizers):
         files[_named(first[1], rank)] = {**rest, "optimizer_state_dict": optimizer}
     if isinstance(label := rest.get(LABEL), dict):
-        save = f"{label.get('save')} for {ranks} ranks"
+        save = resharded(label.get("save"), ranks)
         files = {name: labelled(state, save, name) for name, state in files.items()}
     return Plan(files, made)
 

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from .._errors import CheckpointError
-from .layout import find
+from .._labels import LABEL, resharded
+from .archive import read
+from .layout import Layout, find
 from .recutting import plan
 from .states import load
 from .writing import check_output, copy_others, output
@@ -95,11 +97,11 @@ def reshard(
     return done
 
 
-def reshard_inside(source: str | Path, tag: str | None, *, ranks: int, quiet: bool = True) -> str:
+def reshard_inside(source: str | Path, tag: str | None, *, ranks: int, quiet: bool = True, trust: bool = True) -> str:
     """Make a folder for `ranks` ranks inside of a checkpoint, beside the one of the tag, unless it is there.
 
-    There it goes where the checkpoint goes, and with it. One that is older than the tag's own files is made anew:
-    somebody has saved over them since.
+    There it goes where the checkpoint goes, and with it. One that is older than the tag's own files, or of another
+    save, is made anew: somebody has saved over them since. So is one of no known save without `trust`.
 
     Returns:
         The folder's name, which DeepSpeed takes for a tag.
@@ -112,7 +114,7 @@ def reshard_inside(source: str | Path, tag: str | None, *, ranks: int, quiet: bo
     if folder.is_symlink():
         raise CheckpointError(f"{folder} is a link, and no folder that was made for {ranks} ranks. Remove it.")
     if folder.is_dir():
-        if min(_times(folder.iterdir())) >= max(_times(layout.files)):
+        if min(_times(folder.iterdir())) >= max(_times(layout.files)) and _is_of(folder, layout, ranks, trust):
             return folder.name
         shutil.rmtree(folder)
     try:
@@ -124,6 +126,24 @@ def reshard_inside(source: str | Path, tag: str | None, *, ranks: int, quiet: bo
         if not folder.is_dir():  # else another job has made it meanwhile
             raise
     return folder.name
+
+
+def _is_of(folder: Path, layout: Layout, ranks: int, trust: bool) -> bool:
+    """Whether the label of a resharded folder says that it was made of this checkpoint."""
+    before, made = (_save_of(file) for file in (layout.model[0], folder / layout.model[0].name))
+    if before is None and made is None:
+        return trust
+    return made == resharded(before, ranks)
+
+
+def _save_of(file: Path) -> object:
+    """The save that a file says it is of; None if it does not say."""
+    try:
+        state = read(file, trust=True).state
+    except CheckpointError:
+        return None
+    label = state.get(LABEL) if isinstance(state, dict) else None
+    return label.get("save") if isinstance(label, dict) else None
 
 
 def _times(files: Iterable[Path]) -> list[int]:

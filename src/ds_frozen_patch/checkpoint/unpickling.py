@@ -42,17 +42,18 @@ _PRIME = (1 << 61) - 1
 """Python's hash of an integer is what remains of it, divided by this."""
 
 
-def unpickled(path: Path, content: bytes, trust: bool) -> Any:
-    """What the pickle of a file holds.
+def unpickled(path: Path, content: bytes, trust: bool) -> tuple[Any, frozenset[str]]:
+    """What the pickle of a file holds, and what it names that is not expected in a checkpoint.
 
     Raises:
         CheckpointError: it names a class that is not expected in a checkpoint, or calls one with arguments that no
             library gives it, and `trust` is not set.
         Exception: of any kind, for a damaged one.
     """
-    state = _Unpickler(path, content, trust).load()
+    unpickler = _Unpickler(path, content, trust)
+    state = unpickler.load()
     _check_references(state, 20 * len(content) + 10_000_000)
-    return state
+    return state, frozenset(unpickler.unexpected)
 
 
 class _Unpickler(pickle._Unpickler):
@@ -70,6 +71,7 @@ class _Unpickler(pickle._Unpickler):
         self.path, self.trust = path, trust
         self.room = _BYTES_PER_BYTE * len(content) + _BYTES_FOR_ALL
         self.odd_keys: dict[int, int] = {}
+        self.unexpected: set[str] = set()
         self.dispatch = _Paid(self.opcodes, self._pay)  # type: ignore[misc, assignment]
 
     def _pay(self, cost: int) -> None:
@@ -237,6 +239,7 @@ class _Unpickler(pickle._Unpickler):
             if not self.trust:
                 raise self._unexpected(f"names {full}, which", "is not expected in a checkpoint")
             self._pay(2000)  # for a class of its own
+            self.unexpected.add(full)
         return stand_in(full)
 
     def _unexpected(self, what: str, why: str) -> CheckpointError:
