@@ -65,6 +65,13 @@ def test_what_a_checkpoint_says_stays_on_its_line(
 
 
 ODD: dict[str, dict[str, Any]] = {
+    "a huge epoch": {"epoch": 10**5000},
+    "a huge number of steps": {"global_steps": 10**600, "global_step": -(10**600)},
+    "a huge number of ranks": {"dp_world_size": 10**600},
+    "a huge format": {"ds_frozen_patch": {"format": 10**600}},
+    "a huge label": {"ds_frozen_patch_label": {"save": 10**600, "file": 10**600}},
+    "a huge version": {"ds_version": 10**600},
+    "a huge stage": {"ds_config": {"zero_optimization": {"stage": 10**600}}},
     "a lone surrogate": {"ds_version": "\udc80", "name": "\ud800.weight"},
     "nested slices": {"epoch": slice(slice(slice(None)))},
     "a tensor named as the header's notes": {"name": "__metadata__"},
