@@ -164,16 +164,16 @@ BY_OPCODE |= {
     "a class of Lightning's with arguments": b"clightning.fabric.utilities.data\nAttributeDict\n" + TEXT + b"\x85R",
     "arrays of addresses": b"cnumpy\ndtype\nX\2\0\0\0O8\x89\x88\x87R",
     "a slice as a key of a list": b"]cbuiltins\nslice\nK\0K\1\x86R]s",
-    "slices in each other": b"N" + b"q\2cbuiltins\nslice\nh\2NN\x87R" * 50_000,
-    "a ladder in an OrderedDict": b"ccollections\nOrderedDict\n](" + LADDER + b"Nle\x85R",
+    "slices in each other": b"N" + b"q\x020cbuiltins\nslice\nh\2NN\x87R" * 50_000,
+    "a ladder in an OrderedDict": b"ccollections\nOrderedDict\n](](" + LADDER + b"Nee\x85R",
     "a ladder by a tensor's function": b"ctorch._tensor\n_rebuild_from_type_v2\n(cbuiltins\nset\nctorch\nTensor\n(]"
     + LADDER + b"at}tR",
     "a function as a value": b"ctorch._utils\n_rebuild_tensor_v2\n",
     "keys that collide": b"}(" + b"".join(
         b"\x8a\x10" + (i * ((1 << 61) - 1)).to_bytes(16, "little") + b"N" for i in range(20_000)) + b"u",
     "empty sets": b"](" + b"\x8f" * 500_000 + b"e",
-    "one bytearray again and again": b"cbuiltins\nbytearray\n" + BYTES + b"\x85Rq\2](" + b"h\2" * 50_000 + b"e",
-    "one list again and again": b"](" + b"K\1" * 50_000 + b"eq\2](" + b"h\2" * 50_000 + b"e",
+    "one bytearray again and again": b"cbuiltins\nbytearray\n" + BYTES + b"\x85Rq\x020](" + b"h\2" * 50_000 + b"e",
+    "one list again and again": b"](" + b"K\1" * 50_000 + b"eq\x020](" + b"h\2" * 50_000 + b"e",
 }  # fmt: skip
 # That a frame or the memo is said to be large costs nothing where nothing is made.
 HARMLESS = {"an end before the end", "a frame that says it is large", "a place in the memo far out"}

@@ -168,6 +168,7 @@ def _check_instantiator(file: Path, state: Mapping[str, Any], trust: bool) -> No
     if trust:
         return
     for what, said in hyperparameters.would_run(state):
+        said = said if isinstance(said, str) else type(said).__name__
         raise CheckpointError(
             f"{file} names {said!r:.100} as the `{what}`, which is not Lightning's own: load_from_checkpoint could run"
             " it. Nothing was run. If you know where the file is from, go on with --trust (here it is not run then"
@@ -285,7 +286,7 @@ def _comparable(value: Any) -> str:
 
     try:
         return json.dumps(value, default=said, skipkeys=True)
-    except ValueError as error:  # it holds itself, or a number too large
+    except (ValueError, RecursionError) as error:  # it holds itself, or a number too large
         raise CheckpointError(f"A file of the checkpoint is damaged: it holds what it should not ({error}).") from None
 
 

@@ -371,53 +371,81 @@ _PLAIN: dict[str, Any] = {
 def _check_references(state: Any, room: int) -> None:
     """Raise ValueError for a state that cannot be gone through in so many steps, or is too deep to be.
 
-    What is referred to again and again is in a pickle once, so that a small one can hold what to say takes for ever.
-    Only what a stand-in is part of may hold itself, as the values of omegaconf do, which refer to what they are in: it
-    counts once.
+    What is referred to again and again is in a pickle once, so that a small one can hold what to say takes for ever:
+    that goes for all of Python's own containers, as `json` and `repr` say them, and not for what is in stand-ins, of
+    which nothing is said. What holds itself counts once, and is not referred to again and again.
     """
-    sizes: dict[int, tuple[int, int]] = {}
-    frames = [_Frame(state)]
-    open_: dict[int, int] = {id(state): 0}
-    while frames:
-        frame = frames[-1]
-        for item in frame.rest:
+    sizes: dict[int, tuple[int, int, bool]] = {}
+    again = 0
+    for root in _containers(state):
+        if id(root) in sizes:
+            continue
+        frames, open_ = [_Frame(root)], {id(root)}
+        while frames:
+            frame = frames[-1]
+            for item in frame.rest:
+                if not isinstance(item, _CONTAINERS):
+                    frame.add(_length(item), 0, False)
+                elif id(item) in open_:
+                    again += 1
+                    frame.add(1, 1, True)
+                elif id(item) in sizes:
+                    again += sizes[id(item)][2]
+                    frame.add(*sizes[id(item)])
+                else:
+                    open_.add(id(item))
+                    frames.append(_Frame(item))
+                    break
+            else:
+                frames.pop()
+                open_.remove(id(frame.item))
+                sizes[id(frame.item)] = frame.size, frame.depth, frame.holds_itself
+                if frames:
+                    frames[-1].add(*sizes[id(frame.item)])
+            if frame.size > room or frame.depth > DEPTH or len(frames) > DEPTH or again > _AGAIN:
+                raise ValueError("it holds things in each other that are too deep, or too many")
+
+
+_AGAIN = 4
+"""How often what holds itself may be referred to, each of which can double what is said."""
+
+
+def _containers(state: Any) -> list[Any]:
+    """Python's own containers in a state. Raise ValueError where it is too deep, or has a function as a value."""
+    found, seen = [state], {id(state)}
+    waiting = [inside(state)]
+    while waiting:
+        for item in waiting[-1]:
             if isinstance(item, partial):
                 raise ValueError("a function is a value")
-            if not isinstance(item, _HOLDERS):
-                frame.add(_length(item), 0)
-            elif id(item) in sizes:
-                frame.add(*sizes[id(item)])
-            elif id(item) in open_:
-                if not any(isinstance(one.item, StandIn) for one in frames[open_[id(item)] :]):
-                    raise ValueError("it holds itself")
-                frame.add(1, 1)
-            else:
-                open_[id(item)] = len(frames)
-                frames.append(_Frame(item))
+            if isinstance(item, (*_CONTAINERS, StandIn, StoredTensor)) and id(item) not in seen:
+                seen.add(id(item))
+                waiting.append(inside(item))
+                if isinstance(item, _CONTAINERS):
+                    found.append(item)
                 break
         else:
-            frames.pop()
-            del open_[id(frame.item)]
-            sizes[id(frame.item)] = frame.size, frame.depth
-            if frames:
-                frames[-1].add(frame.size, frame.depth)
-        if frame.size > room or frame.depth > DEPTH or len(frames) > DEPTH:
-            raise ValueError("it holds things in each other that are too deep, or too many")
+            waiting.pop()
+        if len(waiting) > DEPTH:
+            raise ValueError("it holds things in each other that are too deep")
+    return found
 
 
 class _Frame:
-    """Something that is being gone through: what is left of it, how large it is so far, and how deep."""
+    """A container that is being gone through: what is left of it, how large it is so far, and how deep."""
 
     def __init__(self, item: Any) -> None:
         self.item, self.rest = item, inside(item)
         self.size = self.depth = 1
+        self.holds_itself = False
 
-    def add(self, size: int, depth: int) -> None:
+    def add(self, size: int, depth: int, holds_itself: bool) -> None:
         self.size += size
         self.depth = max(self.depth, depth + 1)
+        self.holds_itself |= holds_itself
 
 
-_HOLDERS = (dict, list, tuple, set, frozenset, StandIn, StoredTensor)
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 def _length(item: Any) -> int:
