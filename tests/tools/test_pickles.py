@@ -102,7 +102,7 @@ def test_the_list_has_no_wildcards() -> None:
         "deepspeed.launcher.runner.PDSHRunner", "deepspeed.runtime.config.DeepSpeedConfig",
         "transformers.pipelines.Pipeline", "peft.config.PeftConfig", "torch.nn.parameter.torch_function_dispatch",
         "torch._utils._rebuild_device_tensor_from_numpy", "torch.storage._load_from_bytes", "collections.namedtuple",
-        "collections.UserDict", "collections.ChainMap", "builtins.type", "builtins.object", "builtins.getattr",
+        "collections.UserDict", "collections.ChainMap", "builtins.object", "builtins.getattr",
         "copyreg._reconstructor", "numpy.dtypes.ObjectDType", "omegaconf.OmegaConf", "pathlib.Path.unlink",
         "typing.Anything",
     ],
@@ -259,7 +259,7 @@ def test_nothing_on_the_list_runs_anything(tmp_path: Path) -> None:
 
     found = tried()
     assert (found["ran"], found["made"]) == ({}, [])
-    assert len(found["names"]) > 50
+    assert len(found["names"]) > 40
     assert found["loaded"] > 1000
     assert list(tried("builtins.eval")["ran"]) == ["builtins.eval"]
 
