@@ -100,6 +100,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if CELL.refused:
         _deselect(config, items, lambda item: "ranks" in getattr(item, "fixturenames", ()))
     _deselect(config, items, lambda item: bool(item.get_closest_marker("quantized")) != bool(CELL.quantizers))
+    if CELL.quantizers:
+        from quantized import HERE
+
+        _deselect(config, items, lambda item: _parameter(item, "kind") not in (None, *HERE))
     if "gpu" not in config.getoption("markexpr"):
         _deselect(config, items, lambda item: bool(item.get_closest_marker("gpu")))
     if config.getoption("markexpr") != "settings":
@@ -118,6 +122,12 @@ def _deselect(config: pytest.Config, items: list[pytest.Item], is_out: Callable[
     out = [item for item in items if is_out(item)]
     config.hook.pytest_deselected(items=out)
     items[:] = [item for item in items if item not in out]
+
+
+def _parameter(item: pytest.Item, name: str) -> Any:
+    """What a test is tried with; None where it is tried with nothing of that name."""
+    call = getattr(item, "callspec", None)
+    return call.params.get(name) if call else None
 
 
 class Outcome:
