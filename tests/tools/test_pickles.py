@@ -128,7 +128,7 @@ BENIGN: dict[str, Any] = {
         collections.deque([1, 2], 5), collections.deque([1]), {1, 2}, frozenset({3}), range(3), slice(1, None), b"",
         b"a", bytearray(b"abc"), (), {(1, "a"): 2, 0.5: 3, None: 4, b"x": 5},
     ],
-    "of a program": [argparse.Namespace(a=1), types.SimpleNamespace(b=2), uuid.UUID(int=5), Any, dict, str],
+    "of a program": [argparse.Namespace(a=1), types.SimpleNamespace(b=2), uuid.UUID(int=5), Any, dict, str, type(None)],
     "numpy": [
         np.float64(1.5), np.int64(3), np.str_("a"), np.bool_(True), np.arange(6).reshape(2, 3).T, np.array(["a", "bc"]),
         np.datetime64("2020-01-01"), np.dtype("f4"), np.zeros(0), np.array(1.5),
@@ -220,6 +220,7 @@ MISUSED = {
     "a configuration with arguments": b"cpeft.tuners.lora.config\nLoraConfig\n" + text("scipy") + b"\x85R",
     "a dictionary of omegaconf's with arguments": b"comegaconf.dictconfig\nDictConfig\n}\x85\x81",
     "a type that is called": b"cbuiltins\nstr\n" + text("_instantiator") + b"\x85R",
+    "a class that is made": b"cbuiltins\ntype\n" + text("A") + b")}\x87R",
     "a dictionary of pairs": b"cbuiltins\ndict\n]\x85R",
     "a deque of something": b"ccollections\ndeque\n]\x85R",
     "a default and pairs": b"ccollections\ndefaultdict\nN]\x86R",

@@ -59,7 +59,7 @@ _GROUPS: tuple[tuple[str, _Takes, tuple[str, ...]], ...] = (
     ("numpy: the class of arrays", None, ("numpy.ndarray",)),
     ("Python: types, that omegaconf and defaultdict name", None,
      (*(f"builtins.{name}" for name in ("bool", "dict", "float", "int", "list", "str", "tuple")), "typing.Any")),
-    ("Python: the type of None, which has no name", (type(None),), ("builtins.type",)),
+    ("Python: the type of None, which is said as type(None)", (type(None),), ("builtins.type",)),
     ("Python: ranges and slices", (int, type(None)), ("builtins.range", "builtins.slice")),
     ("Python: collections, such as a user's own state", (type, type(None)), ("collections.defaultdict",)),
     ("Python: collections", (int, tuple), ("collections.deque",)),
