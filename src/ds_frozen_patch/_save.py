@@ -452,8 +452,8 @@ def _is_dead(folder: Path) -> bool:
         return False
     except OSError:  # no locks here
         return age > _OLD_SECONDS
-    is_locked_first = (folder / "new").is_dir()  # `begin` makes it once it has locked its marker
-    return bool(markers and is_locked_first) or age > _YOUNG_SECONDS
+    has_begun = any((folder / name).is_dir() for name in ("new", "old"))  # `begin` locks its marker, then makes these
+    return bool(markers and has_begun) or age > _YOUNG_SECONDS
 
 
 def _swap(new: Path, target: Path, folder: Path) -> Path | None:
