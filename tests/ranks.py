@@ -20,7 +20,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import crutches
 import forked
 
 START_SECONDS = 180
@@ -135,15 +134,10 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, log: str, ac
         import provider
         import setuptools  # noqa: F401  -- before DeepSpeed imports distutils: it takes its place, to build ops
         import torch
-        from under_test import CELL, FABRIC, TRAINER
-
-        from ds_frozen_patch.testing import cpu_strategy
 
         torch.set_num_threads(1)
         if accelerator == "cpu":
-            crutches.lend(CELL.needs)
-            cpu_strategy(TRAINER)
-            cpu_strategy(FABRIC)
+            import warm  # noqa: F401
         pipe.send(("returned", None))
     except BaseException as error:
         pipe.send(("raised", (type(error).__name__, str(error), traceback.format_exc())))
