@@ -52,7 +52,8 @@ def from_one_to_another(out: str, stage: int, one: str, other: str) -> dict[str,
     return found
 
 
-# Not in ZeRO-3: DeepSpeed cannot train such a model there, with or without us (no attribute '_in_forward').
+# Not in ZeRO-3: DeepSpeed cannot train such a model there, with or without us (no attribute
+# '_in_forward', or 'ds_grads_remaining').
 @pytest.mark.parametrize(("one", "other"), [("compiled", "plain"), ("plain", "compiled"), ("checkpointed", "compiled")])
 def test_from_one_wrapper_to_another(ranks: Any, tmp_path: Path, one: str, other: str) -> None:
     for found in ranks(2, from_one_to_another, out=str(tmp_path), stage=2, one=one, other=other):
