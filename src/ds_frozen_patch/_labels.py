@@ -16,6 +16,12 @@ LABEL = "ds_frozen_patch_label"
 """Where a file says of which save it is, and under which name it was saved, as "save" and "file"."""
 
 
+def save_of(state: Any) -> Any:
+    """The save that a file's state says it is of; None if it does not say."""
+    label = state.get(LABEL) if isinstance(state, Mapping) else None
+    return label.get("save") if isinstance(label, Mapping) else None
+
+
 def resharded(save: object, ranks: int) -> str:
     """What the label of a checkpoint says that was made of a save for another number of ranks."""
     return f"{save} for {ranks} ranks"

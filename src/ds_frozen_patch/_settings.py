@@ -54,8 +54,8 @@ def settings(
 
     Raises:
         ValueError: `verify_base`, `export` or an environment variable is none of their words.
-        TypeError: `keep` or `leave_out` is not a collection of strings, or another argument
-            no bool.
+        TypeError: `keep` or `leave_out` is not a collection of strings, or another argument is no
+            bool.
     """
     new = _from_environment() if before is None else before
     if verify_base is not None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from packaging.version import Version
@@ -20,6 +21,7 @@ from ._errors import CheckpointError, named
 from ._lending import lent
 from ._settings import current
 from .checkpoint.archive import Contents, read
+from .checkpoint.expected import OF_DEEPSPEED
 
 SINCE = Version("2.6")
 """The first torch with `get_unsafe_globals_in_checkpoint`."""
@@ -54,11 +56,7 @@ def trust() -> Iterator[None]:
 
 def _safe() -> list[Any]:
     """What a file of DeepSpeed's optimizers names, beyond what torch takes for safe; none of it runs anything."""
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+    return [resolve_name(name) for name in OF_DEEPSPEED]
 
 
 def look(file: Path) -> Contents | None:

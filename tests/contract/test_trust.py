@@ -63,10 +63,7 @@ def test_benign_runs_resume_without_trust(ranks: Any, tmp_path: Path, stage: int
 
 def resume_all(out: str, paths: list[str], stage: int, trust: bool | None) -> list[tuple[str, str]]:
     """What each resume raises, and what it says; in one run each, for the ranks must not fall out of step."""
-    if trust is None:
-        ds_frozen_patch.patch()
-    else:
-        ds_frozen_patch.patch(trust=trust)
+    ds_frozen_patch.patch(trust=trust)
     found = []
     for path in paths:
         trainer = runs.trainer(out, 2, stage, precision=precision_of(stage), enable_checkpointing=False)

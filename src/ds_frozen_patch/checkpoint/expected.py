@@ -78,6 +78,8 @@ _GROUPS: tuple[tuple[str, _Takes, tuple[str, ...]], ...] = (
 )  # fmt: skip
 EXPECTED: dict[str, _Takes] = {name: takes for _, takes, names in _GROUPS for name in names}
 """What may be named, and the types that its arguments may have."""
+OF_DEEPSPEED = tuple(name for name in EXPECTED if name.startswith("deepspeed."))
+"""The classes of which DeepSpeed's optimizers save objects: each has numbers alone."""
 LISTS = frozenset(["collections.deque"])
 """What items may be appended to."""
 MAPPINGS = frozenset([*_ATTRIBUTE_DICTS, "collections.defaultdict"])

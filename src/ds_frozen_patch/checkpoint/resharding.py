@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .._errors import CheckpointError
-from .._labels import LABEL, resharded
+from .._labels import resharded, save_of
 from .archive import read
 from .layout import Layout, find
 from .recutting import plan
@@ -137,13 +137,10 @@ def _is_of(folder: Path, layout: Layout, ranks: int, trust: bool) -> bool:
 
 
 def _save_of(file: Path) -> object:
-    """The save that a file says it is of; None if it does not say."""
     try:
-        state = read(file, trust=True).state
+        return save_of(read(file, trust=True).state)
     except CheckpointError:
         return None
-    label = state.get(LABEL) if isinstance(state, dict) else None
-    return label.get("save") if isinstance(label, dict) else None
 
 
 def _times(files: Iterable[Path]) -> list[int]:

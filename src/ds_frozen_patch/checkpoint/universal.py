@@ -22,6 +22,7 @@ from packaging.version import Version
 from .._errors import CheckpointError
 from .._labels import LABEL
 from ..parameters import is_name
+from .expected import OF_DEEPSPEED
 from .recutting import KEY, Plan, plan
 from .states import States, load, names_of_groups
 from .stored import ITEM_SIZES, Size, StandIn, StoredTensor, stand_in
@@ -30,13 +31,6 @@ from .writing import check_output, copy_others, output
 CONVERTER = "deepspeed.checkpoint.ds_to_universal"
 INFO = {"universal_checkpoint_version": 0.2}
 """What the converter asks a checkpoint of ZeRO 1 or 2 for, as `universal_checkpoint_info`."""
-_DEEPSPEEDS = (
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-)
-"""The classes of which DeepSpeed's optimizers save objects: each has numbers alone."""
 _LAUNCHER = """
 import importlib, os, runpy, sys, torch
 converter, *classes = sys.argv.pop(1).split()
@@ -224,7 +218,7 @@ def _made_anew(value: Any, known: dict[int, Any]) -> Any:
 def _object(value: StandIn) -> StandIn:
     state = value.state if isinstance(value.state, dict) else {}
     held = [*value.arguments, *(_made_anew(item, {}) for item in state.values())]
-    is_known = value.stands_for in _DEEPSPEEDS and all(type(name) is str and name.isidentifier() for name in state)
+    is_known = value.stands_for in OF_DEEPSPEED and all(type(name) is str and name.isidentifier() for name in state)
     is_of_numbers = all(item is None or isinstance(item, bool | int | float | type) for item in held)
     if not is_known or not is_of_numbers or value.items or value.pairs or not isinstance(value.state, dict | None):
         raise _UnexpectedError(f"its optimizer's state names {_name(value)!r}")
@@ -261,7 +255,7 @@ def _convert(folder: Path, made: Path, version: str, quiet: bool) -> None:
         print(f"converting by deepspeed {version} ...", file=sys.stderr)
     workers = [f"--num_{what}_workers=1" for what in ("extract", "merge")]
     folders = ["--input_folder", str(folder.resolve()), "--output_folder", str(made.resolve())]
-    names = " ".join([CONVERTER, *_DEEPSPEEDS])
+    names = " ".join([CONVERTER, *OF_DEEPSPEED])
     # Of the current folder, which can be a stranger's, nothing is imported.
     own = folder.with_name("nothing")
     own.mkdir()
