@@ -168,7 +168,8 @@ def heard() -> Iterator[list[str]]:
             messages.append(f"{record.levelname}: {record.getMessage()}")
 
     listener = Listener()
-    loggers = [logging.getLogger(f"{package}.ds_frozen_patch") for package in (TRAINER, FABRIC)]
+    names = ("ds_frozen_patch", *(f"{package}.ds_frozen_patch" for package in (TRAINER, FABRIC)))
+    loggers = [logging.getLogger(name) for name in names]
     for logger in loggers:
         logger.addHandler(listener)
     with warnings.catch_warnings(record=True) as caught:

@@ -7,7 +7,7 @@ before it is loaded, and `torch.load` is told to refuse the rest (`weights_only=
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -20,6 +20,7 @@ from packaging.version import Version
 from ._errors import CheckpointError, named
 from ._lending import lent
 from ._settings import current
+from ._text import printable
 from .checkpoint.archive import Contents, read
 from .checkpoint.expected import OF_DEEPSPEED
 
@@ -76,10 +77,11 @@ def look(file: Path) -> Contents | None:
     if runs_nothing():
         _refuse_unsafe(file)
     elif contents.unexpected and current().trust is None:
-        warnings.warn(
-            f"{file} names {named(contents.unexpected)}, not expected in a checkpoint, and this load runs what it"
-            " names. patch(trust=False) refuses such files; patch(trust=True) takes them without this warning.",
-            stacklevel=2,
+        logging.getLogger("ds_frozen_patch").warning(  # not `warnings`, which `-W error` makes raise on one rank
+            "%s names %s, not expected in a checkpoint, and this load runs what it names. patch(trust=False) refuses"
+            " such files; patch(trust=True) takes them without this warning.",
+            printable(str(file)),
+            named(contents.unexpected),
         )
     return contents
 
