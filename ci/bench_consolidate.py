@@ -28,7 +28,7 @@ def ours() -> Work:
     """Ours. It makes all of them fp32."""
     import torch  # noqa: F401
 
-    from ds_frozen_patch.checkpoint.consolidation import consolidate
+    from ds_frozen_patch.checkpoint.tools.consolidate import consolidate
 
     return lambda source, target: consolidate(source, target / "made.ckpt")
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from bench_figures import ratios, rows, spread
 
-from ds_frozen_patch.checkpoint.inspection import inspect
+from ds_frozen_patch.checkpoint.tools.inspect import inspect
 
 ROUNDS = 20
 LAYERS = 300

@@ -40,7 +40,7 @@ def by_hand() -> Work:
 
 def pruned() -> Work:
     """Ours, which then needs no torch."""
-    from ds_frozen_patch.checkpoint.pruning import prune
+    from ds_frozen_patch.checkpoint.tools.prune import prune
 
     return lambda source, target: prune(source, target / "pruned", fingerprints=False)
 
@@ -49,7 +49,7 @@ def pruned_with_fingerprints() -> Work:
     """Ours."""
     import torch  # noqa: F401
 
-    from ds_frozen_patch.checkpoint.pruning import prune
+    from ds_frozen_patch.checkpoint.tools.prune import prune
 
     return lambda source, target: prune(source, target / "pruned")
 

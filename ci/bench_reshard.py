@@ -17,7 +17,7 @@ RANKS = 4
 
 def resharded() -> Work:
     """Ours."""
-    from ds_frozen_patch.checkpoint.resharding import reshard
+    from ds_frozen_patch.checkpoint.tools.reshard import reshard
 
     return lambda source, target: reshard(source, target / "out.ckpt", ranks=RANKS)
 

@@ -1,4 +1,4 @@
-"""Loads, with the `pickle` of Python, all that `ds_frozen_patch.checkpoint.expected` lists, with hostile arguments.
+"""Loads, with the `pickle` of Python, all that `checkpoint.format.allowed` lists, with hostile arguments.
 
 A program of its own: `python harmless.py FOLDER [NAME ...]` says what it tried, and what was run, as JSON. The folder
 is empty, and stays so. Further names are those of what is not in the list, to see that it is noticed.
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ds_frozen_patch.checkpoint.expected import ANYTHING, EXPECTED
+from ds_frozen_patch.checkpoint.format.allowed import ANYTHING, EXPECTED
 
 QUIET = ("object.", "pickle.find_class", "sys._getframe", "gc.", "builtins.id", "array.")
 """The beginnings of audit events that run nothing. All others must not be seen, nor imports of new modules."""

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from under_test import PRECISION, DeepSpeedStrategy
 
-from ds_frozen_patch._labels import LABEL
+from ds_frozen_patch.checkpoint.zero.labels import LABEL
 from ds_frozen_patch.manifest import KEY, Manifest
 
 EMBEDDING = "model.base_model.model.model.embed_tokens.weight"

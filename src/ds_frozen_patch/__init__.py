@@ -7,73 +7,50 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ._errors import CheckpointError, CheckpointMismatchError, PatchError
-
 if TYPE_CHECKING:
-    from ._patching import Status, TargetStatus, patch, patched, status, unpatch
-    from ._saving import full_checkpoint
-    from .checkpoint.consolidation import Consolidated, consolidate
-    from .checkpoint.exporting import Exported, export
-    from .checkpoint.inspection import Inspection, inspect
-    from .checkpoint.loading import load_trainable
-    from .checkpoint.pruning import Pruned, prune
-    from .checkpoint.resharding import Resharded, reshard
-    from .checkpoint.universal import Universal, universal
-    from .checkpoint.verification import Verified, verify
+    from .checkpoint.tools.consolidate import Consolidated as Consolidated
+    from .checkpoint.tools.consolidate import consolidate as consolidate
+    from .checkpoint.tools.export import Exported as Exported
+    from .checkpoint.tools.export import export as export
+    from .checkpoint.tools.inspect import Inspection as Inspection
+    from .checkpoint.tools.inspect import inspect as inspect
+    from .checkpoint.tools.load_trainable import load_trainable as load_trainable
+    from .checkpoint.tools.prune import Pruned as Pruned
+    from .checkpoint.tools.prune import prune as prune
+    from .checkpoint.tools.reshard import Resharded as Resharded
+    from .checkpoint.tools.reshard import reshard as reshard
+    from .checkpoint.tools.universal import Universal as Universal
+    from .checkpoint.tools.universal import universal as universal
+    from .checkpoint.tools.verify import Verified as Verified
+    from .checkpoint.tools.verify import verify as verify
+    from .common.errors import CheckpointError as CheckpointError
+    from .common.errors import CheckpointMismatchError as CheckpointMismatchError
+    from .common.errors import PatchError as PatchError
+    from .patching.patch import Status as Status
+    from .patching.patch import TargetStatus as TargetStatus
+    from .patching.patch import patch as patch
+    from .patching.patch import patched as patched
+    from .patching.patch import status as status
+    from .patching.patch import unpatch as unpatch
+    from .save.saving import full_checkpoint as full_checkpoint
 
 # Imported when they are first used: the import of this package is cheap, and a training script needs no tools.
-_MODULES = {
-    "Status": "_patching",
-    "TargetStatus": "_patching",
-    "patch": "_patching",
-    "patched": "_patching",
-    "status": "_patching",
-    "unpatch": "_patching",
-    "full_checkpoint": "_saving",
-    "Consolidated": "checkpoint.consolidation",
-    "consolidate": "checkpoint.consolidation",
-    "Exported": "checkpoint.exporting",
-    "export": "checkpoint.exporting",
-    "Inspection": "checkpoint.inspection",
-    "inspect": "checkpoint.inspection",
-    "load_trainable": "checkpoint.loading",
-    "Pruned": "checkpoint.pruning",
-    "prune": "checkpoint.pruning",
-    "Resharded": "checkpoint.resharding",
-    "reshard": "checkpoint.resharding",
-    "Universal": "checkpoint.universal",
-    "universal": "checkpoint.universal",
-    "Verified": "checkpoint.verification",
-    "verify": "checkpoint.verification",
+# `tests/unit/test_docstrings.py` compares this with the imports for type checkers above.
+_NAMES = {
+    "checkpoint.tools.consolidate": ("Consolidated", "consolidate"),
+    "checkpoint.tools.export": ("Exported", "export"),
+    "checkpoint.tools.inspect": ("Inspection", "inspect"),
+    "checkpoint.tools.load_trainable": ("load_trainable",),
+    "checkpoint.tools.prune": ("Pruned", "prune"),
+    "checkpoint.tools.reshard": ("Resharded", "reshard"),
+    "checkpoint.tools.universal": ("Universal", "universal"),
+    "checkpoint.tools.verify": ("Verified", "verify"),
+    "common.errors": ("CheckpointError", "CheckpointMismatchError", "PatchError"),
+    "patching.patch": ("Status", "TargetStatus", "patch", "patched", "status", "unpatch"),
+    "save.saving": ("full_checkpoint",),
 }
-
-__all__ = [
-    "CheckpointError",
-    "CheckpointMismatchError",
-    "Consolidated",
-    "Exported",
-    "Inspection",
-    "PatchError",
-    "Pruned",
-    "Resharded",
-    "Status",
-    "TargetStatus",
-    "Universal",
-    "Verified",
-    "consolidate",
-    "export",
-    "full_checkpoint",
-    "inspect",
-    "load_trainable",
-    "patch",
-    "patched",
-    "prune",
-    "reshard",
-    "status",
-    "universal",
-    "unpatch",
-    "verify",
-]
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

@@ -11,21 +11,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ._errors import CheckpointError, CheckpointMismatchError, named
-from ._patching import status
-from ._running import CommandError, lines, replace_by
-from ._settings import EXPORT, VERIFY_BASE
-from ._text import human_bytes, printable
-from .checkpoint.consolidation import Consolidated, consolidate, parse_size
-from .checkpoint.converting import DTYPES
-from .checkpoint.exporting import FORMATS, Exported, export
-from .checkpoint.inspection import Inspection, inspect
-from .checkpoint.pruning import Pruned, prune
-from .checkpoint.resharding import Resharded, reshard
-from .checkpoint.universal import Universal, universal
-from .checkpoint.verification import Verified, verify
+from .checkpoint.dtypes import DTYPES
+from .checkpoint.tools.consolidate import Consolidated, consolidate, parse_size
+from .checkpoint.tools.export import FORMATS, Exported, export
+from .checkpoint.tools.inspect import Inspection, inspect
+from .checkpoint.tools.prune import Pruned, prune
+from .checkpoint.tools.reshard import Resharded, reshard
+from .checkpoint.tools.universal import Universal, universal
+from .checkpoint.tools.verify import Verified, verify
+from .common.errors import CheckpointError, CheckpointMismatchError, named
+from .common.text import human_bytes, printable
 from .manifest import Manifest
 from .parameters import BUFFER, PARAMETER, PART
+from .patching.launch import CommandError, lines, replace_by
+from .patching.patch import status
+from .settings import EXPORT, VERIFY_BASE
 
 EXAMPLES = {
     "": """

@@ -15,7 +15,7 @@ from hashlib import sha256
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from ._errors import CheckpointMismatchError
+from .common.errors import CheckpointMismatchError
 from .fingerprint import fingerprints, process_memory
 from .parameters import BUFFER, PARAMETER, PART, Held, is_name, part_name, part_suffix, plain
 

@@ -16,7 +16,7 @@ from packaging.version import Version
 from tools_checkpoints import changed, precision_of
 
 import ds_frozen_patch
-from ds_frozen_patch._trust import SINCE
+from ds_frozen_patch.load.trust import SINCE
 
 pytestmark = [
     pytest.mark.promise(15),

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from under_test import PRECISION, Callback, DeepSpeedStrategy, ModelCheckpoint, pl
 
 import ds_frozen_patch
-from ds_frozen_patch import _ready
 from ds_frozen_patch.parameters import numel_of
+from ds_frozen_patch.save import export_trained as _ready
 
 pytestmark = pytest.mark.promise(8)
 

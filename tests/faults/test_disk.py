@@ -24,9 +24,10 @@ from tools_checkpoints import TOOLS, Checkpoints, contents, snapshot
 from under_test import Callback
 
 import ds_frozen_patch
-from ds_frozen_patch import CheckpointError, _save
-from ds_frozen_patch.checkpoint import records
+from ds_frozen_patch import CheckpointError
+from ds_frozen_patch.checkpoint.format import records
 from ds_frozen_patch.cli import main
+from ds_frozen_patch.save import save as _save
 
 WAYS = ("trainer", "fabric", "weights", "export", "direct")
 ROOT = os.geteuid() == 0

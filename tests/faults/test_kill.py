@@ -22,7 +22,7 @@ from tools_checkpoints import TOOLS, Checkpoints, contents, snapshot
 from under_test import Callback, ModelCheckpoint, pl
 
 import ds_frozen_patch
-from ds_frozen_patch.checkpoint.resharding import reshard_inside
+from ds_frozen_patch.checkpoint.tools.reshard import reshard_inside
 from ds_frozen_patch.cli import main
 
 EPOCHS = 8

@@ -33,8 +33,9 @@ from nodes import Nodes
 from under_test import Callback, DeepSpeedStrategy, ModelCheckpoint, pl
 
 import ds_frozen_patch
-from ds_frozen_patch import CheckpointError, _save
-from ds_frozen_patch._disks import marker
+from ds_frozen_patch import CheckpointError
+from ds_frozen_patch.common.disks import marker
+from ds_frozen_patch.save import save as _save
 
 pytestmark = [
     pytest.mark.skipif(bool(nodes.why_not()), reason=nodes.why_not() or "-"),

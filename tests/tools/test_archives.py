@@ -20,11 +20,11 @@ import pytest
 import torch
 
 from ds_frozen_patch import CheckpointError
-from ds_frozen_patch.checkpoint.archive import read
-from ds_frozen_patch.checkpoint.records import check_file
-from ds_frozen_patch.checkpoint.stored import Storage, StoredTensor
-from ds_frozen_patch.checkpoint.writing import write_archive
-from ds_frozen_patch.checkpoint.zip_directory import chunks, open_regular, read_directory
+from ds_frozen_patch.checkpoint.format.archive import read
+from ds_frozen_patch.checkpoint.format.records import check_file
+from ds_frozen_patch.checkpoint.format.stored import Storage, StoredTensor
+from ds_frozen_patch.checkpoint.format.writing import write_archive
+from ds_frozen_patch.checkpoint.format.zip_directory import chunks, open_regular, read_directory
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
 

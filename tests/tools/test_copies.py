@@ -15,14 +15,16 @@ import pytest
 import torch
 from tools_checkpoints import Checkpoints, loaded, manifest_of
 
-from ds_frozen_patch import CheckpointError, _disks, _ready, prune
-from ds_frozen_patch._save import Save
-from ds_frozen_patch.checkpoint.layout import Layout
-from ds_frozen_patch.checkpoint.resharding import reshard_inside
-from ds_frozen_patch.checkpoint.states import load
-from ds_frozen_patch.checkpoint.weights import check_one_run
-from ds_frozen_patch.checkpoint.writing import MAX_BESIDE, copy_others
+from ds_frozen_patch import CheckpointError, prune
+from ds_frozen_patch.checkpoint.format.writing import MAX_BESIDE, copy_others
+from ds_frozen_patch.checkpoint.tools.reshard import reshard_inside
+from ds_frozen_patch.checkpoint.zero.layout import Layout
+from ds_frozen_patch.checkpoint.zero.states import load
+from ds_frozen_patch.checkpoint.zero.weights import check_one_run
 from ds_frozen_patch.cli import main
+from ds_frozen_patch.common import disks as _disks
+from ds_frozen_patch.save import export_trained as _ready
+from ds_frozen_patch.save.save import Save
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
 
@@ -133,7 +135,7 @@ def test_a_file_that_grows_is_copied_up_to_the_limit(
 ) -> None:
     (layout.root / "grows").write_bytes(b"x" * 100)
     real = os.fstat
-    monkeypatch.setattr("ds_frozen_patch.checkpoint.writing.MAX_BESIDE", 50)
+    monkeypatch.setattr("ds_frozen_patch.checkpoint.format.writing.MAX_BESIDE", 50)
     monkeypatch.setattr(os, "stat", lambda *a, real=os.stat, **k: small(real(*a, **k)))
     monkeypatch.setattr(os, "fstat", lambda opened: small(real(opened)))
 
@@ -202,7 +204,7 @@ def test_an_optimizer_that_is_swapped_after_the_check(
         torch.save(foul, tmp_path / "other.pt")
         (tmp_path / "other.pt").replace(file)
 
-    monkeypatch.setattr("ds_frozen_patch.checkpoint.pruning.check_one_run", check_and_swap)
+    monkeypatch.setattr("ds_frozen_patch.checkpoint.tools.prune.check_one_run", check_and_swap)
     prune(source, tmp_path / "pruned.ckpt")
     made = loaded(tmp_path / "pruned.ckpt" / "checkpoint" / file.name)
     assert made.keys() == good.keys()
@@ -353,7 +355,7 @@ def test_a_work_folder_that_is_not_ours(
     (tmp_path / "elsewhere").mkdir()
     save = a_save(tmp_path / "last.ckpt")
     make(save.work, tmp_path / "elsewhere")
-    monkeypatch.setattr("ds_frozen_patch._save.find_disks", lambda *_: _disks.Disks((0,)))
+    monkeypatch.setattr("ds_frozen_patch.save.save.find_disks", lambda *_: _disks.Disks((0,)))
     save.begin()
     assert str(save.work) in str(save.failed[0])
     assert names(tmp_path / "elsewhere") == set()

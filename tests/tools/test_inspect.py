@@ -19,7 +19,7 @@ import torch
 from under_test import CELL
 
 from ds_frozen_patch import CheckpointError
-from ds_frozen_patch.checkpoint.inspection import Inspection, inspect
+from ds_frozen_patch.checkpoint.tools.inspect import Inspection, inspect
 from ds_frozen_patch.cli import main
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
@@ -129,7 +129,7 @@ def test_inspect_needs_neither_torch_nor_lightning(made: Made) -> None:
     out, _ = made(3, 2)
     program = f"""
 import sys
-from ds_frozen_patch.checkpoint.inspection import inspect
+from ds_frozen_patch.checkpoint.tools.inspect import inspect
 inspect({str(out / "full.ckpt")!r})
 print([name for name in ("torch", "lightning", "deepspeed", "numpy") if name in sys.modules])
 """
@@ -215,7 +215,7 @@ def test_a_class_of_the_users_is_named(copied: Path, capsys: pytest.CaptureFixtu
     state = torch.load(file, weights_only=False)
     state["hyper_parameters"]["mine"] = Inspection.__mro__[0]
     torch.save(state, file)
-    assert "ds_frozen_patch.checkpoint.inspection.Inspection" in refusal(copied, capsys)
+    assert "ds_frozen_patch.checkpoint.tools.inspect.Inspection" in refusal(copied, capsys)
     assert inspect(copied, trust=True).zero_stage == before.zero_stage
 
 

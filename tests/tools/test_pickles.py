@@ -32,12 +32,13 @@ import torch
 from memory import memory, reset_peak_memory
 
 from ds_frozen_patch import CheckpointError, CheckpointMismatchError
-from ds_frozen_patch.checkpoint import archive, states, weights
-from ds_frozen_patch.checkpoint.base import open_base, tensors_for
-from ds_frozen_patch.checkpoint.exporting import Adapter
-from ds_frozen_patch.checkpoint.layout import Layout
-from ds_frozen_patch.checkpoint.stored import Storage, StoredTensor, stand_in, tensors
-from ds_frozen_patch.checkpoint.writing import write_archive
+from ds_frozen_patch.checkpoint.format import archive
+from ds_frozen_patch.checkpoint.format.stored import Storage, StoredTensor, stand_in, tensors
+from ds_frozen_patch.checkpoint.format.writing import write_archive
+from ds_frozen_patch.checkpoint.tools.base import open_base, tensors_for
+from ds_frozen_patch.checkpoint.tools.export import Adapter
+from ds_frozen_patch.checkpoint.zero import states, weights
+from ds_frozen_patch.checkpoint.zero.layout import Layout
 from ds_frozen_patch.manifest import LeftOut, Manifest
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
@@ -89,7 +90,7 @@ def little() -> Iterator[None]:
 
 
 def test_the_list_has_no_wildcards() -> None:
-    from ds_frozen_patch.checkpoint.expected import EXPECTED
+    from ds_frozen_patch.checkpoint.format.allowed import EXPECTED
 
     assert all(re.fullmatch(r"\w+(\.\w+)+", name) for name in EXPECTED)
     assert len(EXPECTED) < 200
@@ -508,7 +509,7 @@ CONFIGURATION = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"]}
 
 
 def recorded(**more: Any) -> dict[str, Any]:
-    from ds_frozen_patch.checkpoint.exporting import _recorded
+    from ds_frozen_patch.checkpoint.tools.export import _recorded
 
     return _recorded(json.dumps({**CONFIGURATION, **more}))
 
@@ -560,7 +561,7 @@ def test_what_peft_would_import_is_not_exported() -> None:
 
 @pytest.mark.parametrize("text_", ["", "[]", "{}", "[" * 100_000, '{"peft_type": []}', '{"peft_type": {"a": 1}}', "1"])
 def test_a_configuration_that_is_none_is_refused(text_: str) -> None:
-    from ds_frozen_patch.checkpoint.exporting import _recorded
+    from ds_frozen_patch.checkpoint.tools.export import _recorded
 
     with pytest.raises(CheckpointError, match="The adapter's configuration in the checkpoint is damaged"):
         _recorded(text_)
@@ -574,7 +575,7 @@ def test_many_adapters_take_time_in_proportion() -> None:
 
 
 def test_the_converter_makes_no_folders_elsewhere() -> None:
-    from ds_frozen_patch.checkpoint.universal import _check_folders, _UnexpectedError
+    from ds_frozen_patch.checkpoint.tools.universal import _check_folders, _UnexpectedError
 
     _check_folders([{"model.layers.0.weight": None}])
     for name in ("../outside", "/outside", "a\\b", "..", ".", "", "a\0b", "a" * 2000, 5):

@@ -36,10 +36,10 @@ from tools_checkpoints import (
 from under_test import CELL, PRECISIONS
 
 from ds_frozen_patch import CheckpointError, prune
-from ds_frozen_patch.checkpoint.archive import read
-from ds_frozen_patch.checkpoint.records import Piece, Records, Whole
-from ds_frozen_patch.checkpoint.stored import ITEM_SIZES, Storage
-from ds_frozen_patch.checkpoint.writing import write_archive
+from ds_frozen_patch.checkpoint.format.archive import read
+from ds_frozen_patch.checkpoint.format.records import Piece, Records, Whole
+from ds_frozen_patch.checkpoint.format.stored import ITEM_SIZES, Storage
+from ds_frozen_patch.checkpoint.format.writing import write_archive
 from ds_frozen_patch.manifest import KEY
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday]

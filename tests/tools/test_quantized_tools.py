@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError, consolidate, export, inspect, load_trainable, prune, verify
-from ds_frozen_patch.checkpoint.base import open_base, tensors_for
-from ds_frozen_patch.checkpoint.records import Records
+from ds_frozen_patch.checkpoint.format.records import Records
+from ds_frozen_patch.checkpoint.tools.base import open_base, tensors_for
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.fingerprint import fingerprints
 from ds_frozen_patch.manifest import KEY, LeftOut, Manifest

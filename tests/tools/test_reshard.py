@@ -23,8 +23,8 @@ from tools_checkpoints import (
 )
 
 from ds_frozen_patch import CheckpointError, consolidate, inspect, reshard, verify
-from ds_frozen_patch.checkpoint.recutting import KEY
-from ds_frozen_patch.checkpoint.resharding import reshard_inside
+from ds_frozen_patch.checkpoint.tools.reshard import reshard_inside
+from ds_frozen_patch.checkpoint.zero.repartition import KEY
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.manifest import KEY as MANIFEST
 from ds_frozen_patch.parameters import plain

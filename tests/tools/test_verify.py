@@ -25,7 +25,7 @@ from tools_checkpoints import (
 from under_test import PRECISIONS
 
 from ds_frozen_patch import CheckpointError, manifest, prune, verify
-from ds_frozen_patch.checkpoint.archive import read
+from ds_frozen_patch.checkpoint.format.archive import read
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.manifest import KEY
 

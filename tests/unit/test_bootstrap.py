@@ -21,8 +21,8 @@ import pytest
 from made_up import Site
 from under_test import FABRIC, TRAINER
 
-from ds_frozen_patch._automatic import CONNECTORS
 from ds_frozen_patch.cli import main
+from ds_frozen_patch.patching.automatic import CONNECTORS
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -122,7 +122,7 @@ def test_the_users_sitecustomize_runs(run: Run, site: Site, tmp_path_factory: py
 @pytest.mark.everyday
 @pytest.mark.once
 def test_options_become_settings(run: Run) -> None:
-    program = "look(); from ds_frozen_patch._settings import current; print(current())"
+    program = "look(); from ds_frozen_patch.settings import current; print(current())"
     options = [
         "--verify-base",
         "warn",
@@ -175,7 +175,7 @@ def test_status_patch_and_unpatch_in_the_program(run: Run) -> None:
     )
     program = """
 import ds_frozen_patch as dfp
-from ds_frozen_patch._settings import current
+from ds_frozen_patch.settings import current
 dfp.patch(keep=["a"])
 print(look(), current().keep, current().verify_base)
 """

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,3 +57,13 @@ def test_every_class(name: str) -> None:
     assert told == fields
     own = {attribute: value for attribute, value in vars(cls).items() if not attribute.startswith("_")}
     assert not [attribute for attribute, value in own.items() if attribute not in fields and not inspect.getdoc(value)]
+
+
+def test_type_checkers_see_the_public_names() -> None:
+    """The imports that they read and the table that Python reads say the same."""
+    tree = ast.parse(Path(ds_frozen_patch.__file__).read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    assert {(alias.asname, node.module) for node in imports for alias in node.names} == set(
+        ds_frozen_patch._MODULES.items()
+    )

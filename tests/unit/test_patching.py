@@ -400,7 +400,7 @@ refused(ValueError, "DS_FROZEN_PATCH_ELASTIC", "'yes'")
 
 def test_settings_are_kept_and_given_back(site: Site) -> None:
     program = """
-from ds_frozen_patch._settings import Settings, current
+from ds_frozen_patch.settings import Settings, current
 dfp.patch(verify_base="warn"); dfp.patch(keep=["a.*"]); dfp.patch()
 assert current() == Settings("warn", ("a.*",))
 with dfp.patched(verify_base="off"): assert current() == Settings("off", ("a.*",))

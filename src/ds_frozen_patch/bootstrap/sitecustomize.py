@@ -27,7 +27,7 @@ class BeforeLightning:
         """Leave, and patch after the import of `name`, or now: `status()` and `unpatch()` ask for that."""
         sys.meta_path.remove(self)  # type: ignore[arg-type]
         try:
-            from ds_frozen_patch import _automatic
+            from ds_frozen_patch.patching import automatic as _automatic
         except ImportError as error:
             refuse(f"{sys.executable} cannot import ds_frozen_patch ({error}): install it there")
         else:

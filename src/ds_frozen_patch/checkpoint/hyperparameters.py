@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from .expected import MAPPINGS
-from .stored import StandIn, inside
+from .format.allowed import MAPPINGS
+from .format.stored import StandIn, inside
 
 KEYS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams", "module_arguments")
 """Where Lightning keeps hyper-parameters in a checkpoint, the last two in releases before 1.0."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..manifest import LeftOut
 from ..parameters import PART
-from .stored import ITEM_SIZES, StandIn, StoredTensor, is_shape
+from .format.stored import ITEM_SIZES, StandIn, StoredTensor, is_shape
 
 BESIDE_INT8 = ("SCB", "weight_format")
 """What bitsandbytes keeps beside a weight in 8 bits."""

@@ -1,0 +1,1 @@
+"""The files of a checkpoint as bytes: zip archives, pickles, tensors, safetensors."""

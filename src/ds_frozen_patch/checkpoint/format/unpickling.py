@@ -1,0 +1,452 @@
+"""The pickle of a file of `torch.save`, read without running any of it.
+
+Nothing that it names is imported or called: what belongs to torch becomes a `StoredTensor` or a plain value, all else a
+stand-in. It can take up neither memory nor time without end: all that it makes is paid for from one budget, in
+proportion to its size.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sized
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ...common.errors import CheckpointError
+from .allowed import EXPECTED, LISTS, MAPPINGS, may_be_called, may_have_state
+from .stored import STORAGES, Size, StandIn, Storage, StoredTensor, inside, is_shape, stand_in
+
+DEPTH = 100
+"""How many things may be in each other, in all of what a file holds."""
+_BYTES_PER_BYTE = 50
+_BYTES_FOR_ALL = 1 << 25
+_LONGEST_NAME = 200
+# What an opcode takes at most, in bytes of memory, where it is not that of a small object.
+_USUAL_COST = 64
+_COSTS = {
+    **dict.fromkeys((pickle.REDUCE, pickle.NEWOBJ, pickle.NEWOBJ_EX, pickle.INST, pickle.OBJ, pickle.BINPERSID), 400),
+    **dict.fromkeys((pickle.EMPTY_SET, pickle.FROZENSET, pickle.GLOBAL, pickle.STACK_GLOBAL), 232),
+    **dict.fromkeys((pickle.MARK, pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.PUT), 100),
+    **dict.fromkeys((pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT1, pickle.EMPTY_TUPLE, pickle.DUP), 8),
+    **dict.fromkeys((pickle.BINGET, pickle.LONG_BINGET, pickle.GET, pickle.APPEND, pickle.APPENDS, pickle.BUILD), 8),
+}  # fmt: skip
+_KEYS = 50_000
+"""How many numbers out of order may be the keys of one dictionary: who chooses them can make each look-up slow."""
+_COST_OF_A_KEY = 50
+"""For how many of these a key counts whose hash can be chosen at will."""
+_PRIME = (1 << 61) - 1
+"""Python's hash of an integer is what remains of it, divided by this."""
+
+
+def unpickled(path: Path, content: bytes, trust: bool) -> tuple[Any, frozenset[str]]:
+    """What the pickle of a file holds, and what it names that is not expected in a checkpoint.
+
+    Raises:
+        CheckpointError: it names a class that is not expected in a checkpoint, or calls one with arguments that no
+            library gives it, and `trust` is not set.
+        Exception: of any kind, for a damaged one.
+    """
+    unpickler = _Unpickler(path, content, trust)
+    state = unpickler.load()
+    _check_references(state, 20 * len(content) + 10_000_000)
+    return state, frozenset(unpickler.unexpected)
+
+
+class _Unpickler(pickle._Unpickler):
+    """Python's own in Python: the one in C makes room for whatever a pickle says that it will need.
+
+    What a pickle can call is `StandIn`s and what is below, and it changes nothing that was not made for it.
+    """
+
+    opcodes: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    append: Callable[[Any], None]
+    stack: list[Any]
+
+    def __init__(self, path: Path, content: bytes, trust: bool) -> None:
+        super().__init__(io.BytesIO(content))
+        self.path, self.trust = path, trust
+        self.room = _BYTES_PER_BYTE * len(content) + _BYTES_FOR_ALL
+        self.odd_keys: dict[int, int] = {}
+        self.unexpected: set[str] = set()
+        self.dispatch = _Paid(self.opcodes, self._pay)  # type: ignore[misc, assignment]
+
+    def _pay(self, cost: int) -> None:
+        self.room -= cost
+        if self.room < 0:
+            raise ValueError("it makes far more than it has bytes for")
+
+    def _call(self, function: Any, arguments: Any, make: Callable[..., Any] | None = None) -> None:
+        """Push what a function gives, or a class, without running it."""
+        if not isinstance(arguments, tuple):
+            raise ValueError("the arguments of a call are no tuple")
+        self._pay(8 * len(arguments))
+        if isinstance(function, type) and issubclass(function, StandIn):
+            if not self.trust and not may_be_called(function.stands_for, arguments):
+                raise self._unexpected(f"calls {function.stands_for} with arguments that", "no library gives it")
+        elif make is not None or not (function in _PLAIN.values() or isinstance(function, partial)):
+            raise ValueError(f"it calls a {type(function).__name__}")
+        else:
+            self._check_arguments(function, arguments)
+        self.append((make or function)(*arguments))
+
+    def _check_arguments(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        """Raise ValueError where one of `_PLAIN` is called with what would take long, or much room, to copy."""
+        for item in arguments:
+            if isinstance(item, Sized) and not isinstance(item, type):
+                self._pay(4 * len(item) if isinstance(item, str | bytes | bytearray) else 100 * len(item))
+        if function in (set, frozenset, OrderedDict) and arguments:
+            (held,) = arguments
+            if not isinstance(held, list | tuple):
+                raise ValueError(f"a {function.__name__} is made of a {type(held).__name__}")
+            if function is OrderedDict:
+                if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in held):
+                    raise ValueError("a dictionary is not made of pairs")
+                held = [pair[0] for pair in held]
+            self._check_keys({}, held)
+        if function is complex and not all(isinstance(part, float) for part in arguments):
+            raise ValueError("a complex number is not made of two numbers")
+        if function is bytes and arguments:  # protocol 2 says so what is empty
+            raise ValueError("bytes are made of something else")
+
+    def load_reduce(self) -> None:
+        arguments = self.stack.pop()
+        self._call(self.stack.pop(), arguments)
+
+    def _instantiate(self, klass: Any, arguments: Any) -> None:
+        self._call(klass, tuple(arguments))
+
+    def load_newobj(self) -> None:
+        arguments = self.stack.pop()
+        cls = self.stack.pop()
+        self._call(cls, arguments, partial(cls.__new__, cls))
+
+    def load_newobj_ex(self) -> None:
+        if self.stack.pop():
+            raise ValueError("it names arguments")
+        self.load_newobj()
+
+    def load_build(self) -> None:
+        state = self.stack.pop()
+        made = self.stack[-1]
+        if isinstance(made, StandIn):
+            if not self.trust and not may_have_state(made.stands_for, state):
+                raise self._unexpected(f"gives {made.stands_for} a state that", "no library gives it")
+            made.__setstate__(state)
+        elif type(made) is OrderedDict and type(state) is dict and not any(key in _OF_DICTIONARIES for key in state):
+            self._pay(100 * len(state))
+            vars(made).update(state)
+        else:
+            raise ValueError(f"it changes a {type(made).__name__}")
+
+    def load_append(self) -> None:
+        value = self.stack.pop()
+        self._extend([value])
+
+    def load_appends(self) -> None:
+        items = self.pop_mark()  # type: ignore[attr-defined]
+        self._extend(items)
+
+    def _extend(self, items: list[Any]) -> None:
+        made = self.stack[-1]
+        if isinstance(made, StandIn) and not self.trust and made.stands_for not in LISTS:
+            raise self._unexpected(f"appends to {made.stands_for}, which", "no library does")
+        if type(made) is not list and not isinstance(made, StandIn):
+            raise ValueError(f"it appends to a {type(made).__name__}")
+        made.extend(items)
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set([key, value])
+
+    def load_setitems(self) -> None:
+        items = self.pop_mark()  # type: ignore[attr-defined]
+        self._set(items)
+
+    def load_dict(self) -> None:
+        items = self.pop_mark()  # type: ignore[attr-defined]
+        self.append({})
+        self._set(items)
+
+    def _set(self, items: list[Any]) -> None:
+        made = self.stack[-1]
+        if isinstance(made, StandIn):
+            if not self.trust and made.stands_for not in MAPPINGS:
+                raise self._unexpected(f"sets items of {made.stands_for}, which", "no library does")
+        elif type(made) in (dict, OrderedDict):
+            self._check_keys(made, items[::2])
+        else:
+            raise ValueError(f"it sets items of a {type(made).__name__}")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            made[key] = value
+
+    def load_additems(self) -> None:
+        items = self.pop_mark()  # type: ignore[attr-defined]
+        made = self.stack[-1]
+        if type(made) is not set:
+            raise ValueError(f"it adds to a {type(made).__name__}")
+        self._check_keys(made, items)
+        made.update(items)
+
+    def load_frozenset(self) -> None:
+        items = self.pop_mark()  # type: ignore[attr-defined]
+        self._check_keys(frozenset(), items)
+        self.append(frozenset(items))
+
+    def _check_keys(self, held: Sized, keys: Iterable[Any]) -> None:
+        """Raise ValueError for keys that would take long to be looked up: too many whose hashes can be chosen."""
+        count = self.odd_keys.get(id(held), 0) if held else 0
+        for place, key in enumerate(keys, len(held)):
+            if isinstance(key, int | float) and abs(key) < _PRIME:
+                count += not (isinstance(key, int) and place <= key + 1 <= place + 64)  # such as 0, 1, 2, ...
+            elif isinstance(key, tuple):
+                _check_tuple(key)
+                count += _COST_OF_A_KEY
+            elif isinstance(key, int | float | complex):
+                count += _COST_OF_A_KEY
+            elif not (key is None or isinstance(key, str | bytes | StandIn | type)):
+                raise ValueError(f"a {type(key).__name__} is a key")
+            if count > _KEYS:
+                raise ValueError("too many keys are numbers, or tuples, that are in no order")
+        self.odd_keys[id(held)] = count
+
+    def load_long4(self) -> None:
+        raise ValueError("it has a number of more than 255 bytes")
+
+    def load_bytearray8(self) -> None:
+        raise ValueError("it has a bytearray as torch.save does not write it")  # whose room is made before it is read
+
+    def get_extension(self, code: int) -> Any:
+        raise ValueError(f"it has an extension's code {code}")
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "__builtin__":  # Python 2's names, which pickles of torch.save still have
+            module, name = "builtins", {"xrange": "range", "long": "int", "unicode": "str"}.get(name, name)
+        full = f"{module}.{name}"
+        if full in _MAKERS:
+            return partial(_MAKERS[full], full)
+        if full in _PLAIN:
+            return _PLAIN[full]
+        if module in ("torch", "torch.storage") and name in STORAGES:
+            return STORAGES[name]
+        if len(full) > _LONGEST_NAME or not all(part.isidentifier() for part in (*module.split("."), name)):
+            # What is inside of a class, or of a function.
+            raise ValueError(f"it names {full!r:.200}, which is no class")
+        if full not in EXPECTED:
+            if not self.trust:
+                raise self._unexpected(f"names {full}, which", "is not expected in a checkpoint")
+            self._pay(2000)  # for a class of its own
+            self.unexpected.add(full)
+        return stand_in(full)
+
+    def _unexpected(self, what: str, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path} {what} {why}: torch.load could run it. Nothing was run. If you know where the file is from,"
+            " go on with --trust (here it is not run then either)."
+        )
+
+    def persistent_load(self, pid: Any) -> Any:
+        kind, dtype, key, _, numel = pid
+        if kind != "storage" or not isinstance(dtype, str) or not isinstance(key, str) or not is_shape((numel,)):
+            raise ValueError("it has an unknown record")
+        return Storage(self.path, key, dtype, numel)
+
+
+for _opcode, _load in (
+    (pickle.REDUCE, _Unpickler.load_reduce),
+    (pickle.NEWOBJ, _Unpickler.load_newobj),
+    (pickle.NEWOBJ_EX, _Unpickler.load_newobj_ex),
+    (pickle.BUILD, _Unpickler.load_build),
+    (pickle.APPEND, _Unpickler.load_append),
+    (pickle.APPENDS, _Unpickler.load_appends),
+    (pickle.SETITEM, _Unpickler.load_setitem),
+    (pickle.SETITEMS, _Unpickler.load_setitems),
+    (pickle.DICT, _Unpickler.load_dict),
+    (pickle.ADDITEMS, _Unpickler.load_additems),
+    (pickle.FROZENSET, _Unpickler.load_frozenset),
+    (pickle.LONG4, _Unpickler.load_long4),
+    (pickle.BYTEARRAY8, _Unpickler.load_bytearray8),
+):
+    _Unpickler.opcodes[_opcode[0]] = _load
+
+
+class _Paid:
+    """The functions of opcodes, each of which is paid for when it is looked up."""
+
+    def __init__(self, opcodes: Mapping[int, Any], pay: Callable[[int], None]) -> None:
+        self._opcodes, self._pay = opcodes, pay
+
+    def __getitem__(self, opcode: int) -> Any:
+        self._pay(_COST_OF[opcode])
+        return self._opcodes[opcode]
+
+
+_COST_OF = [_COSTS.get(bytes([opcode]), _USUAL_COST) for opcode in range(256)]
+_OF_DICTIONARIES = frozenset(dir(OrderedDict))
+
+
+def _check_tuple(key: tuple[Any, ...]) -> None:
+    """Raise ValueError for a tuple that is no key: the hash of one in another is computed anew each time."""
+    waiting: list[Any] = [key]
+    count = 0
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, tuple):
+            count += 1 + len(item)
+            if count > 1000:
+                raise ValueError("a key is too large")
+            waiting.extend(item)
+        elif not (item is None or isinstance(item, str | bytes | int | float | complex | StandIn | type)):
+            raise ValueError(f"a {type(item).__name__} is in a key")
+
+
+def _tensor(maker: str, storage: Storage, offset: int, shape: Any, stride: Any, *more: Any) -> StoredTensor:
+    if not isinstance(storage, Storage) or not all(map(is_shape, ((offset,), shape, stride))):
+        raise ValueError("a tensor has no sizes")
+    # The third version of the function says the dtype after two arguments that the second has too.
+    dtype = more[2].stands_for.removeprefix("torch.") if maker.endswith("v3") else storage.dtype
+    return StoredTensor(storage, dtype, offset, tuple(shape), tuple(stride), maker, more)
+
+
+def _parameter(maker: str, tensor: StoredTensor, *more: Any) -> StoredTensor:
+    return replace(tensor, wrapper=(maker, more))
+
+
+def _of_type(maker: str, function: Any, cls: Any, arguments: Any, state: Any) -> StoredTensor | StandIn:
+    """A tensor with attributes of its own, as ZeRO-3's partitions are; or one that consists of other tensors."""
+    if not isinstance(cls, type) or not issubclass(cls, StandIn) or not isinstance(arguments, tuple):
+        raise ValueError("a tensor is of no class")
+    if function is stand_in("torch._utils._rebuild_wrapper_subclass"):
+        return stand_in(maker)(function, cls, arguments, state)
+    if not isinstance(function, partial) or function.func is not _tensor or len(arguments) > 10:
+        raise ValueError("a tensor is made by no function of torch")
+    made: StoredTensor = function(*arguments)
+    return replace(made, wrapper=(maker, (cls, state)))
+
+
+def _bytes(text: str, encoding: str) -> bytes:
+    """As pickles of protocol 2 say bytes."""
+    if encoding not in ("latin1", "latin-1"):
+        raise ValueError("bytes are in another encoding")
+    return text.encode("latin-1")
+
+
+def _bytearray(content: str | bytes = b"", encoding: str = "latin-1") -> bytearray:
+    if not isinstance(content, str | bytes):
+        raise ValueError("a bytearray is made of something else")
+    return bytearray(_bytes(content, encoding) if isinstance(content, str) else content)
+
+
+def _size(shape: Any) -> Size:
+    if not isinstance(shape, list | tuple) or not is_shape(tuple(shape)):
+        raise ValueError("a shape has no sizes")
+    return Size(shape)
+
+
+# What makes a tensor, and what becomes another plain value, by full name: each is a function above, or a class without
+# code of its own.
+_MAKERS: dict[str, Any] = {
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor,
+    "torch._tensor._rebuild_from_type_v2": _of_type,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "_codecs.encode": lambda _, *arguments: _bytes(*arguments),
+    "builtins.bytearray": lambda _, *arguments: _bytearray(*arguments),
+    "torch.Size": lambda _, *arguments: _size(*arguments),
+}
+_PLAIN: dict[str, Any] = {
+    "builtins.bytes": bytes,
+    "builtins.set": set,
+    "builtins.frozenset": frozenset,
+    "builtins.complex": complex,
+    "collections.OrderedDict": OrderedDict,
+}
+
+
+def _check_references(state: Any, room: int) -> None:
+    """Raise ValueError for a state that cannot be gone through in so many steps, or is too deep to be.
+
+    What is referred to again and again is in a pickle once, so that a small one can hold what to say takes for ever:
+    that goes for all of Python's own containers, as `json` and `repr` say them, and not for what is in stand-ins, of
+    which nothing is said. What holds itself counts once, and is not referred to again and again.
+    """
+    sizes: dict[int, tuple[int, int, bool]] = {}
+    again = 0
+    for root in _containers(state):
+        if id(root) in sizes:
+            continue
+        frames, open_ = [_Frame(root)], {id(root)}
+        while frames:
+            frame = frames[-1]
+            for item in frame.rest:
+                if not isinstance(item, _CONTAINERS):
+                    frame.add(_length(item), 0, False)
+                elif id(item) in open_:
+                    again += 1
+                    frame.add(1, 1, True)
+                elif id(item) in sizes:
+                    again += sizes[id(item)][2]
+                    frame.add(*sizes[id(item)])
+                else:
+                    open_.add(id(item))
+                    frames.append(_Frame(item))
+                    break
+            else:
+                frames.pop()
+                open_.remove(id(frame.item))
+                sizes[id(frame.item)] = frame.size, frame.depth, frame.holds_itself
+                if frames:
+                    frames[-1].add(*sizes[id(frame.item)])
+            if frame.size > room or frame.depth > DEPTH or len(frames) > DEPTH or again > _AGAIN:
+                raise ValueError("it holds things in each other that are too deep, or too many")
+
+
+_AGAIN = 4
+"""How often what holds itself may be referred to, each of which can double what is said."""
+
+
+def _containers(state: Any) -> list[Any]:
+    """Python's own containers in a state. Raise ValueError where it is too deep, or has a function as a value."""
+    found, seen = [state], {id(state)}
+    waiting = [inside(state)]
+    while waiting:
+        for item in waiting[-1]:
+            if isinstance(item, partial):
+                raise ValueError("a function is a value")
+            if isinstance(item, (*_CONTAINERS, StandIn, StoredTensor)) and id(item) not in seen:
+                seen.add(id(item))
+                waiting.append(inside(item))
+                if isinstance(item, _CONTAINERS):
+                    found.append(item)
+                break
+        else:
+            waiting.pop()
+        if len(waiting) > DEPTH:
+            raise ValueError("it holds things in each other that are too deep")
+    return found
+
+
+class _Frame:
+    """A container that is being gone through: what is left of it, how large it is so far, and how deep."""
+
+    def __init__(self, item: Any) -> None:
+        self.item, self.rest = item, inside(item)
+        self.size = self.depth = 1
+        self.holds_itself = False
+
+    def add(self, size: int, depth: int, holds_itself: bool) -> None:
+        self.size += size
+        self.depth = max(self.depth, depth + 1)
+        self.holds_itself |= holds_itself
+
+
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+
+
+def _length(item: Any) -> int:
+    return 1 + (len(item) if isinstance(item, str | bytes | bytearray) else 0)

@@ -1,0 +1,1 @@
+"""The checkpoint tools, a module each, and what several of them share."""

@@ -1,0 +1,144 @@
+"""The files of a DeepSpeed checkpoint directory.
+
+epoch=5.ckpt/
+├── latest                                      the name of the folder that counts: the tag
+└── checkpoint/
+    ├── mp_rank_00_model_states.pt              ZeRO 0 to 2: one for all ranks
+    ├── zero_pp_rank_0_mp_rank_00_model_states.pt    ZeRO-3: one for each rank
+    └── zero_pp_rank_0_mp_rank_00_optim_states.pt    from ZeRO 1 on: one for each rank; bf16_zero_... in some
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...common.errors import CheckpointError, named
+from ..format.zip_directory import open_regular
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+
+
+class UnknownLayoutError(CheckpointError):
+    """A checkpoint may be whole, but it is of a kind that these tools do not know."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A checkpoint's files: `model` and `optimizer` in the order of ranks, the latter empty in ZeRO stage 0."""
+
+    root: Path
+    tag: str
+    model: tuple[Path, ...]
+    optimizer: tuple[Path, ...]
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """All of them."""
+        return (*self.model, *self.optimizer)
+
+
+def find(path: str | Path, tag: str | None = None) -> Layout:
+    """The files of a checkpoint.
+
+    Args:
+        path: the directory that a save wrote, with `latest` in it.
+        tag: the folder in it; without one, what `latest` says.
+
+    Raises:
+        CheckpointError: there is no checkpoint at the path, or a file of it is missing.
+    """
+    root = Path(path)
+    name = latest_tag(root) if tag is None else tag
+    if name != Path(name).name or name == ".." or len(name.encode()) > 255 or "\0" in name:
+        raise CheckpointError(f"{name[:100]!r} is no name of a folder in {root}. Name one: --tag")
+    folder = root / name
+    try:
+        with os.scandir(folder) as entries:
+            files = {entry.name: _is_file(entry) for entry in entries}
+    except (FileNotFoundError, NotADirectoryError):
+        tags = sorted(item.name for item in root.iterdir() if item.is_dir()) if root.is_dir() else []
+        raise CheckpointError(
+            f"{root} has no folder {folder.name!r}; it has {named(tags) or 'none'}. Name one: --tag"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}") from None
+    states = [name for name in files if name.endswith("_states.pt")]
+    if unknown := [name for name in states if not (_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))]:
+        raise UnknownLayoutError(
+            f"{folder} holds {named(unknown, 3)}: it is of pipeline parallelism or of a mixture of experts, which these"
+            " tools do not know."
+        )
+    model = _by_rank(folder, files, _MODEL)
+    optimizer = _by_rank(folder, files, _OPTIMIZER)
+    if not model:
+        raise CheckpointError(f"{folder} holds no *model_states.pt: it is no folder of a DeepSpeed checkpoint.")
+    if optimizer and len(model) != len(optimizer) and model[0].name != "mp_rank_00_model_states.pt":
+        raise CheckpointError(
+            f"{folder} holds model states of {len(model)} ranks and optimizer states of {len(optimizer)}."
+            " Take a whole copy of the checkpoint."
+        )
+    return Layout(root, folder.name, model, optimizer)
+
+
+def check_links(layout: Layout) -> None:
+    """Raise CheckpointError where a part of a checkpoint is a link out of it.
+
+    What is made of a checkpoint is handed on, and a link in one from elsewhere could name any file that its reader may
+    read. The directory itself may be a link, such as to another disk: that one the user has named. Links that stay
+    inside lead to nothing else than the checkpoint.
+    """
+    root = layout.root.resolve()
+    for path in (layout.model[0].parent, *layout.files):
+        if path.is_symlink() and root not in path.resolve().parents:
+            raise CheckpointError(
+                f"{path} is a link out of the checkpoint, and was not read. Take a copy that has the files themselves"
+                f" (cp -rL {layout.root} COPY). If you know where the checkpoint is from, go on with --trust."
+            )
+
+
+def latest_tag(root: Path) -> str:
+    """What the file `latest` of a checkpoint says; raises CheckpointError if there is none."""
+    note = root / "latest"
+    if root.is_file():
+        raise CheckpointError(f"{root} is a file; name the directory of a DeepSpeed checkpoint.")
+    if not root.is_dir():
+        raise CheckpointError(f"There is no directory {root}. Check the path.")
+    if note.is_file():
+        with open_regular(note) as file:
+            return file.read(1000).decode(errors="replace").strip()
+    if any(_MODEL.fullmatch(item.name) for item in root.iterdir()):
+        raise CheckpointError(f"{root} is a folder of a checkpoint. Name the directory that holds it: {root.parent}")
+    raise CheckpointError(f"{root} has no file `latest`: it is no DeepSpeed checkpoint, or name its folder with --tag.")
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    """Also of a link; the kind of most entries comes with the listing, and takes no look at the file."""
+    try:
+        return entry.is_file()
+    except OSError:
+        return False
+
+
+def _by_rank(folder: Path, files: Mapping[str, bool], kind: re.Pattern[str]) -> tuple[Path, ...]:
+    found: dict[int, Path] = {}
+    for name in sorted(files):
+        match, item = kind.fullmatch(name), folder / name
+        if match and not files[name]:
+            raise CheckpointError(f"{item} is no file, or a link to none. Take a whole copy of the checkpoint.")
+        if match and int(match[2]):
+            raise UnknownLayoutError(f"{item} is of tensor parallelism, which these tools do not know.")
+        if match and (before := found.setdefault(int(match[1] or 0), item)) != item:
+            raise CheckpointError(
+                f"{folder} holds {before.name} and {item.name}: one of them is of another save. Take a copy of one"
+                " checkpoint."
+            )
+    if missing := sorted(set(range(len(found))) - found.keys()):
+        raise CheckpointError(
+            f"{folder} lacks the {kind.pattern.split('_')[-2]} states of rank {missing[0]}. Take a whole copy of it."
+        )
+    return tuple(found[rank] for rank in sorted(found))

@@ -1,0 +1,1 @@
+"""What any module may use: errors, text, files, collectives. Imports nothing else of the package."""

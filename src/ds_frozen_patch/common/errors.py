@@ -1,0 +1,28 @@
+"""What this package raises, and how it names many things in one message."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from .text import printable
+
+
+class PatchError(RuntimeError):
+    """`patch()` cannot serve what is installed; nothing has been patched."""
+
+
+class CheckpointMismatchError(RuntimeError):
+    """A checkpoint does not belong to the model, the base or the number of ranks that it is loaded into.
+
+    Or its manifest cannot be read by this release.
+    """
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint, or a file of one, cannot be read or written."""
+
+
+def named(names: Collection[str], limit: int = 10) -> str:
+    """The first `limit` names, quoted and in order, then how many more there are; `printable`, for files say them."""
+    shown = ", ".join(f"'{printable(name)}'" for name in sorted(names)[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

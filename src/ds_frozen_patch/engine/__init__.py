@@ -1,0 +1,1 @@
+"""What every DeepSpeed engine that is served needs, whoever owns it."""

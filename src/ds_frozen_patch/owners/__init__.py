@@ -1,0 +1,1 @@
+"""Who owns an engine: one module for each framework that is served."""

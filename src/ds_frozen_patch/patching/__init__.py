@@ -1,0 +1,1 @@
+"""Attaches the package to what is installed, and detaches it again."""

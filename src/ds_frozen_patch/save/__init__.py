@@ -1,0 +1,1 @@
+"""What happens around a save. Imports nothing of `load`."""
