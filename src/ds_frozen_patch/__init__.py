@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .patching.patch import patched as patched
     from .patching.patch import status as status
     from .patching.patch import unpatch as unpatch
-    from .save.saving import full_checkpoint as full_checkpoint
+    from .settings import full_checkpoint as full_checkpoint
 
 # Imported when they are first used: the import of this package is cheap, and a training script needs no tools.
 # `tests/unit/test_docstrings.py` compares this with the imports for type checkers above.
@@ -47,7 +47,7 @@ _NAMES = {
     "checkpoint.tools.verify": ("Verified", "verify"),
     "common.errors": ("CheckpointError", "CheckpointMismatchError", "PatchError"),
     "patching.patch": ("Status", "TargetStatus", "patch", "patched", "status", "unpatch"),
-    "save.saving": ("full_checkpoint",),
+    "settings": ("full_checkpoint",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = sorted(_MODULES)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
+
+FLAG = "exclude_frozen_parameters"
+"""The argument that leaves frozen parameters out, of DeepSpeed's `save_checkpoint` and of Lightning's strategies."""
 
 VERIFY_BASE = ("error", "warn", "off")
 EXPORT = ("safetensors", "peft")
@@ -89,6 +93,28 @@ def put_in_force(new: Settings | None) -> None:
 
 
 _in_force: Settings | None = None
+
+
+_full_requests = 0
+
+
+@contextmanager
+def full_checkpoint() -> Iterator[None]:
+    """Save full checkpoints while this lasts, frozen parameters included.
+
+    Enter it on every rank, around `trainer.save_checkpoint(...)` or `fabric.save(...)`.
+    """
+    global _full_requests
+    _full_requests += 1
+    try:
+        yield
+    finally:
+        _full_requests -= 1
+
+
+def full_is_requested() -> bool:
+    """Whether this is within `full_checkpoint()`."""
+    return _full_requests > 0
 
 
 def variable(setting: str) -> str:

@@ -27,7 +27,7 @@ import ds_frozen_patch
 from ds_frozen_patch import CheckpointError
 from ds_frozen_patch.checkpoint.format import records
 from ds_frozen_patch.cli import main
-from ds_frozen_patch.save import save as _save
+from ds_frozen_patch.common import work_folder
 
 WAYS = ("trainer", "fabric", "weights", "export", "direct")
 ROOT = os.geteuid() == 0
@@ -143,7 +143,7 @@ def broken(owner: Any, name: str, rank: int, at: int = 1) -> Any:
 def without_exchange(at: int) -> Iterator[None]:
     """The disk cannot exchange two names, as NFS cannot, and the `at`-th rename fails, on rank 0."""
     with pytest.MonkeyPatch.context() as patched, broken(Path, "rename", 0, at):
-        patched.setattr(_save, "exchange", lambda *_: False)
+        patched.setattr(work_folder, "exchange", lambda *_: False)
         yield
 
 
@@ -197,7 +197,7 @@ def faults(way: str, stage: int, rooms: list[int]) -> list[Fault]:
     for rank in writers:
         found += [(f"a limit on rank {rank}", partial(_small_files, rank), f"Rank {rank}: ")]
         found += [(f"torch.save fails on rank {rank}", partial(_broken_save, rank), f"Rank {rank}: ")]
-    found += [("a swap fails", lambda *_: broken(_save, "exchange", 0), "Rank 0: ")]
+    found += [("a swap fails", lambda *_: broken(work_folder, "exchange", 0), "Rank 0: ")]
     found += [("the first rename fails", lambda *_: without_exchange(1), "Rank 0: ")]
     if way in ("trainer", "fabric"):
         states = [0, 1] if stage == 3 else [0]  # who writes the module's state
@@ -265,7 +265,7 @@ def tried(
                 if rank == "0":
                     shutil.rmtree(folder / "new.ckpt", ignore_errors=True)
             else:
-                assert "What was saved there before is as it was." in text
+                assert "What was saved there before is unchanged." in text
                 assert contents(folder) == before, (title, name, rank)
             meet()
             titles.append(title)

@@ -34,8 +34,8 @@ from under_test import Callback, DeepSpeedStrategy, ModelCheckpoint, pl
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError
-from ds_frozen_patch.common.disks import marker
-from ds_frozen_patch.save import save as _save
+from ds_frozen_patch.common.work_folder import is_dead, marker
+from ds_frozen_patch.common.work_folder import lock as lock_file
 
 pytestmark = [
     pytest.mark.skipif(bool(nodes.why_not()), reason=nodes.why_not() or "-"),
@@ -576,12 +576,12 @@ def test_a_job_that_begins_to_save_is_alive(tmp_path: Path) -> None:
     """Another job, which removes what killed saves have left, comes by before this one has locked its folder."""
     file = marker(tmp_path, 0)
     file.touch()
-    assert not _save._is_dead(tmp_path)
+    assert not is_dead(tmp_path)
     with file.open() as other:  # it looks at this moment
         fcntl.flock(other, fcntl.LOCK_EX)
         threading.Timer(0.2, fcntl.flock, (other, fcntl.LOCK_UN)).start()
-        lock = _save._locked(file)
+        lock = lock_file(file)
     (tmp_path / "new").mkdir()
-    assert not _save._is_dead(tmp_path)
+    assert not is_dead(tmp_path)
     os.close(lock)
-    assert _save._is_dead(tmp_path)
+    assert is_dead(tmp_path)

@@ -22,7 +22,8 @@ from ds_frozen_patch.checkpoint.zero.layout import Layout
 from ds_frozen_patch.checkpoint.zero.states import load
 from ds_frozen_patch.checkpoint.zero.weights import check_one_run
 from ds_frozen_patch.cli import main
-from ds_frozen_patch.common import disks as _disks
+from ds_frozen_patch.engine import disks as _disks
+from ds_frozen_patch.engine.attached import Attached
 from ds_frozen_patch.save import export_trained as _ready
 from ds_frozen_patch.save.save import Save
 
@@ -285,8 +286,11 @@ def test_a_folder_for_other_ranks_that_is_a_link(checkpoints: Checkpoints, tmp_p
 
 
 def a_save(target: Path) -> Save:
-    strategy = SimpleNamespace(is_global_zero=True, global_rank=0, local_rank=0, root_device=torch.device("cpu"))
-    return Save(strategy, None, target, "0123456789ab", None, False, False, True, None)
+    owner: Any = SimpleNamespace(rank=0, local_rank=0, device=torch.device("cpu"))
+    known = Attached(owner)
+    return Save(
+        owner, None, known, target, "0123456789ab", None, False, False, sync=True, is_direct=False, file_systems=None
+    )
 
 
 def links(folder: Path, elsewhere: Path, name: str) -> None:
@@ -366,5 +370,5 @@ def test_a_marker_in_a_work_folder_that_is_not_ours(tmp_path: Path, monkeypatch:
     work = tmp_path / ".ds_frozen_patch-0123456789ab"
     work.symlink_to(tmp_path / "elsewhere")
     monkeypatch.setattr(_disks, "gather_numbers", lambda numbers, _: [numbers])
-    _disks.find_disks(a_save(tmp_path / "last.ckpt").strategy, None, work)
+    _disks.find_disks(a_save(tmp_path / "last.ckpt").owner, work)
     assert names(tmp_path / "elsewhere") == set()

@@ -19,7 +19,7 @@ from packaging.version import Version
 from series_folder import PATCHES, read_index
 from settings import SETTINGS
 
-from ds_frozen_patch.patching.probe import TESTED
+from ds_frozen_patch.patching.tested import TESTED
 
 pytestmark = [pytest.mark.everyday, pytest.mark.once]
 ROOT = Path(__file__).parent.parent.parent

@@ -1,9 +1,9 @@
-"""What is set for a while, and then is as it was before."""
+"""Setting something for a while, and restoring it afterwards."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -12,7 +12,7 @@ _ABSENT = object()
 
 @contextmanager
 def set_to(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    """While this lasts, the variable has this value."""
+    """While this lasts, the context variable has this value."""
     token = variable.set(value)
     try:
         yield
@@ -21,13 +21,15 @@ def set_to(variable: ContextVar[Any], value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def lent(attributes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """While this lasts, each object has the attribute of that name and value."""
-    before = [vars(owner).get(name, _ABSENT) for owner, name, _ in attributes]
-    for owner, name, value in attributes:
-        setattr(owner, name, value)
-    try:
+def overridden(attributes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """While this lasts, each object has the attribute of that name and value; what fails half way is undone."""
+    with ExitStack() as undo:
+        for owner, name, value in attributes:
+            own = vars(owner).get(name, _ABSENT)
+            setattr(owner, name, value)
+            undo.callback(_restore, owner, name, own)
         yield
-    finally:
-        for (owner, name, _), own in zip(attributes, before, strict=True):
-            delattr(owner, name) if own is _ABSENT else setattr(owner, name, own)
+
+
+def _restore(owner: Any, name: str, own: Any) -> None:
+    delattr(owner, name) if own is _ABSENT else setattr(owner, name, own)

@@ -1,15 +1,18 @@
-"""Which strategy a DeepSpeed engine belongs to, and what we know of it: engines of nobody we know are left alone."""
+"""The engines that are served, and what is known of each. Engines without a known owner are left alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-from weakref import WeakKeyDictionary, ref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
-from ..common.overrides import set_to
+from .owner import Owner, warn
+
+if TYPE_CHECKING:
+    from .disks import Disks
 
 
 @dataclass
@@ -17,53 +20,63 @@ class Attached:
     """What is known of an engine.
 
     Attributes:
-        strategy: that made it, as a weak reference.
-        trained: the first names of the parameters that were trainable when it was made.
-        at_start: a sample of what is frozen from when training began, as `_frozen.sample` gives it.
-        loaded: the groups (see `parameters.Held`) of what is frozen and got other values from a checkpoint, on this
-            rank.
-        changed: the groups of what is frozen and yet in no base, the same on every rank.
+        owner: that made it. It must not hold the engine.
+        trained: the first names of the parameters that were trainable when it was made; None if that was not seen.
+        at_start: a sample of the frozen values when training began, as `frozen.sample` returns it.
+        loaded: the groups (see `parameters.Held`) of frozen values that a checkpoint has replaced, on this rank.
+        changed: the groups that are frozen and yet not part of the base, the same on every rank.
         prints: the fingerprints at the last save, by name.
+        loss_factor: what each loss is multiplied by, see `load.elastic`.
+        disks: by the file systems of the ranks, see `disks.find_disks`.
+        published: the identity of the last few checkpoints, by path.
+        remover: the thread that removes the previous save's work folder.
+        warned: the messages that have been logged once.
     """
 
-    strategy: ref[Any]
-    trained: frozenset[str]
+    owner: Owner
+    trained: frozenset[str] | None = None
     at_start: Mapping[str, tuple[str, bytes]] = field(default_factory=dict)
     loaded: set[str] = field(default_factory=set)
     changed: set[str] = field(default_factory=set)
     prints: Mapping[str, str | None] = field(default_factory=dict)
+    loss_factor: float = 1.0
+    disks: dict[tuple[int, ...], Disks] = field(default_factory=dict)
+    published: dict[Path, tuple[int, ...]] = field(default_factory=dict)
+    remover: threading.Thread | None = None
+    warned: set[str] = field(default_factory=set)
+
+    def warn_once(self, message: str) -> None:
+        """Log a warning on rank 0, the first time."""
+        if message not in self.warned:
+            self.warned.add(message)
+            warn(self.owner, message)
 
 
-_at_work: ContextVar[Any] = ContextVar("ds_frozen_patch_strategy", default=None)
-_attached: WeakKeyDictionary[Any, Attached] = WeakKeyDictionary()
+_engines: WeakKeyDictionary[Any, Attached] = WeakKeyDictionary()
 
 
-def at_work(strategy: Any) -> AbstractContextManager[None]:
-    """While this lasts, whatever engine is used belongs to `strategy`."""
-    return set_to(_at_work, strategy)
-
-
-def attach(engine: Any, strategy: Any, trained: frozenset[str]) -> Attached:
-    """Remember that `strategy` made `engine`, and what it trains.
-
-    It reaches what goes past the strategy's own save and load: a subclass that overrides them
-    without calling them, or a callback that calls the engine directly.
-    """
-    _attached[engine] = made = Attached(ref(strategy), trained)
-    return made
+def attach(engine: Any, owner: Owner, trained: frozenset[str] | None = None) -> Attached:
+    """Serve an engine from now on; what is known of one that is attached already is kept, unless `trained` is given."""
+    known = attached(engine)
+    if known is None or trained is not None:
+        _engines[engine] = known = Attached(owner, trained)
+    return known
 
 
 def attached(engine: Any) -> Attached | None:
-    """What is known of an engine; None if no strategy that we know has made it."""
-    return _attached.get(engine)
+    """What is known of an engine; None if it is not served, or its owner is gone."""
+    known = _engines.get(engine)
+    return known if known is not None and known.owner.is_alive else None
 
 
-def owner(engine: Any) -> Any | None:
-    """The strategy that an engine belongs to, or None."""
-    known = _attached.get(engine)
-    return _at_work.get() or (known.strategy() if known else None)
+def override(engine: Any, method: str, replacement: Callable[..., Any]) -> None:
+    """Replace a method of one engine, until `restore_methods`."""
+    replacement.is_ours = True  # type: ignore[attr-defined]
+    setattr(engine, method, replacement)
 
 
-def in_strategy() -> bool:
-    """Whether a strategy's own save or load is running, rather than a direct call of the engine."""
-    return _at_work.get() is not None
+def restore_methods() -> None:
+    """Give every engine its own methods back."""
+    for engine in list(_engines):
+        for name in [name for name, value in vars(engine).items() if getattr(value, "is_ours", False) is True]:
+            delattr(engine, name)

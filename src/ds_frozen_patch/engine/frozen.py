@@ -1,7 +1,8 @@
-"""What of a running module is its base: frozen, and as the program has built it.
+"""The base of a running engine: what is frozen, and still as the program has built it.
 
-A frozen parameter that training changes (the average of a model, a teacher) or that came out of a checkpoint is in no
-base, so it must be saved. It is recognised by a sample of its values, because a write through `.data` leaves no trace.
+A frozen parameter that training changes (an average of the weights, a teacher) or that a checkpoint has replaced is not
+part of the base, so it must be saved. It is recognised by a sample of its values, because a write through `.data`
+leaves no trace.
 """
 
 from __future__ import annotations
@@ -13,28 +14,28 @@ from weakref import ref
 from ..fingerprint import is_readable, on_any_rank, own_values
 from ..parameters import BUFFER, PART, Held, contents, names_by_parameter
 from ..settings import current as settings
-from .attached import Attached
+from .attached import Attached, override
 
 if TYPE_CHECKING:
     import torch
 
 SAMPLE = 64
-"""How many values of each tensor are looked at, from its first to its last."""
+"""How many values of each tensor are compared, evenly spaced from its first to its last."""
 
 
-def watch(attached: Attached, engine: Any) -> None:
-    """Take a sample when training begins: until then, what changes is still the program building its base."""
-    its = ref(engine)
+def sample_at_start(attached: Attached, engine: Any) -> None:
+    """Take a sample when training begins; changes before that are part of how the program builds its base."""
+    reference = ref(engine)
 
     def forward(*inputs: Any, **kwargs: Any) -> Any:
-        engine = its()
+        engine = reference()
         assert engine is not None
         if engine.module.training:
             del engine.forward  # once is enough
             attached.at_start = sample(frozen(engine.module))
         return type(engine).forward(engine, *inputs, **kwargs)
 
-    engine.forward = forward
+    override(engine, "forward", forward)
 
 
 def frozen(module: torch.nn.Module) -> list[Held]:
@@ -44,15 +45,14 @@ def frozen(module: torch.nn.Module) -> list[Held]:
     ]
 
 
-def to_leave_out(attached: Attached | None, engine: Any) -> list[Held]:
+def to_leave_out(attached: Attached, engine: Any) -> list[Held]:
     """What a save leaves out, as far as this rank knows."""
     optimized = _optimized(attached, engine)
-    changed = attached.changed if attached is not None else ()
     chosen: list[Held] = []
     kept: set[str] = set()
     for one in frozen(engine.module):
         is_kept = one.group in kept if one.kind == PART else one.group in optimized
-        is_changed = one.group in changed and not settings().leaves_out(one.names)
+        is_changed = one.group in attached.changed and not settings().leaves_out(one.names)
         if is_kept or is_changed or settings().keeps(one.names):
             kept.add(one.group)
         else:
@@ -60,10 +60,10 @@ def to_leave_out(attached: Attached | None, engine: Any) -> list[Held]:
     return chosen
 
 
-def _optimized(attached: Attached | None, engine: Any) -> set[str]:
+def _optimized(attached: Attached, engine: Any) -> set[str]:
     """The parameters that the optimizer trains, or did: one that was frozen after training began is not base.
 
-    In ZeRO stage 0 an optimizer made of all of a module's parameters holds those too that were frozen from the start.
+    In ZeRO stage 0, an optimizer made of all parameters of a module also holds those that were frozen from the start.
     """
     groups = next(
         (
@@ -75,31 +75,29 @@ def _optimized(attached: Attached | None, engine: Any) -> set[str]:
     )
     held = {parameter for group in groups for parameter in group}
     names = {names[0] for parameter, names in names_by_parameter(engine.module).items() if parameter in held}
-    return names if attached is None else names & attached.trained
+    return names if attached.trained is None else names & attached.trained
 
 
-def changed_since_start(attached: Attached | None, candidates: Iterable[Held]) -> set[str]:
-    """The groups of which this rank sees that training has changed them, or a checkpoint."""
-    if attached is None:
-        return set()
-    looked_at = [one for one in candidates if not settings().leaves_out(one.names)]
-    by_training = differing(attached.at_start, sample(looked_at)) if attached.at_start else set()
-    return (by_training | attached.loaded) & {one.group for one in looked_at}
+def changed_since_start(attached: Attached, candidates: Iterable[Held]) -> set[str]:
+    """The groups that training or a checkpoint has changed, as far as this rank has seen."""
+    compared = [one for one in candidates if not settings().leaves_out(one.names)]
+    by_training = differing(attached.at_start, sample(compared)) if attached.at_start else set()
+    return (by_training | attached.loaded) & {one.group for one in compared}
 
 
 def on_all_ranks(changed: set[str], candidates: Sequence[Held], device: Any) -> set[str]:
-    """The groups that a rank has seen to be changed; every rank must call it with the same candidates."""
+    """The groups that any rank has seen changed; every rank must call it with the same candidates."""
     flags = on_any_rank([one.group in changed for one in candidates], device)
     return {one.group for one, is_changed in zip(candidates, flags, strict=True) if is_changed}
 
 
 def differing(before: Mapping[str, tuple[str, bytes]], now: Mapping[str, tuple[str, bytes]]) -> set[str]:
-    """The groups of which two samples differ."""
+    """The groups whose values differ between two samples."""
     return {group for name, (group, content) in now.items() if name in before and before[name][1] != content}
 
 
 def sample(held: Iterable[Held]) -> dict[str, tuple[str, bytes]]:
-    """The group and some values of each tensor, as bytes, by name; with one transfer for each device."""
+    """The group and some values, as bytes, of each tensor by name; with one transfer for each device."""
     import torch
 
     picked: dict[torch.device, list[tuple[Held, torch.Tensor]]] = {}

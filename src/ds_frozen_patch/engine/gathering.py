@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..settings import current
+from .cures import on_the_accelerator
 
 if TYPE_CHECKING:
     import torch
@@ -39,24 +39,5 @@ def _master(parameter: torch.nn.Parameter) -> Any:
 
     if not parameter.requires_grad or (hasattr(parameter, "ds_id") and not hasattr(parameter, "_z3_optimizer")):
         return None
-    with _on_the_accelerator(parameter):
+    with on_the_accelerator(parameter):
         return safe_get_full_fp32_param(parameter)
-
-
-@contextmanager
-def _on_the_accelerator(parameter: torch.nn.Parameter) -> Iterator[None]:
-    """After a fit, Lightning moves a model to the CPU; DeepSpeed has the ranks talk where the parameter is, and NCCL
-    knows GPUs alone. What the parameter holds does not matter to it.
-    """
-    import torch
-    from deepspeed.accelerator import get_accelerator
-
-    if parameter.device.type == get_accelerator().device_name():
-        yield
-        return
-    moved = parameter.data
-    parameter.data = torch.empty_like(moved, device=get_accelerator().current_device_name())
-    try:
-        yield
-    finally:
-        parameter.data = moved

@@ -1,8 +1,8 @@
-"""Every rank must be patched, and told the same: found out at set-up, before the first step, instead of by a hang.
+"""Every rank must be patched, with the same settings. This is checked at set-up, since later it would be a hang.
 
-A rank writes what it was told into the process group's store before its engine is made. Making the engine, DeepSpeed
-lets all ranks meet; so whoever has written nothing when the first rank comes out of that is not patched. The first
-rank reads what all have written, and writes its verdict, which the others read: no collective, and few requests.
+A rank writes its settings into the process group's store before its engine is created. DeepSpeed synchronizes all ranks
+while it creates the engine, so a rank that has written nothing by the time rank 0 is through is not patched. Rank 0
+reads what all ranks have written and writes a verdict, which the others read: no collective, and few requests.
 """
 
 from __future__ import annotations
@@ -17,74 +17,81 @@ from typing import Any
 from ..common.collectives import default_store, world_size
 from ..common.errors import PatchError
 from ..settings import current
+from .owner import Owner
 
 _KEY = "ds_frozen_patch/rank"
 _VERDICT = "ds_frozen_patch/verdict"
 _WAIT_SECONDS = 5.0
 _agreed: list[Any] = []
-"""The store over which the ranks of this process have agreed, to do so once."""
+"""The store through which the ranks have agreed already."""
 
 
-def announce(strategy: Any) -> None:
-    """Write what this rank was told; before its engine is made."""
+def announce(owner: Owner) -> None:
+    """Write this rank's settings; called before its engine is created."""
     store = default_store()
     if store is None or store in _agreed:
         return
-    told = {"version": metadata.version("ds_frozen_patch"), **asdict(current())}
-    store.set(f"{_KEY}{strategy.global_rank}", json.dumps(told))
+    own = {"version": metadata.version("ds_frozen_patch"), **asdict(current())}
+    store.set(f"{_KEY}{owner.rank}", json.dumps(own))
 
 
-def check(strategy: Any) -> None:
-    """Raise PatchError on every patched rank if one is not patched, or was told something else; after it is made."""
+def check(owner: Owner) -> None:
+    """Compare the settings of all ranks; called after the engine is created.
+
+    Raises:
+        PatchError: on every patched rank, if one is not patched or has other settings.
+    """
     store = default_store()
     if store is None or store in _agreed:
         return
-    if strategy.global_rank == 0:
+    if owner.rank == 0:
         verdict = _verdict(store)
         store.set(_VERDICT, verdict or "agreed")
     elif _missing(store, [0]):
         verdict = _not_patched([0])
-    else:  # the first rank writes it as soon as it is this far
-        said = store.get(_VERDICT).decode()
-        verdict = "" if said == "agreed" else said
+    else:  # rank 0 writes it as soon as it gets here
+        written = store.get(_VERDICT).decode()
+        verdict = "" if written == "agreed" else written
     if verdict:
         raise PatchError(verdict)
     _agreed[:] = [store]
 
 
 def _verdict(store: Any) -> str:
-    """What is wrong, or nothing."""
+    """What is wrong; empty if nothing is."""
     if missing := _missing(store, list(range(world_size()))):
         return _not_patched(missing)
-    told = [json.loads(store.get(f"{_KEY}{rank}")) for rank in range(world_size())]
-    odd = {rank: {k: v for k, v in one.items() if v != told[0].get(k)} for rank, one in enumerate(told)}
-    lines = [
-        f"- rank {rank}: " + ", ".join(f"{key}={value!r}, not {told[0].get(key)!r}" for key, value in differs.items())
-        for rank, differs in odd.items()
-        if differs
-    ]
+    settings = [json.loads(store.get(f"{_KEY}{rank}")) for rank in range(world_size())]
+    first = settings[0]
+    lines = []
+    for rank, own in enumerate(settings):
+        differing = [
+            f"{key}={value!r}, not {first.get(key)!r}" for key, value in own.items() if value != first.get(key)
+        ]
+        if differing:
+            lines.append(f"- rank {rank}: " + ", ".join(differing))
     if not lines:
         return ""
     more = [f"- and {len(lines) - 10} more ranks"] if len(lines) > 10 else []
     return "\n".join(
         [
-            "patch() was not told the same on every rank; the others differ from rank 0:",
+            "patch() was not called with the same settings on every rank; these differ from rank 0:",
             *lines[:10],
             *more,
-            "Call patch() with the same arguments, environment variables and release of ds_frozen_patch on every rank.",
+            "Use the same arguments, environment variables and release of ds_frozen_patch on every rank.",
         ]
     )
 
 
 def _missing(store: Any, ranks: list[int]) -> list[int]:
-    """Those that have written nothing, some seconds after they should have."""
+    """The ranks that have written nothing, some seconds after they should have."""
     deadline = time.monotonic() + _WAIT_SECONDS
     missing = []
     for rank in ranks:
         try:
             left = max(deadline - time.monotonic(), 0.01)
             store.wait([f"{_KEY}{rank}"], timedelta(seconds=left))
-        except RuntimeError:  # it timed out
+        except RuntimeError:  # a timeout
             missing.append(rank)
     return missing
 
@@ -92,7 +99,7 @@ def _missing(store: Any, ranks: list[int]) -> list[int]:
 def _not_patched(ranks: list[int]) -> str:
     who = ", ".join(map(str, ranks[:10])) + (f" and {len(ranks) - 10} more" if len(ranks) > 10 else "")
     return (
-        f"ds_frozen_patch.patch() was not called on rank {who}, but on this one: their saves would wait for each other"
-        " without end. Call it on every rank, or start the program on every machine by `ds-frozen-patch run`, or with"
+        f"ds_frozen_patch.patch() was called on this rank, but not on rank {who}: their saves would wait for each other"
+        " forever. Call it on every rank, or start the program on every node by `ds-frozen-patch run`, or with"
         " DS_FROZEN_PATCH=1 and PYTHONPATH set there too (DeepSpeed's launcher passes on what is in ~/.deepspeed_env)."
     )

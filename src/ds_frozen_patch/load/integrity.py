@@ -1,6 +1,6 @@
-"""Whether a checkpoint's files are whole and of one save: asked before DeepSpeed reads them.
+"""Whether the files of a checkpoint are whole and of one save, before DeepSpeed loads them.
 
-torch does not compare what it reads with the checksums that it wrote, and a part of another rank or run fits as well.
+`torch.load` does not verify the checksums that `torch.save` wrote, and a file of another rank or run loads as well.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from ..checkpoint.format.records import check_file
 from ..checkpoint.zero.layout import Layout
 from ..checkpoint.zero.states import Said, check_kind, check_number_of_parts, configured_stage, said_by
 from ..common.errors import CheckpointError
-from .trust import look
+from .trust import inspect_file
 
 MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # a pickle of torch.serialization.MAGIC_NUMBER
 
 
-def share_of(layout: Layout, rank: int, ranks: int, with_optimizer: bool) -> list[Said]:
-    """Compare the records of a rank's share of all files with their checksums.
+def check_share(layout: Layout, rank: int, ranks: int, with_optimizer: bool) -> list[Said]:
+    """Verify the checksums of one rank's share of all files.
 
     Returns:
-        What the files of the share say of their save.
+        The labels of the files of that share.
 
     Raises:
-        CheckpointError: one is damaged, or has another kind of content than its name says.
+        CheckpointError: a file is damaged, or its content is not of the kind that its name says.
     """
     share = []
     for index, file in enumerate(layout.files):
@@ -33,15 +33,15 @@ def share_of(layout: Layout, rank: int, ranks: int, with_optimizer: bool) -> lis
         elif is_own and is_zip(file):
             check_file(file)
         if is_own:
-            share += _said(layout, file, with_optimizer and index == 0)
+            share += _label(layout, file, with_optimizer and index == 0)
     return share
 
 
-def own_share(layout: Layout, rank: int, local_rank: int) -> list[Said]:
-    """As `share_of`, where each node has a disk of its own, of a rank's own files.
+def check_own_files(layout: Layout, rank: int, local_rank: int) -> list[Said]:
+    """As `check_share`, of a rank's own files, where each node has a disk of its own.
 
     Args:
-        layout: of the rank's own files, and in ZeRO 0 to 2 of the one that it shares with its node.
+        layout: of the rank's own files, and in ZeRO 0 to 2 the one that it shares with its node.
         rank: of all ranks.
         local_rank: of the node's.
     """
@@ -49,14 +49,14 @@ def own_share(layout: Layout, rank: int, local_rank: int) -> list[Said]:
     for file in layout.files:
         if (f"_rank_{rank}_" in file.name or local_rank == 0) and is_zip(file):
             check_file(file)
-        share += _said(layout, file, False)
+        share += _label(layout, file, False)
     return share
 
 
-def _said(layout: Layout, file: Path, count_parts: bool) -> list[Said]:
-    contents = look(file)
+def _label(layout: Layout, file: Path, count_parts: bool) -> list[Said]:
+    contents = inspect_file(file)
     if contents is None:
-        return []  # its bytes are as they were written, so it holds what only DeepSpeed can read
+        return []  # its checksums are right, so it contains what only DeepSpeed can read
     check_kind(file, contents)
     if count_parts:
         check_number_of_parts(layout, contents.state, configured_stage(contents.state))
@@ -64,7 +64,7 @@ def _said(layout: Layout, file: Path, count_parts: bool) -> list[Said]:
 
 
 def is_zip(file: Path) -> bool:
-    """Whether a file is of torch's format since 1.6, which DeepSpeed's `checkpoint_serialization: false` undoes."""
+    """Whether a file has torch's zip format; `checkpoint_serialization: false` in DeepSpeed writes an older one."""
     try:
         with file.open("rb") as opened:
             return opened.read(len(MAGIC)) != MAGIC

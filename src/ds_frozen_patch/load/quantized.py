@@ -1,7 +1,7 @@
-"""What a checkpoint holds of a quantized base, at a load.
+"""A quantized base that a checkpoint contains, at a load.
 
-Full checkpoints hold all of it. Some layers save their scales and settings and do not load them, some make a new
-parameter of what they load, and some tensor subclasses cannot be copied: what the module has already is not loaded.
+Full checkpoints contain all of it. Some layers save their scales and settings but do not load them, some replace their
+parameter by a new one, and some tensor subclasses cannot be copied. So what the module already has is not loaded.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..common.errors import CheckpointMismatchError, named
+from ..engine.owner import warn
 from ..manifest import Manifest
 from ..parameters import PARAMETER, PART, Held, contents, described, inner_tensors, part_name, plain, settings_of
-from ..save.saving import warn
 from ..settings import current
 from .load import Load
 
 
 def by_name(module: Any) -> dict[str, Held]:
-    """What a module holds, by all names."""
+    """The contents of a module, by all names."""
     return {name: one for one in contents(module) for name in one.names}
 
 
@@ -27,14 +27,14 @@ def is_part(held: Held | None) -> bool:
     return held is not None and held.kind == PART and held.is_frozen
 
 
-def without_what_is_there(
+def without_own_values(
     state: Mapping[str, Any], held: Mapping[str, Held], manifest: Manifest | None, load: Load
 ) -> Mapping[str, Any]:
-    """A module's state without the quantized parameters that the module has already, parts included.
+    """A state dict without the quantized parameters, and their parts, whose values the module already has.
 
     Raises:
-        CheckpointMismatchError: there are parts of a parameter that was left out, as older releases saved them, and the
-            module has others.
+        CheckpointMismatchError: the state dict has parts of a parameter that was left out, as older releases saved
+            them, and they differ from the module's.
     """
     quantized = {one.group for one in held.values() if is_part(one)}
     groups: dict[str, dict[str, Any]] = {}
@@ -53,25 +53,25 @@ def without_what_is_there(
 
 
 def check_parts(parts: Mapping[str, Any], held: Mapping[str, Held], load: Load) -> None:
-    """The parts of quantized parameters in a checkpoint must be what the module has.
+    """The parts of quantized parameters in a checkpoint must equal the module's.
 
     Raises:
-        CheckpointMismatchError: the packed weights of one would meet the scales of another.
+        CheckpointMismatchError: they do not, so packed weights would be combined with wrong scales.
     """
     wrong = [name for name, value in parts.items() if name not in held or not _is_same(value, held[name], held)]
     if not wrong or current().verify_base == "off":
         return
     message = (
-        f"The checkpoint's base is not quantized as the model's is: {named(wrong)} differ, and cannot be loaded."
-        " Build and quantize the base as the run that saved did."
+        f"The checkpoint's base is quantized differently from the model's: {named(wrong)} differ, and cannot be loaded."
+        " Build and quantize the base as in the run that saved it."
     )
     if current().verify_base == "error":
         raise CheckpointMismatchError(message)
-    warn(load.strategy, message)
+    warn(load.owner, message)
 
 
 def _is_same(value: Any, own: Held, held: Mapping[str, Held]) -> bool:
-    """Whether a value in a checkpoint is what the module has."""
+    """Whether a value in a checkpoint equals the module's."""
     import torch
 
     if own.kind == PARAMETER and own.is_subclass:

@@ -1,8 +1,8 @@
-"""Whether a load may run what a checkpoint names: `patch(trust=...)`.
+"""Whether a load may run code that a checkpoint names: `patch(trust=...)`.
 
 torch unpickles the files that DeepSpeed and Lightning load, and calls whatever a pickle names. With `trust=False` it
-reads tensors, plain values and a few classes of DeepSpeed's, and nothing else: each file is asked for what it names
-before it is loaded, and `torch.load` is told to refuse the rest (`weights_only=True`), whoever calls it.
+reads tensors, plain values and a few classes of DeepSpeed's, and nothing else: each file is inspected before it is
+loaded, and every `torch.load`, whoever calls it, gets `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -10,22 +10,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from packaging.version import Version
-
 from ..checkpoint.format.allowed import OF_DEEPSPEED
 from ..checkpoint.format.archive import Contents, read
 from ..common.errors import CheckpointError, named
-from ..common.overrides import lent
+from ..common.overrides import overridden
 from ..common.text import printable
 from ..settings import current
-
-SINCE = Version("2.6")
-"""The first torch with `get_unsafe_globals_in_checkpoint`."""
 
 
 def runs_nothing() -> bool:
@@ -41,32 +35,32 @@ def trust() -> Iterator[None]:
         return
     import torch
 
-    if Version(metadata.version("torch")) < SINCE:
+    if not hasattr(torch.serialization, "get_unsafe_globals_in_checkpoint"):
         raise CheckpointError(
-            f"patch(trust=False) needs torch {SINCE} or newer, better 2.10: torch {torch.__version__} cannot say what a"
-            " file names. Update torch, or load without it."
+            f"patch(trust=False) needs torch 2.6 or newer, better 2.10: torch {torch.__version__} cannot list what a"
+            " file names. Update torch, or load without trust=False."
         )
     original = torch.load
 
     def load(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **{**kwargs, "weights_only": True})
 
-    with torch.serialization.safe_globals(_safe()), lent([(torch, "load", load)]):
+    with torch.serialization.safe_globals(_safe()), overridden([(torch, "load", load)]):
         yield
 
 
 def _safe() -> list[Any]:
-    """What a file of DeepSpeed's optimizers names, beyond what torch takes for safe; none of it runs anything."""
+    """What DeepSpeed's optimizer files name beyond torch's own safe list; none of it runs anything."""
     return [resolve_name(name) for name in OF_DEEPSPEED]
 
 
-def look(file: Path) -> Contents | None:
-    """What a file holds that torch is about to load, or None where only torch can read it; within `trust()`.
+def inspect_file(file: Path) -> Contents | None:
+    """The contents of a file that torch is about to load, or None if only torch can read it; within `trust()`.
 
-    It warns of classes and functions that are not expected in a checkpoint, unless `patch()` was told whether to trust.
+    It logs classes and functions that are not expected in a checkpoint, unless `patch(trust=...)` was given.
 
     Raises:
-        CheckpointError: with `trust=False`, the file cannot be read here, or names what could run.
+        CheckpointError: with `trust=False`, the file cannot be read here, or names something that could run.
     """
     try:
         contents = read(file, trust=True)
@@ -77,9 +71,9 @@ def look(file: Path) -> Contents | None:
     if runs_nothing():
         _refuse_unsafe(file)
     elif contents.unexpected and current().trust is None:
-        logging.getLogger("ds_frozen_patch").warning(  # not `warnings`, which `-W error` makes raise on one rank
+        logging.getLogger("ds_frozen_patch").warning(  # `-W error` would turn a warning into an exception of one rank
             "%s names %s, not expected in a checkpoint, and this load runs what it names. patch(trust=False) refuses"
-            " such files; patch(trust=True) takes them without this warning.",
+            " such files; patch(trust=True) loads them without this warning.",
             printable(str(file)),
             named(contents.unexpected),
         )
@@ -92,6 +86,6 @@ def _refuse_unsafe(file: Path) -> None:
     if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file):
         raise CheckpointError(
             f"{file} names {named(unsafe)}, and patch(trust=False) loads nothing that could run. Nothing was run. If"
-            " you know these classes and where the file is from, declare them with"
+            " you know these classes and trust the origin of the file, declare them with"
             " torch.serialization.add_safe_globals, or load without trust=False."
         )

@@ -9,8 +9,8 @@ from types import ModuleType
 import wrapt
 
 from .. import settings as _settings
+from ..owners.lightning.targets import TARGETS
 from . import patch as _patching
-from .probe import TARGETS
 
 BOOTSTRAP = Path(__file__).parent.parent / "bootstrap"
 """The folder that is put on PYTHONPATH."""

@@ -18,30 +18,33 @@ import wrapt
 
 from .. import settings as _settings
 from ..common.errors import PatchError
-from ..load import loading as _loading
-from ..owners import converter as _converting
-from ..save import saving as _saving
-from .probe import BESIDE, ENGINE, FLAG, TARGETS, Finding, Probed, imported_class, newer_than_tested, probe
+from ..common.probing import Finding, Target, imported_class, probe
+from ..engine.attached import restore_methods
+from ..engine.target import ENGINE
+from ..load import engine as load_engine
+from ..owners.lightning import converter, strategy
+from ..owners.lightning.targets import BESIDE, TARGETS
+from ..save import engine as save_engine
+from ..settings import FLAG
+from .tested import newer_than_tested
 
-_ADVICE: dict[str, Callable[..., Any]] = {
-    "__init__": _saving.strategy_init,
-    "setup": _saving.strategy_setup,
-    "setup_module": _saving.strategy_setup,
-    "setup_module_and_optimizers": _saving.strategy_setup,
-    "save_checkpoint": _saving.strategy_call,
-    "load_checkpoint": _loading.strategy_load,
+_STRATEGY_WRAPPERS: dict[str, Callable[..., Any]] = {
+    "__init__": strategy.init,
+    "setup": strategy.setup,
+    "setup_module": strategy.setup,
+    "setup_module_and_optimizers": strategy.setup,
+    "save_checkpoint": strategy.save_checkpoint,
+    "load_checkpoint": strategy.load_checkpoint,
 }
-_ENGINE_ADVICE: dict[str, Callable[..., Any]] = {
-    "save_checkpoint": _saving.engine_save,
-    "load_checkpoint": _loading.engine_load,
-    "module_state_dict": _saving.engine_module_state_dict,
-    "load_module_state_dict": _loading.engine_load_module,
+_ENGINE_WRAPPERS: dict[str, Callable[..., Any]] = {
+    "save_checkpoint": save_engine.save_checkpoint,
+    "load_checkpoint": load_engine.load_checkpoint,
+    "module_state_dict": save_engine.module_state_dict,
+    "load_module_state_dict": load_engine.load_module_state_dict,
 }
-
-
-_ADVICE_BESIDE: dict[str, Callable[..., Any]] = {
-    "convert_zero_checkpoint_to_fp32_state_dict": _converting.convert,
-    "_find_last_checkpoints": _loading.find_last,
+_WRAPPERS_BESIDE: dict[str, Callable[..., Any]] = {
+    "convert_zero_checkpoint_to_fp32_state_dict": converter.convert,
+    "_find_last_checkpoints": strategy.find_last,
 }
 
 
@@ -136,7 +139,7 @@ class _Patch:
     """
 
     findings: dict[str, Finding]
-    modules: dict[str, Probed]
+    modules: dict[str, Target]
     wrappings: dict[str, list[_Wrapping]] = field(default_factory=dict)
     refuse: Callable[[str], None] | None = None
 
@@ -282,6 +285,7 @@ def unpatch() -> None:
         if _current is not None:
             for wrapping in (w for wrappings in _current.wrappings.values() for w in reversed(wrappings)):
                 wrapping.undo()
+            restore_methods()
         _current = None
         _settings.put_in_force(None)
 
@@ -339,7 +343,7 @@ def _stop_waiting() -> None:
             before_lightning()
 
 
-def _status_of(what: Probed, patch: _Patch | None) -> TargetStatus:
+def _status_of(what: Target, patch: _Patch | None) -> TargetStatus:
     finding = patch.findings[what.name] if patch else probe(what)
     wrapped = patch is not None and what.module in patch.wrappings
     state = finding.verdict
@@ -417,24 +421,24 @@ def _on_import(module: ModuleType) -> None:
     _current.wrappings[what.module] = _wrap(what, cls, _current)
 
 
-def _wrap_beside(what: Probed, module: ModuleType, patch: _Patch) -> list[_Wrapping]:
+def _wrap_beside(what: Target, module: ModuleType, patch: _Patch) -> list[_Wrapping]:
     owner = getattr(module, what.class_name, None) if what.class_name else module
     (name,) = what.methods
     original = vars(owner).get(name) if owner is not None else None
     if original is None:
         return []
-    wrapper = wrapt.FunctionWrapper(original, _ADVICE_BESIDE[name], enabled=lambda: _current is patch)
+    wrapper = wrapt.FunctionWrapper(original, _WRAPPERS_BESIDE[name], enabled=lambda: _current is patch)
     setattr(owner, name, wrapper)
     return [_Wrapping(owner, name, original, False, wrapper)]
 
 
-def _wrap(what: Probed, cls: Any, patch: _Patch) -> list[_Wrapping]:
-    advice = _ENGINE_ADVICE if what is ENGINE else _ADVICE
+def _wrap(what: Target, cls: Any, patch: _Patch) -> list[_Wrapping]:
+    wrappers = _ENGINE_WRAPPERS if what is ENGINE else _STRATEGY_WRAPPERS
     wrappings = []
     for method in what.methods:
         make = _InitWrapper if method == "__init__" else wrapt.FunctionWrapper
         _, attribute, original = wrapt.resolve_path(cls, method)
-        wrapper = make(original, advice[method], enabled=lambda: _current is patch)
+        wrapper = make(original, wrappers[method], enabled=lambda: _current is patch)
         wrappings.append(_Wrapping(cls, attribute, original, method not in cls.__dict__, wrapper))
     for wrapping in wrappings:
         setattr(wrapping.cls, wrapping.attribute, wrapping.wrapper)

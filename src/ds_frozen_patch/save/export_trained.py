@@ -9,22 +9,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
-from weakref import WeakSet
 
 from ..checkpoint.format.safetensors import write_header
 from ..checkpoint.tools.export import Adapter
 from ..common.errors import CheckpointError
+from ..engine.attached import Attached
 from ..engine.frozen import frozen
 from ..engine.gathering import gathered
+from ..engine.owner import is_first
 from ..manifest import adapters_of
 from ..parameters import dtype_of, names_by_parameter, parameters_by_name, plain, shape_of
 from ..settings import current
 from .save import Save
-from .saving import warn
 
 FILE, FOLDER = "trainable.safetensors", "adapter"
 """What is made inside a checkpoint's directory: for "safetensors" the file, for "peft" the folder."""
-_warned: WeakSet[Any] = WeakSet()
 
 
 def write(save: Save, folder: Path) -> None:
@@ -45,7 +44,7 @@ def write(save: Save, folder: Path) -> None:
         saved = _saved_buffers(engine.module, remove_duplicate=True)
         buffers = {name: buffer for name, buffer in saved.items() if name not in left_out}
         _write(save, folder / FILE, chosen, buffers)
-    elif (adapter := _adapter(engine, save.strategy)) is not None:
+    elif (adapter := _adapter(engine, save.attached)) is not None:
         parameters = {name: parameter for parameter, names in all_names.items() for name in names}
         buffers = _saved_buffers(engine.module, remove_duplicate=False)
         adapters = adapters_of(engine.module)[adapter.module]
@@ -64,7 +63,7 @@ def _saved_buffers(module: Any, remove_duplicate: bool) -> dict[str, Any]:
     return {plain(name): buffer for name, buffer in named if plain(name) in saved}
 
 
-def _adapter(engine: Any, strategy: Any) -> Adapter | None:
+def _adapter(engine: Any, attached: Attached) -> Adapter | None:
     known = [
         Adapter(module, name, json.loads(config))
         for module, adapters in adapters_of(engine.module).items()
@@ -73,20 +72,16 @@ def _adapter(engine: Any, strategy: Any) -> Adapter | None:
     trained = [name for name, parameter in parameters_by_name(engine.module).items() if parameter.requires_grad]
     found = [adapter for adapter in known if any(map(adapter.owns, trained))]
     if len(found) != 1:
-        _warn_once(strategy, f"makes nothing: the module trains {len(found)} adapters of PEFT, not one.")
+        attached.warn_once(
+            f'patch(export="peft") exports nothing: the module trains {len(found)} PEFT adapters, not one.'
+        )
         return None
     try:
         found[0].check()
     except CheckpointError as error:
-        _warn_once(strategy, f"makes nothing. {error}")
+        attached.warn_once(f'patch(export="peft") exports nothing. {error}')
         return None
     return found[0]
-
-
-def _warn_once(strategy: Any, message: str) -> None:
-    if strategy not in _warned:
-        _warned.add(strategy)
-        warn(strategy, f'patch(export="peft") {message}')
 
 
 def _write(
@@ -99,14 +94,14 @@ def _write(
     partial = file.with_name(f".{file.name}.partial")
     entries = [(name, _dtype(p), shape_of(p)) for name, p in parameters.items()]
     entries += [(name, dtype_of(buffer), tuple(buffer.shape)) for name, buffer in buffers.items()]
-    writes = save.strategy.is_global_zero
+    writes = is_first(save.owner)
     made: list[Path] = []
     opened: list[IO[bytes]] = []
 
     def attempt(write: Callable[..., object], *content: Any) -> None:
         # The other ranks wait for rank 0 to gather, even when it can no longer write.
         if writes and not save.failed:
-            with save.put_off(file):
+            with save.deferring_errors(file):
                 write(*content)
 
     def begin() -> None:

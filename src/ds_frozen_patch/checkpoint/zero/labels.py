@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from ...common.overrides import lent
+from ...common.overrides import overridden
 
 LABEL = "ds_frozen_patch_label"
 """Where a file says of which save it is, and under which name it was saved, as "save" and "file"."""
@@ -35,7 +35,7 @@ def labels(engine: Any, save: str) -> AbstractContextManager[None]:
     def save_with_label(state_dict: dict[str, Any], path: str) -> Any:
         return original(labelled(state_dict, save, Path(path).name), path)
 
-    return lent([(files, "save", save_with_label)])
+    return overridden([(files, "save", save_with_label)])
 
 
 def labelled(state: Mapping[str, Any], save: str, file: str) -> dict[str, Any]:

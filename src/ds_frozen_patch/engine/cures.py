@@ -1,0 +1,247 @@
+"""Workarounds for faults of DeepSpeed and Lightning, one function each, and nowhere else.
+
+Each says what is broken, in which releases, and where it was mended upstream. It recognises the fault by a feature of
+the installed release wherever there is one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from ..common.errors import CheckpointError
+
+Attributes = list[tuple[Any, str, Any]]
+"""Attributes to set for a while, as `common.overrides.overridden` takes them: object, name, value."""
+
+USE_WEIGHTS_ONLY = (
+    "Saving only the weights works: ModelCheckpoint(save_weights_only=True) or"
+    " trainer.save_checkpoint(path, weights_only=True)."
+)
+
+
+# The optimizer
+
+
+def has_plain_optimizer(engine: Any) -> bool:
+    """Whether the engine has an optimizer that is not one of ZeRO's, with partitions of its own on disk.
+
+    Stage 1 does not always have one of ZeRO's: see `forgets_optimizer`.
+    """
+    load = getattr(engine.optimizer, "load_state_dict", None)  # DeepSpeedZeRoOffload has none
+    return load is not None and "state_dict_list" not in inspect.signature(load).parameters
+
+
+def forgets_optimizer(engine: Any) -> bool:
+    """bf16 with a plain optimizer (stage 0, or stage 1 with `grad_accum_dtype` fp32): its state is not saved.
+
+    DeepSpeed up to 0.18.4 takes it for a ZeRO optimizer: it saves nothing of its state, in any checkpoint, and a load
+    fails ("no attribute 'dp_process_group'"). 0.18.5 saves it as "optimizer", and so do we.
+    """
+    return has_plain_optimizer(engine) and bool(engine.bfloat16_enabled())
+
+
+def load_plain_optimizer(engine: Any, state: Callable[[], Mapping[str, Any]]) -> Attributes:
+    """For `forgets_optimizer`: replaces ZeRO's load. `state` returns the checkpoint's own state once it is read."""
+    if not forgets_optimizer(engine):
+        return []
+
+    def load(load_dir: str, tag: str, load_optimizer_states: bool = True) -> bool:
+        engine.optimizer.load_state_dict(state()["optimizer"], load_optimizer_states=load_optimizer_states)
+        return True
+
+    return [(engine, "_load_zero_checkpoint", load)]
+
+
+def load_for_inference(engine: Any) -> Attributes:
+    """ZeRO-3 without an optimizer (test, validate, predict) cannot load a checkpoint.
+
+    `DeepSpeedZeRoOffload` has no `_restore_from_bit16_weights` from 0.14.5 to at least 0.19.8 (issue 7272). It has no
+    master weights to restore either.
+    """
+    optimizer = engine.optimizer
+    if optimizer is None or hasattr(optimizer, "_restore_from_bit16_weights"):
+        return []
+    restore = getattr(optimizer, "refresh_fp32_params", lambda: None)
+    return [(optimizer, "_restore_from_bit16_weights", restore), *_load_for_inference_at_all(engine)]
+
+
+def _load_for_inference_at_all(engine: Any) -> Attributes:
+    """DeepSpeed 0.10.1 lacks more than that, see also `has_no_gathering_load`. Mended in 0.10.2."""
+    optimizer = engine.optimizer
+    if not engine.zero_optimization_partition_weights() or hasattr(engine, "_optimizer_has_ckpt_event_prologue"):
+        return []
+    return [
+        (optimizer, "checkpoint_event_prologue", optimizer.partition_all_parameters),
+        (optimizer, "checkpoint_event_epilogue", lambda: None),
+        (optimizer, "dp_process_group", engine.data_parallel_group),
+        (engine, "_load_zero_checkpoint", lambda *args, **kwargs: True),
+    ]
+
+
+def has_no_gathering_load(load_module_state_dict: inspect.Signature) -> bool:
+    """Whether `load_module_state_dict` cannot gather ZeRO-3's parameters: DeepSpeed 0.10.1, mended in 0.10.2."""
+    return "fetch_z3_params" not in load_module_state_dict.parameters
+
+
+@contextmanager
+def gathered_for_load(engine: Any) -> Iterator[None]:
+    """For `has_no_gathering_load`: all parameters are whole while this lasts, and rank 0's values count."""
+    from deepspeed import zero
+
+    with zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+        yield
+
+
+def check_step_counts(engine: Any) -> None:
+    """`elastic_checkpoint` in ZeRO 1 and 2 needs optimizers that keep a "step" in each group, as FusedAdam does.
+
+    Every release saves without it, and then fails to load.
+
+    Raises:
+        CheckpointError: the checkpoint could not be resumed.
+    """
+    if not engine.zero_elastic_checkpoint() or engine.zero_optimization_stage() not in (1, 2):
+        return
+    optimizer = getattr(engine.optimizer, "optimizer", None)
+    if engine.global_steps and any("step" not in group for group in getattr(optimizer, "param_groups", [])):
+        raise CheckpointError(
+            f"DeepSpeed cannot resume {type(optimizer).__name__} with zero_optimization.elastic_checkpoint, only"
+            " optimizers that count the steps of each group, as its FusedAdam does. Set elastic_checkpoint to false."
+        )
+
+
+# NVMe
+
+
+def keeps_optimizer_on_nvme(engine: Any) -> bool:
+    """Whether the engine keeps its optimizer's state on NVMe, in ZeRO-3."""
+    asks = getattr(engine, "zero_nvme_offload_optimizer", None)  # since DeepSpeed 0.13
+    return asks is not None and bool(asks()) and hasattr(engine.optimizer, "optimizer_swapper")
+
+
+def check_nvme(engine: Any) -> None:
+    """Below DeepSpeed 0.18, all ranks write an optimizer on NVMe into one folder, and one of them fails.
+
+    Raises:
+        CheckpointError: on every rank, since otherwise one would raise and the others wait for it.
+    """
+    if not keeps_optimizer_on_nvme(engine) or engine.dp_world_size == 1:
+        return
+    import deepspeed
+    from packaging.version import Version
+
+    if Version(deepspeed.__version__) < Version("0.18.0"):  # mended inside a method, which shows no feature
+        raise CheckpointError(
+            f"DeepSpeed {deepspeed.__version__} cannot save an optimizer on NVMe with more than one rank, since all"
+            f" write into one folder. Install deepspeed>=0.18.0. {USE_WEIGHTS_ONLY}"
+        )
+
+
+@contextmanager
+def explaining_nvme_errors() -> Iterator[None]:
+    """DeepSpeed below 0.13 raises NotImplementedError or AssertionError for what is on NVMe; say what works."""
+    try:
+        yield
+    except (NotImplementedError, AssertionError) as error:
+        if "NVMe" not in str(error):
+            raise
+        raise CheckpointError(f"{error}. {USE_WEIGHTS_ONLY}") from error
+
+
+# Weights
+
+
+def forget_second_copies(engine: Any) -> None:
+    """hpZ's secondary copy within a node is stale after a load; without one, DeepSpeed makes a new one.
+
+    Mended in 0.18.3, but not for frozen parameters that the checkpoint contains.
+    """
+    for parameter in engine.module.parameters():
+        if getattr(parameter, "ds_secondary_tensor", None) is not None:
+            parameter.ds_secondary_tensor = None
+
+
+def read_tensor_subclasses(engine: Any) -> Attributes:
+    """DeepSpeed passes a function as `map_location`, which torch refuses for files with tensor subclasses.
+
+    The function maps all storages to the CPU. Every release.
+    """
+    reader = getattr(engine, "checkpoint_engine", None)  # DeepSpeed may create it later
+    if reader is None:
+        return []
+    read = reader.load
+
+    def load(path: str, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return read(path, map_location, *args, **kwargs)
+        except RuntimeError as error:
+            if not callable(map_location) or "map_location" not in str(error):
+                raise
+            return read(path, "cpu", *args, **kwargs)
+
+    return [(reader, "load", load)]
+
+
+def remember_module(receive: Callable[[Mapping[str, Any]], None]) -> Attributes:
+    """In ZeRO-3 without an optimizer, DeepSpeed replaces the module's state by whole fp32 parameters.
+
+    It takes buffers through fp32 too (integers as well, up to at least 0.17.6), which changes packed weights, and gives
+    a buffer only one of its names. Every release since 0.10.2. `receive` gets the module's state as it is on disk.
+    """
+    from deepspeed.runtime.state_dict_factory import SDLoaderFactory
+
+    make_loader = SDLoaderFactory.get_sd_loader
+
+    def loader(*args: Any, **kwargs: Any) -> Any:
+        made = make_loader(*args, **kwargs)
+        read = made.load
+
+        def remember(*args: Any, **kwargs: Any) -> Any:
+            path, state, *rest = read(*args, **kwargs)
+            receive(state["module"] if isinstance(state, Mapping) else {})
+            return path, state, *rest
+
+        made.load = remember
+        return made
+
+    return [(SDLoaderFactory, "get_sd_loader", staticmethod(loader))]
+
+
+@contextmanager
+def on_the_accelerator(parameter: Any) -> Iterator[None]:
+    """Lightning moves a model to the CPU after a fit, where DeepSpeed's collectives over NCCL fail.
+
+    DeepSpeed runs them on the device of the parameter, whose own content they do not use. Every release.
+    """
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    if parameter.device.type == get_accelerator().device_name():
+        yield
+        return
+    moved = parameter.data
+    parameter.data = torch.empty_like(moved, device=get_accelerator().current_device_name())
+    try:
+        yield
+    finally:
+        parameter.data = moved
+
+
+# Lightning
+
+
+def moved_in_deepspeed() -> Attributes:
+    """Fabric of Lightning 2.1 to 2.3 imports from `deepspeed.runtime` what has moved in DeepSpeed 0.14.1."""
+    runtime, moved = (sys.modules.get(f"deepspeed.runtime{inner}") for inner in ("", ".base_optimizer"))
+    if moved is None or hasattr(runtime, "DeepSpeedOptimizer"):
+        return []
+    return [(runtime, "DeepSpeedOptimizer", moved.DeepSpeedOptimizer)]
+
+
+def unwrapped(item: Any) -> Any:
+    """Fabric of Lightning 2.0 passes optimizers to the strategy in its own wrapper, and so restores none."""
+    return item.optimizer if any(cls.__name__ == "_FabricOptimizer" for cls in type(item).__mro__) else item

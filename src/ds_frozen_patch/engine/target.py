@@ -1,0 +1,28 @@
+"""DeepSpeed's engine as a target: what of it is wrapped, and what it must be able to do."""
+
+from __future__ import annotations
+
+from ..common.probing import Finding, Seen, Target
+from ..settings import FLAG
+
+METHODS = ("save_checkpoint", "load_checkpoint", "module_state_dict", "load_module_state_dict")
+REMEDY = "install DeepSpeed 0.10.1 or newer: pip install -U 'deepspeed>=0.10.1'"
+
+
+def judge(version: str | None, seen: Seen) -> Finding:
+    """It must take the flag, as it does since 0.10.1."""
+    if FLAG not in seen.parameters["save_checkpoint"]:
+        return Finding("refused", version, f"DeepSpeedEngine.save_checkpoint has no argument {FLAG}", REMEDY)
+    return Finding("patchable", version, f"save_checkpoint takes {FLAG}")
+
+
+ENGINE = Target(
+    "deepspeed",
+    "deepspeed.runtime.engine",
+    "DeepSpeedEngine",
+    METHODS,
+    ("deepspeed",),
+    judge,
+    REMEDY,
+    "deepspeed",
+)

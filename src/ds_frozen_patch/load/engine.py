@@ -1,0 +1,190 @@
+"""What happens around a load into an engine: the wrappers of two methods of `DeepSpeedEngine`.
+
+A wrapper takes wrapt's four arguments: the wrapped method (bound), its instance, args and kwargs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from ..checkpoint.zero.labels import LABEL
+from ..checkpoint.zero.repartition import KEY as ELASTIC
+from ..common.overrides import overridden, set_to
+from ..engine import cures, frozen
+from ..engine.attached import Attached, attach, attached
+from ..engine.owner import warn
+from ..manifest import KEY, Manifest
+from ..parameters import names_by_parameter, parameters_by_name, plain, prefix_of
+from . import elastic
+from .base_check import verify_base
+from .load import Load, current
+from .quantized import by_name, check_parts, is_part, without_own_values
+from .strictness import (
+    check_left_out,
+    check_optimizer_layout,
+    check_optimizer_state,
+    forgiving,
+    left_out_by_others,
+)
+
+
+def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`DeepSpeedEngine.load_checkpoint`: checks the files first, and works in ZeRO-3 without an optimizer."""
+    load, known = current.get(), attached(engine)
+    if load is None:
+        if known is None:
+            return wrapped(*args, **kwargs)
+        load = Load(known.owner)
+    known = attach(engine, load.owner)
+    call = inspect.signature(wrapped).bind(*args, **kwargs)
+    call.apply_defaults()
+    load.engine = engine
+    if engine.optimizer is not None and any(item is engine.optimizer for item in load.requested):
+        call.arguments["load_optimizer_states"] = True  # see `cures.unwrapped`
+    load.restores_optimizer = call.arguments["load_optimizer_states"] and not call.arguments["load_module_only"]
+    load.source, load.tag = str(call.arguments["load_dir"]), call.arguments["tag"]
+    with set_to(current, load), overridden(_cures(load)):
+        look = load.look()
+        if (folder := elastic.resharded(load, look)) is not None:
+            load.tag = folder
+            look = load.look()
+        load.check(look)
+        call.arguments["load_dir"], call.arguments["tag"] = load.source, load.tag
+        with _noticing_another_base(known, engine):
+            path, client_state = wrapped(*call.args, **call.kwargs)
+    cures.forget_second_copies(engine)
+    if load.restores_optimizer and cures.keeps_optimizer_on_nvme(engine):
+        warn(
+            load.owner,
+            "The optimizer is on NVMe: DeepSpeed restores neither its step count nor sub-groups that are too small to"
+            " be kept there, so the run does not continue exactly as before."
+            ' With offload_optimizer: {"device": "cpu"} it would.',
+        )
+    if client_state is not None:
+        for key in (KEY, LABEL, ELASTIC, "universal_checkpoint_info"):
+            client_state.pop(key, None)
+        if load.restores_optimizer and load.state:
+            load.owner.after_load(engine, load.state, client_state)
+    return path, client_state
+
+
+def _cures(load: Load) -> cures.Attributes:
+    engine = load.engine
+    found = cures.read_tensor_subclasses(engine) + cures.load_for_inference(engine)
+    found += cures.load_plain_optimizer(engine, lambda: load.state)
+    if not load.restores_optimizer and engine.zero_optimization_partition_weights():
+        found += cures.remember_module(lambda module: setattr(load, "module", module))
+    return found
+
+
+@contextmanager
+def _noticing_another_base(known: Attached, engine: Any) -> Iterator[None]:
+    """Remember the frozen values that a checkpoint replaces: they are no longer the base that the program builds."""
+    before = frozen.sample(frozen.frozen(engine.module))
+    yield
+    after = frozen.sample(frozen.frozen(engine.module))
+    known.loaded |= frozen.differing(before, after)
+    known.at_start = after if known.at_start else {}
+    known.prints = {}
+
+
+def load_module_state_dict(
+    wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`DeepSpeedEngine.load_module_state_dict`, which gets the whole checkpoint in every release."""
+    load = current.get()
+    if load is None or load.engine is not engine:
+        return wrapped(*args, **kwargs)
+    call = inspect.signature(wrapped).bind(*args, **kwargs)
+    checkpoint = call.arguments["checkpoint"]
+    load.state = {key: checkpoint.get(key) for key in ("optimizer", *elastic.NEEDED)}
+    manifest = load.manifest or Manifest.from_checkpoint(checkpoint)
+    held = by_name(engine.module)
+    if manifest is not None:
+        if call.arguments.get("strict", True):
+            check_left_out(manifest, held)
+        verify_base(manifest, held, load)
+        may_be_missing = manifest.names
+    else:
+        may_be_missing = left_out_by_others(checkpoint, engine.module)
+        if may_be_missing:
+            warn(
+                load.owner,
+                "The checkpoint has neither frozen parameters nor a manifest, so it cannot be verified that the base is"
+                " the one that it was trained on.",
+            )
+    if load.restores_optimizer:
+        check_optimizer_state(checkpoint, engine)
+        check_optimizer_layout(checkpoint, engine)
+    checkpoint = _with_own_buffers(checkpoint, load) if load.module else checkpoint
+    state = without_own_values(checkpoint["module"], held, manifest, load)
+    may_be_missing |= {plain(name) for name in checkpoint["module"].keys() - state.keys()}
+    parts = {plain(name): value for name, value in state.items() if is_part(held.get(plain(name)))}
+    checkpoint = _with_all_fragments({**checkpoint, "module": state}, engine)
+    call.arguments["checkpoint"] = _renamed(checkpoint, engine.module)
+    with forgiving(engine.module, may_be_missing, parts), _gathered(call, load):
+        result = wrapped(*call.args, **call.kwargs)
+    check_parts(parts, by_name(engine.module) if parts else {}, load)
+    return result
+
+
+@contextmanager
+def _gathered(call: inspect.BoundArguments, load: Load) -> Iterator[None]:
+    """Load whole parameters in ZeRO-3 without an optimizer, where DeepSpeed cannot: see `has_no_gathering_load`."""
+    engine = load.engine
+    needed = cures.has_no_gathering_load(call.signature) and engine.zero_optimization_partition_weights()
+    if not needed or load.restores_optimizer:
+        yield
+        return
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    whole = get_fp32_state_dict_from_zero_checkpoint(load.source, load.tag)
+    checkpoint = _with_own_buffers({**call.arguments["checkpoint"], "module": whole}, load)
+    call.arguments["checkpoint"] = _renamed(checkpoint, engine.module)
+    with cures.gathered_for_load(engine):
+        yield
+
+
+def _with_own_buffers(checkpoint: Mapping[str, Any], load: Load) -> Mapping[str, Any]:
+    """The checkpoint with everything but parameters as it was saved: see `cures.remember_module`."""
+    shapes = [*(checkpoint.get("param_shapes") or []), checkpoint.get("frozen_param_shapes") or {}]
+    parameters = {plain(name) for names in (*shapes, checkpoint.get("shared_params") or {}) for name in names}
+    parameters |= parameters_by_name(load.engine.module).keys()
+    own = {name: value for name, value in load.module.items() if plain(name) not in parameters}
+    return {**checkpoint, "module": {**checkpoint["module"], **own}}
+
+
+def _with_all_fragments(checkpoint: Mapping[str, Any], engine: Any) -> Mapping[str, Any]:
+    """The checkpoint with a fragment for each parameter that is frozen now, if it has fragments at all.
+
+    Below ZeRO-3, fragments are second copies of what is in the state dict. In ZeRO-3, DeepSpeed looks up one for each
+    frozen parameter, and raises KeyError if there is none: it was left out, or frozen since a full save. Such a
+    parameter gets its own value, which the state dict may have set before.
+    """
+    fragments = checkpoint.get("frozen_param_fragments")
+    if not fragments:
+        return checkpoint
+    if not engine.zero_optimization_partition_weights():
+        return {**checkpoint, "frozen_param_fragments": None}
+    own = {names[0]: getattr(p, "ds_tensor", p) for p, names in names_by_parameter(engine.module).items()}
+    saved = {plain(name): value for name, value in fragments.items()}
+    return {**checkpoint, "frozen_param_fragments": {**own, **saved}}
+
+
+def _renamed(checkpoint: Mapping[str, Any], module: Any) -> Mapping[str, Any]:
+    """The checkpoint with the names of the module, whatever either of them was wrapped in."""
+    prefix = prefix_of(name for name, _ in module.named_parameters())
+    names = {
+        "module": {plain(name): name for name in module.state_dict()},
+        "frozen_param_fragments": {plain(name): name for name, _ in module.named_parameters()},
+    }
+    renamed = {
+        key: {now.get(plain(name), prefix + plain(name)): value for name, value in checkpoint[key].items()}
+        for key, now in names.items()
+        if checkpoint.get(key)
+    }
+    # Unchanged where possible: a copy would lose what torch attaches to a state dict, such as versions.
+    return {**checkpoint, **{key: new for key, new in renamed.items() if new.keys() != checkpoint[key].keys()}}

@@ -1,0 +1,102 @@
+"""What is in the folder of a checkpoint that is to be loaded."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.format.archive import read
+from ..checkpoint.zero.labels import LABEL
+from ..checkpoint.zero.layout import Layout, UnknownLayoutError, find, latest_tag
+from ..checkpoint.zero.states import configured_stage, number
+from ..common.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Saved:
+    """How a checkpoint was saved: the world size, the ZeRO stage, and whether the optimizer is partitioned."""
+
+    ranks: int
+    stage: int
+    in_parts: bool
+
+
+@dataclass(frozen=True)
+class Look:
+    """The tag and the files of a checkpoint, or the reason why there are none."""
+
+    tag: str | None = None
+    model: tuple[str, ...] = ()
+    optimizer: tuple[str, ...] = ()
+    saved: Saved | None = None
+    problem: str = ""
+
+    def layout(self, root: str | Path) -> Layout:
+        """As `checkpoint.zero.layout.find` returns it."""
+        folder = Path(root, self.tag or "")
+        files = [tuple(folder / name for name in names) for names in (self.model, self.optimizer)]
+        return Layout(Path(root), self.tag or "", *files)
+
+    def to_bytes(self) -> bytes:
+        """As short as possible, because every rank fetches it: a thousand ranks have two thousand files."""
+        return zlib.compress(json.dumps(asdict(self)).encode())
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Look:
+        """The look that `to_bytes` was called on."""
+        values = json.loads(zlib.decompress(content))
+        saved = Saved(**values.pop("saved")) if values["saved"] else None
+        return cls(values["tag"], tuple(values["model"]), tuple(values["optimizer"]), saved, values["problem"])
+
+
+def look_at_all(source: str, tag: str | None) -> Look:
+    """A folder that has the files of all ranks."""
+    try:
+        layout = find(source, tag)
+    except UnknownLayoutError:
+        return Look()
+    except CheckpointError as error:
+        return Look(problem=str(error))
+    model, optimizer = ([file.name for file in files] for files in (layout.model, layout.optimizer))
+    return Look(layout.tag, tuple(model), tuple(optimizer), _saved(layout))
+
+
+def look_at_own(engine: Any, source: str, tag: str | None) -> Look:
+    """A rank's own files, where nodes have disks of their own."""
+    try:
+        name = latest_tag(Path(source)) if tag is None else tag
+    except CheckpointError as error:
+        return Look(problem=str(error))
+    model = Path(engine._get_ckpt_name(source, name))
+    optimizer = []
+    if hasattr(engine.optimizer, "dp_process_group") and engine.zero_optimization():
+        optimizer = [Path(engine._get_zero_ckpt_name(source, name))]
+    for file in (model, *optimizer):
+        if not file.is_file():
+            return Look(problem=f"There is no {file} on this rank's disk. Take a whole copy of the checkpoint.")
+    layout = Layout(Path(source), name, (model,), tuple(optimizer))
+    return Look(name, (model.name,), tuple(file.name for file in optimizer), _saved(layout))
+
+
+def _saved(layout: Layout) -> Saved | None:
+    try:
+        model = read(layout.model[0], trust=True).state
+    except CheckpointError:
+        return None
+    ranks = number(model.get("dp_world_size")) if isinstance(model, dict) else None
+    return Saved(ranks, configured_stage(model), bool(layout.optimizer)) if ranks else None
+
+
+def save_and_step(look: Look, source: Path) -> tuple[str, int] | None:
+    """The id of the save that a rank's own files are of, and its step."""
+    if look.tag is None:
+        return None
+    try:
+        state = read(look.layout(source).model[0], trust=True).state
+        label, step = state[LABEL]["save"], state["global_steps"]
+    except (CheckpointError, KeyError, TypeError):
+        return None
+    return (label, step) if isinstance(label, str) and isinstance(step, int) else None

@@ -1,0 +1,134 @@
+"""What a checkpoint may lack: what was left out of it, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from ..common.errors import CheckpointMismatchError, named
+from ..engine.cures import has_plain_optimizer
+from ..manifest import Manifest
+from ..parameters import PARAMETER, PART, Held, frozen_names, plain
+
+
+def check_left_out(manifest: Manifest, held: Mapping[str, Held]) -> None:
+    """All that was left out must be there, frozen, in its shape.
+
+    Args:
+        manifest: says what was left out.
+        held: what the module holds now, by all names.
+    """
+    gone: list[str] = []
+    quantized: list[str] = []
+    trained, reshaped = [], []
+    for one in manifest.left_out:
+        for name in one.names:
+            now = held.get(name)
+            if now is None:
+                (quantized if one.kind == PART else gone).append(name)
+            elif one.kind == PARAMETER and not now.is_frozen:
+                trained.append(name)
+            elif now.shape != one.shape:
+                reshaped.append(f"{name}: saved {list(one.shape)}, now {list(now.shape)}")
+    problems = []
+    if gone:
+        problems.append(
+            f"The checkpoint left out parameters that the model does not have: {named(gone)}."
+            " Build the model as in the run that saved it."
+        )
+    if quantized and not gone:
+        problems.append(
+            f"The base is not quantized as it was at the save: the model has no {named(quantized)}."
+            " Quantize it as in the run that saved it."
+        )
+    if trained:
+        problems.append(
+            f"The checkpoint left out parameters that the model now trains: {named(trained)}. Their values are in no"
+            " checkpoint: freeze them again, or resume from a checkpoint saved while they were trainable."
+        )
+    if reshaped:
+        problems.append(
+            f"Left-out parameters have another shape now: {named(reshaped)}."
+            " Build the model as in the run that saved it."
+        )
+    if problems:
+        raise CheckpointMismatchError("\n".join(problems))
+
+
+def left_out_by_others(checkpoint: Mapping[str, Any], module: Any) -> frozenset[str]:
+    """What a checkpoint without a manifest may lack: all that is frozen if all of it is missing, else nothing.
+
+    DeepSpeed's own flag leaves a tied parameter in under its alias, so the first name is what counts.
+    """
+    saved = {plain(name) for name in checkpoint["module"]}
+    frozen = frozen_names(module).values()
+    if any(names[0] in saved for names in frozen):
+        return frozenset()
+    return frozenset(name for names in frozen for name in names)
+
+
+@contextmanager
+def forgiving(module: Any, missing: frozenset[str], parts: Mapping[str, Any]) -> Iterator[None]:
+    """Let these names, and no others, be missing from a state dict that is loaded strictly, or be in it unexpectedly.
+
+    A quantized layer may save parts that it does not load, and may not save its weight under the weight's name.
+    """
+    saved = {plain(name) for name in module.state_dict()}
+    missing = missing | {name for names in frozen_names(module).values() for name in names if name not in saved}
+
+    def forgive(_: Any, incompatible: Any) -> None:
+        incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if plain(name) not in missing]
+        incompatible.unexpected_keys[:] = [name for name in incompatible.unexpected_keys if plain(name) not in parts]
+
+    handle = module.register_load_state_dict_post_hook(forgive)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def check_optimizer_state(checkpoint: Mapping[str, Any], engine: Any) -> None:
+    """Without ZeRO, the optimizer's state must be in the checkpoint itself."""
+    if has_plain_optimizer(engine) and checkpoint.get("optimizer") is None:
+        raise CheckpointMismatchError(
+            f"The checkpoint of deepspeed {checkpoint.get('ds_version', '(unknown)')} holds no state for the optimizer"
+            " that this run makes: in bf16 with ZeRO stage 0, releases of DeepSpeed save none, or another kind. Resume"
+            " with the release that saved it, if that was done under patch(), or start anew with ZeRO stage 1."
+        )
+
+
+def check_optimizer_layout(checkpoint: Mapping[str, Any], engine: Any) -> None:
+    """The parameters that ZeRO's flat partitions hold must be those of the optimizer now.
+
+    DeepSpeed compares their total size only, and in ZeRO-3 the module's state dict holds
+    placeholders, so a parameter of another shape would be loaded askew without a word.
+    """
+    saved_groups = checkpoint.get("param_shapes")
+    if not saved_groups or not hasattr(engine.optimizer, "load_state_dict"):
+        return
+    saved_groups, now_groups = (
+        [{plain(name): tuple(shape) for name, shape in group.items()} for group in groups]
+        for groups in (saved_groups, engine._get_zero_param_shapes())
+    )
+    saved = {name: shape for group in saved_groups for name, shape in group.items()}
+    now = {name: shape for group in now_groups for name, shape in group.items()}
+    problems = []
+    if absent := saved.keys() - now.keys():
+        problems.append(f"trained in the checkpoint, but frozen or gone in the model: {named(absent)}")
+    if new := now.keys() - saved.keys():
+        problems.append(f"trained by the model, but missing from the checkpoint: {named(new)}")
+    if reshaped := [
+        f"{name}: saved {list(saved[name])}, now {list(now[name])}"
+        for name in saved.keys() & now.keys()
+        if saved[name] != now[name]
+    ]:
+        problems.append(f"of another shape: {named(reshaped)}")
+    if not problems and [list(group) for group in saved_groups] != [list(group) for group in now_groups]:
+        problems.append("in another order, or in other parameter groups, than at the save")
+    if problems:
+        raise CheckpointMismatchError(
+            "The checkpoint's trainable parameters are not the model's:\n"
+            + "\n".join(f"- {problem}" for problem in problems)
+            + "\nBuild the model and its optimizer as in the run that saved it."
+        )

@@ -1,0 +1,79 @@
+"""Trainer's loops after a load at another world size: their count of batches, and the scale of the gradients.
+
+Lightning divides the loss by `accumulate_grad_batches`, and DeepSpeed does so again. As long as that number stays the
+same, this cancels out in an optimizer such as Adam; if it changes, the scale of the gradients changes too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+from ...checkpoint.zero.repartition import KEY as ELASTIC
+from ...common.errors import CheckpointMismatchError
+from ...engine.attached import attach
+from ...engine.loss import scale_loss
+from ...engine.owner import warn
+
+if TYPE_CHECKING:
+    from .owner import LightningOwner
+
+
+def resume(owner: LightningOwner, engine: Any, state: Mapping[str, Any], client_state: dict[str, Any]) -> None:
+    """Let Trainer go on as it would at the world size of the save.
+
+    Args:
+        owner: of the engine.
+        engine: that has loaded.
+        state: of the checkpoint, see `Owner.after_load`.
+        client_state: what Lightning restores its loops from. Their count of batches is changed.
+
+    Raises:
+        CheckpointMismatchError: the checkpoint was saved within an epoch, and its position in the data cannot be found.
+    """
+    record = state[ELASTIC] or {}
+    before, ranks = record.get("world_size") or state["dp_world_size"], int(engine.dp_world_size)
+    if getattr(owner.strategy, "lightning_module", None) is None or (before == ranks and "loss_factor" not in record):
+        return  # with Fabric, the program divides the loss and counts its batches
+    config = state["ds_config"] or {}
+    accumulated = int(config.get("gradient_accumulation_steps") or 1)
+    now = int(engine.gradient_accumulation_steps())
+    scale_loss(attach(engine, owner), engine, record.get("loss_factor", 1.0) * now / accumulated)
+    if before == ranks:
+        return
+    per_step = before * int(config.get("train_micro_batch_size_per_gpu") or 1)
+    per_step_now = ranks * int(engine.train_micro_batch_size_per_gpu())
+    _rescale_batch_count(client_state, Fraction(per_step, per_step_now))
+    if per_step * accumulated != per_step_now * now:
+        warn(
+            owner,
+            f"Each optimizer step of the saved run took {per_step * accumulated} samples ({before} ranks x batch size"
+            f" {per_step // before} x accumulate_grad_batches {accumulated}); now it takes {per_step_now * now}. To"
+            " continue as before, keep that product.",
+        )
+
+
+def _rescale_batch_count(client_state: dict[str, Any], scale: Fraction) -> None:
+    """Convert Lightning's count of this epoch's batches into batches of the ranks that load."""
+    loop = (client_state.get("loops") or {}).get("fit_loop") or {}
+    progress = loop.get("epoch_loop.batch_progress") or {}
+    counts = progress.get("current")
+    if not counts or scale == 1:
+        return
+    ready = counts["ready"] * scale
+    if not progress.get("is_last_batch") and ready:
+        if ready.denominator != 1:
+            raise CheckpointMismatchError(
+                f"The checkpoint was saved within an epoch, after {counts['ready']} batches on each rank, which are"
+                f" {float(ready):g} batches of this run. Resume at a world size or with a batch size that makes this a"
+                " whole number, or from a checkpoint of an epoch's end."
+            )
+        if (loop.get("state_dict") or {}).get("combined_loader"):
+            raise CheckpointMismatchError(
+                "The checkpoint was saved within an epoch, and the dataloader of each rank has a state of its own."
+                " Resume at the same world size and with the same batch size, or from a checkpoint of an epoch's end."
+            )
+    shift = ceil(ready) - counts["ready"]
+    progress["current"] = {name: count + shift for name, count in counts.items()}

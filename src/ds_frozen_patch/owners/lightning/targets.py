@@ -1,0 +1,45 @@
+"""What of Lightning is wrapped: the strategies of its four packages, and two functions beside them."""
+
+from __future__ import annotations
+
+from ...common.probing import Finding, Seen, Target
+from ...settings import FLAG
+
+LOADS_STRICTLY = "_prepare_load"
+"""What a strategy's `load_checkpoint` uses where our patch series for Lightning is applied (`patches/`)."""
+
+_TRAINER = ("__init__", "setup", "save_checkpoint", "load_checkpoint")
+_FABRIC = ("__init__", "setup_module_and_optimizers", "setup_module", "save_checkpoint", "load_checkpoint")
+
+
+def judge(version: str | None, seen: Seen) -> Finding:
+    """A strategy with the flag is native; one with the patch series is complete as well."""
+    if FLAG not in seen.parameters["__init__"]:
+        return Finding("patchable", version, f"has no {FLAG}")
+    if LOADS_STRICTLY in seen.used.get("load_checkpoint", ()):
+        reason = f"complete, by the patch series: say DeepSpeedStrategy({FLAG}=True)"
+        return Finding("native", version, reason, complete=True)
+    return Finding("native", version, f"has {FLAG}; tied aliases, strict load and ZeRO-3 test need the shim")
+
+
+def _strategy(name: str, methods: tuple[str, ...], *distributions: str) -> Target:
+    remedy = f"install a release that the README lists, or uninstall {distributions[-1]} if nothing uses it"
+    module = f"{name}.strategies.deepspeed"
+    return Target(name, module, "DeepSpeedStrategy", methods, distributions, judge, remedy, "lightning")
+
+
+TARGETS = (
+    _strategy("lightning.pytorch", _TRAINER, "lightning"),
+    _strategy("lightning.fabric", _FABRIC, "lightning"),
+    _strategy("pytorch_lightning", _TRAINER, "pytorch-lightning"),
+    _strategy("lightning_fabric", _FABRIC, "lightning-fabric", "pytorch-lightning"),
+)
+BESIDE = tuple(
+    Target(name, f"{name}.{module}", class_name, (attribute,))
+    for name in ("lightning.pytorch", "pytorch_lightning")
+    for module, class_name, attribute in (
+        ("utilities.deepspeed", "", "convert_zero_checkpoint_to_fp32_state_dict"),
+        ("callbacks.model_checkpoint", "ModelCheckpoint", "_find_last_checkpoints"),
+    )
+)
+"""Functions that are wrapped beside their package's target, where they exist."""

@@ -1,0 +1,19 @@
+"""The newest releases that were tested. They decide nothing: `patch()` warns about what is newer."""
+
+from __future__ import annotations
+
+from ..common.probing import Target
+
+TESTED = {"lightning": "2.6.6", "deepspeed": "0.19.8"}
+"""The newest releases in `ci/matrix.json`."""
+
+
+def newer_than_tested(what: Target, version: str | None) -> str | None:
+    """The newest release that was tested, if `version` is newer; a `.devN` or `+git` build of it is not."""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        newer = version is not None and Version(Version(version).base_version) > Version(TESTED[what.tested])
+    except InvalidVersion:
+        return None
+    return TESTED[what.tested] if newer else None

@@ -1,0 +1,267 @@
+"""What happens around a save of an engine: the wrappers of two methods of `DeepSpeedEngine`.
+
+A wrapper takes wrapt's four arguments: the wrapped method (bound), its instance, args and kwargs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .. import manifest
+from ..checkpoint.zero.labels import labels
+from ..checkpoint.zero.repartition import KEY as ELASTIC
+from ..common.durable import sync_file, sync_folder
+from ..common.errors import named
+from ..common.overrides import set_to
+from ..common.text import human_bytes
+from ..engine import frozen
+from ..engine.attached import attach, attached
+from ..engine.cures import check_nvme, check_step_counts, explaining_nvme_errors, forgets_optimizer
+from ..engine.owner import Owner, is_first, warn
+from ..parameters import frozen_names, plain
+from ..settings import FLAG
+from ..settings import current as settings
+from .save import Save, agree, current, explaining_errors
+
+
+def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`DeepSpeedEngine.save_checkpoint`: sets the flag and adds the manifest."""
+    save, known = current.get(), attached(engine)
+    if save is None and known is None:
+        return wrapped(*args, **kwargs)
+    check_nvme(engine)
+    check_step_counts(engine)
+    call = inspect.signature(wrapped).bind(*args, **kwargs)
+    if save is not None:
+        call.arguments[FLAG] = exclude = save.owner.excludes(None)
+        if save.engine is not engine:  # Fabric has several
+            save.engine, save.attached = engine, attach(engine, save.owner)
+            save.left_out = frozen.to_leave_out(save.attached, engine) if exclude else None
+            save.base_is_known = False
+        return _save(wrapped, call, exclude, save)
+    assert known is not None
+    path, requested = call.arguments["save_dir"], call.arguments.get(FLAG)
+    call.arguments[FLAG] = exclude = known.owner.excludes(requested)
+    with explaining_errors(path) as saves:
+        save = begin(engine, path, "engine.save_checkpoint()", exclude, is_direct=True)
+        save.is_in_place = True
+        saves.append(save)
+        with set_to(current, save):
+            return _save(wrapped, call, exclude, save)
+
+
+def begin(engine: Any, path: Any, what: str, exclude: bool, *, is_direct: bool = False) -> Save:
+    """Let the ranks agree on a save of an attached engine.
+
+    Args:
+        engine: to be saved.
+        path: of the checkpoint.
+        what: is saved, as a message names it.
+        exclude: whether frozen parameters are left out.
+        is_direct: see `Save`.
+
+    Raises:
+        CheckpointMismatchError: on every rank, if the ranks differ in what they save.
+    """
+    known = attached(engine)
+    assert known is not None
+    now = settings()
+    options = {name: getattr(now, name) for name in ("keep", "leave_out", "export", "fp32_weights", "sync")}
+    candidates = frozen.to_leave_out(known, engine) if exclude else None
+    changed = frozen.changed_since_start(known, candidates or ())
+    request = {"what is saved": what, FLAG: exclude, **options}
+    save = agree(engine, path, request, candidates, base_has_changed=bool(changed), is_direct=is_direct)
+    if candidates and save.base_has_changed:
+        _keep_changed(save, frozen.on_all_ranks(changed, candidates, engine.device))
+    return save
+
+
+def _keep_changed(save: Save, changed: set[str]) -> None:
+    """Save these groups from now on, since no base has their values."""
+    assert save.left_out is not None
+    overruled = {one.group for one in save.left_out if settings().leaves_out(one.names)}
+    if changed := changed - overruled:
+        save.attached.changed |= changed
+        save.left_out = [one for one in save.left_out if one.group not in changed]
+        warn(
+            save.owner,
+            "Frozen parameters differ from what the program built, because training has changed them or a checkpoint"
+            f" has replaced them: {named(sorted(changed))}. No base has these values, so checkpoints contain them from"
+            " now on. To leave them out all the same, name them in patch(leave_out=[...]).",
+        )
+
+
+def _save(wrapped: Callable[..., Any], call: inspect.BoundArguments, exclude: bool, save: Save) -> Any:
+    engine, folder = save.engine, Path(call.arguments["save_dir"])
+    ours: dict[str, Any] = {}
+    if forgets_optimizer(engine):
+        ours["optimizer"] = engine.optimizer.state_dict()
+    if exclude:
+        left_out = make_manifest(save)
+        save.names_left_out = left_out.names
+        ours |= {manifest.KEY: _manifest_or_reference(save, left_out)} | _kept_fragments(save)
+    if save.attached.loss_factor != 1:
+        ours[ELASTIC] = {"loss_factor": save.attached.loss_factor}
+    if engine.zero_optimization_stage() in (1, 2):
+        from ..checkpoint.tools.universal import INFO
+
+        ours["universal_checkpoint_info"] = INFO
+    call.arguments["client_state"] = {**(call.arguments.get("client_state") or {}), **ours}
+    if settings().export:
+        from . import export_trained
+
+        export_trained.write(save, folder)
+    with explaining_nvme_errors():
+        saved = _write(wrapped, call, save, folder)
+    if exclude:
+        _log_once(save, left_out)
+    return saved
+
+
+def _write(wrapped: Callable[..., Any], call: inspect.BoundArguments, save: Save, folder: Path) -> Any:
+    """Let DeepSpeed write all of its files, and then `latest`."""
+    engine = save.engine
+    if not writes_before_it_returns(engine):
+        return wrapped(*call.args, **call.kwargs)
+    call.apply_defaults()
+    latest, tag = call.arguments["save_latest"], call.arguments["tag"]
+    call.arguments["save_latest"] = False  # DeepSpeed writes it in a way whose errors cannot be deferred
+    with labels(engine, save.id), save.deferring_write_errors():
+        saved = wrapped(*call.args, **call.kwargs)
+    writes = save.publishes
+    if save.is_in_place:
+        rank = save.owner.local_rank if engine.use_node_local_storage() else save.owner.rank
+        failed = save.anyone_failed(rank == 0)
+        writes = rank == 0 and not failed
+    if writes:
+        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        with save.deferring_errors(folder / "latest"):
+            if latest:
+                (folder / "latest").write_text(tag)
+            if save.sync and save.is_in_place:
+                sync_folder(folder / tag)
+                if latest:
+                    sync_file(folder / "latest")
+                sync_folder(folder)
+    if save.is_in_place:
+        save.raise_on_all_ranks()
+    return saved
+
+
+def writes_before_it_returns(engine: Any) -> bool:
+    """Whether DeepSpeed has written all files when its save returns; asynchronous checkpoint engines have not."""
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    writer: Any = getattr(engine, "checkpoint_engine", None)
+    if hasattr(writer, "is_decoupled"):  # since DeepSpeed 0.17.1; Nebula, which is asynchronous, does not override it
+        return not writer.is_decoupled() and not hasattr(writer, "enable_nebula_load")
+    return isinstance(writer, TorchCheckpointEngine)
+
+
+def _manifest_or_reference(save: Save, left_out: manifest.Manifest) -> dict[str, Any]:
+    """The manifest, or in ZeRO-3 a reference to the file of the rank that writes it on this disk."""
+    rank, engine = save.owner.rank, save.engine
+    own = Path(engine._get_ckpt_name("", "")).name
+    part = f"zero_pp_rank_{rank}_"
+    is_known = save.disks is not None or not engine.use_node_local_storage()
+    if save.publisher != rank and is_known and engine.zero_optimization_partition_weights() and part in own:
+        return left_out.to_reference(own.replace(part, f"zero_pp_rank_{save.publisher}_"))
+    return left_out.to_state()
+
+
+def make_manifest(save: Save) -> manifest.Manifest:
+    """The manifest of what a save leaves out; every rank must call it."""
+    engine, known = save.engine, save.attached
+
+    def describe() -> manifest.Manifest:
+        return manifest.describe(
+            save.left_out or (),
+            module=engine.module,
+            device=engine.device,
+            zero_stage=int(engine.zero_optimization_stage()),
+            world_size=int(engine.dp_world_size),
+            all_known=save.base_is_known,
+        )
+
+    made = describe()
+    # From the second save on, fingerprints show changes that a sample does not.
+    before, groups = known.prints, {one.name: one.group for one in save.left_out or ()}
+    now = {one.name: one.fingerprint for one in made.left_out}
+    if changed := {groups[name] for name, print_ in now.items() if print_ and before.get(name, print_) != print_}:
+        _keep_changed(save, changed)
+        save.base_is_known = True
+        made = describe()
+    known.prints = {**before, **{one.name: one.fingerprint for one in made.left_out if one.fingerprint}}
+    if unread := [one.name for one in made.left_out if one.fingerprint is None and one.name not in before]:
+        known.prints = {**known.prints, **dict.fromkeys(unread)}
+        warn(
+            save.owner,
+            f"The content of {len(unread)} left-out parameters cannot be read ({named(unread)}), so a load cannot"
+            " verify it.",
+        )
+    return made
+
+
+def _kept_fragments(save: Save) -> dict[str, Any]:
+    """The frozen parameters that are saved, where DeepSpeed saves frozen values apart from the module's.
+
+    It does so from stage 2 on, for all of them or, with its flag, for none; in ZeRO-3 they are nowhere else.
+    """
+    engine = save.engine
+    if not engine.zero_optimization_partition_gradients():
+        return {}
+    actual = {plain(name): name for name, _ in engine.module.named_parameters()}
+    kept = {
+        actual[names[0]]: parameter
+        for parameter, names in frozen_names(engine.module).items()
+        if names[0] in save.attached.changed or settings().keeps(names)
+    }
+    if not kept:
+        return {}
+    shape, fragment = engine._get_param_shape_func, engine._get_param_fragment_func
+    return {
+        "frozen_param_shapes": {name: shape(parameter) for name, parameter in kept.items()},
+        "frozen_param_fragments": {name: fragment(parameter) for name, parameter in kept.items()},
+    }
+
+
+def module_state_dict(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`DeepSpeedEngine.module_state_dict`: leaves out the base, each of its parameters under all names.
+
+    DeepSpeed's own exclusion walks `named_parameters()`, which gives a tied parameter only once, and
+    before 0.12.3 it raises KeyError for a module whose `state_dict` gives a subset.
+    """
+    save = current.get()
+    left_out = save.names_left_out if save is not None and save.engine is engine else None
+    if save is None or left_out is None:
+        return wrapped(*args, **kwargs)
+    call = inspect.signature(wrapped).bind(*args, **kwargs)
+    call.arguments[FLAG] = False
+    state = wrapped(*call.args, **call.kwargs)
+    for name in [name for name in state if plain(name) in left_out]:
+        save.removed.add(plain(name))
+        del state[name]
+    return state
+
+
+def _log_once(save: Save, left_out: manifest.Manifest) -> None:
+    """Log what the first save of an engine has left out, from what was really removed from its files."""
+    owner: Owner = save.owner
+    if "left out" in save.attached.warned or not is_first(owner):
+        return
+    save.attached.warned.add("left out")
+    count = len(left_out.parameters)
+    if not count:
+        owner.logger.info("No parameter is frozen, so checkpoints leave nothing out.")
+        return
+    removed = sum(one.nbytes for one in save.left_out or () if save.removed.intersection(one.names))
+    owner.logger.info(
+        "Checkpoints leave out %d frozen parameters, which saves %s each%s. A load needs them to be there: build the"
+        " model as in this run.",
+        count,
+        human_bytes(removed),
+        f" ({', '.join(p.name for p in left_out.parameters[:2])}{', ...' if count > 2 else ''})",
+    )
