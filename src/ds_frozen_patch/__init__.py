@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from .common.errors import CheckpointError as CheckpointError
     from .common.errors import CheckpointMismatchError as CheckpointMismatchError
     from .common.errors import PatchError as PatchError
-    from .patching.patch import Status as Status
-    from .patching.patch import TargetStatus as TargetStatus
     from .patching.patch import patch as patch
     from .patching.patch import patched as patched
     from .patching.patch import status as status
     from .patching.patch import unpatch as unpatch
+    from .patching.status import Status as Status
+    from .patching.status import TargetStatus as TargetStatus
     from .settings import full_checkpoint as full_checkpoint
 
 # Imported when they are first used: the import of this package is cheap, and a training script needs no tools.
@@ -46,7 +46,8 @@ _NAMES = {
     "checkpoint.tools.universal": ("Universal", "universal"),
     "checkpoint.tools.verify": ("Verified", "verify"),
     "common.errors": ("CheckpointError", "CheckpointMismatchError", "PatchError"),
-    "patching.patch": ("Status", "TargetStatus", "patch", "patched", "status", "unpatch"),
+    "patching.patch": ("patch", "patched", "status", "unpatch"),
+    "patching.status": ("Status", "TargetStatus"),
     "settings": ("full_checkpoint",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}

@@ -1,9 +1,9 @@
-"""What `patch()` was told: one set of settings per process."""
+"""The settings of `patch()`, one set for each process."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -18,7 +18,7 @@ EXPORT = ("safetensors", "peft")
 
 @dataclass(frozen=True)
 class Settings:
-    """See `patch()`."""
+    """The arguments of `patch()`."""
 
     verify_base: str = "error"
     keep: tuple[str, ...] = ()
@@ -30,11 +30,11 @@ class Settings:
     trust: bool | None = None
 
     def keeps(self, names: Iterable[str]) -> bool:
-        """Whether something frozen with these names is to be saved all the same."""
+        """Whether something frozen with these names is saved all the same."""
         return matches(names, self.keep)
 
     def leaves_out(self, names: Iterable[str]) -> bool:
-        """Whether what has these names is base, though it is a buffer, or training changes it."""
+        """Whether what has these names is base, even if it is a buffer, or training changes it."""
         return matches(names, self.leave_out)
 
 
@@ -43,58 +43,44 @@ def matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-def settings(
-    verify_base: str | None = None,
-    keep: Iterable[str] | None = None,
-    export: str | None = None,
-    fp32_weights: bool | None = None,
-    elastic: bool | None = None,
-    sync: bool | None = None,
-    leave_out: Iterable[str] | None = None,
-    trust: bool | None = None,
-    before: Settings | None = None,
-) -> Settings:
-    """Checked settings; None leaves what was there before: an earlier call's, the environment's, the default.
+def checked(given: Mapping[str, Any], before: Settings | None = None) -> Settings:
+    """New settings from the arguments of `patch()`.
+
+    Args:
+        given: the arguments by name; None leaves a setting as it was.
+        before: the settings until now; None for those of the environment.
 
     Raises:
-        ValueError: `verify_base`, `export` or an environment variable is none of their words.
-        TypeError: `keep` or `leave_out` is not a collection of strings, or another argument is no
-            bool.
+        ValueError: a word or an environment variable is not one of the possible ones.
+        TypeError: an argument has the wrong type.
     """
-    new = _from_environment() if before is None else before
-    if verify_base is not None:
-        new = replace(new, verify_base=_word(verify_base, VERIFY_BASE, "verify_base"))
-    if keep is not None:
-        new = replace(new, keep=_patterns(keep, "keep", "*.random_features"))
-    if leave_out is not None:
-        new = replace(new, leave_out=_patterns(leave_out, "leave_out", "*.qweight"))
-    if export is not None:
-        new = replace(new, export=_word(export, EXPORT, "export"))
-    if fp32_weights is not None:
-        new = replace(new, fp32_weights=_bool(fp32_weights, "fp32_weights"))
-    if elastic is not None:
-        new = replace(new, elastic=_bool(elastic, "elastic"))
-    if sync is not None:
-        new = replace(new, sync=_bool(sync, "sync"))
-    if trust is not None:
-        new = replace(new, trust=_bool(trust, "trust"))
-    return new
+    new = from_environment() if before is None else before
+    return replace(new, **{name: _CHECKS[name](value, name) for name, value in given.items() if value is not None})
+
+
+def from_environment() -> Settings:
+    """The settings that the environment variables give, or the defaults.
+
+    Raises:
+        ValueError: a variable has none of its possible values.
+    """
+    words = {name: os.environ.get(variable(name), "") for name in _CHECKS}
+    given = {name: _from_word(name, word) for name, word in words.items() if word}
+    return replace(Settings(), **given)
 
 
 def current() -> Settings:
-    """The settings of the `patch()` in force, or the defaults."""
-    return _in_force or settings()
+    """The settings of the `patch()` in force, or those of the environment."""
+    return _in_force or from_environment()
 
 
 def put_in_force(new: Settings | None) -> None:
-    """Let `current()` give these from now on; None for the defaults."""
+    """Let `current()` return these from now on; None for those of the environment."""
     global _in_force
     _in_force = new
 
 
 _in_force: Settings | None = None
-
-
 _full_requests = 0
 
 
@@ -118,56 +104,63 @@ def full_is_requested() -> bool:
 
 
 def variable(setting: str) -> str:
-    """The environment variable that counts where `patch()` is called without this argument."""
+    """The environment variable that counts if `patch()` is called without this argument."""
     return f"DS_FROZEN_PATCH_{setting.upper()}"
 
 
-def switch(variable: str) -> bool | None:
-    """What an environment variable says that is 1 or 0; None where it is empty or not set.
+def switch(name: str) -> bool | None:
+    """The value of an environment variable that is 1 or 0; None if it is empty or not set.
 
     Raises:
         ValueError: it is something else.
     """
-    word = os.environ.get(variable, "")
+    word = os.environ.get(name, "")
     if word not in ("", "0", "1"):
-        raise ValueError(f"{variable} must be '1' or '0', not {word!r}")
+        raise ValueError(f"{name} must be '1' or '0', not {word!r}")
     return word == "1" if word else None
 
 
-def _from_environment() -> Settings:
-    sync = switch(variable("sync"))
-    words = {name: os.environ.get(variable(name), "") for name in ("verify_base", "keep", "leave_out", "export")}
-    return Settings(
-        _word(words["verify_base"] or "error", VERIFY_BASE, variable("verify_base")),
-        _listed(words["keep"]),
-        _listed(words["leave_out"]),
-        _word(words["export"], EXPORT, variable("export")) if words["export"] else None,
-        switch(variable("fp32_weights")) or False,
-        switch(variable("elastic")),
-        sync is not False,
-        switch(variable("trust")),
-    )
+def _from_word(name: str, word: str) -> Any:
+    if name in ("keep", "leave_out"):
+        return tuple(pattern.strip() for pattern in word.split(",") if pattern.strip())
+    if _CHECKS[name] is _bool:
+        return switch(variable(name))
+    return _CHECKS[name](word, variable(name))
 
 
-def _listed(words: str) -> tuple[str, ...]:
-    return tuple(pattern.strip() for pattern in words.split(",") if pattern.strip())
+def _patterns(example: str) -> Callable[[Any, str], tuple[str, ...]]:
+    def check(value: Any, origin: str) -> tuple[str, ...]:
+        patterns = [value] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
+        if isinstance(value, str) or not all(isinstance(pattern, str) for pattern in patterns):
+            raise TypeError(f"{origin} must be a list of patterns such as [{example!r}], not {value!r}")
+        return tuple(patterns)
+
+    return check
 
 
-def _patterns(given: Any, origin: str, example: str) -> tuple[str, ...]:
-    patterns = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
-    if isinstance(given, str) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise TypeError(f"{origin} must be a list of patterns such as [{example!r}], not {given!r}")
-    return tuple(patterns)
+def _one_of(words: tuple[str, ...]) -> Callable[[Any, str], str]:
+    def check(value: Any, origin: str) -> str:
+        if not isinstance(value, str) or value not in words:
+            *others, last = map(repr, words)
+            raise ValueError(f"{origin} must be {', '.join(others)} or {last}, not {value!r}")
+        return value
+
+    return check
 
 
-def _word(word: object, words: tuple[str, ...], origin: str) -> str:
-    if not isinstance(word, str) or word not in words:
-        *others, last = map(repr, words)
-        raise ValueError(f"{origin} must be {', '.join(others)} or {last}, not {word!r}")
-    return word
-
-
-def _bool(value: object, origin: str) -> bool:
+def _bool(value: Any, origin: str) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{origin} must be True or False, not {value!r}")
     return value
+
+
+_CHECKS: dict[str, Callable[[Any, str], Any]] = {
+    "verify_base": _one_of(VERIFY_BASE),
+    "keep": _patterns("*.random_features"),
+    "leave_out": _patterns("*.qweight"),
+    "export": _one_of(EXPORT),
+    "fp32_weights": _bool,
+    "elastic": _bool,
+    "sync": _bool,
+    "trust": _bool,
+}

@@ -150,7 +150,7 @@ def test_a_rank_that_is_not_patched(ranks: Any, tmp_path: Path, odd: int) -> Non
     one = raised.value.raised[1 - odd]  # type: ignore[attr-defined]
     assert one is not None
     assert one[0] == PatchError.__name__
-    assert f"patch() was not called on rank {odd}, but on this one" in one[1]
+    assert f"patch() was called on this rank, but not on rank {odd}:" in one[1]
 
 
 def set_up_and_end(out: str, odd: int) -> None:

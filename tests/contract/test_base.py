@@ -270,7 +270,7 @@ def changes_its_base(out: str, stage: int) -> tuple[list[str], list[float], list
 def test_a_base_that_the_run_changes(ranks: Any, tmp_path: Path, stage: int) -> None:
     (warned, *first), (silent, *second) = ranks(2, changes_its_base, out=str(tmp_path), stage=stage)
     assert len(warned) == 1
-    assert f"changed by training or read from a checkpoint: '{NORM}'. " in warned[0]
+    assert f"because training has changed them or a checkpoint has replaced them: '{NORM}'. " in warned[0]
     assert silent == []
     before, after = (prints(str(tmp_path), epoch) for epoch in (0, 1))
     assert before.keys() - after.keys() == {NORM}  # from then on it is in the checkpoint

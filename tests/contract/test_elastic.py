@@ -209,7 +209,7 @@ def test_it_is_offered(ranks: Any, tmp_path: Path) -> None:
     for elastic, offered in ((None, True), (False, False)):
         ((kind, said),) = ranks(1, refused, **options, elastic=elastic)
         assert kind == "CheckpointMismatchError"
-        assert said.startswith("The checkpoint was saved by 2 ranks, and DeepSpeed cannot load it with 1.")
+        assert said.startswith("The checkpoint was saved at world size 2, and DeepSpeed cannot load it at 1.")
         assert f"ds-frozen-patch reshard {path} NEW --ranks 1" in said
         assert ("patch(elastic=True)" in said) == offered
     assert snapshot(path) == before
@@ -248,7 +248,7 @@ def test_other_stages_are_refused(ranks: Any, tmp_path: Path, before: int, now: 
     ranks(2, save_by_two, out=str(tmp_path), stage=before)
     for kind, said in ranks(2, refused, out=str(tmp_path), world_size=2, stage=now):
         assert kind == "CheckpointMismatchError"
-        assert (f"in ZeRO stage {before}, and a run in stage {now} cannot" in said) == (now != 0)
+        assert (f"in ZeRO stage {before}, and its optimizer cannot be loaded in stage {now}" in said) == (now != 0)
 
 
 def test_without_zero(ranks: Any, tmp_path: Path) -> None:
@@ -278,11 +278,11 @@ def test_from_the_midst_of_an_epoch(ranks: Any, tmp_path: Path, at_batch: int, n
     if left is None:
         for kind, said in ranks(number, refused, **options):
             assert kind == "CheckpointMismatchError"
-            assert f"in the midst of an epoch, after {at_batch + 1} batches on each rank" in said
+            assert f"within an epoch, after {at_batch + 1} batches on each rank" in said
     else:
         found = ranks(number, train, **options, resume=str(tmp_path / "run.ckpt"))[0]
         assert len(found["losses"]) == left
-        told = "had 6 samples (2 ranks x batch size 3 x accumulate_grad_batches 1), and now it has 12."
+        told = "took 6 samples (2 ranks x batch size 3 x accumulate_grad_batches 1); now it takes 12."
         assert told in found["said"][0]
 
 

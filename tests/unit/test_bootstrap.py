@@ -166,6 +166,9 @@ def test_the_variables_alone(site: Site, python: Path) -> None:
 def test_status_patch_and_unpatch_in_the_program(run: Run) -> None:
     state = "; print(dfp.status()['lightning.pytorch'].state)"
     assert run(f"import ds_frozen_patch as dfp{state}; print(look())").stdout == "armed\n[True, True]\n"
+    waits = "any(hasattr(finder, 'before_lightning') for finder in sys.meta_path)"
+    asked = f"import sys, ds_frozen_patch as dfp; before = {waits}{state}; print(before, {waits})"
+    assert run(asked).stdout == "armed\nTrue True\n", "asking for the status has patched"
     assert (
         run(f"import ds_frozen_patch as dfp; dfp.unpatch(){state}; print(look())").stdout
         == "patchable\n[False, False]\n"
@@ -217,7 +220,7 @@ def test_a_refusal_is_a_warning_or_with_strict_an_error(run: Run, site: Site, wh
     done = run(GOES_ON, RANK="0", LOCAL_RANK="0")
     assert done.stdout.endswith("trained function\n")
     assert done.stderr.count(SAID[why]) == 1
-    assert done.stderr.endswith("The program goes on without it: its checkpoints are full.\n")
+    assert done.stderr.endswith("The program continues without it: its checkpoints are full.\n")
     assert run(GOES_ON, RANK="1", LOCAL_RANK="1").stderr == ""
     for strict in ({"DS_FROZEN_PATCH_STRICT": "1"}, {}):
         done = run(GOES_ON, *([] if strict else ["--strict"]), status=1, **strict)

@@ -294,7 +294,7 @@ def test_refused(site: Site, case: str, before: str) -> None:
 @pytest.mark.promise(12)
 def test_refused_without_lightning(site: Site) -> None:
     shutil.rmtree(site.root / "lightning")
-    assert "Lightning is not installed. To do: pip install" in site.run(REFUSED)
+    assert "Lightning is not installed. Install it: pip install" in site.run(REFUSED)
 
 
 @pytest.mark.promise(12)

@@ -1,7 +1,7 @@
-"""What `ds-frozen-patch run` puts on PYTHONPATH: each Python that starts below it imports this first.
+"""`ds-frozen-patch run` puts this on PYTHONPATH: every Python that starts below it imports it first.
 
-It waits for Lightning, so that a program which never imports it pays nothing and hears nothing. It also comes into
-Pythons that lack ds_frozen_patch, or are older than those that we support.
+It waits for the import of Lightning, so that it costs other programs nothing. It also runs in Pythons that lack
+ds_frozen_patch, or are older than the ones we support.
 """
 
 import os
@@ -11,20 +11,20 @@ LIGHTNINGS = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 
 class BeforeLightning:
-    """A finder that finds nothing of its own, but sees the first import of Lightning coming."""
+    """A finder that finds nothing, but notices the first import of Lightning."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> object:
-        """Have `patch()` called after this import, if it is Lightning's."""
+        """Call `patch()` after this import, if it is Lightning's."""
         if name not in LIGHTNINGS:
             return None
         self.before_lightning(name)
         from importlib.util import find_spec
 
-        # Not None: Python walks the list that this finder has just left, and would skip the next one.
+        # Not None: Python iterates over the list that this finder has just left, and would skip the next one.
         return find_spec(name)
 
     def before_lightning(self, name: str = "") -> None:
-        """Leave, and patch after the import of `name`, or now: `status()` and `unpatch()` ask for that."""
+        """Leave, and patch after the import of `name`, or now if it is empty, as for `unpatch()`."""
         sys.meta_path.remove(self)  # type: ignore[arg-type]
         try:
             from ds_frozen_patch.patching import automatic as _automatic
@@ -35,7 +35,7 @@ class BeforeLightning:
 
 
 def refuse(why: str) -> None:
-    """End a program that is to be strict; let another one go on, and say so once on each machine."""
+    """End the program if it is to be strict; otherwise let it go on, with one warning on each machine."""
     if os.environ.get("DS_FROZEN_PATCH_STRICT", "0") not in ("", "0"):
         raise SystemExit(f"ds-frozen-patch: {why}")
     first = [os.environ.get(name, "0") for name in ("LOCAL_RANK", "SLURM_LOCALID", "DS_FROZEN_PATCH_WARNED")]
@@ -44,12 +44,12 @@ def refuse(why: str) -> None:
 
         os.environ["DS_FROZEN_PATCH_WARNED"] = "1"  # for workers, and for ranks that this process starts
         logging.getLogger("ds_frozen_patch").warning(
-            "%s\nThe program goes on without it: its checkpoints are full.", why
+            "%s\nThe program continues without it: its checkpoints are full.", why
         )
 
 
 def leave_the_path() -> None:
-    """To the program, this folder and this module are not there."""
+    """Hide this folder and this module from the program."""
     here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120  -- to import pathlib is slow
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]  # noqa: PTH100
     del sys.modules[__name__]
@@ -60,5 +60,5 @@ if os.environ.get("DS_FROZEN_PATCH", "0") not in ("", "0"):
         os.environ["DS_ACCELERATOR"] = "cpu"  # before anything imports DeepSpeed, which reads it then
     sys.meta_path.insert(0, BeforeLightning())  # type: ignore[arg-type]
 leave_the_path()
-# The user's own, or the ImportError that Python expects where there is none.
+# The user's own, or the ImportError that Python expects if there is none.
 import sitecustomize  # type: ignore[import-not-found]  # noqa: E402, F401

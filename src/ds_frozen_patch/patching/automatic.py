@@ -1,4 +1,4 @@
-"""How a program is patched that does not call `patch()`: by `ds-frozen-patch run`, or by its environment variables."""
+"""How `ds-frozen-patch run`, or its environment variables, patch a program that does not call `patch()`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..owners.lightning.targets import TARGETS
 from . import patch as _patching
 
 BOOTSTRAP = Path(__file__).parent.parent / "bootstrap"
-"""The folder that is put on PYTHONPATH."""
+"""The folder that goes onto PYTHONPATH."""
 
 CONNECTORS = {
     "lightning.pytorch.trainer.connectors.accelerator_connector": "_AcceleratorConnector",
@@ -21,20 +21,20 @@ CONNECTORS = {
     "lightning.fabric.connector": "_Connector",
     "lightning_fabric.connector": "_Connector",
 }
-"""What in each Lightning finds the accelerator for `accelerator="gpu"` and `"auto"`."""
+"""The class in each Lightning that chooses the accelerator for `accelerator="gpu"` and `"auto"`."""
 
 PATCH, STRICT, CPU = "DS_FROZEN_PATCH", "DS_FROZEN_PATCH_STRICT", "DS_FROZEN_PATCH_CPU"
-"""Environment variables, 1 or 0: patch at all, end a program that cannot be patched, train on CPU ranks."""
+"""Environment variables, 1 or 0: patch at all, exit if that is impossible, train on CPU ranks."""
 
 
 def begin(name: str, refuse: Callable[[str], None]) -> None:
     """Patch after the import of the package `name`, or now without one. Called by the bootstrap.
 
-    What cannot be patched goes to `refuse`; a wrong environment variable ends the program.
+    `refuse` gets the reason if something cannot be patched; a wrong environment variable ends the program.
     """
     try:
         on_cpu = [_settings.switch(variable) for variable in (PATCH, STRICT, CPU)][-1]
-        _settings.settings()
+        _settings.from_environment()
     except ValueError as error:
         raise SystemExit(f"ds-frozen-patch: {error}") from None
     if on_cpu:
@@ -49,13 +49,13 @@ def begin(name: str, refuse: Callable[[str], None]) -> None:
 
 
 def _train_on_cpu(module: ModuleType) -> None:
-    """Not before: it imports DeepSpeed, whose import is slow."""
+    """Called no earlier, because it imports DeepSpeed, which is slow."""
     from ..testing import cpu_strategy
 
     cpu_strategy(module.__name__.removesuffix(".strategies.deepspeed"))
 
 
 def _take_cpu(module: ModuleType) -> None:
-    """For programs that name no accelerator, or a GPU."""
+    """For programs that pass no accelerator, or a GPU."""
     connector = getattr(module, CONNECTORS[module.__name__])
     connector._choose_gpu_accelerator_backend = connector._choose_auto_accelerator = staticmethod(lambda: "cpu")

@@ -1,4 +1,4 @@
-"""`ds-frozen-patch run`: a program in the place of this one, in an environment that has it patched."""
+"""`ds-frozen-patch run`: replaces this process by a program, in an environment that patches it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..settings import variable
 from .automatic import BOOTSTRAP, PATCH
 
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
-"""Exit statuses, as of `env` and the shells."""
+"""Exit statuses, as in `env` and shells."""
 
 
 class CommandError(Exception):
@@ -23,14 +23,15 @@ class CommandError(Exception):
         self.status = status
 
 
-def replace_by(command: Sequence[str], said: Mapping[str, object]) -> None:
-    """Become `command`, patched: its signals and its exit status are those of this process. Returns only by raising.
+def replace_by(command: Sequence[str], options: Mapping[str, object]) -> None:
+    """Replace this process by `command`, patched; does not return.
 
-    `said` has what the program is told, by the names of `patch()`'s arguments, "strict" and "cpu"; what is not in it is
-    left to the environment.
+    Args:
+        command: the program and its arguments.
+        options: the arguments of `patch()` by name, "strict" and "cpu"; the environment gives those that are missing.
 
     Raises:
-        CommandError: there is no such command, or it is no program.
+        CommandError: there is no such command, or it is not a program.
     """
     program = shutil.which(command[0])
     if program is None:
@@ -38,19 +39,19 @@ def replace_by(command: Sequence[str], said: Mapping[str, object]) -> None:
     before = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([str(BOOTSTRAP), *([before] if before else [])])
     try:
-        os.execve(program, list(command), {**os.environ, **_variables(said), "PYTHONPATH": path})
+        os.execve(program, list(command), {**os.environ, **_variables(options), "PYTHONPATH": path})
     except OSError as error:
         raise CommandError(NOT_EXECUTABLE, f"{program} cannot be executed: {error.strerror}") from None
 
 
-def lines(said: Mapping[str, object]) -> list[str]:
-    """What a shell is to be told instead, so that all which it starts from then on runs patched."""
+def lines(options: Mapping[str, object]) -> list[str]:
+    """Commands for a shell that have the same effect on everything it starts afterwards."""
     path = f"export PYTHONPATH={shlex.quote(str(BOOTSTRAP))}${{PYTHONPATH:+:$PYTHONPATH}}"
-    return [*(f"export {name}={shlex.quote(word)}" for name, word in _variables(said).items()), path]
+    return [*(f"export {name}={shlex.quote(word)}" for name, word in _variables(options).items()), path]
 
 
-def _variables(said: Mapping[str, object]) -> dict[str, str]:
-    return {PATCH: "1"} | {variable(name): _word(value) for name, value in said.items()}
+def _variables(options: Mapping[str, object]) -> dict[str, str]:
+    return {PATCH: "1"} | {variable(name): _word(value) for name, value in options.items()}
 
 
 def _word(value: object) -> str:

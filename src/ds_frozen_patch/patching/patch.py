@@ -1,9 +1,8 @@
-"""`patch()`, `unpatch()` and `status()`: put the wrappers on, take them off, say what is what."""
+"""`patch()`, `unpatch()` and `status()`."""
 
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 import sys
 import threading
@@ -21,131 +20,33 @@ from ..common.errors import PatchError
 from ..common.probing import Finding, Target, imported_class, probe
 from ..engine.attached import restore_methods
 from ..engine.target import ENGINE
-from ..load import engine as load_engine
-from ..owners.lightning import converter, strategy
 from ..owners.lightning.targets import BESIDE, TARGETS
-from ..save import engine as save_engine
 from ..settings import FLAG
+from .status import Status, TargetStatus
 from .tested import newer_than_tested
-
-_STRATEGY_WRAPPERS: dict[str, Callable[..., Any]] = {
-    "__init__": strategy.init,
-    "setup": strategy.setup,
-    "setup_module": strategy.setup,
-    "setup_module_and_optimizers": strategy.setup,
-    "save_checkpoint": strategy.save_checkpoint,
-    "load_checkpoint": strategy.load_checkpoint,
-}
-_ENGINE_WRAPPERS: dict[str, Callable[..., Any]] = {
-    "save_checkpoint": save_engine.save_checkpoint,
-    "load_checkpoint": load_engine.load_checkpoint,
-    "module_state_dict": save_engine.module_state_dict,
-    "load_module_state_dict": load_engine.load_module_state_dict,
-}
-_WRAPPERS_BESIDE: dict[str, Callable[..., Any]] = {
-    "convert_zero_checkpoint_to_fp32_state_dict": converter.convert,
-    "_find_last_checkpoints": strategy.find_last,
-}
-
-
-@dataclass(frozen=True)
-class TargetStatus:
-    """What the shim makes of one target.
-
-    `state` is "native" (this Lightning has the flag itself; see `wrapped` and `found`), "patchable" (`patch()`
-    would serve it), "armed" (will be wrapped when it is imported), "applied" (wrapped), "refused"
-    (cannot be served) or "not installed". `version` is that of its distribution, None where there is none. `wrapped`
-    says whether our wrappers are on it now. `found` and `remedy` are sentences for a person.
-    """
-
-    state: str
-    version: str | None
-    wrapped: bool
-    found: str
-    remedy: str
-
-
-class Status(dict[str, TargetStatus]):
-    """A `TargetStatus` per target, by its package's name, and one for "deepspeed". Prints as a table."""
-
-    def __str__(self) -> str:
-        rows = [("target", "version", "state", "wrapped", "found")]
-        for name, item in self.items():
-            found = f"{item.found}: {item.remedy}" if item.remedy else item.found
-            rows.append((name, item.version or "-", item.state, "yes" if item.wrapped else "no", found))
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        return "\n".join(
-            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]).rstrip()
-            for row in rows
-        )
-
-
-class _BoundInitWrapper(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
-    """What access through the class or an instance gives; wrapt 1.16 does not ask its parent for the signature."""
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        signature: inspect.Signature = self._self_parent.__signature__
-        bound = self._self_instance is not None
-        return signature.replace(parameters=list(signature.parameters.values())[bound:])
-
-    @property
-    def __func__(self) -> Any:
-        """What `inspect` looks at instead of a bound method, from Python 3.13 on for a class too."""
-        return self._self_parent
-
-
-class _InitWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
-    """A wrapped constructor that shows the argument which it adds to `inspect`, and so to LightningCLI."""
-
-    __bound_function_wrapper__ = _BoundInitWrapper
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        signature = inspect.signature(self.__wrapped__)
-        parameters = [p for p in signature.parameters.values() if p.name != FLAG]
-        # None, not upstream's False: LightningCLI passes every default on, and a default is not a choice.
-        flag = inspect.Parameter(FLAG, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=bool | None)
-        end = len(parameters) - (parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
-        return signature.replace(parameters=[*parameters[:end], flag, *parameters[end:]])
-
-
-@dataclass(frozen=True)
-class _Wrapping:
-    """One wrapper on one attribute of one class, or of a module."""
-
-    cls: Any
-    attribute: str
-    original: Any
-    inherited: bool
-    wrapper: Any
-
-    def undo(self) -> None:
-        """Put the very original back, if the attribute is still our wrapper."""
-        if self.cls.__dict__.get(self.attribute) is not self.wrapper:
-            return  # somebody wrapped over it: ours stays inside, switched off
-        if self.inherited:
-            delattr(self.cls, self.attribute)
-        else:
-            setattr(self.cls, self.attribute, self.original)
+from .wrapping import Wrapping, wrap, wrap_beside
 
 
 @dataclass
 class _Patch:
-    """What one `patch()` did, until `unpatch()`.
+    """The state between `patch()` and `unpatch()`.
 
-    `modules` are those to be served, imported yet or not. `refuse` is told of what is refused at its import, where
-    the program has not called `patch()` itself.
+    Attributes:
+        findings: of probing, by the name of the target.
+        modules: to wrap, imported yet or not.
+        wrappings: what has been wrapped, by module.
+        refuse: called with the reason if a target is refused at its import, and the program has not called `patch()`
+            itself.
     """
 
     findings: dict[str, Finding]
     modules: dict[str, Target]
-    wrappings: dict[str, list[_Wrapping]] = field(default_factory=dict)
+    wrappings: dict[str, list[Wrapping]] = field(default_factory=dict)
     refuse: Callable[[str], None] | None = None
 
 
 _current: _Patch | None = None
-_hooked: set[str] = set()  # wrapt cannot take an import hook back: without a current patch ours does nothing
+_hooked: set[str] = set()  # wrapt cannot remove an import hook: without a current patch, ours does nothing
 _lock = threading.RLock()
 
 
@@ -166,41 +67,43 @@ def patch(
     A second call changes only the settings that it names.
 
     Args:
-        verify_base: what to do if a checkpoint is loaded onto another base than it was saved with: "error" (the
-            default), "warn", or "off" to not look.
-        keep: shell patterns such as "*.random_features": frozen parameters with such names are saved all the
-            same, because no base holds their values.
-        leave_out: shell patterns such as "*.qweight": buffers with such names are left out as part of the base, and
-            frozen parameters even if training changes them. The buffers of the quantized layers of GPTQ, AWQ, HQQ,
-            optimum-quanto and torchao are left out without it.
-        export: what to put into each checkpoint's directory, to be used at once: "safetensors" for
-            a file `trainable.safetensors`, or "peft" for a folder `adapter`.
-        fp32_weights: let single files (of `save_weights_only=True`) and what `export` makes hold the
-            optimizer's fp32 masters instead of the model's own weights, which may be of 16 bits.
-        elastic: reshard a checkpoint that another number of ranks has saved, when it is loaded: once, into a folder of
-            its own directory. Otherwise such a load is an error that says how to, which offers this option unless it
-            is False.
+        verify_base: what to do if a checkpoint is loaded onto another base than the one it was saved with: "error"
+            (the default), "warn", or "off" to skip the comparison.
+        keep: shell patterns such as "*.random_features": frozen parameters with matching names are saved all the
+            same, because no base has their values.
+        leave_out: shell patterns such as "*.qweight": buffers with matching names are left out as part of the base, and
+            frozen parameters are left out even if training changes them. The buffers of the quantized layers of GPTQ,
+            AWQ, HQQ, optimum-quanto and torchao are left out without it.
+        export: what to add to each checkpoint's directory, ready to use: "safetensors" for a file
+            `trainable.safetensors`, or "peft" for a folder `adapter`.
+        fp32_weights: write the optimizer's fp32 masters to single files (of `save_weights_only=True`) and to what
+            `export` adds, instead of the model's own weights, which may have 16 bits.
+        elastic: reshard a checkpoint that was saved at another world size when it is loaded: once, into a folder of its
+            own directory. Without it such a load is an error that says how to reshard, and that mentions this option
+            unless it is False.
         sync: whether a save waits until its files are on the disk (True by default), so that a power cut or a crash of
             the machine loses neither it nor the checkpoint that it replaces. With False it can lose both.
-        trust: whether a load may run what a checkpoint names. False: it loads tensors, plain values and DeepSpeed's own
-            classes, and refuses all else before anything is read (torch 2.6 or newer; releases before 2.10 have known
-            ways around it). True: it may. Not given: it may, and a warning names what is not expected in a checkpoint.
+        trust: whether a load may run code that a checkpoint names. False: it loads tensors, plain values and
+            DeepSpeed's own classes, and refuses anything else before it reads it (torch 2.6 or newer; releases before
+            2.10 have known bypasses). True: it may. Not given: it may, and a warning names what is not expected in a
+            checkpoint.
 
-    For each argument that is not given, an environment variable counts, such as DS_FROZEN_PATCH_VERIFY_BASE; `keep`
-    and `leave_out` are lists with commas there, and what is True or False is 1 or 0.
+    For each argument that is not given, an environment variable counts, such as DS_FROZEN_PATCH_VERIFY_BASE: `keep`
+    and `leave_out` are separated by commas there, and True and False are 1 and 0.
 
     Returns:
-        What `status()` gives afterwards.
+        What `status()` returns afterwards.
 
     Raises:
-        TypeError, ValueError: an argument is not of these.
-        PatchError: Lightning or DeepSpeed is not installed, or one of them cannot be served. The
-            message says why and what to do. Then nothing at all is patched. What can be seen only
-            at a target's import is raised there.
+        TypeError, ValueError: an argument has none of its possible values.
+        PatchError: Lightning or DeepSpeed is not installed, or one of them cannot be patched. The message says why and
+            what to do, and nothing is patched. What only the import of a target shows is raised there.
     """
     global _current
     before = _settings.current() if _current else None
-    new_settings = _settings.settings(verify_base, keep, export, fp32_weights, elastic, sync, leave_out, trust, before)
+    given: dict[str, Any] = {"verify_base": verify_base, "keep": keep, "leave_out": leave_out, "export": export}
+    given |= {"fp32_weights": fp32_weights, "elastic": elastic, "sync": sync, "trust": trust}
+    new_settings = _settings.checked(given, before)
     _finish_imports()
     findings = _probe_all() if _current is None else {}
     with _lock:
@@ -212,7 +115,7 @@ def patch(
             _warn_of_complete(findings)
         _serve_all()
         _settings.put_in_force(new_settings)
-    # What another thread had begun to import in between is whole only now.
+    # What another thread was importing meanwhile is complete only now.
     _finish_imports()
     with _lock:
         if _current is not None:  # else another thread has called unpatch() since
@@ -223,7 +126,7 @@ def patch(
 
 
 def patch_quietly(refuse: Callable[[str], None]) -> None:
-    """`patch()` for a program that has not called it; what is refused, now or at its import, is told to `refuse`."""
+    """`patch()` for a program that has not called it; `refuse` gets the reason if that fails, now or at an import."""
     if _current is not None:
         return
     try:
@@ -243,8 +146,8 @@ def _warn_of_untested(findings: dict[str, Finding]) -> None:
     }
     if newer:
         _warn_caller(
-            f"ds_frozen_patch is applied to a release that is newer than all that it was tested with:"
-            f" {', '.join(sorted(newer))}. It has all that the shim relies on. Look for a newer ds_frozen_patch."
+            f"ds_frozen_patch is applied to a release that is newer than all tested ones: {', '.join(sorted(newer))}."
+            " It has everything that the shim relies on. Look for a newer ds_frozen_patch."
         )
 
 
@@ -256,13 +159,13 @@ def _warn_of_complete(findings: dict[str, Finding]) -> None:
     complete = [f"{name} {finding.version}" for name, finding in findings.items() if finding.complete]
     if complete:
         _warn_caller(
-            f"patch() leaves alone what has our patch series already: {', '.join(complete)}. Its checkpoints are full"
-            f" unless you say DeepSpeedStrategy({FLAG}=True), and it does not verify the base."
+            f"patch() does not touch what our patch series is applied to: {', '.join(complete)}. Its checkpoints are"
+            f" full unless you pass DeepSpeedStrategy({FLAG}=True), and it does not verify the base."
         )
 
 
 def _warn_caller(message: str) -> None:
-    """Warn whoever called `patch()`, once per node; for the functions that it calls."""
+    """Warn the caller of `patch()`, once per node; to be called by functions that `patch()` calls."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         warnings.warn(message, stacklevel=4)
 
@@ -273,14 +176,15 @@ def _refuse_half_imported(current: _Patch) -> None:
             unpatch()
             raise PatchError(
                 f"patch() was called while {module} was being imported; nothing is patched."
-                " To do: call it before that import or after it."
+                " Call it before or after that import."
             )
 
 
 def unpatch() -> None:
-    """Restore the very originals. Without `patch()` before, it does nothing."""
+    """Restore everything that was wrapped. Without `patch()` before, it does nothing."""
     global _current
-    _stop_waiting()
+    for patch_now in _waiting():
+        patch_now()  # else it would patch at the import of Lightning
     with _lock:
         if _current is not None:
             for wrapping in (w for wrappings in _current.wrappings.values() for w in reversed(wrappings)):
@@ -302,7 +206,10 @@ def patched(
     sync: bool | None = None,
     trust: bool | None = None,
 ) -> Iterator[Status]:
-    """`patch(...)` while this lasts, then the state from before: for tests and notebooks. Gives what `patch()` does."""
+    """`patch(...)` while this lasts, and the previous state afterwards, for tests and notebooks.
+
+    The value is what `patch()` returns.
+    """
     before = _settings.current() if _current is not None else None
     now = patch(
         verify_base=verify_base,
@@ -324,30 +231,27 @@ def patched(
 
 
 def status() -> Status:
-    """What is installed and what `patch()` did, or would do, per target.
+    """What is installed, and what `patch()` has done or would do with it.
 
     A target that is not imported yet is judged by its source, where that is enough.
 
     Returns:
-        The four targets and "deepspeed" by name, those that are not installed too.
+        The four targets and "deepspeed" by name, including those that are not installed.
     """
-    _stop_waiting()
     patch = _current
     return Status({what.name: _status_of(what, patch) for what in (*TARGETS, ENGINE)})
 
 
-def _stop_waiting() -> None:
-    """Under `ds-frozen-patch run`, patch what waits for Lightning's import: who asks takes it for patched."""
-    for finder in list(sys.meta_path):
-        if before_lightning := getattr(finder, "before_lightning", None):
-            before_lightning()
+def _waiting() -> list[Callable[[], None]]:
+    """Under `ds-frozen-patch run`, and until Lightning is imported: what patches then, or when it is called."""
+    return [finder.before_lightning for finder in sys.meta_path if hasattr(finder, "before_lightning")]
 
 
 def _status_of(what: Target, patch: _Patch | None) -> TargetStatus:
     finding = patch.findings[what.name] if patch else probe(what)
     wrapped = patch is not None and what.module in patch.wrappings
     state = finding.verdict
-    if patch and state == "patchable":
+    if state == "patchable" and (patch or _waiting()):
         state = "applied" if wrapped else "armed"
     return TargetStatus(state, finding.version, wrapped, finding.reason, finding.remedy)
 
@@ -355,9 +259,9 @@ def _status_of(what: Target, patch: _Patch | None) -> TargetStatus:
 def _probe_all() -> dict[str, Finding]:
     findings = {what.name: probe(what) for what in (*TARGETS, ENGINE)}
     if all(findings[target.name].verdict == "not installed" for target in TARGETS):
-        raise PatchError("Lightning is not installed. To do: pip install 'ds_frozen_patch[lightning]'.")
+        raise PatchError("Lightning is not installed. Install it: pip install 'ds_frozen_patch[lightning]'.")
     if findings[ENGINE.name].verdict == "not installed":
-        raise PatchError("DeepSpeed is not installed. To do: pip install 'deepspeed>=0.10.1'.")
+        raise PatchError("DeepSpeed is not installed. Install it: pip install 'deepspeed>=0.10.1'.")
     if refused := [(name, finding) for name, finding in findings.items() if finding.verdict == "refused"]:
         raise PatchError(_refusal(refused))
     return findings
@@ -365,13 +269,13 @@ def _probe_all() -> dict[str, Finding]:
 
 def _refusal(refused: list[tuple[str, Finding]]) -> str:
     lines = [f"{name} {finding.version or ''}: {finding.reason}. To do: {finding.remedy}." for name, finding in refused]
-    return "\n".join(["ds_frozen_patch cannot serve what is installed; nothing is patched.", *lines])
+    return "\n".join(["ds_frozen_patch cannot patch what is installed; nothing is patched.", *lines])
 
 
 def _finish_imports() -> None:
-    """Wait until what another thread is importing is there.
+    """Wait until another thread has finished its imports.
 
-    Never called with our lock held: that thread may be waiting for it, in our import hook.
+    Never called with our lock held: that thread may be waiting for the lock, in our import hook.
     """
     for what in (*TARGETS, ENGINE, *BESIDE):
         if what.module in sys.modules:
@@ -379,7 +283,7 @@ def _finish_imports() -> None:
 
 
 def _serve_all() -> None:
-    """Wrap each class whose module is imported, and wait for the import of the others."""
+    """Wrap each class whose module is imported, and register a hook for the others."""
     assert _current is not None
     for module in _current.modules:
         if module in sys.modules:
@@ -390,7 +294,7 @@ def _serve_all() -> None:
 
 
 def _hook(module: ModuleType) -> None:
-    """wrapt calls this once a module that we wait for is imported."""
+    """Called by wrapt once a module is imported."""
     with _lock:
         _hooked.discard(module.__name__)
         refuse = _current.refuse if _current else None
@@ -403,43 +307,23 @@ def _hook(module: ModuleType) -> None:
 
 
 def _on_import(module: ModuleType) -> None:
-    """Wrap the class of a module that is imported, unless that is done. Called with our lock held."""
+    """Wrap the class of an imported module, unless that is done. Called with our lock held."""
     what = _current.modules.get(module.__name__) if _current else None
     if _current is None or what is None or what.module in _current.wrappings:
         return
     if what in BESIDE:
-        _current.wrappings[what.module] = _wrap_beside(what, module, _current)
+        _current.wrappings[what.module] = wrap_beside(what, module, _enabled(_current))
         return
     cls = imported_class(what)
     if cls is None and getattr(module.__spec__, "_initializing", False):
-        return  # half imported: patch() comes back to it
+        return  # half imported: patch() returns to it
     finding = probe(what)
     if finding.verdict == "refused":
         unpatch()
         raise PatchError(_refusal([(what.name, finding)]))
     _current.findings[what.name] = finding
-    _current.wrappings[what.module] = _wrap(what, cls, _current)
+    _current.wrappings[what.module] = wrap(what, cls, _enabled(_current))
 
 
-def _wrap_beside(what: Target, module: ModuleType, patch: _Patch) -> list[_Wrapping]:
-    owner = getattr(module, what.class_name, None) if what.class_name else module
-    (name,) = what.methods
-    original = vars(owner).get(name) if owner is not None else None
-    if original is None:
-        return []
-    wrapper = wrapt.FunctionWrapper(original, _WRAPPERS_BESIDE[name], enabled=lambda: _current is patch)
-    setattr(owner, name, wrapper)
-    return [_Wrapping(owner, name, original, False, wrapper)]
-
-
-def _wrap(what: Target, cls: Any, patch: _Patch) -> list[_Wrapping]:
-    wrappers = _ENGINE_WRAPPERS if what is ENGINE else _STRATEGY_WRAPPERS
-    wrappings = []
-    for method in what.methods:
-        make = _InitWrapper if method == "__init__" else wrapt.FunctionWrapper
-        _, attribute, original = wrapt.resolve_path(cls, method)
-        wrapper = make(original, wrappers[method], enabled=lambda: _current is patch)
-        wrappings.append(_Wrapping(cls, attribute, original, method not in cls.__dict__, wrapper))
-    for wrapping in wrappings:
-        setattr(wrapping.cls, wrapping.attribute, wrapping.wrapper)
-    return wrappings
+def _enabled(patch: _Patch) -> Callable[[], bool]:
+    return lambda: _current is patch

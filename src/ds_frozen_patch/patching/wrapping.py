@@ -1,0 +1,113 @@
+"""Which function wraps which method, and how to put a wrapper on and take it off again."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+from ..common.probing import Target
+from ..engine.target import ENGINE
+from ..load import engine as load_engine
+from ..owners.lightning import converter, strategy
+from ..save import engine as save_engine
+from ..settings import FLAG
+
+_STRATEGY_WRAPPERS: dict[str, Callable[..., Any]] = {
+    "__init__": strategy.init,
+    "setup": strategy.setup,
+    "setup_module": strategy.setup,
+    "setup_module_and_optimizers": strategy.setup,
+    "save_checkpoint": strategy.save_checkpoint,
+    "load_checkpoint": strategy.load_checkpoint,
+}
+_ENGINE_WRAPPERS: dict[str, Callable[..., Any]] = {
+    "save_checkpoint": save_engine.save_checkpoint,
+    "load_checkpoint": load_engine.load_checkpoint,
+    "module_state_dict": save_engine.module_state_dict,
+    "load_module_state_dict": load_engine.load_module_state_dict,
+}
+_WRAPPERS_BESIDE: dict[str, Callable[..., Any]] = {
+    "convert_zero_checkpoint_to_fp32_state_dict": converter.convert,
+    "_find_last_checkpoints": strategy.find_last,
+}
+
+
+class _BoundInitWrapper(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
+    """The constructor accessed through the class or an instance; wrapt 1.16 ignores the signature of its parent."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        signature: inspect.Signature = self._self_parent.__signature__
+        bound = self._self_instance is not None
+        return signature.replace(parameters=list(signature.parameters.values())[bound:])
+
+    @property
+    def __func__(self) -> Any:
+        """For `inspect`, which looks at it instead of a bound method; from Python 3.13 on for a class too."""
+        return self._self_parent
+
+
+class _InitWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
+    """A wrapped constructor that shows the argument it adds to `inspect`, and so to LightningCLI."""
+
+    __bound_function_wrapper__ = _BoundInitWrapper
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        signature = inspect.signature(self.__wrapped__)
+        parameters = [p for p in signature.parameters.values() if p.name != FLAG]
+        # None, not upstream's False: LightningCLI passes on every default, and a default is not a choice.
+        flag = inspect.Parameter(FLAG, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=bool | None)
+        end = len(parameters) - (parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
+        return signature.replace(parameters=[*parameters[:end], flag, *parameters[end:]])
+
+
+@dataclass(frozen=True)
+class Wrapping:
+    """One wrapped attribute of a class or a module."""
+
+    cls: Any
+    attribute: str
+    original: Any
+    inherited: bool
+    wrapper: Any
+
+    def undo(self) -> None:
+        """Restore the original object, if the attribute is still our wrapper."""
+        if self.cls.__dict__.get(self.attribute) is not self.wrapper:
+            return  # somebody has wrapped it again: ours stays inside, disabled
+        if self.inherited:
+            delattr(self.cls, self.attribute)
+        else:
+            setattr(self.cls, self.attribute, self.original)
+
+
+def wrap_beside(what: Target, module: ModuleType, enabled: Callable[[], bool]) -> list[Wrapping]:
+    """Wrap a function of a module, or of a class in it, if it exists."""
+    owner = getattr(module, what.class_name, None) if what.class_name else module
+    (name,) = what.methods
+    original = vars(owner).get(name) if owner is not None else None
+    if original is None:
+        return []
+    wrapper = wrapt.FunctionWrapper(original, _WRAPPERS_BESIDE[name], enabled=enabled)
+    setattr(owner, name, wrapper)
+    return [Wrapping(owner, name, original, False, wrapper)]
+
+
+def wrap(what: Target, cls: Any, enabled: Callable[[], bool]) -> list[Wrapping]:
+    """Wrap all methods of a target's class, or none."""
+    wrappers = _ENGINE_WRAPPERS if what is ENGINE else _STRATEGY_WRAPPERS
+    wrappings = []
+    for method in what.methods:
+        make = _InitWrapper if method == "__init__" else wrapt.FunctionWrapper
+        _, attribute, original = wrapt.resolve_path(cls, method)
+        wrapper = make(original, wrappers[method], enabled=enabled)
+        wrappings.append(Wrapping(cls, attribute, original, method not in cls.__dict__, wrapper))
+    for wrapping in wrappings:
+        setattr(wrapping.cls, wrapping.attribute, wrapping.wrapper)
+    return wrappings
