@@ -217,7 +217,7 @@ print({{item.state for name, item in dfp.status().items() if "lightning" in name
 dfp.unpatch()
 """
     assert site.run(LOOK + program).splitlines() == [
-        "[' lightning.pytorch 2.5.2, lightning.fabric 2.5.2. Its checkpoints are full unless you say"
+        "[' lightning.pytorch 2.5.2, lightning.fabric 2.5.2. Its checkpoints are full unless you pass"
         " DeepSpeedStrategy(exclude_frozen_parameters=True), and it does not verify the base.']",
         "{'function'}",
         "complete",
