@@ -296,14 +296,14 @@ def _write_torch(file: Path, states: States, plan: Plan, is_whole: bool, reader:
             )
     made: dict[str, Any] = dict(plan.pickled)
     for name, tensor in plan.tensors.items():
-        storage = Storage(Path(), name, plan.dtype_of(name), tensor.numel)
+        storage = Storage(None, name, plan.dtype_of(name), tensor.numel)
         made[name] = StoredTensor(storage, storage.dtype, 0, tensor.shape, _strides(tensor.shape))
     for alias, name in plan.aliases.items():
         if name in made:
             made[alias] = made[name]
 
     def content(storage: Storage, begin: int, count: int) -> Iterator[bytes | memoryview]:
-        if storage.file == Path():
+        if storage.file is None:
             yield bytes(reader(storage.key)) if not storage.numel else memoryview(reader(storage.key))
         else:
             yield from reader.records.chunks(Whole("uint8", (count,), (Piece(storage, begin, count),)))
