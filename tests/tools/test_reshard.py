@@ -248,7 +248,7 @@ def test_the_command(checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.Ca
     assert main(["reshard", str(source), str(target), "--ranks", "4", "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"Would write {target}: ")
-    assert said.endswith(" ZeRO stage 2, for 4 ranks in place of 2.\n")
+    assert said.endswith(" ZeRO stage 2, for 4 ranks instead of 2.\n")
     assert not target.exists()
     assert main(["reshard", str(source), str(target), "--ranks", "4"]) == 0
     assert capsys.readouterr().out == said.replace("Would write", "Wrote")

@@ -28,6 +28,7 @@ from under_test import PRECISIONS
 from ds_frozen_patch import CheckpointError, manifest, prune, verify
 from ds_frozen_patch.checkpoint.format.archive import read
 from ds_frozen_patch.cli import main
+from ds_frozen_patch.cli.commands import to_json
 from ds_frozen_patch.manifest import KEY
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
@@ -312,15 +313,15 @@ def test_the_command_line(
     said = capsys.readouterr()
     assert said.err == ""
     lines = said.out.splitlines()
-    assert lines[0].startswith(f"{small}: whole, 3 files, ")
+    assert lines[0].startswith(f"{small}: no problems in 3 files, ")
     assert lines[1:] == [
         "8 trained parameters; 20 left out.",
-        f"20 of them are in {base} as they were at the save.",
+        "20 of them match the base.",
     ]
     assert main(["verify", str(small), "-q"]) == 0
     assert capsys.readouterr() == ("", "")
     assert main(["verify", str(small), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(verify(small).to_json()))
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(to_json(verify(small))))
 
     path = copied(2)
     files = sorted(path.rglob("*.pt"))
@@ -329,11 +330,11 @@ def test_the_command_line(
     assert main(["verify", str(path), "-q"]) == 1
     said = capsys.readouterr()
     assert said.err == ""
-    assert said.out.startswith(f"{path}: 2 wrong.\n- {files[0]} is damaged: ")
+    assert said.out.startswith(f"{path}: 2 problems.\n- {files[0]} is damaged: ")
     assert main(["verify", str(path), "--json"]) == 1
     assert len(json.loads(capsys.readouterr().out)["problems"]) == 2
     assert main(["verify", str(tmp_path / "nowhere")]) == 1
-    assert "1 wrong.\n- There is no directory" in capsys.readouterr().out
+    assert "1 problem.\n- There is no directory" in capsys.readouterr().out
     assert main(["verify", str(small), "--base", str(tmp_path / "nowhere")]) == 1
     said = capsys.readouterr()
     assert (said.out, said.err.count("\n")) == ("", 1)

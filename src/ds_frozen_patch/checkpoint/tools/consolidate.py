@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 
 from ...common.errors import CheckpointError, named
 from ...common.progress import progress
+from ...common.text import human_bytes, printable_lines
 from ...manifest import KEY, LeftOut, Manifest
 from ...parameters import PARAMETER
 from .. import dtypes as converting
@@ -58,9 +58,14 @@ class Consolidated:
     files: tuple[str, ...]
     unverified: tuple[str, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
-        return dict(vars(self))
+    def __str__(self) -> str:
+        files = f" in {len(self.files)} files" if len(self.files) > 1 else ""
+        lines = [f"{self.target}: {self.tensors} tensors, {human_bytes(self.size)}{files}."]
+        if not self.is_whole:
+            lines.append("It lacks the frozen parameters, which the checkpoint left out; add them with --base.")
+        if self.unverified:
+            lines.append(f"Not verified, because they have no fingerprint: {named(self.unverified, 3)}.")
+        return printable_lines(lines)
 
 
 @dataclass(frozen=True)
@@ -337,16 +342,3 @@ def _write_folder(folder: Path, shards: dict[str, dict[str, Whole]], plan: Plan,
         where = {tensor: name for name, tensors in shards.items() for tensor in tensors}
         index = {"metadata": {"total_size": size}, "weight_map": where}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
-
-
-def parse_size(text: str) -> int:
-    """Bytes, of a text such as "5GB", "500MB" or "1000000"; units are powers of 1000.
-
-    Raises:
-        ValueError: it is no size.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
-    size = int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ")) if match else 0
-    if size < 1:
-        raise ValueError(f"{text!r} is no size; give one such as 5GB or 500MB")
-    return size

@@ -12,6 +12,7 @@ from typing import Any
 
 from ...common.errors import CheckpointError, named
 from ...common.progress import progress
+from ...common.text import human_bytes, printable_lines
 from ...manifest import Manifest
 from .. import dtypes as converting
 from ..format.records import Records
@@ -53,9 +54,11 @@ class Exported:
     size: int
     outside: tuple[str, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
-        return dict(vars(self))
+    def __str__(self) -> str:
+        lines = [f"{self.target}: {len(self.tensors)} tensors, {human_bytes(self.size)}."]
+        if self.outside:
+            lines.append(f"Not included, because they are outside the adapter's model: {named(self.outside, 3)}.")
+        return printable_lines(lines)
 
 
 @dataclass(frozen=True)

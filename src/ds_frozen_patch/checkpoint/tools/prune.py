@@ -10,6 +10,7 @@ from typing import Any
 
 from ...common.errors import CheckpointError
 from ...common.progress import progress
+from ...common.text import human_bytes, printable_lines
 from ...fingerprint import of_stream
 from ...manifest import KEY, LeftOut, Manifest
 from ...parameters import BUFFER, PART, plain
@@ -38,9 +39,12 @@ class Pruned:
     size_after: int | None
     manifest: Manifest
 
-    def to_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
-        return {**vars(self), "manifest": self.manifest.to_state()}
+    def __str__(self) -> str:
+        size = f"{human_bytes(self.size_after)} of " if self.size_after is not None else "a part of "
+        lines = [f"{self.target}: {size}{human_bytes(self.size_before)}.", f"Left out: {self.manifest}."]
+        if self.size_after is not None and not any(one.fingerprint for one in self.manifest.left_out):
+            lines.append("It has no fingerprints: loads cannot verify the base.")
+        return printable_lines(lines)
 
 
 def prune(

@@ -10,9 +10,9 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ...common.errors import CheckpointError
+from ...common.text import human_bytes, printable
 from ..format.archive import read
 from ..format.writing import check_output, copy_others, output
 from ..zero.labels import resharded, save_of
@@ -41,9 +41,11 @@ class Resharded:
     ranks: int
     size: int
 
-    def to_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
-        return dict(vars(self))
+    def __str__(self) -> str:
+        return printable(
+            f"{self.target}: {human_bytes(self.size)}, ZeRO stage {self.zero_stage}, for {self.ranks} ranks instead of"
+            f" {self.ranks_before}."
+        )
 
 
 def reshard(

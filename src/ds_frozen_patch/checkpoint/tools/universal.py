@@ -20,6 +20,7 @@ from typing import Any
 from packaging.version import Version
 
 from ...common.errors import CheckpointError
+from ...common.text import human_bytes, printable_lines
 from ...parameters import is_name
 from ..format.allowed import OF_DEEPSPEED
 from ..format.stored import ITEM_SIZES, Size, StandIn, StoredTensor, stand_in
@@ -64,9 +65,13 @@ class Universal:
     deepspeed: str
     size: int | None
 
-    def to_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
-        return dict(vars(self))
+    def __str__(self) -> str:
+        size = f"{human_bytes(self.size)}, " if self.size is not None else ""
+        lines = [
+            f"{self.target}: {size}ZeRO stage {self.zero_stage}, by deepspeed {self.deepspeed}.",
+            'To load it, set "checkpoint": {"load_universal": true} in DeepSpeed\'s configuration.',
+        ]
+        return printable_lines(lines)
 
 
 def universal(
