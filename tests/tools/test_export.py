@@ -568,10 +568,10 @@ def test_what_is_there_stays(made: Made, tmp_path: Path, capsys: pytest.CaptureF
             for more in ([], ["--dry-run"]):
                 target = tmp_path / name
                 said = refusal(capsys, target, run.small, target, "--format", form, *more)
-                assert f"{target} is there already" in said
+                assert f"{target} already exists" in said
     assert (tmp_path / "file").read_text() == "mine"
     target = run.small / "adapter"
-    assert f"is inside of {run.small}" in refusal(capsys, target, run.small, target, "--format", "peft")
+    assert f"is inside {run.small}" in refusal(capsys, target, run.small, target, "--format", "peft")
 
 
 def test_wrong_words(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

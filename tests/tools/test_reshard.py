@@ -254,5 +254,5 @@ def test_the_command(checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().out == said.replace("Would write", "Wrote")
     assert main(["reshard", str(source), str(target), "--ranks", "4"]) == 1
     assert capsys.readouterr().err == (
-        f"ds-frozen-patch: {target} is there already. Name another place for the output, or remove it first.\n"
+        f"ds-frozen-patch: {target} already exists. Choose another path for the output, or remove it first.\n"
     )

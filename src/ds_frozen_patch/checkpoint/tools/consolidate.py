@@ -20,13 +20,14 @@ from ..format import safetensors as safetensors_file
 from ..format.archive import read
 from ..format.records import Piece, Records, Whole, mapped, whole
 from ..format.stored import ITEM_SIZES, StandIn, Storage, StoredTensor
-from ..format.writing import check_output, output, write_archive
+from ..format.writing import write_archive
 from ..quantization import of_torchao
 from ..zero.labels import LABEL
 from ..zero.repartition import KEY as ELASTIC
 from ..zero.states import DEEPSPEEDS_OWN, States, check_together, load
 from ..zero.weights import Weights, check_one_run, weights
 from .base import Base, open_base, refuse_wrong, tensors_for
+from .output import check_output, new_output
 
 TORCH_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -176,7 +177,7 @@ def consolidate(
     if dry_run:
         check_output(path, *sources)
         return done
-    with output(path, *sources) as made, Records() as records, progress("writing", done.size, quiet) as told:
+    with new_output(path, *sources) as made, Records() as records, progress("writing", done.size, quiet) as told:
         if path.suffix in TORCH_SUFFIXES:
             _write_torch(made, states, plan, is_whole, Reader(records, plan, told), trust)
         elif path.suffix == ".safetensors":
@@ -202,7 +203,7 @@ def consolidate_over(checkpoint_dir: str | Path, output_file: str | Path, tag: s
     plan = _plan(found, states.manifest, None, None)
     file = Path(output_file)
     with (
-        output(file, over=True) as made,
+        new_output(file, replace=True) as made,
         Records() as records,
         progress("writing", plan.size, False) as told,
     ):
@@ -326,11 +327,8 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 def write_shard(file: Path, tensors: dict[str, Whole], plan: Plan, reader: Reader) -> None:
     """A file of safetensors. It cannot hold a tensor twice: of tied ones it says the first's name, as the library."""
     about = {alias: name for alias, name in plan.aliases.items() if name in tensors}
-    entries = [(name, plan.dtype_of(name), tensor.shape) for name, tensor in tensors.items()]
-    with file.open("wb") as out:
-        safetensors_file.write_header(out, entries, {"format": "pt", **about})
-        for name in tensors:
-            out.write(reader(name))
+    entries = {name: (plan.dtype_of(name), tensor.shape) for name, tensor in tensors.items()}
+    safetensors_file.write_file(file, entries, map(reader, tensors), about)
 
 
 def _write_folder(folder: Path, shards: dict[str, dict[str, Whole]], plan: Plan, reader: Reader) -> None:

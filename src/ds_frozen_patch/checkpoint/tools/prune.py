@@ -16,9 +16,10 @@ from ...manifest import KEY, LeftOut, Manifest
 from ...parameters import BUFFER, PART, plain
 from ..format.records import Piece, Records, Whole
 from ..format.stored import Storage
-from ..format.writing import check_output, copy_others, output, write_archive
+from ..format.writing import write_archive
 from ..zero.states import States, check_together, load
 from ..zero.weights import Weights, check_one_run, weights
+from .output import check_output, copy_other_files, new_output
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def prune(
     if dry_run:
         check_output(Path(target), layout.root)
         return Pruned(str(source), str(target), size, None, _manifest(states, found, prints))
-    with output(target, layout.root) as made:
+    with new_output(target, layout.root) as made:
         with Records() as records:
             if fingerprints:
                 prints = _fingerprints(records, found, states.quantizes_frozen, quiet)
@@ -111,7 +112,7 @@ def prune(
                 # Not copied: another file may be there by now than the one that was checked.
                 for file, contents in zip(layout.optimizer, states.contents[len(layout.model) :], strict=True):
                     write_archive(folder / file.name, contents.state, _reader(records, done))
-        copy_others(layout, made)
+        copy_other_files(layout, made)
         size_after = sum(file.stat().st_size for file in folder.iterdir())
     return Pruned(str(source), str(target), size, size_after, manifest)
 
