@@ -8,6 +8,7 @@ file of model states, one of them holds the manifest and the others a reference 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,6 +17,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from .common.errors import CheckpointMismatchError
+from .common.text import human_bytes
 from .fingerprint import fingerprints, process_memory
 from .parameters import BUFFER, PARAMETER, PART, Held, is_name, part_name, part_suffix, plain
 
@@ -80,6 +82,13 @@ class Manifest:
     def parameters(self) -> tuple[LeftOut, ...]:
         """What of it is parameters."""
         return tuple(one for one in self.left_out if one.kind == PARAMETER)
+
+    def __str__(self) -> str:
+        """How much was left out: "56 frozen parameters, 91.6 MB"."""
+        counts = Counter(one.kind for one in self.left_out)
+        parts = f", {counts[PART]} parts of them" if counts[PART] else ""
+        buffers = f", {counts[BUFFER]} buffers" if counts[BUFFER] else ""
+        return f"{counts[PARAMETER]} frozen parameters{parts}{buffers}, {human_bytes(self.total_bytes)}"
 
     def to_state(self) -> dict[str, Any]:
         """The manifest as plain values, to go into a checkpoint."""

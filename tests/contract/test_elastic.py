@@ -229,7 +229,7 @@ def test_what_cannot_be_made_is_said_by_every_rank(ranks: Any, tmp_path: Path) -
     (tmp_path / "run.ckpt" / "checkpoint.ranks3").write_text("in the way")
     for kind, said in ranks(3, refused, out=str(tmp_path), world_size=3, stage=3):
         assert kind == "CheckpointError"
-        assert "checkpoint.ranks3 is there already." in said
+        assert "checkpoint.ranks3 already exists." in said
         assert f"ds-frozen-patch reshard {tmp_path / 'run.ckpt'} NEW --ranks 3" in said
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import provider
 import pytest
@@ -269,21 +269,23 @@ def test_a_save_gathers_no_frozen_parameter(ranks: Any, tmp_path: Path) -> None:
 def export_onto_a_full_disk(out: str) -> str:
     ds_frozen_patch.patch(export="safetensors")
     if os.environ["RANK"] == "0":
-        original = _ready._append
+        original = _ready._to_bytes
+        written: list[str] = []
 
-        def fill(out: IO[bytes], value: Any, dtype: str) -> None:
-            if out.tell() > 2000:
+        def fill(value: Any, dtype: str) -> memoryview:
+            if len(written) > 3:
                 raise OSError(errno.ENOSPC, "No space left on device")
-            original(out, value, dtype)
+            written.append(dtype)
+            return original(value, dtype)
 
-        _ready._append = fill
+        _ready._to_bytes = fill
     try:
         with pytest.raises(ds_frozen_patch.CheckpointError) as raised:
             train_and_save(out, 3)
         return str(raised.value)
     finally:
         if os.environ["RANK"] == "0":
-            _ready._append = original
+            _ready._to_bytes = original
 
 
 def test_a_ready_file_that_cannot_be_written(ranks: Any, tmp_path: Path) -> None:

@@ -768,7 +768,7 @@ def test_a_link_is_not_followed_out_of_a_checkpoint(
     (source / "checkpoint" / "own" / "all").symlink_to("/")
     (source / "checkpoint" / "loop").symlink_to(source)
     assert main(["prune", str(source), str(tmp_path / "out.ckpt"), "-q"]) == 0
-    assert "left out, since they are links or not regular files: " in capsys.readouterr().err
+    assert "skipped, because they are links or not regular files: " in capsys.readouterr().err
     made = tmp_path / "out.ckpt"
     # A link that stayed one would lead whoever gets the output, to a file of theirs.
     assert not [item for item in made.rglob("*") if item.is_symlink()]

@@ -544,7 +544,7 @@ def test_other_archives_are_read(tmp_path: Path, folder: bytes, has_end64: bool)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    tensor = StoredTensor(Storage(Path(), "0", "float32", 4), "float32", 0, (4,), (1,))
+    tensor = StoredTensor(Storage(None, "0", "float32", 4), "float32", 0, (4,), (1,))
     write_archive(tmp_path / "made.ckpt", {"state_dict": {"a": tensor}}, lambda *_: [b"\0" * 16])
     assert difference(tmp_path / "made.ckpt") is None
 

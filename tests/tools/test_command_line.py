@@ -13,7 +13,7 @@ from ds_frozen_patch.cli import main
 
 pytestmark = pytest.mark.promise(14)
 
-FORGED = "\x1b[2J\x1b[1;1H\r\nsmall.ckpt: whole, 3 files\u202e\x9b2J"
+FORGED = "\x1b[2J\x1b[1;1H\r\nsmall.ckpt: no problems in 3 files\u202e\x9b2J"
 
 
 def stage_0(folder: Path, tag: str = "checkpoint", name: str = "layer.weight", **state: Any) -> Path:
@@ -57,7 +57,7 @@ def test_what_a_checkpoint_says_stays_on_its_line(
         out, err = capsys.readouterr()
         said = (out + err).replace("\n", "")
         assert said.isprintable(), (command, said)
-        assert not [line for line in (out + err).splitlines() if line.startswith("small.ckpt: whole")], command
+        assert not [line for line in (out + err).splitlines() if line.startswith("small.ckpt: no problems")], command
         main([*command, "--json"])
         out, err = capsys.readouterr()
         assert (out + err).isascii(), command
@@ -107,7 +107,7 @@ def test_what_nobody_thought_of(
     def fails(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("by\nzero")
 
-    monkeypatch.setattr("ds_frozen_patch.cli.inspect", fails)
+    monkeypatch.setattr("ds_frozen_patch.cli.commands.inspect", fails)
     assert main(["inspect", str(tmp_path)]) == 1
     err = capsys.readouterr().err
     assert err == (

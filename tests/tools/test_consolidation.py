@@ -417,7 +417,7 @@ def test_the_command_line(
     assert found["dtype"] == "bf16"
     assert found["size"] == sum(tensor.nbytes for tensor in load_file(tmp_path / "one.safetensors").values())
     assert main(["consolidate", small, str(tmp_path / "part.ckpt")]) == 0
-    assert "--base puts them in" in capsys.readouterr().out
+    assert "add them with --base" in capsys.readouterr().out
 
 
 def test_hyperparameters_that_name_classes_are_dropped(checkpoints: Checkpoints, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from tools_checkpoints import Checkpoints, loaded, manifest_of
 
 from ds_frozen_patch import CheckpointError, prune
-from ds_frozen_patch.checkpoint.format.writing import MAX_BESIDE, copy_others
+from ds_frozen_patch.checkpoint.tools.output import MAX_OTHER_BYTES, copy_other_files
 from ds_frozen_patch.checkpoint.tools.reshard import reshard_inside
 from ds_frozen_patch.checkpoint.zero.layout import Layout
 from ds_frozen_patch.checkpoint.zero.states import load
@@ -45,7 +45,7 @@ def layout(tmp_path: Path) -> Layout:
 def copied(layout: Layout, tmp_path: Path) -> Path:
     made = tmp_path / "out.ckpt"
     (made / "checkpoint").mkdir(parents=True)
-    copy_others(layout, made)
+    copy_other_files(layout, made)
     return made
 
 
@@ -74,7 +74,7 @@ def test_only_the_bytes_of_regular_files_are_copied(
     assert said.out == ""
     assert said.err.count("\n") == 1
     assert "\x1b" not in said.err
-    assert "left out" in said.err
+    assert "skipped" in said.err
     assert "links or not regular files" in said.err
     for name in ("inside", "out", "all", "zero", "loop", "pipe"):
         assert name in said.err
@@ -118,16 +118,16 @@ def test_there_is_a_limit(layout: Layout, tmp_path: Path) -> None:
     file = layout.root / "checkpoint" / "sparse"
     file.touch()
     os.truncate(file, 1 << 40)
-    with pytest.raises(CheckpointError, match=r"sparse is too large to be copied: .* Move it away") as refused:
+    with pytest.raises(CheckpointError, match=r"sparse is too large to copy: .* Move it out") as refused:
         copied(layout, tmp_path)
     assert str(file) in str(refused.value)
     shutil.rmtree(tmp_path / "out.ckpt")
-    os.truncate(file, MAX_BESIDE // 2)
-    assert (copied(layout, tmp_path) / "checkpoint" / "sparse").stat().st_size == MAX_BESIDE // 2
+    os.truncate(file, MAX_OTHER_BYTES // 2)
+    assert (copied(layout, tmp_path) / "checkpoint" / "sparse").stat().st_size == MAX_OTHER_BYTES // 2
     shutil.rmtree(tmp_path / "out.ckpt")
     for name in "abc":
         shutil.copy(file, file.with_name(name))
-    with pytest.raises(CheckpointError, match="is too large to be copied"):
+    with pytest.raises(CheckpointError, match="is too large to copy"):
         copied(layout, tmp_path)
 
 
@@ -136,14 +136,14 @@ def test_a_file_that_grows_is_copied_up_to_the_limit(
 ) -> None:
     (layout.root / "grows").write_bytes(b"x" * 100)
     real = os.fstat
-    monkeypatch.setattr("ds_frozen_patch.checkpoint.format.writing.MAX_BESIDE", 50)
+    monkeypatch.setattr("ds_frozen_patch.checkpoint.tools.output.MAX_OTHER_BYTES", 50)
     monkeypatch.setattr(os, "stat", lambda *a, real=os.stat, **k: small(real(*a, **k)))
     monkeypatch.setattr(os, "fstat", lambda opened: small(real(opened)))
 
     def small(found: os.stat_result) -> Any:
         return os.stat_result([*found[:6], min(found.st_size, 10), *found[7:]])
 
-    with pytest.raises(CheckpointError, match="grows is too large to be copied"):
+    with pytest.raises(CheckpointError, match="grows is too large to copy"):
         copied(layout, tmp_path)
 
 
@@ -152,7 +152,7 @@ def test_folders_in_each_other(layout: Layout, tmp_path: Path) -> None:
     for _ in range(400):
         folder = folder / "d"
         folder.mkdir()
-    with pytest.raises(CheckpointError, match="folders inside of each other"):
+    with pytest.raises(CheckpointError, match="is nested too deeply"):
         copied(layout, tmp_path)
 
 
@@ -320,12 +320,8 @@ def test_an_adapter_is_not_written_through_a_link(tmp_path: Path, name: str) -> 
     elsewhere.mkdir()
     (elsewhere / "precious").write_text("precious")
     links(folder, elsewhere if name == "adapter" else elsewhere / "precious", name)
-
-    def config(to: Path) -> None:
-        (to / "adapter_config.json").write_text("{}")
-
     save = a_save(folder)
-    _ready._write(save, folder / "adapter" / "adapter_model.safetensors", {}, {"a": torch.ones(3)}, config)
+    _ready._write(save, folder / "adapter" / "adapter_model.safetensors", {}, {"a": torch.ones(3)}, "{}")
     assert (names(elsewhere), (elsewhere / "precious").read_text()) == ({"precious"}, "precious")
     if name == "adapter":
         assert "is a link" in str(save.failed[0])

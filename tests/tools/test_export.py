@@ -26,6 +26,7 @@ from under_test import DeepSpeedStrategy, ModelCheckpoint, pl
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError, CheckpointMismatchError, consolidate, export, load_trainable
 from ds_frozen_patch.cli import main
+from ds_frozen_patch.cli.commands import to_json
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
 
@@ -463,7 +464,7 @@ def test_what_is_trained_outside_of_the_adapter(
     assert torch.equal(logits(loaded_by_peft(tmp_path / "adapter", "head")), logits(module.model))
 
     assert main(["export", str(run.small), str(tmp_path / "again"), "--format", "peft"]) == 0
-    assert "outside of the model that has the adapter: 'head.bias', 'head.weight'." in capsys.readouterr().out
+    assert "outside the adapter's model: 'head.bias', 'head.weight'." in capsys.readouterr().out
 
     done = export(run.small, tmp_path / "all.safetensors", format="safetensors")
     assert done.outside == ()
@@ -567,10 +568,10 @@ def test_what_is_there_stays(made: Made, tmp_path: Path, capsys: pytest.CaptureF
             for more in ([], ["--dry-run"]):
                 target = tmp_path / name
                 said = refusal(capsys, target, run.small, target, "--format", form, *more)
-                assert f"{target} is there already" in said
+                assert f"{target} already exists" in said
     assert (tmp_path / "file").read_text() == "mine"
     target = run.small / "adapter"
-    assert f"is inside of {run.small}" in refusal(capsys, target, run.small, target, "--format", "peft")
+    assert f"is inside {run.small}" in refusal(capsys, target, run.small, target, "--format", "peft")
 
 
 def test_wrong_words(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -599,14 +600,14 @@ def test_the_command_line(made: Made, tmp_path: Path, capsys: pytest.CaptureFixt
     said = capsys.readouterr()
     found = json.loads(said.out)
     assert found.pop("dry_run") is True
-    assert found == json.loads(json.dumps(wanted.to_json()))
+    assert found == json.loads(json.dumps(to_json(wanted)))
     assert list(tmp_path.iterdir()) == []
 
     assert main([*asked, "--json"]) == 0
     said = capsys.readouterr()
     found = json.loads(said.out)
     assert found.pop("dry_run") is False
-    assert found == json.loads(json.dumps(wanted.to_json()))
+    assert found == json.loads(json.dumps(to_json(wanted)))
     assert said.err == ""
     assert found["target"] == str(target)
     assert len(found["tensors"]) == 8

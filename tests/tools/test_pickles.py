@@ -33,6 +33,7 @@ from memory import memory, reset_peak_memory
 
 from ds_frozen_patch import CheckpointError, CheckpointMismatchError
 from ds_frozen_patch.checkpoint.format import archive
+from ds_frozen_patch.checkpoint.format.records import Records
 from ds_frozen_patch.checkpoint.format.stored import Storage, StoredTensor, stand_in, tensors
 from ds_frozen_patch.checkpoint.format.writing import write_archive
 from ds_frozen_patch.checkpoint.tools.base import open_base, tensors_for
@@ -172,7 +173,7 @@ def plain(value: Any) -> str:
 
 
 def bytes_of(storage: Storage) -> bytes:
-    with zipfile.ZipFile(storage.file) as opened:
+    with zipfile.ZipFile(storage.path) as opened:
         (name,) = [name for name in opened.namelist() if name.endswith(f"/data/{storage.key}")]
         return opened.read(name)
 
@@ -581,3 +582,10 @@ def test_the_converter_makes_no_folders_elsewhere() -> None:
     for name in ("../outside", "/outside", "a\\b", "..", ".", "", "a\0b", "a" * 2000, 5):
         with pytest.raises(_UnexpectedError, match="a parameter has the name"):
             _check_folders([{name: None}])
+
+
+def test_a_storage_that_is_in_no_file_yet_says_so(tmp_path: Path) -> None:
+    """A file at the empty path would be the current directory."""
+    storage = Storage(None, "0", "float32", 1)
+    with pytest.raises(ValueError, match="storage '0' is in no file yet"), Records() as records:
+        records.check(storage)

@@ -24,6 +24,7 @@ from ds_frozen_patch import CheckpointError, consolidate, export, inspect, load_
 from ds_frozen_patch.checkpoint.format.records import Records
 from ds_frozen_patch.checkpoint.tools.base import open_base, tensors_for
 from ds_frozen_patch.cli import main
+from ds_frozen_patch.cli.commands import to_json
 from ds_frozen_patch.fingerprint import fingerprints
 from ds_frozen_patch.manifest import KEY, LeftOut, Manifest
 
@@ -240,7 +241,7 @@ def test_inspect_names_the_base(
         assert full.kinds["frozen weights"] == small.manifest.total_bytes
     assert main(["inspect", str(out / "small.ckpt")]) == 0
     assert f"\nbase: {NAMES[kind]}\n" in capsys.readouterr().out
-    assert json.loads(json.dumps(small.to_json()))["base"] == [NAMES[kind]]
+    assert json.loads(json.dumps(to_json(small)))["base"] == [NAMES[kind]]
 
 
 @pytest.mark.parametrize("kind", BASES)

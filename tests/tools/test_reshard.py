@@ -248,11 +248,11 @@ def test_the_command(checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.Ca
     assert main(["reshard", str(source), str(target), "--ranks", "4", "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"Would write {target}: ")
-    assert said.endswith(" ZeRO stage 2, for 4 ranks in place of 2.\n")
+    assert said.endswith(" ZeRO stage 2, for 4 ranks instead of 2.\n")
     assert not target.exists()
     assert main(["reshard", str(source), str(target), "--ranks", "4"]) == 0
     assert capsys.readouterr().out == said.replace("Would write", "Wrote")
     assert main(["reshard", str(source), str(target), "--ranks", "4"]) == 1
     assert capsys.readouterr().err == (
-        f"ds-frozen-patch: {target} is there already. Name another place for the output, or remove it first.\n"
+        f"ds-frozen-patch: {target} already exists. Choose another path for the output, or remove it first.\n"
     )

@@ -236,7 +236,7 @@ def test_what_is_there_already_stays(source: Callable[..., Path], tmp_path: Path
         make()
         before = snapshot(target.parent)
         said = assert_refused(lambda: run(path, target), target, path)
-        assert said == f"{target} is there already. Name another place for the output, or remove it first."
+        assert said == f"{target} already exists. Choose another path for the output, or remove it first."
         assert main([*words, str(path.with_name("small.ckpt")), str(target), "-q"]) == 1
         assert snapshot(target.parent) == before
         if target.is_dir() and not target.is_symlink():
@@ -253,12 +253,12 @@ def test_nothing_is_written_into_a_source(source: Callable[..., Path], tmp_path:
     (tmp_path / "link").symlink_to(own)
     for folder in (own, own / "checkpoint", own / "new" / "folder", tmp_path / "link", own / "checkpoint" / ".."):
         said = assert_refused(lambda folder=folder: run(path, folder / name), own / name, path)  # type: ignore[misc]
-        assert f"is inside of {own}, which must stay as it is" in said
+        assert f"is inside {own}, which must not be changed" in said
         assert not (own / "new").exists()
     merge_into = path / name
     if tool.startswith("consolidate"):
         said = assert_refused(lambda: merge(path, merge_into), merge_into, path)
-        assert f"is inside of {path}, which must stay as it is" in said
+        assert f"is inside {path}, which must not be changed" in said
 
 
 def line_after(program: str, *arguments: object) -> list[str]:
@@ -483,9 +483,9 @@ def test_a_dry_run_writes_nothing(
     assert snapshot(tmp_path) == before
     # What would not be done is refused as it would be.
     assert main([*words, str(own), str(own / "checkpoint"), "--dry-run"]) == 1
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert main([*words, str(own), str(own / name), "--dry-run"]) == 1
-    assert "is inside of" in capsys.readouterr().err
+    assert "is inside" in capsys.readouterr().err
 
 
 @EVERY_TOOL

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from tools_checkpoints import (
     EMBEDDING,
@@ -27,6 +28,7 @@ from under_test import PRECISIONS
 from ds_frozen_patch import CheckpointError, manifest, prune, verify
 from ds_frozen_patch.checkpoint.format.archive import read
 from ds_frozen_patch.cli import main
+from ds_frozen_patch.cli.commands import to_json
 from ds_frozen_patch.manifest import KEY
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
@@ -311,15 +313,15 @@ def test_the_command_line(
     said = capsys.readouterr()
     assert said.err == ""
     lines = said.out.splitlines()
-    assert lines[0].startswith(f"{small}: whole, 3 files, ")
+    assert lines[0].startswith(f"{small}: no problems in 3 files, ")
     assert lines[1:] == [
         "8 trained parameters; 20 left out.",
-        f"20 of them are in {base} as they were at the save.",
+        "20 of them match the base.",
     ]
     assert main(["verify", str(small), "-q"]) == 0
     assert capsys.readouterr() == ("", "")
     assert main(["verify", str(small), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(verify(small).to_json()))
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(to_json(verify(small))))
 
     path = copied(2)
     files = sorted(path.rglob("*.pt"))
@@ -328,12 +330,64 @@ def test_the_command_line(
     assert main(["verify", str(path), "-q"]) == 1
     said = capsys.readouterr()
     assert said.err == ""
-    assert said.out.startswith(f"{path}: 2 wrong.\n- {files[0]} is damaged: ")
+    assert said.out.startswith(f"{path}: 2 problems.\n- {files[0]} is damaged: ")
     assert main(["verify", str(path), "--json"]) == 1
     assert len(json.loads(capsys.readouterr().out)["problems"]) == 2
     assert main(["verify", str(tmp_path / "nowhere")]) == 1
-    assert "1 wrong.\n- There is no directory" in capsys.readouterr().out
+    assert "1 problem.\n- There is no directory" in capsys.readouterr().out
     assert main(["verify", str(small), "--base", str(tmp_path / "nowhere")]) == 1
     said = capsys.readouterr()
     assert (said.out, said.err.count("\n")) == ("", 1)
     assert said.err.startswith("ds-frozen-patch: There is no base at ")
+
+
+def by_hand(folder: Path, stage: int, ranks: int, masters: list[int], frozen: list[int]) -> Path:
+    """A checkpoint whose ranks have so many elements of the master of `a`, and in ZeRO-3 of the frozen `b`."""
+    path = folder / "made.ckpt" / "checkpoint"
+    path.mkdir(parents=True)
+    (path.parent / "latest").write_text("checkpoint")
+    key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+    for rank in range(ranks):
+        model = {
+            "module": {"a": torch.ones(0 if stage == 3 else 12), "b": torch.ones(0 if stage == 3 else 12)},
+            "param_shapes": [{"a": torch.Size([12])}],
+            "frozen_param_shapes": {"b": torch.Size([12])},
+            "frozen_param_fragments": {"b": torch.ones(frozen[rank])},
+            "dp_world_size": ranks,
+            "ds_config": {"zero_optimization": {"stage": stage}},
+        }
+        name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
+        torch.save(model, path / name)
+        optimizer = {"zero_stage": stage, key: [torch.ones(masters[rank])], "partition_count": ranks}
+        name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": optimizer, "ds_version": "0.17.6"}, path / name)
+    return path.parent
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_file_that_lacks_elements_of_a_master_is_named(tmp_path: Path, stage: int) -> None:
+    assert verify(by_hand(tmp_path / "good", stage, 3, [4, 4, 4], [4, 4, 4])).problems == ()
+    path = by_hand(tmp_path / "bad", stage, 3, [4, 2, 4], [4, 4, 4])
+    file = path / "checkpoint" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    assert problem(path).startswith(f"{file} does not fit the model's states: ")
+
+
+def test_the_file_that_lacks_a_group_is_named(tmp_path: Path) -> None:
+    path = by_hand(tmp_path, 2, 3, [4, 4, 4], [4, 4, 4])
+    for name in ("mp_rank_00_model_states.pt", *(f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 2))):
+        file = path / "checkpoint" / name
+        state = torch.load(file, weights_only=False)
+        if "module" in state:
+            state["module"]["c"] = torch.ones(3)
+            state["param_shapes"].append({"c": torch.Size([3])})
+        else:
+            state["optimizer_state_dict"]["single_partition_of_fp32_groups"].append(torch.ones(1))
+        torch.save(state, file)
+    file = path / "checkpoint" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    assert problem(path).startswith(f"{file} lacks the masters of parameter group 1.")
+
+
+def test_the_file_that_lacks_elements_of_a_frozen_parameter_is_named(tmp_path: Path) -> None:
+    path = by_hand(tmp_path, 3, 3, [4, 4, 4], [4, 4, 2])
+    file = path / "checkpoint" / "zero_pp_rank_2_mp_rank_00_model_states.pt"
+    assert problem(path).startswith(f"{file} does not hold its part of 'b'")

@@ -1,11 +1,15 @@
-"""Files that survive a power cut: what is written is synced before its name counts, and renamed in one step."""
+"""Files that survive a power cut: contents are synced first, then renamed to their final name in one step."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import os
+import shutil
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,12 +17,12 @@ from typing import Any
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)
-_CACHE_SECONDS = 60  # NFS keeps names for up to `acdirmax`, which is that
+_CACHE_SECONDS = 60  # NFS caches names for up to `acdirmax`
 _CANNOT_SYNC_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
 
 
 def sync_file(path: str | Path) -> None:
-    """Return once the content of a file is on its disk."""
+    """Return once the content of a file is on disk."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -27,7 +31,7 @@ def sync_file(path: str | Path) -> None:
 
 
 def sync_folder(path: str | Path) -> None:
-    """Return once the names in a folder are on its disk; some file systems cannot sync a folder, and need not."""
+    """Return once the names in a folder are on disk; file systems that cannot sync a folder do not need it."""
     try:
         sync_file(path)
     except OSError as error:
@@ -36,11 +40,11 @@ def sync_folder(path: str | Path) -> None:
 
 
 def sync_tree(path: str | Path) -> None:
-    """Return once a file, or a folder with all that is in it, is on its disk. Links are not followed."""
+    """Return once a file, or a folder and everything in it, is on disk. Links are not followed."""
     folders = [Path(path)] if Path(path).is_dir() else []
     if not folders:
         sync_file(path)
-    for folder in folders:  # it grows
+    for folder in folders:  # the list grows
         for item in folder.iterdir():
             if item.is_symlink():
                 continue
@@ -49,13 +53,59 @@ def sync_tree(path: str | Path) -> None:
         sync_folder(folder)
 
 
+@contextmanager
+def write_beside(
+    target: Path, *, replace: bool = False, sync: bool = True, only_writer: bool = False
+) -> Iterator[Path]:
+    """Write a file or folder to a hidden place beside `target`; when the block ends, sync it and rename it to `target`.
+
+    After an error nothing is left behind. A killed process may leave a hidden `.NAME.*partial`.
+
+    Args:
+        target: the final name.
+        replace: replace a file or link that has this name at the end, instead of raising FileExistsError.
+        sync: wait until the content and the name are on disk.
+        only_writer: no other process writes to this name: use a fixed hidden name, and remove what a killed process
+            has left there.
+
+    Yields:
+        The path to write to. Other files may be put beside it; they are removed.
+    """
+    make_folder(target.parent, sync)
+    if only_writer:
+        hidden = target.with_name(f".{target.name}.partial")
+        _remove(hidden)
+        hidden.mkdir()
+    else:
+        hidden = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+    try:
+        yield hidden / target.name
+        if sync:
+            sync_tree(hidden / target.name)
+        if not replace and (target.exists() or target.is_symlink()):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+        (hidden / target.name).rename(target)
+        if sync:
+            sync_folder(target.parent)
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, a folder or a link (not its target), if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def listed(folder: Path) -> list[str]:
-    """The names in a folder. The client of a network disk asks its server for them, and then knows what is there."""
+    """List the names in a folder. This makes the client of a network disk ask the server and refresh its cache."""
     return sorted(item.name for item in folder.iterdir())
 
 
 def wait_for_name(path: Path) -> None:
-    """Wait where a folder lists a name and has nothing at it: a network disk's client forgets within a minute."""
+    """Wait while a folder lists a name that cannot be opened: a network disk's client has cached its absence."""
     for _ in range(_CACHE_SECONDS):
         try:
             if path.exists() or path.name not in listed(path.parent):
@@ -78,10 +128,10 @@ def make_folder(path: Path, sync: bool = True) -> None:
 
 
 def make_own_folder(path: Path, sync: bool = True) -> None:
-    """Make a folder that has a name of its own; another rank may have made it.
+    """Make a folder, unless another rank has made it already.
 
     Raises:
-        OSError: it cannot be made; FileExistsError if something else has the name, such as a link to a folder.
+        OSError: it cannot be made; FileExistsError if the name is taken by something else, such as a link to a folder.
     """
     make_folder(path.parent, sync)
     try:
@@ -94,10 +144,10 @@ def make_own_folder(path: Path, sync: bool = True) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Swap the names of two files or folders in one step; False where the kernel or the file system cannot (NFS).
+    """Swap the names of two files or folders atomically; False if the kernel or file system cannot (such as NFS).
 
     Raises:
-        OSError: they cannot be renamed; FileNotFoundError if one is not there.
+        OSError: they cannot be renamed; FileNotFoundError if one does not exist.
     """
     renameat2 = _renameat2()
     if renameat2 is None:

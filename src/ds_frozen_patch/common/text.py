@@ -1,17 +1,24 @@
-"""Numbers and foreign names as people read them."""
+"""Numbers and foreign text, formatted for people."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 def human_bytes(count: float) -> str:
-    """A number of bytes as a person reads it, in powers of 1000: "2.4 GB"."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
+    """Format a number of bytes in powers of 1000 with three significant digits: "2.4 GB"."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 999.5:  # else it would be rounded to 1000
             return f"{count:.3g} {unit}"
         count /= 1000
-    return f"{count:.3g} GB"
+    return f"{count:.0f} PB"
 
 
 def printable(text: str) -> str:
-    """`text` on one line, with what a terminal would act on or cannot show escaped as in Python: "\\x1b[2J"."""
+    """Return `text` on one line, with control and other unprintable characters escaped as in Python: "\\x1b[2J"."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def printable_lines(lines: Iterable[str]) -> str:
+    """Join lines after making each `printable`, so that text from a file cannot forge a line of its own."""
+    return "\n".join(map(printable, lines))

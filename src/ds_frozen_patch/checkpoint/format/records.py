@@ -79,7 +79,7 @@ def mapped(tensors: Mapping[str, Whole]) -> dict[str, torch.Tensor]:
     with Records() as records:
         for name, tensor in tensors.items():
             (piece,) = tensor.pieces
-            file, width = piece.storage.file, ITEM_SIZES[tensor.dtype]
+            file, width = piece.storage.path, ITEM_SIZES[tensor.dtype]
             if file not in files:
                 files[file] = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
             begin = records.place(piece.storage) + piece.begin * width
@@ -203,21 +203,21 @@ class Records:
             self._read_into(storage, record.checked, buffer[: record.size - record.checked])
         if record.so_far != record.checksum:
             raise CheckpointError(
-                f"{storage.file} is damaged: record {storage.key} is not as it was written. Take a whole copy of it."
+                f"{storage.path} is damaged: record {storage.key} is not as it was written. Take a whole copy of it."
             )
 
     def _read_into(self, storage: Storage, begin: int, chunk: memoryview) -> None:
         record = self._record(storage)
-        file, _ = self._files[storage.file]
+        file, _ = self._files[storage.path]
         if begin + len(chunk) > record.size:
-            raise CheckpointError(f"{storage.file} is damaged: record {storage.key} is too short.")
+            raise CheckpointError(f"{storage.path} is damaged: record {storage.key} is too short.")
         try:
             file.seek(record.begin + begin)
             count = file.readinto(chunk)  # type: ignore[attr-defined]
         except OSError as error:
-            raise CheckpointError(f"{storage.file} cannot be read: {error}") from None
+            raise CheckpointError(f"{storage.path} cannot be read: {error}") from None
         if count != len(chunk):
-            raise CheckpointError(f"{storage.file} is cut. Take a whole copy of it.")
+            raise CheckpointError(f"{storage.path} is cut. Take a whole copy of it.")
         if record.checksum is None:
             return
         if begin == record.checked:
@@ -232,9 +232,9 @@ class Records:
         return self._records[storage]
 
     def _find(self, storage: Storage) -> _Record:
-        if storage.file not in self._files:
-            self._files[storage.file] = _open(storage.file)
-        return _find(storage, self._files[storage.file][1])
+        if storage.path not in self._files:
+            self._files[storage.path] = _open(storage.path)
+        return _find(storage, self._files[storage.path][1])
 
 
 def _open(path: Path) -> tuple[IO[bytes], Mapping[str, Record]]:
@@ -256,5 +256,5 @@ def _open(path: Path) -> tuple[IO[bytes], Mapping[str, Record]]:
 def _find(storage: Storage, known: Mapping[str, Record]) -> _Record:
     place = known.get(storage.key)
     if place is None or place.size != storage.nbytes:
-        raise CheckpointError(f"{storage.file} is damaged: it has no record {storage.key} as its pickle describes it.")
+        raise CheckpointError(f"{storage.path} is damaged: it has no record {storage.key} as its pickle describes it.")
     return _Record(place.begin, place.size, place.checksum)

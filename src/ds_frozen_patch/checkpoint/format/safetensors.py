@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ...common.errors import CheckpointError
 from .stored import ITEM_SIZES, is_shape
@@ -88,18 +88,31 @@ def metadata(path: Path) -> dict[str, str]:
     return dict(header(path)[1].get("__metadata__", {}))
 
 
-def write_header(
-    file: IO[bytes], tensors: Iterable[tuple[str, str, tuple[int, ...]]], about: Mapping[str, str]
+def write_file(
+    path: Path,
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+    contents: Iterable[bytes | bytearray | memoryview],
+    about: Mapping[str, str],
 ) -> None:
-    """Write what comes before the tensors: `(name, dtype, shape)` of each, in the order of their bytes."""
-    said: dict[str, Any] = {"__metadata__": dict(about)}
+    """Write a file tensor by tensor.
+
+    Args:
+        path: the file to create.
+        tensors: the dtype (torch's name) and shape of each tensor.
+        contents: the bytes of each tensor, in the same order; only one of them is in memory at a time.
+        about: the metadata, besides the format.
+    """
+    header_: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}
     end = 0
-    for name, dtype, shape in tensors:
+    for name, (dtype, shape) in tensors.items():
         begin, end = end, end + prod(shape) * ITEM_SIZES[dtype]
-        said[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    content = json.dumps(said, separators=(",", ":")).encode()
-    content += b" " * (-len(content) % 8)  # so that the tensors are aligned
-    file.write(len(content).to_bytes(8, "little") + content)
+        header_[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header_, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for content in contents:
+            file.write(content)
 
 
 def _dtype(name: str) -> str:

@@ -28,12 +28,22 @@ STORAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The raw bytes of one or more tensors: the record `key` of a file, of `numel` elements of `dtype`."""
+    """The raw bytes of one or more tensors: the record `key` of a file, of `numel` elements of `dtype`.
 
-    file: Path
+    `file` is None for a storage that is about to be written and is in no file yet.
+    """
+
+    file: Path | None
     key: str
     dtype: str
     numel: int
+
+    @property
+    def path(self) -> Path:
+        """The file; raises ValueError if there is none yet."""
+        if self.file is None:
+            raise ValueError(f"storage {self.key!r} is in no file yet")
+        return self.file
 
     @property
     def nbytes(self) -> int:

@@ -202,7 +202,7 @@ def tensors_for(manifest: Manifest, base: Base) -> dict[LeftOut, Whole]:
         raise CheckpointError(f"{base.path} is not the base that was saved with: {'; '.join(reshaped[:5])}.")
     check_proportion(
         sum(tensor.nbytes for tensor in there.values()),
-        *{piece.storage.file for tensor in there.values() for piece in tensor.pieces},
+        *{piece.storage.path for tensor in there.values() for piece in tensor.pieces},
     )
     if any(isinstance(tensor, Made) for tensor in there.values()):
         check_installed()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 
 from ...common.errors import CheckpointError, named
 from ...common.progress import progress
+from ...common.text import human_bytes, printable_lines
 from ...manifest import KEY, LeftOut, Manifest
 from ...parameters import PARAMETER
 from .. import dtypes as converting
@@ -20,13 +20,14 @@ from ..format import safetensors as safetensors_file
 from ..format.archive import read
 from ..format.records import Piece, Records, Whole, mapped, whole
 from ..format.stored import ITEM_SIZES, StandIn, Storage, StoredTensor
-from ..format.writing import check_output, output, write_archive
+from ..format.writing import write_archive
 from ..quantization import of_torchao
 from ..zero.labels import LABEL
 from ..zero.repartition import KEY as ELASTIC
 from ..zero.states import DEEPSPEEDS_OWN, States, check_together, load
 from ..zero.weights import Weights, check_one_run, weights
 from .base import Base, open_base, refuse_wrong, tensors_for
+from .output import check_output, new_output
 
 TORCH_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -58,9 +59,14 @@ class Consolidated:
     files: tuple[str, ...]
     unverified: tuple[str, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
-        return dict(vars(self))
+    def __str__(self) -> str:
+        files = f" in {len(self.files)} files" if len(self.files) > 1 else ""
+        lines = [f"{self.target}: {self.tensors} tensors, {human_bytes(self.size)}{files}."]
+        if not self.is_whole:
+            lines.append("It lacks the frozen parameters, which the checkpoint left out; add them with --base.")
+        if self.unverified:
+            lines.append(f"Not verified, because they have no fingerprint: {named(self.unverified, 3)}.")
+        return printable_lines(lines)
 
 
 @dataclass(frozen=True)
@@ -171,7 +177,7 @@ def consolidate(
     if dry_run:
         check_output(path, *sources)
         return done
-    with output(path, *sources) as made, Records() as records, progress("writing", done.size, quiet) as told:
+    with new_output(path, *sources) as made, Records() as records, progress("writing", done.size, quiet) as told:
         if path.suffix in TORCH_SUFFIXES:
             _write_torch(made, states, plan, is_whole, Reader(records, plan, told), trust)
         elif path.suffix == ".safetensors":
@@ -197,7 +203,7 @@ def consolidate_over(checkpoint_dir: str | Path, output_file: str | Path, tag: s
     plan = _plan(found, states.manifest, None, None)
     file = Path(output_file)
     with (
-        output(file, over=True) as made,
+        new_output(file, replace=True) as made,
         Records() as records,
         progress("writing", plan.size, False) as told,
     ):
@@ -296,14 +302,14 @@ def _write_torch(file: Path, states: States, plan: Plan, is_whole: bool, reader:
             )
     made: dict[str, Any] = dict(plan.pickled)
     for name, tensor in plan.tensors.items():
-        storage = Storage(Path(), name, plan.dtype_of(name), tensor.numel)
+        storage = Storage(None, name, plan.dtype_of(name), tensor.numel)
         made[name] = StoredTensor(storage, storage.dtype, 0, tensor.shape, _strides(tensor.shape))
     for alias, name in plan.aliases.items():
         if name in made:
             made[alias] = made[name]
 
     def content(storage: Storage, begin: int, count: int) -> Iterator[bytes | memoryview]:
-        if storage.file == Path():
+        if storage.file is None:
             yield bytes(reader(storage.key)) if not storage.numel else memoryview(reader(storage.key))
         else:
             yield from reader.records.chunks(Whole("uint8", (count,), (Piece(storage, begin, count),)))
@@ -321,11 +327,8 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 def write_shard(file: Path, tensors: dict[str, Whole], plan: Plan, reader: Reader) -> None:
     """A file of safetensors. It cannot hold a tensor twice: of tied ones it says the first's name, as the library."""
     about = {alias: name for alias, name in plan.aliases.items() if name in tensors}
-    entries = [(name, plan.dtype_of(name), tensor.shape) for name, tensor in tensors.items()]
-    with file.open("wb") as out:
-        safetensors_file.write_header(out, entries, {"format": "pt", **about})
-        for name in tensors:
-            out.write(reader(name))
+    entries = {name: (plan.dtype_of(name), tensor.shape) for name, tensor in tensors.items()}
+    safetensors_file.write_file(file, entries, map(reader, tensors), about)
 
 
 def _write_folder(folder: Path, shards: dict[str, dict[str, Whole]], plan: Plan, reader: Reader) -> None:
@@ -337,16 +340,3 @@ def _write_folder(folder: Path, shards: dict[str, dict[str, Whole]], plan: Plan,
         where = {tensor: name for name, tensors in shards.items() for tensor in tensors}
         index = {"metadata": {"total_size": size}, "weight_map": where}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
-
-
-def parse_size(text: str) -> int:
-    """Bytes, of a text such as "5GB", "500MB" or "1000000"; units are powers of 1000.
-
-    Raises:
-        ValueError: it is no size.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
-    size = int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ")) if match else 0
-    if size < 1:
-        raise ValueError(f"{text!r} is no size; give one such as 5GB or 500MB")
-    return size

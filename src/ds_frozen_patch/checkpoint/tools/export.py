@@ -12,13 +12,14 @@ from typing import Any
 
 from ...common.errors import CheckpointError, named
 from ...common.progress import progress
+from ...common.text import human_bytes, printable_lines
 from ...manifest import Manifest
 from .. import dtypes as converting
 from ..format.records import Records
-from ..format.writing import check_output, output
 from ..zero.states import check_together, load
 from ..zero.weights import Weights, check_one_run, weights
 from .consolidate import Plan, Reader, write_shard
+from .output import check_output, new_output
 from .regex_cost import steps
 
 FORMATS = ("peft", "safetensors")
@@ -53,9 +54,11 @@ class Exported:
     size: int
     outside: tuple[str, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
-        return dict(vars(self))
+    def __str__(self) -> str:
+        lines = [f"{self.target}: {len(self.tensors)} tensors, {human_bytes(self.size)}."]
+        if self.outside:
+            lines.append(f"Not included, because they are outside the adapter's model: {named(self.outside, 3)}.")
+        return printable_lines(lines)
 
 
 @dataclass(frozen=True)
@@ -79,10 +82,10 @@ class Adapter:
         stem = stem.removesuffix(f".{self.name}")
         return stem if stem.endswith(".lora_magnitude_vector") else f"{stem}.{last}"
 
-    def write_config(self, folder: Path) -> None:
-        """Write the `adapter_config.json` of a folder."""
-        said = json.dumps({**(self.config or {}), "inference_mode": True}, indent=2, sort_keys=True)
-        (folder / "adapter_config.json").write_text(said, encoding="utf-8")
+    @property
+    def config_json(self) -> str:
+        """The content of its `adapter_config.json`."""
+        return json.dumps({**(self.config or {}), "inference_mode": True}, indent=2, sort_keys=True)
 
     def owns(self, name: str) -> bool:
         """Whether a parameter or buffer is the adapter's own, and in its file."""
@@ -115,7 +118,7 @@ class Adapter:
         found = {self.peft_name(name): name for name in chosen}
         return {name: own for name, own in found.items() if name is not None}
 
-    def check(self) -> None:
+    def check_exportable(self) -> None:
         """Raise CheckpointError where PEFT's file holds something else than the weights in a checkpoint."""
         config = self.config or {}
         kind = str(config.get("peft_type"))
@@ -191,7 +194,7 @@ def export(
     chosen = None
     if format == "peft":
         chosen = _adapter(found, states.manifest, adapter, adapter_config)
-        chosen.check()
+        chosen.check_exportable()
         named_, outside = _of_adapter(found, states.manifest, chosen)
     else:
         # A frozen parameter in a trainable-only checkpoint is one that was kept: no base holds its value.
@@ -212,12 +215,12 @@ def export(
     if dry_run:
         check_output(path, states.layout.root)
         return done
-    with output(path, states.layout.root) as made, Records() as records, progress("writing", size, quiet) as told:
+    with new_output(path, states.layout.root) as made, Records() as records, progress("writing", size, quiet) as told:
         file = made
         if chosen is not None:
             made.mkdir()
             file = made / "adapter_model.safetensors"
-            chosen.write_config(made)
+            (made / "adapter_config.json").write_text(chosen.config_json, encoding="utf-8")
         write_shard(file, plan.tensors, plan, Reader(records, plan, told))
     return done
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...common.text import human_bytes, printable_lines
 from ...manifest import KEY, Manifest
 from ..format.archive import Contents
 from ..format.stored import Storage, StoredTensor, tensors
@@ -70,11 +71,27 @@ class Inspection:
         """What the checkpoint would be smaller by without its frozen weights."""
         return self.kinds.get(FROZEN, 0) + self.kinds.get(SECOND_COPY, 0)
 
-    def to_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
-        own = {name: value for name, value in vars(self).items() if name != "manifest"}
-        totals = {"kinds": self.kinds, "size": self.size, "prunable": self.prunable}
-        return {**own, **totals, "manifest": self.manifest.to_state() if self.manifest else None}
+    def __str__(self) -> str:
+        counters = (("epoch", self.epoch), ("step", self.global_step))
+        progress = [f"{name} {value}" for name, value in counters if value is not None]
+        lines = [
+            f"{self.path}, {self.tag}: {human_bytes(self.size)}",
+            ", ".join([f"ZeRO stage {self.zero_stage}", f"ranks: {self.world_size}", *progress]),
+            ", ".join(f"{name} {version}" for name, version in self.versions.items()),
+            *(f"base: {kind}" for kind in self.base),
+            "",
+            *(f"{human_bytes(size):>8}  {size / self.size:4.0%}  {kind}" for kind, size in self.kinds.items()),
+            "",
+            *(f"{human_bytes(sum(kinds.values())):>8}  {name}" for name, kinds in self.files.items()),
+            "",
+        ]
+        if self.manifest:
+            lines.append(f"Trainable-only: {self.manifest} were left out.")
+        elif self.prunable:
+            lines.append(f"Without its frozen weights it would be {human_bytes(self.size - self.prunable)}.")
+        else:
+            lines.append("It has no manifest, and no weights that are known to be frozen.")
+        return printable_lines(lines)
 
 
 def inspect(path: str | Path, tag: str | None = None, *, trust: bool = False) -> Inspection:

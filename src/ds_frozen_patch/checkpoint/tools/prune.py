@@ -10,14 +10,16 @@ from typing import Any
 
 from ...common.errors import CheckpointError
 from ...common.progress import progress
+from ...common.text import human_bytes, printable_lines
 from ...fingerprint import of_stream
 from ...manifest import KEY, LeftOut, Manifest
 from ...parameters import BUFFER, PART, plain
 from ..format.records import Piece, Records, Whole
 from ..format.stored import Storage
-from ..format.writing import check_output, copy_others, output, write_archive
+from ..format.writing import write_archive
 from ..zero.states import States, check_together, load
 from ..zero.weights import Weights, check_one_run, weights
+from .output import check_output, copy_other_files, new_output
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,12 @@ class Pruned:
     size_after: int | None
     manifest: Manifest
 
-    def to_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
-        return {**vars(self), "manifest": self.manifest.to_state()}
+    def __str__(self) -> str:
+        size = f"{human_bytes(self.size_after)} of " if self.size_after is not None else "a part of "
+        lines = [f"{self.target}: {size}{human_bytes(self.size_before)}.", f"Left out: {self.manifest}."]
+        if self.size_after is not None and not any(one.fingerprint for one in self.manifest.left_out):
+            lines.append("It has no fingerprints: loads cannot verify the base.")
+        return printable_lines(lines)
 
 
 def prune(
@@ -92,7 +97,7 @@ def prune(
     if dry_run:
         check_output(Path(target), layout.root)
         return Pruned(str(source), str(target), size, None, _manifest(states, found, prints))
-    with output(target, layout.root) as made:
+    with new_output(target, layout.root) as made:
         with Records() as records:
             if fingerprints:
                 prints = _fingerprints(records, found, states.quantizes_frozen, quiet)
@@ -107,7 +112,7 @@ def prune(
                 # Not copied: another file may be there by now than the one that was checked.
                 for file, contents in zip(layout.optimizer, states.contents[len(layout.model) :], strict=True):
                     write_archive(folder / file.name, contents.state, _reader(records, done))
-        copy_others(layout, made)
+        copy_other_files(layout, made)
         size_after = sum(file.stat().st_size for file in folder.iterdir())
     return Pruned(str(source), str(target), size, size_after, manifest)
 

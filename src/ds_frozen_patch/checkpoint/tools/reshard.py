@@ -10,15 +10,15 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ...common.errors import CheckpointError
+from ...common.text import human_bytes, printable
 from ..format.archive import read
-from ..format.writing import check_output, copy_others, output
 from ..zero.labels import resharded, save_of
 from ..zero.layout import Layout, find
 from ..zero.repartition import plan
 from ..zero.states import load
+from .output import check_output, copy_other_files, new_output
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,11 @@ class Resharded:
     ranks: int
     size: int
 
-    def to_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
-        return dict(vars(self))
+    def __str__(self) -> str:
+        return printable(
+            f"{self.target}: {human_bytes(self.size)}, ZeRO stage {self.zero_stage}, for {self.ranks} ranks instead of"
+            f" {self.ranks_before}."
+        )
 
 
 def reshard(
@@ -89,11 +91,11 @@ def reshard(
     if dry_run:
         check_output(path, root)
         return done
-    with output(path, root) as made:
+    with new_output(path, root) as made:
         folder = made / states.layout.tag
         folder.mkdir(parents=True)
         made_of_it.write(folder, quiet)
-        copy_others(states.layout, made)
+        copy_other_files(states.layout, made)
     return done
 
 
@@ -119,7 +121,7 @@ def reshard_inside(source: str | Path, tag: str | None, *, ranks: int, quiet: bo
         shutil.rmtree(folder)
     try:
         made_of_it = plan(load(source, tag, trust=True), ranks)
-        with output(folder) as made:
+        with new_output(folder) as made:
             made.mkdir()
             made_of_it.write(made, quiet)
     except CheckpointError:

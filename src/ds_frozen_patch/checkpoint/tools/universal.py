@@ -20,13 +20,14 @@ from typing import Any
 from packaging.version import Version
 
 from ...common.errors import CheckpointError
+from ...common.text import human_bytes, printable_lines
 from ...parameters import is_name
 from ..format.allowed import OF_DEEPSPEED
 from ..format.stored import ITEM_SIZES, Size, StandIn, StoredTensor, stand_in
-from ..format.writing import check_output, copy_others, output
 from ..zero.labels import LABEL
 from ..zero.repartition import KEY, Plan, plan
 from ..zero.states import States, load, names_of_groups
+from .output import check_output, copy_other_files, new_output
 
 CONVERTER = "deepspeed.checkpoint.ds_to_universal"
 INFO = {"universal_checkpoint_version": 0.2}
@@ -64,9 +65,13 @@ class Universal:
     deepspeed: str
     size: int | None
 
-    def to_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
-        return dict(vars(self))
+    def __str__(self) -> str:
+        size = f"{human_bytes(self.size)}, " if self.size is not None else ""
+        lines = [
+            f"{self.target}: {size}ZeRO stage {self.zero_stage}, by deepspeed {self.deepspeed}.",
+            'To load it, set "checkpoint": {"load_universal": true} in DeepSpeed\'s configuration.',
+        ]
+        return printable_lines(lines)
 
 
 def universal(
@@ -107,7 +112,7 @@ def universal(
     if dry_run:
         check_output(path, root)
         return Universal(str(source), str(target), states.zero_stage, version, None)
-    with output(path, root) as made:
+    with new_output(path, root) as made:
         folder, tag_ = made.with_name("of one rank"), states.layout.tag
         folder.mkdir()
         made.mkdir()
@@ -115,7 +120,7 @@ def universal(
         _convert(folder, made / tag_, version, quiet)
         models = {name: _whole(state) for name, state in of_one.files.items() if "module" in state}
         Plan(models, of_one.made).write(made / tag_, quiet)
-        copy_others(states.layout, made)
+        copy_other_files(states.layout, made)
         (made / "latest").unlink()
         (made / "latest_universal").write_text(tag_, encoding="utf-8")
         size = sum(file.stat().st_size for file in made.rglob("*") if file.is_file())

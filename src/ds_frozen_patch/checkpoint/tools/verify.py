@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from ...common.errors import CheckpointError, CheckpointMismatchError, named
 from ...common.progress import progress
+from ...common.text import human_bytes, printable_lines
 from ...manifest import Manifest
 from ...parameters import PARAMETER, plain
 from .. import dtypes as converting
@@ -45,9 +45,19 @@ class Verified:
     compared: int
     unverified: tuple[str, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
-        return dict(vars(self))
+    def __str__(self) -> str:
+        if self.problems:
+            count = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
+            return printable_lines([f"{self.path}: {count}.", *(f"- {problem}" for problem in self.problems)])
+        lines = [
+            f"{self.path}: no problems in {self.files} files, {human_bytes(self.size)}.",
+            f"{self.trained} trained parameters; {self.left_out} left out.",
+        ]
+        if self.compared:
+            lines.append(f"{self.compared} of them match the base.")
+        if self.unverified:
+            lines.append(f"Cannot be verified: {named(self.unverified, 3)}.")
+        return printable_lines(lines)
 
 
 def verify(

@@ -53,7 +53,7 @@ class _Made:
     def flat(self, dtype: str, pieces: Sequence[Piece | int]) -> StoredTensor:
         """A flat tensor of pieces and of zeros, where a number says how many."""
         count = sum(piece if isinstance(piece, int) else piece.count for piece in pieces)
-        storage = Storage(Path(), str(len(self.pieces)), dtype, count)
+        storage = Storage(None, str(len(self.pieces)), dtype, count)
         self.pieces[storage] = list(pieces)
         return StoredTensor(storage, dtype, 0, (count,), (1,))
 

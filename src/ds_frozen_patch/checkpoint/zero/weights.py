@@ -25,6 +25,7 @@ from ..dtypes import FLOATING
 from ..format.records import Piece, Records, Whole, joined, whole
 from ..format.stored import StoredTensor, tensors
 from ..quantization import Subclass, of_base, owners, subclass
+from .partitions import ALIGNMENT, numel, part_of_group, part_of_parameter
 from .states import States, names, names_of_groups
 
 SAMPLE = 64
@@ -150,8 +151,9 @@ def check_proportion(size: int, *files: Path) -> None:
     tensors one by one takes room and time for each.
     """
     if size > 100 * sum(file.stat().st_size for file in files) + (1 << 26):
+        shown = files[0] if len(files) == 1 else files[0].parent
         raise CheckpointError(
-            f"{files[0]} is damaged: its tensors would take {size} bytes, far more than the checkpoint has. Take a"
+            f"{shown} is damaged: its tensors would take {size} bytes, far more than the checkpoint has. Take a"
             " whole copy of it."
         )
 
@@ -236,7 +238,7 @@ def check_one_run(found: Weights) -> None:
                 )
                 agree = sum(abs(m - w) <= 0.01 * abs(m) + 1e-6 for m, w in zip(master, weight, strict=True))
                 if 2 * agree < count:
-                    apart.setdefault(name, set()).update((piece.storage.file.name, place.storage.file.name))
+                    apart.setdefault(name, set()).update((piece.storage.path.name, place.storage.path.name))
                 begin += piece.count
     if apart:
         raise CheckpointError(
@@ -285,8 +287,8 @@ def _masters(states: States, groups: Sequence[Mapping[str, tuple[int, ...]]]) ->
     if states.zero_stage == 3:
         shapes = {name: shape for group in groups for name, shape in group.items()}
         parts = {name: -(-prod(shape) // len(partitions)) for name, shape in shapes.items()}
-        for rank, own in enumerate(partitions):
-            _check_size(states, rank, sum(item.numel for item in own), sum(parts.values()), 0)
+        wanted = sum(parts.values())
+        _check_master_sizes(states, [sum(item.numel for item in own) for own in partitions], [wanted] * len(partitions))
         begin = 0
         for name, shape in shapes.items():
             pieces = _cut([piece for own in partitions for piece in joined(own, begin, parts[name])], prod(shape))
@@ -294,12 +296,13 @@ def _masters(states: States, groups: Sequence[Mapping[str, tuple[int, ...]]]) ->
             begin += parts[name]
         return found
     for index, group in enumerate(groups):
-        try:
-            own = [ranks[index] for ranks in partitions]
-        except IndexError:
-            raise CheckpointError(f"{states.layout.root} lacks the masters of parameter group {index}.") from None
-        wanted = sum(prod(shape) for shape in group.values())
-        _check_size(states, 0, sum(item.numel for item in own), wanted, 2 * len(partitions))
+        for file, ranks in zip(states.layout.optimizer, partitions, strict=True):
+            if len(ranks) <= index:
+                raise CheckpointError(f"{file} lacks the masters of parameter group {index}. Take a whole copy of it.")
+        own = [ranks[index] for ranks in partitions]
+        size, part = numel(group), part_of_group(group, len(partitions))
+        least = [min(max(size - rank * part, 0), part) for rank in range(len(own))]
+        _check_master_sizes(states, [item.numel for item in own], least, ALIGNMENT * len(partitions))
         begin = 0
         for name, shape in group.items():
             found[name] = Whole(own[0].dtype, tuple(shape), joined(own, begin, prod(shape)))
@@ -307,12 +310,23 @@ def _masters(states: States, groups: Sequence[Mapping[str, tuple[int, ...]]]) ->
     return found
 
 
-def _check_size(states: States, rank: int, has: int, wants: int, padding: int) -> None:
-    if not wants <= has <= wants + padding:
-        raise CheckpointError(
-            f"{states.layout.optimizer[rank]} does not fit the model's states: the masters have {has} elements in place"
-            f" of {wants}. It is of another run, or they are on NVMe; take all files from one checkpoint."
-        )
+def _check_master_sizes(states: States, sizes: Sequence[int], expected: Sequence[int], padding: int = 0) -> None:
+    """Raise CheckpointError if the masters have too few or too many elements, and name the file that is wrong.
+
+    Args:
+        states: of the checkpoint.
+        sizes: the number of elements that each rank's file holds.
+        expected: the number that it should hold.
+        padding: how many more all files together may hold.
+    """
+    if sum(expected) <= sum(sizes) <= sum(expected) + padding and (padding or list(sizes) == list(expected)):
+        return
+    wrong = [rank for rank, (size, wanted) in enumerate(zip(sizes, expected, strict=True)) if size != wanted]
+    rank = next((rank for rank in wrong if sizes[rank] < expected[rank]), wrong[0])
+    raise CheckpointError(
+        f"{states.layout.optimizer[rank]} does not fit the model's states: the masters have {sizes[rank]} elements in"
+        f" place of {expected[rank]}. It is of another run, or they are on NVMe; take all files from one checkpoint."
+    )
 
 
 def _tensors_of(state: Mapping[str, Any], key: str) -> list[StoredTensor]:
@@ -330,8 +344,6 @@ def _cut(pieces: Sequence[Piece], count: int) -> tuple[Piece, ...]:
         if count > 0:
             kept.append(Piece(piece.storage, piece.begin, min(piece.count, count)))
         count -= piece.count
-    if count > 0:
-        raise CheckpointError(f"{pieces[0].storage.file} does not hold its part of a parameter." if pieces else "empty")
     return tuple(kept)
 
 
@@ -349,6 +361,10 @@ def _frozen(
             continue
         if not all(isinstance(part, StoredTensor) and part.is_contiguous for part in parts):
             raise CheckpointError(f"{states.layout.root} lacks a partition of {name!r}. Take a whole copy of it.")
+        if sum(part.numel for part in parts) < prod(shape):
+            size = part_of_parameter(shape, len(parts))
+            file = next(file for file, part in zip(states.layout.model, parts, strict=True) if part.numel < size)
+            raise CheckpointError(f"{file} does not hold its part of {name!r}. Take a whole copy of it.")
         pieces = [piece for part in parts for piece in joined([part], 0, part.numel)]
         found[name] = Whole(parts[0].dtype, tuple(shape), _cut(pieces, prod(shape)))
     return found

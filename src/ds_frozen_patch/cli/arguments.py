@@ -1,0 +1,232 @@
+"""The arguments of each command. The README shows what `--help` prints; tests compare the two."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+
+from ..checkpoint.dtypes import DTYPES
+from ..checkpoint.tools.export import FORMATS
+from ..settings import EXPORT, VERIFY_BASE
+from . import commands
+
+EXAMPLES = {
+    "": """
+  ds-frozen-patch run -- torchrun --nproc-per-node 4 train.py
+  ds-frozen-patch status
+  ds-frozen-patch inspect lightning_logs/version_0/checkpoints/last.ckpt
+  ds-frozen-patch prune last.ckpt small.ckpt
+  ds-frozen-patch consolidate small.ckpt whole.ckpt --base ./Llama-3.1-8B
+  ds-frozen-patch export small.ckpt adapter --format peft
+  ds-frozen-patch reshard last.ckpt last.4gpus.ckpt --ranks 4
+""",
+    "run": """
+  ds-frozen-patch run -- python train.py --lr 1e-4
+  ds-frozen-patch run --strict -- torchrun --nproc-per-node 4 train.py
+  srun ds-frozen-patch run --elastic -- python -m my.package fit --config run.yaml
+  eval "$(ds-frozen-patch run --env)"
+""",
+    "status": "\n  ds-frozen-patch status --json\n",
+    "inspect": "\n  ds-frozen-patch inspect last.ckpt\n",
+    "prune": """
+  ds-frozen-patch prune last.ckpt small.ckpt
+  ds-frozen-patch prune last.ckpt small.ckpt --dry-run
+""",
+    "consolidate": """
+  ds-frozen-patch consolidate last.ckpt weights.ckpt
+  ds-frozen-patch consolidate last.ckpt weights.safetensors --dtype bf16
+  ds-frozen-patch consolidate small.ckpt whole --base ./Llama-3.1-8B --max-shard-size 2GB
+""",
+    "merge": "\n  ds-frozen-patch merge small.ckpt whole.ckpt --base ./Llama-3.1-8B\n",
+    "export": """
+  ds-frozen-patch export last.ckpt adapter --format peft
+  ds-frozen-patch export last.ckpt trained.safetensors --format safetensors
+""",
+    "reshard": "\n  ds-frozen-patch reshard last.ckpt last.4gpus.ckpt --ranks 4\n",
+    "universal": "\n  ds-frozen-patch universal last.ckpt last.universal\n",
+    "verify": """
+  ds-frozen-patch verify small.ckpt
+  ds-frozen-patch verify small.ckpt --base ./Llama-3.1-8B
+""",
+}
+_FILE_OR_FOLDER = "the output: a .ckpt for Lightning, a .safetensors file, or a new directory for sharded safetensors"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser; each command sets `run`, its function, and `wrong`, which reports wrong usage."""
+    parser = argparse.ArgumentParser(
+        prog="ds-frozen-patch",
+        description="Trainable-only checkpoints for Lightning + DeepSpeed.",
+        epilog=f"examples:{EXAMPLES['']}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], about: str) -> argparse.ArgumentParser:
+        command = subparsers.add_parser(
+            name,
+            help=about,
+            description=about[0].upper() + about[1:] + ".",
+            epilog=f"examples:{EXAMPLES[name]}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.set_defaults(run=run, wrong=command.error)
+        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        return command
+
+    command = add("run", commands.run_run, "run a command and its child processes with patching enabled")
+    _add_run_arguments(command)
+    command = add("status", commands.run_status, "show which packages are installed and what patch() does with them")
+    _add_json(command)
+    command = add("inspect", commands.run_inspect, "show what takes up space in a checkpoint, without reading tensors")
+    _add_checkpoint(command)
+    _add_reading(command)
+    command = add("prune", commands.run_prune, "convert a full checkpoint into a trainable-only checkpoint")
+    _add_writing(command, "the directory to create")
+    _add_trainable(command)
+    command.add_argument(
+        "--no-fingerprints",
+        action="store_true",
+        help="do not read the frozen parameters: faster, but loads cannot verify the base",
+    )
+    command = add(
+        "consolidate", commands.run_consolidate, "collect the weights of a checkpoint, the trained ones in fp32"
+    )
+    _add_writing(command, _FILE_OR_FOLDER)
+    _add_consolidating(command, base_required=False)
+    command = add(
+        "merge", commands.run_consolidate, "combine a trainable-only checkpoint and its base (see consolidate)"
+    )
+    _add_writing(command, _FILE_OR_FOLDER)
+    _add_consolidating(command, base_required=True)
+    command = add("export", commands.run_export, "export the trained weights as a PEFT adapter or a safetensors file")
+    _add_writing(command, "the directory (peft) or file (safetensors) to create")
+    _add_trainable(command)
+    command.add_argument("--format", choices=FORMATS, required=True, help="the output format")
+    _add_dtype(command)
+    command.add_argument("--adapter", metavar="NAME", help="which adapter of the run to export (peft)")
+    command.add_argument(
+        "--adapter-config", metavar="FILE", help="an adapter_config.json to use if the checkpoint contains none (peft)"
+    )
+    command = add("reshard", commands.run_reshard, "convert a checkpoint to a different number of ranks")
+    _add_writing(command, "the directory to create")
+    command.add_argument(
+        "--ranks", metavar="N", type=_parse_ranks, required=True, help="the new world size: nodes times devices"
+    )
+    command = add("universal", commands.run_universal, "convert a checkpoint to DeepSpeed's universal format")
+    _add_writing(command, "the directory to create", trust=False)
+    command = add("verify", commands.run_verify, "check that a checkpoint is complete, undamaged and consistent")
+    _add_checkpoint(command)
+    command.add_argument("--base", help="compare this base with the fingerprints in the manifest")
+    _add_reading(command)
+    command.add_argument("-q", "--quiet", action="store_true", help="do not show progress on stderr")
+    return parser
+
+
+def _add_run_arguments(command: argparse.ArgumentParser) -> None:
+    command.usage = "%(prog)s [options] -- COMMAND ..."
+    command.add_argument("program", metavar="COMMAND", nargs=argparse.REMAINDER, help="the command and its arguments")
+    command.add_argument(
+        "--strict", action="store_true", default=None, help="exit with an error if patching is not possible"
+    )
+    command.add_argument("--verify-base", choices=VERIFY_BASE, help="what to do if the base differs at load")
+    command.add_argument(
+        "--keep", metavar="PATTERN", action="append", help="frozen parameters to save anyway (repeatable)"
+    )
+    command.add_argument(
+        "--leave-out", metavar="PATTERN", action="append", help="buffers to leave out as part of the base (repeatable)"
+    )
+    command.add_argument("--export", choices=EXPORT, help="also export the trained weights into each checkpoint")
+    command.add_argument(
+        "--fp32-weights", action="store_true", default=None, help="save the fp32 masters in weights-only checkpoints"
+    )
+    command.add_argument(
+        "--elastic", action=argparse.BooleanOptionalAction, help="reshard checkpoints of a different world size at load"
+    )
+    command.add_argument(
+        "--sync",
+        action=argparse.BooleanOptionalAction,
+        help="wait until saved files are on disk (default: yes)",
+    )
+    command.add_argument(
+        "--trust",
+        action=argparse.BooleanOptionalAction,
+        help="allow loads to run code that a checkpoint names (default: yes, with a warning)",
+    )
+    command.add_argument("--cpu", action="store_true", default=None, help="train on CPU, to test without a GPU")
+    command.add_argument("--env", action="store_true", help="print the environment variables instead, for a shell")
+
+
+def _add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_checkpoint(command: argparse.ArgumentParser) -> None:
+    command.add_argument("checkpoint", metavar="CKPT", help="the directory of a DeepSpeed checkpoint")
+
+
+def _add_reading(command: argparse.ArgumentParser, trust: bool = True) -> None:
+    command.add_argument("--tag", help="the subdirectory to read (default: the one named in `latest`)")
+    if trust:
+        about = "accept files that name unexpected classes (their code is never run)"
+        command.add_argument("--trust", action="store_true", help=about)
+    _add_json(command)
+
+
+def _add_writing(command: argparse.ArgumentParser, target: str, trust: bool = True) -> None:
+    command.add_argument("source", metavar="SRC", help="the directory of a DeepSpeed checkpoint; it is not changed")
+    command.add_argument("target", metavar="DST", help=target)
+    _add_reading(command, trust)
+    command.add_argument("--dry-run", action="store_true", help="show what would be written, without writing it")
+    command.add_argument("-q", "--quiet", action="store_true", help="print nothing, and do not show progress")
+
+
+def _add_trainable(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--trainable",
+        metavar="PATTERN",
+        action="append",
+        default=[],
+        help="names of trained parameters, if a ZeRO stage 0 or 1 checkpoint does not tell (repeatable)",
+    )
+
+
+def _add_dtype(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--dtype",
+        choices=list(DTYPES),
+        help="convert all floating-point tensors (default: trained weights in fp32, others as saved)",
+    )
+
+
+def _add_consolidating(command: argparse.ArgumentParser, base_required: bool) -> None:
+    _add_dtype(command)
+    command.add_argument(
+        "--base",
+        required=base_required,
+        help="add the frozen parameters from here: a directory of safetensors, a file or a full checkpoint; they are"
+        " verified",
+    )
+    command.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        type=_parse_size,
+        default="5GB",
+        help="maximum size of each file in a directory (default: 5GB)",
+    )
+
+
+def _parse_size(text: str) -> int:
+    """Bytes, from text such as "5GB", "500MB" or "1000000"; units are powers of 1000."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
+    size = int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ")) if match else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; pass one such as 5GB or 500MB")
+    return size
+
+
+def _parse_ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks; pass 1 or more")
+    return int(text)
