@@ -8,15 +8,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-import cells
-import compare
-import compare_features
 import pytest
-import settings_table
-import table
+from compare import __main__ as compare
+from compare import features
+from matrix import cells, results, table
 from packaging.requirements import Requirement
 from packaging.version import Version
-from series_folder import PATCHES, read_index
+from series.folder import PATCHES, read_index
 from settings import SETTINGS
 
 from ds_frozen_patch.patching.probe import TESTED
@@ -89,34 +87,30 @@ def test_locks(name: str) -> None:
 
 
 def test_the_readme_shows_the_last_full_run() -> None:
-    last_run = json.loads((ROOT / "ci" / "last-run.json").read_text())
+    last_run = json.loads(table.LAST_RUN.read_text())
     assert [outcome["entry"] for outcome in last_run.values()] == list(cells.entries().values()), (
         "run the whole matrix again"
     )
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"{table.BEGIN}\n{table.render(last_run)}\n{table.END}" in readme
+    assert table.BLOCK.read() == table.render(last_run).strip()
 
 
 def test_the_readme_shows_every_setting() -> None:
-    _, _, rest = (ROOT / "README.md").read_text(encoding="utf-8").partition(settings_table.BEGIN)
-    shown, _, after = rest.partition(settings_table.END)
+    shown = results.BLOCKS["settings"].read()
     rows = [[item.strip() for item in line.split("|")[1:-1]] for line in shown.splitlines() if line.startswith("|")]
-    assert after
     assert rows[0][1:] == [f"DeepSpeed {CELLS[cell].deepspeed}" for cell in ("everyday", "newest")]
     assert [row[0] for row in rows[2:]] == [setting.name for setting in SETTINGS], "run the settings again"
 
 
 def test_the_readme_shows_the_comparison() -> None:
     result = json.loads(compare.RESULTS.read_text())
-    assert list(result["features"]) == list(compare_features.FEATURES), "compare again"
+    assert list(result["features"]) == list(features.FEATURES), "compare again"
     measured = (f"lightning {result['versions']['lightning']}", result["versions"]["deepspeed"])
     assert measured == (CELLS["newest"].lightning, CELLS["newest"].deepspeed)
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"{compare.BEGIN}\n{compare.render(result)}\n{compare.END}" in readme
+    assert compare.BLOCK.read() == compare.render(result).strip()
 
 
 def test_every_promise_in_every_cell() -> None:
-    last_run = json.loads((ROOT / "ci" / "last-run.json").read_text())
+    last_run = json.loads(table.LAST_RUN.read_text())
     for name, outcome in last_run.items():
         shown = {int(promise) for promise, counts in outcome["promises"].items() if counts.get("passed")}
         by_patches = {1, 2, 3, 6, 7, 8, 9, 12}
@@ -175,7 +169,7 @@ def test_a_proposed_cell_stands_below_the_nearest(tmp_path: Path, monkeypatch: p
 
 @pytest.fixture
 def last_run() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((ROOT / "ci" / "last-run.json").read_text())
+    found: dict[str, Any] = json.loads(table.LAST_RUN.read_text())
     return found
 
 
