@@ -14,7 +14,7 @@ import nox
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from matrix import cells
+from matrix import cells, declared
 from matrix.environments import (
     LOCKS,
     ROOT,
@@ -69,6 +69,7 @@ def matrix(session: nox.Session, cell: str) -> None:
 def lock(session: nox.Session) -> None:
     """Resolve the locks of the cells and programs that follow `--` anew, or all of them and their bases."""
     session.chdir(ROOT)
+    log_written(session, declared.write())
     of_programs = {f"program-{name}": name for name in PROGRAMS}
     locked = [*(name for name, cell in CELLS.items() if cell.lock == name), *of_programs]
     chosen = session.posargs or locked
@@ -100,6 +101,7 @@ def propose(session: nox.Session) -> None:
     entry, like = cells.propose(*wanted), cells.nearest(*wanted)
     cells.add(entry, after=like.name)
     CELLS[entry["name"]] = cells.read()[entry["name"]]
+    log_written(session, declared.write())
     session.log(f"added {entry['name']} to ci/matrix.json; look at what it needs and expects, and why:")
     session.log(cells.formatted(entry))
     for test, why in like.cannot.items():
@@ -111,6 +113,7 @@ def propose(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def table(session: nox.Session) -> None:
     """Make the README's compatibility table of a full run of the matrix, or renew the rows of `-- CELL...` alone."""
+    log_written(session, declared.write())
     run_part(session, "everyday", "matrix.table", *session.posargs)
 
 
@@ -235,6 +238,12 @@ def release(session: nox.Session) -> None:
     """Build what is to be published into `dist/`, and try it as users get it; `-- TAG` is compared with the version."""
     session.chdir(ROOT)
     session.run(tools_python(session, "release"), "ci/release.py", *session.posargs, external=True)
+
+
+def log_written(session: nox.Session, files: list[Path]) -> None:
+    """Tell which files now have what `ci/matrix.json` says."""
+    for file in files:
+        session.log(f"wrote what ci/matrix.json says of releases into {file.relative_to(ROOT)}")
 
 
 def run(session: nox.Session, cell: str, *arguments: str, **environment: str) -> None:

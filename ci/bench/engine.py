@@ -224,12 +224,9 @@ def trainer(strategy: Any, precision: Any, ranks: int, steps: int = 1) -> Any:
 
 
 def _trainer(stage: int, precision: str, steps: int = 1) -> Any:
-    import torch
     from lightning.pytorch.strategies import DeepSpeedStrategy
 
-    return trainer(
-        DeepSpeedStrategy(config=training.settings(stage)), precision, torch.distributed.get_world_size(), steps
-    )
+    return trainer(DeepSpeedStrategy(config=training.settings(stage)), precision, int(os.environ["WORLD_SIZE"]), steps)
 
 
 def data() -> Any:

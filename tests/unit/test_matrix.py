@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from compare import __main__ as compare
 from compare import features
-from matrix import cells, results, table
+from matrix import cells, declared, results, table
 from packaging.requirements import Requirement
 from packaging.version import Version
 from series.folder import PATCHES, read_index
@@ -23,6 +23,9 @@ pytestmark = [pytest.mark.everyday, pytest.mark.once]
 ROOT = Path(__file__).parent.parent.parent
 CELLS = cells.read()
 SERVED = [cell for cell in CELLS.values() if not cell.refused]
+
+
+REGENERATE = "run nox -f ci/noxfile.py -s lock -- CELL, with the name of the cell that is new or changed"
 
 
 def metadata() -> configparser.ConfigParser:
@@ -62,12 +65,37 @@ def test_metadata_pythons() -> None:
     options = metadata()
     assert options["options"]["python_requires"] == f">={pythons[0]}"
     listed = re.findall(r"Python :: (3\.\d+)", options["metadata"]["classifiers"])
-    assert (listed[0], listed[-1]) == (pythons[0], pythons[-1])
+    assert listed == pythons
 
 
 def test_tested_releases() -> None:
     for name, release in TESTED.items():
         assert Version(release) == max(Version(getattr(cell, name).split()[-1]) for cell in SERVED)
+
+
+def test_what_is_declared_elsewhere_is_generated() -> None:
+    for file, text in declared.texts().items():
+        assert file.read_text(encoding="utf-8") == text, f"{file} is not as the matrix says: {REGENERATE}"
+
+
+def test_a_new_release_is_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell that `propose` adds, and its Python: all else that names releases is written, and nothing besides."""
+    for module, name in ((cells, "MATRIX"), (declared, "SETUP"), (declared, "PROBE")):
+        original: Path = getattr(module, name)
+        monkeypatch.setattr(module, name, tmp_path / original.name)
+        getattr(module, name).write_bytes(original.read_bytes())
+    assert declared.write() == []
+    cells.add(cells.propose("97.1.0", "98.2.1") | {"python": "3.99"}, after=cells.nearest("97.1.0", "98.2.1").name)
+    before = {file: file.read_text().splitlines() for file in (declared.SETUP, declared.PROBE)}
+    assert declared.write() == [declared.SETUP, declared.PROBE]
+    added = {line.strip() for file in before for line in {*file.read_text().splitlines()} - {*before[file]}}
+    assert added == {
+        "Programming Language :: Python :: 3.99",
+        "lightning>=2.0.9.post0,<97.2,!=2.6.2,!=2.6.3",
+        "deepspeed>=0.10.1,<98.3",
+        'TESTED = {"lightning": "97.1.0", "deepspeed": "98.2.1"}',
+    }
+    assert declared.write() == []
 
 
 @pytest.mark.parametrize("name", {cell.lock: None for cell in CELLS.values()})
