@@ -146,7 +146,7 @@ def faults(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def nfs(session: nox.Session) -> None:
     """Save on real NFS in a virtual machine: `-- --saves 200 --nodes 2,4 --versions 4.2,4.1,3`."""
-    run_part(session, "everyday", "nfs", *session.posargs)
+    run(session, "everyday", "tests/faults/nfs", *session.posargs, CELL="everyday")
 
 
 @nox.session(venv_backend="none")

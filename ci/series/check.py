@@ -40,19 +40,24 @@ NEEDED = ("torch", "deepspeed", "pkg_resources")
 EXPORT_ANEW = "export the series anew: python ci/series export"
 
 
+Checks = list[list[str] | None]
+"""What is wrong, for each column of a table; None where it was not checked."""
+
+
 @dataclass
 class Report:
-    """A table of what was checked, and what is not ok: `problems` are sentences that begin with what has them."""
+    """A table of what was checked, and what is wrong: `problems` are sentences that begin with what has them."""
 
     header: tuple[str, ...]
     rows: list[tuple[str, ...]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    @property
-    def table(self) -> str:
-        """The table in Markdown."""
-        lines = [self.header, ("---",) * len(self.header), *self.rows]
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    def add(self, place: tuple[str, ...], name: str, checks: Checks) -> None:
+        """Add a row; what could not be checked any more is missing at the end of `checks`."""
+        missing = len(self.header) - len(place) - len(checks)
+        marks = ["-" if found is None else "no" if found else "yes" for found in [*checks, *[None] * missing]]
+        self.rows.append((*place, *marks))
+        self.problems += [f"{name}: {problem}" for found in checks for problem in found or ()]
 
 
 def lint(patches: Path) -> list[str]:
@@ -160,48 +165,47 @@ def check_clone(lines: list[Line], repo: Path, say: Callable[[str], None]) -> Re
         raise SeriesError(f"{repo} is no git repository; name a clone of Lightning's with --repo") from None
     report = Report(("tag", "folder", "am", "clean", "lands alike", "compiles", "again", "re-export"))
     for line in lines:
-        rows: dict[str, tuple[str, ...]] = {}
-        problems: dict[str, list[str]] = {}
+        checked: dict[str, Checks] = {}
         made: Landing | None = None
         for tag in sorted(line.tags, key=lambda tag: tag != line.made_on):  # what the others are compared with first
             say(f"{line.folder.name} on {tag}")
             with tempfile.TemporaryDirectory() as folder:
-                marks, problems[tag], found = _check_tag(line, tag, made, repo, Path(folder, "repository"))
+                checked[tag], found = _check_tag(line, tag, made, repo, Path(folder, "repository"))
             made = found if tag == line.made_on else made
-            rows[tag] = (tag, line.folder.name, *marks)
-        report.rows += [rows[tag] for tag in line.tags]
-        report.problems += [f"{tag}: {problem}" for tag in line.tags for problem in problems[tag]]
+        for tag in line.tags:
+            report.add((tag, line.folder.name), tag, checked[tag])
     return report
 
 
-def _check_tag(
-    line: Line, tag: str, made: Landing | None, repo: Path, scratch: Path
-) -> tuple[list[str], list[str], Landing | None]:
-    """The marks for the table's columns, what is not ok, and where the changes are."""
+def _check_tag(line: Line, tag: str, made: Landing | None, repo: Path, scratch: Path) -> tuple[Checks, Landing | None]:
+    """Return what is wrong, and where the changes are."""
     try:
         git(repo, "rev-parse", "--verify", "--quiet", f"{tag}^{{commit}}")
     except SeriesError:
-        return ["not in this clone", *"-----"], ["is not in this clone, fetch it: git fetch --tags"], None
+        return [["is not in this clone, fetch it: git fetch --tags"]], None
     trial = try_series(repo, tag, line.patches, scratch)
     if trial.failed:
-        return ["no", *"-----"], [f"patches/{line.folder.name} does not apply: {trial.failed}"], None
-    problems: list[list[str]] = [_unclean(trial.root, trial.base)]
-    if tag == line.made_on:
-        problems.append([])
-    elif made is None:
-        problems.append([f"there is no {line.made_on} to compare with"])
-    else:
-        places = unlike(made, trial.landing)
-        problems.append([f"lands elsewhere than on {line.made_on}: {places}"] if places else [])
-    problems.append(_broken(trial.after))
-    again = already_applied(trial.root, line.patches)
-    problems.append([] if again else ["is not recognised as having the series already"])
+        return [[f"patches/{line.folder.name} does not apply: {trial.failed}"]], None
+    checks: Checks = [
+        [],
+        _unclean(trial.root, trial.base),
+        _elsewhere(line, trial.landing if tag == line.made_on else made, trial.landing),
+        _broken(trial.after),
+        [] if already_applied(trial.root, line.patches) else ["is not recognised as having the series already"],
+    ]
     if tag == line.made_on:
         files = format_series(trial.root, trial.base, "HEAD", scratch.with_name("export"))
         same = contents(files) == contents(line.patches)
-        problems.append([] if same else [f"patches/{line.folder.name} is not what git would export, {EXPORT_ANEW}"])
-    marks = ["no" if found else "yes" for found in problems] + ["-"] * (tag != line.made_on)
-    return ["yes", *marks], [problem for found in problems for problem in found], trial.landing
+        checks.append([] if same else [f"patches/{line.folder.name} is not what git would export, {EXPORT_ANEW}"])
+    return checks, trial.landing
+
+
+def _elsewhere(line: Line, made: Landing | None, found: Landing) -> list[str]:
+    """Return the places that were changed otherwise than on the release that a series was made on."""
+    if made is None:
+        return [f"there is no {line.made_on} to compare with"]
+    places = unlike(made, found)
+    return [f"lands elsewhere than on {line.made_on}: {places}"] if places else []
 
 
 def _unclean(root: Path, base: str) -> list[str]:
@@ -241,10 +245,13 @@ def check_wheels(lines: list[Line], say: Callable[[str], None]) -> Report:
     report = Report(("release", "folder", "package", "applies", "lands alike", "compiles", "imports"))
     for (line, release), by_package in outcomes.items():
         for package, outcome in by_package.items():
-            made = outcomes[line, line.made_on][package] if (line, line.made_on) in outcomes else None
-            marks, problems = _wheel_marks(line, outcome, made, imported[release] if package != "lightning" else None)
-            report.rows.append((release, line.folder.name, package, *marks))
-            report.problems += [f"{package} {release}: {problem}" for problem in problems]
+            checks: Checks = [outcome.failed]
+            if not outcome.failed:
+                made = outcomes[line, line.made_on][package].landing if (line, line.made_on) in outcomes else None
+                wrong = [f"cannot be imported: {imported[release]}"] if imported[release] else []
+                checks += [_elsewhere(line, made, outcome.landing), outcome.broken]
+                checks.append(None if package == "lightning" else wrong)
+            report.add((release, line.folder.name, package), f"{package} {release}", checks)
     return report
 
 
@@ -252,25 +259,9 @@ def check_wheels(lines: list[Line], say: Callable[[str], None]) -> Report:
 class Outcome:
     """What became of a series on an installed package."""
 
-    failed: str = ""
+    failed: list[str] = field(default_factory=list)
     landing: Landing = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
-
-
-def _wheel_marks(
-    line: Line, outcome: Outcome, made: Outcome | None, imported: str | None
-) -> tuple[list[str], list[str]]:
-    """The marks for the table's columns, and what is not ok. `imported` is what an import said, None without one."""
-    if outcome.failed:
-        return ["no", *"---"], [outcome.failed]
-    places = unlike(made.landing, outcome.landing) if made else "there is nothing to compare with"
-    problems = [
-        [f"lands elsewhere than on {line.made_on}: {places}"] if places else [],
-        outcome.broken,
-        [f"cannot be imported: {imported}"] if imported else [],
-    ]
-    marks = ["no" if found else "yes" for found in problems]
-    return ["yes", *marks[:2], "-" if imported is None else marks[2]], [item for found in problems for item in found]
 
 
 def _check_release(
@@ -285,16 +276,14 @@ def _check_release(
         outcome = outcomes[package] = Outcome()
         try:
             if done.returncode:
-                raise SeriesError(
-                    f"cannot be installed: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}"
-                )
+                raise SeriesError(f"cannot be installed: {_last_line(done.stderr)}")
             paths = [path for file in line.patches for path, _ in diffs(for_package(read(file), package))]
             before = texts(site, paths)
             apply_to_package(line.folder, site, package)
             after = texts(site, paths)
             outcome.landing, outcome.broken = landing(before, after), _broken(after)
         except SeriesError as error:
-            outcome.failed = str(error)
+            outcome.failed = [str(error)]
     return outcomes
 
 
@@ -313,13 +302,13 @@ def _import_all(folder: Path, releases: list[str]) -> dict[str, str]:
     """What is wrong when patched releases of pytorch-lightning are imported; "" where nothing is."""
     result = folder / "imported.json"
     result.write_text("{}")
-    command = [
-        sys.executable,
-        str(Path(__file__).with_name("imports.py")),
-        str(result),
-        *(str(folder / name) for name in releases),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    program = [sys.executable, str(Path(__file__).with_name("imports.py")), str(result)]
+    folders = {release: str(folder / release) for release in releases}
+    done = subprocess.run([*program, *folders.values()], capture_output=True, text=True, check=False)
     found = json.loads(result.read_text())
-    said = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-    return {release: found.get(str(folder / release), f"the process ended: {said}") for release in releases}
+    ended = f"the process ended: {_last_line(done.stderr)}"
+    return {release: found.get(place, ended) for release, place in folders.items()}
+
+
+def _last_line(said: str) -> str:
+    return (said.strip().splitlines() or ["no reason given"])[-1]

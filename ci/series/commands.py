@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from series.folder import (
     write_index,
 )
 from series.trial import format_series, try_series, unlike
+from tables import markdown
 
 COMMAND = "python ci/series"
 
@@ -254,7 +256,7 @@ def check(patches: Path, repo: Path | None, wanted: str | None = None) -> str:
     if not lines:
         raise SeriesError(f"there is no line {wanted} in {patches / 'index.json'}; name a folder that is there")
     report = series_check.check_clone(lines, repo, say) if repo else series_check.check_wheels(lines, say)
-    print(report.table, flush=True)
+    print(markdown(report.header, report.rows), end="", flush=True)
     if report.problems:
         raise SeriesError("\n".join(report.problems))
     return ""
@@ -267,46 +269,44 @@ def lint(patches: Path) -> str:
     return "all patches are in order"
 
 
+def parser(patches: Path) -> argparse.ArgumentParser:
+    """Return the command line; each command has what it does as `run`."""
+    made = argparse.ArgumentParser(prog=COMMAND, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    commands = made.add_subparsers(dest="command", required=True)
+
+    def add(name: str, about: str, run: Callable[[argparse.Namespace], str]) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=about)
+        command.set_defaults(run=run)
+        return command
+
+    add("lint", "check the form of the files in patches/", lambda _: lint(patches))
+    one = add("check", "check each series on all releases of its line", lambda g: check(patches, g.repo, g.line))
+    clone = "a clone of Lightning's repository; without it the wheels are checked"
+    one.add_argument("--repo", type=Path, metavar="CLONE", help=clone)
+    one.add_argument("--line", metavar="FOLDER", help="check this one only")
+    about = "apply the series that is for a checkout's release to it"
+    one = add("apply", about, lambda g: apply(patches, g.checkout, g.line))
+    one.add_argument("checkout", type=Path)
+    one.add_argument("--line", metavar="FOLDER", help="refuse if it is another one than this")
+    about = "write a checkout's commits as the series of a line"
+    one = add("export", about, lambda g: export(patches, g.checkout, g.line, g.since))
+    one.add_argument("checkout", type=Path)
+    one.add_argument("--line", metavar="FOLDER", required=True)
+    one.add_argument("--since", metavar="REF", help="what the commits follow; without it, what the line was made on")
+    about = "see whether a series serves one more release, or begin one for it"
+    one = add("new", about, lambda g: new(patches, g.checkout, g.tag, g.source))
+    one.add_argument("checkout", type=Path)
+    one.add_argument("tag")
+    source = "the series to begin with; without it, the nearest"
+    one.add_argument("--from", dest="source", metavar="FOLDER", help=source)
+    return made
+
+
 def main(arguments: list[str] | None = None, patches: Path = PATCHES) -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("lint", help=str(lint.__doc__))
-    checking = commands.add_parser("check", help="check each series on all releases of its line")
-    checking.add_argument(
-        "--repo",
-        type=Path,
-        metavar="CLONE",
-        help="a clone of Lightning's repository; without it the wheels are checked",
-    )
-    checking.add_argument("--line", metavar="FOLDER", help="check this one only")
-    applying = commands.add_parser("apply", help="apply the series that is for a checkout's release to it")
-    applying.add_argument("checkout", type=Path)
-    applying.add_argument("--line", metavar="FOLDER", help="refuse if it is another one than this")
-    exporting = commands.add_parser("export", help="write a checkout's commits as the series of a line")
-    exporting.add_argument("checkout", type=Path)
-    exporting.add_argument("--line", metavar="FOLDER", required=True)
-    exporting.add_argument(
-        "--since", metavar="REF", help="what the commits follow; without it, what the line was made on"
-    )
-    renewing = commands.add_parser("new", help="see whether a series serves one more release, or begin one for it")
-    renewing.add_argument("checkout", type=Path)
-    renewing.add_argument("tag")
-    renewing.add_argument(
-        "--from", dest="source", metavar="FOLDER", help="the series to begin with; without it, the nearest"
-    )
-    given = parser.parse_args(arguments)
+    """Run a command; exits with a sentence on what cannot be done."""
+    given = parser(patches).parse_args(arguments)
     try:
-        if given.command == "lint":
-            done = lint(patches)
-        elif given.command == "check":
-            done = check(patches, given.repo, given.line)
-        elif given.command == "apply":
-            done = apply(patches, given.checkout, given.line)
-        elif given.command == "export":
-            done = export(patches, given.checkout, given.line, given.since)
-        else:
-            done = new(patches, given.checkout, given.tag, given.source)
+        done = given.run(given)
     except SeriesError as error:
         sys.exit(str(error))
     if done:

@@ -22,6 +22,7 @@ from typing import Any
 
 from series.folder import PATCHES, SeriesError, git, read_index, touched
 from series.trial import PLAIN, lay_out
+from tables import markdown
 
 HEADER = ("tag", "environment", "before: passed / skipped / failed", "after", "new", "regressions")
 Outcomes = dict[str, tuple[str, str]]
@@ -88,7 +89,7 @@ def table(folder: Path) -> None:
     found = {release["tag"]: compare(release["before"], release["after"]) for release in kept}
     # The tag can be a commit.
     rows = [[release["tag"][:12], release["environment"], *found[release["tag"]][0]] for release in kept]
-    print("\n".join(f"| {' | '.join(row)} |" for row in (HEADER, ["---"] * len(HEADER), *rows)))
+    print(markdown(HEADER, rows), end="")
     for tag, (_, known, _) in found.items():
         print("\n".join([f"\n{tag}:\n", *(f"- {item}" for item in known)]))
     if wrong := [f"{tag}: {item}" for tag, (_, _, items) in found.items() for item in items]:

@@ -511,7 +511,7 @@ def test_check(world: World, capsys: pytest.CaptureFixture[str]) -> None:
         (
             '"2.5.0", ',
             '"2.5.9", ',
-            "| 2.5.9 | 2.5 | not in this clone | - | - | - | - | - |",
+            "| 2.5.9 | 2.5 | no | - | - | - | - | - |",
             "2.5.9: is not in this clone, fetch it",
         ),
         (

@@ -7,7 +7,7 @@
 set -eu
 here=${0%/*}
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/run TMPDIR=/run
-export PYTHONDONTWRITEBYTECODE=1 PYTHONPATH="$here/../../src:$here/../../tests"
+export PYTHONDONTWRITEBYTECODE=1 PYTHONPATH="$here/../../../src:$here/../..:$here/../../../ci"
 export LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 LOCAL_SIZE=1 OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu
 server=10.9.0.100
 
