@@ -1,6 +1,6 @@
 """Build what is published, and try it as its users get it: `nox -f ci/noxfile.py -s release`, or `-- TAG`.
 
-It publishes nothing. The sdist and the wheel are left in `dist/`; `build` makes the wheel from the sdist, which is tried in
+It publishes nothing. The sdist and the wheel are left in `dist/`; `build` makes the wheel from the sdist. It is tried in
 an environment that has nothing but what it requires.
 """
 
