@@ -85,15 +85,16 @@ def test_a_new_release_is_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(module, name, tmp_path / original.name)
         getattr(module, name).write_bytes(original.read_bytes())
     assert declared.write() == []
-    cells.add(cells.propose("97.1.0", "98.2.1") | {"python": "3.99"}, after=cells.nearest("97.1.0", "98.2.1").name)
+    newer = ("997.1.0", "998.2.1")
+    cells.add(cells.propose(*newer) | {"python": "3.99"}, after=cells.nearest(*newer).name)
     before = {file: file.read_text().splitlines() for file in (declared.SETUP, declared.PROBE)}
     assert declared.write() == [declared.SETUP, declared.PROBE]
     added = {line.strip() for file in before for line in {*file.read_text().splitlines()} - {*before[file]}}
     assert added == {
         "Programming Language :: Python :: 3.99",
-        "lightning>=2.0.9.post0,<97.2,!=2.6.2,!=2.6.3",
-        "deepspeed>=0.10.1,<98.3",
-        'TESTED = {"lightning": "97.1.0", "deepspeed": "98.2.1"}',
+        f"lightning>={min(cell.releases[0] for cell in SERVED)},<997.2,!=2.6.2,!=2.6.3",
+        f"deepspeed>={min(cell.releases[1] for cell in SERVED)},<998.3",
+        'TESTED = {"lightning": "997.1.0", "deepspeed": "998.2.1"}',
     }
     assert declared.write() == []
 
