@@ -1,7 +1,7 @@
 """What saves, resumes, the import and the tools cost, beside the alternatives: `nox -f ci/noxfile.py -s bench`.
 
 Writes `bench.json` and the README's section, or renews the parts that are named: `-s bench -- import inspect`. The part
-`elastic`, which draws loss curves and times nothing, runs only where it is named.
+`elastic`, which prints a table of losses and times nothing, runs only where it is named.
 """
 
 from __future__ import annotations

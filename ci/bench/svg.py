@@ -25,21 +25,20 @@ def page(width: int, height: int, lines: Sequence[str]) -> str:
     return "\n".join([head, begin, *lines, "</g></svg>"]) + "\n"
 
 
-def plot(x: int, y: int, title: str, curves: Sequence[Curve], low: Point = (0, 0), unit: Point = (1, 1)) -> list[str]:
-    """Return one plot with its axes, which begin at `low` and are labelled in multiples of `unit`."""
+def plot(x: int, y: int, title: str, curves: Sequence[Curve], unit: Point) -> list[str]:
+    """Return one plot with its axes, which begin at zero and are labelled in multiples of `unit`."""
     right, top = (max(point[axis] for curve in curves for point in curve.points) for axis in (0, 1))
     lines = [
         f'<text x="{x}" y="{y - 12}" font-weight="bold">{title}</text>',
         f'<path d="M{x} {y} v{HEIGHT} h{WIDTH}" fill="none" stroke="black"/>',
     ]
     for share in (0, 0.5, 1):
-        across, up = ((low[axis] + share * (most - low[axis])) / unit[axis] for axis, most in ((0, right), (1, top)))
+        across, up = share * right / unit[0], share * top / unit[1]
         lines.append(f'<text x="{x - 6}" y="{y + (1 - share) * HEIGHT + 4:.0f}" text-anchor="end">{up:.3g}</text>')
         place = f'x="{x + share * WIDTH:.0f}" y="{y + HEIGHT + 16}"'
         lines.append(f'<text {place} text-anchor="middle">{across:.0f}</text>')
     for curve in curves:
-        shares = [((a - low[0]) / (right - low[0]), (b - low[1]) / (top - low[1])) for a, b in curve.points]
-        path = " ".join(f"{x + a * WIDTH:.1f},{y + (1 - b) * HEIGHT:.1f}" for a, b in shares)
+        path = " ".join(f"{x + a / right * WIDTH:.1f},{y + (1 - b / top) * HEIGHT:.1f}" for a, b in curve.points)
         lines.append(f'<polyline points="{path}" fill="none" {curve.style}/>')
     return lines
 
