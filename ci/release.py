@@ -1,7 +1,7 @@
 """Build what is published, and try it as its users get it: `nox -f ci/noxfile.py -s release`, or `-- TAG`.
 
-It publishes nothing. The sdist and the wheel, which `build` makes from the sdist, are left in `dist/`. The wheel is tried
-in an environment that has nothing but what it requires.
+It publishes nothing. The sdist and the wheel, which `build` makes from the sdist, are left in `dist/`. The wheel is
+tried in an environment that has nothing but what it requires.
 """
 
 from __future__ import annotations

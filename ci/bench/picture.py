@@ -11,6 +11,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from bench.words import size
+
 import ds_frozen_patch
 
 PICTURE = Path(__file__).with_name("checkpoint.svg")
@@ -87,11 +89,6 @@ def bar(top: int, title: str, kinds: Mapping[str, int], scale: int) -> list[str]
         lines.append(f'<rect x="{x:.2f}" y="{top + 8}" width="{width:.2f}" height="{BAR}" fill="{colour}"/>')
         x += width
     return lines
-
-
-def size(count: int) -> str:
-    """As a person says it."""
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 if __name__ == "__main__":

@@ -138,25 +138,35 @@ class Cell:
 
 
 def entries() -> dict[str, dict[str, Any]]:
-    """What the file says of each cell, by name and in its order: from old releases to new ones."""
-    return _entries(_matrix())
+    """Return the file's entry of each cell, by name, from old releases to new ones.
 
-
-def _entries(matrix: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    own = {entry["name"]: entry for entry in matrix["cells"]}
-    return own | {f"{item['like']}-patched": _patched(own[item["like"]], item) for item in matrix["patched"]}
-
-
-def _patched(like: dict[str, Any], item: dict[str, str]) -> dict[str, Any]:
-    """A cell like another one whose Lightning has our patch series, and so nothing for the shim to do."""
-    native = dict.fromkeys(like["expect"], "native")
-    return {**like, **item, "name": f"{like['name']}-patched", "why": "our patch series, and no shim", "expect": native}
+    A patched cell is like another one whose Lightning has our patch series, and so nothing for the shim to do.
+    """
+    matrix = _matrix()
+    found = {entry["name"]: entry for entry in matrix["cells"]}
+    for item in matrix["patched"]:
+        like, name = found[item["like"]], f"{item['like']}-patched"
+        native = dict.fromkeys(like["expect"], "native")
+        found[name] = {**like, **item, "name": name, "why": "our patch series, and no shim", "expect": native}
+    return found
 
 
 def read() -> dict[str, Cell]:
-    """The cells by name, in the file's order."""
-    matrix = _matrix()
-    return {name: _cell(matrix, **entry) for name, entry in _entries(matrix).items()}
+    """Return the cells by name, in the file's order."""
+    return {name: cell(entry) for name, entry in entries().items()}
+
+
+def cell(entry: dict[str, Any]) -> Cell:
+    """Return the cell of an entry, which need not be in the file."""
+    matrix, name = _matrix(), entry["name"]
+    own = {key: value for key, value in entry.items() if key not in ("needs", "with")}
+    return Cell(
+        **own,
+        needs={need: Need(**matrix["needs"][need]) for need in entry["needs"]},
+        period=tuple(matrix["period"].get(entry["torch"], ())),
+        cannot={test: item["why"] for item in matrix["cannot"] if name in item["cells"] for test in item["tests"]},
+        with_=tuple(entry.get("with", ())),
+    )
 
 
 def nearest(lightning: str, deepspeed: str) -> Cell:
@@ -190,23 +200,6 @@ def formatted(entry: dict[str, Any]) -> str:
     lines += [{"with": entry["with"]}] if "with" in entry else []
     lines.append({key: entry[key] for key in last[2:]})
     return "    {" + ",\n     ".join(json.dumps(line)[1:-1] for line in lines) + "}"
-
-
-def cell(entry: dict[str, Any]) -> Cell:
-    """A cell from what the file says of it, or could say."""
-    return _cell(_matrix(), **entry)
-
-
-def _cell(matrix: dict[str, Any], *, name: str, torch: str, needs: list[str], **entry: Any) -> Cell:
-    return Cell(
-        name=name,
-        torch=torch,
-        needs={need: Need(**matrix["needs"][need]) for need in needs},
-        period=tuple(matrix["period"].get(torch, ())),
-        cannot={test: item["why"] for item in matrix["cannot"] if name in item["cells"] for test in item["tests"]},
-        with_=tuple(entry.pop("with", ())),
-        **entry,
-    )
 
 
 def _matrix() -> dict[str, Any]:
