@@ -13,7 +13,7 @@ PACKAGES = ("lightning", "deepspeed", "torch", "transformers", "peft", "accelera
 
 
 def machine(folder: Path) -> dict[str, Any]:
-    """What the figures depend on."""
+    """Return what the figures depend on."""
     cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
@@ -28,7 +28,7 @@ def machine(folder: Path) -> dict[str, Any]:
 
 
 def disk(folder: Path) -> str:
-    """The file system below a folder, and what it is on."""
+    """Return the file system below a folder, and what it is on."""
     mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     place = folder.resolve()
     found = max((fields for fields in mounts if place.is_relative_to(fields[4])), key=lambda fields: len(fields[4]))
@@ -42,7 +42,7 @@ def disk(folder: Path) -> str:
 
 
 def described(place: dict[str, Any]) -> str:
-    """What `machine` gives, in words."""
+    """Return the result of `machine` in words."""
     releases = ", ".join(f"{package} {number}" for package, number in place["releases"].items())
     return (
         f"{place['cores']} cores of {place['cpu']}, {place['memory']} of memory, {place['disk']}, {place['kernel']},"

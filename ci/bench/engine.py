@@ -209,7 +209,7 @@ def _fsync(paths: list[Path]) -> None:
 
 
 def weight_bytes(stage: int, precision: str) -> int:
-    """Bytes that a trained parameter takes beside the optimizer's; in ZeRO-3 the optimizer's are all there is."""
+    """Return the bytes of a trained parameter beside the optimizer's; ZeRO-3 has the optimizer's only."""
     return 0 if stage == 3 else 2 if precision == "bf16-true" else 4
 
 
@@ -238,7 +238,7 @@ def data() -> Any:
 
 
 def module(shape: Shape, precision: str) -> Any:
-    """The LightningModule."""
+    """Return the LightningModule."""
     import lightning.pytorch as pl
     import torch
 
@@ -264,7 +264,7 @@ def module(shape: Shape, precision: str) -> Any:
 
 
 def lora(shape: Shape, kind: Any) -> Any:
-    """A Llama with adapters. Its base repeats a million values: to draw a thousand times as many takes a minute."""
+    """Return a Llama with adapters. Its base repeats a million values, since drawing them all takes a minute."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaForCausalLM

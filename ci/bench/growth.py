@@ -39,7 +39,7 @@ def measure(folder: Path, rounds: int) -> dict[str, list[dict[str, Any]]]:
 
 
 def render(found: dict[str, list[dict[str, Any]]]) -> str:
-    """The picture, and what it says in figures."""
+    """Return the picture, and what it says in figures."""
     header = ["", "frozen", "trained", f"{OURS}: first save", "later ones", FULL]
     lines = []
     for what, points in found.items():
@@ -70,7 +70,7 @@ def render(found: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def line(points: Sequence[dict[str, Any]], way: str, what: str) -> list[tuple[float, float]]:
-    """A way's curve: what grows, in bytes, and its "first" or "later" seconds, or its bytes."""
+    """Return a way's curve: what grows, in bytes, and its "first" or "later" seconds, or its bytes."""
     grows = [point["frozen_bytes"] for point in points]
     if len(set(grows)) == 1:
         grows = [(OPTIMIZER_BYTES + engine.weight_bytes(STAGE, PRECISION)) * point["trainable"] for point in points]
@@ -78,7 +78,7 @@ def line(points: Sequence[dict[str, Any]], way: str, what: str) -> list[tuple[fl
 
 
 def cost(one: dict[str, Any], what: str) -> float:
-    """Of a way of saving one model."""
+    """Return the cost of one way of saving one model."""
     found: float = {
         "first": one["first"]["seconds"],
         "later": statistics.median(one["seconds"]),

@@ -32,7 +32,7 @@ OWN, TOGETHER = 0.030, 1.02
 
 
 def measure(folder: Path, rounds: int) -> dict[str, Any]:
-    """Seconds of each program in processes of their own, in turn; the first round fills caches and is not counted."""
+    """Return the seconds of each program, by turns in new processes; the first round fills caches and is not counted."""
     found: dict[str, Any] = {name: [] for name in PROGRAMS}
     for number in range(rounds + 1):
         print(f"  round {number} of {rounds}", file=sys.stderr, flush=True)
@@ -46,13 +46,13 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def run(program: str, folder: Path) -> str:
-    """What it prints at last; it writes nothing there."""
+    """Return the last line that a program prints; the folder is where it runs."""
     command = [sys.executable, "-c", program]
     return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
 
 
 def render(found: dict[str, Any]) -> str:
-    """A line for each aim."""
+    """Return a line for each aim."""
     heavy = f"it imports {' and '.join(found['imported'])}" if found["imported"] else "it imports no torch"
     plain = statistics.median(found[PLAIN])
     lines = [

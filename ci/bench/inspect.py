@@ -24,7 +24,7 @@ SMALL, LARGE = 20, 2000  # MB
 
 
 def make(folder: Path, megabytes: int) -> Path:
-    """A full checkpoint of about this size, most of it frozen weights of bf16; zeros, as nothing is read."""
+    """Return a full checkpoint of about this size, most of it frozen weights of bf16; zeros, as nothing is read."""
     width = int((megabytes * 1e6 / 2 / LAYERS) ** 0.5)
     frozen = {f"layers.{i}.weight": torch.zeros(width, width, dtype=torch.bfloat16) for i in range(LAYERS)}
     trained = {f"layers.{i}.lora": torch.zeros(width, dtype=torch.bfloat16) for i in range(LAYERS)}
@@ -50,7 +50,7 @@ def make(folder: Path, megabytes: int) -> Path:
 
 
 def measure(folder: Path, rounds: int) -> dict[str, Any]:
-    """Seconds of both, in turn."""
+    """Return seconds of both, in turn."""
     print("  writing the checkpoints", file=sys.stderr, flush=True)
     places = {name: folder / f"inspected-{name}" for name in ("small", "large")}
     made = {name: make(place, SMALL if name == "small" else LARGE) for name, place in places.items()}

@@ -55,7 +55,7 @@ def save(folder: Path) -> tuple[Path, Path]:
 
 
 def counted(kinds: Mapping[str, int]) -> dict[str, int]:
-    """The bytes by the kinds that the picture shows."""
+    """Return the bytes by the kinds that the picture shows."""
     shown = {kind: kinds.get(kind, 0) for kind in COLOURS}
     return {**shown, "all else": sum(kinds.values()) - sum(shown.values())}
 
@@ -77,12 +77,13 @@ def drawing(full: Mapping[str, int], small: Mapping[str, int]) -> str:
         x += 32 + 7 * len(kind)
     about = "LoRA (r=16, q_proj and v_proj) on the shape of Llama 3.2 1B, bf16, ZeRO-2, AdamW"
     return (
-        "\n".join([*lines, f'<text x="{LEFT}" y="277" font-size="12" fill="#555555">{about}</text>', "</svg>"]) + "\n"
+        "\n".join([*lines, f'<text x="{LEFT}" y="277" font-size="12" fill="#555555">{about}</text>', "</g></svg>"])
+        + "\n"
     )
 
 
 def bar(top: int, title: str, kinds: Mapping[str, int], scale: int) -> list[str]:
-    """A title, and a bar of the kinds, `scale` bytes to the whole width."""
+    """Return a title, and a bar of the kinds, `scale` bytes to the whole width."""
     lines, x = [f'<text x="{LEFT}" y="{top}">{title}</text>'], float(LEFT)
     for kind, colour in COLOURS.items():
         width = kinds[kind] / scale * (WIDTH - 2 * LEFT)

@@ -27,7 +27,7 @@ TRIED = {
 
 
 def measure(folder: Path, rounds: int) -> dict[str, Any]:
-    """The model, and what each way costs, or why it fails, by ZeRO stage and verb."""
+    """Return the model, and what each way costs, or why it fails, by ZeRO stage and verb."""
     cases: list[dict[str, Any]] = []
     for stage in (2, 3):
         model, paths = save(folder / f"zero{stage}", stage)
@@ -54,7 +54,7 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def save(folder: Path, stage: int) -> tuple[Model, dict[str, str | None]]:
-    """The model, and the checkpoint that each way begins from."""
+    """Return the model, and the checkpoint that each way begins from."""
     made: dict[str, str | None] = {OURS: f"{folder}/trainable-only.ckpt", FULL: f"{folder}/full.ckpt"}
     with ranks(folder.parent) as pool:
         model: Model = pool(engine.start, shape=SHAPE, stage=stage, precision="bf16-true")[0]
@@ -64,7 +64,7 @@ def save(folder: Path, stage: int) -> tuple[Model, dict[str, str | None]]:
 
 
 def render(found: dict[str, Any]) -> str:
-    """A line for each way."""
+    """Return a line for each way."""
     lines, failures = [], []
     for case in found["cases"]:
         ways = case["ways"]

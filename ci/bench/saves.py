@@ -88,7 +88,7 @@ def measured(
 
 
 def saves(pool: Ranks, place: Path, ways: tuple[str, ...], rounds: int) -> dict[str, dict[str, Any]]:
-    """What saves cost in these ways, round after round, each round in another order; the first is told apart."""
+    """Return what saves cost in these ways, round after round, each round in another order; the first is kept apart."""
     found: dict[str, dict[str, Any]] = {way: {"seconds": [], "memory": []} for way in ways}
     for number in range(rounds + 1):
         for way in random.Random(number).sample(ways, len(ways)) if number else ways:
@@ -114,7 +114,7 @@ def check(way: str, place: Path) -> None:
 
 
 def render(found: list[dict[str, Any]]) -> str:
-    """A table of costs for each model, and one of the aims."""
+    """Return a table of costs for each model, and one of the aims."""
     parts = [
         "A Llama with LoRA on its attention, its embeddings tied or not, after a step of AdamW. Each is saved by both"
         " ranks, into the page cache but for the floor that syncs; the floor writes the trained weights, their fp32"
@@ -147,7 +147,7 @@ def render(found: list[dict[str, Any]]) -> str:
 
 
 def about(cases: list[dict[str, Any]], precision: str) -> str:
-    """The model of a table."""
+    """Return the model of a table."""
     frozen = " or ".join(size(count) for count in sorted({case["frozen_bytes"] for case in cases}))
     (trainable,) = {case["trainable"] for case in cases}
     kind = "bf16" if precision == "bf16-true" else "fp32"
@@ -155,17 +155,17 @@ def about(cases: list[dict[str, Any]], precision: str) -> str:
 
 
 def costs(case: dict[str, Any]) -> list[str]:
-    """A line of a table: bytes and seconds of each system."""
+    """Return a line of a table: bytes and seconds of each system."""
     return [name(case), *(f"{size(way['bytes'])}, {seconds(way['seconds'])}" for way in case["ways"].values())]
 
 
 def name(case: dict[str, Any]) -> str:
-    """Of a line."""
+    """Return a line's name."""
     return f"ZeRO-{case['stage']}, {'tied' if case['tied'] else 'untied'}"
 
 
 def aims(case: dict[str, Any]) -> list[str]:
-    """A line of the last table."""
+    """Return a line of the last table."""
     found = figures(case)
     flag = judged(found["time"], TIME) if writes_the_same(case) else f"{spread(found['time'])}, more bytes"
     flag += f", {1000 * found['slower']:+.0f} ms"
@@ -187,7 +187,7 @@ def writes_the_same(case: dict[str, Any]) -> bool:
 
 
 def figures(case: dict[str, Any]) -> dict[str, Any]:
-    """The figures that there are aims for, and those of the first save."""
+    """Return the figures that there are aims for, and those of the first save."""
     times, pairs = ({way: cost["seconds"] for way, cost in case[what].items()} for what in ("ways", "pairs"))
     ours, native = case["ways"][OURS], case["ways"][NATIVE]
     each = OPTIMIZER_BYTES + engine.weight_bytes(case["stage"], case["precision"])

@@ -24,7 +24,7 @@ PAIRS = {
 
 
 def measure(folder: Path, rounds: int) -> list[dict[str, Any]]:
-    """What each way costs, by ZeRO stage, on the disk that the folder is on."""
+    """Return what each way costs, by ZeRO stage, on the disk that the folder is on."""
     found = []
     with ranks(folder) as pool:
         for stage in STAGES:
@@ -34,7 +34,7 @@ def measure(folder: Path, rounds: int) -> list[dict[str, Any]]:
 
 
 def render(found: list[dict[str, Any]]) -> str:
-    """A table of times, and one of ratios."""
+    """Return a table of times, and one of ratios."""
     names = [f"ZeRO-{case['stage']}, {size(case['ways'][OURS]['bytes'])}" for case in found]
     costs = [
         [name, *(seconds(case["ways"][way]["seconds"]) for way in WAYS)]

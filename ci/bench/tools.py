@@ -172,14 +172,14 @@ def prune_by_hand() -> Work:
 
 
 def prune_without_fingerprints() -> Work:
-    """Ours, which then needs no torch."""
+    """The tool, which then needs no torch."""
     from ds_frozen_patch.checkpoint.tools.prune import prune
 
     return lambda source, target: prune(source, target / "pruned", fingerprints=False)
 
 
 def prune() -> Work:
-    """Ours."""
+    """The tool."""
     import torch  # noqa: F401
 
     from ds_frozen_patch.checkpoint.tools.prune import prune
@@ -206,14 +206,14 @@ def check_pruned(made: dict[str, Path]) -> None:
 
 
 def zero_to_fp32() -> Work:
-    """DeepSpeed's. It leaves frozen weights in their dtype."""
+    """Return deepSpeed's. It leaves frozen weights in their dtype."""
     from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 
     return lambda source, target: convert_zero_checkpoint_to_fp32_state_dict(source, target, max_shard_size=None)
 
 
 def consolidate() -> Work:
-    """Ours. It makes all of them fp32."""
+    """The tool. It makes all of them fp32."""
     import torch  # noqa: F401
 
     from ds_frozen_patch.checkpoint.tools.consolidate import consolidate
@@ -235,14 +235,14 @@ def check_consolidated(made: dict[str, Path]) -> None:
 
 
 def reshard() -> Work:
-    """Ours."""
+    """The tool."""
     from ds_frozen_patch.checkpoint.tools.reshard import reshard
 
     return lambda source, target: reshard(source, target / "out.ckpt", ranks=RESHARD_TO)
 
 
 def ds_to_universal() -> Work:
-    """DeepSpeed's, in one process, as its worker processes would take more memory."""
+    """Return deepSpeed's, in one process, as its worker processes would take more memory."""
     from deepspeed.checkpoint.ds_to_universal import main
 
     options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}

@@ -53,7 +53,7 @@ SYSTEMS = (
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """The facts of the run, and the outcome of every feature, by system and ZeRO stage."""
+    """Return the facts of the run, and the outcome of every feature, by system and ZeRO stage."""
     pools = {number: Ranks(number, folder / f"ranks{number}.txt") for number in (1, 2)}
     found: dict[str, Any] = {title: {} for title in FEATURES}
     try:
@@ -75,7 +75,7 @@ def measure(folder: Path) -> dict[str, Any]:
 
 
 def render(result: dict[str, Any]) -> str:
-    """The table in Markdown, with notes."""
+    """Return the table in Markdown, with notes."""
     notes: list[str] = []
     systems = [system.title for system in SYSTEMS]
     lines = []
@@ -89,7 +89,7 @@ def render(result: dict[str, Any]) -> str:
 
 
 def _cell(outcomes: dict[str, Any], stages: list[int], notes: list[str]) -> str:
-    """What a cell says: once, if it is so in all of these stages."""
+    """Return what a cell says: once, if it is so in all of these stages."""
     parts: dict[str, list[str]] = {}
     for stage in stages:
         value, note = outcomes[str(stage)]["value"], outcomes[str(stage)]["note"]

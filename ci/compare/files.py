@@ -14,7 +14,7 @@ EMBEDDING = ("embed_tokens.weight", "lm_head.weight")
 
 
 def universal(run: Run, folder: str, target: str) -> None:
-    """DeepSpeed's converter to universal checkpoints: of a checkpoint's folder that it has made itself."""
+    """Run DeepSpeed's converter to universal checkpoints on the folder of a checkpoint that DeepSpeed wrote."""
     from deepspeed.checkpoint import ds_to_universal
 
     # What lies beside that folder belongs to the checkpoint too.
@@ -28,7 +28,7 @@ def universal(run: Run, folder: str, target: str) -> None:
 
 
 def consolidate(run: Run, folder: str, target: str, **options: Any) -> dict[str, str]:
-    """DeepSpeed's converter to one fp32 file; gives a digest of each tensor in it."""
+    """Run DeepSpeed's converter to one fp32 file; returns a digest of each tensor in it."""
     import torch
     from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 
@@ -39,7 +39,7 @@ def consolidate(run: Run, folder: str, target: str, **options: Any) -> dict[str,
 
 
 def adapter(run: Run, folder: str) -> dict[str, str]:
-    """What PEFT loads from an adapter's folder; gives a digest of each trained parameter."""
+    """Load an adapter's folder with PEFT; returns a digest of each trained parameter."""
     from peft import PeftModel
 
     loaded = PeftModel.from_pretrained(base(run.seed), folder, is_trainable=True)
@@ -47,7 +47,7 @@ def adapter(run: Run, folder: str) -> dict[str, str]:
 
 
 def embeddings(run: Run, checkpoint: str) -> list[str]:
-    """The names under which any file of a checkpoint holds the tied embedding, whole or a part of it."""
+    """Return the names under which any file of a checkpoint holds the tied embedding, whole or a part of it."""
     import torch
     from safetensors.torch import load_file
 

@@ -53,7 +53,7 @@ def evaluate(run: Run) -> float:
 
 
 def consolidate(run: Run, folder: str, target: str) -> dict[str, str]:
-    """Lightning's own converter; gives a digest of each tensor in its file."""
+    """Run Lightning's own converter; returns a digest of each tensor in its file."""
     if run.kind == task.OURS:
         ds_frozen_patch.patch()
     assert run.resume

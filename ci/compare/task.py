@@ -62,7 +62,7 @@ class Seen:
 
 
 def attempt(module: str, verb: str, run: Run, **options: Any) -> tuple[str, Any]:
-    """("done", what a system's verb gives) or ("failed", what the system raises); our own mistakes are raised."""
+    """Return ("done", the result of a system's verb) or ("failed", its error); our own errors are raised."""
     import torch
 
     torch.manual_seed(0)
@@ -75,7 +75,7 @@ def attempt(module: str, verb: str, run: Run, **options: Any) -> tuple[str, Any]
 
 
 def base(seed: int) -> Any:
-    """A Llama with tied embeddings, that counts its training steps in a persistent buffer and notes their losses."""
+    """Return a Llama with tied embeddings that counts its steps in a persistent buffer and records their losses."""
     import torch
     from transformers import LlamaForCausalLM
 
@@ -100,7 +100,7 @@ def base(seed: int) -> Any:
 
 
 def model(run: Run) -> Any:
-    """The base with LoRA adapters."""
+    """Return the base with LoRA adapters."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=64, lora_alpha=16, target_modules=list(run.targets), init_lora_weights=False)
@@ -108,7 +108,7 @@ def model(run: Run) -> Any:
 
 
 def tokens() -> Any:
-    """The data of an epoch."""
+    """Return the data of an epoch."""
     import torch
 
     return torch.randint(VOCABULARY, (STEPS * SAMPLES, 8), generator=torch.Generator().manual_seed(0))
@@ -120,7 +120,7 @@ def settings(run: Run) -> dict[str, Any]:
 
 
 def seen(trained: Any, evaluated: float) -> Seen:
-    """What there is to say of a model that `model` made, at the end."""
+    """Return what a rank saw, for a model that `model` returned."""
     import deepspeed
 
     counting = trained.base_model.model
@@ -134,7 +134,7 @@ def seen(trained: Any, evaluated: float) -> Seen:
 
 
 def digest(tensor: Any) -> str:
-    """A digest of a tensor's fp32 values."""
+    """Return a digest of a tensor's fp32 values."""
     return hashlib.sha256(tensor.detach().float().contiguous().numpy().tobytes()).hexdigest()
 
 
@@ -168,5 +168,5 @@ def halting(run: Run) -> Iterator[None]:
 
 
 def left(run: Run) -> str:
-    """Where that copy is."""
+    """Return where that copy is."""
     return f"{run.out}-left"

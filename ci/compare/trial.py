@@ -40,7 +40,7 @@ class Trial:
             raise RuntimeError(f"{system.title} has not made {EPOCHS * STEPS} steps in ZeRO-{stage}: {answers}")
 
     def run(self, verb: str, out: str, world_size: int = 2, module: str = "", **changes: Any) -> Any:
-        """What each rank gives, or the text of what one raises. What `Run` does not know goes to the verb."""
+        """Return each rank's result, or one rank's error text. Options that `Run` lacks go to the verb."""
         known = {name: changes.pop(name) for name in list(changes) if name in Run.__dataclass_fields__}
         run = Run(self.system.kind, self.stage, world_size, str(self.folder / out), **known)
         answers = self.ranks[world_size](
@@ -53,11 +53,11 @@ class Trial:
         return [said for _, said in answers]
 
     def checkpoint(self, epoch: int = EPOCHS, out: str = "whole") -> str:
-        """Where a run has left its checkpoint of an epoch's end."""
+        """Return where a run has left its checkpoint of an epoch's end."""
         return str(self.folder / out / self.system.saved.format(step=epoch * STEPS, epoch=epoch - 1))
 
     def states(self, epoch: int = EPOCHS) -> str:
-        """The folder in it that DeepSpeed made."""
+        """Return the folder in it that DeepSpeed made."""
         return str(Path(self.checkpoint(epoch), self.system.states.format(step=epoch * STEPS)))
 
     @cached_property
@@ -87,5 +87,5 @@ class Trial:
         )
 
     def file(self, name: str) -> str:
-        """A place for something that a row makes."""
+        """Return a place for something that a row makes."""
         return str(self.folder / name)

@@ -170,7 +170,7 @@ def cell(entry: dict[str, Any]) -> Cell:
 
 
 def nearest(lightning: str, deepspeed: str) -> Cell:
-    """The cell with the newest releases of those that have no newer ones than these."""
+    """Return the cell with the newest releases of those that have no newer ones than these."""
     wanted = Version(lightning), Version(deepspeed)
     usual = [cell for cell in read().values() if not cell.patches and not cell.quantizers]
     plain = [cell for cell in usual if cell.lightning.startswith("lightning ")]
@@ -179,7 +179,7 @@ def nearest(lightning: str, deepspeed: str) -> Cell:
 
 
 def propose(lightning: str, deepspeed: str) -> dict[str, Any]:
-    """What the file could say of two more releases: as the nearest cell does."""
+    """Return an entry for two more releases, like that of the nearest cell."""
     like = nearest(lightning, deepspeed).name
     name = f"lightning-{lightning}-deepspeed-{deepspeed}"
     changed = {"name": name, "lightning": f"lightning {lightning}", "deepspeed": deepspeed}
@@ -194,7 +194,7 @@ def add(entry: dict[str, Any], after: str) -> None:
 
 
 def formatted(entry: dict[str, Any]) -> str:
-    """A cell as the file has it: its releases, why it is there, what it needs and what is expected."""
+    """Return a cell as the file has it: its releases, why it is there, what it needs and what is expected."""
     last = ("why", "with", "needs", "expect")
     lines = [{key: entry[key] for key in entry if key not in last}, {"why": entry["why"]}]
     lines += [{"with": entry["with"]}] if "with" in entry else []

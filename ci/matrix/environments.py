@@ -28,7 +28,7 @@ BUILDS_OF_TORCH = re.compile(r"(torch|torchvision|triton|nvidia-.*|cuda-.*)==")
 
 
 def cell_python(session: nox.Session, cell: Cell) -> str:
-    """The Python of a cell's environment, made if it is not there or its lock has changed."""
+    """Return the Python of a cell's environment, made if it is not there or its lock has changed."""
 
     def add_torch(python: str) -> None:
         _uv(session, "pip", "install", "--python", python, f"torch=={cell.torch}")
@@ -48,7 +48,7 @@ def cell_python(session: nox.Session, cell: Cell) -> str:
 
 
 def program_python(session: nox.Session, name: str, program: Program, cell: Cell) -> str:
-    """The Python of a program's environment, which lies over that of its cell."""
+    """Return the Python of a program's environment, which lies over that of its cell."""
     below = Path(cell_python(session, cell)).parent.parent
 
     def lay_over_cell(python: str) -> None:
@@ -64,7 +64,7 @@ def program_python(session: nox.Session, name: str, program: Program, cell: Cell
 
 
 def clone(session: nox.Session, folder: str, address: str, commit: str) -> None:
-    """Have a commit, or a tag, of a repository in `.nox/programs`, as it is there and nothing beside."""
+    """Check out a commit, or a tag, of a repository in `.nox/programs`, and remove everything else."""
     place = PROGRAMS / folder
     git = ("git", "-C", str(place))
     place.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def clone(session: nox.Session, folder: str, address: str, commit: str) -> None:
 
 
 def tools_python(session: nox.Session, name: str = "tools") -> str:
-    """The Python of an environment that pip makes: "tools" has uv, ruff and mypy, "release" has build and twine."""
+    """Return the Python of an environment made by pip: "tools" has uv, ruff and mypy, "release" build and twine."""
     folder = ROOT / ".nox" / name
     python = str(folder / "bin" / "python")
     if not _is_made(folder, _files((name,))):
@@ -117,7 +117,7 @@ def write_tools_locks(session: nox.Session) -> None:
 
 
 def newest_releases(session: nox.Session, *wanted: str) -> dict[str, str]:
-    """The newest release on the package index of each of these packages, which may have a version themselves."""
+    """Return the newest release on the package index of each package; `wanted` can be requirements with a version."""
     with tempfile.TemporaryDirectory() as folder:
         source, found = Path(folder, "wanted.in"), Path(folder, "found.txt")
         source.write_text("\n".join([*wanted, "lightning!=2.6.2,!=2.6.3", "deepspeed"]))
@@ -132,7 +132,7 @@ def _resolve(
     preferred: str = "",
     sources: Sequence[str] = ("setup.cfg", "--extra", "test", "--extra", "demo"),
 ) -> list[str]:
-    """What uv resolves the pins and the tests' requirements to: a block of lines per package, without torch."""
+    """Return what uv resolves the pins and the tests' requirements to: a block of lines per package, without torch."""
     with tempfile.TemporaryDirectory() as folder:
         wanted, lock = Path(folder, "pins.in"), Path(folder, "lock.txt")
         wanted.write_text("\n".join(pins))
@@ -147,7 +147,7 @@ def _lock(name: str) -> str:
 
 
 def _blocks(lock: str) -> list[str]:
-    """The packages of a lock, each with its lines of hashes."""
+    """Return the packages of a lock, each with its lines of hashes."""
     return re.findall(r"^[^\s#].*\n(?:[ \t].*\n)*", lock, re.MULTILINE)
 
 
@@ -159,7 +159,7 @@ def _environment(
     finish: Callable[[str], None],
     made_of: Sequence[Path] = (),
 ) -> str:
-    """The Python of an environment with what the first lock holds.
+    """Return the Python of an environment with what the first lock holds.
 
     It is made anew if one of the locks has changed, or of the other files that it is made of.
     """

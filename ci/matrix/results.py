@@ -21,7 +21,7 @@ BLOCKS = {
 
 
 def settings(*results: Path) -> str:
-    """A row for each of DeepSpeed's settings, a column for each cell: the stages where it works, and the others."""
+    """Return a row for each of DeepSpeed's settings, a column for each cell: the stages where it works, and notes."""
     found: dict[str, dict[str, dict[str, list[int]]]] = {}  # ZeRO stages by setting, cell, and what there is to note
     names = [file.stem.removeprefix("settings-") for file in results]
     for name, file in zip(names, results, strict=True):
@@ -41,7 +41,7 @@ def settings(*results: Path) -> str:
 
 
 def quantized(results: Path) -> str:
-    """A row for each kind of quantized base and ZeRO stage."""
+    """Return a row for each kind of quantized base and ZeRO stage."""
     found = [dict(properties) for properties, _ in cases(ElementTree.parse(results).getroot())]
     refused = {said["kind"]: said["refused"] for said in found if "refused" in said}
     rows = []
@@ -54,7 +54,7 @@ def quantized(results: Path) -> str:
 
 
 def faults(results: Path) -> str:
-    """A row for each way of losing data and how often it was tried; rows of tests that were not run stay as they are.
+    """Return a row for each way of losing data, and how often it was tried; rows of tests that did not run stay.
 
     None was lost, or the tests would have failed.
     """

@@ -21,7 +21,7 @@ HEADER = ("cell", "Lightning", "DeepSpeed", "torch", "Python", "wrapt", "state",
 
 
 def collect(results: Path, last_run: dict[str, Any], chosen: Collection[str] = ()) -> dict[str, Any]:
-    """The outcomes of all cells, those of other cells than the chosen ones as they were in the last run.
+    """Return the outcomes of all cells, those of other cells than the chosen ones as they were in the last run.
 
     Exits with what is missing, failed or out of date.
     """
@@ -46,7 +46,7 @@ def collect(results: Path, last_run: dict[str, Any], chosen: Collection[str] = (
 
 
 def render(outcomes: dict[str, Any]) -> str:
-    """The table in Markdown, with a note for each thing that a cell cannot run."""
+    """Return the table in Markdown, with a note for each thing that a cell cannot run."""
     notes: list[str] = []
     rows = []
     for name, outcome in outcomes.items():

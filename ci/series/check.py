@@ -61,7 +61,7 @@ class Report:
 
 
 def lint(patches: Path) -> list[str]:
-    """What is wrong with the files in `patches/`: "file: what, what to do"."""
+    """Return what is wrong with the files in `patches/`: "file: what, what to do"."""
     try:
         lines = read_index(patches)
     except SeriesError as error:
@@ -115,7 +115,7 @@ def _patch_problems(file: Path, number: int) -> Iterator[str]:
 
 
 def slug(subject: str) -> str:
-    """A subject as `git format-patch` has it in a file's name."""
+    """Return a subject as `git format-patch` has it in a file's name."""
     return re.sub(r"\.+", ".", re.sub(r"[^A-Za-z0-9._]+", "-", subject)).strip("-").rstrip(".-")
 
 
@@ -209,7 +209,7 @@ def _elsewhere(line: Line, made: Landing | None, found: Landing) -> list[str]:
 
 
 def _unclean(root: Path, base: str) -> list[str]:
-    """What git finds in a tree that a series was applied to."""
+    """Return what git finds in a tree that a series was applied to."""
     left = git(root, "status", "--porcelain", **PLAIN).strip()
     problems = [f"the tree is not clean afterwards: {left}"] if left else []
     try:
@@ -220,7 +220,7 @@ def _unclean(root: Path, base: str) -> list[str]:
 
 
 def _broken(after: dict[str, str]) -> list[str]:
-    """The Python files that do not compile, and why."""
+    """Return the Python files that do not compile, and why."""
     errors = {path: syntax_error(text) for path, text in after.items() if path.endswith(".py")}
     return [f"{path} does not compile: {error}" for path, error in errors.items() if error]
 
@@ -257,7 +257,7 @@ def check_wheels(lines: list[Line], say: Callable[[str], None]) -> Report:
 
 @dataclass
 class Outcome:
-    """What became of a series on an installed package."""
+    """The result of a series on an installed package."""
 
     failed: list[str] = field(default_factory=list)
     landing: Landing = field(default_factory=dict)
@@ -288,7 +288,7 @@ def _check_release(
 
 
 def _installer() -> list[str]:
-    """A command that installs wheels: this Python's pip, or the uv of the tools, which both keep what they fetched."""
+    """Return a command that installs wheels: this Python's pip or the tools' uv, which both have a cache."""
     plain = ["--no-deps", "--only-binary", ":all:"]
     if importlib.util.find_spec("pip"):
         return [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", *plain]
@@ -299,7 +299,7 @@ def _installer() -> list[str]:
 
 
 def _import_all(folder: Path, releases: list[str]) -> dict[str, str]:
-    """What is wrong when patched releases of pytorch-lightning are imported; "" where nothing is."""
+    """Return what is wrong when patched releases of pytorch-lightning are imported; "" where nothing is."""
     result = folder / "imported.json"
     result.write_text("{}")
     program = [sys.executable, str(Path(__file__).with_name("imports.py")), str(result)]

@@ -68,7 +68,7 @@ def apply(patches: Path, checkout: Path, wanted: str | None = None) -> str:
 
 
 def clean_checkout(checkout: Path) -> Path:
-    """The root of a checkout of Lightning's repository without unfinished work; SeriesError if it is none."""
+    """Return the root of a checkout of Lightning's repository without unfinished work; SeriesError if it is none."""
     try:
         root = Path(git(checkout, "rev-parse", "--show-toplevel").strip())
     except SeriesError:
@@ -86,7 +86,7 @@ def clean_checkout(checkout: Path) -> Path:
 
 
 def line_of(lines: list[Line], root: Path) -> Line:
-    """The line of the release that a checkout is at: by its commit, its tags, or what it says of itself."""
+    """Return the line of the release that a checkout is at: by its commit, its tags, or what it says of itself."""
     head, *tags = git(root, "rev-parse", "HEAD").split() + git(root, "tag", "--points-at", "HEAD").split()
     own = read(root / "src" / "version.info").strip()
     parsed = version(own)
@@ -103,7 +103,7 @@ def line_of(lines: list[Line], root: Path) -> Line:
 
 
 def nearest(lines: list[Line], name: str) -> Line:
-    """The line that is likely to serve a release: the last one that begins before it.
+    """Return the line that is likely to serve a release: the last one that begins before it.
 
     It is the last of all for a commit, and for a version between releases of a line: master is called so.
     """
@@ -116,12 +116,12 @@ def nearest(lines: list[Line], name: str) -> Line:
 
 
 def begin(line: Line) -> Version:
-    """The first release of a line; that of a line of commits comes after all releases."""
+    """Return the first release of a line; that of a line of commits comes after all releases."""
     return version(line.tags[0]) or Version("9999")
 
 
 def refuse_applied(root: Path, line: Line) -> None:
-    """SeriesError if a checkout has the series, or a part of it."""
+    """Raise SeriesError if a checkout has the series, or a part of it."""
     if already_applied(root, line.patches):
         raise SeriesError(f"{root} has the patches of {line.folder} already; there is nothing to do")
     own = [subject(read(patch)).removeprefix("[PATCH] ") for patch in line.patches]
@@ -246,7 +246,7 @@ def begin_series(root: Path, line: Line, lines: list[Line], tag: str, why: str) 
 
 
 def say(text: str) -> None:
-    """Tell what is being done."""
+    """Print what is being done."""
     sys.stderr.write(f"{text}\n")  # in one go: threads tell
 
 

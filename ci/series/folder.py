@@ -36,7 +36,7 @@ INHERITED = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY
 
 
 class SeriesError(Exception):
-    """What cannot be done and what to do about it, as the user is told it."""
+    """An error for the user: what cannot be done, and what to do about it."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Line:
 
 
 def read_index(patches: Path) -> list[Line]:
-    """The lines of `index.json`, in its order: from old releases to new ones."""
+    """Return the lines of `index.json`, in its order: from old releases to new ones."""
     file = patches / "index.json"
     try:
         entries = json.loads(file.read_text(encoding="utf-8"))["lines"]
@@ -99,7 +99,7 @@ def write_index(patches: Path, lines: Iterable[Line]) -> None:
 
 
 def version(name: str) -> Version | None:
-    """The version that a tag, or the text of `version.info`, is; None if it is none."""
+    """Return the version that a tag, or the text of `version.info`, is; None if it is none."""
     if COMMIT.fullmatch(name):
         return None
     try:
@@ -109,7 +109,7 @@ def version(name: str) -> Version | None:
 
 
 def subject(patch: str) -> str:
-    """The subject of the commit that a patch is of, as it is in the patch: after "[PATCH] "."""
+    """Return the subject of the commit that a patch is of, as it is in the patch: after "[PATCH] "."""
     header = email.message_from_string(re.split(r"(?m)^diff --git ", patch)[0]).get("Subject", "")
     return str(email.header.make_header(email.header.decode_header(re.sub(r"\n\s*", " ", header))))
 
@@ -121,17 +121,17 @@ def diffs(patch: str) -> Iterator[tuple[str, str]]:
 
 
 def touched(patches: Iterable[Path]) -> list[str]:
-    """The paths of all files that some patches change, add or remove."""
+    """Return the paths of all files that some patches change, add or remove."""
     return sorted({path for patch in patches for path, _ in diffs(read(patch))})
 
 
 def read(file: Path) -> str:
-    """A file's text as it is: whatever its ends of lines, and none if it is not there."""
+    """Return a file's text as it is: whatever its ends of lines, and none if it is not there."""
     return file.read_bytes().decode("utf-8", "surrogateescape") if file.is_file() else ""
 
 
 def texts(root: Path, paths: Iterable[str]) -> dict[str, str]:
-    """The texts of some files by path."""
+    """Return the texts of some files by path."""
     return {path: read(root / path) for path in paths}
 
 
@@ -180,7 +180,7 @@ def already_applied(root: Path, patches: list[Path]) -> bool:
 
 
 def for_package(patch: str, package: str) -> str:
-    """The part of a patch that is for an installed package, by the names that this package has for the code.
+    """Return the part of a patch that is for an installed package, by the names that this package has for the code.
 
     pytorch_lightning, whose wheel brings lightning_fabric, is made from Lightning's code by renaming it.
     """

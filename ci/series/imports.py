@@ -17,7 +17,7 @@ ALL = (*STRATEGIES, "pytorch_lightning.utilities.deepspeed")
 
 
 def import_release(folder: Path) -> str:
-    """What is wrong with the release in a folder; "" if nothing is."""
+    """Return what is wrong with the release in a folder; "" if nothing is."""
     for name in [name for name in sys.modules if name.split(".")[0] in PACKAGES]:
         del sys.modules[name]
     sys.path.insert(0, str(folder))

@@ -36,7 +36,7 @@ Landing = dict[tuple[str, str], tuple[list[str], list[str]]]
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of a series on one release: the commits in `root`, or git's words on why not."""
+    """The result of a series on one release: commits in `root`, or git's error."""
 
     root: Path
     base: str
@@ -78,7 +78,7 @@ def try_series(repo: Path, ref: str, patches: list[Path], root: Path) -> Trial:
 
 
 def landing(before: dict[str, str], after: dict[str, str]) -> Landing:
-    """Where changes are, in terms that do not depend on line numbers and on how the two texts are aligned."""
+    """Return where changes are, in terms that do not depend on line numbers and on how the two texts are aligned."""
     found: Landing = {}
     for path in before:
         old, new = (lines_by_name(path, text, before[path]) for text in (before[path], after[path]))
@@ -89,7 +89,7 @@ def landing(before: dict[str, str], after: dict[str, str]) -> Landing:
 
 
 def unlike(one: Landing, other: Landing) -> str:
-    """The places that were not changed in the same way in two landings; "" if all were."""
+    """Return the places that were not changed in the same way in two landings; "" if all were."""
     both = sorted(one.keys() | other.keys())
     places = [place for place in both if _effect(place, one, other) != _effect(place, other, one)]
     named = [f"{name} in {path}" if name else path for path, name in places]
@@ -97,13 +97,13 @@ def unlike(one: Landing, other: Landing) -> str:
 
 
 def _effect(place: tuple[str, str], own: Landing, other: Landing) -> object:
-    """What came out of a place; where the two did not begin with the same, the lines removed and those added."""
+    """Return what came out of a place; where the two did not begin with the same, the lines removed and those added."""
     (old, new), (other_old, _) = own.get(place, ([], [])), other.get(place, ([], []))
     return new if old == other_old else (Counter(old) - Counter(new), Counter(new) - Counter(old))
 
 
 def lines_by_name(path: str, text: str, unpatched: str) -> dict[str, list[str]]:
-    """A file's lines, but for those that are empty or only dashes, by what they are part of."""
+    """Return a file's lines, but for those that are empty or only dashes, by what they are part of."""
     lines = text.split("\n")
     if path.endswith(".py"):
         names = _python_names(lines)
@@ -122,7 +122,7 @@ def lines_by_name(path: str, text: str, unpatched: str) -> dict[str, list[str]]:
 
 
 def _python_names(lines: list[str]) -> list[str]:
-    """The innermost class or function of each line, decorators included, such as "Strategy.save"."""
+    """Return the innermost class or function of each line, decorators included, such as "Strategy.save"."""
     names = [""] * len(lines)
 
     def name_all(node: ast.AST, above: str) -> None:
@@ -142,7 +142,7 @@ def _python_names(lines: list[str]) -> list[str]:
 
 
 def syntax_error(text: str) -> str:
-    """Why a text is not Python; "" if it is."""
+    """Return why a text is not Python; "" if it is."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such as on escapes, which are Lightning's
         try:
@@ -153,7 +153,7 @@ def syntax_error(text: str) -> str:
 
 
 def _markdown_names(lines: list[str], unpatched: list[str]) -> list[str]:
-    """The section of each line of a changelog. Releases, whose titles differ, are numbered from the newest on."""
+    """Return the section of each line of a changelog. Releases are numbered from the newest, as titles differ."""
     releases = [line for line in unpatched if line.startswith("## ")]
     known = {line: f"release {number}" for number, line in reversed(list(enumerate(releases, 1)))}
     names, title = [], ""
@@ -165,13 +165,13 @@ def _markdown_names(lines: list[str], unpatched: list[str]) -> list[str]:
 
 
 def _rst_titles(lines: list[str]) -> list[str]:
-    """The title in each line, "" where there is none."""
+    """Return the title in each line, "" where there is none."""
     pairs = zip(lines, [*lines[1:], ""], strict=True)
     return [line.strip() if re.fullmatch(r"([-=*^~#\"'+])\1{2,}\s*", below) else "" for line, below in pairs]
 
 
 def _section_names(titles: list[str], known: dict[str, str]) -> list[str]:
-    """The section of each line, from the title in each. One that is not known is told by the one that it follows."""
+    """Return the section of each line, from the title in each. A new section is named after the one before it."""
     names, name, last = [], "", "the head"
     for title in titles:
         if title in known:

@@ -27,7 +27,7 @@ def pytest_load_initial_conftests() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """See that the right Lightning is tested, and let tests run that need DeepSpeed and nothing else.
+    """Check which Lightning is imported, and run tests that require DeepSpeed and nothing else.
 
     Lightning 2.4 and 2.5 skip them on torch 2.4 and newer.
     """
@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Note what became of a test, which has failed too if its setup or its teardown did."""
+    """Record the outcome of a test; it failed if its setup or teardown did."""
     if report.when == "call" or report.outcome != "passed":
         why: Any = report.longrepr
         why = why[2] if isinstance(why, tuple) else getattr(getattr(why, "reprcrash", why), "message", why) or ""
@@ -48,5 +48,5 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Keep what was noted."""
+    """Write the outcomes."""
     Path(os.environ["UPSTREAM_OUTCOMES"]).write_text(json.dumps(outcomes))

@@ -61,7 +61,7 @@ def run_tests(root: Path) -> Outcomes:
 
 
 def compare(before: Outcomes, after: Outcomes) -> tuple[list[str], list[str], list[str]]:
-    """The numbers of one release for the table, what is to be known of single tests, and what is wrong."""
+    """Return the numbers of one release for the table, what is to be known of single tests, and what is wrong."""
     new = {test: outcome for test, outcome in after.items() if test not in before}
     lost = [test for test in before if before[test][0] == "passed" and after.get(test, ("gone", ""))[0] != "passed"]
     wrong = [f"{test} passed before, now {': '.join(after.get(test, ['it is gone']))}" for test in lost]

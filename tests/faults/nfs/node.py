@@ -71,7 +71,7 @@ class Node(Callback):
         self.tell(kind="end", names=sorted({entry.name for entry in self.server.iterdir()} - {NAME, "tried"}))
 
     def meet(self, value: Any) -> list[Any]:
-        """Each rank's value, by the process group's store: it also works after a collective has failed."""
+        """Return each rank's value, by the process group's store: it also works after a collective has failed."""
         store = self.store()
         self.meetings += 1
         store.set(f"nfs/{self.meetings}/{self.rank}", json.dumps(value))
@@ -117,7 +117,7 @@ class Node(Callback):
 
 
 def look(path: Path) -> tuple[int | None, str]:
-    """The step of the checkpoint that is whole at this path, or what is wrong."""
+    """Return the step of the checkpoint that is whole at this path, or what is wrong."""
     if not path.is_dir():
         return None, "Nothing is there under the name."
     try:
