@@ -32,7 +32,7 @@ OWN, TOGETHER = 0.030, 1.02
 
 
 def measure(folder: Path, rounds: int) -> dict[str, Any]:
-    """Return the seconds of each program, by turns in new processes; the first round fills caches and is not counted."""
+    """Return the seconds of each program, by turns in new processes; the first round fills caches and is not kept."""
     found: dict[str, Any] = {name: [] for name in PROGRAMS}
     for number in range(rounds + 1):
         print(f"  round {number} of {rounds}", file=sys.stderr, flush=True)

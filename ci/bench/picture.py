@@ -76,10 +76,8 @@ def drawing(full: Mapping[str, int], small: Mapping[str, int]) -> str:
         lines.append(f'<text x="{x + 17}" y="251" font-size="12">{kind}</text>')
         x += 32 + 7 * len(kind)
     about = "LoRA (r=16, q_proj and v_proj) on the shape of Llama 3.2 1B, bf16, ZeRO-2, AdamW"
-    return (
-        "\n".join([*lines, f'<text x="{LEFT}" y="277" font-size="12" fill="#555555">{about}</text>', "</g></svg>"])
-        + "\n"
-    )
+    lines.append(f'<text x="{LEFT}" y="277" font-size="12" fill="#555555">{about}</text>')
+    return "\n".join([*lines, "</g></svg>"]) + "\n"
 
 
 def bar(top: int, title: str, kinds: Mapping[str, int], scale: int) -> list[str]:
