@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ranks import Ranks
-from tables import ROOT, markdown
+from tables import markdown
 
 # From how many ranks to how many, and how many batches are accumulated then.
 CHANGES = ((4, 4, 1), (4, 2, 1), (4, 1, 1), (4, 3, 1), (4, 2, 2), (4, 1, 4), (2, 4, 1))
@@ -21,8 +21,7 @@ HEADER = ("ZeRO", "precision", "ranks", "accumulated", "largest relative distanc
 
 def main() -> None:
     """Train, and print the table."""
-    sys.path.append(str(ROOT / "tests" / "contract"))
-    import test_elastic
+    from contract import test_elastic
 
     rows = []
     with tempfile.TemporaryDirectory() as folder:
