@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import subprocess
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ PACKAGES = ("lightning", "deepspeed", "torch", "transformers", "peft", "accelera
 
 
 def machine(folder: Path) -> dict[str, Any]:
-    """What the figures depend on."""
+    """Return what the figures depend on."""
     cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
@@ -28,21 +29,13 @@ def machine(folder: Path) -> dict[str, Any]:
 
 
 def disk(folder: Path) -> str:
-    """The file system below a folder, and what it is on."""
-    mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    place = folder.resolve()
-    found = max((fields for fields in mounts if place.is_relative_to(fields[4])), key=lambda fields: len(fields[4]))
-    kind, device = found[found.index("-") + 1 : found.index("-") + 3]
-    queue = Path("/sys/class/block", Path(device).name, "queue", "rotational")
-    if not queue.exists():
-        return kind
-    if Path(device).name.startswith(("vd", "xvd")):
-        return f"{kind} on a virtual disk"
-    return f"{kind} on {'a hard disk' if queue.read_text().strip() == '1' else 'an SSD'}"
+    """Return the file system of a folder, and the device that it is on."""
+    command = ["findmnt", "--noheadings", "--output", "FSTYPE,SOURCE", "--target", str(folder)]
+    return " on ".join(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split())
 
 
 def described(place: dict[str, Any]) -> str:
-    """What `machine` gives, in words."""
+    """Return the result of `machine` in words."""
     releases = ", ".join(f"{package} {number}" for package, number in place["releases"].items())
     return (
         f"{place['cores']} cores of {place['cpu']}, {place['memory']} of memory, {place['disk']}, {place['kernel']},"

@@ -12,5 +12,5 @@ def memory(which: str) -> int:
 
 
 def reset_peak_memory() -> None:
-    """Let the kernel count this process's peak anew."""
+    """Reset the kernel's count of this process's peak."""
     Path("/proc/self/clear_refs").write_text("5")

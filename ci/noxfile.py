@@ -1,6 +1,6 @@
 """How everything here is run: `nox -f ci/noxfile.py --list`.
 
-Environments are made from `ci/locks/` in `.nox/`, as `ci/environments.py` says, and kept until a lock changes.
+Environments are made from `ci/locks/` in `.nox/`, as `ci/matrix/environments.py` says, and kept until a lock changes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import nox
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import cells
-from environments import (
+from matrix import cells, declared
+from matrix.environments import (
     LOCKS,
     ROOT,
     cell_python,
@@ -27,9 +27,9 @@ from environments import (
     write_program_lock,
     write_tools_locks,
 )
-from environments import PROGRAMS as CLONES
+from matrix.environments import PROGRAMS as CLONES
+from matrix.programs import PROGRAMS
 from packaging.version import Version
-from programs import PROGRAMS
 
 CELLS = cells.read()
 EVERY_TEST = ("everyday", "newest")
@@ -69,6 +69,7 @@ def matrix(session: nox.Session, cell: str) -> None:
 def lock(session: nox.Session) -> None:
     """Resolve the locks of the cells and programs that follow `--` anew, or all of them and their bases."""
     session.chdir(ROOT)
+    log_written(session, declared.write())
     of_programs = {f"program-{name}": name for name in PROGRAMS}
     locked = [*(name for name, cell in CELLS.items() if cell.lock == name), *of_programs]
     chosen = session.posargs or locked
@@ -100,6 +101,7 @@ def propose(session: nox.Session) -> None:
     entry, like = cells.propose(*wanted), cells.nearest(*wanted)
     cells.add(entry, after=like.name)
     CELLS[entry["name"]] = cells.read()[entry["name"]]
+    log_written(session, declared.write())
     session.log(f"added {entry['name']} to ci/matrix.json; look at what it needs and expects, and why:")
     session.log(cells.formatted(entry))
     for test, why in like.cannot.items():
@@ -111,7 +113,8 @@ def propose(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def table(session: nox.Session) -> None:
     """Make the README's compatibility table of a full run of the matrix, or renew the rows of `-- CELL...` alone."""
-    run(session, "everyday", "ci/table.py", *session.posargs)
+    log_written(session, declared.write())
+    run_part(session, "everyday", "matrix.table", *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -120,7 +123,7 @@ def settings(session: nox.Session) -> None:
     results = {cell: f"{RESULTS}/settings-{cell}.xml" for cell in EVERY_TEST}
     for cell, file in results.items():
         run_tests(session, cell, "-m", "settings", f"--junitxml={file}", *session.posargs)
-    run(session, "everyday", "ci/settings_table.py", *results.values())
+    run_part(session, "everyday", "matrix.results", "settings", *results.values())
 
 
 @nox.session(venv_backend="none")
@@ -128,7 +131,7 @@ def quantized(session: nox.Session) -> None:
     """Run the tests of quantized bases with the newest libraries, and make the table of docs/qlora.md."""
     results = f"{RESULTS}/quantized.xml"
     run_tests(session, "quantized", f"--junitxml={results}")
-    run(session, "everyday", "ci/quantized_table.py", results)
+    run_part(session, "everyday", "matrix.results", "quantized", results)
 
 
 @nox.session(venv_backend="none")
@@ -137,13 +140,13 @@ def faults(session: nox.Session) -> None:
     results = f"{RESULTS}/faults.xml"
     pytest = ("-m", "pytest", "--faults", f"--junitxml={results}", *(session.posargs or ["tests/faults"]))
     run(session, "everyday", *pytest, CELL="everyday")  # no checkpoints of other cells
-    run(session, "everyday", "ci/faults_table.py", results)
+    run_part(session, "everyday", "matrix.results", "faults", results)
 
 
 @nox.session(venv_backend="none")
 def nfs(session: nox.Session) -> None:
     """Save on real NFS in a virtual machine: `-- --saves 200 --nodes 2,4 --versions 4.2,4.1,3`."""
-    run(session, "everyday", "ci/nfs.py", *session.posargs, CELL="everyday")
+    run(session, "everyday", "tests/faults/nfs", *session.posargs, CELL="everyday")
 
 
 @nox.session(venv_backend="none")
@@ -176,8 +179,8 @@ def programs(session: nox.Session, name: str) -> None:
 @nox.session(venv_backend="none")
 def patches(session: nox.Session) -> None:
     """Check the patch series of `patches/` on every release on the index, or on every tag of `-- --repo CLONE`."""
-    run(session, "lightning-2.3", "ci/series.py", "lint")
-    run(session, "lightning-2.3", "ci/series.py", "check", *session.posargs)
+    run(session, "lightning-2.3", "ci/series", "lint")
+    run(session, "lightning-2.3", "ci/series", "check", *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -191,8 +194,8 @@ def upstream_tests(session: nox.Session) -> None:
     shutil.rmtree(OWN_TESTS, ignore_errors=True)
     for tag in tags or UPSTREAM:
         place = str(Path(session.invoked_from, clone).resolve())
-        run(session, UPSTREAM[tag], "ci/upstream_tests.py", "run", place, tag, str(OWN_TESTS))
-    run(session, "everyday", "ci/upstream_tests.py", "table", str(OWN_TESTS))
+        run_part(session, UPSTREAM[tag], "series.upstream_tests", "run", place, tag, str(OWN_TESTS))
+    run_part(session, "everyday", "series.upstream_tests", "table", str(OWN_TESTS))
 
 
 @nox.session(venv_backend="none")
@@ -204,19 +207,19 @@ def demo(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
     """What saves, resumes, the import and the tools cost against others, for the README; or `-- PART...` alone."""
-    run(session, "newest", "ci/bench.py", *session.posargs, CELL="newest")
+    run_part(session, "newest", "bench", *session.posargs)
 
 
 @nox.session(venv_backend="none")
 def picture(session: nox.Session) -> None:
     """Draw the README's picture, from two checkpoints that are saved for it."""
-    run(session, "everyday", "ci/picture.py")
+    run_part(session, "everyday", "bench.picture")
 
 
 @nox.session(venv_backend="none")
 def compare(session: nox.Session) -> None:
     """What this package, Lightning, Hugging Face's Trainer and DeepSpeed do, measured, and make the README's table."""
-    run(session, "newest", "ci/compare.py", CELL="newest")
+    run_part(session, "newest", "compare")
 
 
 @nox.session(venv_backend="none")
@@ -237,11 +240,22 @@ def release(session: nox.Session) -> None:
     session.run(tools_python(session, "release"), "ci/release.py", *session.posargs, external=True)
 
 
+def log_written(session: nox.Session, files: list[Path]) -> None:
+    """Tell which files now have what `ci/matrix.json` says."""
+    for file in files:
+        session.log(f"wrote what ci/matrix.json says of releases into {file.relative_to(ROOT)}")
+
+
 def run(session: nox.Session, cell: str, *arguments: str, **environment: str) -> None:
     """Run a Python program in a cell's environment, from the repository's root."""
     session.chdir(ROOT)
     python = cell_python(session, CELLS[cell])
     session.run(python, *arguments, env=CELLS[cell].environment | environment, external=True)
+
+
+def run_part(session: nox.Session, cell: str, module: str, *arguments: str) -> None:
+    """Run a module of `ci/` in a cell's environment."""
+    run(session, cell, "-m", module, *arguments, CELL=cell, PYTHONPATH=f"{ROOT / 'ci'}:{ROOT / 'tests'}")
 
 
 def run_promises(session: nox.Session, cell: str, *arguments: str) -> None:

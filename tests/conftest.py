@@ -9,8 +9,8 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import cells
 import pytest
+from matrix import cells
 from ranks import Ranks
 from under_test import CELL
 
@@ -79,7 +79,7 @@ def saved(request: pytest.FixtureRequest) -> Path:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--saved", type=Path, help="where cells leave their checkpoints for newer ones to resume")
     parser.addoption(
-        "--programs", type=Path, help="where clones of the programs of ci/programs.py are; runs these alone"
+        "--programs", type=Path, help="where clones of the programs of ci/matrix/programs.py are; runs these alone"
     )
     parser.addoption("--faults", action="store_true", help="run all of tests/faults, not the short part alone")
     parser.addoption("--outcome", type=Path, help="write what became of each promise into this JSON file")

@@ -27,7 +27,7 @@ ELSEWHERE = {
     "nox -f ci/noxfile.py": "../.ci/run",
     "pip install ds_frozen_patch": "../ci/release.py",
     "ds-frozen-patch universal last.ckpt last.universal": "tools/test_universal.py",
-    "python ci/series.py apply ~/src/pytorch-lightning": "patches/test_series.py",
+    "python ci/series apply ~/src/pytorch-lightning": "patches/test_series.py",
     **dict.fromkeys(
         (
             one.line

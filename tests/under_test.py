@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-import cells
+from matrix import cells
 
 CELL = cells.read()[os.environ.get("CELL", "everyday")]
 BF16 = "fp32" not in CELL.needs

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import series
-import series_check
-from series_folder import PATCHES, SeriesError, already_applied, apply_to_package, for_package, git, read, read_index
-from series_trial import contents, landing, unlike
+from series import check as series_check
+from series import commands as series
+from series.folder import PATCHES, SeriesError, already_applied, apply_to_package, for_package, git, read, read_index
+from series.trial import contents, landing, unlike
 
 pytestmark = [pytest.mark.everyday, pytest.mark.once]
 STRATEGY = '''"""DeepSpeed."""
@@ -292,7 +292,7 @@ def test_apply_refuses_an_unknown_release(
     at(world, tag)
     refusal = world.refuses(capsys, "apply", str(world.clone))
     assert f"no series is for Lightning {tag}, at which {world.clone} is; the nearest is patches/{near}. " in refusal
-    assert refusal.endswith(f"python ci/series.py new {world.clone} {tag} --from {near}")
+    assert refusal.endswith(f"python ci/series new {world.clone} {tag} --from {near}")
 
 
 def test_apply_refuses_another_line_than_the_users(world: World, capsys: pytest.CaptureFixture[str]) -> None:
@@ -431,7 +431,7 @@ def test_new_release_that_conflicts(world: World) -> None:
     done = series.new(world.patches, world.clone, "2.7.0", "2.5")
     tree = world.clone.with_name("clone-2.7")
     assert "patches/2.5 does not serve 2.7.0 as it is (Patch failed at 0002" in done
-    assert done.endswith(f"python ci/series.py export {tree} --line 2.7 --since 2.7.0")
+    assert done.endswith(f"python ci/series export {tree} --line 2.7 --since 2.7.0")
     assert world.lines() == {"2.5": ["2.5.0", "2.5.1"]}
     file = tree / "src/lightning/pytorch/strategies.py"
     merged = "    def __init__(self, stage=3, exclude=False):\n"
@@ -440,7 +440,7 @@ def test_new_release_that_conflicts(world: World) -> None:
     file.write_text(text)
     git(tree, "add", "--all")
     git(tree, "am", "--continue")
-    series.main(done.partition("python ci/series.py ")[2].split(), world.patches)
+    series.main(done.partition("python ci/series ")[2].split(), world.patches)
     assert world.lines() == {"2.5": ["2.5.0", "2.5.1"], "2.7": ["2.7.0"]}
     assert series_check.lint(world.patches) == []
     report = series_check.check_clone(read_index(world.patches), world.clone, lambda _: None)
@@ -511,7 +511,7 @@ def test_check(world: World, capsys: pytest.CaptureFixture[str]) -> None:
         (
             '"2.5.0", ',
             '"2.5.9", ',
-            "| 2.5.9 | 2.5 | not in this clone | - | - | - | - | - |",
+            "| 2.5.9 | 2.5 | no | - | - | - | - | - |",
             "2.5.9: is not in this clone, fetch it",
         ),
         (

@@ -1,7 +1,7 @@
 """Programs that others wrote, not a line of them edited, under `ds-frozen-patch run`: they save, and resume strictly.
 
-`nox -s programs` gets them, as `ci/programs.py` says. What they would download is made here, small and in the place
-where they look for it.
+`nox -s programs` gets them, as `ci/matrix/programs.py` says. What they would download is made here, small and in the
+place where they look for it.
 """
 
 from __future__ import annotations

@@ -8,15 +8,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-import cells
-import compare
-import compare_features
 import pytest
-import settings_table
-import table
+from compare import __main__ as compare
+from compare import features
+from matrix import cells, declared, results, table
 from packaging.requirements import Requirement
 from packaging.version import Version
-from series_folder import PATCHES, read_index
+from series.folder import PATCHES, read_index
 from settings import SETTINGS
 
 from ds_frozen_patch.patching.tested import TESTED
@@ -25,6 +23,9 @@ pytestmark = [pytest.mark.everyday, pytest.mark.once]
 ROOT = Path(__file__).parent.parent.parent
 CELLS = cells.read()
 SERVED = [cell for cell in CELLS.values() if not cell.refused]
+
+
+REGENERATE = "run nox -f ci/noxfile.py -s lock -- CELL, with the name of the cell that is new or changed"
 
 
 def metadata() -> configparser.ConfigParser:
@@ -64,12 +65,38 @@ def test_metadata_pythons() -> None:
     options = metadata()
     assert options["options"]["python_requires"] == f">={pythons[0]}"
     listed = re.findall(r"Python :: (3\.\d+)", options["metadata"]["classifiers"])
-    assert (listed[0], listed[-1]) == (pythons[0], pythons[-1])
+    assert listed == pythons
 
 
 def test_tested_releases() -> None:
     for name, release in TESTED.items():
         assert Version(release) == max(Version(getattr(cell, name).split()[-1]) for cell in SERVED)
+
+
+def test_what_is_declared_elsewhere_is_generated() -> None:
+    for file, text in declared.texts().items():
+        assert file.read_text(encoding="utf-8") == text, f"{file} is not as the matrix says: {REGENERATE}"
+
+
+def test_a_new_release_is_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell that `propose` adds, and its Python: all else that names releases is written, and nothing besides."""
+    for module, name in ((cells, "MATRIX"), (declared, "SETUP"), (declared, "PROBE")):
+        original: Path = getattr(module, name)
+        monkeypatch.setattr(module, name, tmp_path / original.name)
+        getattr(module, name).write_bytes(original.read_bytes())
+    assert declared.write() == []
+    newer = ("997.1.0", "998.2.1")
+    cells.add(cells.propose(*newer) | {"python": "3.99"}, after=cells.nearest(*newer).name)
+    before = {file: file.read_text().splitlines() for file in (declared.SETUP, declared.PROBE)}
+    assert declared.write() == [declared.SETUP, declared.PROBE]
+    added = {line.strip() for file in before for line in {*file.read_text().splitlines()} - {*before[file]}}
+    assert added == {
+        "Programming Language :: Python :: 3.99",
+        f"lightning>={min(cell.releases[0] for cell in SERVED)},<997.2,!=2.6.2,!=2.6.3",
+        f"deepspeed>={min(cell.releases[1] for cell in SERVED)},<998.3",
+        'TESTED = {"lightning": "997.1.0", "deepspeed": "998.2.1"}',
+    }
+    assert declared.write() == []
 
 
 @pytest.mark.parametrize("name", {cell.lock: None for cell in CELLS.values()})
@@ -89,34 +116,30 @@ def test_locks(name: str) -> None:
 
 
 def test_the_readme_shows_the_last_full_run() -> None:
-    last_run = json.loads((ROOT / "ci" / "last-run.json").read_text())
+    last_run = json.loads(table.LAST_RUN.read_text())
     assert [outcome["entry"] for outcome in last_run.values()] == list(cells.entries().values()), (
         "run the whole matrix again"
     )
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"{table.BEGIN}\n{table.render(last_run)}\n{table.END}" in readme
+    assert table.BLOCK.read() == table.render(last_run).strip()
 
 
 def test_the_readme_shows_every_setting() -> None:
-    _, _, rest = (ROOT / "README.md").read_text(encoding="utf-8").partition(settings_table.BEGIN)
-    shown, _, after = rest.partition(settings_table.END)
+    shown = results.BLOCKS["settings"].read()
     rows = [[item.strip() for item in line.split("|")[1:-1]] for line in shown.splitlines() if line.startswith("|")]
-    assert after
     assert rows[0][1:] == [f"DeepSpeed {CELLS[cell].deepspeed}" for cell in ("everyday", "newest")]
     assert [row[0] for row in rows[2:]] == [setting.name for setting in SETTINGS], "run the settings again"
 
 
 def test_the_readme_shows_the_comparison() -> None:
     result = json.loads(compare.RESULTS.read_text())
-    assert list(result["features"]) == list(compare_features.FEATURES), "compare again"
+    assert list(result["features"]) == list(features.FEATURES), "compare again"
     measured = (f"lightning {result['versions']['lightning']}", result["versions"]["deepspeed"])
     assert measured == (CELLS["newest"].lightning, CELLS["newest"].deepspeed)
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"{compare.BEGIN}\n{compare.render(result)}\n{compare.END}" in readme
+    assert compare.BLOCK.read() == compare.render(result).strip()
 
 
 def test_every_promise_in_every_cell() -> None:
-    last_run = json.loads((ROOT / "ci" / "last-run.json").read_text())
+    last_run = json.loads(table.LAST_RUN.read_text())
     for name, outcome in last_run.items():
         shown = {int(promise) for promise, counts in outcome["promises"].items() if counts.get("passed")}
         by_patches = {1, 2, 3, 6, 7, 8, 9, 12}
@@ -175,7 +198,7 @@ def test_a_proposed_cell_stands_below_the_nearest(tmp_path: Path, monkeypatch: p
 
 @pytest.fixture
 def last_run() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((ROOT / "ci" / "last-run.json").read_text())
+    found: dict[str, Any] = json.loads(table.LAST_RUN.read_text())
     return found
 
 

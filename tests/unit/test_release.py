@@ -37,19 +37,18 @@ def packed(package: Path, *left_out: str, **added: str) -> Path:
 def test_a_whole_wheel(package: Path) -> None:
     wheel = packed(package)
     assert release.differences(package, wheel) == []
-    assert release.metadata_problems(wheel, "1.2.0") == []
 
 
 @pytest.mark.parametrize("name", ["py.typed", "bootstrap/sitecustomize.py"])
 def test_a_missing_file_is_named(package: Path, name: str) -> None:
     (problem,) = release.differences(package, packed(package, name))
-    assert f"lacks ds_frozen_patch/{name}" in problem
+    assert problem.startswith(f"ds_frozen_patch/{name} in ds_frozen_patch-1.2.0")
     assert "package_data" in problem
 
 
 def test_a_file_of_elsewhere_is_named(package: Path) -> None:
     (problem,) = release.differences(package, packed(package, **{"tests/test_a.py": "pass\n"}))
-    assert "has tests/test_a.py" in problem
+    assert problem.startswith("tests/test_a.py in ")
 
 
 def test_an_older_file_is_named(package: Path) -> None:
@@ -57,12 +56,6 @@ def test_an_older_file_is_named(package: Path) -> None:
     (package / "__init__.py").write_text("new\n")
     (problem,) = release.differences(package, wheel)
     assert problem.startswith("ds_frozen_patch/__init__.py in ")
-
-
-def test_another_version_in_the_wheel(package: Path) -> None:
-    (problem,) = release.metadata_problems(packed(package), "1.3.0")
-    assert "version 1.2.0" in problem
-    assert "1.3.0" in problem
 
 
 @pytest.mark.parametrize(

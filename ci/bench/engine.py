@@ -1,0 +1,324 @@
+"""The run whose saves are measured: one step of a LoRA fine-tune of a Llama.
+
+Lightning, with and without us, and DeepSpeed's own call save one and the same engine in turn, so that nothing else
+differs. Hugging Face's Trainer has one of its own beside it. All here but the dataclasses is used inside a rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import training
+from memory import memory, reset_peak_memory
+
+OURS = "Lightning, `patch()`"
+NATIVE = "Lightning, `exclude_frozen_parameters=True`"
+OURS_UNSYNCED = "Lightning, `patch(sync=False)`"
+NATIVE_SYNCED = "Lightning, `exclude_frozen_parameters=True`, and then fsync"
+FULL = "Lightning"
+DEEPSPEED = "DeepSpeed's `save_checkpoint`, with the flag"
+HUGGING_FACE = "Hugging Face's Trainer, PEFT"
+MENDED = "Lightning, with the method that DeepSpeed lacks"
+NOTHING = "without a checkpoint"
+FLOOR = "floor: one `write` and fsync"
+UNSYNCED = "floor without fsync"
+PASS = "fingerprints of the whole base"
+
+OPTIMIZER_BYTES = 12  # of each trained parameter: its fp32 value and Adam's two moments
+RANKS = 2
+LORA = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama, and the rank of its adapters."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    vocabulary: int
+    lora: int
+    tied: bool
+    targets: tuple[str, ...] = LORA
+    kv_heads: int = 0  # as many as attention heads
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a rank says of the model that it trains; the bytes are those of its parameters in memory."""
+
+    trainable: int
+    trainable_bytes: int
+    frozen_bytes: int
+    buffer_bytes: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a save, or the way to the first batch, cost on one rank: seconds, and memory at its peak."""
+
+    seconds: float
+    memory: int
+
+
+_now: dict[str, Any] = {}  # what this rank has in memory between two calls
+
+
+def start(shape: Shape, stage: int, precision: str, hugging_face: bool = False) -> Model:
+    """Train a step under `patch()`, which leaves no trace once it is undone, and keep the Trainer."""
+    import deepspeed
+
+    import ds_frozen_patch
+
+    _now["stage"], _now["precision"] = stage, precision
+    with ds_frozen_patch.patched():
+        _now["lightning"] = _trainer(stage, precision)
+        _now["lightning"].fit(module(shape, precision), data())
+    if hugging_face:
+        _now["hugging face"] = _hugging_face(shape, stage)
+    model = _now["lightning"].lightning_module
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        sizes = {True: 0, False: 0}
+        for value in model.parameters():
+            sizes[value.requires_grad] += value.nbytes
+        _now["trainable"] = sum(value.numel() for value in model.parameters() if value.requires_grad)
+    kept = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = sum(value.nbytes for name, value in model.state_dict().items() if name not in kept)
+    return Model(_now["trainable"], sizes[True], sizes[False], buffers)
+
+
+def end() -> None:
+    """Forget them, and the weights at once: DeepSpeed keeps hold of the engine for as long as the process lives."""
+    import torch
+
+    for parameter in _now["lightning"].lightning_module.parameters():
+        for held in (parameter, getattr(parameter, "ds_tensor", parameter)):
+            held.data = torch.empty(0)
+    _now.clear()
+    gc.unfreeze()  # the pool froze them between two calls
+    gc.collect()
+    _give_back_memory()
+    torch.distributed.barrier()
+
+
+def save(way: str, path: str) -> Cost:
+    """Save in a way, to a path that is not there yet."""
+    import torch
+
+    import ds_frozen_patch
+
+    work = _ways()[way]
+    gc.collect()
+    _give_back_memory()
+    # patch() and unpatch() are outside of what is measured: a run calls the one once, and the other never.
+    options: dict[str, Any] = {"sync": False} if way == OURS_UNSYNCED else {}
+    with ds_frozen_patch.patched(**options) if way in (OURS, OURS_UNSYNCED) else nullcontext():
+        torch.distributed.barrier()
+        reset_peak_memory()
+        before = memory("VmRSS")
+        begun = time.perf_counter()
+        work(path)
+        torch.distributed.barrier()
+        return Cost(time.perf_counter() - begun, memory("VmHWM") - before)
+
+
+def _ways() -> dict[str, Callable[[str], object]]:
+    trainer = _now["lightning"]
+
+    def by_lightning(path: str, exclude: bool = True) -> None:
+        trainer.strategy.exclude_frozen_parameters = exclude
+        trainer.save_checkpoint(path)
+
+    def by_lightning_synced(path: str) -> None:
+        by_lightning(path)
+        _sync(Path(path))
+
+    def by_deepspeed(path: str) -> None:
+        trainer.strategy.model.save_checkpoint(path, tag="checkpoint", exclude_frozen_parameters=True)
+
+    def by_hugging_face(path: str) -> None:
+        other = _now["hugging face"]
+        other.args.output_dir = path
+        other._save_checkpoint(other.model, trial=None)
+
+    def fingerprints_of_base(_: str) -> None:
+        from ds_frozen_patch.fingerprint import Memory, fingerprints
+
+        frozen = [value for value in trainer.lightning_module.parameters() if not value.requires_grad]
+        fingerprints(frozen, trainer.strategy.root_device, Memory())
+
+    return {
+        **dict.fromkeys((OURS, OURS_UNSYNCED, NATIVE), by_lightning),
+        NATIVE_SYNCED: by_lightning_synced,
+        FULL: lambda path: by_lightning(path, exclude=False),
+        DEEPSPEED: by_deepspeed,
+        HUGGING_FACE: by_hugging_face,
+        FLOOR: lambda path: _write(path, sync=True),
+        UNSYNCED: lambda path: _write(path, sync=False),
+        PASS: fingerprints_of_base,
+    }
+
+
+def _write(path: str, sync: bool) -> None:
+    """What this rank has of the trainable bytes, from memory to a file, once."""
+    import torch
+
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if "bytes" not in _now:
+        size = OPTIMIZER_BYTES * _now["trainable"] // world_size
+        if rank == 0:
+            size += weight_bytes(_now["stage"], _now["precision"]) * _now["trainable"]
+        _now["bytes"] = memoryview(b"1" * size)
+        torch.distributed.barrier()
+    Path(path).mkdir(parents=True, exist_ok=True)
+    file = os.open(f"{path}/{rank}", os.O_WRONLY | os.O_CREAT)
+    left = _now["bytes"]
+    while left:  # the kernel takes 2 GiB at once
+        left = left[os.write(file, left) :]
+    if sync:
+        os.fsync(file)
+    os.close(file)
+
+
+def _sync(folder: Path) -> None:
+    """Have all ranks sync what they have saved: each its share of the files, and then rank 0 the folders."""
+    import torch
+
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    torch.distributed.barrier()
+    inside = sorted(folder.rglob("*"))
+    _fsync([path for path in inside if path.is_file()][rank::world_size])
+    torch.distributed.barrier()
+    if rank == 0:
+        _fsync([*(path for path in inside if path.is_dir()), folder, folder.parent])
+
+
+def _fsync(paths: list[Path]) -> None:
+    for path in paths:
+        opened = os.open(path, os.O_RDONLY)
+        os.fsync(opened)
+        os.close(opened)
+
+
+def weight_bytes(stage: int, precision: str) -> int:
+    """Return the bytes of a trained parameter beside the optimizer's; ZeRO-3 has the optimizer's only."""
+    return 0 if stage == 3 else 2 if precision == "bf16-true" else 4
+
+
+def trainer(strategy: Any, precision: Any, ranks: int, steps: int = 1) -> Any:
+    """Return Lightning's."""
+    import lightning.pytorch as pl
+
+    return pl.Trainer(
+        accelerator="cpu", devices=ranks, strategy=strategy, precision=precision, max_steps=steps, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+
+
+def _trainer(stage: int, precision: str, steps: int = 1) -> Any:
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    return trainer(DeepSpeedStrategy(config=training.settings(stage)), precision, int(os.environ["WORLD_SIZE"]), steps)
+
+
+def data() -> Any:
+    """Return one batch for each rank."""
+    import torch
+
+    samples: Any = torch.arange(32).reshape(4, 8)
+    return torch.utils.data.DataLoader(samples, batch_size=2)
+
+
+def module(shape: Shape, precision: str) -> Any:
+    """Return the LightningModule."""
+    import lightning.pytorch as pl
+    import torch
+
+    class FineTune(pl.LightningModule):
+        begun: tuple[float, int] | None = None  # when the first batch came, and the peak of memory until then
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = lora(shape, torch.bfloat16 if precision == "bf16-true" else torch.float32)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            self.begun = self.begun or (time.perf_counter(), memory("VmHWM"))
+            return self.model(input_ids=batch, labels=batch).loss
+
+        def test_step(self, batch: Any, index: int) -> None:
+            self.begun = self.begun or (time.perf_counter(), memory("VmHWM"))
+            self.model(input_ids=batch, labels=batch)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW([value for value in self.parameters() if value.requires_grad])
+
+    return FineTune()
+
+
+def lora(shape: Shape, kind: Any) -> Any:
+    """Return a Llama with adapters. Its base repeats a million values, since drawing them all takes a minute."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaForCausalLM
+    from transformers.initialization import no_init_weights
+
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(kind)
+    try:
+        sizes = (shape.hidden, shape.intermediate, shape.layers, shape.vocabulary)
+        config = training.llama_config(*sizes, tied=shape.tied, kv_heads=shape.kv_heads)
+        adapters = LoraConfig(r=shape.lora, target_modules=list(shape.targets))
+        with no_init_weights():
+            base = LlamaForCausalLM(config)
+        base.tie_weights()
+        values = torch.randn(1_000_003) / 50
+        for parameter in base.parameters():
+            flat: Any = parameter.data.view(-1)
+            for piece in flat.split(len(values)):
+                piece.copy_(values[: len(piece)])
+        return get_peft_model(base, adapters, autocast_adapter_dtype=False)
+    finally:
+        torch.set_default_dtype(default)
+
+
+def _hugging_face(shape: Shape, stage: int) -> Any:
+    """Return Hugging Face's Trainer after a step, in fp32: it has no bf16 on CPU ranks with DeepSpeed."""
+    import torch
+
+    options = {"per_device_train_batch_size": 2, "max_steps": 1, "save_strategy": "no"}
+    rows = torch.arange(32).reshape(4, 8)
+    trained = training.hugging_face(lora(shape, torch.float32), rows, "unused", training.settings(stage), **options)
+    trained.train()
+    return trained
+
+
+def begin(verb: str, way: str, shape: Shape, stage: int, path: str | None) -> Cost:
+    """Let a new Trainer `fit` or `test`, from a checkpoint or from nothing, in a process that has done nothing else."""
+    import ds_frozen_patch
+
+    model = module(shape, "bf16-true")
+    if way == OURS:
+        ds_frozen_patch.patch()
+    elif way == MENDED:
+        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+        DeepSpeedZeRoOffload._restore_from_bit16_weights = lambda self: None
+    reset_peak_memory()
+    begun = time.perf_counter()
+    getattr(_trainer(stage, "bf16-true", steps=2), verb)(model, data(), ckpt_path=path)
+    first, peak = model.begun
+    return Cost(first - begun, peak)
+
+
+def _give_back_memory() -> None:
+    """What was freed goes back to the kernel, else the next one works in it and seems to need none."""
+    ctypes.CDLL(None).malloc_trim(0)

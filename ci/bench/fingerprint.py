@@ -1,0 +1,43 @@
+"""What fingerprints cost, against a full save and against DeepSpeed's own flag: a part of `nox -s bench`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bench.engine import FULL, NATIVE, OURS, PASS, Shape
+from bench.saves import measured, ranks
+from bench.words import judged, ratios, spread
+from tables import markdown
+
+ROUNDS = 7
+SHAPE = Shape(hidden=2048, intermediate=8192, layers=4, vocabulary=32000, lora=64, tied=False)
+WAYS = {
+    FULL: "full save, plain Lightning",
+    NATIVE: "trainable-only save by DeepSpeed's flag",
+    OURS: "the same, a later one under the shim",
+    PASS: PASS,
+}
+
+
+def measure(folder: Path, rounds: int) -> dict[str, Any]:
+    """Return seconds of each save and of a pass over the base, on one rank, and the memory that the pass adds."""
+    with ranks(folder, 1) as pool:
+        model, costs = measured(pool, SHAPE, 2, "bf16-true", (tuple(WAYS), rounds))
+    seconds = {title: costs[way]["seconds"] for way, title in WAYS.items()}
+    parameters = model["frozen_bytes"] // 2
+    return {"seconds": seconds, "added": max(costs[PASS]["memory"]), "parameters": parameters}
+
+
+def render(found: dict[str, Any]) -> str:
+    """Return the tables."""
+    seconds = found["seconds"]
+    lines = [[name, spread(values, ".3f")] for name, values in seconds.items()]
+    full, later = ratios(seconds, PASS, WAYS[FULL]), ratios(seconds, WAYS[OURS], WAYS[NATIVE])
+    aims = [
+        ["fingerprints / full save", judged(full, 0.5, ".3f"), "0.5"],
+        ["a later save under the shim / DeepSpeed's flag", judged(later, 1.02, ".3f"), "1.02"],
+        ["MiB of memory that the pass over the base adds", judged([found["added"] / 2**20], 64, ".1f"), "64"],
+    ]
+    about = f"{found['parameters'] / 1e6:.0f} M frozen bf16 parameters, one rank, cpu"
+    return f"{about}:\n\n{markdown(['', 'seconds'], lines)}\n{markdown(['', 'measured', 'aim: at most'], aims)}"

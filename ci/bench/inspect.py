@@ -1,0 +1,76 @@
+"""What `inspect` costs on a large checkpoint against a small one: a part of `nox -s bench`.
+
+Both are made here with as many tensors, of the form that ZeRO-2 gives a LoRA fine-tune of a model with 300 layers; they
+differ in nothing but the width of a layer.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench.words import ratios, spread
+from tables import markdown
+
+from ds_frozen_patch.checkpoint.tools.inspect import inspect
+
+ROUNDS = 20
+LAYERS = 300
+SMALL, LARGE = 20, 2000  # MB
+
+
+def make(folder: Path, megabytes: int) -> Path:
+    """Return a full checkpoint of about this size, most of it frozen weights of bf16; zeros, as nothing is read."""
+    width = int((megabytes * 1e6 / 2 / LAYERS) ** 0.5)
+    frozen = {f"layers.{i}.weight": torch.zeros(width, width, dtype=torch.bfloat16) for i in range(LAYERS)}
+    trained = {f"layers.{i}.lora": torch.zeros(width, dtype=torch.bfloat16) for i in range(LAYERS)}
+    flat = torch.zeros(LAYERS * width)
+    model = {
+        "module": {**frozen, **trained},
+        "param_shapes": [{name: tensor.shape for name, tensor in trained.items()}],
+        "buffer_names": [],
+        "dp_world_size": 1,
+        "ds_config": {"zero_optimization": {"stage": 2}},
+    }
+    optimizer = {
+        "zero_stage": 2,
+        "single_partition_of_fp32_groups": [flat],
+        "base_optimizer_state": [{"exp_avg": flat.clone(), "exp_avg_sq": flat.clone()}],
+    }
+    inner = folder / "checkpoint"
+    inner.mkdir(parents=True)
+    (folder / "latest").write_text("checkpoint")
+    torch.save(model, inner / "mp_rank_00_model_states.pt")
+    torch.save({"optimizer_state_dict": optimizer}, inner / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    return folder
+
+
+def measure(folder: Path, rounds: int) -> dict[str, Any]:
+    """Return seconds of both, in turn."""
+    print("  writing the checkpoints", file=sys.stderr, flush=True)
+    places = {name: folder / f"inspected-{name}" for name in ("small", "large")}
+    made = {name: make(place, SMALL if name == "small" else LARGE) for name, place in places.items()}
+    found: dict[str, Any] = {name: [] for name in made}
+    for number in range(rounds + 1):
+        for name, checkpoint in made.items():
+            begun = time.perf_counter()
+            inspect(checkpoint)
+            if number:  # the first one reads the disk
+                found[name].append(time.perf_counter() - begun)
+    for place in places.values():
+        shutil.rmtree(place)
+    return found
+
+
+def render(found: dict[str, Any]) -> str:
+    """Both, and their ratio."""
+    lines = [
+        [f"{size} MB", spread([1000 * value for value in found[name]], ".1f")]
+        for name, size in (("small", SMALL), ("large", LARGE))
+    ]
+    said = f"The large one takes {spread(ratios(found, 'large', 'small'))} of the small one's time."
+    return f"{said}\n\n{markdown(['`inspect` of', 'ms'], lines)}"

@@ -1,0 +1,51 @@
+"""What fsync costs in a save, with it and without, of ours and of the native flag: a part of `nox -s bench`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bench.engine import NATIVE, NATIVE_SYNCED, OURS, OURS_UNSYNCED, RANKS, Shape
+from bench.saves import measured, ranks
+from bench.words import ratios, seconds, size, spread
+from tables import markdown
+
+ROUNDS = 15
+STAGES = (2, 3)
+SHAPE = Shape(hidden=512, intermediate=1408, layers=4, vocabulary=16000, lora=224, tied=False)  # about 50 MB a save
+WAYS = (OURS, OURS_UNSYNCED, NATIVE_SYNCED, NATIVE)
+# Of what, against what; the last shows what the others are made of.
+PAIRS = {
+    "sync costs": (OURS, OURS_UNSYNCED),
+    "ours against the flag, both synced": (OURS, NATIVE_SYNCED),
+    "ours against the flag, neither synced": (OURS_UNSYNCED, NATIVE),
+    "sync costs the flag": (NATIVE_SYNCED, NATIVE),
+}
+
+
+def measure(folder: Path, rounds: int) -> list[dict[str, Any]]:
+    """Return what each way costs, by ZeRO stage, on the disk that the folder is on."""
+    found = []
+    with ranks(folder) as pool:
+        for stage in STAGES:
+            model, costs = measured(pool, SHAPE, stage, "bf16-true", (WAYS, rounds))
+            found.append({"stage": stage, "trainable": model["trainable"], "ways": costs})
+    return found
+
+
+def render(found: list[dict[str, Any]]) -> str:
+    """Return a table of times, and one of ratios."""
+    names = [f"ZeRO-{case['stage']}, {size(case['ways'][OURS]['bytes'])}" for case in found]
+    costs = [
+        [name, *(seconds(case["ways"][way]["seconds"]) for way in WAYS)]
+        for name, case in zip(names, found, strict=True)
+    ]
+    against = []
+    for name, case in zip(names, found, strict=True):
+        times = {way: cost["seconds"] for way, cost in case["ways"].items()}
+        against.append([name, *(spread(ratios(times, *pair)) for pair in PAIRS.values())])
+    return (
+        f"Saves to a new path on a disk, in turn, in {RANKS} ranks. The flag is synced by each rank, its share of the"
+        " files, and then rank 0, the folders and their parent. Times are medians; ratios are medians of each round's,"
+        f" and their spread.\n\n{markdown(['', *WAYS], costs)}\n{markdown(['', *PAIRS], against)}"
+    )

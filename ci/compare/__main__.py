@@ -1,0 +1,121 @@
+"""ds_frozen_patch and its peers, feature by feature, measured in one run: `nox -f ci/noxfile.py -s compare`.
+
+Writes `compare.json` and the README's table. Every system makes the run of `task.py` on CPU ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from compare.features import FEATURES, ROWS, STAGES
+from compare.task import EXCLUDED, FULL, OURS
+from compare.trial import System, Trial
+from ranks import Ranks
+from tables import Block, markdown
+
+RESULTS = Path(__file__).with_name("compare.json")
+BLOCK = Block("compare")
+PACKAGES = ("lightning", "deepspeed", "transformers", "peft", "accelerate", "torch")
+
+LIGHTNING: dict[str, str] = {
+    "module": "compare.lightning",
+    "saved": "epoch={epoch}.ckpt",
+    "middle": "step={step}.ckpt",
+    "states": "checkpoint",
+    "consolidates": "compare.lightning",
+    "weights_only": "`save_weights_only=True`",
+}
+SYSTEMS = (
+    System("ds_frozen_patch", kind=OURS, **LIGHTNING),
+    System("Lightning, `exclude_frozen_parameters=True`", kind=EXCLUDED, **LIGHTNING),
+    System("Lightning", kind=FULL, **LIGHTNING),
+    System(
+        "Hugging Face's Trainer, PEFT",
+        module="compare.huggingface",
+        saved="checkpoint-{step}",
+        middle="checkpoint-{step}",
+        states="global_step{step}",
+        weights_only="`save_only_model=True`",
+    ),
+    System(
+        "DeepSpeed alone",
+        module="compare.deepspeed",
+        saved="step{step}",
+        weights_only="`save_16bit_model(exclude_frozen_parameters=True)`",
+    ),
+)
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """Return the facts of the run, and the outcome of every feature, by system and ZeRO stage."""
+    pools = {number: Ranks(number, folder / f"ranks{number}.txt") for number in (1, 2)}
+    found: dict[str, Any] = {title: {} for title in FEATURES}
+    try:
+        for system in SYSTEMS:
+            for stage in STAGES:
+                begun = time.monotonic()
+                print(f"{system.title}, ZeRO-{stage}", file=sys.stderr, flush=True)
+                trial = Trial(system, stage, pools, folder / f"{SYSTEMS.index(system)}-{stage}")
+                for title, row in FEATURES.items():
+                    if any(stage in stages for stages in ROWS[title]):
+                        outcome = vars(row(trial))
+                        found[title].setdefault(system.title, {})[str(stage)] = outcome
+                        print(f"  {title}: {outcome['value']} {outcome['note']}", file=sys.stderr, flush=True)
+                print(f"  {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+    finally:
+        for pool in pools.values():
+            pool.stop()
+    return {"trainable": trial.whole[0].trainable, "frozen": trial.whole[0].frozen, "features": found}
+
+
+def render(result: dict[str, Any]) -> str:
+    """Return the table in Markdown, with notes."""
+    notes: list[str] = []
+    systems = [system.title for system in SYSTEMS]
+    lines = []
+    for title, row in result["features"].items():
+        for stages in ROWS[title]:
+            name = f"{title}, ZeRO-{stages[0]}" if len(stages) == 1 else title
+            lines.append([name, *(_cell(row[system], stages, notes) for system in systems)])
+    versions = ", ".join(f"{package} {number}" for package, number in result["versions"].items())
+    parameters = f"{result['frozen'] / 1e6:.2f} M frozen and {result['trainable'] / 1e6:.2f} M trained parameters"
+    return f"Measured on {result['date']}, with {parameters}, {versions}:\n\n{markdown(['', *systems], lines, notes)}"
+
+
+def _cell(outcomes: dict[str, Any], stages: list[int], notes: list[str]) -> str:
+    """Return what a cell says: once, if it is so in all of these stages."""
+    parts: dict[str, list[str]] = {}
+    for stage in stages:
+        value, note = outcomes[str(stage)]["value"], outcomes[str(stage)]["note"]
+        if note and note not in notes:
+            notes.append(note)
+        parts.setdefault(f"{value} [{notes.index(note) + 1}]" if note else value, []).append(f"ZeRO-{stage}")
+    if len(parts) == 1:
+        return next(iter(parts))
+    return ", ".join(f"{text} in {' and '.join(names)}" for text, names in parts.items())
+
+
+def main() -> None:
+    """Measure, and write the table."""
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(Path(folder))
+    result = {
+        "date": time.strftime("%Y-%m-%d"),
+        "seconds": round(time.monotonic() - begun),
+        "versions": {package: version(package) for package in PACKAGES},
+        **found,
+    }
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    BLOCK.write(render(result))
+    print(f"{result['seconds']} s in all", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

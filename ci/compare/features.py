@@ -1,0 +1,213 @@
+"""The rows of the table: each a feature, and how its outcome is measured for a system in a ZeRO stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compare import task
+from compare.task import EPOCHS, MIDDLE, STEPS
+from compare.trial import Trial
+
+TOLERANCE = 1e-5  # of a loss, where other ranks add up other sums
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a cell of the table says in one ZeRO stage, and a footnote."""
+
+    value: str
+    note: str = ""
+    number: float | None = None
+
+
+Measure = Callable[[Trial], Outcome]
+STAGES = (2, 3)
+FEATURES: dict[str, Measure] = {}
+ROWS: dict[str, list[list[int]]] = {}  # by feature, the ZeRO stages that a row of the table is about
+
+
+def feature(title: str, rows: list[list[int]] | None = None) -> Callable[[Measure], Measure]:
+    """Make a function a row of the table, or one for each list of ZeRO stages."""
+
+    def add(measure: Measure) -> Measure:
+        FEATURES[title], ROWS[title] = measure, rows or [list(STAGES)]
+        return measure
+
+    return add
+
+
+def _size(place: str) -> int:
+    file = Path(place)
+    return file.stat().st_size if file.is_file() else sum(f.stat().st_size for f in file.rglob("*") if f.is_file())
+
+
+def _yes(good: bool, note: str = "") -> Outcome:
+    return Outcome("yes" if good else "no", note)
+
+
+def _said(answers: Any) -> str:
+    return answers if isinstance(answers, str) else ""
+
+
+@feature("MB of a checkpoint (times the trained weights and AdamW's two moments)", [[2], [3]])
+def size(trial: Trial) -> Outcome:
+    found = _size(trial.checkpoint()) / 1e6
+    # A value and two moments for each element, of four bytes.
+    least = trial.whole[0].trainable * 12 / 1e6
+    return Outcome(f"{found:.2f} ({found / least:.1f})", number=found)
+
+
+@feature("the tied embedding is left out")
+def tied(trial: Trial) -> Outcome:
+    (found,) = trial.run("embeddings", "", 1, "compare.files", checkpoint=trial.checkpoint())
+    return _yes(not found)
+
+
+@feature("a run resumes, without any setting")
+def resumes(trial: Trial) -> Outcome:
+    return _yes(trial.strict, _said(trial.by_default))
+
+
+@feature("the resumed run equals the uninterrupted one bit for bit")
+def bit_for_bit(trial: Trial) -> Outcome:
+    return _yes(trial.goes_on(trial.resumed), _said(trial.resumed))
+
+
+@feature("a buffer that training changed is restored")
+def buffers(trial: Trial) -> Outcome:
+    return _yes(all(seen.count == EPOCHS * STEPS for seen in trial.resumed), _said(trial.resumed))
+
+
+@feature("a run saved in the middle of an epoch goes on with the batches that are left, bit for bit")
+def mid_epoch(trial: Trial) -> Outcome:
+    if not trial.system.middle:
+        return Outcome("-")
+    saved = trial.file(f"whole/{trial.system.middle.format(step=MIDDLE)}")
+    again = trial.resume("from-the-middle", resume=saved)
+    note = _said(again)
+    if not note and again[0].batches[0] == trial.whole[0].batches[0]:
+        note = "it begins with the epoch's first batch again"
+    return _yes(trial.goes_on(again, MIDDLE), note)
+
+
+@feature("evaluation from a checkpoint gives what the model in memory gave", [[2], [3]])
+def evaluates(trial: Trial) -> Outcome:
+    def same(found: Any) -> bool:
+        return not isinstance(found, str) and abs(found[0] / trial.whole[0].evaluated - 1) < TOLERANCE
+
+    def evaluate(**options: Any) -> Any:
+        return trial.run("evaluate", "evaluated", resume=trial.checkpoint(), strict=trial.strict, **options)
+
+    found = evaluate()
+    if trial.system.module == "compare.deepspeed" and not same(bare := evaluate(optimizer=False)):
+        return _yes(same(found), f"with an optimizer in memory; without one: {_said(bare) or 'another loss'}")
+    if trial.system.module == "compare.huggingface" and not same(found) and same(evaluate(with_deepspeed=False)):
+        return Outcome("no", f"{_said(found) or 'another loss'}; without its DeepSpeed config it does")
+    return _yes(same(found), _said(found))
+
+
+@feature("a base that is not the one saved with is refused")
+def wrong_base(trial: Trial) -> Outcome:
+    again = trial.resume("wrong-base", seed=2)
+    if trial.goes_on(again):
+        return Outcome("-", "the checkpoint holds the base, and the run takes it from there")
+    return _refused(trial, again)
+
+
+@feature("a program with LoRA on other modules of the same shapes is refused")
+def wrong_modules(trial: Trial) -> Outcome:
+    return _refused(trial, trial.resume("wrong-modules", targets=("k_proj", "v_proj")))
+
+
+def _refused(trial: Trial, again: Any) -> Outcome:
+    if isinstance(trial.resumed, str):
+        raise RuntimeError(f"{trial.system.title} cannot resume at all: {trial.resumed}")
+    return _yes(isinstance(again, str), _said(again))
+
+
+@feature("1 rank goes on with what 2 have saved")
+def other_ranks(trial: Trial) -> Outcome:
+    def follows(again: Any) -> bool:
+        expected = [sum(pair) / 2 for pair in zip(*(seen.losses[STEPS:] for seen in trial.whole), strict=True)]
+        return not isinstance(again, str) and all(
+            abs(loss / mean - 1) < TOLERANCE for loss, mean in zip(again[0].losses, expected, strict=True)
+        )
+
+    ours = trial.system.kind == task.OURS
+    again = trial.resume("one-rank", world_size=1)
+    if follows(again):
+        return Outcome("yes", "with `patch(elastic=True)`" if ours else "")
+    if ours:
+        return Outcome("no", _said(again))
+    target = trial.file(f"universal/{Path(trial.checkpoint(1)).name}")
+    converted = trial.run(
+        "universal", "", 1, "compare.files", resume=trial.checkpoint(1), folder=trial.states(1), target=target
+    )
+    universal = converted
+    if not isinstance(converted, str):
+        universal = trial.resume("universal-one-rank", world_size=1, resume=target, universal=True)
+    note = f"{_said(again) or 'other losses'}; after DeepSpeed's conversion to a universal checkpoint"
+    if follows(universal):
+        restored = universal[0].count == EPOCHS * STEPS
+        return Outcome("converted", f"{note} it does" + ("" if restored else ", but the buffer is not restored"))
+    return Outcome("no", f"{note}: {_said(universal) or 'other losses'}")
+
+
+@feature("the converter makes one fp32 file of a checkpoint")
+def fp32_file(trial: Trial) -> Outcome:
+    def convert(name: str, **options: Any) -> Any:
+        places = {"resume": trial.checkpoint(), "folder": trial.states(), "target": trial.file(name)}
+        return trial.run("consolidate", "", 1, trial.system.consolidates, **places, **options)
+
+    def whole(found: Any) -> bool:
+        return not isinstance(found, str) and trial.whole[0].trained.items() <= found[0].items()
+
+    found = convert("fp32")
+    if whole(found) or trial.system.consolidates != "compare.files":
+        return _yes(whole(found), _said(found))
+    again = convert("fp32-trainable", exclude_frozen_parameters=True)
+    return Outcome("yes", "with `exclude_frozen_parameters=True`") if whole(again) else Outcome("no", _said(found))
+
+
+@feature("each checkpoint holds an adapter that PEFT loads")
+def peft_adapter(trial: Trial) -> Outcome:
+    out, note = "whole", ""
+    if trial.system.kind == task.OURS:
+        out, note = "export", 'with `patch(export="peft")`'
+        trial.run("train", out, export=True)
+    folders = [file.parent for file in Path(trial.checkpoint(out=out)).rglob("adapter_config.json")]
+    if not folders:
+        return Outcome("no")
+    found = trial.run("adapter", "", 1, "compare.files", folder=str(folders[0]))
+    good = not isinstance(found, str) and found[0] == trial.whole[0].trained
+    return _yes(good, note if good else _said(found))
+
+
+@feature("MB of the weights alone, where they can be saved without the optimizer's state", [[2], [3]])
+def weights_only(trial: Trial) -> Outcome:
+    saved = trial.run("train", "weights", weights_only=True)
+    if isinstance(saved, str):
+        raise RuntimeError(f"{trial.system.title} does not train: {saved}")
+    place = Path(trial.checkpoint(out="weights"))
+    files = [place] if place.is_file() else [f for f in place.rglob("*") if f.is_file() and f.suffix != ".py"]
+    if any(b"exp_avg" in file.read_bytes() for file in files):
+        return Outcome("no", f"{trial.system.weights_only} writes the optimizer's state all the same")
+    found = _size(str(place)) / 1e6
+    return Outcome(f"{found:.2f}", trial.system.weights_only, found)
+
+
+@feature("after a kill in the middle of a save, the same program goes on from the save before", [[2]])
+def killed(trial: Trial) -> Outcome:
+    saved = trial.run("train", "killed", halt=True)
+    if isinstance(saved, str) or not Path(trial.file("killed-left")).exists():
+        raise RuntimeError(f"{trial.system.title} has not saved twice: {saved}")
+    again = trial.run("train", "killed-left", last=True, strict=trial.strict)
+    before = trial.checkpoint(1, "killed-left")
+    if not trial.goes_on(again) and Path(before).exists():
+        named = trial.run("train", "killed-named", resume=before, strict=trial.strict)
+        if trial.goes_on(named):
+            return Outcome("no", f"{_said(again) or 'another run'}; if it names the folder before it does")
+    return _yes(trial.goes_on(again), _said(again))

@@ -1,0 +1,47 @@
+"""What the package says of its releases elsewhere, written from `matrix.json`: ranges, classifiers, what was tested.
+
+`nox -s lock`, `-s propose` and `-s table` write it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from matrix import cells
+from packaging.version import Version
+from tables import ROOT
+
+SETUP = ROOT / "setup.cfg"
+PROBE = ROOT / "src" / "ds_frozen_patch" / "patching" / "tested.py"
+MALICIOUS = {"lightning": ",!=2.6.2,!=2.6.3"}
+
+
+def texts() -> dict[Path, str]:
+    """Return the text that each file must have, as far as the matrix decides it; the rest is as it is."""
+    served = [cell for cell in cells.read().values() if not cell.refused]
+    pythons = sorted({cell.python for cell in served}, key=Version)
+    setup = SETUP.read_text(encoding="utf-8")
+    classifiers = "".join(f"    Programming Language :: Python :: {python}\n" for python in pythons)
+    setup = re.sub(r"(    Programming Language :: Python :: 3\.\d+\n)+", classifiers, setup)
+    setup = re.sub(r"(?m)^python_requires = .*$", f"python_requires = >={pythons[0]}", setup)
+    newest = {}
+    for package in ("lightning", "deepspeed", "torch", "wrapt"):
+        releases = sorted(Version(getattr(cell, package).split()[-1]) for cell in served)
+        oldest, newest[package] = releases[0], releases[-1]
+        # wrapt has semantic versions; of the others each minor release can break something.
+        line = f"{newest[package].major}.{newest[package].minor + 1}"
+        limit = newest[package].major + 1 if package == "wrapt" else line
+        wanted = f"    {package}>={oldest},<{limit}{MALICIOUS.get(package, '')}"
+        setup = re.sub(rf"(?m)^    {package}>=.*$", wanted, setup)
+    tested = f'TESTED = {{"lightning": "{newest["lightning"]}", "deepspeed": "{newest["deepspeed"]}"}}'
+    probe = re.sub(r"(?m)^TESTED = .*$", tested, PROBE.read_text(encoding="utf-8"))
+    return {SETUP: setup, PROBE: probe}
+
+
+def write() -> list[Path]:
+    """Write the files that say something else; returns them."""
+    stale = {file: text for file, text in texts().items() if file.read_text(encoding="utf-8") != text}
+    for file, text in stale.items():
+        file.write_text(text, encoding="utf-8")
+    return list(stale)

@@ -1,0 +1,203 @@
+"""The environments of the cells: their locks, and how uv makes them.
+
+A base holds torch and all that the tests need beside it; a cell lies over its base and holds Lightning, DeepSpeed,
+wrapt and what they ask for. Locks have the hash of every file but torch's and its CUDA libraries': which build of
+torch is taken is the machine's choice (`PIP_FIND_LINKS` and `UV_FIND_LINKS` count).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import nox
+from matrix.cells import Cell
+from matrix.programs import Program
+from series.folder import PATCHES, apply_to_package
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCKS = ROOT / "ci" / "locks"
+PROGRAMS = ROOT / ".nox" / "programs"
+PIPS_OWN = ("tools", "release")
+BUILDS_OF_TORCH = re.compile(r"(torch|torchvision|triton|nvidia-.*|cuda-.*)==")
+
+
+def cell_python(session: nox.Session, cell: Cell) -> str:
+    """Return the Python of a cell's environment, made if it is not there or its lock has changed."""
+
+    def add_torch(python: str) -> None:
+        _uv(session, "pip", "install", "--python", python, f"torch=={cell.torch}")
+
+    def lay_over_base(python: str) -> None:
+        (own,) = Path(python).parent.parent.glob("lib/python*/site-packages")
+        (below,) = Path(base).parent.parent.glob("lib/python*/site-packages")
+        (own / "base.pth").write_text(f"{below}\n")
+        _uv(session, "pip", "install", "--python", python, "--no-deps", "--editable", str(ROOT))
+        for package in ("lightning", "pytorch_lightning"):
+            if cell.patches and (own / package).is_dir():
+                apply_to_package(PATCHES / cell.patches, own, package)
+
+    base = _environment(session, cell.python, cell.base, (cell.base,), add_torch)
+    made_of = sorted((PATCHES / cell.patches).glob("*.patch")) if cell.patches else []
+    return _environment(session, cell.python, cell.name, (cell.lock, cell.base), lay_over_base, made_of)
+
+
+def program_python(session: nox.Session, name: str, program: Program, cell: Cell) -> str:
+    """Return the Python of a program's environment, which lies over that of its cell."""
+    below = Path(cell_python(session, cell)).parent.parent
+
+    def lay_over_cell(python: str) -> None:
+        (own,) = Path(python).parent.parent.glob("lib/python*/site-packages")
+        (cells,) = below.glob("lib/python*/site-packages")
+        # Not the path alone: the cell has such files too, for its base and for us.
+        (own / "cell.pth").write_text(f"import site; site.addsitedir({str(cells)!r})\n")
+        if program.beside_torch:
+            _uv(session, "pip", "install", "--python", python, "--no-deps", *program.beside_torch)
+
+    locks = (f"program-{name}", cell.lock, cell.base)
+    return _environment(session, cell.python, f"program-{name}", locks, lay_over_cell)
+
+
+def clone(session: nox.Session, folder: str, address: str, commit: str) -> None:
+    """Check out a commit, or a tag, of a repository in `.nox/programs`, and remove everything else."""
+    place = PROGRAMS / folder
+    git = ("git", "-C", str(place))
+    place.mkdir(parents=True, exist_ok=True)
+    session.run(*git, "init", "--quiet", external=True)
+    if not session.run(*git, "tag", "--list", f"got-{commit}", external=True, silent=True):
+        session.run(*git, "fetch", "--quiet", "--depth=1", address, commit, external=True)
+        session.run(*git, "tag", f"got-{commit}", "FETCH_HEAD", external=True)
+    session.run(*git, "checkout", "--quiet", "--force", "--detach", f"got-{commit}", external=True)
+    session.run(*git, "clean", "--quiet", "-ffdx", external=True)
+
+
+def tools_python(session: nox.Session, name: str = "tools") -> str:
+    """Return the Python of an environment made by pip: "tools" has uv, ruff and mypy, "release" build and twine."""
+    folder = ROOT / ".nox" / name
+    python = str(folder / "bin" / "python")
+    if not _is_made(folder, _files((name,))):
+        session.run(sys.executable, "-m", "venv", "--clear", str(folder), external=True)
+        pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+        session.run(*pip, "--require-hashes", "-r", str(LOCKS / f"{name}.txt"), external=True)
+        _mark_made(folder, _files((name,)))
+    return python
+
+
+def write_lock(session: nox.Session, cell: Cell) -> None:
+    """Resolve a cell anew into its lock, over its base's lock, which is made if it is not there."""
+    base = LOCKS / f"{cell.base}.txt"
+    common = [f"torch=={cell.torch}", *cell.period]
+    if not base.exists():
+        blocks = _resolve(session, cell.python, common)
+        base.write_text("".join(block for block in blocks if not block.startswith("wrapt==")))
+    below = base.read_text()
+    blocks = _resolve(session, cell.python, [*common, *cell.pins], preferred=below)
+    (LOCKS / f"{cell.name}.txt").write_text("".join(block for block in blocks if block not in _blocks(below)))
+
+
+def write_program_lock(session: nox.Session, name: str, program: Program, cell: Cell) -> None:
+    """Resolve what a program asks for anew, over its cell's environment, into its lock."""
+    below = {block.partition("==")[0]: block for lock in (cell.base, cell.lock) for block in _blocks(_lock(lock))}
+    wanted = (LOCKS / f"program-{name}.in").read_text().splitlines()
+    pins = [f"torch=={cell.torch}", *program.beside_torch, *cell.pins, *wanted]
+    blocks = _resolve(session, cell.python, pins, preferred="".join(below.values()), sources=())
+    (LOCKS / f"program-{name}.txt").write_text("".join(block for block in blocks if block not in below.values()))
+
+
+def write_tools_locks(session: nox.Session) -> None:
+    """Resolve `ci/locks/tools.in` and `release.in` anew, with the uv of the lock as it is."""
+    plain = ("--generate-hashes", "--no-header", "--no-annotate", "--universal", "--python-version", "3.10")
+    for name in PIPS_OWN:
+        _uv(session, "pip", "compile", *plain, str(LOCKS / f"{name}.in"), "--output-file", str(LOCKS / f"{name}.txt"))
+
+
+def newest_releases(session: nox.Session, *wanted: str) -> dict[str, str]:
+    """Return the newest release on the package index of each package; `wanted` can be requirements with a version."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, found = Path(folder, "wanted.in"), Path(folder, "found.txt")
+        source.write_text("\n".join([*wanted, "lightning!=2.6.2,!=2.6.3", "deepspeed"]))
+        _uv(session, "pip", "compile", "--no-deps", "--no-header", str(source), "--output-file", str(found))
+        return dict(re.findall(r"^([\w-]+)==(\S+)", found.read_text(), re.MULTILINE))
+
+
+def _resolve(
+    session: nox.Session,
+    python: str,
+    pins: list[str],
+    preferred: str = "",
+    sources: Sequence[str] = ("setup.cfg", "--extra", "test", "--extra", "demo"),
+) -> list[str]:
+    """Return what uv resolves the pins and the tests' requirements to: a block of lines per package, without torch."""
+    with tempfile.TemporaryDirectory() as folder:
+        wanted, lock = Path(folder, "pins.in"), Path(folder, "lock.txt")
+        wanted.write_text("\n".join(pins))
+        lock.write_text(preferred)  # uv keeps to the releases of an output that is there, where it can
+        plain = ("--generate-hashes", "--no-header", "--no-annotate", "--python-version", python)
+        _uv(session, "pip", "compile", *sources, str(wanted), *plain, "--output-file", str(lock))
+        return [block for block in _blocks(lock.read_text()) if not BUILDS_OF_TORCH.match(block)]
+
+
+def _lock(name: str) -> str:
+    return (LOCKS / f"{name}.txt").read_text()
+
+
+def _blocks(lock: str) -> list[str]:
+    """Return the packages of a lock, each with its lines of hashes."""
+    return re.findall(r"^[^\s#].*\n(?:[ \t].*\n)*", lock, re.MULTILINE)
+
+
+def _environment(
+    session: nox.Session,
+    python: str,
+    name: str,
+    locks: tuple[str, ...],
+    finish: Callable[[str], None],
+    made_of: Sequence[Path] = (),
+) -> str:
+    """Return the Python of an environment with what the first lock holds.
+
+    It is made anew if one of the locks has changed, or of the other files that it is made of.
+    """
+    folder = ROOT / ".nox" / name
+    made = str(folder / "bin" / "python")
+    files = [*_files(locks), *made_of]
+    if not _is_made(folder, files):
+        session.log(f"making the environment {name}")
+        _uv(session, "venv", "--clear", "--python", python, str(folder))
+        lock = str(LOCKS / f"{locks[0]}.txt")
+        _uv(session, "pip", "install", "--python", made, "--no-deps", "--require-hashes", "-r", lock)
+        finish(made)
+        _mark_made(folder, files)
+    return made
+
+
+def _files(locks: tuple[str, ...]) -> list[Path]:
+    return [ROOT / "setup.cfg", *(LOCKS / f"{name}.txt" for name in locks)]
+
+
+def _digest(files: Sequence[Path]) -> str:
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _is_made(folder: Path, files: Sequence[Path]) -> bool:
+    note = folder / "made-of"
+    return note.is_file() and note.read_text() == _digest(files)
+
+
+def _mark_made(folder: Path, files: Sequence[Path]) -> None:
+    (folder / "made-of").write_text(_digest(files))
+
+
+def _uv(session: nox.Session, *arguments: str) -> None:
+    environment = {"UV_FIND_LINKS": os.environ.get("UV_FIND_LINKS", os.environ.get("PIP_FIND_LINKS", ""))}
+    # Once, and not in each of the many processes to come: where PYTHONDONTWRITEBYTECODE is set, none keeps it.
+    environment["UV_COMPILE_BYTECODE"] = "1"
+    # pyenv's shims are no Pythons to uv; the Pythons behind them are.
+    versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    environment["PATH"] = os.pathsep.join([*map(str, sorted(versions.glob("*/bin"))), os.environ["PATH"]])
+    session.run(tools_python(session), "-m", "uv", "--quiet", *arguments, env=environment, external=True)

@@ -1,0 +1,94 @@
+"""The compatibility table of the README, made from the last full run of the matrix: `nox -f ci/noxfile.py -s table`.
+
+Every cell's tests leave an outcome in `.nox/results/`; together they become `last-run.json`, and the table. With
+names of cells, only theirs are taken from there, and the others stay as they are in `last-run.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from matrix import cells
+from tables import ROOT, Block, markdown, ranges
+
+LAST_RUN = Path(__file__).with_name("last-run.json")
+BLOCK = Block("table")
+HEADER = ("cell", "Lightning", "DeepSpeed", "torch", "Python", "wrapt", "state", "promises", "tests", "s")
+
+
+def collect(results: Path, last_run: dict[str, Any], chosen: Collection[str] = ()) -> dict[str, Any]:
+    """Return the outcomes of all cells, those of other cells than the chosen ones as they were in the last run.
+
+    Exits with what is missing, failed or out of date.
+    """
+    outcomes, problems = {}, [f"there is no cell {name}" for name in chosen if name not in cells.entries()]
+    for name, entry in cells.entries().items():
+        file = results / f"{name}.json"
+        if chosen and name not in chosen:
+            outcome = last_run.get(name)
+        else:
+            outcome = json.loads(file.read_text()) if file.exists() else None
+        if outcome is None:
+            problems.append(f"{name} has not run")
+        elif {**outcome["entry"], "why": entry["why"]} != entry:
+            problems.append(f"{name} has changed in ci/matrix.json since it ran")
+        elif outcome["failed"]:
+            problems.append(f"{name} failed")
+        else:
+            outcomes[name] = {**outcome, "entry": entry}
+    if problems:
+        sys.exit(f"There is no run to make a table of: {'; '.join(problems)}. Run: nox -f ci/noxfile.py -s matrix")
+    return outcomes
+
+
+def render(outcomes: dict[str, Any]) -> str:
+    """Return the table in Markdown, with a note for each thing that a cell cannot run."""
+    notes: list[str] = []
+    rows = []
+    for name, outcome in outcomes.items():
+        entry, promises = outcome["entry"], outcome["promises"]
+        needs = cells.cell(entry).needs
+        why = [*outcome["skipped"], *(f"{name}: {need.why}" for name, need in needs.items())]
+        for item in why:
+            if item not in notes:
+                notes.append(item)
+        marks = "".join(f" [{notes.index(item) + 1}]" for item in why)
+        lightning = ", ".join(entry[key] for key in ("lightning", "beside") if key in entry)
+        states = sorted({state for state in outcome["found"].values() if state != "not installed"} - {"applied"})
+        expected = ", ".join(sorted(set(entry["expect"].values())))
+        if "patches" in entry:
+            expected += f", by patches/{entry['patches']}"
+        rows.append(
+            (
+                f"{name}{marks}",
+                lightning,
+                entry["deepspeed"],
+                entry["torch"],
+                entry["python"],
+                entry["wrapt"],
+                ", ".join(states) if "refused" in states else expected,
+                ranges(int(number) for number in promises),
+                str(sum(counts.get("passed", 0) for counts in promises.values())),
+                str(outcome["seconds"]),
+            )
+        )
+    dates = [outcome["date"] for outcome in outcomes.values()]
+    run = f"last full run was on {max(dates)}"
+    if max(dates) != min(dates):
+        run = f"cells were last run between {min(dates)} and {max(dates)}"
+    return f"The {run}:\n\n{markdown(HEADER, rows, notes)}"
+
+
+def main() -> None:
+    """Write `last-run.json` and the README's table."""
+    outcomes = collect(ROOT / ".nox" / "results", json.loads(LAST_RUN.read_text()), sys.argv[1:])
+    LAST_RUN.write_text(json.dumps(outcomes, indent=1) + "\n")
+    BLOCK.write(render(outcomes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""The checks of `patches/`: the form of its files, and what becomes of each series on each release of its line."""
+
+from __future__ import annotations
+
+import email
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+
+from series.folder import (
+    PREFIXES,
+    ROOT,
+    Line,
+    SeriesError,
+    already_applied,
+    apply_to_package,
+    diffs,
+    for_package,
+    git,
+    read,
+    read_index,
+    subject,
+    texts,
+)
+from series.trial import PLAIN, Landing, contents, format_series, landing, syntax_error, try_series, unlike
+
+FIELDS = ("Origin", "Forwarded", "Applied-Upstream", "Bug", "Last-Update")
+TOUCHED = ("src/lightning/", "tests/", "docs/")
+NEEDED = ("torch", "deepspeed", "pkg_resources")
+EXPORT_ANEW = "export the series anew: python ci/series export"
+
+
+Checks = list[list[str] | None]
+"""What is wrong, for each column of a table; None where it was not checked."""
+
+
+@dataclass
+class Report:
+    """A table of what was checked, and what is wrong: `problems` are sentences that begin with what has them."""
+
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def add(self, place: tuple[str, ...], name: str, checks: Checks) -> None:
+        """Add a row; what could not be checked any more is missing at the end of `checks`."""
+        missing = len(self.header) - len(place) - len(checks)
+        marks = ["-" if found is None else "no" if found else "yes" for found in [*checks, *[None] * missing]]
+        self.rows.append((*place, *marks))
+        self.problems += [f"{name}: {problem}" for found in checks for problem in found or ()]
+
+
+def lint(patches: Path) -> list[str]:
+    """Return what is wrong with the files in `patches/`: "file: what, what to do"."""
+    try:
+        lines = read_index(patches)
+    except SeriesError as error:
+        return [str(error)]
+    problems = [f"index.json: {problem}" for problem in _index_problems(patches, lines)]
+    for folder in sorted({line.folder for line in lines if line.folder.is_dir()}):
+        files = sorted(folder.iterdir())
+        if not files:
+            problems.append(f"{folder.name}: has no patches, export them: python ci/series export")
+        for number, file in enumerate(files, 1):
+            problems += [f"{folder.name}/{file.name}: {problem}" for problem in _patch_problems(file, number)]
+    return problems
+
+
+def _index_problems(patches: Path, lines: list[Line]) -> Iterator[str]:
+    folders = Counter(line.folder.name for line in lines)
+    there = {folder.name for folder in patches.iterdir() if folder.is_dir()}
+    yield from (
+        f"has the folder {name} {count} times, remove all but one" for name, count in folders.items() if count > 1
+    )
+    yield from (f"has {name}, which is no folder, export it or remove it" for name in folders if name not in there)
+    yield from (
+        f"has nothing on the folder {name}, add it or remove the folder" for name in sorted(there - folders.keys())
+    )
+    tags = Counter(tag for line in lines for tag in (*line.tags, *line.untagged))
+    yield from (f"has {tag} {count} times, leave it to one line" for tag, count in tags.items() if count > 1)
+    for line in lines:
+        if line.made_on not in line.tags:
+            yield f"says that {line.folder.name} was made on {line.made_on}, which is none of its tags, name one"
+
+
+def _patch_problems(file: Path, number: int) -> Iterator[str]:
+    if not re.fullmatch(r"\d{4}-.+\.patch", file.name):
+        yield "is no patch of a series, which is named 0001-slug.patch, remove it"
+        return
+    text = read(file)
+    head, *changes = re.split(r"(?m)^(?=diff --git )", text)
+    message = email.message_from_string(head)
+    title = subject(text)
+    if not re.match(r"From 0{40} Mon Sep 17 00:00:00 2001\n", text):
+        yield f"does not begin with a commit of zeros, {EXPORT_ANEW}"
+    yield from (f"has no {name}: header, {EXPORT_ANEW}" for name in ("From", "Date") if not message.get(name))
+    if not title.startswith("[PATCH] "):
+        yield f"has no Subject: that begins with [PATCH], {EXPORT_ANEW}"
+    elif file.name != (due := f"{number:04}-{slug(title.removeprefix('[PATCH] '))[:52]}.patch"):
+        yield f"should be named {due} by its place and its subject, {EXPORT_ANEW}"
+    yield from _message_problems(str(message.get_payload()))
+    if not changes:
+        yield "changes nothing, remove it"
+    yield from _change_problems(text, "".join(changes))
+
+
+def slug(subject: str) -> str:
+    """Return a subject as `git format-patch` has it in a file's name."""
+    return re.sub(r"\.+", ".", re.sub(r"[^A-Za-z0-9._]+", "-", subject)).strip("-").rstrip(".-")
+
+
+def _message_problems(message: str) -> Iterator[str]:
+    body, _, below = message.partition("\n---\n")
+    if below.strip():
+        yield f"has a summary between --- and its changes, {EXPORT_ANEW}"
+    *why, last = re.split(r"\n\s*\n", body.strip())
+    found = dict(re.findall(r"(?m)^([A-Z][\w-]*): *(\S.*)$", last))
+    if not any(paragraph.strip() for paragraph in (why if found else [*why, last])):
+        yield "has no text that says why, write it into the commit's message"
+    for name in FIELDS:
+        if name not in found:
+            yield f"has no {name}: with a value in the last paragraph of its message, add it to the commit's message"
+    try:
+        date.fromisoformat(found.get("Last-Update", "2000-01-01"))
+    except ValueError:
+        yield f"has the Last-Update {found['Last-Update']}, write it as YYYY-MM-DD"
+
+
+def _change_problems(text: str, changes: str) -> Iterator[str]:
+    if re.search(r"(?m)^-- \n", text):
+        yield f"has git's signature, {EXPORT_ANEW}"
+    if re.search(r"(?m)^(GIT binary patch|Binary files )", changes):
+        yield "changes a binary file, which a series must not"
+    for line in re.findall(r"(?m)^index .*$", changes):
+        if not re.fullmatch(r"index [0-9a-f]{40}\.\.[0-9a-f]{40}( \d+)?", line):
+            yield f"has a shortened {line}, {EXPORT_ANEW}"
+    for number, line in enumerate(text.split("\n"), 1):
+        if re.fullmatch(r"\+.*[ \t\r]", line):
+            yield f"adds trailing whitespace in its line {number}, remove it in the commit"
+    paths = [path for path, _ in diffs(changes)]
+    yield from (
+        f"changes {path}, a series is for {', '.join(TOUCHED)}" for path in paths if not path.startswith(TOUCHED)
+    )
+    if not any(path.startswith("tests/") for path in paths):
+        yield "changes nothing in tests/, add a test to the commit"
+    if not any(path.endswith("/CHANGELOG.md") for path in paths):
+        yield "changes no CHANGELOG.md, add an entry to the commit"
+
+
+def check_clone(lines: list[Line], repo: Path, say: Callable[[str], None]) -> Report:
+    """Apply each series to each tag of its line that a clone of Lightning's repository has."""
+    try:
+        repo = Path(git(repo, "rev-parse", "--absolute-git-dir").strip())
+    except SeriesError:
+        raise SeriesError(f"{repo} is no git repository; name a clone of Lightning's with --repo") from None
+    report = Report(("tag", "folder", "am", "clean", "lands alike", "compiles", "again", "re-export"))
+    for line in lines:
+        checked: dict[str, Checks] = {}
+        made: Landing | None = None
+        for tag in sorted(line.tags, key=lambda tag: tag != line.made_on):  # what the others are compared with first
+            say(f"{line.folder.name} on {tag}")
+            with tempfile.TemporaryDirectory() as folder:
+                checked[tag], found = _check_tag(line, tag, made, repo, Path(folder, "repository"))
+            made = found if tag == line.made_on else made
+        for tag in line.tags:
+            report.add((tag, line.folder.name), tag, checked[tag])
+    return report
+
+
+def _check_tag(line: Line, tag: str, made: Landing | None, repo: Path, scratch: Path) -> tuple[Checks, Landing | None]:
+    """Return what is wrong, and where the changes are."""
+    try:
+        git(repo, "rev-parse", "--verify", "--quiet", f"{tag}^{{commit}}")
+    except SeriesError:
+        return [["is not in this clone, fetch it: git fetch --tags"]], None
+    trial = try_series(repo, tag, line.patches, scratch)
+    if trial.failed:
+        return [[f"patches/{line.folder.name} does not apply: {trial.failed}"]], None
+    checks: Checks = [
+        [],
+        _unclean(trial.root, trial.base),
+        _elsewhere(line, trial.landing if tag == line.made_on else made, trial.landing),
+        _broken(trial.after),
+        [] if already_applied(trial.root, line.patches) else ["is not recognised as having the series already"],
+    ]
+    if tag == line.made_on:
+        files = format_series(trial.root, trial.base, "HEAD", scratch.with_name("export"))
+        same = contents(files) == contents(line.patches)
+        checks.append([] if same else [f"patches/{line.folder.name} is not what git would export, {EXPORT_ANEW}"])
+    return checks, trial.landing
+
+
+def _elsewhere(line: Line, made: Landing | None, found: Landing) -> list[str]:
+    """Return the places that were changed otherwise than on the release that a series was made on."""
+    if made is None:
+        return [f"there is no {line.made_on} to compare with"]
+    places = unlike(made, found)
+    return [f"lands elsewhere than on {line.made_on}: {places}"] if places else []
+
+
+def _unclean(root: Path, base: str) -> list[str]:
+    """Return what git finds in a tree that a series was applied to."""
+    left = git(root, "status", "--porcelain", **PLAIN).strip()
+    problems = [f"the tree is not clean afterwards: {left}"] if left else []
+    try:
+        git(root, "diff", "--check", base, "HEAD", **PLAIN)
+    except SeriesError as error:
+        problems.append(f"git diff --check: {error}")
+    return problems
+
+
+def _broken(after: dict[str, str]) -> list[str]:
+    """Return the Python files that do not compile, and why."""
+    errors = {path: syntax_error(text) for path, text in after.items() if path.endswith(".py")}
+    return [f"{path} does not compile: {error}" for path, error in errors.items() if error]
+
+
+def check_wheels(lines: list[Line], say: Callable[[str], None]) -> Report:
+    """Apply each series to both packages of each release of its line, and import what can be imported."""
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        what = "nox -f ci/noxfile.py -s patches runs it with a Python that has them"
+        raise SeriesError(
+            f"{sys.executable} has no {', '.join(missing)}, which patched releases are imported with; {what}"
+        )
+    install = _installer()
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(4) as pool:
+        checked = {
+            (line, release): pool.submit(_check_release, line, release, Path(temporary, release), install, say)
+            for line in lines
+            for release in line.releases
+        }
+        outcomes = {key: future.result() for key, future in checked.items()}
+        say("imports")
+        imported = _import_all(Path(temporary), [release for _, release in outcomes])
+    report = Report(("release", "folder", "package", "applies", "lands alike", "compiles", "imports"))
+    for (line, release), by_package in outcomes.items():
+        for package, outcome in by_package.items():
+            checks: Checks = [outcome.failed]
+            if not outcome.failed:
+                made = outcomes[line, line.made_on][package].landing if (line, line.made_on) in outcomes else None
+                wrong = [f"cannot be imported: {imported[release]}"] if imported[release] else []
+                checks += [_elsewhere(line, made, outcome.landing), outcome.broken]
+                checks.append(None if package == "lightning" else wrong)
+            report.add((release, line.folder.name, package), f"{package} {release}", checks)
+    return report
+
+
+@dataclass
+class Outcome:
+    """The result of a series on an installed package."""
+
+    failed: list[str] = field(default_factory=list)
+    landing: Landing = field(default_factory=dict)
+    broken: list[str] = field(default_factory=list)
+
+
+def _check_release(
+    line: Line, release: str, site: Path, install: list[str], say: Callable[[str], None]
+) -> dict[str, Outcome]:
+    """Install both packages of a release into a folder and apply the series to them."""
+    say(f"{line.folder.name} on the wheels of {release}")
+    wanted = [f"{package.replace('_', '-')}=={release}" for package in PREFIXES]
+    done = subprocess.run([*install, "--target", str(site), *wanted], capture_output=True, text=True, check=False)
+    outcomes = {}
+    for package in PREFIXES:
+        outcome = outcomes[package] = Outcome()
+        try:
+            if done.returncode:
+                raise SeriesError(f"cannot be installed: {_last_line(done.stderr)}")
+            paths = [path for file in line.patches for path, _ in diffs(for_package(read(file), package))]
+            before = texts(site, paths)
+            apply_to_package(line.folder, site, package)
+            after = texts(site, paths)
+            outcome.landing, outcome.broken = landing(before, after), _broken(after)
+        except SeriesError as error:
+            outcome.failed = [str(error)]
+    return outcomes
+
+
+def _installer() -> list[str]:
+    """Return a command that installs wheels: this Python's pip or the tools' uv, which both have a cache."""
+    plain = ["--no-deps", "--only-binary", ":all:"]
+    if importlib.util.find_spec("pip"):
+        return [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", *plain]
+    tools = ROOT / ".nox" / "tools" / "bin" / "uv"
+    if uv := str(tools) if tools.exists() else shutil.which("uv"):
+        return [uv, "--quiet", "pip", "install", "--python", sys.executable, *plain]
+    raise SeriesError(f"{sys.executable} has no pip, and there is no uv; run nox -f ci/noxfile.py -s patches")
+
+
+def _import_all(folder: Path, releases: list[str]) -> dict[str, str]:
+    """Return what is wrong when patched releases of pytorch-lightning are imported; "" where nothing is."""
+    result = folder / "imported.json"
+    result.write_text("{}")
+    program = [sys.executable, str(Path(__file__).with_name("imports.py")), str(result)]
+    folders = {release: str(folder / release) for release in releases}
+    done = subprocess.run([*program, *folders.values()], capture_output=True, text=True, check=False)
+    found = json.loads(result.read_text())
+    ended = f"the process ended: {_last_line(done.stderr)}"
+    return {release: found.get(place, ended) for release, place in folders.items()}
+
+
+def _last_line(said: str) -> str:
+    return (said.strip().splitlines() or ["no reason given"])[-1]

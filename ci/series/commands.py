@@ -1,0 +1,313 @@
+"""The patch series for Lightning's own repository, in `patches/`: `python ci/series --help`.
+
+For who keeps a fork of Lightning: `apply`. For who keeps the series: `lint`, `check`, `export` and `new`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from packaging.version import Version
+from series import check as series_check
+from series.folder import (
+    PATCHES,
+    Line,
+    SeriesError,
+    already_applied,
+    git,
+    read,
+    read_index,
+    subject,
+    version,
+    write_index,
+)
+from series.trial import format_series, try_series, unlike
+from tables import markdown
+
+COMMAND = "python ci/series"
+
+
+def apply(patches: Path, checkout: Path, wanted: str | None = None) -> str:
+    """Apply the series that is for a checkout's release to it, wholly or not at all; returns what was done.
+
+    `wanted` is the folder that the user expects it to be.
+    """
+    root = clean_checkout(checkout)
+    line = line_of(read_index(patches), root)
+    if wanted not in (None, line.folder.name):
+        raise SeriesError(
+            f"patches/{wanted} is not for the release of {root}; patches/{line.folder.name} is, leave out --line"
+        )
+    if not line.patches:
+        raise SeriesError(f"{line.folder} has no patches; get them from the repository that this program is from")
+    refuse_applied(root, line)
+    note = ""
+    with tempfile.TemporaryDirectory() as scratch:
+        trial = try_series(root, "HEAD", line.patches, Path(scratch, "trial"))
+        if trial.failed:
+            what = f"this checkout differs from Lightning there: go on by hand with git am -3 {line.folder}/*.patch"
+            raise SeriesError(f"the patches do not apply, nothing was changed: {trial.failed}; {what}")
+        if not has_commit(root, line.made_on):
+            note = f"; {line.made_on} is not in this clone, so that where they land was not compared with it"
+        else:
+            made = try_series(root, line.made_on, line.patches, Path(scratch, "made"))
+            if places := unlike(made.landing, trial.landing):
+                what = f"go on by hand with git am {line.folder}/*.patch and look at these places"
+                raise SeriesError(f"nothing was changed: not as on {line.made_on} would be {places}; {what}")
+    try:
+        git(root, "am", "--quiet", *map(str, line.patches))
+    except SeriesError as error:
+        abort_am(root)
+        raise SeriesError(f"git am failed and was aborted, nothing was changed: {error}") from None
+    return f"applied {len(line.patches)} patches of {line.folder} to {root}{note}"
+
+
+def clean_checkout(checkout: Path) -> Path:
+    """Return the root of a checkout of Lightning's repository without unfinished work; SeriesError if it is none."""
+    try:
+        root = Path(git(checkout, "rev-parse", "--show-toplevel").strip())
+    except SeriesError:
+        raise SeriesError(f"{checkout} is no git checkout; name a clone of Lightning's repository") from None
+    if not (root / "src" / "lightning").is_dir():
+        raise SeriesError(
+            f"{root} has no src/lightning; name a clone of Lightning's repository, at release 2.0 or newer"
+        )
+    for started in ("rebase-apply", "rebase-merge"):
+        if (root / git(root, "rev-parse", "--git-path", started).strip()).exists():
+            raise SeriesError(f"a git am or rebase is under way in {root}; finish or abort it first")
+    if git(root, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules").strip():
+        raise SeriesError(f"{root} has uncommitted changes; commit or stash them first")
+    return root
+
+
+def line_of(lines: list[Line], root: Path) -> Line:
+    """Return the line of the release that a checkout is at: by its commit, its tags, or what it says of itself."""
+    head, *tags = git(root, "rev-parse", "HEAD").split() + git(root, "tag", "--points-at", "HEAD").split()
+    own = read(root / "src" / "version.info").strip()
+    parsed = version(own)
+    for name in (head, *tags, own, parsed.public if parsed else own):  # a fork may call it 2.5.2+fork
+        for line in lines:
+            if name in (*line.tags, *line.untagged):
+                return line
+    tag = next((tag for tag in tags if version(tag)), None)
+    near = nearest(lines, tag or own).folder.name
+    raise SeriesError(
+        f"no series is for Lightning {tag or own or head}, at which {root} is; the nearest is patches/{near}. "
+        f"Try that with: {COMMAND} new {root} {tag or head} --from {near}"
+    )
+
+
+def nearest(lines: list[Line], name: str) -> Line:
+    """Return the line that is likely to serve a release: the last one that begins before it.
+
+    It is the last of all for a commit, and for a version between releases of a line: master is called so.
+    """
+    wanted = version(name)
+    if wanted is None:
+        return lines[-1]
+    line = max((line for line in lines if begin(line) <= wanted), key=begin, default=lines[0])
+    later = [release for release in line.releases if Version(release) > wanted]
+    return lines[-1] if later and line is not lines[0] else line
+
+
+def begin(line: Line) -> Version:
+    """Return the first release of a line; that of a line of commits comes after all releases."""
+    return version(line.tags[0]) or Version("9999")
+
+
+def refuse_applied(root: Path, line: Line) -> None:
+    """Raise SeriesError if a checkout has the series, or a part of it."""
+    if already_applied(root, line.patches):
+        raise SeriesError(f"{root} has the patches of {line.folder} already; there is nothing to do")
+    own = [subject(read(patch)).removeprefix("[PATCH] ") for patch in line.patches]
+    made = set(git(root, "log", "--format=%s", "HEAD").splitlines())
+    if there := [name for name in own if name in made]:
+        which = "all" if len(there) == len(own) else f"{len(there)} of the {len(own)}"
+        what = "take them out first, or go on by hand with git am"
+        raise SeriesError(f"{root} has {which} patches of {line.folder} as commits ({'; '.join(there)}); {what}")
+
+
+def has_commit(root: Path, name: str) -> bool:
+    """Whether a clone has a tag or commit."""
+    try:
+        git(root, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
+    except SeriesError:
+        return False
+    return True
+
+
+def abort_am(root: Path) -> None:
+    """Undo a `git am` that failed."""
+    if (root / git(root, "rev-parse", "--git-path", "rebase-apply").strip()).exists():
+        git(root, "am", "--abort")
+
+
+def export(patches: Path, checkout: Path, folder: str, since: str | None = None) -> str:
+    """Write the commits of a checkout as the series of a line, which is new if the index has no such folder."""
+    root = clean_checkout(checkout)
+    lines = read_index(patches)
+    line = next((line for line in lines if line.folder.name == folder), None)
+    if line is None and since is None:
+        names = ", ".join(line.folder.name for line in lines)
+        raise SeriesError(
+            f"there is no line {folder} (there are {names}); for a new one, name its release with --since"
+        )
+    if line is None and Path(folder).name != folder:
+        raise SeriesError(f"{folder} cannot be a folder of patches/; name it as the line of releases")
+    since = since or (line.made_on if line else "")
+    if not has_commit(root, since):
+        raise SeriesError(f"{root} has no {since}; fetch it with git fetch --tags, or name another with --since")
+    commits = git(root, "rev-list", "--parents", f"{since}..HEAD").splitlines()
+    if (
+        not commits
+        or git(root, "merge-base", since, "HEAD").strip() != git(root, "rev-parse", f"{since}^{{commit}}").strip()
+    ):
+        raise SeriesError(f"{root} is not at commits that follow {since}; check out the branch that has the series")
+    if any(len(commit.split()) != 2 for commit in commits):
+        raise SeriesError(f"there are merges after {since} in {root}, which are no patches; rebase them away")
+    target = patches / folder
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=patches) as scratch:
+        files = format_series(root, since, "HEAD", Path(scratch, "new"))
+        old = Path(scratch, "old")
+        if target.exists():
+            target.rename(old)
+        try:
+            Path(scratch, "new").rename(target)
+        except OSError as error:
+            old.rename(target)
+            raise SeriesError(f"{target} cannot be written: {error.strerror}") from None
+    if line is None:
+        added = Line(target, since, (since,))
+        write_index(patches, sorted([*lines, added], key=begin))
+    return f"wrote {len(files)} patches into {target}; now: {COMMAND} lint, and {COMMAND} check --repo {root}"
+
+
+def new(patches: Path, checkout: Path, tag: str, source: str | None = None) -> str:
+    """See whether a line's series serves one more release. If so, add that to the index; else begin a series for it.
+
+    `source` is the folder to begin with; without it, that of the nearest line is taken.
+    """
+    root = clean_checkout(checkout)
+    lines = read_index(patches)
+    if not has_commit(root, tag):
+        raise SeriesError(f"{root} has no {tag}; fetch it with git fetch --tags")
+    if version(tag) is None or not has_commit(root, f"refs/tags/{tag}"):
+        tag = git(root, "rev-parse", f"{tag}^{{commit}}").strip()
+    if found := [line.folder.name for line in lines if tag in line.tags]:
+        raise SeriesError(f"patches/{found[0]} is for {tag} already; there is nothing to do")
+    line = next((line for line in lines if line.folder.name == source), None) if source else nearest(lines, tag)
+    if line is None:
+        raise SeriesError(f"there is no line {source}; there are {', '.join(line.folder.name for line in lines)}")
+    if not has_commit(root, line.made_on):
+        raise SeriesError(
+            f"{root} has no {line.made_on}, which {line.folder} was made on; fetch it with git fetch --tags"
+        )
+    with tempfile.TemporaryDirectory() as scratch:
+        made = try_series(root, line.made_on, line.patches, Path(scratch, "made"))
+        if made.failed:
+            raise SeriesError(f"{line.folder} does not apply to {line.made_on} itself ({made.failed}); export it anew")
+        trial = try_series(root, tag, line.patches, Path(scratch, "trial"))
+        places = "" if trial.failed else unlike(made.landing, trial.landing)
+        if not trial.failed and not places:
+            tags = tuple(sorted([*line.tags, tag], key=lambda name: version(name) or Version("9999")))
+            untagged = tuple(name for name in line.untagged if name != tag)
+            more = replace(line, tags=tags, untagged=untagged)
+            write_index(patches, [more if one == line else one for one in lines])
+            return f"patches/{line.folder.name} serves {tag} as it is; added {tag} to patches/index.json"
+        # With these, git am -3 finds the files that the patches were made from.
+        git(root, "fetch", "--quiet", "--no-tags", str(made.root), "HEAD")
+    return begin_series(root, line, lines, tag, trial.failed or f"it lands elsewhere: {places}")
+
+
+def begin_series(root: Path, line: Line, lines: list[Line], tag: str, why: str) -> str:
+    """Begin a series for a release, in a worktree beside a checkout, with that of a line; returns what to do next."""
+    parsed = version(tag)
+    minor = f"{parsed.major}.{parsed.minor}" if parsed else tag[:10]
+    folder = tag if any(line.folder.name == minor for line in lines) else minor
+    tree = root.with_name(f"{root.name}-{folder}")
+    if tree.exists():
+        raise SeriesError(f"{tree} exists already; remove it with git -C {root} worktree remove {tree}")
+    git(root, "worktree", "add", "--quiet", "-b", f"series-{folder}", str(tree), tag)
+    try:
+        git(tree, "am", "--quiet", "-3", *map(str, line.patches))
+        left = "all patches are in; look at them, amend what is wrong"
+    except SeriesError as error:
+        left = f"git am stopped there ({error}): resolve, git add, git am --continue, until all patches are in"
+    return (
+        f"patches/{line.folder.name} does not serve {tag} as it is ({why}).\n"
+        f"{tree} has the branch series-{folder} for a series of its own; {left}.\n"
+        f"Then: {COMMAND} export {tree} --line {folder} --since {tag}"
+    )
+
+
+def say(text: str) -> None:
+    """Print what is being done."""
+    sys.stderr.write(f"{text}\n")  # in one go: threads tell
+
+
+def check(patches: Path, repo: Path | None, wanted: str | None = None) -> str:
+    """Check each series, or one, on all releases of its line, in a clone or else in the wheels."""
+    lines = [line for line in read_index(patches) if wanted in (None, line.folder.name)]
+    if not lines:
+        raise SeriesError(f"there is no line {wanted} in {patches / 'index.json'}; name a folder that is there")
+    report = series_check.check_clone(lines, repo, say) if repo else series_check.check_wheels(lines, say)
+    print(markdown(report.header, report.rows), end="", flush=True)
+    if report.problems:
+        raise SeriesError("\n".join(report.problems))
+    return ""
+
+
+def lint(patches: Path) -> str:
+    """Check the form of the files in `patches/`."""
+    if problems := series_check.lint(patches):
+        raise SeriesError("\n".join(problems))
+    return "all patches are in order"
+
+
+def parser(patches: Path) -> argparse.ArgumentParser:
+    """Return the command line; each command has what it does as `run`."""
+    made = argparse.ArgumentParser(prog=COMMAND, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    commands = made.add_subparsers(dest="command", required=True)
+
+    def add(name: str, about: str, run: Callable[[argparse.Namespace], str]) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=about)
+        command.set_defaults(run=run)
+        return command
+
+    add("lint", "check the form of the files in patches/", lambda _: lint(patches))
+    one = add("check", "check each series on all releases of its line", lambda g: check(patches, g.repo, g.line))
+    clone = "a clone of Lightning's repository; without it the wheels are checked"
+    one.add_argument("--repo", type=Path, metavar="CLONE", help=clone)
+    one.add_argument("--line", metavar="FOLDER", help="check this one only")
+    about = "apply the series that is for a checkout's release to it"
+    one = add("apply", about, lambda g: apply(patches, g.checkout, g.line))
+    one.add_argument("checkout", type=Path)
+    one.add_argument("--line", metavar="FOLDER", help="refuse if it is another one than this")
+    about = "write a checkout's commits as the series of a line"
+    one = add("export", about, lambda g: export(patches, g.checkout, g.line, g.since))
+    one.add_argument("checkout", type=Path)
+    one.add_argument("--line", metavar="FOLDER", required=True)
+    one.add_argument("--since", metavar="REF", help="what the commits follow; without it, what the line was made on")
+    about = "see whether a series serves one more release, or begin one for it"
+    one = add("new", about, lambda g: new(patches, g.checkout, g.tag, g.source))
+    one.add_argument("checkout", type=Path)
+    one.add_argument("tag")
+    source = "the series to begin with; without it, the nearest"
+    one.add_argument("--from", dest="source", metavar="FOLDER", help=source)
+    return made
+
+
+def main(arguments: list[str] | None = None, patches: Path = PATCHES) -> None:
+    """Run a command; exits with a sentence on what cannot be done."""
+    given = parser(patches).parse_args(arguments)
+    try:
+        done = given.run(given)
+    except SeriesError as error:
+        sys.exit(str(error))
+    if done:
+        print(done)

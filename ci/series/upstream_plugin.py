@@ -1,0 +1,52 @@
+"""What `upstream_tests` has pytest do otherwise when it runs Lightning's own tests: a plugin of pytest."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib.util import find_spec, module_from_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
+
+# By a test's id: "passed", "skipped" or "failed", and why.
+outcomes: dict[str, tuple[str, str]] = {}
+
+
+def pytest_load_initial_conftests() -> None:
+    """Spare Lightning 2.0 its apps, which it always imports, with all that they need."""
+    spec = find_spec("lightning")
+    if spec and spec.origin and "\nimport lightning.app" in Path(spec.origin).read_text():
+        sys.modules["lightning"] = package = module_from_spec(spec)
+        from lightning.__version__ import version
+
+        package.__dict__["__version__"] = version
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Check which Lightning is imported, and run tests that require DeepSpeed and nothing else.
+
+    Lightning 2.4 and 2.5 skip them on torch 2.4 and newer.
+    """
+    from lightning import fabric
+
+    assert Path(fabric.__path__[0]).is_relative_to(config.rootpath), f"{fabric.__path__} is not what is to be tested"
+    for item in items:
+        item.own_markers = [mark for mark in item.own_markers if mark.kwargs.get("reason") != "Requires: [Deepspeed]"]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Record the outcome of a test; it failed if its setup or teardown did."""
+    if report.when == "call" or report.outcome != "passed":
+        why: Any = report.longrepr
+        why = why[2] if isinstance(why, tuple) else getattr(getattr(why, "reprcrash", why), "message", why) or ""
+        words = str(why).strip().partition("\n")[0].removeprefix("Skipped: ")
+        outcomes[report.nodeid] = report.outcome, words.replace(sys.prefix, "")
+
+
+def pytest_sessionfinish() -> None:
+    """Write the outcomes."""
+    Path(os.environ["UPSTREAM_OUTCOMES"]).write_text(json.dumps(outcomes))

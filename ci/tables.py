@@ -1,0 +1,67 @@
+"""Tables in Markdown, and the blocks of the README and of `docs/` that nox sessions generate."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of a page between two comments; the session of its name writes it."""
+
+    session: str
+    page: Path = ROOT / "README.md"
+
+    def read(self) -> str:
+        """Return what the page has there, without the empty lines around it."""
+        return self._parts()[1].strip()
+
+    def write(self, text: str) -> None:
+        """Replace what the page has there."""
+        before, _, after = self._parts()
+        self.page.write_text(f"{before}\n{text.strip()}\n\n{after}", encoding="utf-8")
+
+    def _parts(self) -> tuple[str, str, str]:
+        begin = f"<!-- {self.session}: nox -f ci/noxfile.py -s {self.session} -->\n"
+        end = f"<!-- end of {self.session} -->\n"
+        text = self.page.read_text(encoding="utf-8")
+        if not text.partition(begin)[2].partition(end)[1]:
+            sys.exit(f"{self.page} has no block from {begin.strip()} to {end.strip()}: put both lines back")
+        before, _, rest = text.partition(begin)
+        inside, _, after = rest.partition(end)
+        return before + begin, inside, end + after
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], notes: Sequence[str] = ()) -> str:
+    """Return a table, with numbered notes below it if there are any."""
+    lines = [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
+    if notes:
+        lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
+    return "\n".join(lines) + "\n"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return [1, 2, 3, 5] as "1-3, 5"."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and found[-1][-1] == number - 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)
+
+
+def cases(suite: ElementTree.Element) -> Iterator[tuple[list[tuple[str, str]], str]]:
+    """Yield the properties of each test in pytest's JUnit file, and why it was skipped; exits if a test failed."""
+    for case in suite.iter("testcase"):
+        if case.find("failure") is not None or case.find("error") is not None:
+            sys.exit(f"{case.get('name')} failed, so there is no table")
+        skipped = case.find("skipped")
+        properties = [(item.get("name", ""), item.get("value", "")) for item in case.iter("property")]
+        yield properties, "" if skipped is None else skipped.get("message", "")

@@ -1,0 +1,44 @@
+"""What the benchmark and the comparison train alike: small Llamas, on CPU ranks, with one DeepSpeed config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def settings(stage: int) -> dict[str, Any]:
+    """Return the DeepSpeed config; ZeRO-3 partitions small parameters too, as it does those of large models."""
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 5_000_000}
+    if stage == 3:
+        zero |= {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
+    return {"zero_optimization": zero, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+
+
+def llama_config(hidden: int, intermediate: int, layers: int, vocabulary: int, tied: bool, kv_heads: int = 0) -> Any:
+    """Return a Llama's config; without `kv_heads` there are as many as attention heads."""
+    from transformers import LlamaConfig
+
+    heads = hidden // 64
+    return LlamaConfig(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads or heads, max_position_embeddings=64,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+
+
+def hugging_face(model: Any, data: Any, out: str, config: dict[str, Any] | None, **options: Any) -> Any:
+    """Return Hugging Face's Trainer on CPU ranks, with a DeepSpeed config or without; `data` are rows of tokens."""
+    from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
+    from transformers import Trainer, TrainingArguments
+
+    # accelerate knows several CPU ranks, and DeepSpeed, but not both at once: it would take each rank for the only one.
+    PartialState._prepare_backend = lambda state, *_: ("gloo", DistributedType.MULTI_CPU)
+    # What one Trainer has set up would stay for the next one of this process.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    automatic = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+    arguments = TrainingArguments(
+        out, deepspeed={**automatic, **config} if config else None, optim="adamw_torch", logging_strategy="no",
+        report_to=[], disable_tqdm=True, remove_unused_columns=False, use_cpu=not config, **options,
+    )  # fmt: skip
+    samples: Any = [{"input_ids": row, "labels": row} for row in data]
+    return Trainer(model, arguments, train_dataset=samples, eval_dataset=samples)
