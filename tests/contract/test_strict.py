@@ -168,7 +168,7 @@ def resume_without_optimizer_state(out: str) -> tuple[str, str]:
 def test_no_optimizer_state(ranks: Any, tmp_path: Path) -> None:
     for name, text in ranks(2, resume_without_optimizer_state, out=str(tmp_path)):
         assert name == "CheckpointMismatchError"
-        assert "holds no state for the optimizer" in text
+        assert "has no state for the optimizer" in text
 
 
 def resume_loosely(out: str) -> int:

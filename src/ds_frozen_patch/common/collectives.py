@@ -1,4 +1,4 @@
-"""What ranks tell each other beside training: one small collective for a fact, and the process group's store."""
+"""Communication between ranks: small collectives, and the process group's store."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ def world_size() -> int:
 
 
 def gather_numbers(numbers: Sequence[int], device: Any) -> list[list[int]]:
-    """Each rank's numbers, by rank; every rank must call it with as many. It is one collective, and a barrier.
+    """Gather the numbers of all ranks in one collective, which is also a barrier.
+
+    Every rank must call it, with equally many numbers.
 
     Args:
         numbers: integers of 64 bits.
-        device: where the process group's backend can reach a tensor, such as the strategy's root device.
+        device: where the process group's backend can reach a tensor.
+
+    Returns:
+        The numbers of each rank, by rank.
     """
     import torch
     import torch.distributed as dist
@@ -34,7 +39,7 @@ def gather_numbers(numbers: Sequence[int], device: Any) -> list[list[int]]:
 
 
 def gather(item: Any) -> list[Any]:
-    """Each rank's object, by rank; every rank must call it. Slower than `gather_numbers`: for what is rare."""
+    """Gather an object of each rank; every rank must call it. Slower than `gather_numbers`, so for rare cases."""
     import torch.distributed as dist
 
     if world_size() == 1:
@@ -45,7 +50,7 @@ def gather(item: Any) -> list[Any]:
 
 
 def digest(value: object) -> int:
-    """A number of 63 bits that tells one value from another by its `repr`; never 0."""
+    """A hash of 63 bits of the `repr` of a value; never 0."""
     return int.from_bytes(blake2b(repr(value).encode(), digest_size=8).digest(), "big") >> 1 or 1
 
 

@@ -16,17 +16,20 @@ _FLOATING = ("float64", "float32", "float16", "bfloat16")
 
 
 def verify_base(manifest: Manifest, held: Mapping[str, Held], load: Load) -> None:
-    """What was left out must have the content that it had at the save, as the fingerprints tell.
+    """Compare the fingerprints of what was left out with those of the module; every rank must call it.
 
     Args:
-        manifest: says what was left out.
-        held: what the module holds now, by all names.
-        load: that this is done for.
+        manifest: of the checkpoint.
+        held: the contents of the module, by all names.
+        load: the running load.
+
+    Raises:
+        CheckpointMismatchError: they differ, and `verify_base` is "error".
     """
     how = current().verify_base
     if how == "off":
         return
-    # By all names, because what was tied at the save need not be tied now; of tied ones the first name counts.
+    # By all names, because what was tied at the save need not be tied now. The first of tied names counts.
     pairs = {held[name]: (name, saved) for saved in manifest.left_out for name in reversed(saved.names) if name in held}
     comparable = [one for one, (_, saved) in pairs.items() if saved.fingerprint and saved.dtype == one.dtype]
     engine = load.engine
@@ -53,20 +56,20 @@ def verify_base(manifest: Manifest, held: Mapping[str, Held], load: Load) -> Non
         warn(
             load.owner,
             f"{len(unread)} of {len(pairs)} left-out parameters cannot be compared with the base that the"
-            f" checkpoint was saved with, for they are of another dtype now, quantized, or on NVMe: {named(unread)}",
+            " checkpoint was saved with, because they have another dtype now, are quantized, or are on NVMe:"
+            f" {named(unread)}",
         )
     if not differ:
         return
     message = "\n".join(
         [
             f"The base is not the one that the checkpoint was saved with: {len(differ)} of {len(pairs)}"
-            " left-out parameters have another content (by fingerprint).",
+            " left-out parameters have other fingerprints.",
             *differ[:10],
             *([f"- and {len(differ) - 10} more"] if len(differ) > 10 else []),
-            "What usually causes it: another base model or revision, another seed, a layer that was initialised anew,"
-            " other settings of quantization, weights that the program changed after it had built them. Build the base"
-            ' as the run that saved did, or go on all the same with patch(verify_base="warn") or'
-            " DS_FROZEN_PATCH_VERIFY_BASE=warn.",
+            "Usual causes: another base model or revision, another seed, a re-initialised layer, other quantization"
+            " settings, weights that the program changed after building them. Build the base as in the run that saved"
+            ' the checkpoint, or continue anyway with patch(verify_base="warn") or DS_FROZEN_PATCH_VERIFY_BASE=warn.',
         ]
     )
     if how == "error":
@@ -75,5 +78,5 @@ def verify_base(manifest: Manifest, held: Mapping[str, Held], load: Load) -> Non
 
 
 def _is_rounded(saved: LeftOut, now: Held) -> bool:
-    """Whether a base may be the one that was saved with, in another precision."""
+    """Whether a base may be the saved one in another precision."""
     return saved.dtype in _FLOATING and now.dtype in _FLOATING

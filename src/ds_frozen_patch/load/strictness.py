@@ -13,11 +13,14 @@ from ..parameters import PARAMETER, PART, Held, frozen_names, plain
 
 
 def check_left_out(manifest: Manifest, held: Mapping[str, Held]) -> None:
-    """All that was left out must be there, frozen, in its shape.
+    """Check that the module has everything that was left out: frozen, and in the same shape.
 
     Args:
-        manifest: says what was left out.
-        held: what the module holds now, by all names.
+        manifest: of the checkpoint.
+        held: the contents of the module, by all names.
+
+    Raises:
+        CheckpointMismatchError: it does not.
     """
     gone: list[str] = []
     quantized: list[str] = []
@@ -40,7 +43,7 @@ def check_left_out(manifest: Manifest, held: Mapping[str, Held]) -> None:
     if quantized and not gone:
         problems.append(
             f"The base is not quantized as it was at the save: the model has no {named(quantized)}."
-            " Quantize it as in the run that saved it."
+            " Quantize it as in the run that saved the checkpoint."
         )
     if trained:
         problems.append(
@@ -57,9 +60,9 @@ def check_left_out(manifest: Manifest, held: Mapping[str, Held]) -> None:
 
 
 def left_out_by_others(checkpoint: Mapping[str, Any], module: Any) -> frozenset[str]:
-    """What a checkpoint without a manifest may lack: all that is frozen if all of it is missing, else nothing.
+    """The names that may be missing from a checkpoint without a manifest: all frozen ones if all of them are, or none.
 
-    DeepSpeed's own flag leaves a tied parameter in under its alias, so the first name is what counts.
+    DeepSpeed's own flag does not leave out the alias of a tied parameter, so the first name counts.
     """
     saved = {plain(name) for name in checkpoint["module"]}
     frozen = frozen_names(module).values()
@@ -70,9 +73,9 @@ def left_out_by_others(checkpoint: Mapping[str, Any], module: Any) -> frozenset[
 
 @contextmanager
 def forgiving(module: Any, missing: frozenset[str], parts: Mapping[str, Any]) -> Iterator[None]:
-    """Let these names, and no others, be missing from a state dict that is loaded strictly, or be in it unexpectedly.
+    """While this lasts, a strict load accepts these missing keys and these unexpected keys (`parts`), and no others.
 
-    A quantized layer may save parts that it does not load, and may not save its weight under the weight's name.
+    A quantized layer may save parts that it does not load, and may save its weight under another name.
     """
     saved = {plain(name) for name in module.state_dict()}
     missing = missing | {name for names in frozen_names(module).values() for name in names if name not in saved}
@@ -89,20 +92,28 @@ def forgiving(module: Any, missing: frozenset[str], parts: Mapping[str, Any]) ->
 
 
 def check_optimizer_state(checkpoint: Mapping[str, Any], engine: Any) -> None:
-    """Without ZeRO, the optimizer's state must be in the checkpoint itself."""
+    """Check that the checkpoint has the state of an optimizer that is not one of ZeRO's.
+
+    Raises:
+        CheckpointMismatchError: it does not.
+    """
     if has_plain_optimizer(engine) and checkpoint.get("optimizer") is None:
         raise CheckpointMismatchError(
-            f"The checkpoint of deepspeed {checkpoint.get('ds_version', '(unknown)')} holds no state for the optimizer"
-            " that this run makes: in bf16 with ZeRO stage 0, releases of DeepSpeed save none, or another kind. Resume"
-            " with the release that saved it, if that was done under patch(), or start anew with ZeRO stage 1."
+            f"The checkpoint, saved with deepspeed {checkpoint.get('ds_version', '(unknown)')}, has no state for the"
+            " optimizer of this run: in bf16 with ZeRO stage 0, some releases of DeepSpeed save none, or one of another"
+            " kind. Resume with the release that saved it, if it was saved under patch(), or start a new run in ZeRO"
+            " stage 1."
         )
 
 
 def check_optimizer_layout(checkpoint: Mapping[str, Any], engine: Any) -> None:
-    """The parameters that ZeRO's flat partitions hold must be those of the optimizer now.
+    """Check that ZeRO's flat partitions are of the parameters that the optimizer has now.
 
-    DeepSpeed compares their total size only, and in ZeRO-3 the module's state dict holds
-    placeholders, so a parameter of another shape would be loaded askew without a word.
+    DeepSpeed compares only their total size, and in ZeRO-3 the module's state dict has placeholders, so parameters of
+    other shapes would silently get the wrong values.
+
+    Raises:
+        CheckpointMismatchError: they are not.
     """
     saved_groups = checkpoint.get("param_shapes")
     if not saved_groups or not hasattr(engine.optimizer, "load_state_dict"):
@@ -123,7 +134,7 @@ def check_optimizer_layout(checkpoint: Mapping[str, Any], engine: Any) -> None:
         for name in saved.keys() & now.keys()
         if saved[name] != now[name]
     ]:
-        problems.append(f"of another shape: {named(reshaped)}")
+        problems.append(f"in another shape: {named(reshaped)}")
     if not problems and [list(group) for group in saved_groups] != [list(group) for group in now_groups]:
         problems.append("in another order, or in other parameter groups, than at the save")
     if problems:

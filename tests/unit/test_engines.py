@@ -1,0 +1,94 @@
+"""What is known of an engine, and what is taken off it again."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+import ds_frozen_patch
+from ds_frozen_patch.engine.attached import attach, attached
+from ds_frozen_patch.engine.frozen import sample_at_start
+from ds_frozen_patch.engine.loss import scale_loss
+from ds_frozen_patch.save.engine import writes_before_it_returns
+
+pytestmark = [pytest.mark.everyday, pytest.mark.once]
+
+
+class Engine:
+    """As DeepSpeed's, which has its methods from its class."""
+
+    def __init__(self) -> None:
+        self.module = torch.nn.Linear(2, 2)
+        self.losses: list[float] = []
+
+    def forward(self, batch: Any) -> Any:
+        return self.module(batch)
+
+    def backward(self, loss: float) -> None:
+        self.losses.append(loss)
+
+
+def owner(is_alive: bool = True) -> Any:
+    return SimpleNamespace(is_alive=is_alive)
+
+
+def test_unpatch_takes_the_loss_factor_off() -> None:
+    engine = Engine()
+    known = attach(engine, owner())
+    scale_loss(known, engine, 2.0)
+    engine.backward(1.0)
+    scale_loss(known, engine, 3.0)
+    engine.backward(1.0)
+    ds_frozen_patch.patch()
+    ds_frozen_patch.unpatch()
+    engine.backward(1.0)
+    assert engine.losses == [2.0, 3.0, 1.0]
+    assert "backward" not in vars(engine)
+
+
+def test_unpatch_takes_the_sampling_off() -> None:
+    engine = Engine()
+    sample_at_start(attach(engine, owner()), engine)
+    ds_frozen_patch.patch()
+    ds_frozen_patch.unpatch()
+    assert "forward" not in vars(engine)
+
+
+def test_a_users_own_method_stays() -> None:
+    engine = Engine()
+    engine.forward = lambda batch: batch  # type: ignore[method-assign]
+    attach(engine, owner())
+    ds_frozen_patch.patch()
+    ds_frozen_patch.unpatch()
+    assert "forward" in vars(engine)
+
+
+def test_an_engine_whose_owner_is_gone_is_left_alone() -> None:
+    engine = Engine()
+    attach(engine, owner(is_alive=False))
+    assert attached(engine) is None
+
+
+class Own(TorchCheckpointEngine):  # type: ignore[misc]
+    """A user's, which logs what it saves."""
+
+
+class Decoupled(TorchCheckpointEngine):  # type: ignore[misc]
+    """As DeepSpeed's that write in the background."""
+
+    def is_decoupled(self) -> bool:
+        return True
+
+
+class Unknown:
+    """Of a release without `is_decoupled`."""
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(Own, True), (Decoupled, False), (Unknown, False)])
+def test_which_checkpoint_engines_write_before_they_return(kind: Any, expected: bool) -> None:
+    engine = SimpleNamespace(checkpoint_engine=kind.__new__(kind))
+    assert writes_before_it_returns(engine) == expected
