@@ -11,15 +11,15 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sized
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ...common.errors import CheckpointError
 from .allowed import EXPECTED, LISTS, MAPPINGS, may_be_called, may_have_state
+from .makers import MAKERS, PLAIN
 from .references import check_references
-from .stored import STORAGES, Size, StandIn, Storage, StoredTensor, is_shape, stand_in
+from .stored import STORAGES, StandIn, Storage, is_shape, stand_in
 
 _BYTES_PER_BYTE = 50
 _BYTES_FOR_ALL = 1 << 25
@@ -94,14 +94,14 @@ class _Unpickler(pickle._Unpickler):
         if isinstance(function, type) and issubclass(function, StandIn):
             if not self.trust and not may_be_called(function.stands_for, arguments):
                 raise self._unexpected(f"calls {function.stands_for} with arguments that", "no library passes")
-        elif make is not None or not (function in _PLAIN.values() or isinstance(function, partial)):
+        elif make is not None or not (function in PLAIN.values() or isinstance(function, partial)):
             raise ValueError(f"it calls a {type(function).__name__}")
         else:
             self._check_arguments(function, arguments)
         self.append((make or function)(*arguments))
 
     def _check_arguments(self, function: Any, arguments: tuple[Any, ...]) -> None:
-        """Raise ValueError if the arguments of a function of `_PLAIN` take long, or much memory, to copy."""
+        """Raise ValueError if the arguments of a function of `PLAIN` take long, or much memory, to copy."""
         for item in arguments:
             if isinstance(item, Sized) and not isinstance(item, type):
                 self._pay(4 * len(item) if isinstance(item, str | bytes | bytearray) else 100 * len(item))
@@ -235,10 +235,10 @@ class _Unpickler(pickle._Unpickler):
         if module == "__builtin__":  # Python 2's names, which torch.save still writes
             module, name = "builtins", {"xrange": "range", "long": "int", "unicode": "str"}.get(name, name)
         full = f"{module}.{name}"
-        if full in _MAKERS:
-            return partial(_MAKERS[full], full)
-        if full in _PLAIN:
-            return _PLAIN[full]
+        if full in MAKERS:
+            return partial(MAKERS[full], full)
+        if full in PLAIN:
+            return PLAIN[full]
         if module in ("torch", "torch.storage") and name in STORAGES:
             return STORAGES[name]
         if len(full) > _LONGEST_NAME or not all(part.isidentifier() for part in (*module.split("."), name)):
@@ -310,67 +310,3 @@ def _check_tuple(key: tuple[Any, ...]) -> None:
             waiting.extend(item)
         elif not (item is None or isinstance(item, str | bytes | int | float | complex | StandIn | type)):
             raise ValueError(f"a {type(item).__name__} is in a key")
-
-
-def _tensor(maker: str, storage: Storage, offset: int, shape: Any, stride: Any, *more: Any) -> StoredTensor:
-    if not isinstance(storage, Storage) or not all(map(is_shape, ((offset,), shape, stride))):
-        raise ValueError("a tensor has invalid sizes")
-    # The third version of the function has the dtype after the two last arguments of the second.
-    dtype = more[2].stands_for.removeprefix("torch.") if maker.endswith("v3") else storage.dtype
-    return StoredTensor(storage, dtype, offset, tuple(shape), tuple(stride), maker, more)
-
-
-def _parameter(maker: str, tensor: StoredTensor, *more: Any) -> StoredTensor:
-    return replace(tensor, wrapper=(maker, more))
-
-
-def _of_type(maker: str, function: Any, cls: Any, arguments: Any, state: Any) -> StoredTensor | StandIn:
-    """A tensor with attributes, such as a partition of ZeRO-3; or one that consists of other tensors."""
-    if not isinstance(cls, type) or not issubclass(cls, StandIn) or not isinstance(arguments, tuple):
-        raise ValueError("a tensor has no class")
-    if function is stand_in("torch._utils._rebuild_wrapper_subclass"):
-        return stand_in(maker)(function, cls, arguments, state)
-    if not isinstance(function, partial) or function.func is not _tensor or len(arguments) > 10:
-        raise ValueError("a tensor is not created by a function of torch")
-    made: StoredTensor = function(*arguments)
-    return replace(made, wrapper=(maker, (cls, state)))
-
-
-def _bytes(text: str, encoding: str) -> bytes:
-    """Bytes as pickles of protocol 2 encode them."""
-    if encoding not in ("latin1", "latin-1"):
-        raise ValueError("bytes are in another encoding")
-    return text.encode("latin-1")
-
-
-def _bytearray(content: str | bytes = b"", encoding: str = "latin-1") -> bytearray:
-    if not isinstance(content, str | bytes):
-        raise ValueError("a bytearray is created from something else")
-    return bytearray(_bytes(content, encoding) if isinstance(content, str) else content)
-
-
-def _size(shape: Any) -> Size:
-    if not isinstance(shape, list | tuple) or not is_shape(tuple(shape)):
-        raise ValueError("a shape has invalid sizes")
-    return Size(shape)
-
-
-# What creates tensors and plain values, by full name: functions above, and built-in classes.
-_MAKERS: dict[str, Any] = {
-    "torch._utils._rebuild_tensor": _tensor,
-    "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": _tensor,
-    "torch._tensor._rebuild_from_type_v2": _of_type,
-    "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_parameter_with_state": _parameter,
-    "_codecs.encode": lambda _, *arguments: _bytes(*arguments),
-    "builtins.bytearray": lambda _, *arguments: _bytearray(*arguments),
-    "torch.Size": lambda _, *arguments: _size(*arguments),
-}
-_PLAIN: dict[str, Any] = {
-    "builtins.bytes": bytes,
-    "builtins.set": set,
-    "builtins.frozenset": frozenset,
-    "builtins.complex": complex,
-    "collections.OrderedDict": OrderedDict,
-}
