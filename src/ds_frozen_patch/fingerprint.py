@@ -1,7 +1,7 @@
 """The fingerprint: a digest of one parameter's content that does not depend on ZeRO stage, world size or device.
 
-A parameter's values, in order, are cut into blocks of 256 KiB. A block's sum is linear in its bits, so ranks that
-hold parts of it add up what they have; the sums of all blocks, in order, then go through BLAKE2b.
+A parameter's values, in order, are divided into blocks of 256 KiB. A block's sum is linear in its bits, so each rank
+computes a partial sum from its shard, and the ranks add these up. BLAKE2b then digests the sums of all blocks in order.
 
 **The sum of a block.** Read the block as 64-bit words x_j (the last one padded with zeros), each of two 32-bit
 lanes: x_j = 2^32 h_j + l_j. The sum is
@@ -11,7 +11,7 @@ lanes: x_j = 2^32 h_j + l_j. The sum is
 so every lane has a weight of its own: W_j for l_j, and 2^32 W_j + U_j for h_j. The weights are fixed; they are odd,
 no two agree in their lower 32 bits, and their upper 32 bits are pseudo-random (splitmix64).
 
-**What it detects.** Two contents whose blocks differ in some sum differ in their fingerprints, but for a collision of
+**What it detects.** Two contents whose blocks differ in some sum have different fingerprints, except for a collision of
 BLAKE2b. Within a block, let d_i be the differences of the lanes, |d_i| < 2^32:
 
 - One changed lane, so any one changed element: S changes by d w with w odd, and d w = 0 modulo 2^64 only for d = 0.
@@ -22,7 +22,7 @@ BLAKE2b. Within a block, let d_i be the differences of the lanes, |d_i| < 2^32:
   probability of 2^-(63-k), k being the least number of factors of 2 among the d_i: 2^-63 as a rule, never above 2^-32.
   (The multilinear family; see Lemire and Kaser, "Strongly universal string hashing is fast", 2014.)
 
-It is no defence against somebody who builds a base to collide: the weights are public.
+It does not protect against a base that is crafted to collide: the weights are public.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 BLOCK_WORDS = 1 << 15
 BLOCK_BYTES = 8 * BLOCK_WORDS
 SMALL_BYTES = 4096
-"""A tensor on the CPU that is no larger is read by every rank alone: it is likely to be made anew at each save."""
+"""Every rank reads a CPU tensor up to this size by itself: it is likely to be created anew for each save."""
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
@@ -51,10 +51,10 @@ def fingerprints(
     *,
     all_known: bool = False,
 ) -> list[str | None]:
-    """The fingerprint of each parameter, 32 hexadecimal digits; None where its values cannot be read.
+    """The fingerprint of each parameter, 32 hexadecimal digits; None if its values cannot be read.
 
-    Every rank must call it with the same parameters in the same order. A parameter that ZeRO-3 has partitioned is
-    read where it lies, and the ranks add up; one that every rank holds is split among them by blocks. Unreadable are
+    Every rank must call it with the same parameters in the same order. Each rank reads its own shard of a parameter
+    that ZeRO-3 has partitioned; the blocks of other parameters are distributed over the ranks. Unreadable are
     partitions that ZeRO++ has quantized or that are on NVMe, tensor subclasses (see `parameters.contents`), and
     tensors that are sparse, quantized by torch itself, or on the device "meta".
 
@@ -62,7 +62,7 @@ def fingerprints(
         parameters: parameters and other tensors, whole or partitioned, of any dtype, shape and device.
         device: where the ranks' sums are added up, such as the engine's; by default the CPU.
         remembered: a `Memory`, to compute only what has changed since. By default, everything is computed.
-        all_known: the ranks have told each other that each of them remembers all; then they need not meet.
+        all_known: every rank is known to remember all fingerprints, so no collective is needed.
     """
     import torch
 
@@ -90,11 +90,11 @@ def fingerprints(
 
 
 def on_any_rank(flags: list[bool], device: Any) -> list[bool]:
-    """Whether each of some flags is set on one of the ranks, which all must call it with as many.
+    """For each flag, whether it is set on any rank; every rank must call it with the same number of flags.
 
     Args:
-        flags: this rank's.
-        device: as of `fingerprints`.
+        flags: those of this rank.
+        device: as for `fingerprints`.
     """
     import torch
 
@@ -102,12 +102,12 @@ def on_any_rank(flags: list[bool], device: Any) -> list[bool]:
 
 
 def of_stream(dtype: str, numel: int, chunks: Iterable[bytes | bytearray | memoryview]) -> str:
-    """The fingerprint of a whole parameter whose content comes in pieces, in this process alone.
+    """The fingerprint of a whole parameter whose content arrives in chunks, without collectives.
 
     Args:
-        dtype: torch's name of it, such as "bfloat16".
-        numel: the number of its elements.
-        chunks: its bytes, in order; each of a whole number of elements.
+        dtype: torch's name of the dtype, such as "bfloat16".
+        numel: the number of elements.
+        chunks: the bytes in order; each chunk has a whole number of elements.
     """
     import torch
 
@@ -125,16 +125,16 @@ def of_stream(dtype: str, numel: int, chunks: Iterable[bytes | bytearray | memor
 
 @cache
 def process_memory() -> Memory:
-    """The one memory of this process: loads and saves share it, so that a base is read once."""
+    """The memory of this process, which loads and saves share, so that a base is read once."""
     return Memory()
 
 
 class Memory:
-    """The fingerprints that were computed before, valid as long as a tensor's storage and version stay the same.
+    """A cache of fingerprints, valid as long as a tensor's storage and version stay the same.
 
-    A write that goes past autograd's version counter (through `.data`) goes unnoticed.
+    A write that bypasses autograd's version counter (through `.data`) is not detected.
 
-    It refers weakly to storages, never to tensors: torch does not swap a tensor to which there is a weak reference
+    It has weak references to storages, not to tensors: torch does not swap tensors that have weak references
     (`torch.utils.swap_tensors`, which `Module.to` uses for tensor subclasses).
     """
 
@@ -142,20 +142,20 @@ class Memory:
         self._known: dict[tuple[Any, ...], tuple[Any, Any, str | None]] = {}
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether `recall` gives what there is to know: the content has not changed since, is small or unreadable."""
+        """Whether `recall` is up to date: the content has not changed, is small or unreadable."""
         if _is_small(tensor) or not is_readable(tensor):
             return True
         known = self._known.get(_place(tensor))
         return known is not None and known[1] == _state(tensor)
 
     def recall(self, tensor: torch.Tensor) -> str | None:
-        """The fingerprint that was kept for what the tensor holds now, or None."""
+        """The fingerprint of the tensor's current content, or None."""
         if _is_small(tensor):
             return _own_digest(tensor)
         return self._known[_place(tensor)][2] if is_readable(tensor) and self.holds(tensor) else None
 
     def keep(self, tensor: torch.Tensor, fingerprint: str | None) -> None:
-        """Remember the fingerprint of what the tensor holds now."""
+        """Remember the fingerprint of the tensor's current content."""
         if fingerprint is None:
             return
         from torch.multiprocessing.reductions import StorageWeakRef
@@ -164,19 +164,19 @@ class Memory:
         self._known[_place(tensor)] = (storage, _state(tensor), fingerprint)
 
     def forget_what_is_gone(self) -> None:
-        """Forget the storages that no tensor has any more."""
+        """Forget storages that no longer exist."""
         self._known = {place: known for place, known in self._known.items() if not known[0].expired()}
 
 
 def block_sums(piece: torch.Tensor, offset: int) -> tuple[int, torch.Tensor]:
-    """The sums that a piece of a parameter adds to the blocks that it touches.
+    """The contribution of a piece of a parameter to the sums of its blocks.
 
     Args:
         piece: consecutive values, one-dimensional, of any dtype.
-        offset: where in the whole parameter its first value stands, in elements.
+        offset: the offset of the piece in the whole parameter, in elements.
 
     Returns:
-        The number of the first block, and an int64 tensor with the sum of it and of those that follow.
+        The index of the first block, and an int64 tensor with the sums of it and the following ones.
     """
     import torch
 
@@ -187,7 +187,7 @@ def block_sums(piece: torch.Tensor, offset: int) -> tuple[int, torch.Tensor]:
     first, last = offset // per_block, max(offset + len(piece) - 1, offset) // per_block
     sums = torch.zeros(last - first + 1, dtype=torch.int64, device=piece.device)
     low, high = (weights.to(piece.device) for weights in _weights())
-    # 1 MiB stays in a CPU's cache, and is enough for its threads to share; a GPU wants more to do at once.
+    # 1 MiB fits into a CPU's cache, and is enough for its threads; a GPU needs more work at once.
     at_once = min(4 if piece.device.type == "cpu" else 64, len(sums))
     words = torch.empty(at_once, BLOCK_WORDS, dtype=torch.int64, device=piece.device)
     weighed = torch.empty_like(words)
@@ -209,12 +209,12 @@ def block_sums(piece: torch.Tensor, offset: int) -> tuple[int, torch.Tensor]:
 
 @cache
 def _weights() -> tuple[torch.Tensor, torch.Tensor]:
-    """W and U, int64 tensors of one block's words."""
+    """W and U, as int64 tensors for the words of one block."""
     import torch
 
     index = torch.arange(2 * BLOCK_WORDS, dtype=torch.int64)
     low = ((2 * index + 1) * 0x9E3779B1) & 0xFFFFFFFF  # odd times odd numbers: odd, and all different
-    mixed = (index + 1) * -0x61C8864680B583EB  # splitmix64; >> shifts the sign in, so the mask takes it out
+    mixed = (index + 1) * -0x61C8864680B583EB  # splitmix64; >> shifts the sign in, so the mask removes it
     mixed = (mixed ^ ((mixed >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     mixed = (mixed ^ ((mixed >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
     weights = ((mixed ^ ((mixed >> 31) & 0x1FFFFFFFF)) << 32) | low
@@ -222,13 +222,13 @@ def _weights() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _digest(size: int, sums: torch.Tensor) -> str:
-    """Of a parameter's size in bytes, and the sums of its blocks."""
+    """The digest of a parameter's size in bytes and the sums of its blocks."""
     content = size.to_bytes(8, "little") + sums.numpy().astype("<i8").tobytes()
     return hashlib.blake2b(content, digest_size=16, person=b"frozen patch 1").hexdigest()
 
 
 def _own_sums(parameter: Any, index: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """What this rank adds to the sums of a parameter: by first block, the sums of it and of those that follow."""
+    """This rank's contributions to the sums of a parameter, each as the first block and consecutive sums."""
     if not is_readable(parameter):
         return
     if hasattr(parameter, "ds_tensor"):
@@ -240,7 +240,7 @@ def _own_sums(parameter: Any, index: int) -> Iterator[tuple[int, torch.Tensor]]:
         return
     rank, world_size = _rank_and_world_size()
     per_block = BLOCK_BYTES // parameter.element_size()
-    # Whole runs of blocks, and another rank first for each parameter, so that small ones are shared out too.
+    # Consecutive blocks for each rank, and a different first rank for each parameter, to distribute small ones too.
     turn = (rank + index) % world_size
     blocks = _block_count(parameter)
     begin, end = (blocks * turn // world_size) * per_block, (blocks * (turn + 1) // world_size) * per_block
@@ -251,7 +251,7 @@ def _own_sums(parameter: Any, index: int) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def _pieces(values: torch.Tensor, offset: int) -> Iterator[tuple[torch.Tensor, int]]:
-    """One-dimensional views of a tensor in its order, copied only where it is not contiguous."""
+    """One-dimensional views of a tensor in order; non-contiguous parts are copied."""
     if values.is_contiguous():
         yield values.view(-1), offset
     elif values.dim() == 1:
@@ -263,7 +263,7 @@ def _pieces(values: torch.Tensor, offset: int) -> Iterator[tuple[torch.Tensor, i
 
 
 def _partition(parameter: Any) -> tuple[int, bool]:
-    """This rank's place among ZeRO-3's partitions, and whether they are the first of several copies (MiCS)."""
+    """This rank's index among ZeRO-3's partitions, and whether they are the first of several copies (MiCS)."""
     import torch.distributed as dist
 
     mics = getattr(parameter, "comm", None)
@@ -272,12 +272,12 @@ def _partition(parameter: Any) -> tuple[int, bool]:
 
 
 def _content(tensor: Any) -> Any:
-    """The values of a tensor that this process has, as a tensor."""
+    """The part of a tensor that this process has."""
     return getattr(tensor, "ds_tensor", tensor)
 
 
 def is_readable(tensor: Any) -> bool:
-    """Whether the values can be read; those that ZeRO-3 keeps on NVMe may not be there."""
+    """Whether the values can be read; partitions on NVMe may not be in memory."""
     import torch
 
     content = _content(tensor)
@@ -288,7 +288,7 @@ def is_readable(tensor: Any) -> bool:
 
 
 def own_values(tensor: Any) -> torch.Tensor:
-    """The values of a readable tensor that this process has, one-dimensional; of one with gaps, some of them."""
+    """The values that this process has of a readable tensor, flattened; only some if it is not contiguous."""
     values: torch.Tensor = _content(tensor).detach()
     while not values.is_contiguous() and values.dim() > 1:
         values = values[0]
@@ -307,21 +307,21 @@ def _is_small(tensor: Any) -> bool:
 
 
 def _own_digest(tensor: torch.Tensor) -> str:
-    """The fingerprint of a whole tensor, computed in this process alone."""
+    """The fingerprint of a whole tensor, computed without collectives."""
     values = tensor.detach().contiguous().view(-1)
     _, sums = block_sums(values, 0)
     return _digest(values.numel() * values.element_size(), sums if len(values) else sums[:0])
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What tells a tensor from all others, as long as its storage lives."""
+    """Identifies a tensor as long as its storage exists."""
     content = _content(tensor)
     storage = content.untyped_storage()._cdata
     return storage, content.storage_offset(), tuple(content.shape), content.stride(), content.dtype
 
 
 def _state(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What changes when the content of a tensor does."""
+    """Changes when the content of a tensor changes."""
     content = _content(tensor)
     return content.data_ptr(), None if content.is_inference() else content._version, content.device
 

@@ -1,8 +1,8 @@
-"""The manifest: what a trainable-only checkpoint says of the base that it left out.
+"""The manifest: what a trainable-only checkpoint records about the base that it left out.
 
-It travels in DeepSpeed's client state under `KEY`, so it cannot be parted from the weights,
-and holds plain Python values only, so that it can be read without unpickling a class. In ZeRO-3, where each rank has a
-file of model states, one of them holds the manifest and the others a reference to that file.
+It is part of DeepSpeed's client state, under `KEY`, so that it cannot be separated from the weights, and contains only
+plain Python values, so that no class is unpickled to read it. In ZeRO-3, where each rank has a file of model states,
+one of them contains the manifest and the others a reference to that file.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ REFERENCE = 2
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Something of the base that a checkpoint does not hold: a frozen parameter, a part of one, or a buffer.
+    """Something of the base that a checkpoint does not contain: a frozen parameter, a part of one, or a buffer.
 
     Attributes:
-        names: all its names in the user's module (see `parameters.plain`): the one that `named_parameters()` gives,
-            then its tied aliases.
-        shape: that of the whole tensor, also where ZeRO-3 has partitioned it.
-        dtype: torch's name for it, such as "bfloat16", or the class of a tensor subclass.
-        fingerprint: of its content (see `ds_frozen_patch.fingerprint`), or None where that could not be read.
+        names: all its names in the user's module (see `parameters.plain`): the one in `named_parameters()`, then its
+            tied aliases.
+        shape: the shape of the whole tensor, even if ZeRO-3 has partitioned it.
+        dtype: torch's name of the dtype, such as "bfloat16", or the name of a tensor subclass.
+        fingerprint: of its content (see `ds_frozen_patch.fingerprint`), or None if that could not be read.
         kind: "parameter", "part" (such as a scale of a quantized one) or "buffer".
-        group: the first name of the parameter that a part is of; empty for all else.
+        group: for a part, the first name of its parameter; else empty.
     """
 
     names: tuple[str, ...]
@@ -52,7 +52,7 @@ class LeftOut:
 
     @property
     def name(self) -> str:
-        """The name that `named_parameters()` gives."""
+        """The name in `named_parameters()`."""
         return self.names[0]
 
 
@@ -60,10 +60,14 @@ class LeftOut:
 class Manifest:
     """What was left out of a checkpoint, and what wrote it.
 
-    `total_bytes` counts all that was left out once, in its own dtype. `versions` gives the
-    release of each package that took part, by its name on the package index. `adapters` gives the
-    configuration of each of PEFT's adapters, as the JSON of an `adapter_config.json`: by the name of
-    the module that has it, then by the adapter's.
+    Attributes:
+        left_out: everything that was left out.
+        total_bytes: its size; tied parameters count once.
+        zero_stage: 0 to 3, of the run that saved.
+        world_size: the number of ranks that saved.
+        versions: the release of each package that took part, by its name on the package index.
+        adapters: the configuration of each PEFT adapter, as the JSON of an `adapter_config.json`: by the name of its
+            module, then by the name of the adapter.
     """
 
     left_out: tuple[LeftOut, ...]
@@ -75,12 +79,12 @@ class Manifest:
 
     @property
     def names(self) -> frozenset[str]:
-        """Every name that the checkpoint does not hold, tied aliases included."""
+        """All names that the checkpoint does not contain, including tied aliases."""
         return frozenset(name for parameter in self.left_out for name in parameter.names)
 
     @property
     def parameters(self) -> tuple[LeftOut, ...]:
-        """What of it is parameters."""
+        """The parameters among what was left out."""
         return tuple(one for one in self.left_out if one.kind == PARAMETER)
 
     def __str__(self) -> str:
@@ -91,7 +95,7 @@ class Manifest:
         return f"{counts[PARAMETER]} frozen parameters{parts}{buffers}, {human_bytes(self.total_bytes)}"
 
     def to_state(self) -> dict[str, Any]:
-        """The manifest as plain values, to go into a checkpoint."""
+        """The manifest as plain values, for a checkpoint."""
         state = {
             "format": FORMAT,
             "left_out": [_values_of(one, one.names) for one in self.left_out if one.kind == PARAMETER],
@@ -106,22 +110,22 @@ class Manifest:
         return {**state, "digest": _digest(state)}
 
     def to_reference(self, file: str) -> dict[str, Any]:
-        """What goes into a file of model states in place of the manifest: the name of the file that has it."""
+        """What a file of model states contains instead of the manifest: the name of the file that has it."""
         return {"format": REFERENCE, "file": file, "digest": self.to_state()["digest"]}
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Mapping[str, Any]) -> Manifest | None:
-        """The manifest in the state of a checkpoint's first file, or None where there is none.
+        """The manifest in the state of a checkpoint's first file, or None if there is none.
 
         Raises:
-            CheckpointMismatchError: it is of a format that this release does not know, or damaged.
+            CheckpointMismatchError: its format is unknown to this release, or it is damaged.
         """
         state = checkpoint.get(KEY)
         return None if state is None else cls.from_state(state)
 
     @classmethod
     def from_state(cls, state: Any) -> Manifest:
-        """The manifest that `to_state` has made these values of; raises as `from_checkpoint`."""
+        """The inverse of `to_state`; raises like `from_checkpoint`."""
         found = state.get("format") if isinstance(state, dict) else None
         if found != FORMAT:
             raise CheckpointMismatchError(
@@ -131,13 +135,13 @@ class Manifest:
         try:
             if "digest" in state and state["digest"] != _digest(state):
                 raise CheckpointMismatchError(
-                    "The checkpoint's manifest is not as it was written: it has been edited, or is damaged. Load a copy"
-                    " that is whole."
+                    "The checkpoint's manifest does not match its digest: it was edited, or is damaged. Load an"
+                    " undamaged copy."
                 )
             return cls._from_values(state)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise CheckpointMismatchError(
-                f"The checkpoint's manifest is damaged ({type(error).__name__}: {error}). Load a copy that is whole."
+                f"The checkpoint's manifest is damaged ({type(error).__name__}: {error}). Load an undamaged copy."
             ) from None
 
     @classmethod
@@ -148,7 +152,7 @@ class Manifest:
         for names, *values in state["left_out"]:
             left_out.append(_made_of(PARAMETER, "", names, *values))
             left_out += _parts_of(names, parts.pop(names[0], ()))
-        # `prune` may not see a parameter that consists of its parts.
+        # `prune` may not find a parameter that consists of its parts.
         left_out += [one for name, values in parts.items() for one in _parts_of([name], values)]
         left_out += [_made_of(BUFFER, "", [name], *values) for name, *values in state.get("buffers", ())]
         found = cls(
@@ -159,11 +163,11 @@ class Manifest:
             versions=state["versions"],
             adapters=state.get("adapters", {}),
         )
-        found._check()
+        found._check_values()
         return found
 
-    def _check(self) -> None:
-        """Raise ValueError where it says something of another kind than is said there."""
+    def _check_values(self) -> None:
+        """Raise ValueError if a value has the wrong type or an impossible size."""
         told = {**self.versions, **{k: v for adapters in self.adapters.values() for k, v in adapters.items()}}
         texts = [text for p in self.left_out for text in (p.dtype, p.fingerprint or "", p.group)]
         numbers = [size for p in self.left_out for size in p.shape]
@@ -178,7 +182,7 @@ class Manifest:
             raise ValueError("a parameter has no name, or no shape")
 
     def _parts_by_parameter(self) -> dict[str, list[tuple[Any, ...]]]:
-        """What `to_state` says of parts: short, for a quantized layer can have twenty, alike in all layers."""
+        """The parts in `to_state`, in a short form: a quantized layer can have twenty, the same in all layers."""
         same: dict[Any, Any] = {}  # pickle writes one object once
         found: dict[str, list[tuple[Any, ...]]] = {}
         for one in self.left_out:
@@ -198,7 +202,7 @@ def _values_of(one: LeftOut, name: str | tuple[str, ...]) -> tuple[Any, ...]:
 
 
 def _check_number(left_out: Sequence[Any], parts: Mapping[str, Sequence[Any]]) -> None:
-    """Raise ValueError for far more names than are there: what is alike of two parameters is in a file once."""
+    """Raise ValueError for far more names than the file contains: a pickle can reference one list many times."""
     count = sum(len(names) * (1 + len(parts.get(names[0], ()))) for names, *_ in left_out if names)
     there = (
         len(left_out)
@@ -206,7 +210,7 @@ def _check_number(left_out: Sequence[Any], parts: Mapping[str, Sequence[Any]]) -
         + sum({id(p): len(p) for p in parts.values()}.values())
     )
     if count > 100_000 + 50 * there:
-        raise ValueError("it names far more than there is")
+        raise ValueError("it expands to far more names than it contains")
 
 
 def _parts_of(names: Sequence[str], parts: Iterable[tuple[Any, ...]]) -> Iterator[LeftOut]:
@@ -224,7 +228,7 @@ def _made_of(
 
 
 def reference(state: Any) -> tuple[str, str] | None:
-    """The file that has the manifest and the manifest's digest, if that is what a state says; else None.
+    """The name of the file that has the manifest, and the manifest's digest, if the state is a reference; else None.
 
     Raises:
         CheckpointMismatchError: it is damaged.
@@ -233,12 +237,12 @@ def reference(state: Any) -> tuple[str, str] | None:
         return None
     file, digest = state.get("file"), state.get("digest")
     if not isinstance(file, str) or not isinstance(digest, str):
-        raise CheckpointMismatchError("The checkpoint's manifest is damaged: a file does not say where it is.")
+        raise CheckpointMismatchError("The checkpoint's manifest is damaged: a reference to it has no file name.")
     return file, digest
 
 
 def digest_of(state: Any) -> Any:
-    """What is the same in a manifest and in the references to it."""
+    """The digest of a manifest or of a reference to it."""
     return state["digest"] if isinstance(state, dict) and "digest" in state else state
 
 
@@ -248,7 +252,7 @@ def _digest(state: Mapping[str, Any]) -> str:
 
 
 def adapters_of(module: torch.nn.Module) -> dict[str, dict[str, str]]:
-    """What `Manifest.adapters` says of a module."""
+    """The configurations of a module's PEFT adapters, for `Manifest.adapters`."""
     found: dict[str, dict[str, str]] = {}
     seen: set[torch.nn.Module] = set()
 
@@ -256,14 +260,14 @@ def adapters_of(module: torch.nn.Module) -> dict[str, dict[str, str]]:
         if inner in seen:
             return
         seen.add(inner)
-        # A module looks for an attribute that it has not got in three dictionaries, and then raises: that is slow.
+        # Accessing a missing attribute of a module is slow: it searches three dictionaries and raises.
         has = "peft_config" in vars(inner) or hasattr(type(inner), "peft_config")
         configs = getattr(inner, "peft_config", None) if has else None
         if not isinstance(configs, dict):
             for child, its_module in inner.named_children():
                 look(its_module, f"{name}.{child}" if name else child)
             return
-        found[plain(name)] = {  # PEFT's modules inside have the same ones
+        found[plain(name)] = {  # PEFT's inner modules have the same configurations
             adapter: json.dumps(config.to_dict(), default=_plain_value, sort_keys=True)
             for adapter, config in configs.items()
             if hasattr(config, "to_dict")
@@ -286,13 +290,15 @@ def describe(
     world_size: int,
     all_known: bool = False,
 ) -> Manifest:
-    """The manifest of a checkpoint that leaves this out; every rank must call it.
+    """Create the manifest of a checkpoint; every rank must call it.
 
     Args:
-        left_out: the same on every rank.
-        module: it is of.
-        device: where the ranks' parts of the fingerprints are added up.
-        all_known: whether every rank remembers the fingerprints.
+        left_out: what the checkpoint leaves out, the same on every rank.
+        module: the module that it belongs to.
+        device: where the ranks' contributions to fingerprints are summed.
+        zero_stage: of the run.
+        world_size: of the run.
+        all_known: whether every rank has cached all fingerprints.
     """
     found = fingerprints([one.tensor for one in left_out], device, process_memory(), all_known=all_known)
     return Manifest(

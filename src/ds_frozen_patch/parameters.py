@@ -1,8 +1,8 @@
-"""What a module holds, by name: its parameters, its buffers, and what else of its state dict belongs to a parameter.
+"""What a module contains, by name: parameters, buffers, and other entries of its state dict that belong to parameters.
 
-A quantized layer has more than a packed weight: scales, zero points, a code book, the settings that it was quantized
-with. Some of it is in buffers, some in the inner tensors of a tensor subclass, and some only in the state dict that the
-layer makes of itself. `contents` finds all of it.
+A quantized layer has more than a packed weight: scales, zero points, a code book, the quantization settings. Some of
+these are buffers, some are inner tensors of a tensor subclass, and some are only in the layer's state dict. `contents`
+finds all of them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     import torch
 
 PREFIX = "_forward_module."
-"""What Lightning before 2.1 puts before the names of a LightningModule's parameters, in its checkpoints too."""
+"""The prefix that Lightning before 2.1 adds to the parameter names of a LightningModule, also in checkpoints."""
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What `torch.compile` and activation checkpointing put into names; neither says anything of the weights."""
+"""What `torch.compile` and activation checkpointing insert into names."""
 
 PARAMETER, BUFFER, PART = "parameter", "buffer", "part"
-"""The kinds of what a module holds. A part is what a parameter needs besides its own values, such as its scales."""
+"""The kinds of contents. A part is something that a parameter needs besides its values, such as its scales."""
 
-# The packages whose layers hold a quantized base, and which of their buffers belong to it. (GPTQ keeps the bias in a
-# buffer as well.) Their layers' entries of a state dict that are neither parameter nor buffer belong to it too.
+# The packages with quantized layers, and which buffers of these belong to the base. (GPTQ's bias is a buffer, too.)
+# State dict entries of these layers that are neither parameter nor buffer belong to the base, too.
 _PACKED = ("qweight", "qzeros", "scales", "g_idx", "bias")
 _QUANTIZED: Mapping[str, Collection[str]] = {
     "auto_gptq": _PACKED,
@@ -36,23 +36,22 @@ _QUANTIZED: Mapping[str, Collection[str]] = {
     "optimum.quanto": ("input_scale", "output_scale"),
     "torchao": ("weight", "scales", "zeros", "scales_and_zeros"),
 }
-_TRAINING = "torchao.quantization.qat"  # layers for quantization-aware training, which learn their scales
+_TRAINING = "torchao.quantization.qat"  # layers for quantization-aware training; their scales are trained
 
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """Something that a module holds.
+    """A parameter, buffer or part of a module.
 
     Attributes:
-        names: all its plain names: the one that `named_parameters()` gives, then its tied aliases.
+        names: all its plain names: the one in `named_parameters()`, then its tied aliases.
         kind: `PARAMETER`, `BUFFER` or `PART`.
-        shape: of the whole tensor, also where ZeRO-3 has partitioned it.
-        dtype: torch's name for it, such as "bfloat16"; for a tensor subclass its class, such as "Int8Tensor".
-        tensor: what the fingerprint is of. For a subclass it is the description of its settings, as bytes; its inner
-            tensors are parts of their own.
-        group: the first name of the parameter that a part is of; of all else its own.
-        is_frozen: whether it belongs to a base: a parameter that is not trained, a part of one, or a buffer of a
-            quantized layer.
+        shape: the shape of the whole tensor, even if ZeRO-3 has partitioned it.
+        dtype: torch's name of the dtype, such as "bfloat16"; for a tensor subclass its class, such as "Int8Tensor".
+        tensor: the tensor that is fingerprinted. For a subclass it contains its settings, as bytes; the inner tensors
+            are parts.
+        group: for a part, the first name of its parameter; else its own first name.
+        is_frozen: whether it belongs to the base: a frozen parameter, a part of one, or a buffer of a quantized layer.
     """
 
     names: tuple[str, ...]
@@ -70,7 +69,7 @@ class Held:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes; 0 for a tensor subclass, whose parts have them."""
+        """Its size in bytes; 0 for a tensor subclass, whose parts are counted."""
         return 0 if self.kind == PARAMETER and self.is_subclass else numel_of(self.tensor) * self.tensor.element_size()
 
     @property
@@ -82,7 +81,7 @@ class Held:
 
 
 def plain(name: str) -> str:
-    """A name as the user's module has it, whatever it is wrapped in."""
+    """A name as in the user's module, without those of wrappers."""
     name = name.removeprefix(PREFIX)
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
@@ -90,17 +89,17 @@ def plain(name: str) -> str:
 
 
 def is_name(value: Any) -> bool:
-    """Whether this can be the name of a parameter or buffer: a text that is soon taken apart."""
+    """Whether a value can be the name of a parameter or buffer: a string that is short enough to be parsed."""
     return isinstance(value, str) and len(value) <= 1000 and value.count(".") <= 100
 
 
 def prefix_of(names: Iterable[str]) -> str:
-    """`PREFIX` if these names of one module have it, which all or none do, else nothing."""
+    """`PREFIX` if the names of a module have it (all or none do), else an empty string."""
     return PREFIX if next(iter(names), "").startswith(PREFIX) else ""
 
 
 def parameters_by_name(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters of a module by their plain names, tied aliases included, in the module's order."""
+    """The parameters of a module by plain name, including tied aliases, in the module's order."""
     return {plain(name): parameter for name, parameter in module.named_parameters(remove_duplicate=False)}
 
 
@@ -118,22 +117,22 @@ def frozen_names(module: torch.nn.Module) -> dict[torch.nn.Parameter, tuple[str,
 
 
 def shape_of(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The shape of a whole parameter, also where ZeRO-3 has partitioned it."""
+    """The shape of the whole parameter, even if ZeRO-3 has partitioned it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def numel_of(parameter: torch.Tensor) -> int:
-    """The elements of a whole parameter, also where ZeRO-3 has partitioned it."""
+    """The number of elements of the whole parameter, even if ZeRO-3 has partitioned it."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def dtype_of(parameter: torch.Tensor) -> str:
-    """torch's name for a parameter's dtype, such as "bfloat16"; for a tensor subclass the name of its class."""
+    """torch's name of a parameter's dtype, such as "bfloat16"; for a tensor subclass the name of its class."""
     return _class_of(parameter) if inner_tensors(parameter) else str(parameter.dtype).removeprefix("torch.")
 
 
 def inner_tensors(tensor: Any) -> dict[str, torch.Tensor]:
-    """The tensors that a tensor subclass consists of, by the attributes that lead to them; none for a plain tensor."""
+    """The inner tensors of a tensor subclass, by attribute path; empty for a plain tensor."""
     if not hasattr(type(tensor), "__tensor_flatten__"):
         return {}
     found: dict[str, torch.Tensor] = {}
@@ -145,7 +144,7 @@ def inner_tensors(tensor: Any) -> dict[str, torch.Tensor]:
 
 
 def contents(module: torch.nn.Module) -> list[Held]:
-    """All that a module holds: parameters, each with its parts, and persistent buffers."""
+    """Everything that a module contains: parameters, each with its parts, and persistent buffers."""
     state = _state_dict(module)
     parameters = parameters_by_name(module)
     buffers = {plain(name): buffer for name, buffer in module.named_buffers(remove_duplicate=False)}
@@ -173,20 +172,20 @@ def contents(module: torch.nn.Module) -> list[Held]:
             found[group].append(made)
             known.update(made.names)
     for parameter, (own, *parts) in zip(names, found.values(), strict=True):
-        # A subclass that saves its parts itself (optimum-quanto's) does it in another layout, that of no kernel.
+        # A subclass that saves its parts itself (optimum-quanto's) does so in a layout that is not that of a kernel.
         if not parts:
             found[own.name] += [_part(own, f".{rest}", inner) for rest, inner in inner_tensors(parameter).items()]
     return [*(one for ones in found.values() for one in ones), *others]
 
 
 def part_name(name: str, suffix: str) -> str:
-    """The name of a part of the parameter of this name: below it (".absmax") or beside it ("SCB")."""
+    """The name of a part of a parameter: below the parameter's name (".absmax") or beside it ("SCB")."""
     layer = name.rpartition(".")[0]
     return name + suffix if suffix.startswith(".") else f"{layer}.{suffix}" if layer else suffix
 
 
 def part_suffix(name: str, of: str) -> str:
-    """What `part_name` makes a part's name of, with the name of its parameter."""
+    """The inverse of `part_name`: the suffix of a part's name."""
     return name[len(of) :] if name.startswith(f"{of}.") else name.removeprefix(f"{of.rpartition('.')[0]}.")
 
 
@@ -196,7 +195,7 @@ def _part(of: Held, suffix: str, tensor: Any) -> Held:
 
 
 def _state_dict(module: torch.nn.Module) -> dict[str, Any]:
-    """A module's state dict by plain names, with the parameters themselves where the module allows for that."""
+    """A module's state dict by plain name, with the parameters themselves if the module supports that."""
     try:
         return {plain(name): value for name, value in module.state_dict(keep_vars=True).items()}
     except TypeError:  # one that takes no arguments
@@ -206,7 +205,7 @@ def _state_dict(module: torch.nn.Module) -> dict[str, Any]:
 def _all_names(
     parameters: Mapping[str, torch.nn.Parameter], state: Mapping[str, Any]
 ) -> dict[torch.nn.Parameter, tuple[str, ...]]:
-    """Each parameter with all its names: also those that the state dict alone gives it."""
+    """Each parameter with all its names, including those that are only in the state dict."""
     names: dict[torch.nn.Parameter, dict[str, None]] = {}
     for name, parameter in parameters.items():
         names.setdefault(parameter, {})[name] = None
@@ -218,7 +217,7 @@ def _all_names(
 
 
 def _quantized_layers(module: torch.nn.Module) -> Iterator[tuple[str, Collection[str]]]:
-    """The layers that hold a quantized base, by their plain paths, and which of their buffers belong to it."""
+    """The quantized layers, by plain path, and which of their buffers belong to the base."""
     for path, layer in module.named_modules(remove_duplicate=False):
         for cls in type(layer).__mro__:
             if cls.__module__.startswith(_TRAINING):
@@ -231,7 +230,7 @@ def _quantized_layers(module: torch.nn.Module) -> Iterator[tuple[str, Collection
 
 
 def _owner(name: str, first: Mapping[str, str], quantized: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The first name of the parameter that an entry of a state dict is a part of, and its suffix; None for others."""
+    """For a part in a state dict, the first name of its parameter and the suffix; None for other entries."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         own = ".".join(parts[:end])
@@ -249,19 +248,19 @@ def _flattened(tensor: Any) -> tuple[Iterable[str], Any]:
 
 
 def settings_of(tensor: Any) -> Any:
-    """What a tensor subclass has beside its inner tensors, as values that are the same in every process."""
+    """The settings of a tensor subclass besides its inner tensors, as values that are equal in every process."""
     return [_class_of(tensor), _stable(_flattened(tensor)[1])]
 
 
 def _class_of(tensor: Any) -> str:
-    """The class of a tensor subclass, without what optimum-quanto makes of it for one kernel or another."""
+    """The name of a tensor subclass; for optimum-quanto's kernel-specific ones that of their base class."""
     own = [cls for cls in type(tensor).__mro__ if "__tensor_flatten__" in vars(cls)]
     of_quanto = [cls for cls in own if cls.__module__.startswith("optimum.quanto.")]
     return (of_quanto[-1] if of_quanto else type(tensor)).__name__
 
 
 def _stable(value: Any) -> Any:
-    """A value as JSON has it, without what differs between processes, such as addresses."""
+    """A value for JSON, without anything that differs between processes, such as addresses."""
     if isinstance(value, Enum):
         return str(value)
     if value is None or isinstance(value, bool | int | float | str):
@@ -277,7 +276,7 @@ def _stable(value: Any) -> Any:
 
 
 def described(value: Any) -> torch.Tensor:
-    """A plain value as a tensor of bytes, to have a fingerprint."""
+    """A plain value as a tensor of bytes, to be fingerprinted."""
     import torch
 
     return torch.frombuffer(bytearray(json.dumps(_stable(value), sort_keys=True).encode()), dtype=torch.uint8)

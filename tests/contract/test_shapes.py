@@ -224,7 +224,7 @@ def test_a_folder_as_pefts_own(made: Made, kind: str) -> None:
 
 
 NO_BASE = {
-    "pissa": "the adapter was initialised with PiSSA, which rewrites the base's weights",
+    "pissa": "the adapter was initialised with PiSSA, which changes the base's weights",
     "two adapters": "They belong to the adapter 'second' and were frozen; a base has no adapters.",
     "adalora": "They belong to the adapter 'default' and were frozen; a base has no adapters.",  # its ranknum
 }

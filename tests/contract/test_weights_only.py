@@ -175,7 +175,7 @@ def load_onto(out: str, stage: int) -> list[str]:
 def test_what_it_does_not_belong_to(ranks: Any, tmp_path: Path, stage: int) -> None:
     for other_base, other_shape in ranks(2, load_onto, out=str(tmp_path), stage=stage):
         assert "The base is not the one that the checkpoint was saved with: 15 of 20" in other_base  # not the norms
-        assert "weights.ckpt does not belong to this module: other shapes:" in other_shape
+        assert "weights.ckpt does not fit this module: other shapes:" in other_shape
 
 
 def export_at_save(out: str, stage: int, masters: bool) -> None:

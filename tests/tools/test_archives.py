@@ -20,11 +20,11 @@ import pytest
 import torch
 
 from ds_frozen_patch import CheckpointError
-from ds_frozen_patch.checkpoint.format.archive import read
+from ds_frozen_patch.checkpoint.format.archive import read_archive
 from ds_frozen_patch.checkpoint.format.records import check_file
 from ds_frozen_patch.checkpoint.format.stored import Storage, StoredTensor
 from ds_frozen_patch.checkpoint.format.writing import write_archive
-from ds_frozen_patch.checkpoint.format.zip_directory import chunks, open_regular, read_directory
+from ds_frozen_patch.checkpoint.format.zip_directory import open_regular, read_chunks, read_directory
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
 
@@ -180,9 +180,9 @@ def entries(pickled: bytes = FAIR, folder: bytes = b"archive", **options: Any) -
 
 def ours(path: Path) -> dict[str, tuple[int, bytes]]:
     """What the reader finds in a file: the place and the bytes of each record."""
-    read(path, trust=True)
+    read_archive(path, trust=True)
     with open_regular(path) as file:
-        return {name: (one.begin, b"".join(chunks(file, one))) for name, one in read_directory(file).items()}
+        return {name: (one.begin, b"".join(read_chunks(file, one))) for name, one in read_directory(file).items()}
 
 
 def torchs(path: Path) -> dict[str, tuple[int, bytes]]:
@@ -503,7 +503,7 @@ def test_two_readers(tmp_path: Path, make: Callable[[Archive], None]) -> None:
     make(archive)
     (tmp_path / "odd.pt").write_bytes(archive.build())
     with pytest.raises(CheckpointError, match="Take a whole copy of it"):
-        read(tmp_path / "odd.pt")
+        read_archive(tmp_path / "odd.pt")
     with pytest.raises(CheckpointError, match="Take a whole copy of it"):
         check_file(tmp_path / "odd.pt")
 
@@ -528,7 +528,7 @@ def test_what_torch_writes_is_read(tmp_path: Path, samples: list[bytes]) -> None
     for file in files:
         assert difference(file) is None
         check_file(file)
-        assert set(read(file).state["module"]) == {"a", "b"}
+        assert set(read_archive(file).state["module"]) == {"a", "b"}
 
 
 @pytest.mark.parametrize("has_end64", [False, True])
@@ -540,7 +540,7 @@ def test_other_archives_are_read(tmp_path: Path, folder: bytes, has_end64: bool)
         (tmp_path / "old.pt").write_bytes(archive.build())
         if b"version" in {one.name for one in archive.entries}:
             assert difference(tmp_path / "old.pt") is None
-            assert read(tmp_path / "old.pt").state == {"module": "fair"}
+            assert read_archive(tmp_path / "old.pt").state == {"module": "fair"}
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -579,7 +579,7 @@ def test_records_of_more_than_4_gib(tmp_path: Path) -> None:
         name: reader.get_record_offset(name) for name in reader.get_all_records()
     }
     assert found["data/1"].size == size
-    assert read(tmp_path / "large.pt").state == {"module": "fair"}
+    assert read_archive(tmp_path / "large.pt").state == {"module": "fair"}
 
 
 @pytest.mark.parametrize("content", [b"", b"0\n", b"11\n", b"x", b"3" * 100])
@@ -587,7 +587,7 @@ def test_a_version_that_torch_does_not_know(tmp_path: Path, content: bytes) -> N
     archive = Archive([replace(one, content=content) if one.name == b"version" else one for one in entries()])
     (tmp_path / "odd.pt").write_bytes(archive.build())
     with pytest.raises(CheckpointError, match="version"):
-        read(tmp_path / "odd.pt")
+        read_archive(tmp_path / "odd.pt")
 
 
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
@@ -595,11 +595,11 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     (tmp_path / "zero.pt").symlink_to("/dev/zero")
     (tmp_path / "folder.pt").mkdir()
     for file in tmp_path.iterdir():
-        with pytest.raises(CheckpointError, match=r"cannot be read, is cut.*(no regular file|directory)"):
-            read(file)
-        with pytest.raises(CheckpointError, match=r"cannot be read, is cut.*(no regular file|directory)"):
+        with pytest.raises(CheckpointError, match=r"cannot be read, is truncated.*(not a regular file|directory)"):
+            read_archive(file)
+        with pytest.raises(CheckpointError, match=r"cannot be read, is truncated.*(not a regular file|directory)"):
             check_file(file)
     (tmp_path / "folder.pt").rmdir()
     (tmp_path / "file.pt").write_bytes(Archive(entries()).build())
     (tmp_path / "link.pt").symlink_to("file.pt")  # as those of Hugging Face's cache are
-    assert read(tmp_path / "link.pt").state == {"module": "fair"}
+    assert read_archive(tmp_path / "link.pt").state == {"module": "fair"}

@@ -331,11 +331,11 @@ def of_something_else(weights: Weights) -> Weights:
 
 
 WRONG_BASES = [
-    (another_seed, r"is not the base that was saved with: it has other values in '.*weight'"),
-    (one_element, rf"is not the base that was saved with: it has other values in '{EMBEDDING}'\. Name the base"),
-    (another_shape, rf"is not the base that was saved with: '{NORM}' is \[33\] there, \[32\] at the save"),
-    (one_missing, rf"lacks '{NORM}'\. Name the base"),
-    (of_something_else, r"lacks .* and 10 more\. Name the base"),
+    (another_seed, r"is not the base that the run used: the values differ in '.*weight'"),
+    (one_element, rf"is not the base that the run used: the values differ in '{EMBEDDING}'\. Pass the base"),
+    (another_shape, rf"is not the base that the run used: '{NORM}' has shape \[33\] instead of \[32\]"),
+    (one_missing, rf"lacks '{NORM}'\. Pass the base"),
+    (of_something_else, r"lacks .* and 10 more\. Pass the base"),
 ]
 
 
@@ -364,7 +364,7 @@ def test_what_needs_no_base_and_what_cannot_have_one(checkpoints: Checkpoints, t
         consolidate(checkpoints(2) / "full.ckpt", tmp_path / "one.ckpt", base=base)
     with pytest.raises(CheckpointError, match="There is no base at"):
         consolidate(checkpoints(2) / "small.ckpt", tmp_path / "one.ckpt", base=tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="holds no base: no "):
+    with pytest.raises(CheckpointError, match="contains no base: no "):
         consolidate(checkpoints(2) / "small.ckpt", tmp_path / "one.ckpt", base=tmp_path)
     with pytest.raises(ValueError, match="dtype must be one of fp32, bf16, fp16, or None, not 'fp8'"):
         consolidate(checkpoints(2) / "small.ckpt", tmp_path / "one.ckpt", dtype="fp8")
@@ -377,7 +377,7 @@ def test_a_damaged_base_is_refused(checkpoints: Checkpoints, tmp_path: Path, bas
     content = (base / "model.safetensors").read_bytes()
     for wrong in (damage, content[:-100], content[:100]):
         file.write_bytes(wrong)
-        with pytest.raises(CheckpointError, match="is cut, damaged, or no file of safetensors") as refused:
+        with pytest.raises(CheckpointError, match="is truncated, damaged, or not a safetensors file") as refused:
             consolidate(checkpoints(2) / "small.ckpt", tmp_path / "one.ckpt", base=file)
         assert str(file) in str(refused.value)
         assert [item.name for item in tmp_path.iterdir()] == ["model.safetensors"]
@@ -432,7 +432,9 @@ def test_hyperparameters_that_name_classes_are_dropped(checkpoints: Checkpoints,
     for file in source.rglob("*model_states.pt"):
         changed(file, lambda state: state.update(hyper_parameters=dict(said)))
     before = snapshot(source)
-    with pytest.warns(UserWarning, match=r"out\.ckpt is without these hyper-parameters.*'_instantiator', 'net'\. Pass"):
+    with pytest.warns(
+        UserWarning, match=r"out\.ckpt does not contain these hyper-parameters.*'_instantiator', 'net'\. Pass"
+    ):
         consolidate(source, tmp_path / "out.ckpt")
     assert torch.load(tmp_path / "out.ckpt", weights_only=True)["hyper_parameters"] == {"hidden": 16}
     with warnings.catch_warnings():

@@ -19,8 +19,8 @@ from ds_frozen_patch import CheckpointError, prune
 from ds_frozen_patch.checkpoint.tools.output import MAX_OTHER_BYTES, copy_other_files
 from ds_frozen_patch.checkpoint.tools.reshard import reshard_inside
 from ds_frozen_patch.checkpoint.zero.layout import Layout
-from ds_frozen_patch.checkpoint.zero.states import load
-from ds_frozen_patch.checkpoint.zero.weights import check_one_run
+from ds_frozen_patch.checkpoint.zero.masters import check_masters_match
+from ds_frozen_patch.checkpoint.zero.states import read_states
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.engine import disks as _disks
 from ds_frozen_patch.engine.attached import Attached
@@ -200,12 +200,12 @@ def test_an_optimizer_that_is_swapped_after_the_check(
     good = loaded(file)
     foul["mine"] = RunsCode(tmp_path / "it ran")
 
-    def check_and_swap(found: Any) -> None:
-        check_one_run(found)
+    def check_and_swap(*weights: Any) -> None:
+        check_masters_match(*weights)
         torch.save(foul, tmp_path / "other.pt")
         (tmp_path / "other.pt").replace(file)
 
-    monkeypatch.setattr("ds_frozen_patch.checkpoint.tools.prune.check_one_run", check_and_swap)
+    monkeypatch.setattr("ds_frozen_patch.checkpoint.zero.opening.check_masters_match", check_and_swap)
     prune(source, tmp_path / "pruned.ckpt")
     made = loaded(tmp_path / "pruned.ckpt" / "checkpoint" / file.name)
     assert made.keys() == good.keys()
@@ -268,7 +268,7 @@ def test_links_that_are_refused(
         assert "cp -rL" in said
         assert main([line[0], str(source), *line[1:], "--trust"]) == 0  # as of Hugging Face's cache, or of DVC
         capsys.readouterr()
-    assert load(source, None, trust=True).layout.root == source
+    assert read_states(source, None, trust=True).layout.root == source
 
 
 def test_a_folder_for_other_ranks_that_is_a_link(checkpoints: Checkpoints, tmp_path: Path) -> None:

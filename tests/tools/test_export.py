@@ -59,10 +59,10 @@ CONFIGS: dict[str, Callable[[int], Any]] = {
     ),
 }
 REFUSED = {
-    "prompt": "it computes the content of its PROMPT_TUNING files",
-    "shira": "its SHIRA files hold shira_indices",
+    "prompt": "it computes the content of PROMPT_TUNING files",
+    "shira": "its SHIRA files contain shira_indices",
     "vblora, top k": "with save_only_topk_weights",
-    "adalora, fewer ranks": "its ADALORA files lack the ranks",
+    "adalora, fewer ranks": "its ADALORA files omit the ranks",
 }
 """Adapters that no folder can be made of, and why."""
 NAMES = {"mine": "mine", "model": "model", "two": "first", "both": "first"}
@@ -331,7 +331,7 @@ def test_a_full_checkpoint_needs_a_configuration(
     target = tmp_path / "adapter"
     asked = (run.full, target, "--format", "peft")
     said = refusal(capsys, target, *asked)
-    assert "has not recorded the adapter's configuration" in said
+    assert "does not contain the adapter's configuration" in said
     assert "--adapter-config adapter_config.json" in said
 
     config = CONFIGS["lora"](4)
@@ -352,9 +352,9 @@ def test_a_full_checkpoint_needs_a_configuration(
         bad = tmp_path / f"{wrong}.json"
         bad.write_text(wrong if why == "{" else why)
         said = refusal(capsys, target, *asked, "--adapter-config", bad)
-        assert f"{bad} is no adapter_config.json of PEFT" in said
+        assert f"{bad} is not an adapter_config.json of PEFT" in said
     nowhere = tmp_path / "nowhere"
-    assert f"{nowhere} is no adapter_config.json" in refusal(capsys, target, *asked, "--adapter-config", nowhere)
+    assert f"{nowhere} is not an adapter_config.json" in refusal(capsys, target, *asked, "--adapter-config", nowhere)
     assert f"{tmp_path / 'adapter_config.json'} is no" in refusal(capsys, target, *asked, "--adapter-config", tmp_path)
 
 
@@ -374,7 +374,7 @@ def test_a_full_checkpoint_does_not_say_which_adapter(
     target = tmp_path / "adapter"
     asked = (run.full, target, "--format", "peft", "--adapter-config", tmp_path / "config")
     said = refusal(capsys, target, *asked)
-    assert "holds nothing of an adapter 'default'. Say which: --adapter" in said
+    assert "contains no adapter 'default'. Choose one with --adapter." in said
     assert main(["export", *map(str, asked), "--adapter", "mine", "-q"]) == 0
     assert torch.equal(logits(loaded_by_peft(target, "mine")), logits(run.module().model))
 
@@ -383,7 +383,7 @@ def test_which_adapter(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture
     target = tmp_path / "adapter"
     two = made("two", 2)
     said = refusal(capsys, target, two.small, target, "--format", "peft")
-    assert "had no adapter 'default', but 'first', 'second'. Say it: --adapter" in said
+    assert "had no adapter 'default', but 'first', 'second'. Choose one with --adapter." in said
     said = refusal(capsys, target, two.small, target, "--format", "peft", "--adapter", "third")
     assert "had no adapter 'third', but 'first', 'second'" in said
     said = refusal(capsys, target, two.small, target, "--format", "peft", "--adapter", "second")
@@ -398,7 +398,7 @@ def test_no_adapter_at_all(made: Made, tmp_path: Path, capsys: pytest.CaptureFix
     run, target = made("no adapter", 2), tmp_path / "adapter"
     for source in (run.small, run.full):
         said = refusal(capsys, target, source, target, "--format", "peft")
-        assert "are of no model of PEFT, or of several. Take the other format: --format safetensors" in said
+        assert "are not those of exactly one PEFT model. Use --format safetensors." in said
     export(run.small, tmp_path / "trained.safetensors")
     assert same(load_file(tmp_path / "trained.safetensors"), run.values)
 
@@ -413,10 +413,10 @@ def with_frozen_as_saved(module: Run) -> dict[str, torch.Tensor]:
 def test_a_part_of_the_adapter_was_left_out(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, target = made("half frozen", 2), tmp_path / "adapter"
     said = refusal(capsys, target, run.small, target, "--format", "peft")
-    assert "Parts of the adapter were frozen and so are not in the checkpoint" in said
+    assert "Parts of the adapter were frozen and are not in the checkpoint" in said
     assert "'model.base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight'" in said
     assert "patch(keep=[...])" in said
-    assert "take a full checkpoint" in said
+    assert "use a full checkpoint" in said
     # And so it is: a full checkpoint has them.
     module = run.module(frozen=True)
     module.model.peft_config["default"].save_pretrained(tmp_path / "config")
@@ -497,11 +497,11 @@ def test_masters_of_another_run(made: Made, tmp_path: Path, capsys: pytest.Captu
     for form in ("peft", "safetensors"):
         target = tmp_path / "trained.safetensors"
         said = refusal(capsys, target, copy, target, "--format", form, "-q")
-        assert "are not of one run: the optimizer's masters are not" in said
+        assert "are not from one run: the optimizer's masters differ from" in said
         assert file.name in said
     module = Run("lora")
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    with pytest.raises(CheckpointError, match="are not of one run"):
+    with pytest.raises(CheckpointError, match="are not from one run"):
         load_trainable(module, copy)
     assert same(module.state_dict(), before)
 
@@ -544,7 +544,7 @@ def test_a_tied_embedding(made: Made, tmp_path: Path) -> None:
 def test_a_full_checkpoint_of_stage_0(made: Made, tmp_path: Path) -> None:
     """Another parameter has the shape of a trained one, so it does not say which was trained."""
     run = made("embed", 0)
-    with pytest.raises(CheckpointError, match="Say it with --trainable"):
+    with pytest.raises(CheckpointError, match="Pass --trainable"):
         export(run.full, tmp_path / "trained.safetensors")
     done = export(run.full, tmp_path / "trained.safetensors", trainable=["*lora_*", "*embed_tokens.weight"])
     assert set(done.tensors) == run.values.keys()
@@ -708,41 +708,43 @@ def test_a_module_of_another_run_stays_as_it_is(made: Made, tmp_path: Path, sour
 
     larger = Run("lora")
     larger.head = torch.nn.Linear(2, 2)
-    refuses(larger, path, "it lacks 'head.bias', 'head.weight'.")
+    refuses(larger, path, "missing keys: 'head.bias', 'head.weight'.")
 
     smaller = Run("lora")
     inner = smaller.model.base_model.model.model.layers[0].self_attn
     inner.q_proj = inner.q_proj.base_layer
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" if source == "adapter" else lora
-    refuses(smaller, path, "it has what the module has not: ", f"'{name}'")
+    refuses(smaller, path, "unexpected keys: ", f"'{name}'")
 
-    refuses(Run("lora", rank=2), path, f"it has another shape of '{lora}'")
+    refuses(Run("lora", rank=2), path, f"other shapes: '{lora}'")
 
     other = Run("lora", rank=2)
     other.head = torch.nn.Linear(2, 2)
-    refuses(other, path, "it lacks 'head.bias', 'head.weight'; it has another shape of ")
+    refuses(other, path, "missing keys: 'head.bias', 'head.weight'; other shapes: ")
 
 
 def refuses(module: torch.nn.Module, path: Path, *said: str) -> None:
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     with pytest.raises(CheckpointMismatchError) as raised:
         load_trainable(module, path)
-    assert str(raised.value).startswith(f"{path} does not belong to this module: it ")
+    assert str(raised.value).startswith(f"{path} does not fit this module; ")
     assert all(part in str(raised.value) for part in said), raised.value
     assert same(module.state_dict(), before)
 
 
 def test_a_head_is_named_where_it_is_unexpected(made: Made, tmp_path: Path) -> None:
     path = exported("all.safetensors", "safetensors")(made("head", 2), tmp_path)
-    refuses(Run("lora"), path, "it has what the module has not: 'head.bias', 'head.weight'.")
+    refuses(Run("lora"), path, "unexpected keys: 'head.bias', 'head.weight'.")
 
 
 def test_an_adapter_needs_its_like(made: Made, tmp_path: Path) -> None:
     path = exported("adapter", "peft")(made("lora", 2), tmp_path)
     for module, count in ((torch.nn.Linear(2, 2), 0), (Run("pair"), 2)):
-        with pytest.raises(CheckpointError, match=f"holds an adapter, but the module has {count} models of PEFT"):
+        with pytest.raises(CheckpointError, match=f"contains an adapter, but the module has {count} PEFT models"):
             load_trainable(module, path)
-    refuses(Run("two"), path, "it lacks 'model.base_model.model.model.layers.0.self_attn.q_proj.lora_A.first.weight'")
+    refuses(
+        Run("two"), path, "missing keys: 'model.base_model.model.model.layers.0.self_attn.q_proj.lora_A.first.weight'"
+    )
     module = Run("two")
     load_trainable(module, path, adapter="first")
     assert same(pefts_own(module.model, "first"), pefts_own(made("lora", 2).module().model, "default"))
@@ -810,5 +812,5 @@ def test_paths_with_nothing_to_load(made: Made, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError) as raised:
             load_trainable(module, tmp_path / name)
         assert str(tmp_path / name) in str(raised.value)
-    refuses(module, tmp_path / "empty.safetensors", "it lacks 'model.")
+    refuses(module, tmp_path / "empty.safetensors", "missing keys: 'model.")
     assert same(module.state_dict(), before)

@@ -255,7 +255,7 @@ def test_a_file_of_something_else(copied: Path, capsys: pytest.CaptureFixture[st
     others: list[Any] = [[], {"state_dict": {}}, {"module": 1}]
     for state in others:
         torch.save(state, file)
-        assert f"{file} is no file of a DeepSpeed checkpoint: it has no 'module'" in refusal(copied, capsys)
+        assert f"{file} is not a file of a DeepSpeed checkpoint: it has no 'module'" in refusal(copied, capsys)
     torch.save({"module": {}, "param_shapes": 5, "buffer_names": [{}, 7], "ds_config": "x", "ds_version": 1}, file)
     assert inspect(copied).versions == {}
 
@@ -273,17 +273,17 @@ def test_a_state_that_holds_itself(copied: Path) -> None:
 
 
 def test_paths_that_are_no_checkpoint(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert f"Name the directory that holds it: {copied}" in refusal(copied / "checkpoint", capsys)
-    assert "is a file; name the directory" in refusal(copied / "latest", capsys)
+    assert f"Pass the directory that contains it: {copied}" in refusal(copied / "checkpoint", capsys)
+    assert "is a file. Pass the directory" in refusal(copied / "latest", capsys)
     assert "There is no directory" in refusal(tmp_path / "nowhere", capsys)
     assert "has no file `latest`" in refusal(tmp_path, capsys)
-    assert "has no folder 'other'; it has 'checkpoint'" in refusal(copied, capsys, "--tag", "other")
+    assert "has no subdirectory 'other'; it has 'checkpoint'" in refusal(copied, capsys, "--tag", "other")
     (shard,) = (copied / "checkpoint").glob("*zero_pp_rank_0_*optim_states.pt")
     shard.unlink()
     assert "lacks the optim states of rank 0" in refusal(copied, capsys)
     for file in (copied / "checkpoint").iterdir():
         file.unlink()
-    assert "holds no *model_states.pt" in refusal(copied, capsys)
+    assert "contains no *model_states.pt" in refusal(copied, capsys)
 
 
 def test_a_shard_of_another_rank_number_is_missing(made: Made, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError, consolidate, export, inspect, load_trainable, prune, verify
 from ds_frozen_patch.checkpoint.format.records import Records
-from ds_frozen_patch.checkpoint.tools.base import open_base, tensors_for
+from ds_frozen_patch.checkpoint.tools.base import match_base, open_base
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.cli.commands import to_json
 from ds_frozen_patch.fingerprint import fingerprints
@@ -219,7 +219,7 @@ def test_a_checkpoint_that_holds_parts_of_what_it_left_out(
     changed(model_states(tmp_path / "old.ckpt"), make_old)
     found = verify(tmp_path / "old.ckpt")
     assert found.trained == 8
-    assert not [problem for problem in found.problems if "the size of what was left out" not in problem]
+    assert not [problem for problem in found.problems if "size of the left-out parameters" not in problem]
     exported = export(tmp_path / "old.ckpt", tmp_path / "out.safetensors")
     assert all("lora_" in name or name == "seen" for name in exported.tensors)
     assert inspect(tmp_path / "old.ckpt").base == (NAMES[kind],)
@@ -281,11 +281,11 @@ def test_one_changed_byte_of_a_base(
     base = shutil.copytree(folders(kind), tmp_path / "base")
     flip_in(base, f"{LAYER}.{entry}")
     (problem,) = verify(saved(kind) / "small.ckpt", base=base).problems
-    assert "is not the base that was saved with" in problem
+    assert "is not the base that the run used" in problem
     assert f"q_proj.base_layer.{entry}'" in problem
     assert problem.count("layers.") == (2 if kind in ("gptq", "awq") else 1)
     if kind not in OF_TORCHAO:
-        with pytest.raises(CheckpointError, match="is not the base that was saved with"):
+        with pytest.raises(CheckpointError, match="is not the base that the run used"):
             consolidate(saved(kind) / "small.ckpt", tmp_path / "out.ckpt", base=base)
         assert not (tmp_path / "out.ckpt").exists()
 
@@ -327,9 +327,9 @@ def test_consolidate_keeps_torchaos_tensors(
     for name in quantized_ones:
         assert type(state[name]) is type(saved_ones[name])
         assert torch.equal(state[name].dequantize(), saved_ones[name].dequantize())
-    with pytest.raises(CheckpointError, match="tensors of torchao's, which no file of safetensors holds"):
+    with pytest.raises(CheckpointError, match="torchao tensors, which safetensors files cannot contain"):
         consolidate(out / "full.ckpt", tmp_path / "full.safetensors")
-    with pytest.raises(CheckpointError, match="tensors of torchao's, which cannot be made without it"):
+    with pytest.raises(CheckpointError, match="torchao tensors, which only torchao can create"):
         consolidate(out / "small.ckpt", tmp_path / "whole.ckpt", base=folders(kind))
 
 
@@ -388,7 +388,7 @@ def test_the_manifest_tells_how_it_was_quantized(
     manifest = Manifest(tuple(left_out), 0, 2, 1, {})
     base = open_base(tmp_path)
     with Records() as records:
-        found = {one.name: base.read(records, tensor, one) for one, tensor in tensors_for(manifest, base).items()}
+        found = {one.name: base.read(records, tensor, one) for one, tensor in match_base(manifest, base).items()}
     assert found == {f"model.w.weight{name}": raw(tensor) for name, tensor in tensors.items()}
 
 
@@ -399,7 +399,7 @@ def test_another_unquantized_base(saved: Callable[..., Path], tmp_path: Path, ki
         model.model.layers[0].self_attn.q_proj.weight[3, 5] *= 50
     model.save_pretrained(tmp_path / "base")
     (problem,) = verify(saved(kind) / "small.ckpt", base=tmp_path / "base").problems
-    assert "is not the base that was saved with" in problem
+    assert "is not the base that the run used" in problem
     assert "layers.0.self_attn.q_proj.base_layer.weight'" in problem
     assert "k_proj" not in problem
 
@@ -428,7 +428,7 @@ def test_an_unquantized_base_of_another_library(
 ) -> None:
     (problem,) = verify(saved(kind) / "small.ckpt", base=folders("bf16")).problems
     assert f"{folders('bf16')} lacks 'model.base_model.model.model.layers.0." in problem
-    assert problem.endswith("Name the base that the run was built from: it was quantized.")
+    assert problem.endswith("Pass the base that the run was built from: it was quantized.")
 
 
 def test_partitions_that_zero_quantized(saved: Callable[..., Path], tmp_path: Path) -> None:

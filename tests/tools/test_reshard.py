@@ -24,7 +24,7 @@ from tools_checkpoints import (
 
 from ds_frozen_patch import CheckpointError, consolidate, inspect, reshard, verify
 from ds_frozen_patch.checkpoint.tools.reshard import reshard_inside
-from ds_frozen_patch.checkpoint.zero.repartition import KEY
+from ds_frozen_patch.checkpoint.zero.repartition import ELASTIC_KEY
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.manifest import KEY as MANIFEST
 from ds_frozen_patch.parameters import plain
@@ -77,7 +77,7 @@ def test_it_is_what_that_many_ranks_save(
     ours, real = files_of(tmp_path / "out.ckpt"), files_of(theirs)
     for name, state in ours.items():
         if name.endswith("model_states.pt"):
-            assert state.pop(KEY) == {"world_size": 2}
+            assert state.pop(ELASTIC_KEY) == {"world_size": 2}
             for one in (state, real[name]):
                 one.pop("global_samples")
                 one.pop(MANIFEST, None)  # says who saved it
@@ -123,7 +123,7 @@ def test_there_and_back(checkpoints: Checkpoints, tmp_path: Path, stage: int, nu
     assert ours.keys() == theirs.keys()
     for name, state in ours.items():
         if name.endswith("model_states.pt"):
-            assert state.pop(KEY) == {"world_size": 2}
+            assert state.pop(ELASTIC_KEY) == {"world_size": 2}
         elif stage == 3:
             clear_padding(theirs[name], state)
         assert_same(state, theirs[name], name)
@@ -198,9 +198,9 @@ CANNOT: dict[str, tuple[int, Callable[[Path], None]]] = {
         3,
         in_every("optim", lambda state: state["optimizer_state_dict"].update(ds_zero_partition_groups=[0])),
     ),
-    "in a form that is known": (2, in_every("optim", lambda state: base_of(state).clear())),
+    "the format of its optimizer's state is unknown": (2, in_every("optim", lambda state: base_of(state).clear())),
     "'absmax'": (2, in_every("optim", lambda state: base_of(state)["state"][0].update(absmax=torch.ones(7)))),
-    "a rank's part of 'exp_avg'": (
+    "a rank's shard of 'exp_avg'": (
         3,
         lambda path: changed(max(path.rglob("*optim_states.pt")), lambda state: shorten(base_of(state)["state"][0])),
     ),
@@ -235,7 +235,7 @@ def test_what_cannot_be_resharded(checkpoints: Checkpoints, tmp_path: Path, why:
 
 @pytest.mark.once
 def test_nothing_to_do(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    for stage, ranks, why in ((0, 3, "can resume from it as it is"), (2, 2, "is of 2 ranks already")):
+    for stage, ranks, why in ((0, 3, "can resume from it as it is"), (2, 2, "already is a checkpoint of 2 ranks")):
         with pytest.raises(CheckpointError, match=why):
             reshard(checkpoints(stage) / "small.ckpt", tmp_path / "out.ckpt", ranks=ranks)
     with pytest.raises(ValueError, match="ranks must be 1 or more, not 0"):

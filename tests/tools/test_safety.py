@@ -217,7 +217,7 @@ def test_a_shard_of_a_run_with_another_seed(
 
     both(path, damage)
     said = assert_refused(lambda: run(path, tmp_path / name), tmp_path / name, path)
-    assert "are not of one run: the optimizer's masters are not" in said
+    assert "are not from one run: the optimizer's masters differ from" in said
     assert last(path, "optim").name in said
 
 
@@ -333,7 +333,7 @@ def test_a_folder_that_cannot_be_made(source: Callable[..., Path], tmp_path: Pat
 
 SLOWLY = """
 import time
-from ds_frozen_patch.checkpoint import records
+from ds_frozen_patch.checkpoint.format import records
 real = records.Records._read_into
 def read_into(self, storage, begin, chunk):
     time.sleep(0.15)

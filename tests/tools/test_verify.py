@@ -26,7 +26,7 @@ from tools_checkpoints import (
 from under_test import PRECISIONS
 
 from ds_frozen_patch import CheckpointError, manifest, prune, verify
-from ds_frozen_patch.checkpoint.format.archive import read
+from ds_frozen_patch.checkpoint.format.archive import read_archive
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.cli.commands import to_json
 from ds_frozen_patch.manifest import KEY
@@ -131,7 +131,7 @@ def test_a_cut_file(copied: Callable[..., Path], stage: int, kind: str, bytes_: 
     path = copied(stage)
     file = max(path.rglob(f"*{kind}_states.pt"))
     file.write_bytes(file.read_bytes()[:bytes_])
-    assert problem(path).startswith(f"{file} cannot be read, is cut, damaged")
+    assert problem(path).startswith(f"{file} cannot be read, is truncated, damaged")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -170,7 +170,7 @@ def test_a_shard_of_a_run_with_another_seed(
     assert "is of another save than" in problem(path)
     unlabel(path)
     said = problem(path)
-    assert said.startswith(f"{shard.name} and mp_rank_00_model_states.pt are not of one run: ")
+    assert said.startswith(f"{shard.name} and mp_rank_00_model_states.pt are not from one run: ")
     # The ranks' parts follow on each other, but in stage 2 the parameters are dealt out to them in turn.
     assert ("layers.0" in said) == (rank == 0 or stage == 2)
 
@@ -216,7 +216,7 @@ def test_a_wrong_manifest(copied: Callable[..., Path], stage: int) -> None:
             state[KEY]["digest"] = manifest._digest(state[KEY])
 
         changed(files[0], edit)
-        digest = read(files[0]).state[KEY]["digest"]
+        digest = read_archive(files[0]).state[KEY]["digest"]
         for file in files[1:]:  # in ZeRO-3 they refer to the first
             changed(file, lambda state: state[KEY].update(digest=digest))
         found = verify(path).problems
@@ -226,13 +226,13 @@ def test_a_wrong_manifest(copied: Callable[..., Path], stage: int) -> None:
 
     assert said(lambda state: state[KEY].update(global_step=5)) == ()  # of a later release
     (wrong,) = said(lambda state: state[KEY].update(total_bytes=state[KEY]["total_bytes"] + 1))
-    assert wrong.startswith("The manifest says of the size of what was left out: ")
+    assert wrong.startswith("The manifest has the wrong size of the left-out parameters: ")
     (wrong,) = said(lambda state: state[KEY].update(zero_stage=stage ^ 1))
-    assert f"its ZeRO stage: {stage ^ 1}; it is {stage}." in wrong
+    assert f"wrong ZeRO stage: {stage ^ 1} instead of {stage}." in wrong
     (wrong,) = said(lambda state: state[KEY].update(world_size=7))
-    assert "its number of ranks: 7; it is 2." in wrong
+    assert "wrong world size: 7 instead of 2." in wrong
     (wrong,) = said(lambda state: state["module"].update({EMBEDDING: state["module"]["seen"]}))
-    assert wrong == f"The manifest says that '{EMBEDDING}' were left out, but they are there."
+    assert wrong == f"The manifest lists '{EMBEDDING}' as left out, but the checkpoint contains them."
     (wrong,) = said(lambda state: state[KEY].update(format=9))
     assert "has format 9" in wrong
     (wrong,) = said(lambda state: state[KEY].pop("left_out"))
@@ -264,13 +264,13 @@ def test_the_base(checkpoints: Checkpoints, tmp_path: Path, base: Path, stage: i
     base_model(seed=2).save_pretrained(tmp_path / "other")
     wrong = verify(small, base=tmp_path / "other")
     assert wrong.compared == 5  # norms are ones in both
-    assert wrong.problems[0].startswith(f"{tmp_path / 'other'} is not the base that was saved with")
+    assert wrong.problems[0].startswith(f"{tmp_path / 'other'} is not the base that the run used")
     assert EMBEDDING in wrong.problems[0]
     weights = load_file(base / "model.safetensors")
     save_file({**weights, "model.norm.weight": weights["model.norm.weight"] * 2}, tmp_path / "one.safetensors")
     wrong = verify(small, base=tmp_path / "one.safetensors")
     assert (len(wrong.problems), wrong.compared) == (1, 19)
-    assert "other values in 'model.base_model.model.model.norm.weight'." in wrong.problems[0]
+    assert "the values differ in 'model.base_model.model.model.norm.weight'." in wrong.problems[0]
     del weights["model.norm.weight"]
     save_file(weights, tmp_path / "less.safetensors")
     assert "lacks 'model.base_model.model.model.norm.weight'" in problem(small, base=tmp_path / "less.safetensors")
@@ -390,4 +390,4 @@ def test_the_file_that_lacks_a_group_is_named(tmp_path: Path) -> None:
 def test_the_file_that_lacks_elements_of_a_frozen_parameter_is_named(tmp_path: Path) -> None:
     path = by_hand(tmp_path, 3, 3, [4, 4, 4], [4, 4, 2])
     file = path / "checkpoint" / "zero_pp_rank_2_mp_rank_00_model_states.pt"
-    assert problem(path).startswith(f"{file} does not hold its part of 'b'")
+    assert problem(path).startswith(f"{file} lacks elements of its shard of 'b'")

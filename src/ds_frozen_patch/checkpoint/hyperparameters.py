@@ -1,10 +1,10 @@
-"""Hyper-parameters: what Lightning would run by the names in them, and a copy without that.
+"""Find and remove hyper-parameters by whose names Lightning would import classes and call functions.
 
-`load_from_checkpoint` calls what `_instantiator` names, which LightningCLI sets to a function of Lightning's own.
-That imports and makes each class that a dictionary among the hyper-parameters names as its `class_path`. Lightning
-2.6.6 takes no other `_instantiator`, and takes as `_class_path` only what is imported already; but it still makes what
-the dictionaries further inside name. LightningCLI does so too for the single file of a `--ckpt_path`, whatever
-`_instantiator` is.
+`load_from_checkpoint` calls the function that `_instantiator` names; LightningCLI sets it to a function of Lightning.
+That function imports and instantiates each class that a dictionary in the hyper-parameters names as `class_path`.
+Lightning 2.6.6 accepts no other `_instantiator`, and as `_class_path` only classes that are already imported; but it
+still instantiates those in nested dictionaries. LightningCLI does the same for the single file of a `--ckpt_path`,
+whatever `_instantiator` is.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from itertools import chain
 from typing import Any
 
 from .format.allowed import MAPPINGS
-from .format.stored import StandIn, inside
+from .format.stored import StandIn, children
 
 KEYS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams", "module_arguments")
-"""Where Lightning keeps hyper-parameters in a checkpoint, the last two in releases before 1.0."""
+"""The keys of hyper-parameters in a checkpoint; the last two are those of releases before 1.0."""
 _INSTANTIATOR = "_instantiator"
 _CLASSES = ("_class_path", "class_path")
 _LIGHTNINGS = (None, "lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
-# What Lightning calls with the hyper-parameters, and what it may be.
+# The keys of what Lightning calls with the hyper-parameters, and the values that are allowed.
 _TYPES = ("hparams_type", "datamodule_hparams_type")
 _MADE_OF_THEM = (*MAPPINGS, "argparse.Namespace", "builtins.dict", "omegaconf.dictconfig.DictConfig")
 
 
-def would_run(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What a checkpoint's hyper-parameters name, for Lightning to call, that is not Lightning's own; each with its key.
+def unexpected_callables(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What Lightning would call for a checkpoint's hyper-parameters, other than its own functions; each with its key.
 
     Args:
         state: the checkpoint's.
@@ -37,16 +37,16 @@ def would_run(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if not (kind is None or isinstance(kind, str) or getattr(kind, "stands_for", "") in _MADE_OF_THEM):
             yield key, kind
     for key in KEYS:
-        for said in _said_as((_INSTANTIATOR,), state.get(key)):
-            if not (said is None or (isinstance(said, str) and said in _LIGHTNINGS)):
-                yield f"{_INSTANTIATOR}` of `{key}", said
+        for value in _values_under((_INSTANTIATOR,), state.get(key)):
+            if not (value is None or (isinstance(value, str) and value in _LIGHTNINGS)):
+                yield f"{_INSTANTIATOR}` of `{key}", value
 
 
 def without_classes(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A checkpoint's state without hyper-parameters by which Lightning makes classes, and their names.
+    """Remove hyper-parameters that name classes for Lightning to instantiate; returns the state and their names.
 
     Args:
-        state: the checkpoint's; stand-ins in it are changed.
+        state: the checkpoint's; stand-ins in it are modified.
     """
     made: dict[str, Any] = dict(state)
     dropped: list[str] = []
@@ -55,42 +55,42 @@ def without_classes(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
             continue
         kept: list[tuple[Any, Any]] = []
         odd: list[tuple[Any, Any]] = []
-        seen = {id(made[key])}  # omegaconf's values refer to what they are in
+        seen = {id(made[key])}  # omegaconf's values refer to their container
         for name, value in _entries(made[key]):
-            names_classes = len(odd) > _MOST or _is_one(name, _MARKS) or _names_classes(value, seen)
+            names_classes = len(odd) > _MOST or _is_mark(name, _MARKS) or _names_classes(value, seen)
             (odd if names_classes else kept).append((name, value))
         dropped += [str(name) for name, _ in odd]
         made[key] = _with_entries(made[key], kept)
-        if _names_classes(made[key], set()):  # in a form that is not known
+        if _names_classes(made[key], set()):  # in an unknown format
             del made[key]
             dropped.append(key)
     return made, dropped
 
 
 _MARKS = (_INSTANTIATOR, *_CLASSES)
-_MOST = 100  # of what is gone through again for each
+_MOST = 100  # values with marks; each needs a traversal of its own
 
 
 def _names_classes(value: Any, seen: set[int]) -> bool:
-    """Whether one of `_MARKS` is in it; if not, all in it is then among what was seen."""
+    """Whether a value contains one of `_MARKS`; if not, everything in it is added to `seen`."""
     now: set[int] = set()
-    if any(True for _ in _said_as(_MARKS, value, seen, now)):
+    if any(True for _ in _values_under(_MARKS, value, seen, now)):
         return True
     seen |= now
     return False
 
 
-def _said_as(
+def _values_under(
     marks: Collection[str], value: Any, seen: Collection[int] = (), now: set[int] | None = None
 ) -> Iterator[Any]:
-    """What is said under such names: as a key of a dictionary, or before it in a pair, a list or arguments, of which a
-    dictionary could be made.
+    """The values under such keys in dictionaries, and those that follow the keys in pairs, lists or arguments, from
+    which a dictionary could be created.
 
     Args:
-        marks: the names.
+        marks: the keys.
         value: hyper-parameters.
-        seen: the addresses of what is not looked into again.
-        now: takes those of what is looked into.
+        seen: the ids of values to skip.
+        now: the ids of the traversed values are added to it.
     """
     waiting, now = [value], set() if now is None else now
     while waiting:
@@ -102,16 +102,16 @@ def _said_as(
             pairs: Iterable[tuple[Any, Any]] = chain(item.items(), getattr(item, "__dict__", {}).items())
         else:
             pairs = item.pairs if isinstance(item, StandIn) else ()
-        yield from (said for key, said in pairs if _is_one(key, marks))
-        held = list(inside(item))
+        yield from (value for key, value in pairs if _is_mark(key, marks))
+        held = list(children(item))
         if not isinstance(item, dict):
             following = zip(held, [*held[1:], *held[-1:]], strict=True)
-            yield from (said for key, said in following if isinstance(key, str) and key in marks)
+            yield from (value for key, value in following if isinstance(key, str) and key in marks)
         waiting += held
 
 
-def _is_one(key: Any, marks: Collection[str]) -> bool:
-    """Whether a key is one of the names, or a text of numpy's: that can be equal to one."""
+def _is_mark(key: Any, marks: Collection[str]) -> bool:
+    """Whether a key is one of the marks, or a string of numpy, which can be equal to one."""
     if isinstance(key, StandIn):
         dtype = next((item for item in key.arguments if isinstance(item, StandIn)), key)
         return key.stands_for.endswith(".scalar") and str(dtype.arguments[:1])[2:3] == "U"
@@ -119,7 +119,7 @@ def _is_one(key: Any, marks: Collection[str]) -> bool:
 
 
 def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
-    """The hyper-parameters by name, whatever keeps them; nothing for what is not known to."""
+    """The hyper-parameters by name, for every known kind of container; empty for others."""
     if isinstance(value, StandIn):
         return value.pairs or _attributes(value).items()
     return value.items() if isinstance(value, dict) else ()
@@ -127,15 +127,15 @@ def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
 
 def _attributes(value: StandIn) -> dict[Any, Any]:
     state = value.state if isinstance(value.state, dict) else {}
-    content = state.get("_content")  # of omegaconf's
+    content = state.get("_content")  # omegaconf's containers
     return content if isinstance(content, dict) else state
 
 
 def _with_entries(value: Any, entries: list[tuple[Any, Any]]) -> Any:
-    """The same with other entries."""
+    """The same container with other entries."""
     if not isinstance(value, StandIn):
         return type(value)(entries) if isinstance(value, dict) else value
-    # It is changed itself: omegaconf's values refer to it.
+    # It is modified in place: omegaconf's values refer to it.
     if value.pairs:
         value.pairs = entries
     elif _attributes(value) is value.state:

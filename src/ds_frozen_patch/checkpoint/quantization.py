@@ -1,8 +1,8 @@
-"""What the tools know of quantized bases: from the names, shapes and dtypes in the files, for they have no module.
+"""Recognise quantized bases in files, by the names, shapes and dtypes that each library uses.
 
 A parameter's *parts* are entries of a state dict that are neither parameter nor buffer, such as its scales. GPTQ and
-AWQ have no parameters, but *buffers* for the same. The runtime finds both by a module's classes (see
-`ds_frozen_patch.parameters`); here they are recognised by the names that each library gives them.
+AWQ use *buffers* instead of parameters. At runtime both are found by a module's classes (see
+`ds_frozen_patch.parameters`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..parameters import PART
 from .format.stored import ITEM_SIZES, StandIn, StoredTensor, is_shape
 
 BESIDE_INT8 = ("SCB", "weight_format")
-"""What bitsandbytes keeps beside a weight in 8 bits."""
+"""What bitsandbytes saves beside a weight in 8 bits."""
 PACKED = ("qweight", "qzeros", "scales", "g_idx", "bias")
 """The buffers of a layer of GPTQ or AWQ."""
 _QUANTOS_BUFFERS = ("input_scale", "output_scale")
@@ -27,7 +27,7 @@ _STATE = re.compile(r"(.+)\.quant_state\.bitsandbytes__(nf4|fp4)")
 _IN_4_BITS = re.compile(
     r"(.+)\.(?:absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__(?:nf4|fp4))"
 )
-_DEPTH = 4  # of subclasses in each other
+_DEPTH = 4  # of nested subclasses
 _SUBCLASS = "torch._tensor._rebuild_from_type_v2"
 _TORCHAO = (
     "Float8Tensor", "Int4PlainInt32Tensor", "Int4PreshuffledTensor", "Int4Tensor", "Int4TilePackedTo4dTensor",
@@ -54,16 +54,15 @@ CLASSES = (
     "optimum.quanto.tensor.weights.marlin.int4.packed.MarlinInt4PackedTensor",
     "optimum.quanto.tensor.weights.tinygemm.packed.TinyGemmPackedTensor",
 )  # fmt: skip
-"""What the weights of torchao and optimum-quanto are pickled as, by full name: these are read, and never imported."""
+"""The full names of classes in pickled weights of torchao and optimum-quanto; they are never imported."""
 _QUANTOS_OWN = ("WeightQBytesTensor", "WeightQBitsTensor")
 
 
 @dataclass(frozen=True)
 class Subclass:
-    """A tensor subclass as a file has it: the full name of its class, its shape, and the tensors that it consists of.
+    """A tensor subclass in a file: the full name of its class, its shape, and its inner tensors by attribute.
 
-    Their names are the attributes that lead to them. `is_in_module` says that the module's state dict has it, which
-    otherwise has other tensors instead.
+    `is_in_module` is False if the module's state dict contains other tensors instead.
     """
 
     item: StandIn
@@ -74,14 +73,14 @@ class Subclass:
 
     @property
     def name(self) -> str:
-        """The class's name, without the module that it is in, nor what quanto makes of it for one kernel or another."""
+        """The name of the class, without its module; for quanto's kernel-specific subclasses that of their base."""
         name = self.full_name.rpartition(".")[2]
         of_quanto = self.full_name.startswith("optimum.quanto.")
         return next((one for one in _QUANTOS_OWN if of_quanto and name.endswith(one.removeprefix("Weight"))), name)
 
 
-def subclass(item: Any, depth: int = 0) -> Subclass | None:
-    """What a stand-in says of a tensor subclass; None for all else."""
+def parse_subclass(item: Any, depth: int = 0) -> Subclass | None:
+    """Parse the stand-in of a tensor subclass; None for anything else."""
     if depth > _DEPTH or not isinstance(item, StandIn) or item.stands_for != _SUBCLASS or len(item.arguments) != 4:
         return None
     _, cls, arguments, state = item.arguments
@@ -94,17 +93,17 @@ def subclass(item: Any, depth: int = 0) -> Subclass | None:
     for name, value in attributes.items():
         if isinstance(value, StoredTensor):
             inner[str(name)] = value
-        elif (deeper := subclass(value, depth + 1)) is not None:
+        elif (deeper := parse_subclass(value, depth + 1)) is not None:
             inner |= {f"{name}.{rest}": tensor for rest, tensor in deeper.inner.items()}
     return Subclass(item, cls.stands_for, tuple(shape), inner)
 
 
-def owners(there: Mapping[str, str], parameters: Collection[str]) -> dict[str, str]:
-    """The parameter that each part is of, by the part's name.
+def find_owners(there: Mapping[str, str], parameters: Collection[str]) -> dict[str, str]:
+    """Find the parameter that each part belongs to.
 
     Args:
-        there: the dtype of each entry of a state dict, by its plain name; buffers are not among them.
-        parameters: the plain names of what is known to be a parameter, whether it is there or not.
+        there: the dtype of each entry of a state dict, by plain name, without buffers.
+        parameters: the plain names of known parameters, also of those that were left out.
     """
     found = {}
     for name in there:
@@ -136,17 +135,17 @@ def _owner(name: str, there: Mapping[str, str], parameters: Collection[str]) -> 
 
 
 def ancestors(name: str) -> Iterator[str]:
-    """The names above one, the nearest first."""
+    """The prefixes of a dotted name, the longest first."""
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
 
 
-def of_base(buffers: Collection[str], parts: Mapping[str, str]) -> set[str]:
-    """Which buffers belong to a quantized base.
+def base_buffers(buffers: Collection[str], parts: Mapping[str, str]) -> set[str]:
+    """The buffers that belong to a quantized base.
 
     Args:
-        buffers: their plain names.
+        buffers: the plain names of all buffers.
         parts: the owner of each part.
     """
     quantos = {owner for name, owner in parts.items() if name.rpartition(".")[2] == "_data"}
@@ -160,7 +159,7 @@ def of_base(buffers: Collection[str], parts: Mapping[str, str]) -> set[str]:
 
 
 def quant_type(group: Sequence[LeftOut]) -> str | None:
-    """How bitsandbytes quantized a parameter: "nf4", "fp4" or "int8"; None where it did not.
+    """How bitsandbytes quantized a parameter: "nf4", "fp4" or "int8"; None if it did not.
 
     Args:
         group: the parameter and its parts.
@@ -173,8 +172,8 @@ def quant_type(group: Sequence[LeftOut]) -> str | None:
     return None
 
 
-def groups(left_out: Sequence[LeftOut]) -> list[tuple[LeftOut, ...]]:
-    """Each parameter or buffer with its parts."""
+def group_with_parts(left_out: Sequence[LeftOut]) -> list[tuple[LeftOut, ...]]:
+    """Group each parameter or buffer with its parts."""
     found: dict[str, list[LeftOut]] = {one.name: [] for one in left_out if one.kind != PART}
     for one in left_out:
         found.setdefault(one.group if one.kind == PART else one.name, []).append(one)
@@ -182,20 +181,20 @@ def groups(left_out: Sequence[LeftOut]) -> list[tuple[LeftOut, ...]]:
 
 
 def is_subclass(one: LeftOut) -> bool:
-    """Whether it consists of other tensors, which are parts of it."""
+    """Whether it is a tensor subclass that consists of its parts."""
     return one.dtype not in ITEM_SIZES
 
 
-def of_torchao(class_name: str) -> bool:
-    """Whether a tensor subclass is torchao's, which state dicts hold as they are, and not tensor by tensor."""
+def is_torchao(class_name: str) -> bool:
+    """Whether a tensor subclass is one of torchao's, which state dicts contain as they are."""
     return class_name in _TORCHAO
 
 
-def kinds(dtypes: Mapping[str, str]) -> tuple[str, ...]:
-    """What a base was quantized with, in words; nothing where it was not.
+def name_quantization(dtypes: Mapping[str, str]) -> tuple[str, ...]:
+    """Describe how a base is quantized; empty if it is not.
 
     Args:
-        dtypes: that of each parameter, part and buffer, by its plain name; of a tensor subclass its class's name.
+        dtypes: the dtype of each parameter, part and buffer, by plain name; for a tensor subclass its class's name.
     """
     found: dict[str, None] = {}
     for name, dtype in dtypes.items():

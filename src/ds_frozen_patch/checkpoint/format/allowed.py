@@ -1,8 +1,8 @@
-"""What a checkpoint may name: by full name, with what a pickle may do with it.
+"""The classes and functions that a checkpoint may name, and what a pickle may do with each.
 
-There are no wildcards. The tools run nothing of this, but name it again in what they write, which others load: so
-each is here because a library writes it into checkpoints, and because nothing of it runs what its arguments name. A
-test loads every one of them with hostile arguments. What cannot be shown to be harmless needs `--trust`.
+There are no wildcards. The tools run none of them, but write their names into files that others load. So each is listed
+because a library writes it into checkpoints, and because none of them runs what its arguments name. A test loads each
+of them with hostile arguments. Anything that cannot be shown to be harmless needs `--trust`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..quantization import CLASSES
 from .stored import ITEM_SIZES, StandIn
 
 _Takes = tuple[type, ...] | None
-"""The types that the arguments may have; None for what is named, but neither called nor made."""
+"""The types that the arguments may have; None for names that may be neither called nor instantiated."""
 ANYTHING = (object,)
 
 _PEFT = (
@@ -33,7 +33,7 @@ _ATTRIBUTE_DICTS = (
     "lightning.fabric.utilities.data.AttributeDict", "lightning.pytorch.utilities.parsing.AttributeDict",
     "lightning_fabric.utilities.data.AttributeDict", "pytorch_lightning.utilities.parsing.AttributeDict",
 )  # fmt: skip
-# (Who writes it, what its arguments may be, the names.)
+# (Who writes it, the types of its arguments, the names.)
 _GROUPS: tuple[tuple[str, _Takes, tuple[str, ...]], ...] = (
     ("DeepSpeed: loss_scaler in the state of each optimizer of fp16 and ZeRO, since 0.3", (),
      tuple(f"deepspeed.runtime.fp16.loss_scaler.{name}" for name in ("LossScaler", "DynamicLossScaler"))),
@@ -59,7 +59,7 @@ _GROUPS: tuple[tuple[str, _Takes, tuple[str, ...]], ...] = (
     ("numpy: the class of arrays", None, ("numpy.ndarray",)),
     ("Python: types, that omegaconf and defaultdict name", None,
      (*(f"builtins.{name}" for name in ("bool", "dict", "float", "int", "list", "str", "tuple")), "typing.Any")),
-    ("Python: the type of None, which is said as type(None)", (type(None),), ("builtins.type",)),
+    ("Python: the type of None, pickled as type(None)", (type(None),), ("builtins.type",)),
     ("Python: ranges and slices", (int, type(None)), ("builtins.range", "builtins.slice")),
     ("Python: collections, such as a user's own state", (type, type(None)), ("collections.defaultdict",)),
     ("Python: collections", (int, tuple), ("collections.deque",)),
@@ -77,21 +77,21 @@ _GROUPS: tuple[tuple[str, _Takes, tuple[str, ...]], ...] = (
     ("PEFT: what is in one", (str,), tuple(f"peft.utils.peft_types.{name}" for name in ("PeftType", "TaskType"))),
 )  # fmt: skip
 EXPECTED: dict[str, _Takes] = {name: takes for _, takes, names in _GROUPS for name in names}
-"""What may be named, and the types that its arguments may have."""
+"""The expected names, and the types that their arguments may have."""
 OF_DEEPSPEED = tuple(name for name in EXPECTED if name.startswith("deepspeed."))
-"""The classes of which DeepSpeed's optimizers save objects: each has numbers alone."""
+"""The classes of objects that DeepSpeed's optimizers save: each contains only numbers."""
 LISTS = frozenset(["collections.deque"])
-"""What items may be appended to."""
+"""The classes whose objects may be appended to."""
 MAPPINGS = frozenset([*_ATTRIBUTE_DICTS, "collections.defaultdict"])
-"""What items may be set in."""
+"""The classes whose objects may have items set."""
 _NUMPYS_DTYPE = re.compile(r"[biufcSUMm]\d+")
 _FRACTION = re.compile(r"-?\d+(/\d+)?")
 _HOLDS_OBJECTS = 7
-"""The flags by which numpy takes the bytes of an array for addresses of objects, whatever the dtype is."""
+"""The flags that make numpy treat the bytes of an array as addresses of objects, whatever the dtype is."""
 
 
 def may_be_called(name: str, arguments: tuple[Any, ...]) -> bool:
-    """Whether a checkpoint may name this with such arguments."""
+    """Whether a checkpoint may call this with such arguments."""
     takes = EXPECTED.get(name)
     if takes is None or not all(isinstance(argument, takes) for argument in arguments):
         return False
@@ -99,15 +99,15 @@ def may_be_called(name: str, arguments: tuple[Any, ...]) -> bool:
         return bool(arguments) and _NUMPYS_DTYPE.fullmatch(str(arguments[0])) is not None
     if name == "collections.deque":
         return not arguments or arguments[0] == ()
-    if name == "fractions.Fraction":  # "1e999999999" is a fraction too, which takes for ever
+    if name == "fractions.Fraction":  # Fraction("1e999999999") takes forever
         return all(isinstance(argument, int) or _FRACTION.fullmatch(argument) for argument in arguments)
-    if name.endswith("multiarray._reconstruct"):  # of an array without elements, which get in with its state
+    if name.endswith("multiarray._reconstruct"):  # an empty array; its state sets the elements
         return arguments[1:] == ((0,), b"b")
     return bool(takes) or not arguments
 
 
 def may_have_state(name: str, state: Any) -> bool:
-    """Whether it may be given this state: attributes, or what numpy has."""
+    """Whether a checkpoint may set this state: attributes, or the state of a numpy object."""
     if name == "numpy.dtype":
         return (
             isinstance(state, tuple)

@@ -1,7 +1,7 @@
-"""A file of `torch.save` seen from outside: what its pickle says, without torch, and without running any of it.
+"""Read the state in a file of `torch.save` without torch, and without running any of its code.
 
-Such a file is a zip archive: `data.pkl`, and a record of raw bytes for each storage. Here the pickle becomes plain
-values, and no tensor's bytes are read.
+Such a file is a zip archive of `data.pkl` and a record of raw bytes for each storage. Only the pickle is read, and
+becomes plain values.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...common.errors import CheckpointError
-from .stored import ITEM_SIZES, StoredTensor, tensors
-from .unpickling import unpickled
-from .zip_directory import Record, by_key, chunks, open_regular, read_directory
+from .stored import ITEM_SIZES, StoredTensor, iter_tensors
+from .unpickling import unpickle
+from .zip_directory import Record, open_regular, read_chunks, read_directory, storage_records
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file's pickle holds, how many bytes it has, and what it names that is not expected in a checkpoint."""
+    """The state in a file, the size of its pickle, and the names in it that are not expected in a checkpoint."""
 
     state: Any
     pickle_bytes: int
@@ -29,33 +29,34 @@ class Contents:
 
 
 _VERSION = re.compile(rb"([1-9]|10)\n?")
-"""The versions of the format that torch reads."""
+"""The versions of the format that torch supports."""
 
 
-def read(path: Path, *, trust: bool = False) -> Contents:
-    """Read what one file of `torch.save` holds, and no tensor's bytes.
+def read_archive(path: Path, *, trust: bool = False) -> Contents:
+    """Read the state in a file of `torch.save`, but no tensors.
 
     Args:
         path: the file.
-        trust: take stand-ins for classes of any module. Without it, one that is not expected in a checkpoint is an
-            error that names it: whoever loads the file by torch's own means would run its code.
+        trust: accept stand-ins for any class. By default, unexpected classes are an error, because `torch.load` would
+            run their code.
 
     Raises:
-        CheckpointError: the file is not there, cut, damaged, of another kind, or names an unexpected class.
+        CheckpointError: the file is missing, truncated, damaged, of another kind, or names an unexpected class.
     """
     try:
-        content, sizes = _content(path)
+        content, sizes = _read_pickle(path)
     except Exception as error:  # whatever a damaged archive leads to
         raise CheckpointError(
-            f"{path} cannot be read, is cut, damaged, or no file of torch.save ({error}). Take a whole copy of it."
+            f"{path} cannot be read, is truncated, damaged, or not a file of torch.save ({error}). Take a whole copy of"
+            " it."
         ) from None
     try:
-        state, unexpected = unpickled(path, content, trust)
-        found = {tensor for _, tensor in tensors(state)}
+        state, unexpected = unpickle(path, content, trust)
+        found = {tensor for _, tensor in iter_tensors(state)}
         for tensor in found:
-            _check(tensor, sizes)
+            _check_within_records(tensor, sizes)
         if sum(tensor.numel * ITEM_SIZES[tensor.dtype] for tensor in found) > 10 * sum(sizes.values()) + (1 << 26):
-            raise ValueError("its tensors say that they have far more elements than there are")
+            raise ValueError("its tensors claim far more elements than it contains")
     except CheckpointError:
         raise
     except Exception as error:  # whatever a damaged pickle leads to
@@ -65,35 +66,38 @@ def read(path: Path, *, trust: bool = False) -> Contents:
     return Contents(state, len(content), unexpected)
 
 
-def _content(path: Path) -> tuple[bytes, dict[str, int]]:
-    """The pickle of a file, and the size of each record of a storage; nothing larger than the file is ever made."""
+def _read_pickle(path: Path) -> tuple[bytes, dict[str, int]]:
+    """The pickle of a file, and the size of each storage's record; allocates no more than the size of the file."""
     with open_regular(path) as file:
         records = read_directory(file)
-        if not _VERSION.fullmatch(_small(file, records, "version")):
-            raise ValueError("it is of a version of the format that torch does not know")
-        if "byteorder" in records and _small(file, records, "byteorder") != b"little":
+        if not _VERSION.fullmatch(_read_small_record(file, records, "version")):
+            raise ValueError("its version of the format is unknown to torch")
+        if "byteorder" in records and _read_small_record(file, records, "byteorder") != b"little":
             raise ValueError("its numbers are big-endian")
-        content = _whole(file, records["data.pkl"])
-    return content, {key: record.size for key, record in by_key(records).items()}
+        content = _read_record(file, records["data.pkl"])
+    return content, {key: record.size for key, record in storage_records(records).items()}
 
 
-def _small(file: IO[bytes], records: Mapping[str, Record], name: str) -> bytes:
-    """The bytes of a record that has a few."""
+def _read_small_record(file: IO[bytes], records: Mapping[str, Record], name: str) -> bytes:
+    """The content of a record that must be small."""
     if records[name].size > 64:
         raise ValueError(f"its record {name} is too large")
-    return _whole(file, records[name])
+    return _read_record(file, records[name])
 
 
-def _whole(file: IO[bytes], record: Record) -> bytes:
-    content = b"".join(chunks(file, record))
+def _read_record(file: IO[bytes], record: Record) -> bytes:
+    content = b"".join(read_chunks(file, record))
     if record.checksum not in (None, zlib.crc32(content)):
-        raise ValueError(f"its record {record.name} is not as it was written")
+        raise ValueError(f"the checksum of its record {record.name} is wrong")
     return content
 
 
-def _check(tensor: StoredTensor, sizes: dict[str, int]) -> None:
+def _check_within_records(tensor: StoredTensor, sizes: dict[str, int]) -> None:
     storage, width = tensor.storage, ITEM_SIZES[tensor.dtype]
     if sizes.get(storage.key) != storage.nbytes:
         raise ValueError(f"record {storage.key} has {sizes.get(storage.key)} bytes, not {storage.nbytes}")
     if (tensor.offset + tensor.extent) * width > storage.nbytes:
         raise ValueError(f"a tensor goes beyond record {storage.key}")
+
+
+read = read_archive  # the name that load/ still imports

@@ -1,6 +1,6 @@
-"""The bytes of tensors: read from files of `torch.save` and of safetensors, in pieces, and checked on the way.
+"""Read the bytes of tensors from files of `torch.save` and safetensors, in pieces, and verify their checksums.
 
-Nothing is mapped into memory, so that what is read counts only while it is used.
+Files are read, not mapped into memory, so that only the current chunk takes memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 from ...common.errors import CheckpointError
 from . import safetensors as safetensors_file
 from .stored import ITEM_SIZES, Storage, StoredTensor
-from .zip_directory import CHUNK_BYTES, Record, by_key, chunks, open_regular, read_directory
+from .zip_directory import CHUNK_BYTES, Record, open_regular, read_chunks, read_directory, storage_records
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements of a storage that follow on each other: `count` of them from `begin` on."""
+    """`count` consecutive elements of a storage, from `begin` on."""
 
     storage: Storage
     begin: int
@@ -31,10 +31,10 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Whole:
-    """A whole tensor as it lies in files: the elements of all pieces, in order.
+class TensorSource:
+    """Where to read a tensor from: its elements are those of all pieces, in order.
 
-    `view` is given where it is one storage's elements in another order: the piece is then what they lie in.
+    If the tensor is not contiguous in its storage, `view` has its strides, and the single piece covers all elements.
     """
 
     dtype: str
@@ -53,14 +53,14 @@ class Whole:
         return self.numel * ITEM_SIZES[self.dtype]
 
 
-def whole(tensor: StoredTensor) -> Whole:
-    """A tensor that one storage holds."""
+def from_stored(tensor: StoredTensor) -> TensorSource:
+    """The source of a tensor that is in one storage."""
     piece = Piece(tensor.storage, tensor.offset, tensor.extent)
-    return Whole(tensor.dtype, tensor.shape, (piece,), None if tensor.is_contiguous else tensor.stride)
+    return TensorSource(tensor.dtype, tensor.shape, (piece,), None if tensor.is_contiguous else tensor.stride)
 
 
-def joined(parts: Sequence[StoredTensor], begin: int, count: int) -> tuple[Piece, ...]:
-    """The pieces of `count` elements from `begin` on, in flat tensors that follow on each other."""
+def pieces_of_range(parts: Sequence[StoredTensor], begin: int, count: int) -> tuple[Piece, ...]:
+    """The pieces of `count` elements from `begin` on, in the concatenation of flat tensors."""
     pieces = []
     for part in parts:
         from_, to = max(begin, 0), min(begin + count, part.numel)
@@ -70,8 +70,8 @@ def joined(parts: Sequence[StoredTensor], begin: int, count: int) -> tuple[Piece
     return tuple(pieces)
 
 
-def mapped(tensors: Mapping[str, Whole]) -> dict[str, torch.Tensor]:
-    """Tensors of one piece each, mapped into memory from their files: nothing is read before it is used."""
+def map_into_memory(tensors: Mapping[str, TensorSource]) -> dict[str, torch.Tensor]:
+    """Map tensors of one piece each from their files, so that they are read when they are used."""
     import torch
 
     files: dict[Path, torch.Tensor] = {}
@@ -88,37 +88,41 @@ def mapped(tensors: Mapping[str, Whole]) -> dict[str, torch.Tensor]:
     return made
 
 
-def check_file(file: Path, told: Callable[[int], object] = lambda _: None, *, first: int = 0, step: int = 1) -> None:
-    """Compare every record of a file of `torch.save` with its checksum, or every `step`-th from the `first` on.
+def check_file(
+    file: Path, progressed: Callable[[int], object] = lambda _: None, *, first: int = 0, step: int = 1
+) -> None:
+    """Verify the checksum of every record of a file of `torch.save`, or of every `step`-th from the `first` on.
 
     Args:
         file: the file.
-        told: is called with the number of bytes that were read.
-        first: the place of the first record.
-        step: 1 for all that follow.
+        progressed: called with the number of bytes that were read.
+        first: the index of the first record.
+        step: the distance to the next one.
 
     Raises:
-        CheckpointError: one is not as it was written, or the file cannot be read.
+        CheckpointError: a checksum is wrong, or the file cannot be read.
     """
     try:
         with open_regular(file) as opened:
             for record in list(read_directory(opened).values())[first::step]:
                 checksum = 0
-                for chunk in chunks(opened, record):
+                for chunk in read_chunks(opened, record):
                     checksum = zlib.crc32(chunk, checksum)
-                    told(len(chunk))
+                    progressed(len(chunk))
                 if record.checksum not in (None, checksum):
                     name = record.name.removeprefix("data/")
                     raise CheckpointError(
                         f"{file} is damaged: record {name} is not as it was written. Take a whole copy of it."
                     )
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read, is cut or damaged ({error}). Take a whole copy of it.") from None
+        raise CheckpointError(
+            f"{file} cannot be read, is truncated or damaged ({error}). Take a whole copy of it."
+        ) from None
 
 
 @dataclass
-class _Record:
-    """Where a record's bytes begin in its file, how many they are, and how far they have been checked."""
+class _RecordState:
+    """The offset and size of a record in its file, and how much of it has been checked."""
 
     begin: int
     size: int
@@ -129,22 +133,22 @@ class _Record:
 
 
 class Records:
-    """Reads storages of many files; leave it without an exception, and all that was read was as it was written.
+    """A context manager that reads storages of many files, and at its end verifies the checksums of what was read.
 
-    A file of `torch.save` has a checksum for each record. It is computed as the record is read; what of it was not
-    read, or not in order, is read for that at the end.
+    Files of `torch.save` have a checksum for each record. It is computed while the record is read in order; whatever
+    has not been read is read at the end.
 
     Args:
-        check: whether to do that.
+        check: whether to verify checksums.
 
     Raises:
-        CheckpointError: a file cannot be read, or a record is not as it was written.
+        CheckpointError: a file cannot be read, or a checksum is wrong.
     """
 
     def __init__(self, check: bool = True) -> None:
         self._check = check
         self._files: dict[Path, tuple[IO[bytes], Mapping[str, Record]]] = {}
-        self._records: dict[Storage, _Record] = {}
+        self._records: dict[Storage, _RecordState] = {}
 
     def __enter__(self) -> Records:
         return self
@@ -158,8 +162,8 @@ class Records:
             for opened in self._files.values():
                 opened[0].close()
 
-    def read(self, tensor: Whole) -> bytearray:
-        """The elements of a tensor in its order; it takes as much memory as that."""
+    def read(self, tensor: TensorSource) -> bytearray:
+        """Read all elements of a tensor into memory."""
         content = bytearray(sum(piece.count for piece in tensor.pieces) * ITEM_SIZES[tensor.dtype])
         begin = 0
         for chunk in self.chunks(tensor):
@@ -175,8 +179,8 @@ class Records:
         torch.frombuffer(ordered, dtype=dtype).view(tensor.shape).copy_(elements)
         return ordered
 
-    def chunks(self, tensor: Whole) -> Iterator[memoryview]:
-        """The elements of a tensor's pieces as bytes, a few MiB at a time; each chunk is valid until the next."""
+    def chunks(self, tensor: TensorSource) -> Iterator[memoryview]:
+        """Read a tensor's pieces, a few MiB at a time; each chunk is valid until the next one."""
         buffer = memoryview(bytearray(min(CHUNK_BYTES, tensor.nbytes)))
         width = ITEM_SIZES[tensor.dtype]
         for piece in tensor.pieces:
@@ -188,11 +192,11 @@ class Records:
                 begin += len(chunk)
 
     def place(self, storage: Storage) -> int:
-        """Where in its file a storage begins."""
+        """The offset of a storage in its file."""
         return self._find(storage).begin
 
     def check(self, storage: Storage) -> None:
-        """Compare a record with its checksum, whatever of it has been read."""
+        """Verify the checksum of a record, and read what has not been read yet."""
         record = self._record(storage)
         if record.checksum is None:
             return
@@ -217,7 +221,7 @@ class Records:
         except OSError as error:
             raise CheckpointError(f"{storage.path} cannot be read: {error}") from None
         if count != len(chunk):
-            raise CheckpointError(f"{storage.path} is cut. Take a whole copy of it.")
+            raise CheckpointError(f"{storage.path} is truncated. Take a whole copy of it.")
         if record.checksum is None:
             return
         if begin == record.checked:
@@ -226,20 +230,20 @@ class Records:
         else:
             record.in_order = False
 
-    def _record(self, storage: Storage) -> _Record:
+    def _record(self, storage: Storage) -> _RecordState:
         if storage not in self._records:
             self._records[storage] = self._find(storage)
         return self._records[storage]
 
-    def _find(self, storage: Storage) -> _Record:
+    def _find(self, storage: Storage) -> _RecordState:
         if storage.path not in self._files:
-            self._files[storage.path] = _open(storage.path)
+            self._files[storage.path] = _open_file(storage.path)
         return _find(storage, self._files[storage.path][1])
 
 
-def _open(path: Path) -> tuple[IO[bytes], Mapping[str, Record]]:
-    """A file, and what it says of its records, by their keys."""
-    places = safetensors_file.places(path) if path.suffix == ".safetensors" else None
+def _open_file(path: Path) -> tuple[IO[bytes], Mapping[str, Record]]:
+    """Open a file and read the places of its records, by key."""
+    places = safetensors_file.read_ranges(path) if path.suffix == ".safetensors" else None
     try:
         file = open_regular(path, buffering=0)
     except OSError as error:
@@ -247,14 +251,16 @@ def _open(path: Path) -> tuple[IO[bytes], Mapping[str, Record]]:
     if places is not None:
         return file, {name: Record(name, place.start, len(place), None) for name, place in places.items()}
     try:
-        return file, by_key(read_directory(file))
+        return file, storage_records(read_directory(file))
     except (OSError, ValueError) as error:
         file.close()
-        raise CheckpointError(f"{path} cannot be read, is cut or damaged ({error}). Take a whole copy of it.") from None
+        raise CheckpointError(
+            f"{path} cannot be read, is truncated or damaged ({error}). Take a whole copy of it."
+        ) from None
 
 
-def _find(storage: Storage, known: Mapping[str, Record]) -> _Record:
+def _find(storage: Storage, known: Mapping[str, Record]) -> _RecordState:
     place = known.get(storage.key)
     if place is None or place.size != storage.nbytes:
-        raise CheckpointError(f"{storage.path} is damaged: it has no record {storage.key} as its pickle describes it.")
-    return _Record(place.begin, place.size, place.checksum)
+        raise CheckpointError(f"{storage.path} is damaged: it has no record {storage.key} that fits its pickle.")
+    return _RecordState(place.begin, place.size, place.checksum)

@@ -1,4 +1,4 @@
-"""Files of safetensors, read and written tensor by tensor: the library writes only what is in memory all at once.
+"""Read and write safetensors files tensor by tensor; the library can write only tensors that are all in memory.
 
 The format: eight bytes with the length of the header, the header in JSON (dtype, shape and place of each tensor), and
 the bytes of all tensors (https://huggingface.co/docs/safetensors).
@@ -21,71 +21,72 @@ DTYPES = {
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "uint16": "U16", "uint32": "U32", "uint64": "U64",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64",
 }  # fmt: skip
-"""The format's names of torch's dtypes."""
+"""The names of torch's dtypes in the format."""
 MAX_HEADER = 100_000_000
-"""Bytes of JSON, which the library of safetensors takes at most too."""
+"""The maximum size of a header in bytes, as in the library."""
 
 
-def header(path: Path) -> tuple[int, dict[str, Any]]:
-    """Where the tensors of a file begin, and what its header says; checked to be whole and consistent.
+def read_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Read and validate a header; returns the offset of the tensors in the file, and the header.
 
     Raises:
-        CheckpointError: it is no such file, cut or damaged.
+        CheckpointError: it is not a safetensors file, truncated or damaged.
     """
     try:
         with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
             if length > MAX_HEADER:
                 raise ValueError("its header is too long")
-            said = json.loads(file.read(length), object_pairs_hook=_once)
+            header = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
         begin, size = 8 + length, path.stat().st_size
-        about = said.get("__metadata__", {})
+        about = header.get("__metadata__", {})
         if not all(isinstance(value, str) for value in about.values()):
-            raise ValueError("its metadata are no text")
-        named = {name: entry for name, entry in said.items() if name != "__metadata__"}
+            raise ValueError("its metadata are not strings")
+        named = {name: entry for name, entry in header.items() if name != "__metadata__"}
         last = 0
         for name, entry in sorted(named.items(), key=lambda item: item[1]["data_offsets"]):
             start, end = entry["data_offsets"]
-            width = ITEM_SIZES[_dtype(entry["dtype"])]
+            width = ITEM_SIZES[_torch_dtype(entry["dtype"])]
             if not is_shape((start, end)) or not is_shape(tuple(entry["shape"])):
-                raise ValueError(f"{name} has no sizes")
+                raise ValueError(f"{name} has invalid sizes")
             if not last <= start <= end <= size - begin or end - start != prod(entry["shape"]) * width:
-                raise ValueError(f"{name} is not within it, or of another size")
+                raise ValueError(f"{name} is outside the file, or has the wrong size")
             last = end
-        return begin, said
+        return begin, header
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} cannot be read, is cut, damaged, or no file of safetensors ({error}). Take a whole copy of it."
+            f"{path} cannot be read, is truncated, damaged, or not a safetensors file ({error}). Take a whole copy of"
+            " it."
         ) from None
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    said = dict(pairs)
-    if len(said) < len(pairs):
-        raise ValueError("its header says something twice")
-    return said
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    header = dict(pairs)
+    if len(header) < len(pairs):
+        raise ValueError("its header has duplicate keys")
+    return header
 
 
-def places(path: Path) -> dict[str, range]:
-    """Where in a file each tensor's bytes lie."""
-    begin, said = header(path)
+def read_ranges(path: Path) -> dict[str, range]:
+    """The range of bytes of each tensor in a file."""
+    begin, header = read_header(path)
     return {
         name: range(begin + entry["data_offsets"][0], begin + entry["data_offsets"][1])
-        for name, entry in said.items()
+        for name, entry in header.items()
         if name != "__metadata__"
     }
 
 
-def described(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The dtype, in torch's words, and the shape of each tensor of a file."""
-    _, said = header(path)
-    tensors = {name: entry for name, entry in said.items() if name != "__metadata__"}
-    return {name: (_dtype(entry["dtype"]), tuple(entry["shape"])) for name, entry in tensors.items()}
+def read_types(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The dtype (torch's name) and the shape of each tensor in a file."""
+    _, header = read_header(path)
+    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    return {name: (_torch_dtype(entry["dtype"]), tuple(entry["shape"])) for name, entry in tensors.items()}
 
 
-def metadata(path: Path) -> dict[str, str]:
-    """What a file says besides its tensors."""
-    return dict(header(path)[1].get("__metadata__", {}))
+def read_metadata(path: Path) -> dict[str, str]:
+    """The metadata of a file."""
+    return dict(read_header(path)[1].get("__metadata__", {}))
 
 
 def write_file(
@@ -102,12 +103,12 @@ def write_file(
         contents: the bytes of each tensor, in the same order; only one of them is in memory at a time.
         about: the metadata, besides the format.
     """
-    header_: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}
     end = 0
     for name, (dtype, shape) in tensors.items():
         begin, end = end, end + prod(shape) * ITEM_SIZES[dtype]
-        header_[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(header_, separators=(",", ":")).encode()
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
     with path.open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -115,8 +116,8 @@ def write_file(
             file.write(content)
 
 
-def _dtype(name: str) -> str:
-    for dtype, said in DTYPES.items():
-        if said == name:
+def _torch_dtype(name: str) -> str:
+    for dtype, known in DTYPES.items():
+        if known == name:
             return dtype
     raise ValueError(f"dtype {name} is unknown")

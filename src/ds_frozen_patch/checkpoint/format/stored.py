@@ -1,4 +1,4 @@
-"""What a file of `torch.save` holds, without torch: tensors that say where their bytes are, and stand-ins."""
+"""The contents of a file of `torch.save`, without torch: references to stored tensors, and stand-ins."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Storage:
 class StoredTensor:
     """A tensor of the file: a view of a storage. `offset` and `stride` are in elements of `dtype`.
 
-    The rest is what a pickle says of it besides, to be said again in another: `maker`, the function of torch that makes
-    it, `more`, that function's further arguments, and `wrapper`, what makes a parameter or a subclass of it.
+    The other fields are needed to pickle it again: `maker` is the function of torch that creates it, `more` are that
+    function's other arguments, and `wrapper` is what turns it into a parameter or a subclass.
     """
 
     storage: Storage
@@ -69,7 +69,7 @@ class StoredTensor:
     wrapper: tuple[str, tuple[Any, ...]] | None = field(default=None, compare=False)
 
     def __hash__(self) -> int:
-        # Whoever makes a file can choose shapes whose hashes are the same, but not texts.
+        # The author of a file can choose shapes whose hashes collide, but not strings.
         return hash((self.storage, repr((self.offset, self.shape, self.stride))))
 
     @property
@@ -79,14 +79,14 @@ class StoredTensor:
 
     @property
     def extent(self) -> int:
-        """How many elements of the storage there are from its first to its last."""
+        """The number of elements of the storage from its first to its last element."""
         return (
             1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)) if self.numel else 0
         )
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its elements follow on each other in the storage, in its order."""
+        """Whether its elements are consecutive in the storage."""
         expected = 1
         for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1 and step != expected:
@@ -100,10 +100,10 @@ class Size(tuple[int, ...]):
 
 
 class StandIn:
-    """In the place of an object of a class, or of what a function gives: never that object, and nothing is run.
+    """A placeholder for an object of a class, or for the result of a function; no code of these is run.
 
-    `stands_for` is the full name of the class or function, `arguments` are those that the pickle has for it, and
-    `is_called` says that it calls the class, instead of making an object of it.
+    `stands_for` is the full name of the class or function, and `arguments` are those in the pickle. `is_called` tells
+    whether the pickle calls the class (`cls(...)`) or only creates an object (`cls.__new__`).
     """
 
     __slots__ = ("arguments", "is_called", "items", "pairs", "state")
@@ -115,7 +115,7 @@ class StandIn:
     state: Any
 
     def __new__(cls, *arguments: Any, **_: Any) -> StandIn:
-        """What the pickle calls instead of the class or function."""
+        """Called instead of the class or function."""
         made = super().__new__(cls)
         made.arguments, made.is_called, made.items, made.pairs, made.state = arguments, False, (), (), None
         return made
@@ -145,12 +145,12 @@ class StandIn:
 
 @cache
 def stand_in(name: str) -> type[StandIn]:
-    """The class of the stand-ins for what has this full name."""
+    """The class of stand-ins for this full name."""
     return type(name.rpartition(".")[2], (StandIn,), {"__slots__": (), "stands_for": name})
 
 
 def is_shape(value: Any) -> bool:
-    """Whether these can be sizes, strides or offsets."""
+    """Whether a value is a tuple of possible sizes, strides or offsets."""
     return (
         isinstance(value, tuple)
         and len(value) <= 64
@@ -158,15 +158,15 @@ def is_shape(value: Any) -> bool:
     )
 
 
-def tensors(value: Any) -> Iterator[tuple[tuple[Any, ...], StoredTensor]]:
-    """All tensors in a state, each with the keys that lead to it."""
-    return ((path, item) for path, item in everything(value) if isinstance(item, StoredTensor))
+def iter_tensors(value: Any) -> Iterator[tuple[tuple[Any, ...], StoredTensor]]:
+    """Iterate over all tensors in a state, each with the keys that lead to it."""
+    return ((path, item) for path, item in walk(value) if isinstance(item, StoredTensor))
 
 
-def everything(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """All that is in a state, each with the keys that lead to it."""
+def walk(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Iterate over all values in a state, each with the keys that lead to it."""
     yield (), value
-    # What is in two places is looked into once, because it can hold itself.
+    # A container is entered once, because it can contain itself.
     seen = {id(value)}
     waiting: list[tuple[tuple[Any, ...], Iterator[tuple[Any, Any]]]] = [((), _entries(value))]
     while waiting:
@@ -192,8 +192,8 @@ def _entries(item: Any) -> Iterator[tuple[Any, Any]]:
     return enumerate(item) if isinstance(item, list | tuple | set | frozenset) else iter(())
 
 
-def inside(item: Any) -> Iterator[Any]:
-    """All that something holds itself, in whatever form: keys, attributes, arguments."""
+def children(item: Any) -> Iterator[Any]:
+    """The values directly inside a container or stand-in: keys, values, attributes and arguments."""
     if isinstance(item, StandIn):
         return chain(item.arguments, item.items, item.pairs, (item.state,))
     if isinstance(item, StoredTensor):

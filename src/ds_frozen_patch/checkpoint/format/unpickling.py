@@ -1,8 +1,8 @@
-"""The pickle of a file of `torch.save`, read without running any of it.
+"""Read the pickle of a file of `torch.save` without running any of its code.
 
-Nothing that it names is imported or called: what belongs to torch becomes a `StoredTensor` or a plain value, all else a
-stand-in. It can take up neither memory nor time without end: all that it makes is paid for from one budget, in
-proportion to its size.
+Nothing that it names is imported or called: tensors become `StoredTensor`s, other objects of torch plain values, and
+everything else stand-ins. Memory and time are bounded: all values are charged to one budget, which is proportional to
+the size of the pickle.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sized
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ...common.errors import CheckpointError
 from .allowed import EXPECTED, LISTS, MAPPINGS, may_be_called, may_have_state
-from .stored import STORAGES, Size, StandIn, Storage, StoredTensor, inside, is_shape, stand_in
+from .makers import MAKERS, PLAIN
+from .references import check_references
+from .stored import STORAGES, StandIn, Storage, is_shape, stand_in
 
-DEPTH = 100
-"""How many things may be in each other, in all of what a file holds."""
 _BYTES_PER_BYTE = 50
 _BYTES_FOR_ALL = 1 << 25
 _LONGEST_NAME = 200
-# What an opcode takes at most, in bytes of memory, where it is not that of a small object.
+# The maximum memory that an opcode takes, in bytes, if it is not that of a small object.
 _USUAL_COST = 64
 _COSTS = {
     **dict.fromkeys((pickle.REDUCE, pickle.NEWOBJ, pickle.NEWOBJ_EX, pickle.INST, pickle.OBJ, pickle.BINPERSID), 400),
@@ -35,31 +34,39 @@ _COSTS = {
     **dict.fromkeys((pickle.BINGET, pickle.LONG_BINGET, pickle.GET, pickle.APPEND, pickle.APPENDS, pickle.BUILD), 8),
 }  # fmt: skip
 _KEYS = 50_000
-"""How many numbers out of order may be the keys of one dictionary: who chooses them can make each look-up slow."""
+"""How many unordered numbers may be keys of one dictionary: numbers can be chosen so that look-ups are slow."""
 _COST_OF_A_KEY = 50
-"""For how many of these a key counts whose hash can be chosen at will."""
+"""For how many of these a key counts whose hash can be chosen freely."""
 _PRIME = (1 << 61) - 1
-"""Python's hash of an integer is what remains of it, divided by this."""
+"""Python's hash of an integer is its remainder modulo this prime."""
 
 
-def unpickled(path: Path, content: bytes, trust: bool) -> tuple[Any, frozenset[str]]:
-    """What the pickle of a file holds, and what it names that is not expected in a checkpoint.
+def unpickle(path: Path, content: bytes, trust: bool) -> tuple[Any, frozenset[str]]:
+    """Unpickle a state.
+
+    Args:
+        path: the file, for messages.
+        content: its pickle.
+        trust: accept the names of unexpected classes.
+
+    Returns:
+        The state, and the names in it that are not expected in a checkpoint.
 
     Raises:
-        CheckpointError: it names a class that is not expected in a checkpoint, or calls one with arguments that no
-            library gives it, and `trust` is not set.
-        Exception: of any kind, for a damaged one.
+        CheckpointError: it names an unexpected class, or calls one with arguments that no library passes, and `trust`
+            is not set.
+        Exception: of any kind, for a damaged pickle.
     """
     unpickler = _Unpickler(path, content, trust)
     state = unpickler.load()
-    _check_references(state, 20 * len(content) + 10_000_000)
+    check_references(state, 20 * len(content) + 10_000_000)
     return state, frozenset(unpickler.unexpected)
 
 
 class _Unpickler(pickle._Unpickler):
-    """Python's own in Python: the one in C makes room for whatever a pickle says that it will need.
+    """Based on Python's own unpickler in Python: the one in C allocates any size that a pickle announces.
 
-    What a pickle can call is `StandIn`s and what is below, and it changes nothing that was not made for it.
+    A pickle can call only stand-ins and the functions below, and can change only objects that it has created.
     """
 
     opcodes: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
@@ -72,45 +79,45 @@ class _Unpickler(pickle._Unpickler):
         self.room = _BYTES_PER_BYTE * len(content) + _BYTES_FOR_ALL
         self.odd_keys: dict[int, int] = {}
         self.unexpected: set[str] = set()
-        self.dispatch = _Paid(self.opcodes, self._pay)  # type: ignore[misc, assignment]
+        self.dispatch = _PaidDispatch(self.opcodes, self._pay)  # type: ignore[misc, assignment]
 
     def _pay(self, cost: int) -> None:
         self.room -= cost
         if self.room < 0:
-            raise ValueError("it makes far more than it has bytes for")
+            raise ValueError("it creates far more than its size allows")
 
     def _call(self, function: Any, arguments: Any, make: Callable[..., Any] | None = None) -> None:
-        """Push what a function gives, or a class, without running it."""
+        """Push the result of a call, without running code that the pickle names."""
         if not isinstance(arguments, tuple):
-            raise ValueError("the arguments of a call are no tuple")
+            raise ValueError("the arguments of a call are not a tuple")
         self._pay(8 * len(arguments))
         if isinstance(function, type) and issubclass(function, StandIn):
             if not self.trust and not may_be_called(function.stands_for, arguments):
-                raise self._unexpected(f"calls {function.stands_for} with arguments that", "no library gives it")
-        elif make is not None or not (function in _PLAIN.values() or isinstance(function, partial)):
+                raise self._unexpected(f"calls {function.stands_for} with arguments that", "no library passes")
+        elif make is not None or not (function in PLAIN.values() or isinstance(function, partial)):
             raise ValueError(f"it calls a {type(function).__name__}")
         else:
             self._check_arguments(function, arguments)
         self.append((make or function)(*arguments))
 
     def _check_arguments(self, function: Any, arguments: tuple[Any, ...]) -> None:
-        """Raise ValueError where one of `_PLAIN` is called with what would take long, or much room, to copy."""
+        """Raise ValueError if the arguments of a function of `PLAIN` take long, or much memory, to copy."""
         for item in arguments:
             if isinstance(item, Sized) and not isinstance(item, type):
                 self._pay(4 * len(item) if isinstance(item, str | bytes | bytearray) else 100 * len(item))
         if function in (set, frozenset, OrderedDict) and arguments:
             (held,) = arguments
             if not isinstance(held, list | tuple):
-                raise ValueError(f"a {function.__name__} is made of a {type(held).__name__}")
+                raise ValueError(f"a {function.__name__} is created from a {type(held).__name__}")
             if function is OrderedDict:
                 if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in held):
-                    raise ValueError("a dictionary is not made of pairs")
+                    raise ValueError("a dictionary is not created from pairs")
                 held = [pair[0] for pair in held]
             self._check_keys({}, held)
         if function is complex and not all(isinstance(part, float) for part in arguments):
-            raise ValueError("a complex number is not made of two numbers")
-        if function is bytes and arguments:  # protocol 2 says so what is empty
-            raise ValueError("bytes are made of something else")
+            raise ValueError("a complex number is not created from two numbers")
+        if function is bytes and arguments:  # protocol 2 uses this for empty bytes only
+            raise ValueError("bytes are created with arguments")
 
     def load_reduce(self) -> None:
         arguments = self.stack.pop()
@@ -126,7 +133,7 @@ class _Unpickler(pickle._Unpickler):
 
     def load_newobj_ex(self) -> None:
         if self.stack.pop():
-            raise ValueError("it names arguments")
+            raise ValueError("it passes keyword arguments")
         self.load_newobj()
 
     def load_build(self) -> None:
@@ -134,7 +141,7 @@ class _Unpickler(pickle._Unpickler):
         made = self.stack[-1]
         if isinstance(made, StandIn):
             if not self.trust and not may_have_state(made.stands_for, state):
-                raise self._unexpected(f"gives {made.stands_for} a state that", "no library gives it")
+                raise self._unexpected(f"sets a state of {made.stands_for} that", "no library sets")
             made.__setstate__(state)
         elif type(made) is OrderedDict and type(state) is dict and not any(key in _OF_DICTIONARIES for key in state):
             self._pay(100 * len(state))
@@ -197,7 +204,7 @@ class _Unpickler(pickle._Unpickler):
         self.append(frozenset(items))
 
     def _check_keys(self, held: Sized, keys: Iterable[Any]) -> None:
-        """Raise ValueError for keys that would take long to be looked up: too many whose hashes can be chosen."""
+        """Raise ValueError for keys that are slow to look up: too many whose hashes can be chosen."""
         count = self.odd_keys.get(id(held), 0) if held else 0
         for place, key in enumerate(keys, len(held)):
             if isinstance(key, int | float) and abs(key) < _PRIME:
@@ -210,42 +217,44 @@ class _Unpickler(pickle._Unpickler):
             elif not (key is None or isinstance(key, str | bytes | StandIn | type)):
                 raise ValueError(f"a {type(key).__name__} is a key")
             if count > _KEYS:
-                raise ValueError("too many keys are numbers, or tuples, that are in no order")
+                raise ValueError("too many keys are unordered numbers or tuples")
         self.odd_keys[id(held)] = count
 
     def load_long4(self) -> None:
         raise ValueError("it has a number of more than 255 bytes")
 
     def load_bytearray8(self) -> None:
-        raise ValueError("it has a bytearray as torch.save does not write it")  # whose room is made before it is read
+        raise ValueError(
+            "it has a bytearray as torch.save does not write it"
+        )  # it would be allocated before it is read
 
     def get_extension(self, code: int) -> Any:
-        raise ValueError(f"it has an extension's code {code}")
+        raise ValueError(f"it has an extension code {code}")
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "__builtin__":  # Python 2's names, which pickles of torch.save still have
+        if module == "__builtin__":  # Python 2's names, which torch.save still writes
             module, name = "builtins", {"xrange": "range", "long": "int", "unicode": "str"}.get(name, name)
         full = f"{module}.{name}"
-        if full in _MAKERS:
-            return partial(_MAKERS[full], full)
-        if full in _PLAIN:
-            return _PLAIN[full]
+        if full in MAKERS:
+            return partial(MAKERS[full], full)
+        if full in PLAIN:
+            return PLAIN[full]
         if module in ("torch", "torch.storage") and name in STORAGES:
             return STORAGES[name]
         if len(full) > _LONGEST_NAME or not all(part.isidentifier() for part in (*module.split("."), name)):
-            # What is inside of a class, or of a function.
-            raise ValueError(f"it names {full!r:.200}, which is no class")
+            # Such as an attribute of a class or function.
+            raise ValueError(f"it names {full!r:.200}, which is not a class")
         if full not in EXPECTED:
             if not self.trust:
                 raise self._unexpected(f"names {full}, which", "is not expected in a checkpoint")
-            self._pay(2000)  # for a class of its own
+            self._pay(2000)  # for the class of the stand-in
             self.unexpected.add(full)
         return stand_in(full)
 
     def _unexpected(self, what: str, why: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.path} {what} {why}: torch.load could run it. Nothing was run. If you know where the file is from,"
-            " go on with --trust (here it is not run then either)."
+            f"{self.path} {what} {why}: torch.load could run it. Nothing was run. If you trust the file, pass --trust"
+            " (this tool does not run it then either)."
         )
 
     def persistent_load(self, pid: Any) -> Any:
@@ -273,8 +282,8 @@ for _opcode, _load in (
     _Unpickler.opcodes[_opcode[0]] = _load
 
 
-class _Paid:
-    """The functions of opcodes, each of which is paid for when it is looked up."""
+class _PaidDispatch:
+    """The functions of the opcodes; looking one up charges its cost."""
 
     def __init__(self, opcodes: Mapping[int, Any], pay: Callable[[int], None]) -> None:
         self._opcodes, self._pay = opcodes, pay
@@ -289,7 +298,7 @@ _OF_DICTIONARIES = frozenset(dir(OrderedDict))
 
 
 def _check_tuple(key: tuple[Any, ...]) -> None:
-    """Raise ValueError for a tuple that is no key: the hash of one in another is computed anew each time."""
+    """Raise ValueError for a tuple that is too large for a key: hashes of nested tuples are not cached."""
     waiting: list[Any] = [key]
     count = 0
     while waiting:
@@ -301,152 +310,3 @@ def _check_tuple(key: tuple[Any, ...]) -> None:
             waiting.extend(item)
         elif not (item is None or isinstance(item, str | bytes | int | float | complex | StandIn | type)):
             raise ValueError(f"a {type(item).__name__} is in a key")
-
-
-def _tensor(maker: str, storage: Storage, offset: int, shape: Any, stride: Any, *more: Any) -> StoredTensor:
-    if not isinstance(storage, Storage) or not all(map(is_shape, ((offset,), shape, stride))):
-        raise ValueError("a tensor has no sizes")
-    # The third version of the function says the dtype after two arguments that the second has too.
-    dtype = more[2].stands_for.removeprefix("torch.") if maker.endswith("v3") else storage.dtype
-    return StoredTensor(storage, dtype, offset, tuple(shape), tuple(stride), maker, more)
-
-
-def _parameter(maker: str, tensor: StoredTensor, *more: Any) -> StoredTensor:
-    return replace(tensor, wrapper=(maker, more))
-
-
-def _of_type(maker: str, function: Any, cls: Any, arguments: Any, state: Any) -> StoredTensor | StandIn:
-    """A tensor with attributes of its own, as ZeRO-3's partitions are; or one that consists of other tensors."""
-    if not isinstance(cls, type) or not issubclass(cls, StandIn) or not isinstance(arguments, tuple):
-        raise ValueError("a tensor is of no class")
-    if function is stand_in("torch._utils._rebuild_wrapper_subclass"):
-        return stand_in(maker)(function, cls, arguments, state)
-    if not isinstance(function, partial) or function.func is not _tensor or len(arguments) > 10:
-        raise ValueError("a tensor is made by no function of torch")
-    made: StoredTensor = function(*arguments)
-    return replace(made, wrapper=(maker, (cls, state)))
-
-
-def _bytes(text: str, encoding: str) -> bytes:
-    """As pickles of protocol 2 say bytes."""
-    if encoding not in ("latin1", "latin-1"):
-        raise ValueError("bytes are in another encoding")
-    return text.encode("latin-1")
-
-
-def _bytearray(content: str | bytes = b"", encoding: str = "latin-1") -> bytearray:
-    if not isinstance(content, str | bytes):
-        raise ValueError("a bytearray is made of something else")
-    return bytearray(_bytes(content, encoding) if isinstance(content, str) else content)
-
-
-def _size(shape: Any) -> Size:
-    if not isinstance(shape, list | tuple) or not is_shape(tuple(shape)):
-        raise ValueError("a shape has no sizes")
-    return Size(shape)
-
-
-# What makes a tensor, and what becomes another plain value, by full name: each is a function above, or a class without
-# code of its own.
-_MAKERS: dict[str, Any] = {
-    "torch._utils._rebuild_tensor": _tensor,
-    "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": _tensor,
-    "torch._tensor._rebuild_from_type_v2": _of_type,
-    "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_parameter_with_state": _parameter,
-    "_codecs.encode": lambda _, *arguments: _bytes(*arguments),
-    "builtins.bytearray": lambda _, *arguments: _bytearray(*arguments),
-    "torch.Size": lambda _, *arguments: _size(*arguments),
-}
-_PLAIN: dict[str, Any] = {
-    "builtins.bytes": bytes,
-    "builtins.set": set,
-    "builtins.frozenset": frozenset,
-    "builtins.complex": complex,
-    "collections.OrderedDict": OrderedDict,
-}
-
-
-def _check_references(state: Any, room: int) -> None:
-    """Raise ValueError for a state that cannot be gone through in so many steps, or is too deep to be.
-
-    What is referred to again and again is in a pickle once, so that a small one can hold what to say takes for ever:
-    that goes for all of Python's own containers, as `json` and `repr` say them, and not for what is in stand-ins, of
-    which nothing is said. What holds itself counts once, and is not referred to again and again.
-    """
-    sizes: dict[int, tuple[int, int, bool]] = {}
-    again = 0
-    for root in _containers(state):
-        if id(root) in sizes:
-            continue
-        frames, open_ = [_Frame(root)], {id(root)}
-        while frames:
-            frame = frames[-1]
-            for item in frame.rest:
-                if not isinstance(item, _CONTAINERS):
-                    frame.add(_length(item), 0, False)
-                elif id(item) in open_:
-                    again += 1
-                    frame.add(1, 1, True)
-                elif id(item) in sizes:
-                    again += sizes[id(item)][2]
-                    frame.add(*sizes[id(item)])
-                else:
-                    open_.add(id(item))
-                    frames.append(_Frame(item))
-                    break
-            else:
-                frames.pop()
-                open_.remove(id(frame.item))
-                sizes[id(frame.item)] = frame.size, frame.depth, frame.holds_itself
-                if frames:
-                    frames[-1].add(*sizes[id(frame.item)])
-            if frame.size > room or frame.depth > DEPTH or len(frames) > DEPTH or again > _AGAIN:
-                raise ValueError("it holds things in each other that are too deep, or too many")
-
-
-_AGAIN = 4
-"""How often what holds itself may be referred to, each of which can double what is said."""
-
-
-def _containers(state: Any) -> list[Any]:
-    """Python's own containers in a state. Raise ValueError where it is too deep, or has a function as a value."""
-    found, seen = [state], {id(state)}
-    waiting = [inside(state)]
-    while waiting:
-        for item in waiting[-1]:
-            if isinstance(item, partial):
-                raise ValueError("a function is a value")
-            if isinstance(item, (*_CONTAINERS, StandIn, StoredTensor)) and id(item) not in seen:
-                seen.add(id(item))
-                waiting.append(inside(item))
-                if isinstance(item, _CONTAINERS):
-                    found.append(item)
-                break
-        else:
-            waiting.pop()
-        if len(waiting) > DEPTH:
-            raise ValueError("it holds things in each other that are too deep")
-    return found
-
-
-class _Frame:
-    """A container that is being gone through: what is left of it, how large it is so far, and how deep."""
-
-    def __init__(self, item: Any) -> None:
-        self.item, self.rest = item, inside(item)
-        self.size = self.depth = 1
-        self.holds_itself = False
-
-    def add(self, size: int, depth: int, holds_itself: bool) -> None:
-        self.size += size
-        self.depth = max(self.depth, depth + 1)
-        self.holds_itself |= holds_itself
-
-
-_CONTAINERS = (dict, list, tuple, set, frozenset)
-
-
-def _length(item: Any) -> int:
-    return 1 + (len(item) if isinstance(item, str | bytes | bytearray) else 0)

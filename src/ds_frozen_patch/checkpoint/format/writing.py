@@ -12,7 +12,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
-from .stored import STORAGES, Size, StandIn, Storage, StoredTensor, stand_in, tensors
+from .stored import STORAGES, Size, StandIn, Storage, StoredTensor, iter_tensors, stand_in
 
 ALIGNMENT = 64
 """Bytes; torch aligns records like this, for files that are mapped into memory."""
@@ -30,7 +30,7 @@ def write_archive(path: Path, state: Any, content: Callable[[Storage, int, int],
         content: returns bytes of a storage; called with the storage, the offset of the range and its length in bytes.
     """
     spans: dict[Storage, tuple[int, int]] = {}
-    for _, tensor in tensors(state):
+    for _, tensor in iter_tensors(state):
         storage, begin, end = tensor.storage, tensor.offset, tensor.offset + tensor.extent
         if storage.dtype != tensor.dtype or not tensor.numel:
             begin, end = 0, storage.numel

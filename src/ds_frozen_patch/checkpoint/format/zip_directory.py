@@ -1,9 +1,9 @@
-"""The directory of a file of `torch.save`, read so strictly that there is one way to read it.
+"""Parse the zip directory of a file of `torch.save`, so strictly that it has only one interpretation.
 
-Such a file is a zip archive, and zip readers differ: on which of two end records counts, on what lies before the
-archive, on names in other letters. torch reads archives with miniz and Python with `zipfile`, and a file can be made in
-which each finds another pickle. So neither is asked: a file is refused unless all that a reader could go by agrees.
-`tests/tools/test_archives.py` compares what is accepted with torch's own reader.
+Zip readers differ: in which of two end records they use, in what may precede the archive, and in whether names are case
+sensitive. torch uses miniz and Python has `zipfile`, and a file can be crafted in which each finds a different pickle.
+So a file is refused unless all redundant fields agree. `tests/tools/test_archives.py` compares what is accepted with
+torch's own reader.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ _LOCATOR = struct.Struct("<4sLQL")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 
 _NAME = re.compile(
-    rb"([ -.0-\[\]-~]{1,255})/"  # the folder: the stem of the name that the file was saved under
+    rb"([ -.0-\[\]-~]{1,255})/"  # the folder: the stem of the name of the saved file
     rb"(data\.pkl|version|byteorder|\.format_version|\.storage_alignment|\.data/serialization_id|data/[0-9A-Za-z_-]{1,64})"
 )
 _ZIP64, _PADDING = 1, 0x4246
-"""The extra fields that torch writes: sizes of more than 4 GiB, and what aligns a record."""
+"""The extra fields that torch writes: sizes above 4 GiB, and padding that aligns a record."""
 _FLAGS = 0x0808
-"""The flags that torch sets: a data descriptor follows the record, its name is UTF-8."""
+"""The flags that torch sets: a data descriptor follows the record, and its name is UTF-8."""
 _DESCRIPTORS = (0, 12, 16, 20, 24)
-"""The sizes of that descriptor, which is all that may lie between two records."""
+"""The possible sizes of that descriptor; nothing else may be between two records."""
 _KINDS = (0, stat.S_IFREG)
 _LARGE = 0xFFFFFFFF
 _MOST = (0xFFFF, 0xFFFF, 0xFFFF, 0xFFFF, _LARGE, _LARGE)
-"""What the fields of an end record hold where the zip64 one has the number."""
+"""The values of the fields of an end record if the zip64 end record has the numbers."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """Where a record's bytes are in its file; `checksum` is None where torch was told to write none."""
+    """A record and its place in the file; `checksum` is None if torch was configured to write none."""
 
     name: str
     begin: int
@@ -54,7 +54,7 @@ class Record:
 
 @dataclass(frozen=True)
 class _Entry:
-    """What the directory says of a record: `offset` is that of its header."""
+    """A directory entry; `offset` is that of the record's header."""
 
     folder: bytes
     name: bytes
@@ -65,30 +65,30 @@ class _Entry:
 
 
 def open_regular(path: Path, buffering: int = -1) -> IO[bytes]:
-    """Open a regular file to be read, also at the end of links. A pipe or a device is an OSError."""
+    """Open a regular file, or a link to one, for reading; raises OSError for pipes and devices."""
     opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(opened).st_mode):
         os.close(opened)
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return os.fdopen(opened, "rb", buffering=buffering)
 
 
 def read_directory(file: IO[bytes]) -> dict[str, Record]:
-    """The records of a file of `torch.save` by name, without the archive's folder, in the directory's order.
+    """Read the records of a file of `torch.save` by name, without the archive's folder, in the directory's order.
 
     Raises:
-        ValueError: the file is none, or could be read in more than one way. The text says what is odd, for a message.
+        ValueError: it is not such a file, or is ambiguous. The text is part of a message.
         OSError: it cannot be read.
     """
     size = os.fstat(file.fileno()).st_size
-    begin, end, count = _place(file, size)
-    entries = list(_entries(file, begin, end, count))
+    begin, end, count = _find_directory(file, size)
+    entries = list(_read_entries(file, begin, end, count))
     names = {entry.name.lower() for entry in entries}
     if len(names) < len(entries) or len({entry.folder for entry in entries}) > 1:
-        raise ValueError("it has records of one name, or of more than one folder")
+        raise ValueError("it has duplicate records, or more than one folder")
     if not {b"data.pkl", b"version"} <= names:
         raise ValueError("it has no record data.pkl or version")
-    places = _begins(file, entries, begin)
+    places = _check_headers(file, entries, begin)
     has_checksums = any(entry.checksum for entry in entries)  # torch.serialization.set_crc32_options(False): all are 0
     found = {}
     for entry in entries:
@@ -97,30 +97,30 @@ def read_directory(file: IO[bytes]) -> dict[str, Record]:
     return found
 
 
-def by_key(records: Mapping[str, Record]) -> dict[str, Record]:
-    """Those of them that are storages, by the keys that the pickle gives these."""
+def storage_records(records: Mapping[str, Record]) -> dict[str, Record]:
+    """The records of storages, by their keys in the pickle."""
     return {name.removeprefix("data/"): record for name, record in records.items() if name.startswith("data/")}
 
 
-def chunks(file: IO[bytes], record: Record) -> Iterator[bytes]:
-    """The bytes of a record, a few MiB at a time."""
+def read_chunks(file: IO[bytes], record: Record) -> Iterator[bytes]:
+    """Read a record, a few MiB at a time."""
     file.seek(record.begin)
     left = record.size
     while left:
         if not (chunk := file.read(min(left, CHUNK_BYTES))):
-            raise ValueError("it is cut")
+            raise ValueError("it is truncated")
         left -= len(chunk)
         yield chunk
 
 
-def _place(file: IO[bytes], size: int) -> tuple[int, int, int]:
-    """Where the directory begins and ends, and how many entries it has: as the end of the file says."""
+def _find_directory(file: IO[bytes], size: int) -> tuple[int, int, int]:
+    """The begin and end of the directory, and the number of its entries, from the end records."""
     at = size - _END.size
     if at < 0:
         raise ValueError("it is too short for an archive")
     mark, disk, first_disk, here, count, length, begin, comment = _END.unpack(_read(file, at, _END.size))
     if mark != b"PK\5\6" or comment:
-        raise ValueError("it does not end as an archive of torch.save")
+        raise ValueError("it does not end like an archive of torch.save")
     end, said = at, (disk, first_disk, here, count, length, begin)
     if at >= _LOCATOR.size and _read(file, at - _LOCATOR.size, 4) == b"PK\6\7":
         end = at - _LOCATOR.size - _END64.size
@@ -134,14 +134,14 @@ def _place(file: IO[bytes], size: int) -> tuple[int, int, int]:
             raise ValueError("its two end records differ")
         disk, first_disk, here, count, length, begin = large
     if disk or first_disk or here != count:
-        raise ValueError("it is a part of an archive")
+        raise ValueError("it is one part of a split archive")
     if begin + length != end:
-        raise ValueError("its directory is not where its end says")
+        raise ValueError("its directory is not where its end record says")
     return begin, end, count
 
 
-def _entries(file: IO[bytes], at: int, end: int, count: int) -> Iterator[_Entry]:
-    """One after the other, so that a directory that says it is large takes no memory."""
+def _read_entries(file: IO[bytes], at: int, end: int, count: int) -> Iterator[_Entry]:
+    """Iterate over the entries, so that a wrong number of entries does not take memory."""
     for _ in range(count):
         (
             mark, _, _, flags, method, _, _, checksum, packed, size, length, extra, comment, disk, _, attributes, offset
@@ -157,13 +157,13 @@ def _entries(file: IO[bytes], at: int, end: int, count: int) -> Iterator[_Entry]
         if method or flags & ~_FLAGS:
             raise ValueError("its records are compressed or encrypted, which torch.save does not do")
         record = match[2].decode()
-        # miniz takes what has the attribute of a folder of DOS for empty.
+        # miniz treats entries with DOS's attribute of a directory as empty.
         if comment or disk or attributes & 0xFFFF or stat.S_IFMT(attributes >> 16) not in _KINDS:
             raise ValueError(f"its record {record} has attributes that torch.save does not write")
         taken = [value for value in (size, packed, offset) if value == _LARGE]
-        large = _fields(fields).get(_ZIP64, b"")
+        large = _parse_extra_fields(fields).get(_ZIP64, b"")
         if len(large) != 8 * len(taken):
-            raise ValueError(f"the sizes of its record {record} are not clear")
+            raise ValueError(f"the sizes of its record {record} are ambiguous")
         values = iter(struct.unpack(f"<{len(taken)}Q", large))
         size, packed, offset = (next(values) if value == _LARGE else value for value in (size, packed, offset))
         if size != packed:
@@ -173,13 +173,13 @@ def _entries(file: IO[bytes], at: int, end: int, count: int) -> Iterator[_Entry]
         raise ValueError("its directory is longer than it says")
 
 
-def _fields(extra: bytes) -> dict[int, bytes]:
+def _parse_extra_fields(extra: bytes) -> dict[int, bytes]:
     """The extra fields of an entry or of a header, by number."""
     found: dict[int, bytes] = {}
     at = 0
     while at < len(extra):
         if at + 4 > len(extra):
-            raise ValueError("an extra field is cut")
+            raise ValueError("an extra field is truncated")
         kind, length = struct.unpack_from("<HH", extra, at)
         at += 4 + length
         if kind not in (_ZIP64, _PADDING) or kind in found or at > len(extra):
@@ -188,32 +188,32 @@ def _fields(extra: bytes) -> dict[int, bytes]:
     return found
 
 
-def _begins(file: IO[bytes], entries: list[_Entry], directory: int) -> dict[_Entry, int]:
-    """Where the bytes of each record begin, by the headers before them, which fill the file up to its directory."""
+def _check_headers(file: IO[bytes], entries: list[_Entry], directory: int) -> dict[_Entry, int]:
+    """Check that headers and records fill the file up to its directory; returns where each record begins."""
     places: dict[_Entry, int] = {}
     end, has_descriptor = 0, False
     for entry in sorted(entries, key=lambda one: one.offset):
         gap = entry.offset - end
         if gap not in (_DESCRIPTORS if has_descriptor else (0,)):
-            raise ValueError(f"there is something else before its record {entry.name.decode()}, or they overlap")
+            raise ValueError(f"there is a gap before its record {entry.name.decode()}, or records overlap")
         name = entry.folder + b"/" + entry.name
         header = _read(file, entry.offset, _LOCAL.size + len(name))
         mark, _, flags, method, *_, length, extra = _LOCAL.unpack_from(header)
         if (mark, flags, method, length, header[_LOCAL.size :]) != (b"PK\3\4", entry.flags, 0, len(name), name):
-            raise ValueError(f"the header of its record {entry.name.decode()} is damaged, or another's")
+            raise ValueError(f"the header of its record {entry.name.decode()} is damaged")
         begin = entry.offset + _LOCAL.size + length
-        _fields(_read(file, begin, extra))
+        _parse_extra_fields(_read(file, begin, extra))
         places[entry] = begin + extra
         end, has_descriptor = begin + extra + entry.size, bool(entry.flags & 8)
         if end > directory:
-            raise ValueError(f"its record {entry.name.decode()} says that it is larger than there is room for")
+            raise ValueError(f"its record {entry.name.decode()} is larger than the file")
     if directory - end not in (_DESCRIPTORS if has_descriptor else (0,)):
-        raise ValueError("there is something else before its directory")
+        raise ValueError("there is a gap before its directory")
     return places
 
 
 def _read(file: IO[bytes], begin: int, size: int) -> bytes:
     content = os.pread(file.fileno(), size, begin) if size else b""
     if len(content) != size:
-        raise ValueError("it is cut")
+        raise ValueError("it is truncated")
     return content

@@ -1,7 +1,7 @@
 """A base on disk: the frozen parameters' values in the files that a program builds its model from.
 
-Their names there are not those in the module that was trained, which has wrappers around the model: the attribute of a
-LightningModule before them, and PEFT's names in between.
+The names in these files differ from those in the trained module, which wraps the model: a LightningModule adds the
+name of an attribute in front, and PEFT adds names in between.
 """
 
 from __future__ import annotations
@@ -16,48 +16,48 @@ from typing import Any
 from ...common.errors import CheckpointError, named
 from ...manifest import LeftOut, Manifest
 from ...parameters import PARAMETER, is_name, plain
-from .. import dtypes as converting
+from .. import dtypes
 from ..format import safetensors as safetensors_file
-from ..format.archive import read
-from ..format.records import Piece, Records, Whole, whole
+from ..format.archive import read_archive
+from ..format.records import Piece, Records, TensorSource, from_stored
 from ..format.safetensors import MAX_HEADER
 from ..format.stored import Storage, StoredTensor
-from ..quantization import groups, is_subclass, subclass
-from ..zero.states import check_together, load
-from ..zero.weights import check_proportion, weights
-from .requantize import Made, Quantizer, check_installed, made
+from ..quantization import group_with_parts, is_subclass, parse_subclass
+from ..zero.opening import open_checkpoint
+from ..zero.weights import check_total_size
+from .requantize import Quantized, Quantizer, check_bitsandbytes, plan_quantized
 
 _PEFTS_OWN = ("base_model.model.", "base_layer.", "original_module.", "quant_linear_module.", "token_adapter.")
-# PEFT's values of `init_lora_weights` that change the base's weights, by how they begin.
+# The prefixes of PEFT's values of `init_lora_weights` that change the base's weights.
 _REWRITING_INITS = {"pissa": "PiSSA", "olora": "OLoRA", "corda": "CorDA", "loftq": "LoftQ", "lora_ga": "LoRA-GA"}
 
 
 @dataclass(frozen=True)
 class Base:
-    """The tensors of a base by name, and where it is."""
+    """The path of a base, and its tensors by name."""
 
     path: Path
-    tensors: dict[str, Whole]
+    tensors: dict[str, TensorSource]
     quantizer: Quantizer = field(default_factory=Quantizer)
 
-    def read(self, records: Records, tensor: Whole, parameter: LeftOut) -> bytearray:
-        """The content of what was left out, as the run had it: in its dtype, and quantized where that was."""
-        if isinstance(tensor, Made):
+    def read(self, records: Records, tensor: TensorSource, parameter: LeftOut) -> bytearray:
+        """Read a tensor as the run had it: in the same dtype, and quantized if it was."""
+        if isinstance(tensor, Quantized):
             return self.quantizer.read(records, tensor, parameter)
-        # A program may load its base in another dtype than the file has.
-        return converting.converted(records.read(tensor), tensor.dtype, parameter.dtype)
+        # A program may load its base in another dtype than that of the file.
+        return dtypes.convert(records.read(tensor), tensor.dtype, parameter.dtype)
 
-    def find(self, parameter: LeftOut) -> Whole | None:
-        """The tensor for a parameter that was left out of a checkpoint, under any of its names; None without one."""
+    def find(self, parameter: LeftOut) -> TensorSource | None:
+        """The tensor of a parameter that was left out, under any of its names; None if there is none."""
         for name in parameter.names:
             found = self.tensors.get(name) or self._by_ending(_without_wrappers(name))
             if found is not None:
                 return found
         return None
 
-    def _by_ending(self, name: str) -> Whole | None:
-        # The trained module has the model as an attribute: its name has more in front. Or the files are of a larger
-        # model, such as one with a head: then theirs has.
+    def _by_ending(self, name: str) -> TensorSource | None:
+        # The trained module contains the model as an attribute, so its names have prefixes. Or the files are those of a
+        # larger model, such as one with a head, and their names have prefixes.
         ending = name
         while ending:
             if ending in self.tensors:
@@ -70,7 +70,7 @@ class Base:
 
     @cached_property
     def _longer(self) -> dict[str, str | None]:
-        """The name that ends so, by each ending; None where several do."""
+        """The name with each ending; None if several names have it."""
         found: dict[str, str | None] = {}
         for known in filter(is_name, self.tensors):
             for ending in _endings(known):
@@ -91,40 +91,39 @@ def _without_wrappers(name: str) -> str:
 
 
 def open_base(path: str | Path, trust: bool = False) -> Base:
-    """Read what a base has, and no tensor of it.
+    """Read which tensors a base has, but not the tensors.
 
     Args:
-        path: a folder of safetensors, one such file, one of `torch.save` (a state dict, or with one under
-            "state_dict"), or the directory of a full DeepSpeed checkpoint.
-        trust: also read files that name classes which do not belong there. Nothing of them is run.
+        path: a directory of safetensors files, one such file, a file of `torch.save` (a state dict, or one with a
+            state dict under "state_dict"), or the directory of a full DeepSpeed checkpoint.
+        trust: accept files that name unexpected classes. No code of theirs is run.
 
     Raises:
-        CheckpointError: it is none of these, or damaged.
+        CheckpointError: it is none of these, or is damaged.
     """
     base = Path(path)
     if base.is_dir():
-        return Base(base, _of_folder(base, trust))
+        return Base(base, _read_folder(base, trust))
     if not base.is_file():
         raise CheckpointError(f"There is no base at {base}. Check the path.")
-    return Base(base, _of_file(base, trust))
+    return Base(base, _read_file(base, trust))
 
 
-def _of_folder(folder: Path, trust: bool) -> dict[str, Whole]:
+def _read_folder(folder: Path, trust: bool) -> dict[str, TensorSource]:
     if (folder / "latest").is_file():
-        states = load(folder, None, trust)
-        check_together(states)
-        # Stage 0 may not say what was trained; what was left out elsewhere is found by its name, and verified.
-        all_ = weights(states, () if states.zero_stage else ("*",))
-        tensors = {**all_.buffers, **all_.base, **({} if states.zero_stage else all_.trained)}
-        return {**tensors, **{alias: tensors[to] for alias, to in all_.aliases.items() if to in tensors}}
+        checkpoint = open_checkpoint(folder, trust=trust, as_base=True)
+        weights = checkpoint.weights
+        trained = {} if checkpoint.states.zero_stage else weights.trained
+        tensors = {**weights.buffers, **weights.base, **trained}
+        return {**tensors, **{alias: tensors[to] for alias, to in weights.aliases.items() if to in tensors}}
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
             if index.stat().st_size > MAX_HEADER:
-                raise ValueError("it is too long")
+                raise ValueError("it is too large")
             files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
             if odd := [name for name in files if name != Path(name).name]:
-                raise ValueError(f"it names {odd[0][:100]!r}, which is no file beside it")
+                raise ValueError(f"it names {odd[0][:100]!r}, which is not a file in the same directory")
         except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{index} is damaged ({error}). Take a whole copy of it.") from None
         paths = [folder / name for name in files]
@@ -136,37 +135,37 @@ def _of_folder(folder: Path, trust: bool) -> dict[str, Whole]:
         paths = paths or [item for item in found if item.match("pytorch_model*.bin")]
     if not paths:
         raise CheckpointError(
-            f"{folder} holds no base: no *.safetensors, no pytorch_model*.bin and no DeepSpeed checkpoint (`latest`)."
+            f"{folder} contains no base: no *.safetensors, no pytorch_model*.bin and no DeepSpeed checkpoint."
         )
-    return {name: tensor for item in paths for name, tensor in _of_file(item, trust).items()}
+    return {name: tensor for item in paths for name, tensor in _read_file(item, trust).items()}
 
 
-def _of_file(file: Path, trust: bool) -> dict[str, Whole]:
-    """The tensors of one file; a tied alias, that safetensors leaves out, is among them where the file says it."""
+def _read_file(file: Path, trust: bool) -> dict[str, TensorSource]:
+    """The tensors of one file, including the tied aliases that the metadata of a safetensors file list."""
     if file.suffix == ".safetensors":
         found = {}
-        for name, (dtype, shape) in safetensors_file.described(file).items():
-            tensor = Whole(dtype, shape, ())
+        for name, (dtype, shape) in safetensors_file.read_types(file).items():
+            tensor = TensorSource(dtype, shape, ())
             storage = Storage(file, name, dtype, tensor.numel)
-            found[name] = Whole(dtype, shape, (Piece(storage, 0, tensor.numel),))
-        about = safetensors_file.metadata(file)
+            found[name] = TensorSource(dtype, shape, (Piece(storage, 0, tensor.numel),))
+        about = safetensors_file.read_metadata(file)
         tied = {alias: found[to] for alias, to in about.items() if to in found and alias not in found}
-        return {**found, **tied, **_flattened(found, about)}
-    state: Any = read(file, trust=trust).state
+        return {**found, **tied, **_unflatten_names(found, about)}
+    state: Any = read_archive(file, trust=trust).state
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]
     if not isinstance(state, Mapping) or not any(isinstance(item, StoredTensor) for item in state.values()):
-        raise CheckpointError(f"{file} holds no weights: it is neither a state dict nor has one. Check the path.")
-    tensors = {plain(str(name)): whole(item) for name, item in state.items() if isinstance(item, StoredTensor)}
+        raise CheckpointError(f"{file} contains no weights: it is not a state dict and contains none. Check the path.")
+    tensors = {plain(str(name)): from_stored(item) for name, item in state.items() if isinstance(item, StoredTensor)}
     for name, item in state.items():
-        if (one := subclass(item)) is not None:
-            tensors |= {f"{plain(str(name))}.{rest}": whole(tensor) for rest, tensor in one.inner.items()}
+        if (one := parse_subclass(item)) is not None:
+            tensors |= {f"{plain(str(name))}.{rest}": from_stored(tensor) for rest, tensor in one.inner.items()}
     return tensors
 
 
-def _flattened(tensors: Mapping[str, Whole], about: Mapping[str, str]) -> dict[str, Whole]:
-    """The inner tensors of torchao's by the names of parts: a file names `layer.weight.scale` `layer._weight_scale`."""
-    found: dict[str, Whole] = {}
+def _unflatten_names(tensors: Mapping[str, TensorSource], about: Mapping[str, str]) -> dict[str, TensorSource]:
+    """torchao's inner tensors by the names of parts: `layer._weight_scale` in the file is `layer.weight.scale`."""
+    found: dict[str, TensorSource] = {}
     for name in about.keys() - tensors.keys():
         layer, _, last = name.rpartition(".")
         prefix = f"{layer}._{last}_"
@@ -174,43 +173,45 @@ def _flattened(tensors: Mapping[str, Whole], about: Mapping[str, str]) -> dict[s
     return found
 
 
-def tensors_for(manifest: Manifest, base: Base) -> dict[LeftOut, Whole]:
-    """The base's tensor for all that was left out, the parts of each parameter together.
+def match_base(manifest: Manifest, base: Base) -> dict[LeftOut, TensorSource]:
+    """Find the base's tensor for everything that was left out.
 
-    A parameter that consists of other tensors has none of its own, and may be missing.
+    A parameter that consists of other tensors has no tensor of its own, and may be missing.
 
     Raises:
-        CheckpointError: one is missing or has another shape, or it takes bitsandbytes, which is not installed.
+        CheckpointError: a tensor is missing or has another shape, or bitsandbytes is needed and not installed.
     """
-    there: dict[LeftOut, Whole] = {}
+    there: dict[LeftOut, TensorSource] = {}
     missing, reshaped = [], []
-    for group in groups(manifest.left_out):
+    for group in group_with_parts(manifest.left_out):
         found = {one: base.find(one) for one in group if not is_subclass(one)}
         weight = found.get(group[0])
         if weight is not None and not any(found.get(one) for one in group[1:]):
-            found |= made(group, weight) or {}
+            found |= plan_quantized(group, weight) or {}
         for one, tensor in found.items():
             if tensor is not None and tensor.shape == one.shape:
                 there[one] = tensor
             elif tensor is not None:
-                reshaped.append(f"{one.name!r} is {list(tensor.shape)} there, {list(one.shape)} at the save")
+                reshaped.append(f"{one.name!r} has shape {list(tensor.shape)} instead of {list(one.shape)}")
             else:
                 missing.append(one)
     if missing:
-        raise CheckpointError(f"{base.path} lacks {named([one.name for one in missing])}. {_remedy(missing, manifest)}")
+        raise CheckpointError(
+            f"{base.path} lacks {named([one.name for one in missing])}. {_suggest_remedy(missing, manifest)}"
+        )
     if reshaped:
-        raise CheckpointError(f"{base.path} is not the base that was saved with: {'; '.join(reshaped[:5])}.")
-    check_proportion(
+        raise CheckpointError(f"{base.path} is not the base that the run used: {'; '.join(reshaped[:5])}.")
+    check_total_size(
         sum(tensor.nbytes for tensor in there.values()),
         *{piece.storage.path for tensor in there.values() for piece in tensor.pieces},
     )
-    if any(isinstance(tensor, Made) for tensor in there.values()):
-        check_installed()
+    if any(isinstance(tensor, Quantized) for tensor in there.values()):
+        check_bitsandbytes()
     return there
 
 
-def _remedy(missing: Iterable[LeftOut], manifest: Manifest) -> str:
-    """What to do about a base that lacks this."""
+def _suggest_remedy(missing: Iterable[LeftOut], manifest: Manifest) -> str:
+    """What to do about a base that lacks these."""
     adapters = {adapter for known in manifest.adapters.values() for adapter in known}
     owners = [adapters & set(one.name.split(".")) for one in missing]
     if all(owners):
@@ -219,30 +220,32 @@ def _remedy(missing: Iterable[LeftOut], manifest: Manifest) -> str:
             " Save them with patch(keep=[...]), or pass a full checkpoint of the run as the base."
         )
     was_quantized = any(one.kind != PARAMETER for one in missing)
-    return "Name the base that the run was built from" + (": it was quantized." if was_quantized else ".")
+    return "Pass the base that the run was built from" + (": it was quantized." if was_quantized else ".")
 
 
-def refuse_wrong(base: Base, names: Iterable[str], manifest: Manifest) -> None:
-    """Raise CheckpointError where the base has other values than the one that was saved with."""
+def raise_wrong_values(base: Base, names: Iterable[str], manifest: Manifest) -> None:
+    """Raise CheckpointError if there are names of tensors whose values differ from those of the run."""
     wrong = list(names)
     if wrong:
-        raise CheckpointError(other_values(base, wrong, manifest) + " Name the base that the run was built from.")
+        raise CheckpointError(
+            describe_wrong_values(base, wrong, manifest) + " Pass the base that the run was built from."
+        )
 
 
-def other_values(base: Base, names: Iterable[str], manifest: Manifest) -> str:
-    """What to say of a base that has other values than the one that was saved with."""
-    said = f"{base.path} is not the base that was saved with: it has other values in {named(list(names))}."
+def describe_wrong_values(base: Base, names: Iterable[str], manifest: Manifest) -> str:
+    """The message for a base whose values differ from those of the run."""
+    message = f"{base.path} is not the base that the run used: the values differ in {named(list(names))}."
     inits = _rewriting_inits(manifest)
     if not inits:
-        return said
+        return message
     return (
-        f"{said} A possible cause: the adapter was initialised with {' and '.join(inits)}, which rewrites the base's"
-        " weights; pass them as they were after that, such as in a full checkpoint of the run."
+        f"{message} A possible cause: the adapter was initialised with {' and '.join(inits)}, which changes the base's"
+        " weights; pass the changed weights, such as a full checkpoint of the run."
     )
 
 
 def _rewriting_inits(manifest: Manifest) -> list[str]:
-    """The names of the adapters' initialisations that change the base."""
+    """The adapters' initialisations that change the base."""
     found = set()
     for config in (config for adapters in manifest.adapters.values() for config in adapters.values()):
         try:

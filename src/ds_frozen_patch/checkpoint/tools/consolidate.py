@@ -1,4 +1,4 @@
-"""One file of weights, or some, from all that the ranks have saved: for a module without DeepSpeed, or to share."""
+"""Collect the weights that the ranks have saved into one or more files, to use without DeepSpeed or to share."""
 
 from __future__ import annotations
 
@@ -14,40 +14,39 @@ from ...common.progress import progress
 from ...common.text import human_bytes, printable_lines
 from ...manifest import KEY, LeftOut, Manifest
 from ...parameters import PARAMETER
-from .. import dtypes as converting
-from .. import hyperparameters
+from .. import dtypes, hyperparameters
 from ..format import safetensors as safetensors_file
-from ..format.archive import read
-from ..format.records import Piece, Records, Whole, mapped, whole
+from ..format.archive import read_archive
+from ..format.records import Piece, Records, TensorSource, from_stored, map_into_memory
 from ..format.stored import ITEM_SIZES, StandIn, Storage, StoredTensor
 from ..format.writing import write_archive
-from ..quantization import of_torchao
+from ..quantization import is_torchao
 from ..zero.labels import LABEL
-from ..zero.repartition import KEY as ELASTIC
-from ..zero.states import DEEPSPEEDS_OWN, States, check_together, load
-from ..zero.weights import Weights, check_one_run, weights
-from .base import Base, open_base, refuse_wrong, tensors_for
+from ..zero.opening import open_checkpoint
+from ..zero.repartition import ELASTIC_KEY
+from ..zero.states import DEEPSPEEDS_OWN, States
+from ..zero.weights import Weights
+from .base import Base, match_base, open_base, raise_wrong_values
 from .output import check_output, new_output
 
 TORCH_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
 DEFAULT_SHARD_BYTES = 5_000_000_000
-"""What Hugging Face's libraries take as well."""
+"""The default of Hugging Face's libraries."""
 
 
 @dataclass(frozen=True)
 class Consolidated:
-    """What `consolidate` has done, or would do.
+    """What `consolidate` has written, or would write.
 
     Attributes:
-        source: the checkpoint's path, as it was given.
-        target: the output's path, as it was given.
-        dtype: "fp32", "bf16" or "fp16", which all floating tensors are in; None where each has its own.
-        is_whole: whether frozen parameters are in it, so that a module can be loaded from it strictly.
-        tensors: how many there are, tied ones counted once.
-        size: the bytes of these tensors.
-        files: the names of the files that hold them.
-        unverified: the parameters from a base that could not be compared with those at the save, for want of a
-            fingerprint.
+        source: the path of the checkpoint, as passed.
+        target: the path of the output, as passed.
+        dtype: "fp32", "bf16" or "fp16" if all floating-point tensors were converted, else None.
+        is_whole: whether it contains the frozen parameters, so that a module can be loaded from it strictly.
+        tensors: the number of tensors; tied ones count once.
+        size: the size of these tensors, in bytes.
+        files: the names of the files.
+        unverified: the parameters from a base that could not be verified, because they have no fingerprint.
     """
 
     source: str
@@ -70,13 +69,21 @@ class Consolidated:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What goes into an output: each tensor, those that a base must be verified for, and tied aliases.
+class OutputPlan:
+    """What an output contains.
 
-    What is in `quantized` keeps its dtype. `pickled` are tensor subclasses, which only a file of `torch.save` can hold.
+    Attributes:
+        tensors: the source of each tensor.
+        aliases: the first name of each tied alias.
+        from_base: what the manifest records of each tensor that comes from the base, to verify it.
+        base: the base, if any.
+        dtype: what floating-point tensors are converted to; None to keep their dtypes.
+        quantized: the names of tensors that keep their dtype in any case.
+        pickled: tensor subclasses, which only files of `torch.save` can contain.
+        manifest: the checkpoint's.
     """
 
-    tensors: dict[str, Whole]
+    tensors: dict[str, TensorSource]
     aliases: dict[str, str]
     from_base: dict[str, LeftOut]
     base: Base | None
@@ -86,19 +93,19 @@ class Plan:
     manifest: Manifest | None = None
 
     def dtype_of(self, name: str) -> str:
-        """What a tensor is in the output. Those from a base are first what the run had of them."""
+        """The dtype of a tensor in the output. One from the base is first read in the dtype of the run."""
         saved = self.from_base[name].dtype if name in self.from_base else self.tensors[name].dtype
         if name in self.quantized:
             return saved
-        return converting.dtype_in(saved, self.dtype)
+        return dtypes.output_dtype(saved, self.dtype)
 
     def size_of(self, name: str) -> int:
-        """The bytes of a tensor in the output."""
+        """The size of a tensor in the output, in bytes."""
         return self.tensors[name].numel * ITEM_SIZES[self.dtype_of(name)]
 
     @property
     def size(self) -> int:
-        """The bytes of all of them."""
+        """The size of all tensors, in bytes."""
         return sum(map(self.size_of, self.tensors))
 
 
@@ -114,54 +121,51 @@ def consolidate(
     dry_run: bool = False,
     quiet: bool = True,
 ) -> Consolidated:
-    """Put the weights of a checkpoint into one file, tensor by tensor, the trained ones from their fp32 masters.
+    """Collect the weights of a checkpoint, tensor by tensor, the trained ones from their fp32 masters.
 
     Args:
-        source: the directory of a DeepSpeed checkpoint, full or trainable-only. It stays as it is.
-        target: a `.ckpt` (or `.pt`, `.pth`, `.bin`), with all that Lightning keeps in one; a `.safetensors`; or a
-            folder to make, of safetensors in shards.
-        tag: the folder in the source; without one, what its file `latest` says.
-        dtype: "fp32", "bf16" or "fp16", of all floating tensors but those of a quantized base. Without it, what was
-            trained is in fp32, as the optimizer's masters are, and all else in the dtype that it was saved in, as
-            DeepSpeed's own converter does.
-        base: what the run was built from, to make a trainable-only checkpoint whole: a folder of safetensors, a single
-            file, or a full checkpoint. Its parameters are compared with the fingerprints in the manifest.
-        max_shard_size: of each file in a folder, in bytes; one tensor may be larger.
-        trust: also read files that name classes which do not belong in a checkpoint, and follow links out of it. None
-            of them is run. And keep hyper-parameters that name classes, by which Lightning would import and make them;
-            without it they are dropped, with a warning.
-        dry_run: write nothing and read no tensor.
-        quiet: show no progress on stderr.
+        source: the directory of a DeepSpeed checkpoint, full or trainable-only. It is not changed.
+        target: a `.ckpt` (or `.pt`, `.pth`, `.bin`), which also gets everything else that Lightning saves; a
+            `.safetensors`; or a directory to create, with sharded safetensors.
+        tag: the subdirectory to read; by default the one named in `latest`.
+        dtype: "fp32", "bf16" or "fp16", to convert all floating-point tensors except those of a quantized base. By
+            default trained weights are in fp32, like the optimizer's masters, and others in the dtype that they were
+            saved in, as with DeepSpeed's own converter.
+        base: what the run was built from, to add the frozen parameters to a trainable-only checkpoint: a directory of
+            safetensors, a single file, or a full checkpoint. It is verified with the fingerprints in the manifest.
+        max_shard_size: the maximum size of each file in a directory, in bytes; a single tensor may be larger.
+        trust: accept files that name unexpected classes, and links out of the checkpoint. No code of theirs is run.
+            Also keep hyper-parameters that name classes, which Lightning would import and instantiate; otherwise they
+            are dropped with a warning.
+        dry_run: write nothing and read no tensors.
+        quiet: do not show progress on stderr.
 
     Returns:
-        What is in the output.
+        What the output contains.
 
     Raises:
-        CheckpointError: a file of the source or of the base is missing, damaged or of another run; the base is not that
-            of the save; there is something at the target already, or it cannot be written. Nothing is left there then.
-        CheckpointMismatchError: its manifest is damaged, or of a format that this release does not know.
-        ValueError: the dtype is not known.
+        CheckpointError: a file of the source or the base is missing, damaged or from another run; the base differs from
+            that of the run; the target exists, or cannot be written. Nothing is left there.
+        CheckpointMismatchError: its manifest is damaged, or has a format that this release does not know.
+        ValueError: the dtype is unknown.
     """
-    kind = converting.named_dtype(dtype)
-    states = load(source, tag, trust)
-    check_together(states)
-    found = weights(states, ("*",))  # who was trained makes no difference here
-    check_one_run(found)
-    manifest = states.manifest
+    kind = dtypes.torch_dtype(dtype)
+    checkpoint = open_checkpoint(source, tag, trust=trust)
+    states, found, manifest = checkpoint.states, checkpoint.weights, checkpoint.states.manifest
     if base is not None and manifest is None:
         raise CheckpointError(
-            f"{source} has no manifest that says what was left out of it"
-            + (", and is a full checkpoint: it needs no base." if found.base else ", so no base can be put into it.")
+            f"{source} has no manifest that lists what was left out"
+            + (", and is a full checkpoint: it needs no base." if found.base else ", so no base can be added to it.")
         )
     path = Path(target)
-    plan = _plan(found, manifest, open_base(base, trust) if base is not None else None, kind)
-    shards = _shards(plan, path, max_shard_size)
+    plan = _plan_output(found, manifest, open_base(base, trust) if base is not None else None, kind)
+    shards = _split_into_files(plan, path, max_shard_size)
     lacks_frozen = manifest.left_out if manifest else states.leaves_out_frozen
     is_whole = base is not None or not lacks_frozen
     if plan.pickled and path.suffix not in TORCH_SUFFIXES:
         raise CheckpointError(
-            f"{named(plan.pickled, 3)} are tensors of torchao's, which no file of safetensors holds. Name a file of"
-            f" torch.save, such as {path.with_suffix('.ckpt').name}"
+            f"{named(plan.pickled, 3)} are torchao tensors, which safetensors files cannot contain. Write a file of"
+            f" torch.save instead, such as {path.with_suffix('.ckpt').name}."
         )
     done = Consolidated(
         source=str(source),
@@ -177,67 +181,65 @@ def consolidate(
     if dry_run:
         check_output(path, *sources)
         return done
-    with new_output(path, *sources) as made, Records() as records, progress("writing", done.size, quiet) as told:
+    with new_output(path, *sources) as made, Records() as records, progress("writing", done.size, quiet) as progressed:
         if path.suffix in TORCH_SUFFIXES:
-            _write_torch(made, states, plan, is_whole, Reader(records, plan, told), trust)
+            _write_torch(made, states, plan, is_whole, OutputReader(records, plan, progressed), trust)
         elif path.suffix == ".safetensors":
-            write_shard(made, plan.tensors, plan, Reader(records, plan, told))
+            write_shard(made, plan.tensors, plan, OutputReader(records, plan, progressed))
         else:
-            _write_folder(made, shards, plan, Reader(records, plan, told))
+            _write_folder(made, shards, plan, OutputReader(records, plan, progressed))
     return done
 
 
 def consolidate_over(checkpoint_dir: str | Path, output_file: str | Path, tag: str | None = None) -> dict[str, Any]:
-    """Consolidate into a Lightning checkpoint of any name, in place of what is there, and give what was written.
+    """Consolidate into a Lightning checkpoint of any name, replacing an existing file, and return what was written.
 
     Returns:
-        The file's state: its tensors are mapped from the file, and objects of classes are stand-ins.
+        The file's state: its tensors are mapped from the file, and objects are stand-ins.
 
     Raises:
-        CheckpointError: as `consolidate`, but for what is there.
+        CheckpointError: as `consolidate`.
     """
-    states = load(checkpoint_dir, tag, trust=True)
-    check_together(states)
-    found = weights(states, ("*",))
-    check_one_run(found)
-    plan = _plan(found, states.manifest, None, None)
+    checkpoint = open_checkpoint(checkpoint_dir, tag, trust=True)
+    states = checkpoint.states
+    plan = _plan_output(checkpoint.weights, states.manifest, None, None)
     file = Path(output_file)
     with (
         new_output(file, replace=True) as made,
         Records() as records,
-        progress("writing", plan.size, False) as told,
+        progress("writing", plan.size, False) as progressed,
     ):
         is_whole = not (states.manifest and states.manifest.left_out)
-        _write_torch(made, states, plan, is_whole, Reader(records, plan, told), trust=True)
-    state: dict[str, Any] = read(file, trust=True).state
-    stored = {name: whole(item) for name, item in state["state_dict"].items()}
-    return {**state, "state_dict": mapped(stored)}
+        _write_torch(made, states, plan, is_whole, OutputReader(records, plan, progressed), trust=True)
+    state: dict[str, Any] = read_archive(file, trust=True).state
+    stored = {name: from_stored(item) for name, item in state["state_dict"].items()}
+    return {**state, "state_dict": map_into_memory(stored)}
 
 
-def _plan(found: Weights, manifest: Manifest | None, base: Base | None, dtype: str | None) -> Plan:
-    from_base = tensors_for(manifest, base) if manifest and base else {}
-    if base and (unlike := [one.name for one in manifest.left_out if of_torchao(one.dtype)] if manifest else []):
+def _plan_output(found: Weights, manifest: Manifest | None, base: Base | None, dtype: str | None) -> OutputPlan:
+    from_base = match_base(manifest, base) if manifest and base else {}
+    if base and (unlike := [one.name for one in manifest.left_out if is_torchao(one.dtype)] if manifest else []):
         raise CheckpointError(
-            f"{named(unlike, 3)} are tensors of torchao's, which cannot be made without it. Consolidate without a base,"
-            " and let the program that loads the file build it."
+            f"{named(unlike, 3)} are torchao tensors, which only torchao can create. Consolidate without a base, and"
+            " let the program that loads the file build the base."
         )
     more = {alias: one.name for one in from_base for alias in one.names[1:]}
     pickled = {name: one.item for name, one in found.subclasses.items() if one.is_in_module}
-    return Plan(
+    return OutputPlan(
         tensors={n: item for n, item in found.all.items() if found.owners.get(n) not in pickled}
         | {one.name: tensor for one, tensor in from_base.items()},
         aliases={**found.aliases, **more},
         from_base={one.name: one for one in from_base},
         base=base,
         dtype=dtype,
-        quantized=found.quantized | _quantized(from_base),
+        quantized=found.quantized | _quantized_names(from_base),
         pickled=pickled,
         manifest=manifest,
     )
 
 
-def _quantized(left_out: Iterable[LeftOut]) -> frozenset[str]:
-    """The names of what belongs to a quantized base: buffers, parts, and the parameters that these are of."""
+def _quantized_names(left_out: Iterable[LeftOut]) -> frozenset[str]:
+    """The names of the tensors of a quantized base: buffers, parts, and the parameters that these belong to."""
     return frozenset(
         name
         for one in left_out
@@ -246,11 +248,11 @@ def _quantized(left_out: Iterable[LeftOut]) -> frozenset[str]:
     )
 
 
-def _shards(plan: Plan, target: Path, max_shard_size: int) -> dict[str, dict[str, Whole]]:
+def _split_into_files(plan: OutputPlan, target: Path, max_shard_size: int) -> dict[str, dict[str, TensorSource]]:
     """The tensors of each file of the output."""
     if target.suffix in (*TORCH_SUFFIXES, ".safetensors"):
         return {target.name: plan.tensors}
-    shards: list[dict[str, Whole]] = [{}]
+    shards: list[dict[str, TensorSource]] = [{}]
     filled = 0
     for name, tensor in plan.tensors.items():
         size = plan.size_of(name)
@@ -264,11 +266,11 @@ def _shards(plan: Plan, target: Path, max_shard_size: int) -> dict[str, dict[str
     return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
-class Reader:
-    """Reads a tensor of the plan as it goes into the output, and checks it against what else is known of it."""
+class OutputReader:
+    """Reads a tensor of the plan, verifies it if it comes from the base, and converts it for the output."""
 
-    def __init__(self, records: Records, plan: Plan, told: Callable[[int], object]) -> None:
-        self.records, self.plan, self.told = records, plan, told
+    def __init__(self, records: Records, plan: OutputPlan, progressed: Callable[[int], object]) -> None:
+        self.records, self.plan, self.progressed = records, plan, progressed
 
     def __call__(self, name: str) -> bytearray:
         tensor = self.plan.tensors[name]
@@ -277,33 +279,35 @@ class Reader:
             values, dtype = self.records.read(tensor), tensor.dtype
         else:
             values, dtype = self.plan.base.read(self.records, tensor, parameter), parameter.dtype
-            if not converting.is_base(parameter, values):
+            if not dtypes.matches_fingerprint(parameter, values):
                 for piece in tensor.pieces:
-                    self.records.check(piece.storage)  # if it is that, it is said
-                refuse_wrong(self.plan.base, [name], self.plan.manifest)
-        made = converting.converted(values, dtype, self.plan.dtype_of(name))
-        self.told(len(made))
+                    self.records.check(piece.storage)  # a damaged file gets a message of its own
+                raise_wrong_values(self.plan.base, [name], self.plan.manifest)
+        made = dtypes.convert(values, dtype, self.plan.dtype_of(name))
+        self.progressed(len(made))
         return made
 
 
-def _write_torch(file: Path, states: States, plan: Plan, is_whole: bool, reader: Reader, trust: bool) -> None:
-    """A Lightning checkpoint: the client's state, and the weights as `state_dict`."""
-    kept = {key: value for key, value in states.models[0].items() if key not in (*DEEPSPEEDS_OWN, ELASTIC, LABEL)}
+def _write_torch(
+    file: Path, states: States, plan: OutputPlan, is_whole: bool, reader: OutputReader, trust: bool
+) -> None:
+    """Write a Lightning checkpoint: the client state, and the weights as `state_dict`."""
+    kept = {key: value for key, value in states.models[0].items() if key not in (*DEEPSPEEDS_OWN, ELASTIC_KEY, LABEL)}
     if is_whole:
         kept.pop(KEY, None)
     if not trust:
         kept, dropped = hyperparameters.without_classes(kept)
         if dropped:
             warnings.warn(
-                f"{file.name} is without these hyper-parameters, by which load_from_checkpoint or LightningCLI would"
-                f" import and make classes: {named(dropped)}. Pass what they stood for to load_from_checkpoint as"
-                " arguments. If you know where the checkpoint is from, keep them with --trust (trust=True).",
+                f"{file.name} does not contain these hyper-parameters, because load_from_checkpoint or LightningCLI"
+                f" would import and instantiate the classes that they name: {named(dropped)}. Pass their values to"
+                " load_from_checkpoint as arguments. If you trust the checkpoint, keep them with --trust (trust=True).",
                 stacklevel=3,
             )
     made: dict[str, Any] = dict(plan.pickled)
     for name, tensor in plan.tensors.items():
         storage = Storage(None, name, plan.dtype_of(name), tensor.numel)
-        made[name] = StoredTensor(storage, storage.dtype, 0, tensor.shape, _strides(tensor.shape))
+        made[name] = StoredTensor(storage, storage.dtype, 0, tensor.shape, _contiguous_strides(tensor.shape))
     for alias, name in plan.aliases.items():
         if name in made:
             made[alias] = made[name]
@@ -312,26 +316,28 @@ def _write_torch(file: Path, states: States, plan: Plan, is_whole: bool, reader:
         if storage.file is None:
             yield bytes(reader(storage.key)) if not storage.numel else memoryview(reader(storage.key))
         else:
-            yield from reader.records.chunks(Whole("uint8", (count,), (Piece(storage, begin, count),)))
+            yield from reader.records.chunks(TensorSource("uint8", (count,), (Piece(storage, begin, count),)))
 
     write_archive(file, {**kept, "state_dict": made}, content)
 
 
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides = [1] * len(shape)
     for place in range(len(shape) - 2, -1, -1):
         strides[place] = strides[place + 1] * max(shape[place + 1], 1)
     return tuple(strides)
 
 
-def write_shard(file: Path, tensors: dict[str, Whole], plan: Plan, reader: Reader) -> None:
-    """A file of safetensors. It cannot hold a tensor twice: of tied ones it says the first's name, as the library."""
+def write_shard(file: Path, tensors: dict[str, TensorSource], plan: OutputPlan, reader: OutputReader) -> None:
+    """Write a safetensors file. It contains tied tensors once, and the aliases as metadata, as the library does it."""
     about = {alias: name for alias, name in plan.aliases.items() if name in tensors}
     entries = {name: (plan.dtype_of(name), tensor.shape) for name, tensor in tensors.items()}
     safetensors_file.write_file(file, entries, map(reader, tensors), about)
 
 
-def _write_folder(folder: Path, shards: dict[str, dict[str, Whole]], plan: Plan, reader: Reader) -> None:
+def _write_folder(
+    folder: Path, shards: dict[str, dict[str, TensorSource]], plan: OutputPlan, reader: OutputReader
+) -> None:
     folder.mkdir()
     for name, tensors in shards.items():
         write_shard(folder / name, tensors, plan, reader)

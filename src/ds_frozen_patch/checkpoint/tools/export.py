@@ -1,4 +1,4 @@
-"""What was trained, for others to use: an adapter folder as PEFT's own, or a plain file of safetensors."""
+"""Export the trained weights for others to use: as a PEFT adapter folder, or a plain safetensors file."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ...common.errors import CheckpointError, named
 from ...common.progress import progress
 from ...common.text import human_bytes, printable_lines
 from ...manifest import Manifest
-from .. import dtypes as converting
+from .. import dtypes
 from ..format.records import Records
-from ..zero.states import check_together, load
-from ..zero.weights import Weights, check_one_run, weights
-from .consolidate import Plan, Reader, write_shard
+from ..zero.opening import open_checkpoint
+from ..zero.weights import Weights
+from .consolidate import OutputPlan, OutputReader, write_shard
 from .output import check_output, new_output
-from .regex_cost import steps
+from .regex_cost import count_steps
 
 FORMATS = ("peft", "safetensors")
 _PEFTS_PREFIX = "base_model.model."
-# What PEFT's files have of these kinds is computed from the weights, not the weights themselves.
+# For these kinds, PEFT's files contain values computed from the weights, not the weights themselves.
 _PROMPTS = frozenset(
     ["PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "ADAPTION_PROMPT"]
 )
-# The model has one of each, which PEFT saves, and every layer refers to it under a name of its own.
+# The model has one of each, which PEFT saves; every layer refers to it under a name of its own.
 _SHARED_BY_LAYERS = frozenset(
     ["vera_A", "vera_B", "pvera_A", "pvera_B", "vblora_vector_bank", "unilora_theta_d", "tinylora_v"]
 )
@@ -36,15 +36,15 @@ _SHARED_BY_LAYERS = frozenset(
 
 @dataclass(frozen=True)
 class Exported:
-    """What `export` has done, or would do.
+    """What `export` has written, or would write.
 
     Attributes:
-        source: the checkpoint's path, as it was given.
-        target: the output's path, as it was given.
+        source: the path of the checkpoint, as passed.
+        target: the path of the output, as passed.
         format: "peft" or "safetensors".
-        tensors: their names in the output.
-        size: the bytes of these tensors.
-        outside: the names of what was trained and has no place in an adapter.
+        tensors: the names of the tensors in the output.
+        size: the size of these tensors, in bytes.
+        outside: the names of trained parameters that do not fit into an adapter.
     """
 
     source: str
@@ -63,14 +63,14 @@ class Exported:
 
 @dataclass(frozen=True)
 class Adapter:
-    """One of PEFT's adapters: the name of the module that has it, its own, and its configuration, if it is known."""
+    """A PEFT adapter: the name of the module that has it, its own name, and its configuration if known."""
 
     module: str
     name: str
     config: dict[str, Any] | None
 
     def peft_name(self, name: str) -> str | None:
-        """A parameter's name in an adapter's file, which has neither the module's nor the adapter's; None outside."""
+        """A parameter's name in an adapter file, without the names of module and adapter; None if it is outside."""
         prefix = f"{self.module}." if self.module else ""
         if not name.startswith(prefix):
             return None
@@ -88,9 +88,9 @@ class Adapter:
         return json.dumps({**(self.config or {}), "inference_mode": True}, indent=2, sort_keys=True)
 
     def owns(self, name: str) -> bool:
-        """Whether a parameter or buffer is the adapter's own, and in its file."""
+        """Whether a parameter or buffer belongs to the adapter and to its file."""
         parts = name.split(".")
-        if self.peft_name(name) is None or "ranknum" in parts or _is_a_layers(name):  # PEFT does not save AdaLoRA's
+        if self.peft_name(name) is None or "ranknum" in parts or _is_layer_alias(name):  # PEFT does not save AdaLoRA's
             return False
         if any(f".{part}.{self.name}." in name for part in ("modules_to_save", "prompt_encoder")):
             return True
@@ -99,47 +99,46 @@ class Adapter:
     def members(
         self, trained: Iterable[str], aliases: Iterable[str], others: Iterable[str], adapters: Iterable[str]
     ) -> dict[str, str]:
-        """The module's names of what goes into the adapter's file, by the names there.
+        """Map the names in the adapter's file to the names in the module.
 
         Args:
-            trained: the first name of each parameter that was trained.
+            trained: the first name of each trained parameter.
             aliases: the other names of tied parameters: PEFT saves tied `modules_to_save` under each of their names.
-            others: names of what was not trained, and of buffers; the adapter's own are taken.
-            adapters: the names of all adapters of its model; what other ones own is not taken.
+            others: the names of other parameters and of buffers; those that the adapter owns are included.
+            adapters: the names of all adapters of the model; what the others own is not included.
         """
         rivals = {name: Adapter(self.module, name, None) for name in adapters if name != self.name}
 
         def has_other_owner(name: str) -> bool:
             return any(part in rivals and rivals[part].owns(name) for part in name.split("."))
 
-        chosen = [name for name in trained if not _is_a_layers(name) and not has_other_owner(name)]
+        chosen = [name for name in trained if not _is_layer_alias(name) and not has_other_owner(name)]
         chosen += [name for name in aliases if self.owns(name) and ".token_adapter." not in name]
         chosen += [name for name in others if self.owns(name)]
         found = {self.peft_name(name): name for name in chosen}
         return {name: own for name, own in found.items() if name is not None}
 
     def check_exportable(self) -> None:
-        """Raise CheckpointError where PEFT's file holds something else than the weights in a checkpoint."""
+        """Raise CheckpointError if PEFT's files contain something else than the weights of a checkpoint."""
         config = self.config or {}
         kind = str(config.get("peft_type"))
         why = None
         if kind in _PROMPTS:
-            why = f"it computes the content of its {kind} files from the weights"
+            why = f"it computes the content of {kind} files from the weights"
         elif kind == "VBLORA" and config.get("save_only_topk_weights"):
-            why = "with save_only_topk_weights, it computes the content of its VBLORA files from the weights"
+            why = "with save_only_topk_weights, it computes the content of VBLORA files from the weights"
         elif kind == "SHIRA":
-            why = "its SHIRA files hold shira_indices, which are in no state dict"
+            why = "its SHIRA files contain shira_indices, which are not in the state dict"
         elif kind == "ADALORA" and config.get("rank_pattern"):
-            why = "its ADALORA files lack the ranks that rank_pattern has dropped"
+            why = "its ADALORA files omit the ranks that rank_pattern drops"
         if why:
             raise CheckpointError(
-                f"No adapter folder of PEFT can be made from this checkpoint: {why}. Use the other format:"
-                " --format safetensors"
+                f"PEFT's adapter format cannot be written from this checkpoint: {why}. Use --format safetensors."
             )
 
 
-def _is_a_layers(name: str) -> bool:
-    """Whether this is a layer's name for what belongs to the whole model."""
+def _is_layer_alias(name: str) -> bool:
+    """Whether this is a layer's name for a tensor of the whole model."""
     return any(part in _SHARED_BY_LAYERS and holder != "base_model" for holder, part in pairwise(name.split(".")))
 
 
@@ -157,52 +156,50 @@ def export(
     dry_run: bool = False,
     quiet: bool = True,
 ) -> Exported:
-    """Write what a checkpoint's run has trained, without its optimizer.
+    """Write the trained weights of a checkpoint, without the optimizer's state.
 
     Args:
-        source: the directory of a DeepSpeed checkpoint, full or trainable-only. It stays as it is.
-        target: for "peft" a folder to make, which `PeftModel.from_pretrained` takes; for "safetensors" a file to make,
-            with the module's own names, buffers too, which `load_trainable` takes.
-        tag: the folder in the source; without one, what its file `latest` says.
+        source: the directory of a DeepSpeed checkpoint, full or trainable-only. It is not changed.
+        target: for "peft" a directory to create, which `PeftModel.from_pretrained` loads; for "safetensors" a file to
+            create, with the names of the module and its buffers, which `load_trainable` loads.
+        tag: the subdirectory to read; by default the one named in `latest`.
         format: "peft" or "safetensors".
-        dtype: "fp32", "bf16" or "fp16", of all floating tensors. Without it, what was trained is in fp32, as the
-            optimizer's masters are, and all else in the dtype that it was saved in.
+        dtype: "fp32", "bf16" or "fp16", to convert all floating-point tensors. By default trained weights are in fp32,
+            like the optimizer's masters, and others in the dtype that they were saved in.
         adapter: the name of the adapter, for "peft"; by default the only one, or "default".
-        adapter_config: an `adapter_config.json`, or its folder, where the run has not recorded its own: `patch()` does.
+        adapter_config: an `adapter_config.json`, or its directory, if the checkpoint contains none; `patch()` saves it.
         trainable: as for `prune`.
-        trust: also read files that name classes which do not belong in a checkpoint. Nothing of them is run.
-        dry_run: write nothing and read no tensor.
-        quiet: show no progress on stderr.
+        trust: accept files that name unexpected classes. No code of theirs is run.
+        dry_run: write nothing and read no tensors.
+        quiet: do not show progress on stderr.
 
     Returns:
-        What is in the output.
+        What the output contains.
 
     Raises:
-        CheckpointError: a file of the source is missing, damaged or of another run; there is no such adapter, no
-            configuration of it, or a part of it was left out as frozen; there is something at the target already, or it
-            cannot be written. Nothing is left there then.
-        CheckpointMismatchError: its manifest is damaged, or of a format that this release does not know.
-        ValueError: the format or the dtype is not known.
+        CheckpointError: a file of the source is missing, damaged or from another run; there is no such adapter or no
+            configuration for it, or a part of it was frozen and left out; the target exists, or cannot be written.
+            Nothing is left there.
+        CheckpointMismatchError: its manifest is damaged, or has a format that this release does not know.
+        ValueError: the format or the dtype is unknown.
     """
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, not {format!r}")
-    kind = converting.named_dtype(dtype)
-    states = load(source, tag, trust)
-    check_together(states)
-    found = weights(states, trainable)
-    check_one_run(found)
+    kind = dtypes.torch_dtype(dtype)
+    checkpoint = open_checkpoint(source, tag, trainable=trainable, trust=trust)
+    states, found = checkpoint.states, checkpoint.weights
     chosen = None
     if format == "peft":
-        chosen = _adapter(found, states.manifest, adapter, adapter_config)
+        chosen = _choose_adapter(found, states.manifest, adapter, adapter_config)
         chosen.check_exportable()
-        named_, outside = _of_adapter(found, states.manifest, chosen)
+        named_, outside = _match_adapter(found, states.manifest, chosen)
     else:
-        # A frozen parameter in a trainable-only checkpoint is one that was kept: no base holds its value.
+        # A frozen parameter in a trainable-only checkpoint was kept on purpose: the base lacks its value.
         kept = found.frozen if states.manifest else {}
         named_, outside = {name: name for name in (*found.trained, *kept, *found.buffers)}, []
     tensors = found.all
     tensors |= {alias: tensors[first] for alias, first in found.aliases.items() if first in tensors}
-    plan = Plan(
+    plan = OutputPlan(
         tensors={name: tensors[own] for name, own in named_.items()},
         aliases=found.aliases if format == "safetensors" else {},
         from_base={},
@@ -215,109 +212,114 @@ def export(
     if dry_run:
         check_output(path, states.layout.root)
         return done
-    with new_output(path, states.layout.root) as made, Records() as records, progress("writing", size, quiet) as told:
+    with (
+        new_output(path, states.layout.root) as made,
+        Records() as records,
+        progress("writing", size, quiet) as progressed,
+    ):
         file = made
         if chosen is not None:
             made.mkdir()
             file = made / "adapter_model.safetensors"
             (made / "adapter_config.json").write_text(chosen.config_json, encoding="utf-8")
-        write_shard(file, plan.tensors, plan, Reader(records, plan, told))
+        write_shard(file, plan.tensors, plan, OutputReader(records, plan, progressed))
     return done
 
 
-def _adapter(found: Weights, manifest: Manifest | None, name: str | None, file: str | Path | None) -> Adapter:
-    """The adapter that is meant: as the run has recorded it, else as the names of what was trained give it away."""
+def _choose_adapter(found: Weights, manifest: Manifest | None, name: str | None, file: str | Path | None) -> Adapter:
+    """The requested adapter, as the manifest records it, or else as the names of the trained parameters tell."""
     recorded = dict(manifest.adapters) if manifest else {}
     if len(recorded) > 1:
         raise CheckpointError(
-            f"The run had several models with adapters: {named(list(recorded))}. One folder of PEFT holds one; take the"
-            " other format: --format safetensors"
+            f"The run had several models with adapters: {named(list(recorded))}. A PEFT folder contains only one. Use"
+            " --format safetensors."
         )
     for module, adapters in recorded.items():
         known = name or (next(iter(adapters)) if len(adapters) == 1 else "default")
         if known not in adapters:
-            raise CheckpointError(f"The run had no adapter {known!r}, but {named(list(adapters))}. Say it: --adapter")
-        return Adapter(module, known, _config(file) if file else _recorded(adapters[known]))
+            raise CheckpointError(
+                f"The run had no adapter {known!r}, but {named(list(adapters))}. Choose one with --adapter."
+            )
+        return Adapter(module, known, _read_config(file) if file else _parse_recorded_config(adapters[known]))
     prefixes = {own.partition(_PEFTS_PREFIX)[0] for own in found.trained if _PEFTS_PREFIX in own}
     if len(prefixes) != 1:
         raise CheckpointError(
-            "The names of what was trained are of no model of PEFT, or of several. Take the other format:"
-            " --format safetensors"
+            "The names of the trained parameters are not those of exactly one PEFT model. Use --format safetensors."
         )
     if file is None:
         raise CheckpointError(
-            "The run has not recorded the adapter's configuration. Name a file with it: --adapter-config"
+            "The checkpoint does not contain the adapter's configuration. Pass a file with it: --adapter-config"
             " adapter_config.json (PeftConfig.save_pretrained writes one)."
         )
-    return Adapter(prefixes.pop().removesuffix("."), name or "default", _config(file))
+    return Adapter(prefixes.pop().removesuffix("."), name or "default", _read_config(file))
 
 
-def _config(path: str | Path) -> dict[str, Any]:
+def _read_config(path: str | Path) -> dict[str, Any]:
     file = Path(path) / "adapter_config.json" if Path(path).is_dir() else Path(path)
     try:
-        said = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(said, dict) or "peft_type" not in said:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(config, dict) or "peft_type" not in config:
             raise ValueError("it has no peft_type")
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is no adapter_config.json of PEFT ({error}).") from None
-    return said
+        raise CheckpointError(f"{file} is not an adapter_config.json of PEFT ({error}).") from None
+    return config
 
 
-def _recorded(text: str) -> dict[str, Any]:
-    """A configuration that the checkpoint holds, without what PEFT would import or take for ever on by it."""
+def _parse_recorded_config(text: str) -> dict[str, Any]:
+    """Parse a configuration from a checkpoint; refuse or remove what would make PEFT import modules or hang."""
     try:
-        said = json.loads(text)
-        if not isinstance(said, dict) or not isinstance(said.get("peft_type"), str):
+        config = json.loads(text)
+        if not isinstance(config, dict) or not isinstance(config.get("peft_type"), str):
             raise ValueError("it has no peft_type")
-        _check_patterns(said)
-        if said.get("megatron_core") not in (None, "megatron.core"):  # a module that PEFT imports
-            raise ValueError(f"it names {said['megatron_core']!r:.100} as its megatron_core")
+        _check_patterns(config)
+        if config.get("megatron_core") not in (None, "megatron.core"):  # a module that PEFT imports
+            raise ValueError(f"it names {config['megatron_core']!r:.100} as its megatron_core")
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"The adapter's configuration in the checkpoint is damaged, or could harm: {error}. Pass one that you"
-            " trust: --adapter-config adapter_config.json (PeftConfig.save_pretrained writes one)."
+            f"The adapter's configuration in the checkpoint is damaged or unsafe: {error}. Pass one that you trust:"
+            " --adapter-config adapter_config.json (PeftConfig.save_pretrained writes one)."
         ) from None
-    mapping = said.get("auto_mapping")
+    mapping = config.get("auto_mapping")
     library = mapping.get("parent_library") if isinstance(mapping, dict) else mapping
     if not (library is None or (isinstance(library, str) and library.startswith(_LIBRARIES))):
-        said["auto_mapping"] = None
+        config["auto_mapping"] = None
         warnings.warn(
-            f"The adapter_config.json is without auto_mapping, by which AutoPeftModel would import {library!r:.100}."
-            " Load it by PeftModel.from_pretrained, or export with --adapter-config and one that you trust.",
+            f"auto_mapping was removed from adapter_config.json: AutoPeftModel would import {library!r:.100}. Load the"
+            " adapter with PeftModel.from_pretrained, or export with --adapter-config and a file that you trust.",
             stacklevel=4,
         )
-    return said
+    return config
 
 
 _LIBRARIES = ("transformers.", "diffusers.")
 
 
 def _check_patterns(config: dict[str, Any]) -> None:
-    """Raise ValueError for regular expressions with which PEFT would never end."""
+    """Raise ValueError for regular expressions that could take PEFT forever to match."""
     for key, value in config.items():
-        most = 10**7  # the time for one name is seconds then, at the very worst
+        most = 10**7  # at worst, seconds for one name
         patterns = [value] if isinstance(value, str) else []
-        if key.endswith("_pattern"):  # which PEFT puts into another
+        if key.endswith("_pattern"):  # PEFT embeds these into another expression
             most = 10**5
             patterns = list(value) if isinstance(value, list | dict) else patterns
         elif not key.endswith(("_modules", "_parameters")):
             continue
         for pattern in patterns:
-            if not isinstance(pattern, str) or steps(pattern) > most:
-                raise ValueError(f"{key} has {pattern!r:.100}, with which a match could take for ever")
+            if not isinstance(pattern, str) or count_steps(pattern) > most:
+                raise ValueError(f"{key} has {pattern!r:.100}, which could take forever to match")
 
 
-def _of_adapter(found: Weights, manifest: Manifest | None, adapter: Adapter) -> tuple[dict[str, str], list[str]]:
-    """The names in the checkpoint by those in the adapter's file, and what was trained besides."""
+def _match_adapter(found: Weights, manifest: Manifest | None, adapter: Adapter) -> tuple[dict[str, str], list[str]]:
+    """Map the names in the adapter's file to those in the checkpoint; also return what was trained outside of it."""
     left_out = [name for name in (manifest.names if manifest else ()) if adapter.owns(name)]
     if left_out:
         raise CheckpointError(
-            f"Parts of the adapter were frozen and so are not in the checkpoint: {named(left_out)}. Save them with"
-            " patch(keep=[...]), or take a full checkpoint."
+            f"Parts of the adapter were frozen and are not in the checkpoint: {named(left_out)}. Save them with"
+            " patch(keep=[...]), or use a full checkpoint."
         )
     adapters = manifest.adapters.get(adapter.module, {}) if manifest else ()
     members = adapter.members(found.trained, found.aliases, (*found.frozen, *found.buffers), adapters)
     if not any(adapter.owns(name) for name in members.values()):
-        raise CheckpointError(f"The checkpoint holds nothing of an adapter {adapter.name!r}. Say which: --adapter")
+        raise CheckpointError(f"The checkpoint contains no adapter {adapter.name!r}. Choose one with --adapter.")
     inside = set(members.values())
     return members, [name for name in found.trained if inside.isdisjoint(found.names_of(name))]

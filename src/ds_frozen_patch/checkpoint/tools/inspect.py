@@ -1,4 +1,4 @@
-"""What the bytes of a checkpoint are: read from its pickles, without reading a tensor."""
+"""Show what takes up space in a checkpoint, from its pickles, without reading tensors."""
 
 from __future__ import annotations
 
@@ -11,35 +11,34 @@ from typing import Any
 from ...common.text import human_bytes, printable_lines
 from ...manifest import KEY, Manifest
 from ..format.archive import Contents
-from ..format.stored import Storage, StoredTensor, tensors
-from ..quantization import kinds as kinds_of_base
-from ..quantization import of_base
-from ..zero.states import configured_stage, load, names_of_groups, number
-from ..zero.weights import contents, plain_names
+from ..format.stored import Storage, StoredTensor, iter_tensors
+from ..quantization import base_buffers, name_quantization
+from ..zero.entries import read_entries, with_plain_names
+from ..zero.states import as_integer, configured_stage, parameter_groups, read_states
 
 TRAINABLE, FROZEN, SECOND_COPY = "trainable weights", "frozen weights", "frozen weights, second copy"
 EITHER = "weights, trainable or frozen"
 MASTER, OPTIMIZER = "fp32 master weights", "optimizer state"
 BUFFERS, CLIENT_STATE, FORMAT = "buffers", "client state", "file format"
 KINDS = (TRAINABLE, FROZEN, SECOND_COPY, EITHER, MASTER, OPTIMIZER, BUFFERS, CLIENT_STATE, FORMAT)
-"""What bytes can be. `EITHER`: a full checkpoint of ZeRO stage 0 does not say which of its weights were trained."""
+"""The kinds of content. `EITHER`: a full checkpoint of ZeRO stage 0 does not tell which weights were trained."""
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found in a checkpoint. All sizes are in bytes.
+    """The contents of a checkpoint. All sizes are in bytes.
 
     Attributes:
-        path: the checkpoint's path, as it was given.
-        tag: the folder in it that was read.
-        zero_stage: 0 to 3, of the run that saved.
-        world_size: the ranks of the run that saved.
-        global_step: the steps of the optimizer before the save; None where the checkpoint does not say it.
-        epoch: that of the save, from 0 on; None where the checkpoint does not say it.
-        versions: by package, the releases that the checkpoint names.
-        files: by file name, the size of each kind of `KINDS` that the file has; together they are the file's size.
-        base: what the base is quantized with, in words; empty where it is not.
-        manifest: what was left out; None in a checkpoint that ds_frozen_patch did not make trainable-only.
+        path: the path of the checkpoint, as passed.
+        tag: the subdirectory that was read.
+        zero_stage: 0 to 3.
+        world_size: the number of ranks that saved it.
+        global_step: the number of optimizer steps; None if the checkpoint does not record it.
+        epoch: the epoch, from 0 on; None if the checkpoint does not record it.
+        versions: the release of each package that the checkpoint records.
+        files: by file name, the size of each kind of `KINDS` in the file; together they are the file's size.
+        base: how the base is quantized; empty if it is not.
+        manifest: what was left out; None if ds_frozen_patch did not make the checkpoint trainable-only.
     """
 
     path: str
@@ -68,7 +67,7 @@ class Inspection:
 
     @property
     def prunable(self) -> int:
-        """What the checkpoint would be smaller by without its frozen weights."""
+        """How much smaller the checkpoint would be without its frozen weights."""
         return self.kinds.get(FROZEN, 0) + self.kinds.get(SECOND_COPY, 0)
 
     def __str__(self) -> str:
@@ -95,56 +94,55 @@ class Inspection:
 
 
 def inspect(path: str | Path, tag: str | None = None, *, trust: bool = False) -> Inspection:
-    """Say what a checkpoint's bytes are; no tensor is read, so that its size does not matter.
+    """Show what takes up space in a checkpoint; it reads no tensors, so the checkpoint's size does not matter.
 
     Args:
         path: the directory of a DeepSpeed checkpoint, saved by Lightning or by DeepSpeed alone.
-        tag: the folder in it; without one, what its file `latest` says.
-        trust: also read files that name classes which do not belong in a checkpoint, and follow links out of it. None
-            of them is run.
+        tag: the subdirectory to read; by default the one named in `latest`.
+        trust: accept files that name unexpected classes, and links out of the checkpoint. No code of theirs is run.
 
     Returns:
-        The sizes, and what the checkpoint says of its run.
+        The sizes, and what the checkpoint records about its run.
 
     Raises:
-        CheckpointError: there is no checkpoint, or a file of it is missing, cut, damaged or not expected.
-        CheckpointMismatchError: its manifest is damaged, or of a format that this release does not know.
+        CheckpointError: there is no checkpoint, or a file of it is missing, truncated, damaged or unexpected.
+        CheckpointMismatchError: its manifest is damaged, or has a format that this release does not know.
     """
-    states = load(path, tag, trust)
+    states = read_states(path, tag, trust)
     files: dict[str, dict[str, int]] = {}
     manifest = states.manifest
     for file, found in zip(states.layout.files, states.contents, strict=True):
         is_model = file not in states.layout.optimizer
         kinds_of = _model_kinds(found.state, manifest) if is_model else _optimizer_kinds(found.state)
-        files[file.name] = _sizes(found, kinds_of, file.stat().st_size)
+        files[file.name] = _sum_sizes(found, kinds_of, file.stat().st_size)
     model = states.models[0]
     return Inspection(
         path=str(states.layout.root),
         tag=states.layout.tag,
         zero_stage=states.zero_stage,
         world_size=states.world_size,
-        global_step=number(model.get("global_step", model.get("global_steps"))),
-        epoch=number(model.get("epoch")),
+        global_step=as_integer(model.get("global_step", model.get("global_steps"))),
+        epoch=as_integer(model.get("epoch")),
         versions=states.versions,
         files=files,
-        base=kinds_of_base(_dtypes(plain_names(model), manifest)),
+        base=name_quantization(_entry_dtypes(with_plain_names(model), manifest)),
         manifest=manifest,
     )
 
 
-def _dtypes(model: Mapping[str, Any], manifest: Manifest | None) -> dict[str, str]:
-    """The dtype of all that is there, and of what was left out, by name; of a tensor subclass its class's name."""
-    module, subclasses, _, _ = contents(model, manifest)
+def _entry_dtypes(model: Mapping[str, Any], manifest: Manifest | None) -> dict[str, str]:
+    """The dtype of each entry, also of those left out, by name; for a tensor subclass the name of its class."""
+    entries = read_entries(model, manifest)
     left_out = manifest.left_out if manifest else ()
     return {
-        **{name: tensor.dtype for name, tensor in module.items()},
-        **{name: one.name for name, one in subclasses.items()},
+        **{name: tensor.dtype for name, tensor in entries.tensors.items()},
+        **{name: one.name for name, one in entries.subclasses.items()},
         **{name: one.dtype for one in left_out for name in one.names},
     }
 
 
-def _sizes(file: Contents, kinds: Iterator[tuple[str, StoredTensor]], size: int) -> dict[str, int]:
-    """The size of each kind in a file. A storage counts once, as what its first tensor is."""
+def _sum_sizes(file: Contents, kinds: Iterator[tuple[str, StoredTensor]], size: int) -> dict[str, int]:
+    """The size of each kind in a file. A storage counts once, as the kind of its first tensor."""
     found: Counter[str] = Counter()
     seen: set[str] = set()
     for kind, tensor in kinds:
@@ -157,11 +155,12 @@ def _sizes(file: Contents, kinds: Iterator[tuple[str, StoredTensor]], size: int)
 
 
 def _model_kinds(state: Mapping[str, Any], manifest: Manifest | None) -> Iterator[tuple[str, StoredTensor]]:
-    """What each tensor of a `*model_states.pt` is."""
-    state = plain_names(state)
-    trained = {name for group in names_of_groups(state) for name in group}
-    module, _, parts, buffers = contents(state, manifest)
-    packed = of_base(buffers, parts)
+    """The kind of each tensor of a `*model_states.pt`."""
+    state = with_plain_names(state)
+    trained = {name for group in parameter_groups(state) for name in group}
+    entries = read_entries(state, manifest)
+    module, parts, buffers = entries.tensors, entries.owners, entries.buffers
+    packed = base_buffers(buffers, parts)
     listed: dict[tuple[Storage, int], str] = {}
     for name, tensor in module.items():
         if name in trained or name in buffers or name in parts:
@@ -170,15 +169,15 @@ def _model_kinds(state: Mapping[str, Any], manifest: Manifest | None) -> Iterato
             )
     unlisted = FROZEN if trained else TRAINABLE if KEY in state else EITHER
     for tensor in module.values():
-        # A tied alias of a trainable parameter is in no list, but it is the same memory.
+        # A tied alias of a trainable parameter is not listed, but it is the same memory.
         yield listed.get((tensor.storage, tensor.offset), unlisted), tensor
     others = {"frozen_param_fragments": FROZEN if configured_stage(state) == 3 else SECOND_COPY, "optimizer": OPTIMIZER}
     for key, value in state.items():
-        for _, tensor in tensors(value):
+        for _, tensor in iter_tensors(value):
             yield others.get(key, CLIENT_STATE), tensor
 
 
 def _optimizer_kinds(state: Mapping[str, Any]) -> Iterator[tuple[str, StoredTensor]]:
-    """What each tensor of a `*optim_states.pt` is."""
-    for path, tensor in tensors(state):
+    """The kind of each tensor of a `*optim_states.pt`."""
+    for path, tensor in iter_tensors(state):
         yield MASTER if any("fp32" in str(key) for key in path) else OPTIMIZER, tensor

@@ -1,4 +1,4 @@
-"""What was trained, back into a module."""
+"""Load the trained weights of a checkpoint or export into a module."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from ...common.errors import CheckpointError, CheckpointMismatchError, named
 from ...manifest import adapters_of
 from ...parameters import plain
-from ..format.records import Records, Whole
-from ..zero.states import check_together, load
-from ..zero.weights import check_one_run, weights
+from ..format.records import Records, TensorSource
+from ..zero.opening import open_checkpoint
 from .base import open_base
 from .export import Adapter
 
@@ -22,31 +21,30 @@ if TYPE_CHECKING:
 def load_trainable(
     module: torch.nn.Module, path: str | Path, *, adapter: str | None = None, trust: bool = False
 ) -> None:
-    """Put what a run has trained into a module built as that run's was, strictly: all of it, and nothing else.
+    """Load the weights that a run has trained into a module, strictly: no missing and no unexpected keys.
 
     Args:
-        module: with the same names, whole and not partitioned. Parameters take their values in their own dtype.
-        path: what `export` or `consolidate` has made, a single file that Lightning has saved, or the directory of a
+        module: built as the run's module was, and not partitioned. Values are converted to its parameters' dtypes.
+        path: the output of `export` or `consolidate`, a single file that Lightning has saved, or the directory of a
             DeepSpeed checkpoint, full or trainable-only.
-        adapter: the module's adapter that takes an adapter folder; by default its only one, or "default".
-        trust: also read files that name classes which do not belong there. Nothing of them is run.
+        adapter: the module's adapter that an adapter folder is loaded into; by default its only one, or "default".
+        trust: accept files that name unexpected classes. No code of theirs is run.
 
     Raises:
-        CheckpointError: there is nothing at the path that can be read, or it is damaged.
-        CheckpointMismatchError: a trainable parameter of the module is not there, or something there is not in the
-            module or has another shape. Nothing has been changed then.
+        CheckpointError: nothing can be read from the path, or it is damaged.
+        CheckpointMismatchError: keys are missing, unexpected or have other shapes. The module has not been changed.
     """
     import torch
 
-    found = _found(Path(path), trust)
+    found = _find_tensors(Path(path), trust)
     if (Path(path) / "adapter_config.json").is_file():
-        found = _named_as_in(module, found, adapter, Path(path))
+        found = _rename_for_module(module, found, adapter, Path(path))
     there = {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
     }
     there = {plain(name): tensor for name, tensor in there.items()}
-    _check(module, there, found, Path(path))
+    _check_keys_and_shapes(module, there, found, Path(path))
     with Records() as records:
         values = {name: records.read(tensor) for name, tensor in found.items()}
     with torch.no_grad():
@@ -56,43 +54,46 @@ def load_trainable(
                 there[name].copy_(elements.view(found[name].shape))
 
 
-def _found(path: Path, trust: bool) -> dict[str, Whole]:
-    """All tensors by name; of a checkpoint, the masters of what was trained."""
+def _find_tensors(path: Path, trust: bool) -> dict[str, TensorSource]:
+    """All tensors by name; from a checkpoint, the masters of the trained weights."""
     if not (path / "latest").is_file():
         return open_base(path, trust).tensors
-    states = load(path, None, trust)
-    check_together(states)
-    all_ = weights(states, ("*",))  # who was trained makes no difference here
-    check_one_run(all_)
-    # A quantized base is as the program builds it: its scales are in no parameter that could take them.
-    frozen = {name: tensor for name, tensor in all_.frozen.items() if name not in all_.quantized}
-    return {**frozen, **all_.trained, **all_.buffers}
+    found = open_checkpoint(path, trust=trust).weights
+    # A quantized base stays as the program builds it: no parameter could take its scales.
+    frozen = {name: tensor for name, tensor in found.frozen.items() if name not in found.quantized}
+    return {**frozen, **found.trained, **found.buffers}
 
 
-def _named_as_in(
-    module: torch.nn.Module, found: Mapping[str, Whole], adapter: str | None, path: Path
-) -> dict[str, Whole]:
+def _rename_for_module(
+    module: torch.nn.Module, found: Mapping[str, TensorSource], adapter: str | None, path: Path
+) -> dict[str, TensorSource]:
     """The tensors of an adapter folder by their names in the module."""
     recorded = adapters_of(module)
     if len(recorded) != 1:
-        raise CheckpointError(f"{path} holds an adapter, but the module has {len(recorded)} models of PEFT to take it.")
+        raise CheckpointError(
+            f"{path} contains an adapter, but the module has {len(recorded)} PEFT models instead of one."
+        )
     ((inner, adapters),) = recorded.items()
     name = adapter or (next(iter(adapters)) if len(adapters) == 1 else "default")
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     here = Adapter(inner, name, None).members([plain(own) for own, _ in named], (), (), adapters)
-    # What is not in the module stays under its own name, to be named as such.
+    # A key that is not in the module keeps its name, for the error message.
     return {here.get(own, own): tensor for own, tensor in found.items()}
 
 
-def _check(module: torch.nn.Module, there: Mapping[str, torch.Tensor], found: Mapping[str, Whole], path: Path) -> None:
-    taken = {id(there[name]) for name in found if name in there}
-    said = {
-        "lacks": [plain(n) for n, p in module.named_parameters() if p.requires_grad and id(p) not in taken],
-        "has what the module has not:": [name for name in found if name not in there],
-        "has another shape of": [name for name, t in found.items() if name in there and there[name].shape != t.shape],
+def _check_keys_and_shapes(
+    module: torch.nn.Module, own: Mapping[str, torch.Tensor], found: Mapping[str, TensorSource], path: Path
+) -> None:
+    """Raise CheckpointMismatchError for missing and unexpected keys and other shapes."""
+    taken = {id(own[name]) for name in found if name in own}
+    problems = {
+        "missing keys": [plain(n) for n, p in module.named_parameters() if p.requires_grad and id(p) not in taken],
+        "unexpected keys": [name for name in found if name not in own],
+        "other shapes": [name for name, t in found.items() if name in own and own[name].shape != t.shape],
     }
-    wrong = [f"it {what} {named(names)}" for what, names in said.items() if names]
-    if wrong:
+    problems_found = [f"{problem}: {named(names)}" for problem, names in problems.items() if names]
+    if problems_found:
         raise CheckpointMismatchError(
-            f"{path} does not belong to this module: {'; '.join(wrong)}. Build the module as for the run that saved it."
+            f"{path} does not fit this module; {'; '.join(problems_found)}. Build the module as the run that saved it"
+            " did."
         )

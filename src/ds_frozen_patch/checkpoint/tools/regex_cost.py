@@ -1,4 +1,4 @@
-"""Regular expressions that a checkpoint has brought along and others will run: whether one can take for ever."""
+"""An upper bound for the time that regular expressions from a checkpoint can take to match."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 _parser: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
 _LENGTH = 100
-"""Of the names of modules that they are tried on."""
+"""The assumed length of module names."""
 _LONGEST = 2000
 
 
-def steps(pattern: str) -> float:
-    """In how many ways a name can be tried against a regular expression, at most; infinite if that is not known.
+def count_steps(pattern: str) -> float:
+    """An upper bound for the number of ways to match a name against a regular expression; infinite if unknown.
 
-    What follows on each other multiplies them. A repetition of what has several ways itself has too many.
+    Sequences multiply the number. A repetition of something with several ways of its own counts as infinite.
     """
     try:
         return _ways(_parser.parse(pattern)) if len(pattern) <= _LONGEST else inf

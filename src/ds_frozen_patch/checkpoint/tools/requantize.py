@@ -1,8 +1,8 @@
-"""An unquantized base quantized anew, as a run did it with bitsandbytes, to be compared with what its manifest says.
+"""Quantize an unquantized base with bitsandbytes as a run did, to compare it with the manifest's fingerprints.
 
-The manifest tells how: the quant type by a part's name, the block size by the sizes of the packed weight and of its
-absmax, double quantization by the nested parts, and the storage by the packed dtype. It does not tell the dtype that
-the program loaded the weights in; those that are usual are tried.
+The settings follow from the manifest: the quant type from a part's name, the block size from the sizes of the packed
+weight and of its absmax, double quantization from the nested parts, and the storage from the packed dtype. The dtype
+that the program loaded the weights in is not recorded; the usual ones are tried.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.errors import CheckpointError
 from ...manifest import LeftOut
-from .. import dtypes as converting
-from ..format.records import Records, Whole
+from .. import dtypes
+from ..format.records import Records, TensorSource
 from ..format.stored import ITEM_SIZES
 from ..quantization import quant_type
 
@@ -27,66 +27,66 @@ _BLOCK_SIZES = (64, 32, 128, 256, 512, 1024, 2048, 4096)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Made(Whole):
-    """What quantizing a weight gives: the packed weight, or a part of it. Its pieces are those of the weight.
+class Quantized(TensorSource):
+    """The packed weight, or a part of it, that quantizing a weight results in. Its pieces are those of the weight.
 
     Attributes:
         weight: the unquantized one.
-        group: all that the manifest says of the packed weight, itself first.
+        group: what the manifest records: the packed weight first, then its parts.
     """
 
-    weight: Whole
+    weight: TensorSource
     group: tuple[LeftOut, ...]
 
 
-def made(group: Sequence[LeftOut], weight: Whole) -> dict[LeftOut, Made] | None:
-    """What quantizing a weight has to give; None where it cannot be what was quantized.
+def plan_quantized(group: Sequence[LeftOut], weight: TensorSource) -> dict[LeftOut, Quantized] | None:
+    """The results of quantizing a weight; None if its dtype or size does not fit.
 
     Args:
-        group: a parameter and its parts, as a manifest has them.
-        weight: what a base holds under the parameter's name.
+        group: a parameter and its parts, from the manifest.
+        weight: the base's tensor of the parameter's name.
     """
     packed, kind = group[0], quant_type(group)
-    if weight.dtype not in converting.FLOATING or kind is None:
+    if weight.dtype not in dtypes.FLOATING or kind is None:
         return None
     bytes_ = prod(packed.shape) * ITEM_SIZES.get(packed.dtype, 0)
     fits = weight.shape == packed.shape if kind == "int8" else -(-weight.numel // 2) == bytes_
     if not fits:
         return None
-    return {one: Made(one.dtype, one.shape, weight.pieces, weight=weight, group=tuple(group)) for one in group}
+    return {one: Quantized(one.dtype, one.shape, weight.pieces, weight=weight, group=tuple(group)) for one in group}
 
 
-def check_installed() -> None:
-    """Raise CheckpointError where bitsandbytes is not."""
+def check_bitsandbytes() -> None:
+    """Raise CheckpointError if bitsandbytes is not installed."""
     try:
         import bitsandbytes  # noqa: F401
     except ImportError:
         raise CheckpointError(
-            "The base is not quantized, and the run quantized it with bitsandbytes. To compare them, install it: pip"
-            " install bitsandbytes. Or name the folder of the quantized model."
+            "The base is not quantized, but the run quantized it with bitsandbytes. To compare them, install it: pip"
+            " install bitsandbytes. Or pass the directory of the quantized model."
         ) from None
 
 
 class Quantizer:
-    """Quantizes weights as a run did. It keeps the last one, and how it was right."""
+    """Quantizes weights as a run did. It caches the last result and the settings that matched."""
 
     def __init__(self) -> None:
         self._way: Any = None
         self._last: tuple[Any, dict[str, bytearray]] = None, {}
 
-    def read(self, records: Records, tensor: Made, parameter: LeftOut) -> bytearray:
-        """The content of a parameter or a part of one."""
+    def read(self, records: Records, tensor: Quantized, parameter: LeftOut) -> bytearray:
+        """The content of a packed parameter or of a part of it."""
         key = tensor.group[0].name
         if self._last[0] != key:
             self._last = key, self._values(records, tensor)
         return self._last[1][parameter.name]
 
-    def _values(self, records: Records, tensor: Made) -> dict[str, bytearray]:
-        """The values in the way that gives most of what was saved, which for the right base is all."""
+    def _values(self, records: Records, tensor: Quantized) -> dict[str, bytearray]:
+        """The values from the settings that match most fingerprints; for the right base they match all."""
         content = records.read(tensor.weight)
         best: tuple[int, dict[str, bytearray]] = -1, {}
         for way in self._ways(tensor):
-            values = _quantized(content, tensor, *way)
+            values = _quantize(content, tensor, *way)
             right = sum(_is_right(one, values[one.name]) for one in tensor.group)
             if right > best[0]:
                 best = right, values
@@ -95,8 +95,8 @@ class Quantizer:
                 break
         return best[1]
 
-    def _ways(self, tensor: Made) -> Iterator[tuple[str, str, int]]:
-        """The devices, dtypes and block sizes to try, the one that was right before first."""
+    def _ways(self, tensor: Quantized) -> Iterator[tuple[str, str, int]]:
+        """The devices, dtypes and block sizes to try; first those that matched before."""
         import torch
 
         devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -104,8 +104,8 @@ class Quantizer:
         yield from sorted(ways, key=lambda way: way != self._way)
 
 
-def _block_sizes(tensor: Made) -> list[int]:
-    """Those that give as many scales as there were; of a small weight, several do."""
+def _block_sizes(tensor: Quantized) -> list[int]:
+    """The block sizes that result in the recorded number of scales; for a small weight, several do."""
     if quant_type(tensor.group) == "int8":
         return [0]
     (scales,) = [prod(one.shape) for one in tensor.group if one.name.endswith(".absmax")] or [0]
@@ -113,31 +113,31 @@ def _block_sizes(tensor: Made) -> list[int]:
 
 
 def _is_right(one: LeftOut, values: bytearray) -> bool:
-    return len(values) == prod(one.shape) * ITEM_SIZES.get(one.dtype, 0) and converting.is_base(one, values)
+    return len(values) == prod(one.shape) * ITEM_SIZES.get(one.dtype, 0) and dtypes.matches_fingerprint(one, values)
 
 
-def _quantized(content: bytearray, tensor: Made, device: str, dtype: str, block_size: int) -> dict[str, bytearray]:
-    """All of a group, by name; without content what this bitsandbytes does not give."""
+def _quantize(content: bytearray, tensor: Quantized, device: str, dtype: str, block_size: int) -> dict[str, bytearray]:
+    """The values of a group by name; empty for what this release of bitsandbytes does not return."""
     import torch
 
     values = torch.frombuffer(
-        converting.converted(content, tensor.weight.dtype, dtype) or bytearray(1), dtype=getattr(torch, dtype)
+        dtypes.convert(content, tensor.weight.dtype, dtype) or bytearray(1), dtype=getattr(torch, dtype)
     )
     values = values.view(tensor.weight.shape).to(device)
     try:
-        found = _in_8_bits(values) if not block_size else _in_4_bits(values, tensor.group, block_size)
+        found = _quantize_8_bits(values) if not block_size else _quantize_4_bits(values, tensor.group, block_size)
     except Exception as error:  # whatever its kernels say
         raise CheckpointError(
-            f"bitsandbytes cannot quantize the base here ({type(error).__name__}: {error}). Name the folder of the"
+            f"bitsandbytes cannot quantize the base here ({type(error).__name__}: {error}). Pass the directory of the"
             " quantized model."
         ) from None
     packed = tensor.group[0].name
     layer = packed.removesuffix("weight")
-    made = {f"{layer if not block_size else packed}{name}": _bytes(value) for name, value in found.items()}
+    made = {f"{layer if not block_size else packed}{name}": _to_bytes(value) for name, value in found.items()}
     return {one.name: made.get(one.name, bytearray()) for one in tensor.group}
 
 
-def _in_4_bits(values: torch.Tensor, group: Sequence[LeftOut], block_size: int) -> Mapping[str, torch.Tensor]:
+def _quantize_4_bits(values: torch.Tensor, group: Sequence[LeftOut], block_size: int) -> Mapping[str, torch.Tensor]:
     import torch
     from bitsandbytes.functional import quantize_4bit
 
@@ -151,7 +151,7 @@ def _in_4_bits(values: torch.Tensor, group: Sequence[LeftOut], block_size: int) 
     return {"": packed, **{f".{name}": value for name, value in state.as_dict(packed=True).items()}}
 
 
-def _in_8_bits(values: torch.Tensor) -> Mapping[str, torch.Tensor]:
+def _quantize_8_bits(values: torch.Tensor) -> Mapping[str, torch.Tensor]:
     import torch
     from bitsandbytes.functional import int8_vectorwise_quant
 
@@ -159,7 +159,7 @@ def _in_8_bits(values: torch.Tensor) -> Mapping[str, torch.Tensor]:
     return {"weight": packed, "SCB": scales, "weight_format": torch.zeros((), dtype=torch.uint8)}
 
 
-def _bytes(tensor: torch.Tensor) -> bytearray:
+def _to_bytes(tensor: torch.Tensor) -> bytearray:
     import torch
 
     return bytearray(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())

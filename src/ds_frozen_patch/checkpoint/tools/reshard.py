@@ -1,7 +1,7 @@
-"""A checkpoint of some ranks becomes what another number of ranks would have saved, which DeepSpeed loads like any.
+"""Convert a checkpoint to a different number of ranks, for DeepSpeed to load as usual.
 
-Only what the optimizer holds is cut into parts by rank, and in ZeRO-3 the frozen parameters of a full checkpoint. They
-are cut anew, and all else stays as it is: so nothing is lost that a load restores.
+Only the optimizer's state, and in ZeRO-3 the frozen parameters of a full checkpoint, are sharded by rank. They are
+sharded anew; everything else is kept, so nothing is lost that a load restores.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from pathlib import Path
 
 from ...common.errors import CheckpointError
 from ...common.text import human_bytes, printable
-from ..format.archive import read
-from ..zero.labels import resharded, save_of
-from ..zero.layout import Layout, find
-from ..zero.repartition import plan
-from ..zero.states import load
+from ..format.archive import read_archive
+from ..zero.labels import get_save_id, resharded_save_id
+from ..zero.layout import Layout, find_layout
+from ..zero.repartition import plan_repartition
+from ..zero.states import read_states
 from .output import check_output, copy_other_files, new_output
 
 
 @dataclass(frozen=True)
 class Resharded:
-    """What `reshard` has done, or would do.
+    """What `reshard` has written, or would write.
 
     Attributes:
-        source: the checkpoint's path, as it was given.
-        target: the output's path, as it was given.
+        source: the path of the checkpoint, as passed.
+        target: the path of the output, as passed.
         zero_stage: 1 to 3, of both.
-        ranks_before: how many ranks have saved the source.
-        ranks: how many can resume from the target.
-        size: the bytes of the tensors that are written.
+        ranks_before: the world size of the source.
+        ranks: the world size of the target.
+        size: the size of the written tensors, in bytes.
     """
 
     source: str
@@ -58,92 +58,93 @@ def reshard(
     dry_run: bool = False,
     quiet: bool = True,
 ) -> Resharded:
-    """Write the checkpoint that `ranks` ranks would have saved in place of one that others have.
+    """Write the checkpoint that `ranks` ranks would have saved.
 
-    A run with that many ranks resumes from it as from any of its own. It can be trainable-only or full, of ZeRO 1 to 3,
-    and of any optimizer whose state has a value, or none, for each element of the parameters. It takes time in
-    proportion to the bytes, memory for a few MiB and the files' pickles, and room on disk for the result alone.
+    A run with that world size resumes from it as from its own checkpoints. The source can be trainable-only or full, of
+    ZeRO 1 to 3, and of any optimizer whose state is elementwise. Time is proportional to the size; memory holds a few
+    MiB and the files' pickles; only the result takes disk space.
 
     Args:
-        source: the directory of a DeepSpeed checkpoint. It stays as it is.
-        target: the directory to make.
-        tag: the folder in the source; without one, what its file `latest` says.
-        ranks: how many are to resume from it: nodes times devices.
-        trust: also read files that name classes which do not belong in a checkpoint, and follow links out of it. None
-            of them is run.
+        source: the directory of a DeepSpeed checkpoint. It is not changed.
+        target: the directory to create.
+        tag: the subdirectory to read; by default the one named in `latest`.
+        ranks: the new world size: nodes times devices.
+        trust: accept files that name unexpected classes, and links out of the checkpoint. No code of theirs is run.
         dry_run: write nothing.
-        quiet: show no progress on stderr.
+        quiet: do not show progress on stderr.
 
     Returns:
-        For how many ranks it was and is.
+        The world sizes before and after.
 
     Raises:
-        CheckpointError: the source is missing, damaged, or cannot be resharded; there is something at the target
-            already, or it cannot be written. Nothing is left there then.
-        ValueError: `ranks` is no positive number.
+        CheckpointError: the source is missing, damaged, or cannot be resharded; the target exists, or cannot be
+            written. Nothing is left there.
+        ValueError: `ranks` is less than 1.
     """
-    states = load(source, tag, trust)
+    states = read_states(source, tag, trust)
     if states.world_size == ranks and states.layout.optimizer:
-        raise CheckpointError(f"{source} is of {ranks} ranks already.")
-    made_of_it = plan(states, ranks)
+        raise CheckpointError(f"{source} already is a checkpoint of {ranks} ranks.")
+    resharded = plan_repartition(states, ranks)
     path, root = Path(target), states.layout.root
-    done = Resharded(str(source), str(target), states.zero_stage, states.world_size, ranks, made_of_it.size)
+    done = Resharded(str(source), str(target), states.zero_stage, states.world_size, ranks, resharded.size)
     if dry_run:
         check_output(path, root)
         return done
     with new_output(path, root) as made:
         folder = made / states.layout.tag
         folder.mkdir(parents=True)
-        made_of_it.write(folder, quiet)
+        resharded.write(folder, quiet)
         copy_other_files(states.layout, made)
     return done
 
 
 def reshard_inside(source: str | Path, tag: str | None, *, ranks: int, quiet: bool = True, trust: bool = True) -> str:
-    """Make a folder for `ranks` ranks inside of a checkpoint, beside the one of the tag, unless it is there.
+    """Create a subdirectory for `ranks` ranks inside a checkpoint, beside the one of the tag, unless it exists.
 
-    There it goes where the checkpoint goes, and with it. One that is older than the tag's own files, or of another
-    save, is made anew: somebody has saved over them since. So is one of no known save without `trust`.
+    It stays with the checkpoint, wherever that is moved. It is created anew if it is older than the tag's own files or
+    from another save, because these have been overwritten since; without `trust` also if its save is unknown.
 
     Returns:
-        The folder's name, which DeepSpeed takes for a tag.
+        The name of the subdirectory, for DeepSpeed to use as the tag.
 
     Raises:
         CheckpointError: as `reshard`.
     """
-    layout = find(source, tag)
+    layout = find_layout(source, tag)
     folder = layout.root / f"{layout.tag}.ranks{ranks}"
     if folder.is_symlink():
-        raise CheckpointError(f"{folder} is a link, and no folder that was made for {ranks} ranks. Remove it.")
+        raise CheckpointError(f"{folder} is a link, not a directory that was created for {ranks} ranks. Remove it.")
     if folder.is_dir():
-        if min(_times(folder.iterdir())) >= max(_times(layout.files)) and _is_of(folder, layout, ranks, trust):
+        if min(_modification_times(folder.iterdir())) >= max(_modification_times(layout.files)) and _was_made_from(
+            folder, layout, ranks, trust
+        ):
             return folder.name
         shutil.rmtree(folder)
     try:
-        made_of_it = plan(load(source, tag, trust=True), ranks)
+        resharded = plan_repartition(read_states(source, tag, trust=True), ranks)
         with new_output(folder) as made:
             made.mkdir()
-            made_of_it.write(made, quiet)
+            resharded.write(made, quiet)
     except CheckpointError:
-        if not folder.is_dir():  # else another job has made it meanwhile
+        if not folder.is_dir():  # else another job has just created it
             raise
     return folder.name
 
 
-def _is_of(folder: Path, layout: Layout, ranks: int, trust: bool) -> bool:
-    """Whether the label of a resharded folder says that it was made of this checkpoint."""
-    before, made = (_save_of(file) for file in (layout.model[0], folder / layout.model[0].name))
+def _was_made_from(folder: Path, layout: Layout, ranks: int, trust: bool) -> bool:
+    """Whether the label of a resharded folder says that it was created from this checkpoint."""
+    before, made = (_read_save_id(file) for file in (layout.model[0], folder / layout.model[0].name))
     if before is None and made is None:
         return trust
-    return made == resharded(before, ranks)
+    return made == resharded_save_id(before, ranks)
 
 
-def _save_of(file: Path) -> object:
+def _read_save_id(file: Path) -> object:
     try:
-        return save_of(read(file, trust=True).state)
+        return get_save_id(read_archive(file, trust=True).state)
     except CheckpointError:
         return None
 
 
-def _times(files: Iterable[Path]) -> list[int]:
+def _modification_times(files: Iterable[Path]) -> list[int]:
     return [file.stat().st_mtime_ns for file in files]

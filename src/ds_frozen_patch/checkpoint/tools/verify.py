@@ -1,4 +1,4 @@
-"""Whether a checkpoint can be relied on: all its files there, whole, and of one save, and its base the right one."""
+"""Verify that a checkpoint is complete, undamaged and from one save, and optionally that a base fits it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from ...common.progress import progress
 from ...common.text import human_bytes, printable_lines
 from ...manifest import Manifest
 from ...parameters import PARAMETER, plain
-from .. import dtypes as converting
+from .. import dtypes
 from ..format.records import Records, check_file
 from ..format.stored import ITEM_SIZES
-from ..zero.states import States, check_together, load
-from ..zero.weights import Weights, check_one_run, weights
-from .base import Base, open_base, other_values, tensors_for
+from ..zero.masters import check_masters_match
+from ..zero.states import States, check_same_save, read_states
+from ..zero.weights import Weights, locate_weights
+from .base import Base, describe_wrong_values, match_base, open_base
 
 
 @dataclass(frozen=True)
@@ -25,15 +26,15 @@ class Verified:
     """What `verify` has found.
 
     Attributes:
-        path: the checkpoint's path, as it was given.
-        problems: a sentence or two for each; empty where all is well.
-        files: how many there are.
-        size: the bytes of all files.
-        trained: how many parameters were trained.
-        left_out: how many parameters were left out.
-        compared: how many of these are in the base as they were at the save.
-        unverified: the names of what was left out and cannot be compared: without a fingerprint, or in the base only as
-            other tensors.
+        path: the path of the checkpoint, as passed.
+        problems: a description of each problem; empty if there is none.
+        files: the number of files.
+        size: the size of all files, in bytes.
+        trained: the number of trained parameters.
+        left_out: the number of parameters that were left out.
+        compared: how many of these match the base.
+        unverified: the names of what was left out and cannot be verified, because it has no fingerprint or the base has
+            no tensor for it.
     """
 
     path: str
@@ -68,59 +69,58 @@ def verify(
     trust: bool = False,
     quiet: bool = True,
 ) -> Verified:
-    """Read all of a checkpoint, and say what is wrong with it.
+    """Read an entire checkpoint and report its problems.
 
-    Every record is compared with its checksum, the ranks' parts with each other and with the shapes that they must add
-    up to, the fp32 masters with the weights that the model computed with (in ZeRO 1 and 2), and the manifest with what
-    is there.
+    It verifies the checksum of every record, that the ranks' shards are from one save and have the sizes that the
+    shapes require, that the fp32 masters match the model's weights (in ZeRO 1 and 2), and that the manifest matches the
+    contents.
 
     Args:
         path: the directory of a DeepSpeed checkpoint, full or trainable-only.
-        tag: the folder in it; without one, what its file `latest` says.
-        base: what the run was built from (see `consolidate`), to be compared with the manifest's fingerprints.
-        trust: also read files that name classes which do not belong in a checkpoint, and follow links out of it. None
-            of them is run.
-        quiet: show no progress on stderr.
+        tag: the subdirectory to read; by default the one named in `latest`.
+        base: what the run was built from (see `consolidate`), to compare with the fingerprints in the manifest.
+        trust: accept files that name unexpected classes, and links out of the checkpoint. No code of theirs is run.
+        quiet: do not show progress on stderr.
 
     Returns:
-        What is wrong, and how much was read.
+        The problems, and how much was read.
 
     Raises:
-        CheckpointError: there is no base at its path, or none that can be read. What is wrong with the checkpoint
-            itself is not raised, but reported.
+        CheckpointError: there is no base at its path, or it cannot be read. Problems of the checkpoint itself are
+            returned, not raised.
     """
     problems: list[str] = []
     try:
-        states = load(path, tag, trust)
+        states = read_states(path, tag, trust)
         manifest = states.manifest
     except (CheckpointError, CheckpointMismatchError) as error:
         return Verified(str(path), (str(error),), 0, 0, 0, 0, 0, ())
     opened = open_base(base, trust) if base is not None else None
     found = None
     try:
-        check_together(states)
-        found = _weights(states)
+        check_same_save(states)
+        found = _locate_weights_of_any(states)
     except CheckpointError as error:
         problems.append(str(error))
     size = sum(file.stat().st_size for file in states.layout.files)
-    with progress("reading", size, quiet) as told:
-        problems += _damaged(states, told)
+    with progress("reading", size, quiet) as progressed:
+        problems += _check_checksums(states, progressed)
     if found is not None and not problems:
         try:
-            check_one_run(found)
+            check_masters_match(found.trained, found.halves)
         except CheckpointError as error:
             problems.append(str(error))
     if manifest is not None:
-        problems += _contradictions(states, manifest)
+        problems += _check_manifest(states, manifest)
     compared = 0
     unverified = [one.name for one in (manifest.left_out if manifest else ()) if one.fingerprint is None]
     if opened is not None:
-        wrong, compared, unknown = _compared(manifest, opened, quiet)
+        wrong, compared, unknown = _compare_base(manifest, opened, quiet)
         problems += wrong
         unverified = list(dict.fromkeys([*unverified, *unknown]))
     return Verified(
         path=str(path),
-        problems=tuple(dict.fromkeys(problems)),  # what is damaged may be met twice
+        problems=tuple(dict.fromkeys(problems)),  # one damage may be found twice
         files=len(states.layout.files),
         size=size,
         trained=len(found.trained) if found else 0,
@@ -130,62 +130,64 @@ def verify(
     )
 
 
-def _weights(states: States) -> Weights:
-    """Also of a stage 0 that does not say what was trained, which is nothing wrong."""
+def _locate_weights_of_any(states: States) -> Weights:
+    """Locate the weights, also in a stage 0 that does not tell what was trained: that is not a problem."""
     try:
-        return weights(states)
+        return locate_weights(states)
     except CheckpointError:
-        return weights(states, ("*",))
+        return locate_weights(states, ("*",))
 
 
-def _damaged(states: States, told: Callable[[int], object]) -> list[str]:
-    """What is wrong with the bytes of each file."""
+def _check_checksums(states: States, progressed: Callable[[int], object]) -> list[str]:
+    """The files with wrong checksums."""
     problems = []
     for file in states.layout.files:
         try:
-            check_file(file, told)
+            check_file(file, progressed)
         except CheckpointError as error:
             problems.append(str(error))
     return problems
 
 
-def _contradictions(states: States, manifest: Manifest) -> list[str]:
-    """Where the manifest and the rest of the checkpoint do not agree."""
+def _check_manifest(states: States, manifest: Manifest) -> list[str]:
+    """Contradictions between the manifest and the rest of the checkpoint."""
     there = {plain(name) for state in states.models for name in state["module"]} & manifest.names
-    said = {
-        "its ZeRO stage": (manifest.zero_stage, states.zero_stage),
-        "its number of ranks": (manifest.world_size, states.world_size),
-        "the size of what was left out": (
+    facts = {
+        "ZeRO stage": (manifest.zero_stage, states.zero_stage),
+        "world size": (manifest.world_size, states.world_size),
+        "size of the left-out parameters": (
             manifest.total_bytes,
             sum(prod(p.shape) * ITEM_SIZES.get(p.dtype, 0) for p in manifest.left_out),
         ),
     }
     problems = [
-        f"The manifest says of {what}: {one}; it is {other}." for what, (one, other) in said.items() if one != other
+        f"The manifest has the wrong {what}: {one} instead of {other}."
+        for what, (one, other) in facts.items()
+        if one != other
     ]
     if there:
-        problems.append(f"The manifest says that {named(there)} were left out, but they are there.")
+        problems.append(f"The manifest lists {named(there)} as left out, but the checkpoint contains them.")
     return problems
 
 
-def _compared(manifest: Manifest | None, base: Base, quiet: bool) -> tuple[list[str], int, list[str]]:
-    """What is wrong with a base, how many of its parameters are right, and the names of what it cannot tell."""
+def _compare_base(manifest: Manifest | None, base: Base, quiet: bool) -> tuple[list[str], int, list[str]]:
+    """The problems of a base, how many of its parameters match, and the names of those that cannot be verified."""
     if manifest is None:
         return ["The checkpoint has no manifest, so its base cannot be verified."], 0, []
     try:
-        there = tensors_for(manifest, base)
+        there = match_base(manifest, base)
     except CheckpointError as error:
         return [str(error)], 0, []
-    told_of = {one.name for one in there if one.fingerprint is not None}
-    unknown = [one.name for one in manifest.left_out if one.name not in told_of]
+    fingerprinted = {one.name for one in there if one.fingerprint is not None}
+    unknown = [one.name for one in manifest.left_out if one.name not in fingerprinted]
     wrong, right = [], 0
-    with Records() as records, progress("base", sum(t.nbytes for t in there.values()), quiet) as told:
+    with Records() as records, progress("base", sum(t.nbytes for t in there.values()), quiet) as progressed:
         for one, tensor in there.items():
             if one.fingerprint is not None:
-                same = converting.is_base(one, base.read(records, tensor, one))
+                same = dtypes.matches_fingerprint(one, base.read(records, tensor, one))
                 wrong += [] if same else [one.name]
                 right += same and one.kind == PARAMETER
-            told(tensor.nbytes)
+            progressed(tensor.nbytes)
     if wrong:
-        return [other_values(base, wrong, manifest)], right, unknown
+        return [describe_wrong_values(base, wrong, manifest)], right, unknown
     return [], right, unknown

@@ -1,6 +1,6 @@
-"""What each file of a checkpoint says of itself: of which save it is, and under which name it was saved.
+"""Labels: each file of a checkpoint names the save that it is part of, and its own file name.
 
-So a part of another rank or run is known for what it is, though DeepSpeed would take it as well.
+A file of another rank or run is detected by its label, even if DeepSpeed would load it.
 """
 
 from __future__ import annotations
@@ -13,31 +13,34 @@ from typing import Any
 from ...common.overrides import overridden
 
 LABEL = "ds_frozen_patch_label"
-"""Where a file says of which save it is, and under which name it was saved, as "save" and "file"."""
+"""The key of the label in a file's state. It has the entries "save" (an id) and "file" (a name)."""
 
 
-def save_of(state: Any) -> Any:
-    """The save that a file's state says it is of; None if it does not say."""
+def get_save_id(state: Any) -> Any:
+    """The id of the save in a file's label; None without a label."""
     label = state.get(LABEL) if isinstance(state, Mapping) else None
     return label.get("save") if isinstance(label, Mapping) else None
 
 
-def resharded(save: object, ranks: int) -> str:
-    """What the label of a checkpoint says that was made of a save for another number of ranks."""
-    return f"{save} for {ranks} ranks"
+def resharded_save_id(save_id: object, ranks: int) -> str:
+    """The save id of a checkpoint that was resharded from this save."""
+    return f"{save_id} for {ranks} ranks"
 
 
-def labels(engine: Any, save: str) -> AbstractContextManager[None]:
-    """While this lasts, all that the engine saves is labelled as of that save."""
+def label_saves(engine: Any, save_id: str) -> AbstractContextManager[None]:
+    """While the context lasts, add a label to every file that the engine saves."""
     files = engine.checkpoint_engine
     original = files.save
 
     def save_with_label(state_dict: dict[str, Any], path: str) -> Any:
-        return original(labelled(state_dict, save, Path(path).name), path)
+        return original(add_label(state_dict, save_id, Path(path).name), path)
 
     return overridden([(files, "save", save_with_label)])
 
 
-def labelled(state: Mapping[str, Any], save: str, file: str) -> dict[str, Any]:
-    """What a file is to hold, with its label."""
-    return {**state, LABEL: {"save": save, "file": file}}
+def add_label(state: Mapping[str, Any], save_id: str, file: str) -> dict[str, Any]:
+    """A copy of a file's state with a label."""
+    return {**state, LABEL: {"save": save_id, "file": file}}
+
+
+labels = label_saves  # the name that save/ still imports

@@ -24,12 +24,12 @@ _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim
 
 
 class UnknownLayoutError(CheckpointError):
-    """A checkpoint may be whole, but it is of a kind that these tools do not know."""
+    """A checkpoint may be intact, but these tools do not support its kind."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A checkpoint's files: `model` and `optimizer` in the order of ranks, the latter empty in ZeRO stage 0."""
+    """A checkpoint's files. `model` and `optimizer` are in the order of ranks; stage 0 has no `optimizer` files."""
 
     root: Path
     tag: str
@@ -38,16 +38,16 @@ class Layout:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """All of them."""
+        """All files."""
         return (*self.model, *self.optimizer)
 
 
-def find(path: str | Path, tag: str | None = None) -> Layout:
-    """The files of a checkpoint.
+def find_layout(path: str | Path, tag: str | None = None) -> Layout:
+    """Find the files of a checkpoint.
 
     Args:
-        path: the directory that a save wrote, with `latest` in it.
-        tag: the folder in it; without one, what `latest` says.
+        path: the directory of the checkpoint, which contains `latest`.
+        tag: the subdirectory to read; by default the one named in `latest`.
 
     Raises:
         CheckpointError: there is no checkpoint at the path, or a file of it is missing.
@@ -55,7 +55,7 @@ def find(path: str | Path, tag: str | None = None) -> Layout:
     root = Path(path)
     name = latest_tag(root) if tag is None else tag
     if name != Path(name).name or name == ".." or len(name.encode()) > 255 or "\0" in name:
-        raise CheckpointError(f"{name[:100]!r} is no name of a folder in {root}. Name one: --tag")
+        raise CheckpointError(f"{name[:100]!r} is not the name of a subdirectory of {root}. Pass one: --tag")
     folder = root / name
     try:
         with os.scandir(folder) as entries:
@@ -63,78 +63,82 @@ def find(path: str | Path, tag: str | None = None) -> Layout:
     except (FileNotFoundError, NotADirectoryError):
         tags = sorted(item.name for item in root.iterdir() if item.is_dir()) if root.is_dir() else []
         raise CheckpointError(
-            f"{root} has no folder {folder.name!r}; it has {named(tags) or 'none'}. Name one: --tag"
+            f"{root} has no subdirectory {folder.name!r}; it has {named(tags) or 'none'}. Pass one: --tag"
         ) from None
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from None
     states = [name for name in files if name.endswith("_states.pt")]
     if unknown := [name for name in states if not (_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))]:
         raise UnknownLayoutError(
-            f"{folder} holds {named(unknown, 3)}: it is of pipeline parallelism or of a mixture of experts, which these"
-            " tools do not know."
+            f"{folder} contains {named(unknown, 3)}: it was saved with pipeline parallelism or a mixture of experts,"
+            " which these tools do not support."
         )
-    model = _by_rank(folder, files, _MODEL)
-    optimizer = _by_rank(folder, files, _OPTIMIZER)
+    model = _sort_by_rank(folder, files, _MODEL)
+    optimizer = _sort_by_rank(folder, files, _OPTIMIZER)
     if not model:
-        raise CheckpointError(f"{folder} holds no *model_states.pt: it is no folder of a DeepSpeed checkpoint.")
+        raise CheckpointError(f"{folder} contains no *model_states.pt: it is not a folder of a DeepSpeed checkpoint.")
     if optimizer and len(model) != len(optimizer) and model[0].name != "mp_rank_00_model_states.pt":
         raise CheckpointError(
-            f"{folder} holds model states of {len(model)} ranks and optimizer states of {len(optimizer)}."
+            f"{folder} contains model states of {len(model)} ranks and optimizer states of {len(optimizer)}."
             " Take a whole copy of the checkpoint."
         )
     return Layout(root, folder.name, model, optimizer)
 
 
-def check_links(layout: Layout) -> None:
-    """Raise CheckpointError where a part of a checkpoint is a link out of it.
+def check_links_stay_inside(layout: Layout) -> None:
+    """Raise CheckpointError if a file of a checkpoint is a link to a place outside of it.
 
-    What is made of a checkpoint is handed on, and a link in one from elsewhere could name any file that its reader may
-    read. The directory itself may be a link, such as to another disk: that one the user has named. Links that stay
-    inside lead to nothing else than the checkpoint.
+    A link in a downloaded checkpoint could lead to any file that the user can read, whose content would then be in the
+    output. The directory itself may be a link, such as to another disk, because the user has named it. Links that stay
+    inside the checkpoint are harmless.
     """
     root = layout.root.resolve()
     for path in (layout.model[0].parent, *layout.files):
         if path.is_symlink() and root not in path.resolve().parents:
             raise CheckpointError(
-                f"{path} is a link out of the checkpoint, and was not read. Take a copy that has the files themselves"
-                f" (cp -rL {layout.root} COPY). If you know where the checkpoint is from, go on with --trust."
+                f"{path} is a link out of the checkpoint, and was not read. Use a copy that has the files themselves"
+                f" (cp -rL {layout.root} COPY). If you trust the checkpoint, pass --trust."
             )
 
 
 def latest_tag(root: Path) -> str:
-    """What the file `latest` of a checkpoint says; raises CheckpointError if there is none."""
+    """Read the tag in a checkpoint's file `latest`; raises CheckpointError if there is none."""
     note = root / "latest"
     if root.is_file():
-        raise CheckpointError(f"{root} is a file; name the directory of a DeepSpeed checkpoint.")
+        raise CheckpointError(f"{root} is a file. Pass the directory of a DeepSpeed checkpoint.")
     if not root.is_dir():
         raise CheckpointError(f"There is no directory {root}. Check the path.")
     if note.is_file():
         with open_regular(note) as file:
             return file.read(1000).decode(errors="replace").strip()
     if any(_MODEL.fullmatch(item.name) for item in root.iterdir()):
-        raise CheckpointError(f"{root} is a folder of a checkpoint. Name the directory that holds it: {root.parent}")
-    raise CheckpointError(f"{root} has no file `latest`: it is no DeepSpeed checkpoint, or name its folder with --tag.")
+        raise CheckpointError(
+            f"{root} is a subdirectory of a checkpoint. Pass the directory that contains it: {root.parent}"
+        )
+    raise CheckpointError(
+        f"{root} has no file `latest`: it is not a DeepSpeed checkpoint, or pass its subdirectory with --tag."
+    )
 
 
 def _is_file(entry: os.DirEntry[str]) -> bool:
-    """Also of a link; the kind of most entries comes with the listing, and takes no look at the file."""
+    """Whether an entry is a file or a link to one; for most entries the directory listing tells."""
     try:
         return entry.is_file()
     except OSError:
         return False
 
 
-def _by_rank(folder: Path, files: Mapping[str, bool], kind: re.Pattern[str]) -> tuple[Path, ...]:
+def _sort_by_rank(folder: Path, files: Mapping[str, bool], kind: re.Pattern[str]) -> tuple[Path, ...]:
     found: dict[int, Path] = {}
     for name in sorted(files):
         match, item = kind.fullmatch(name), folder / name
         if match and not files[name]:
-            raise CheckpointError(f"{item} is no file, or a link to none. Take a whole copy of the checkpoint.")
+            raise CheckpointError(f"{item} is not a file, or is a broken link. Take a whole copy of the checkpoint.")
         if match and int(match[2]):
-            raise UnknownLayoutError(f"{item} is of tensor parallelism, which these tools do not know.")
+            raise UnknownLayoutError(f"{item} was saved with tensor parallelism, which these tools do not support.")
         if match and (before := found.setdefault(int(match[1] or 0), item)) != item:
             raise CheckpointError(
-                f"{folder} holds {before.name} and {item.name}: one of them is of another save. Take a copy of one"
+                f"{folder} contains {before.name} and {item.name}: one of them is from another save. Take a copy of one"
                 " checkpoint."
             )
     if missing := sorted(set(range(len(found))) - found.keys()):
@@ -142,3 +146,6 @@ def _by_rank(folder: Path, files: Mapping[str, bool], kind: re.Pattern[str]) -> 
             f"{folder} lacks the {kind.pattern.split('_')[-2]} states of rank {missing[0]}. Take a whole copy of it."
         )
     return tuple(found[rank] for rank in sorted(found))
+
+
+find = find_layout  # the name that load/ still imports

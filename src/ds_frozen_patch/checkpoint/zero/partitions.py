@@ -1,7 +1,7 @@
-"""How ZeRO cuts what an optimizer holds into parts for the ranks, as DeepSpeed 0.10.1 to 0.19.8 do it.
+"""How ZeRO shards an optimizer's state, as in DeepSpeed 0.10.1 to 0.19.8.
 
-ZeRO 1 and 2: each group of parameters is one flat tensor, filled up with zeros to a multiple of the ranks, and each
-rank has a part of it. ZeRO-3: each parameter is flat, filled up and cut so, and a sub-group is the parts of some.
+ZeRO 1 and 2: each parameter group is one flat tensor, padded with zeros to a multiple of the world size; each rank has
+one shard of it. ZeRO-3: each parameter is flattened, padded and sharded; a sub-group is the shards of some parameters.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from itertools import accumulate
 from math import prod
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""The shapes of parameters by name, in the order in which they follow on each other."""
+"""The shapes of parameters by name, in their order in memory."""
 
 ALIGNMENT = 2
-"""Elements: a rank's part of a group begins at a multiple of it in ZeRO 1 and 2 (`nccl_start_alignment_factor`)."""
+"""In ZeRO 1 and 2, a shard of a group begins at a multiple of this many elements (`nccl_start_alignment_factor`)."""
 SUB_GROUP_SIZE = 1_000_000_000
-"""Elements: DeepSpeed's default for ZeRO-3's `sub_group_size`."""
+"""DeepSpeed's default for `sub_group_size` in ZeRO-3, in elements."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """Some elements of a rank's part of a group: `count` of them, from `begin` on."""
+    """`count` elements of a rank's shard of a group, from `begin` on."""
 
     rank: int
     group: int
@@ -30,59 +30,59 @@ class Range:
     count: int
 
 
-def part_of_group(group: Shapes, ranks: int) -> int:
-    """How many elements of a group each rank has in ZeRO 1 and 2, the zeros at its end included."""
+def group_shard_size(group: Shapes, ranks: int) -> int:
+    """The number of elements in each rank's shard of a group in ZeRO 1 and 2, including padding."""
     return -(-numel(group) // (ALIGNMENT * ranks)) * ALIGNMENT
 
 
-def part_of_parameter(shape: Sequence[int], ranks: int) -> int:
-    """How many elements of a parameter each rank has in ZeRO-3, the zeros at its end included."""
+def parameter_shard_size(shape: Sequence[int], ranks: int) -> int:
+    """The number of elements in each rank's shard of a parameter in ZeRO-3, including padding."""
     return -(-prod(shape) // ranks)
 
 
-def part_of_sub_group(group: Shapes, ranks: int) -> int:
-    """How many elements of a sub-group each rank has in ZeRO-3, the zeros in it included."""
-    return sum(part_of_parameter(shape, ranks) for shape in group.values())
+def sub_group_shard_size(group: Shapes, ranks: int) -> int:
+    """The number of elements in each rank's shard of a sub-group in ZeRO-3, including padding."""
+    return sum(parameter_shard_size(shape, ranks) for shape in group.values())
 
 
 def numel(group: Shapes) -> int:
-    """How many elements the parameters of a group have."""
+    """The number of elements in the parameters of a group."""
     return sum(map(prod, group.values()))
 
 
-def offsets(group: Shapes, ranks: int = 0) -> dict[str, int]:
-    """Where each parameter begins in a group, or with `ranks` where its part begins in a rank's part of a sub-group."""
-    sizes = [part_of_parameter(shape, ranks) if ranks else prod(shape) for shape in group.values()]
+def parameter_offsets(group: Shapes, ranks: int = 0) -> dict[str, int]:
+    """The offset of each parameter in a group, or with `ranks` that of its shard in a rank's shard of a sub-group."""
+    sizes = [parameter_shard_size(shape, ranks) if ranks else prod(shape) for shape in group.values()]
     return dict(zip(group, accumulate(sizes, initial=0), strict=False))
 
 
-def slices(group: Shapes, ranks: int, rank: int) -> Iterator[tuple[str, int, int, int]]:
-    """What a rank has of each parameter of a group in ZeRO 1 and 2.
+def parameter_slices(group: Shapes, ranks: int, rank: int) -> Iterator[tuple[str, int, int, int]]:
+    """The slices of parameters in a rank's shard of a group in ZeRO 1 and 2.
 
-    Yields the parameter's name, where in it that begins, where in the rank's part, and how many elements it is.
+    Yields the parameter's name, the offset in the parameter, the offset in the shard, and the number of elements.
     """
-    part = part_of_group(group, ranks)
-    for name, offset in offsets(group).items():
+    part = group_shard_size(group, ranks)
+    for name, offset in parameter_offsets(group).items():
         begin, end = max(rank * part, offset), min((rank + 1) * part, offset + prod(group[name]))
         if begin < end:
             yield name, begin - offset, begin - rank * part, end - begin
 
 
-def recut_group(old: Shapes, new: Shapes, index: int, before: int, ranks: int, rank: int) -> list[Range | int]:
-    """Where a rank's part of a group is now, in ZeRO 1 and 2, and how many zeros are at its end.
+def reshard_group(old: Shapes, new: Shapes, index: int, before: int, ranks: int, rank: int) -> list[Range | int]:
+    """The ranges of existing shards that a new shard of a group consists of in ZeRO 1 and 2, then its padding.
 
     Args:
-        old: the group, in the order that it has now.
-        new: the same, in the order that it is to have.
-        index: of the group.
-        before: how many ranks it is cut for now.
-        ranks: how many it is to be cut for.
-        rank: one of these.
+        old: the group, in its current order.
+        new: the group, in its new order.
+        index: the index of the group.
+        before: the current world size.
+        ranks: the new world size.
+        rank: the rank of the new shard.
     """
-    begins, part = offsets(old), part_of_group(old, before)
+    begins, part = parameter_offsets(old), group_shard_size(old, before)
     found: list[Range | int] = []
-    zeros = part_of_group(new, ranks)
-    for name, at, _, count in slices(new, ranks, rank):
+    zeros = group_shard_size(new, ranks)
+    for name, at, _, count in parameter_slices(new, ranks, rank):
         begin, end = begins[name] + at, begins[name] + at + count
         while begin < end:
             taken = min(end, (begin // part + 1) * part) - begin
@@ -92,20 +92,20 @@ def recut_group(old: Shapes, new: Shapes, index: int, before: int, ranks: int, r
     return [*found, zeros]
 
 
-def recut_parameter(
+def reshard_parameter(
     shape: Sequence[int], before: int, ranks: int, rank: int, group: int = 0, offset: int = 0
 ) -> list[Range | int]:
-    """Where a rank's part of a parameter is now, in ZeRO-3, and how many zeros are at its end.
+    """The ranges of existing shards that a new shard of a parameter consists of in ZeRO-3, then its padding.
 
     Args:
         shape: the parameter's.
-        before: how many ranks it is cut for now.
-        ranks: how many it is to be cut for.
-        rank: one of these.
-        group: the sub-group that it is in now.
-        offset: where its part begins in a rank's part of that.
+        before: the current world size.
+        ranks: the new world size.
+        rank: the rank of the new shard.
+        group: the index of its current sub-group.
+        offset: the offset of its shard in a rank's shard of that sub-group.
     """
-    old, new = part_of_parameter(shape, before), part_of_parameter(shape, ranks)
+    old, new = parameter_shard_size(shape, before), parameter_shard_size(shape, ranks)
     first, last = (min(edge * new, prod(shape)) for edge in (rank, rank + 1))
     found: list[Range | int] = []
     begin = first
@@ -116,25 +116,25 @@ def recut_parameter(
     return [*found, new - (last - first)]
 
 
-def dealt(group: Shapes, ranks: int) -> Shapes:
-    """A group in the order that DeepSpeed gives it for `round_robin_gradients`: dealt out to the ranks in turn."""
+def round_robin_order(group: Shapes, ranks: int) -> Shapes:
+    """A group in the order of `round_robin_gradients`: DeepSpeed assigns its parameters to the ranks in turn."""
     items = list(group.items())
     return dict(item for rank in range(ranks) for item in items[rank::ranks])
 
 
-def gathered(group: Shapes, ranks: int) -> Shapes:
-    """The order of a group before it was `dealt`."""
-    order = dealt({str(place): () for place in range(len(group))}, ranks)
+def undo_round_robin(group: Shapes, ranks: int) -> Shapes:
+    """Undo `round_robin_order`."""
+    order = round_robin_order({str(place): () for place in range(len(group))}, ranks)
     return dict(item for _, item in sorted(zip(map(int, order), group.items(), strict=True)))
 
 
-def sub_groups(group: Shapes, ranks: int, size: float) -> list[Shapes]:
-    """The sub-groups that ZeRO-3 makes of a group: each is full once a rank's parts of it have `size` elements."""
-    if size >= part_of_sub_group(group, ranks):
+def split_into_sub_groups(group: Shapes, ranks: int, size: float) -> list[Shapes]:
+    """Split a group into sub-groups as ZeRO-3 does: one is full when a rank's shards of it have `size` elements."""
+    if size >= sub_group_shard_size(group, ranks):
         return [group]
     found: list[dict[str, tuple[int, ...]]] = [{}]
     for name, shape in group.items():
-        if part_of_sub_group(found[-1], ranks) >= size:
+        if sub_group_shard_size(found[-1], ranks) >= size:
             found.append({})
         found[-1][name] = shape
     return list(found)

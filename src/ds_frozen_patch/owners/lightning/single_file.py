@@ -130,7 +130,7 @@ def _check(load: Load, module: Any, weights: Mapping[str, Any], manifest: Manife
         problems["unexpected keys"] = list(weights.keys() - now)
     found = [f"{what}: {named(names)}" for what, names in problems.items() if names]
     if found:
-        raise CheckpointMismatchError(f"{file} does not belong to this module: {'; '.join(found)}.")
+        raise CheckpointMismatchError(f"{file} does not fit this module: {'; '.join(found)}.")
 
 
 def _put(module: Any, weights: Mapping[str, Any]) -> None:

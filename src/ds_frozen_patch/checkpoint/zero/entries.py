@@ -1,0 +1,89 @@
+"""What the module's state dict in a file of model states contains: tensors, tensor subclasses, parts and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...manifest import Manifest
+from ...parameters import plain
+from ..format.stored import StoredTensor
+from ..quantization import Subclass, find_owners, parse_subclass
+from .states import as_names, parameter_groups
+
+
+@dataclass(frozen=True)
+class ModuleEntries:
+    """The entries of a module's state dict, by plain name.
+
+    Attributes:
+        tensors: all tensors, including the inner tensors of tensor subclasses.
+        subclasses: the tensor subclasses.
+        owners: the parameter that each part belongs to.
+        buffers: the names of buffers.
+    """
+
+    tensors: dict[str, StoredTensor]
+    subclasses: dict[str, Subclass]
+    owners: dict[str, str]
+    buffers: set[str]
+
+
+def with_plain_names(model: Mapping[str, Any]) -> dict[str, Any]:
+    """A file's model states with plain names throughout.
+
+    DeepSpeed takes some names from the module and others from its state dict; the two differ for wrapped layers.
+    """
+    changed: dict[str, Any] = {"buffer_names": [plain(name) for name in as_names(model.get("buffer_names"))]}
+    changed["param_shapes"] = [
+        {plain(name): shape for name, shape in group.items()} for group in parameter_groups(model)
+    ]
+    for key in ("module", "frozen_param_shapes", "frozen_param_fragments", "shared_params"):
+        if isinstance(model.get(key), dict):
+            changed[key] = {plain(name): item for name, item in model[key].items()}
+    if "shared_params" in changed:
+        changed["shared_params"] = {name: plain(first) for name, first in changed["shared_params"].items()}
+    return {**model, **changed}
+
+
+def read_entries(model: Mapping[str, Any], manifest: Manifest | None) -> ModuleEntries:
+    """Classify what a file's model states contain.
+
+    Args:
+        model: as `with_plain_names` returns it.
+        manifest: the checkpoint's.
+    """
+    module: dict[str, StoredTensor] = {}
+    subclasses = {}
+    inner: dict[str, str] = {}
+    for name, item in model["module"].items():
+        if isinstance(item, StoredTensor):
+            module[name] = item
+        elif (found := parse_subclass(item)) is not None:
+            subclasses[name] = found
+            for rest, tensor in found.inner.items():
+                module[f"{name}.{rest}"] = tensor
+                inner[f"{name}.{rest}"] = name
+    fragments = model.get("frozen_param_fragments") or {}
+    for name, item in fragments.items():
+        if name not in subclasses and (found := parse_subclass(item)) is not None:
+            subclasses[name] = replace(found, is_in_module=False)
+    buffers = _find_buffers(model, module)
+    known = {name for group in parameter_groups(model) for name in group}
+    known |= {*(model.get("frozen_param_shapes") or {})}
+    known |= {name for one in (manifest.parameters if manifest else ()) for name in one.names}
+    dtypes = {name: tensor.dtype for name, tensor in module.items() if name not in buffers}
+    return ModuleEntries(module, subclasses, {**find_owners(dtypes, known), **inner}, buffers)
+
+
+def _find_buffers(model: Mapping[str, Any], module: Mapping[str, StoredTensor]) -> set[str]:
+    """The names of all buffers. DeepSpeed lists only the first name of a buffer that has several."""
+    listed = as_names(model.get("buffer_names")) & module.keys()
+    places = {storage_place(module[name]) for name in listed if module[name].numel}
+    return listed | {name for name, tensor in module.items() if storage_place(tensor) in places}
+
+
+def storage_place(tensor: StoredTensor) -> tuple[Any, ...]:
+    """Equal for two tensors that are the same memory. The shape is text: its hash cannot be chosen to collide."""
+    return tensor.storage, repr((tensor.offset, tensor.shape))
