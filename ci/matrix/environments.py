@@ -7,6 +7,7 @@ torch is taken is the machine's choice (`PIP_FIND_LINKS` and `UV_FIND_LINKS` cou
 
 from __future__ import annotations
 
+import configparser
 import hashlib
 import os
 import re
@@ -173,13 +174,18 @@ def _environment(
         _uv(session, *install, "-r", str(files[0]))
         finish(python_of_it)
 
-    _keep_up_to_date(folder, [ROOT / "setup.cfg", *files, *made_of], make)
+    _keep_up_to_date(folder, [*files, *made_of], make)
     return python_of_it
 
 
 def _keep_up_to_date(folder: Path, files: Sequence[Path], make: Callable[[], None]) -> None:
-    """Make an environment if it is not there, or one of the files that it is made of has changed."""
-    note, digest = folder / "made-of", hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    """Make an environment if it is not there, or what it is made of has changed: these files, and our own package."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    # Not all of it: ranges and classifiers change with each release that is added.
+    own = [setup["metadata"]["version"], *map(dict, (setup["options"], setup["options.entry_points"]))]
+    digest = hashlib.sha256(b"".join([str(own).encode(), *(file.read_bytes() for file in files)])).hexdigest()
+    note = folder / "made-of"
     if not note.is_file() or note.read_text() != digest:
         make()
         note.write_text(digest)
