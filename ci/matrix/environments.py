@@ -7,6 +7,7 @@ torch is taken is the machine's choice (`PIP_FIND_LINKS` and `UV_FIND_LINKS` cou
 
 from __future__ import annotations
 
+import configparser
 import hashlib
 import os
 import re
@@ -79,12 +80,14 @@ def clone(session: nox.Session, folder: str, address: str, commit: str) -> None:
 def tools_python(session: nox.Session, name: str = "tools") -> str:
     """Return the Python of an environment made by pip: "tools" has uv, ruff and mypy, "release" build and twine."""
     folder = ROOT / ".nox" / name
-    python = str(folder / "bin" / "python")
-    if not _is_made(folder, _files((name,))):
+    python, lock = str(folder / "bin" / "python"), LOCKS / f"{name}.txt"
+
+    def make() -> None:
         session.run(sys.executable, "-m", "venv", "--clear", str(folder), external=True)
         pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-        session.run(*pip, "--require-hashes", "-r", str(LOCKS / f"{name}.txt"), external=True)
-        _mark_made(folder, _files((name,)))
+        session.run(*pip, "--require-hashes", "-r", str(lock), external=True)
+
+    _keep_up_to_date(folder, [lock], make)
     return python
 
 
@@ -159,38 +162,33 @@ def _environment(
     finish: Callable[[str], None],
     made_of: Sequence[Path] = (),
 ) -> str:
-    """Return the Python of an environment with what the first lock holds.
-
-    It is made anew if one of the locks has changed, or of the other files that it is made of.
-    """
+    """Return the Python of an environment with what the first lock holds, over what the others hold."""
     folder = ROOT / ".nox" / name
-    made = str(folder / "bin" / "python")
-    files = [*_files(locks), *made_of]
-    if not _is_made(folder, files):
+    python_of_it = str(folder / "bin" / "python")
+    files = [LOCKS / f"{lock}.txt" for lock in locks]
+
+    def make() -> None:
         session.log(f"making the environment {name}")
         _uv(session, "venv", "--clear", "--python", python, str(folder))
-        lock = str(LOCKS / f"{locks[0]}.txt")
-        _uv(session, "pip", "install", "--python", made, "--no-deps", "--require-hashes", "-r", lock)
-        finish(made)
-        _mark_made(folder, files)
-    return made
+        install = ("pip", "install", "--python", python_of_it, "--no-deps", "--require-hashes")
+        _uv(session, *install, "-r", str(files[0]))
+        finish(python_of_it)
+
+    _keep_up_to_date(folder, [*files, *made_of], make)
+    return python_of_it
 
 
-def _files(locks: tuple[str, ...]) -> list[Path]:
-    return [ROOT / "setup.cfg", *(LOCKS / f"{name}.txt" for name in locks)]
-
-
-def _digest(files: Sequence[Path]) -> str:
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-
-
-def _is_made(folder: Path, files: Sequence[Path]) -> bool:
+def _keep_up_to_date(folder: Path, files: Sequence[Path], make: Callable[[], None]) -> None:
+    """Make an environment if it is not there, or what it is made of has changed: these files, and our own package."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    # Not all of it: ranges and classifiers change with each release that is added.
+    own = [setup["metadata"]["version"], *map(dict, (setup["options"], setup["options.entry_points"]))]
+    digest = hashlib.sha256(b"".join([str(own).encode(), *(file.read_bytes() for file in files)])).hexdigest()
     note = folder / "made-of"
-    return note.is_file() and note.read_text() == _digest(files)
-
-
-def _mark_made(folder: Path, files: Sequence[Path]) -> None:
-    (folder / "made-of").write_text(_digest(files))
+    if not note.is_file() or note.read_text() != digest:
+        make()
+        note.write_text(digest)
 
 
 def _uv(session: nox.Session, *arguments: str) -> None:

@@ -71,7 +71,7 @@ def faults(results: Path) -> str:
     if not before.keys() <= tried.keys():
         full_run = shown.partition("\n\n|")[0].partition("\n\nAnew ")[0]
         text = f"{full_run}\n\nAnew {when}: {'; '.join(tried)}."
-    rows = [[what, str(times), "0"] for what, times in (before | tried).items()]
+    rows = [[what, str(times), "0"] for what, times in {**before, **tried}.items()]
     return f"{text}\n\n{markdown(['what was tried', 'times', 'lost, hung or accepted in silence'], rows)}"
 
 
