@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from uuid import uuid4
 
-from ..checkpoint.zero.repartition import KEY
+from ..checkpoint.zero.labels import ELASTIC_KEY
 from ..common.collectives import gather
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..common.work_folder import WORK
@@ -18,7 +18,7 @@ from .load import Load
 from .look import Look, Saved
 from .trust import runs_nothing
 
-NEEDED = (KEY, "ds_config", "dp_world_size")
+NEEDED = (ELASTIC_KEY, "ds_config", "dp_world_size")
 """What `Owner.after_load` needs of the checkpoint's own state."""
 
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ..checkpoint.zero.labels import LABEL
-from ..checkpoint.zero.repartition import KEY as ELASTIC
+from ..checkpoint.zero.labels import ELASTIC_KEY, LABEL
 from ..common.overrides import overridden, set_to
 from ..engine import cures, frozen
 from ..engine.attached import Attached, attach, attached
@@ -64,7 +63,7 @@ def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
             ' With offload_optimizer: {"device": "cpu"} it would.',
         )
     if client_state is not None:
-        for key in (KEY, LABEL, ELASTIC, "universal_checkpoint_info"):
+        for key in (KEY, LABEL, ELASTIC_KEY, "universal_checkpoint_info"):
             client_state.pop(key, None)
         if load.restores_optimizer and load.state:
             load.owner.after_load(engine, load.state, client_state)

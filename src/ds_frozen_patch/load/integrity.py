@@ -9,14 +9,14 @@ from pathlib import Path
 
 from ..checkpoint.format.records import check_file
 from ..checkpoint.zero.layout import Layout
-from ..checkpoint.zero.states import Said, check_kind, check_number_of_parts, configured_stage, said_by
+from ..checkpoint.zero.states import FileDigests, check_file_kind, check_shard_count, configured_stage, digest_file
 from ..common.errors import CheckpointError
 from .trust import inspect_file
 
 MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # a pickle of torch.serialization.MAGIC_NUMBER
 
 
-def check_share(layout: Layout, rank: int, ranks: int, with_optimizer: bool) -> list[Said]:
+def check_share(layout: Layout, rank: int, ranks: int, with_optimizer: bool) -> list[FileDigests]:
     """Verify the checksums of one rank's share of all files.
 
     Returns:
@@ -37,7 +37,7 @@ def check_share(layout: Layout, rank: int, ranks: int, with_optimizer: bool) -> 
     return share
 
 
-def check_own_files(layout: Layout, rank: int, local_rank: int) -> list[Said]:
+def check_own_files(layout: Layout, rank: int, local_rank: int) -> list[FileDigests]:
     """As `check_share`, of a rank's own files, where each node has a disk of its own.
 
     Args:
@@ -53,14 +53,14 @@ def check_own_files(layout: Layout, rank: int, local_rank: int) -> list[Said]:
     return share
 
 
-def _label(layout: Layout, file: Path, count_parts: bool) -> list[Said]:
+def _label(layout: Layout, file: Path, count_parts: bool) -> list[FileDigests]:
     contents = inspect_file(file)
     if contents is None:
         return []  # its checksums are right, so it contains what only DeepSpeed can read
-    check_kind(file, contents)
+    check_file_kind(file, contents)
     if count_parts:
-        check_number_of_parts(layout, contents.state, configured_stage(contents.state))
-    return [said_by(file, contents)]
+        check_shard_count(layout, contents.state, configured_stage(contents.state))
+    return [digest_file(file, contents)]
 
 
 def is_zip(file: Path) -> bool:

@@ -14,8 +14,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.format.archive import read
-from ..checkpoint.zero.states import Said, check_alike
+from ..checkpoint.format.archive import read_archive
+from ..checkpoint.zero.states import FileDigests, check_digests_agree
 from ..common.collectives import default_store, digest, gather, gather_numbers, world_size
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..common.work_folder import left_behind
@@ -104,23 +104,23 @@ class Load:
             self._choose_common_save()
             labels, are_alike = self._check_and_agree(self.look())
         if not are_alike:
-            check_alike([label for share in gather(labels) for label in share])
+            check_digests_agree([label for share in gather(labels) for label in share])
             raise CheckpointError(f"{self.source} has files of more than one save. Take all files from one checkpoint.")
 
-    def _check_and_agree(self, look: Look) -> tuple[list[Said], bool]:
+    def _check_and_agree(self, look: Look) -> tuple[list[FileDigests], bool]:
         """The labels of this rank's share, and whether the shares of all ranks are of one save."""
-        labels: list[Said] = []
+        labels: list[FileDigests] = []
         problem: Exception | None = CheckpointError(look.problem) if look.problem else None
         if problem is None and look.tag is not None:
             try:
                 labels = self._check_share(look)
-                check_alike(labels)
+                check_digests_agree(labels)
                 self.manifest = self._read_manifest(look.tag)
             except (CheckpointError, CheckpointMismatchError) as error:
                 problem = error
         return labels, self.agree("a checkpoint", problem, labels)
 
-    def _check_share(self, look: Look) -> list[Said]:
+    def _check_share(self, look: Look) -> list[FileDigests]:
         layout = look.layout(self.source)
         if self.is_on_own_disks:
             return check_own_files(layout, self.owner.rank, self.owner.local_rank)
@@ -131,21 +131,21 @@ class Load:
         file = Path(self.engine._get_ckpt_name(self.source, tag))
         if not self.engine.zero_optimization_partition_weights() or not is_zip(file):
             return None
-        state = read(file, trust=True).state
+        state = read_archive(file, trust=True).state
         found = reference(state.get(KEY)) if isinstance(state, dict) else None
         if found is None:
             Manifest.from_checkpoint(state)
             return None
         name, expected = found
         first = file.with_name(Path(name).name)
-        other = read(first, trust=True).state if first.is_file() else {}
+        other = read_archive(first, trust=True).state if first.is_file() else {}
         if not isinstance(other, dict) or KEY not in other or digest_of(other[KEY]) != expected:
             raise CheckpointMismatchError(
                 f"{file} refers to a manifest in {name!r}, which has none of this save. Take a whole copy."
             )
         return Manifest.from_checkpoint(other)
 
-    def agree(self, what: str, problem: Exception | None = None, labels: Sequence[Said] = ()) -> bool:
+    def agree(self, what: str, problem: Exception | None = None, labels: Sequence[FileDigests] = ()) -> bool:
         """Let the ranks agree on a load; every rank must call it, once for each load.
 
         Args:

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.format.archive import read
+from ..checkpoint.format.archive import read_archive
 from ..checkpoint.zero.labels import LABEL
-from ..checkpoint.zero.layout import Layout, UnknownLayoutError, find, latest_tag
-from ..checkpoint.zero.states import configured_stage, number
+from ..checkpoint.zero.layout import Layout, UnknownLayoutError, find_layout, latest_tag
+from ..checkpoint.zero.states import as_integer, configured_stage
 from ..common.errors import CheckpointError
 
 
@@ -35,7 +35,7 @@ class Look:
     problem: str = ""
 
     def layout(self, root: str | Path) -> Layout:
-        """As `checkpoint.zero.layout.find` returns it."""
+        """As `checkpoint.zero.layout.find_layout` returns it."""
         folder = Path(root, self.tag or "")
         files = [tuple(folder / name for name in names) for names in (self.model, self.optimizer)]
         return Layout(Path(root), self.tag or "", *files)
@@ -55,7 +55,7 @@ class Look:
 def look_at_all(source: str, tag: str | None) -> Look:
     """A folder that has the files of all ranks."""
     try:
-        layout = find(source, tag)
+        layout = find_layout(source, tag)
     except UnknownLayoutError:
         return Look()
     except CheckpointError as error:
@@ -83,10 +83,10 @@ def look_at_own(engine: Any, source: str, tag: str | None) -> Look:
 
 def _saved(layout: Layout) -> Saved | None:
     try:
-        model = read(layout.model[0], trust=True).state
+        model = read_archive(layout.model[0], trust=True).state
     except CheckpointError:
         return None
-    ranks = number(model.get("dp_world_size")) if isinstance(model, dict) else None
+    ranks = as_integer(model.get("dp_world_size")) if isinstance(model, dict) else None
     return Saved(ranks, configured_stage(model), bool(layout.optimizer)) if ranks else None
 
 
@@ -95,7 +95,7 @@ def save_and_step(look: Look, source: Path) -> tuple[str, int] | None:
     if look.tag is None:
         return None
     try:
-        state = read(look.layout(source).model[0], trust=True).state
+        state = read_archive(look.layout(source).model[0], trust=True).state
         label, step = state[LABEL]["save"], state["global_steps"]
     except (CheckpointError, KeyError, TypeError):
         return None

@@ -15,7 +15,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from ..checkpoint.format.allowed import OF_DEEPSPEED
-from ..checkpoint.format.archive import Contents, read
+from ..checkpoint.format.archive import Contents, read_archive
 from ..common.errors import CheckpointError, named
 from ..common.overrides import overridden
 from ..common.text import printable
@@ -63,7 +63,7 @@ def inspect_file(file: Path) -> Contents | None:
         CheckpointError: with `trust=False`, the file cannot be read here, or names something that could run.
     """
     try:
-        contents = read(file, trust=True)
+        contents = read_archive(file, trust=True)
     except CheckpointError:
         if runs_nothing():
             raise

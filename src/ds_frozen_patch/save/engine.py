@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import manifest
-from ..checkpoint.zero.labels import labels
-from ..checkpoint.zero.repartition import KEY as ELASTIC
+from ..checkpoint.zero.labels import ELASTIC_KEY, label_saves
 from ..common.durable import sync_file, sync_folder
 from ..common.errors import named
 from ..common.overrides import set_to
@@ -104,7 +103,7 @@ def _save(wrapped: Callable[..., Any], call: inspect.BoundArguments, exclude: bo
         save.names_left_out = left_out.names
         ours |= {manifest.KEY: _manifest_or_reference(save, left_out)} | _kept_fragments(save)
     if save.attached.loss_factor != 1:
-        ours[ELASTIC] = {"loss_factor": save.attached.loss_factor}
+        ours[ELASTIC_KEY] = {"loss_factor": save.attached.loss_factor}
     if engine.zero_optimization_stage() in (1, 2):
         from ..checkpoint.tools.universal import INFO
 
@@ -129,7 +128,7 @@ def _write(wrapped: Callable[..., Any], call: inspect.BoundArguments, save: Save
     call.apply_defaults()
     latest, tag = call.arguments["save_latest"], call.arguments["tag"]
     call.arguments["save_latest"] = False  # DeepSpeed writes it in a way whose errors cannot be deferred
-    with labels(engine, save.id), save.deferring_write_errors():
+    with label_saves(engine, save.id), save.deferring_write_errors():
         saved = wrapped(*call.args, **call.kwargs)
     writes = save.publishes
     if save.is_in_place:

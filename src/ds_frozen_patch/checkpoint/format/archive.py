@@ -98,6 +98,3 @@ def _check_within_records(tensor: StoredTensor, sizes: dict[str, int]) -> None:
         raise ValueError(f"record {storage.key} has {sizes.get(storage.key)} bytes, not {storage.nbytes}")
     if (tensor.offset + tensor.extent) * width > storage.nbytes:
         raise ValueError(f"a tensor goes beyond record {storage.key}")
-
-
-read = read_archive  # the name that load/ still imports

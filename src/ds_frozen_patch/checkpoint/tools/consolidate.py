@@ -21,9 +21,8 @@ from ..format.records import Piece, Records, TensorSource, from_stored, map_into
 from ..format.stored import ITEM_SIZES, StandIn, Storage, StoredTensor
 from ..format.writing import write_archive
 from ..quantization import is_torchao
-from ..zero.labels import LABEL
+from ..zero.labels import ELASTIC_KEY, LABEL
 from ..zero.opening import open_checkpoint
-from ..zero.repartition import ELASTIC_KEY
 from ..zero.states import DEEPSPEEDS_OWN, States
 from ..zero.weights import Weights
 from .base import Base, match_base, open_base, raise_wrong_values

@@ -24,8 +24,8 @@ from ...common.text import human_bytes, printable_lines
 from ...parameters import is_name
 from ..format.allowed import OF_DEEPSPEED
 from ..format.stored import ITEM_SIZES, Size, StandIn, StoredTensor, stand_in
-from ..zero.labels import LABEL
-from ..zero.repartition import ELASTIC_KEY, Repartition, plan_repartition
+from ..zero.labels import ELASTIC_KEY, LABEL
+from ..zero.repartition import Repartition, plan_repartition
 from ..zero.states import States, parameter_groups, read_states
 from .output import check_output, copy_other_files, new_output
 

@@ -16,6 +16,13 @@ LABEL = "ds_frozen_patch_label"
 """The key of the label in a file's state. It has the entries "save" (an id) and "file" (a name)."""
 
 
+ELASTIC_KEY = "ds_frozen_patch_elastic"
+"""The key of what an elastic resume needs in a checkpoint's state.
+
+Its "world_size" is that of the run that trained a resharded checkpoint, its "loss_factor" that of `engine.loss`.
+"""
+
+
 def get_save_id(state: Any) -> Any:
     """The id of the save in a file's label; None without a label."""
     label = state.get(LABEL) if isinstance(state, Mapping) else None
@@ -41,6 +48,3 @@ def label_saves(engine: Any, save_id: str) -> AbstractContextManager[None]:
 def add_label(state: Mapping[str, Any], save_id: str, file: str) -> dict[str, Any]:
     """A copy of a file's state with a label."""
     return {**state, LABEL: {"save": save_id, "file": file}}
-
-
-labels = label_saves  # the name that save/ still imports

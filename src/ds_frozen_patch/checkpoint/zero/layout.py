@@ -146,6 +146,3 @@ def _sort_by_rank(folder: Path, files: Mapping[str, bool], kind: re.Pattern[str]
             f"{folder} lacks the {kind.pattern.split('_')[-2]} states of rank {missing[0]}. Take a whole copy of it."
         )
     return tuple(found[rank] for rank in sorted(found))
-
-
-find = find_layout  # the name that load/ still imports

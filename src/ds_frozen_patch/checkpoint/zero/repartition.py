@@ -16,7 +16,7 @@ from ...common.progress import progress
 from ..format.records import Records
 from ..format.stored import Storage, StoredTensor, iter_tensors, stand_in
 from ..format.writing import write_archive
-from .labels import LABEL, add_label, resharded_save_id
+from .labels import ELASTIC_KEY, LABEL, add_label, resharded_save_id
 from .masters import check_masters_match
 from .new_tensors import NewTensors
 from .partitions import (
@@ -36,9 +36,6 @@ from .partitions import (
 )
 from .states import States, as_integer, check_same_save, parameter_groups
 from .weights import locate_weights
-
-ELASTIC_KEY = "ds_frozen_patch_elastic"
-"""The key in the state of a resharded checkpoint; "world_size" there is that of the run that trained it."""
 
 _BASE_STATE = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_state_dict"}
 """The key of the wrapped optimizer's state in that of ZeRO's optimizer, by stage."""
@@ -342,6 +339,3 @@ class _OptimizerShards:
                     f" {value.numel} elements for a shard of {self.sizes[group]}; how they correspond is unknown."
                 )
         return found
-
-
-KEY = ELASTIC_KEY  # the name that load/ still imports

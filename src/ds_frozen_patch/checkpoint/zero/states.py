@@ -322,9 +322,3 @@ def as_names(value: Any) -> set[str]:
 def as_integer(value: Any) -> int | None:
     """The value if it is an integer, else None."""
     return value if isinstance(value, int) else None
-
-
-# The names that load/ still imports.
-Said = FileDigests
-said_by, number = digest_file, as_integer
-check_kind, check_number_of_parts, check_alike = check_file_kind, check_shard_count, check_digests_agree

@@ -11,7 +11,7 @@ from fractions import Fraction
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from ...checkpoint.zero.repartition import KEY as ELASTIC
+from ...checkpoint.zero.labels import ELASTIC_KEY
 from ...common.errors import CheckpointMismatchError
 from ...engine.attached import attach
 from ...engine.loss import scale_loss
@@ -33,7 +33,7 @@ def resume(owner: LightningOwner, engine: Any, state: Mapping[str, Any], client_
     Raises:
         CheckpointMismatchError: the checkpoint was saved within an epoch, and its position in the data cannot be found.
     """
-    record = state[ELASTIC] or {}
+    record = state[ELASTIC_KEY] or {}
     before, ranks = record.get("world_size") or state["dp_world_size"], int(engine.dp_world_size)
     if getattr(owner.strategy, "lightning_module", None) is None or (before == ranks and "loss_factor" not in record):
         return  # with Fabric, the program divides the loss and counts its batches
