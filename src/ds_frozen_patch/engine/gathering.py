@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..cures import on_the_accelerator
 from ..settings import current
-from .cures import on_the_accelerator
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from ..checkpoint.zero.labels import ELASTIC_KEY
 from ..common.collectives import gather
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..common.work_folder import WORK
-from ..engine.cures import has_plain_optimizer
+from ..cures import has_plain_optimizer
 from ..engine.disks import find_disks
 from ..engine.owner import is_first
 from ..settings import current

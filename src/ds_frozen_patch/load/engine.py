@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from .. import cures
 from ..checkpoint.zero.labels import ELASTIC_KEY, LABEL
 from ..common.overrides import overridden, set_to
-from ..engine import cures, frozen
+from ..engine import frozen
 from ..engine.attached import Attached, attach, attached
 from ..engine.owner import warn
 from ..manifest import KEY, Manifest

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..common.errors import CheckpointMismatchError, named
-from ..engine.cures import has_plain_optimizer
+from ..cures import has_plain_optimizer
 from ..manifest import Manifest
 from ..parameters import PARAMETER, PART, Held, frozen_names, plain
 

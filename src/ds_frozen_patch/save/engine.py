@@ -16,9 +16,9 @@ from ..common.durable import sync_file, sync_folder
 from ..common.errors import named
 from ..common.overrides import set_to
 from ..common.text import human_bytes
+from ..cures import check_nvme, check_step_counts, explaining_nvme_errors, forgets_optimizer
 from ..engine import frozen
 from ..engine.attached import attach, attached
-from ..engine.cures import check_nvme, check_step_counts, explaining_nvme_errors, forgets_optimizer
 from ..engine.owner import Owner, is_first, warn
 from ..parameters import frozen_names, plain
 from ..settings import FLAG

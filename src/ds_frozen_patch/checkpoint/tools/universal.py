@@ -17,8 +17,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from packaging.version import Version
-
+from ... import cures
 from ...common.errors import CheckpointError
 from ...common.text import human_bytes, printable_lines
 from ...parameters import is_name
@@ -42,11 +41,9 @@ if hasattr(torch.serialization, "add_safe_globals"):
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
 runpy.run_module(converter, run_name="__main__", alter_sys=True)
 """
+
+
 # Before torch 2.4 `weights_only` cannot be extended by classes; there the converter loads as it always does.
-_SINCE = {1: "0.11.2", 2: "0.11.2", 3: "0.14.5"}
-"""The first release of DeepSpeed whose converter supports each ZeRO stage."""
-
-
 @dataclass(frozen=True)
 class Universal:
     """What `universal` has written, or would write.
@@ -132,8 +129,7 @@ def _check_deepspeed(states: States) -> str:
         version = metadata.version("deepspeed")
     except metadata.PackageNotFoundError:
         raise CheckpointError("This command needs DeepSpeed's converter: pip install deepspeed") from None
-    since = _SINCE.get(states.zero_stage, "0")
-    if Version(version) < Version(since):
+    if since := cures.converter_needed(version, states.zero_stage):
         raise CheckpointError(
             f"The converter of deepspeed {version} does not support ZeRO stage {states.zero_stage}. Install"
             f" deepspeed>={since}, or use ds-frozen-patch reshard instead."
@@ -150,7 +146,7 @@ def _check_convertible(states: States, of_one: Repartition, version: str) -> Non
             f"{root} cannot be converted: DeepSpeed's converter supports only the state of Adam. To resume with a"
             " different number of ranks, use ds-frozen-patch reshard."
         )
-    if states.zero_stage == 3 and len(base["param_groups"]) > 1 and Version(version) < Version("0.18.0"):
+    if len(base["param_groups"]) > 1 and cures.converter_reads_one_group(version, states.zero_stage):
         raise CheckpointError(
             f"{root} cannot be converted: it has {len(parameter_groups(states.models[0]))} parameter groups in ZeRO-3,"
             f" and the converter of deepspeed {version} reads only the first. Install deepspeed>=0.18.0, or use"

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from packaging.version import InvalidVersion, Version
-
 from ... import manifest
 from ...common.errors import CheckpointError
 from ...common.progress import progress
+from ...cures import ignores_round_robin
 from ..format.records import Records
 from ..format.stored import Storage, StoredTensor, iter_tensors, stand_in
 from ..format.writing import write_archive
@@ -231,13 +230,11 @@ def _reshard_groups(states: States, ranks: int, made: NewTensors) -> tuple[list[
 
 
 def _uses_round_robin(states: States) -> bool:
-    """Whether groups have the order of `round_robin_gradients`, which stage 1 ignored before DeepSpeed 0.13."""
-    if not _zero_setting(states, "round_robin_gradients"):
-        return False
-    try:
-        return states.zero_stage == 2 or Version(states.versions.get("deepspeed", "")) >= Version("0.13.0")
-    except InvalidVersion:
-        return True
+    """Whether groups have the order of `round_robin_gradients`."""
+    saved_with = states.versions.get("deepspeed", "")
+    return bool(_zero_setting(states, "round_robin_gradients")) and not ignores_round_robin(
+        saved_with, states.zero_stage
+    )
 
 
 def _fragment_addresses(group: Shapes, ranks: int, rank: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.errors import CheckpointMismatchError, named
-from ...engine.cures import forget_second_copies
+from ...cures import forget_second_copies
 from ...engine.gathering import gathered
 from ...engine.owner import warn
 from ...load.base_check import verify_base

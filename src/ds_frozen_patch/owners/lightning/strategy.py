@@ -15,9 +15,9 @@ from ...common.durable import wait_for_name
 from ...common.errors import named
 from ...common.overrides import overridden, set_to
 from ...common.work_folder import is_left_behind, left_behind, moved_away
+from ...cures import moved_in_deepspeed, unwrapped
 from ...engine import frozen, handshake
 from ...engine.attached import attach
-from ...engine.cures import moved_in_deepspeed, unwrapped
 from ...engine.owner import is_first, warn
 from ...load.load import Load
 from ...load.load import current as current_load

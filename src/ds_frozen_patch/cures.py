@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ..common.errors import CheckpointError
+from .common.errors import CheckpointError
 
 Attributes = list[tuple[Any, str, Any]]
 """Attributes to set for a while, as `common.overrides.overridden` takes them: object, name, value."""
@@ -132,9 +132,8 @@ def check_nvme(engine: Any) -> None:
     if not keeps_optimizer_on_nvme(engine) or engine.dp_world_size == 1:
         return
     import deepspeed
-    from packaging.version import Version
 
-    if Version(deepspeed.__version__) < Version("0.18.0"):  # mended inside a method, which shows no feature
+    if _is_older(deepspeed.__version__, "0.18.0"):  # mended inside a method, which shows no feature
         raise CheckpointError(
             f"DeepSpeed {deepspeed.__version__} cannot save an optimizer on NVMe with more than one rank, since all"
             f" write into one folder. Install deepspeed>=0.18.0. {USE_WEIGHTS_ONLY}"
@@ -229,6 +228,35 @@ def on_the_accelerator(parameter: Any) -> Iterator[None]:
         yield
     finally:
         parameter.data = moved
+
+
+# Files: these are about the release that a tool runs, or that has saved a checkpoint, so its version is all there is
+
+
+def converter_needed(version: str, zero_stage: int) -> str | None:
+    """The first DeepSpeed whose universal converter supports a ZeRO stage, if `version` is older; else None."""
+    since = {1: "0.11.2", 2: "0.11.2", 3: "0.14.5"}.get(zero_stage, "0")
+    return since if _is_older(version, since) else None
+
+
+def converter_reads_one_group(version: str, zero_stage: int) -> bool:
+    """Whether DeepSpeed's universal converter ignores all but the first parameter group: ZeRO-3 before 0.18.0."""
+    return zero_stage == 3 and _is_older(version, "0.18.0")
+
+
+def ignores_round_robin(version: str, zero_stage: int) -> bool:
+    """Whether the DeepSpeed that saved a checkpoint ignored `round_robin_gradients`: stage 1 before 0.13.0."""
+    return zero_stage == 1 and _is_older(version, "0.13.0")
+
+
+def _is_older(version: str, than: str) -> bool:
+    """Whether a version, which may be unknown, is older than another."""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return Version(version) < Version(than)
+    except InvalidVersion:
+        return False
 
 
 # Lightning
