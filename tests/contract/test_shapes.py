@@ -194,7 +194,7 @@ def test_a_shape(made: Made, kind: str, stage: int) -> None:
         assert len(own["resumed"][0]) == 2
         assert own["tested"][0] == own["tested"][1]
         expected = [NO_FOLDER[kind]] * 2 if kind in NO_FOLDER else []  # one for each run
-        expected = expected or (["trains 0 adapters"] * 2 if kind in OTHERS else [])
+        expected = expected or (["trains 0 PEFT adapters"] * 2 if kind in OTHERS else [])
         assert len(own["messages"]) == (0 if rank else len(expected)), own["messages"]
         assert all(part in said for part, said in zip(expected, own["messages"], strict=False))
     frozen = found[0]["frozen"]
