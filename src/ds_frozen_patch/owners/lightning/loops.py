@@ -9,19 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fractions import Fraction
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...checkpoint.zero.labels import ELASTIC_KEY
 from ...common.errors import CheckpointMismatchError
 from ...engine.attached import attach
 from ...engine.loss import scale_loss
-from ...engine.owner import warn
-
-if TYPE_CHECKING:
-    from .owner import LightningOwner
+from ...engine.owner import Owner, warn
 
 
-def resume(owner: LightningOwner, engine: Any, state: Mapping[str, Any], client_state: dict[str, Any]) -> None:
+def resume(owner: Owner, engine: Any, state: Mapping[str, Any], client_state: dict[str, Any]) -> None:
     """Let Trainer go on as it would at the world size of the save.
 
     Args:
@@ -35,8 +32,8 @@ def resume(owner: LightningOwner, engine: Any, state: Mapping[str, Any], client_
     """
     record = state[ELASTIC_KEY] or {}
     before, ranks = record.get("world_size") or state["dp_world_size"], int(engine.dp_world_size)
-    if getattr(owner.strategy, "lightning_module", None) is None or (before == ranks and "loss_factor" not in record):
-        return  # with Fabric, the program divides the loss and counts its batches
+    if before == ranks and "loss_factor" not in record:
+        return
     config = state["ds_config"] or {}
     accumulated = int(config.get("gradient_accumulation_steps") or 1)
     now = int(engine.gradient_accumulation_steps())

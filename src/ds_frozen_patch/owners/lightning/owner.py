@@ -70,4 +70,6 @@ class LightningOwner:
 
     def after_load(self, engine: Any, state: Mapping[str, Any], client_state: dict[str, Any]) -> None:
         """See `Owner`."""
-        loops.resume(self, engine, state, client_state)
+        if getattr(self.strategy, "lightning_module", None) is not None:
+            loops.resume(self, engine, state, client_state)
+        # With Fabric, the program divides the loss and counts its batches.
