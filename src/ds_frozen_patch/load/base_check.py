@@ -31,27 +31,7 @@ def verify_base(manifest: Manifest, held: Mapping[str, Held], load: Load) -> Non
         return
     # By all names, because what was tied at the save need not be tied now. The first of tied names counts.
     pairs = {held[name]: (name, saved) for saved in manifest.left_out for name in reversed(saved.names) if name in held}
-    comparable = [one for one, (_, saved) in pairs.items() if saved.fingerprint and saved.dtype == one.dtype]
-    engine = load.engine
-    prints = fingerprints(
-        [one.tensor for one in comparable], engine.device, process_memory(), all_known=load.base_is_known
-    )
-    found = dict(zip(comparable, prints, strict=True))
-    differ = [
-        f"- {pairs[one][0]}: saved {pairs[one][1].fingerprint}, now {content}"
-        for one, content in found.items()
-        if content and content != pairs[one][1].fingerprint
-    ]
-    differ += [
-        f"- {name}: saved as {saved.dtype}, now {one.dtype}"
-        for one, (name, saved) in pairs.items()
-        if saved.dtype != one.dtype and not _is_rounded(saved, one)
-    ]
-    unread = [
-        name
-        for one, (name, saved) in pairs.items()
-        if found.get(one) is None and (saved.dtype == one.dtype or _is_rounded(saved, one))
-    ]
+    differ, unread = _compare(pairs, load)
     if unread:
         warn(
             load.owner,
@@ -80,3 +60,26 @@ def verify_base(manifest: Manifest, held: Mapping[str, Held], load: Load) -> Non
 def _is_rounded(saved: LeftOut, now: Held) -> bool:
     """Whether a base may be the saved one in another precision."""
     return saved.dtype in _FLOATING and now.dtype in _FLOATING
+
+
+def _compare(pairs: Mapping[Held, tuple[str, LeftOut]], load: Load) -> tuple[list[str], list[str]]:
+    """One line for each parameter that differs, and the names of those that cannot be compared.
+
+    Args:
+        pairs: by what the module holds: its name, and what was left out under that name.
+        load: the running load.
+    """
+    comparable = [one for one, (_, saved) in pairs.items() if saved.fingerprint and saved.dtype == one.dtype]
+    tensors = [one.tensor for one in comparable]
+    prints = fingerprints(tensors, load.engine.device, process_memory(), all_known=load.base_is_known)
+    found = dict(zip(comparable, prints, strict=True))
+    differ, unread = [], []
+    for one, (name, saved) in pairs.items():
+        now = found.get(one)
+        if saved.dtype != one.dtype and not _is_rounded(saved, one):
+            differ.append(f"- {name}: saved as {saved.dtype}, now {one.dtype}")
+        elif now is None:
+            unread.append(name)
+        elif now != saved.fingerprint:
+            differ.append(f"- {name}: saved {saved.fingerprint}, now {now}")
+    return differ, unread

@@ -23,7 +23,8 @@ from ..engine.owner import Owner, is_first, warn
 from ..parameters import frozen_names, plain
 from ..settings import FLAG
 from ..settings import current as settings
-from .save import Save, agree, current, explaining_errors
+from .agreement import agree, explaining_errors
+from .save import Save, current
 
 
 def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -16,27 +16,24 @@ import os
 import shutil
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
-from ..common.collectives import default_store, digest, gather, gather_numbers
+from ..common.collectives import default_store, gather, gather_numbers
 from ..common.durable import listed, make_own_folder, sync_file, sync_folder, sync_tree
-from ..common.errors import CheckpointError, CheckpointMismatchError
+from ..common.errors import CheckpointError
 from ..common.overrides import overridden
 from ..common.text import human_bytes
 from ..common.work_folder import WORK, entries, identity, is_dead, lock, marker, swap, swap_back, work_folders
-from ..engine.attached import Attached, attached
-from ..engine.disks import Disks, file_system, find_disks
+from ..engine.attached import Attached
+from ..engine.disks import Disks, find_disks
 from ..engine.owner import Owner
-from ..fingerprint import process_memory
 from ..parameters import Held
-from ..settings import current as settings
 
 UNCHANGED = "What was saved there before is unchanged."
 _REMEMBERED = 4
@@ -303,92 +300,6 @@ class Save:
             with suppress(OSError):
                 os.close(self._lock)
             self._lock = None
-
-
-def agree(
-    engine: Any,
-    path: Any,
-    request: Mapping[str, Any],
-    left_out: list[Held] | None,
-    *,
-    base_has_changed: bool,
-    is_direct: bool,
-) -> Save:
-    """Let the ranks agree on a save; every rank must call it.
-
-    Args:
-        engine: that is saved; it must be attached.
-        path: of the checkpoint; that of rank 0 counts.
-        request: what this rank is to save, which must be the same on every rank.
-        left_out: see `Save`.
-        base_has_changed: whether this rank has seen training change some of that.
-        is_direct: see `Save`.
-
-    Raises:
-        CheckpointMismatchError: the requests differ.
-    """
-    known = attached(engine)
-    assert known is not None
-    base_is_known = all(process_memory().holds(one.tensor) for one in left_out or ())
-    own = [digest(sorted(request.items())), digest(str(path)), uuid4().int >> 65, base_is_known]
-    numbers = gather_numbers([*own, file_system(Path(path)), base_has_changed], known.owner.device)
-    if len({one[0] for one in numbers}) > 1:
-        raise CheckpointMismatchError(f"{path} was not saved. {_difference(gather(dict(request)))}")
-    is_one_path = len({one[1] for one in numbers}) == 1
-    return Save(
-        known.owner,
-        engine,
-        known,
-        Path(path if is_one_path else gather(str(path))[0]),
-        f"{numbers[0][2]:016x}"[-12:],
-        left_out,
-        base_is_known=all(one[3] for one in numbers),
-        base_has_changed=any(one[5] for one in numbers),
-        sync=settings().sync,
-        is_direct=is_direct,
-        file_systems=tuple(one[4] for one in numbers) if is_one_path else None,
-    )
-
-
-def _difference(requests: list[dict[str, Any]]) -> str:
-    """Which ranks got which request, where they differ."""
-    lines = []
-    for key in sorted({key for request in requests for key in request}):
-        ranks: dict[str, list[str]] = {}
-        for rank, request in enumerate(requests):
-            ranks.setdefault(repr(request.get(key)), []).append(str(rank))
-        if len(ranks) > 1:
-            lines.append(f"{key}: " + ", ".join(f"{value} on rank {_shortened(who)}" for value, who in ranks.items()))
-    return (
-        f"The ranks were asked for different saves ({'; '.join(lines)}). Call patch(), full_checkpoint() and"
-        " save_checkpoint() with the same arguments on every rank."
-    )
-
-
-def _shortened(ranks: list[str]) -> str:
-    return ", ".join(ranks[:4]) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
-
-
-@contextmanager
-def explaining_errors(path: Any) -> Iterator[list[Save]]:
-    """Add to an error of torch's, such as after the death of another rank, what was not saved and what is there.
-
-    The save is to be appended to the list that this gives.
-    """
-    saves: list[Save] = []
-    try:
-        yield saves
-    except (CheckpointError, CheckpointMismatchError):
-        raise
-    except RuntimeError as error:
-        if type(error) is not RuntimeError and not type(error).__name__.startswith("Dist"):
-            raise
-        state, is_saved = saves[0].state_of_target() if saves else (UNCHANGED, False)
-        outcome = "was saved, but not every rank knows" if is_saved else "was not saved"
-        raise CheckpointError(
-            f"{path} {outcome} ({error}). If this says that another rank is gone, restart the run from its last"
-            f" checkpoint. {state}"
-        ) from error
 
 
 def _release_files(error: BaseException | None) -> None:

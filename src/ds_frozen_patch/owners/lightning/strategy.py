@@ -24,8 +24,9 @@ from ...load.load import current as current_load
 from ...load.look import Look
 from ...load.trust import trust
 from ...parameters import names_by_parameter
+from ...save.agreement import explaining_errors
 from ...save.engine import begin, writes_before_it_returns
-from ...save.save import Save, explaining_errors
+from ...save.save import Save
 from ...save.save import current as current_save
 from ...settings import FLAG, matches
 from ...settings import current as settings
