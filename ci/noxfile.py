@@ -112,14 +112,14 @@ def propose(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def table(session: nox.Session) -> None:
-    """Make the README's compatibility table of a full run of the matrix, or renew the rows of `-- CELL...` alone."""
+    """Make the compatibility table of a full run of the matrix, or renew the rows of `-- CELL...` alone."""
     log_written(session, declared.write())
     run_part(session, "everyday", "matrix.table", *session.posargs)
 
 
 @nox.session(venv_backend="none")
 def settings(session: nox.Session) -> None:
-    """Run every setting of DeepSpeed on two of its releases, and make the README's table of it."""
+    """Run every setting of DeepSpeed on two of its releases, and make a table of it."""
     results = {cell: f"{RESULTS}/settings-{cell}.xml" for cell in EVERY_TEST}
     for cell, file in results.items():
         run_tests(session, cell, "-m", "settings", f"--junitxml={file}", *session.posargs)
@@ -136,7 +136,7 @@ def quantized(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def faults(session: nox.Session) -> None:
-    """Try to lose data, at length, and make the README's table of what was tried; or renew the rows of `-- TEST...`."""
+    """Try to lose data, at length, and make the table of what was tried; or renew the rows of `-- TEST...`."""
     results = f"{RESULTS}/faults.xml"
     pytest = ("-m", "pytest", "--faults", f"--junitxml={results}", *(session.posargs or ["tests/faults"]))
     run(session, "everyday", *pytest, CELL="everyday")  # no checkpoints of other cells
@@ -206,7 +206,7 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
-    """What saves, resumes, the import and the tools cost against others, for the README; or `-- PART...` alone."""
+    """What saves, resumes, the import and the tools cost against others; or `-- PART...` alone."""
     run_part(session, "newest", "bench", *session.posargs)
 
 

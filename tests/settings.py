@@ -1,6 +1,6 @@
 """The settings of DeepSpeed under which the promises are proved, each with the ZeRO stages that it is for.
 
-`tests/contract/test_settings.py` runs them; the README's table is made of what it found.
+`tests/contract/test_settings.py` runs them; the table in `docs/compatibility.md` is made of what it found.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What saves, resumes, the import and the tools cost, beside the alternatives: `nox -f ci/noxfile.py -s bench`.
 
-Writes `bench.json` and the README's section, or renews the parts that are named: `-s bench -- import inspect`. The part
-`elastic`, which prints a table of losses and times nothing, runs only where it is named.
+Writes `bench.json` and the section of `docs/benchmarks.md`, or renews the parts that are named:
+`-s bench -- import inspect`. The part `elastic`, which prints a table of losses and times nothing, runs only if it is
+named.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def main() -> None:
             results[name] = measured(name, Path(folder), given.rounds)
             results = {name: results[name] for name in PARTS if name in results}
             RESULTS.write_text(dumped(results), encoding="utf-8")
-    Block("bench").write(render(results))
+    Block("bench", ROOT / "docs" / "benchmarks.md").write(render(results))
 
 
 def measured(name: str, folder: Path, rounds: int | None) -> dict[str, Any]:
@@ -80,12 +81,12 @@ def dumped(results: dict[str, Any]) -> str:
 
 
 def render(results: dict[str, Any]) -> str:
-    """Return the README's section: where each part was measured, and what it found."""
+    """Return the section: where each part was measured, and what it found."""
     places: dict[str, list[str]] = {}
     for name, result in results.items():
         places.setdefault(f"on {result['date']} on {described(result['machine'])}", []).append(PARTS[name][0])
     said = [f"Measured {place}: {', '.join(names)}." for place, names in places.items()]
-    parts = [f"### {PARTS[name][0]}\n\n{PARTS[name][1].render(result['found'])}" for name, result in results.items()]
+    parts = [f"## {PARTS[name][0]}\n\n{PARTS[name][1].render(result['found'])}" for name, result in results.items()]
     return "\n\n".join([*said, *parts])
 
 

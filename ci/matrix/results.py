@@ -14,9 +14,9 @@ from matrix import cells
 from tables import ROOT, Block, cases, markdown, ranges
 
 BLOCKS = {
-    "settings": Block("settings"),
+    "settings": Block("settings", ROOT / "docs" / "compatibility.md"),
     "quantized": Block("quantized", ROOT / "docs" / "qlora.md"),
-    "faults": Block("faults"),
+    "faults": Block("faults", ROOT / "docs" / "faults.md"),
 }
 
 

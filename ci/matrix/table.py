@@ -1,4 +1,4 @@
-"""The compatibility table of the README, made from the last full run of the matrix: `nox -f ci/noxfile.py -s table`.
+"""The table of `docs/compatibility.md`, made from the last full run of the matrix: `nox -f ci/noxfile.py -s table`.
 
 Every cell's tests leave an outcome in `.nox/results/`; together they become `last-run.json`, and the table. With
 names of cells, only theirs are taken from there, and the others stay as they are in `last-run.json`.
@@ -16,7 +16,7 @@ from matrix import cells
 from tables import ROOT, Block, markdown, ranges
 
 LAST_RUN = Path(__file__).with_name("last-run.json")
-BLOCK = Block("table")
+BLOCK = Block("table", ROOT / "docs" / "compatibility.md")
 HEADER = ("cell", "Lightning", "DeepSpeed", "torch", "Python", "wrapt", "state", "promises", "tests", "s")
 
 
@@ -84,7 +84,7 @@ def render(outcomes: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Write `last-run.json` and the README's table."""
+    """Write `last-run.json` and the table."""
     outcomes = collect(ROOT / ".nox" / "results", json.loads(LAST_RUN.read_text()), sys.argv[1:])
     LAST_RUN.write_text(json.dumps(outcomes, indent=1) + "\n")
     BLOCK.write(render(outcomes))

@@ -147,11 +147,11 @@ COMMANDS = ("run", "status", "inspect", "prune", "consolidate", "merge", "export
 
 
 @pytest.mark.parametrize("words", [(), *((name,) for name in COMMANDS)])
-def test_the_readme_has_the_help(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documents_have_the_help(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    readme = Path(__file__).parents[2] / "README.md"
+    page = Path(__file__).parents[2] / "docs" / "command-line.md"
     said = command(*words, "--help").stdout
-    assert f"$ {' '.join(('ds-frozen-patch', *words))} --help\n{said}```\n" in readme.read_text(encoding="utf-8")
+    assert f"$ {' '.join(('ds-frozen-patch', *words))} --help\n{said}```\n" in page.read_text(encoding="utf-8")
 
 
 def test_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:

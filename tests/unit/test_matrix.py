@@ -1,4 +1,4 @@
-"""The matrix is what the package says of itself: ranges, locks, the README's table; and nox reads the same file."""
+"""The matrix is what the package says of itself: ranges, locks, the tables; and nox reads the same file."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_locks(name: str) -> None:
         )
 
 
-def test_the_readme_shows_the_last_full_run() -> None:
+def test_the_table_shows_the_last_full_run() -> None:
     last_run = json.loads(table.LAST_RUN.read_text())
     assert [outcome["entry"] for outcome in last_run.values()] == list(cells.entries().values()), (
         "run the whole matrix again"
@@ -123,7 +123,7 @@ def test_the_readme_shows_the_last_full_run() -> None:
     assert table.BLOCK.read() == table.render(last_run).strip()
 
 
-def test_the_readme_shows_every_setting() -> None:
+def test_the_table_shows_every_setting() -> None:
     shown = results.BLOCKS["settings"].read()
     rows = [[item.strip() for item in line.split("|")[1:-1]] for line in shown.splitlines() if line.startswith("|")]
     assert rows[0][1:] == [f"DeepSpeed {CELLS[cell].deepspeed}" for cell in ("everyday", "newest")]

@@ -23,7 +23,10 @@ def judge(version: str | None, seen: Seen) -> Finding:
 
 
 def _strategy(name: str, methods: tuple[str, ...], *distributions: str) -> Target:
-    remedy = f"install a release that the README lists, or uninstall {distributions[-1]} if nothing uses it"
+    remedy = (
+        "install a tested release (see Compatibility in the documentation), or uninstall"
+        f" {distributions[-1]} if nothing uses it"
+    )
     module = f"{name}.strategies.deepspeed"
     return Target(name, module, "DeepSpeedStrategy", methods, distributions, judge, remedy, "lightning")
 
