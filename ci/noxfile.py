@@ -218,7 +218,7 @@ def picture(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def compare(session: nox.Session) -> None:
-    """What this package, Lightning, Hugging Face's Trainer and DeepSpeed do, measured, and make the README's table."""
+    """What this package, Lightning, Hugging Face's Trainer and DeepSpeed do, measured, and make the table."""
     run_part(session, "newest", "compare")
 
 

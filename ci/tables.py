@@ -1,4 +1,4 @@
-"""Tables in Markdown, and the blocks of the README and of `docs/` that nox sessions generate."""
+"""Tables in Markdown, and the blocks of pages in `docs/` that nox sessions generate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Block:
     """A part of a page between two comments; the session of its name writes it."""
 
     session: str
-    page: Path = ROOT / "README.md"
+    page: Path
 
     def read(self) -> str:
         """Return what the page has there, without the empty lines around it."""

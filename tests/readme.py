@@ -1,4 +1,4 @@
-"""The README's blocks of code, and a shell that runs them in the everyday cell."""
+"""The blocks of code in the README and in `docs/`, and a shell that runs them in the everyday cell."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+GUIDES = ("run", "usage", "world-size", "exports", "saves", "nodes", "tools", "testing", "troubleshooting", "reference")
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in GUIDES)]
+TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+"""The pages whose blocks run, in an order in which each finds what the ones before have left."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A line that a reader types, and what the README says it prints."""
+    """A line that a reader types, and what the page says it prints."""
 
     line: str
     prints: tuple[str, ...]

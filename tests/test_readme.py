@@ -1,4 +1,4 @@
-"""Every block of code in the README runs, and prints what it says there."""
+"""Every block of code in the README and the guides runs, and prints what it says there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.everyday, pytest.mark.once]
 ELSEWHERE = {
     "pip install nox && nox -f ci/noxfile.py -s demo": "test_demo.py",
     "nox -f ci/noxfile.py": "../.ci/run",
-    "pip install ds_frozen_patch": "../ci/release.py",
+    "pip install .": "../ci/release.py",
     "ds-frozen-patch universal last.ckpt last.universal": "tools/test_universal.py",
     "python ci/series apply ~/src/pytorch-lightning": "patches/test_series.py",
     **dict.fromkeys(
@@ -48,7 +48,7 @@ LoraFineTune().model.unload().save_pretrained("Llama-3.1-8B")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, demo: tuple[Path, Any]) -> Path:
-    """A reader's folder: what the demo has saved, and its base, by the names that the README uses."""
+    """A reader's folder: what the demo has saved, and its base, by the names that the pages use."""
     made = tmp_path_factory.mktemp("reader")
     full = demo[0] / "zero2" / "full.ckpt"
     for place in ("last.ckpt", "runs/last.ckpt", "lightning_logs/version_0/checkpoints/last.ckpt"):
@@ -66,7 +66,7 @@ def test_what_runs_elsewhere_is_there() -> None:
 
 
 def test_what_a_reader_types(folder: Path) -> None:
-    """In the order of the README, each in the folder that the ones before have left."""
+    """In the order of the pages, each in the folder that the ones before have left."""
     typed = [one for block in readme.blocks("console") for one in readme.commands(block)]
     for one in typed:
         if one.line in ELSEWHERE:
@@ -167,10 +167,10 @@ def test_python(ranks: Any, tmp_path: Path, block: str) -> None:
 
 
 def test_what_can_go_wrong_is_what_we_say() -> None:
-    """Each message in the table of the README is in the sources."""
+    """Each message in the table of the page on troubleshooting is in the sources."""
     said = [text for file in (readme.ROOT / "src").rglob("*.py") for text in texts(file)]
-    _, _, section = readme.TEXT.partition("## Troubleshooting\n")
-    cells = re.findall(r"^\| (`.+?`) \|", section.partition("\n## ")[0], re.MULTILINE)
+    page = (readme.ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| (`.+?`) \|", page, re.MULTILINE)
     messages = [message for cell in cells for message in re.findall(r"`(.+?)`", cell)]
     assert len(messages) > 10
     for message in messages:

@@ -1,6 +1,6 @@
 """ds_frozen_patch and its peers, feature by feature, measured in one run: `nox -f ci/noxfile.py -s compare`.
 
-Writes `compare.json` and the README's table. Every system makes the run of `task.py` on CPU ranks.
+Writes `compare.json` and the table of `docs/comparison.md`. Every system makes the run of `task.py` on CPU ranks.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from compare.features import FEATURES, ROWS, STAGES
 from compare.task import EXCLUDED, FULL, OURS
 from compare.trial import System, Trial
 from ranks import Ranks
-from tables import Block, markdown
+from tables import ROOT, Block, markdown
 
 RESULTS = Path(__file__).with_name("compare.json")
-BLOCK = Block("compare")
+BLOCK = Block("compare", ROOT / "docs" / "comparison.md")
 PACKAGES = ("lightning", "deepspeed", "transformers", "peft", "accelerate", "torch")
 
 LIGHTNING: dict[str, str] = {

@@ -130,7 +130,7 @@ def test_the_table_shows_every_setting() -> None:
     assert [row[0] for row in rows[2:]] == [setting.name for setting in SETTINGS], "run the settings again"
 
 
-def test_the_readme_shows_the_comparison() -> None:
+def test_the_table_shows_the_comparison() -> None:
     result = json.loads(compare.RESULTS.read_text())
     assert list(result["features"]) == list(features.FEATURES), "compare again"
     measured = (f"lightning {result['versions']['lightning']}", result["versions"]["deepspeed"])
