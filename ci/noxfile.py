@@ -47,7 +47,7 @@ UPSTREAM |= {"2.5.2": "everyday", "2.6.5": "newest", "7f0c3436cd3f6ad37531256720
 
 # Every test on two cells, the promises where releases are oldest, refused and patched, and those of quantized bases.
 SOME = ("oldest", "refused", "everyday-patched", "quantized")
-nox.options.sessions = ["tests", *(f"matrix({cell})" for cell in SOME), "patches", "lint"]
+nox.options.sessions = ["tests", *(f"matrix({cell})" for cell in SOME), "patches", "docs", "lint"]
 nox.options.stop_on_first_error = False
 
 
@@ -231,6 +231,15 @@ def lint(session: nox.Session) -> None:
     session.run(tools, "-m", "ruff", "check", ".", external=True)
     session.run(tools, "-m", "ruff", "format", "--check", ".", external=True)
     session.run(tools, "-m", "mypy", "--python-executable", typed, external=True)
+
+
+@nox.session(venv_backend="none")
+def docs(session: nox.Session) -> None:
+    """Build the documentation into `.nox/site`; a warning is an error."""
+    session.chdir(ROOT)
+    build = ("-m", "sphinx", "--quiet", "--fail-on-warning", "--fresh-env", "docs", str(ROOT / ".nox" / "site"))
+    session.run(tools_python(session, "docs"), *build, env={"PYTHONPATH": str(ROOT / "src")}, external=True)
+    session.log("open .nox/site/index.html")
 
 
 @nox.session(venv_backend="none")

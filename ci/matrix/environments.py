@@ -24,7 +24,7 @@ from series.folder import PATCHES, apply_to_package
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = ROOT / "ci" / "locks"
 PROGRAMS = ROOT / ".nox" / "programs"
-PIPS_OWN = ("tools", "release")
+PIPS_OWN = ("tools", "release", "docs")
 BUILDS_OF_TORCH = re.compile(r"(torch|torchvision|triton|nvidia-.*|cuda-.*)==")
 
 
@@ -78,7 +78,7 @@ def clone(session: nox.Session, folder: str, address: str, commit: str) -> None:
 
 
 def tools_python(session: nox.Session, name: str = "tools") -> str:
-    """Return the Python of an environment made by pip: "tools" has uv, ruff and mypy, "release" build and twine."""
+    """Return the Python of an environment made by pip: its lock is `ci/locks/NAME.txt`."""
     folder = ROOT / ".nox" / name
     python, lock = str(folder / "bin" / "python"), LOCKS / f"{name}.txt"
 
@@ -113,7 +113,7 @@ def write_program_lock(session: nox.Session, name: str, program: Program, cell: 
 
 
 def write_tools_locks(session: nox.Session) -> None:
-    """Resolve `ci/locks/tools.in` and `release.in` anew, with the uv of the lock as it is."""
+    """Resolve the locks of `PIPS_OWN` anew, with the uv of the lock as it is."""
     plain = ("--generate-hashes", "--no-header", "--no-annotate", "--universal", "--python-version", "3.10")
     for name in PIPS_OWN:
         _uv(session, "pip", "compile", *plain, str(LOCKS / f"{name}.in"), "--output-file", str(LOCKS / f"{name}.txt"))

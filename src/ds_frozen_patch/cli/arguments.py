@@ -1,4 +1,4 @@
-"""The arguments of each command. The README shows what `--help` prints; tests compare the two."""
+"""The arguments of each command. `docs/command-line.md` shows what `--help` prints; a test compares the two."""
 
 from __future__ import annotations
 

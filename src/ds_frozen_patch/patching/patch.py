@@ -69,9 +69,9 @@ def patch(
     Args:
         verify_base: what to do if a checkpoint is loaded onto another base than the one it was saved with: "error"
             (the default), "warn", or "off" to skip the comparison.
-        keep: shell patterns such as "*.random_features": frozen parameters with matching names are saved all the
+        keep: shell patterns such as `*.random_features`: frozen parameters with matching names are saved all the
             same, because no base has their values.
-        leave_out: shell patterns such as "*.qweight": buffers with matching names are left out as part of the base, and
+        leave_out: shell patterns such as `*.qweight`: buffers with matching names are left out as part of the base, and
             frozen parameters are left out even if training changes them. The buffers of the quantized layers of GPTQ,
             AWQ, HQQ, optimum-quanto and torchao are left out without it.
         export: what to add to each checkpoint's directory, ready to use: "safetensors" for a file
