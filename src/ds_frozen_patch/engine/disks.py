@@ -48,7 +48,7 @@ def find_disks(owner: Owner, folder: Path) -> Disks:
     """
     if owner.local_rank == 0:
         try:
-            make_own_folder(folder)
+            make_own_folder(folder, sync=False)
             marker(folder, owner.rank).touch()
         except OSError:
             pass  # the save reports it: this rank cannot write there
