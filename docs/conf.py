@@ -24,22 +24,14 @@ nitpicky = True
 nitpick_ignore_regex = [("py:class", r"(collections\.abc|pathlib|torch)\..*|Path")]  # of other packages
 
 
-def _lead_to_pages(text: str) -> str:
-    """Documents outside of `docs/` have a page that includes them; GitHub needs links to the documents themselves."""
+def _link_to_pages(*arguments: Any) -> None:
+    """Link to the page that includes a document outside of `docs/`; on GitHub, links lead to the document itself."""
+    source: list[str] = arguments[-1]
     for document, page in _OUTSIDE.items():
-        text = text.replace(f"](../{document}", f"]({page}").replace(f"]({document}", f"](docs/{page}")
-    return text
-
-
-def _read_page(app: Any, name: str, source: list[str]) -> None:
-    source[0] = _lead_to_pages(source[0])
-
-
-def _read_included(app: Any, path: Path, parent: str, source: list[str]) -> None:
-    source[0] = _lead_to_pages(source[0])
+        source[0] = source[0].replace(f"](../{document}", f"]({page}").replace(f"]({document}", f"](docs/{page}")
 
 
 def setup(app: Any) -> None:
     """Called by Sphinx."""
-    app.connect("source-read", _read_page)
-    app.connect("include-read", _read_included)
+    app.connect("source-read", _link_to_pages)
+    app.connect("include-read", _link_to_pages)

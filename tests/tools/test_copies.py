@@ -288,9 +288,7 @@ def test_a_folder_for_other_ranks_that_is_a_link(checkpoints: Checkpoints, tmp_p
 def a_save(target: Path) -> Save:
     owner: Any = SimpleNamespace(rank=0, local_rank=0, device=torch.device("cpu"))
     known = Attached(owner)
-    return Save(
-        owner, None, known, target, "0123456789ab", None, False, False, sync=True, is_direct=False, file_systems=None
-    )
+    return Save(owner, None, known, target, "0123456789ab", None, False, False, sync=True, file_systems=None)
 
 
 def links(folder: Path, elsewhere: Path, name: str) -> None:

@@ -14,20 +14,19 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "patches" / 
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
-def without_code(text: str) -> str:
-    return re.sub(r"`[^`\n]*`", "", re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL))
+def without_blocks(page: Path) -> str:
+    return re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
 def anchors(page: Path) -> set[str]:
     """The anchors that GitHub makes of the headings of a page."""
-    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    titles = re.findall(r"^#+ (.+)$", without_blocks(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links(page: Path) -> None:
-    for place, anchor in LINK.findall(without_code(page.read_text(encoding="utf-8"))):
+    for place, anchor in LINK.findall(re.sub(r"`[^`\n]*`", "", without_blocks(page))):
         target = (page.parent / place).resolve() if place else page
         assert target.exists(), place
         assert not anchor or anchor in anchors(target), f"{place}#{anchor}"

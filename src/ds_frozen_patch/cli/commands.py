@@ -17,10 +17,9 @@ from ..checkpoint.tools.verify import verify
 from ..manifest import Manifest
 from ..patching.launch import lines, replace_by
 from ..patching.patch import status
+from ..settings import Settings
 
-_SETTINGS = (
-    "strict", "cpu", "verify_base", "keep", "leave_out", "export", "fp32_weights", "elastic", "sync", "trust",
-)  # fmt: skip
+_SETTINGS = ("strict", "cpu", *(field.name for field in fields(Settings)))
 
 
 def run_run(given: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from importlib import metadata, util
 from importlib.machinery import ModuleSpec
@@ -24,10 +24,10 @@ Parameters = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Seen:
-    """What was seen of a class: its methods, and the names that each uses inside."""
+    """What was seen of a class: its methods, and a function that returns the names that one of them uses inside."""
 
     parameters: Parameters
-    used: Mapping[str, frozenset[str]]
+    names_in: Callable[[str], Container[str]]
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _read_source(what: Target, root: Path | None) -> Seen | None:
     except (OSError, SyntaxError, ValueError):
         return None
     parameters = {name: _argument_names(method.args) for name, method in methods.items()}
-    return Seen(parameters, {name: _names_used(method) for name, method in methods.items()})
+    return Seen(parameters, lambda name: _names_used(methods[name]))
 
 
 def _methods(source: str, what: Target) -> dict[str, ast.FunctionDef]:
@@ -182,4 +182,4 @@ def _look_at(what: Target, cls: Any) -> Seen | None:
     methods = {name: method for name in what.methods if callable(method := getattr(cls, name, None))}
     parameters = {name: tuple(inspect.signature(method).parameters) for name, method in methods.items()}
     codes = {name: getattr(inspect.unwrap(method), "__code__", None) for name, method in methods.items()}
-    return Seen(parameters, {name: frozenset(code.co_names) for name, code in codes.items() if code is not None})
+    return Seen(parameters, lambda name: getattr(codes[name], "co_names", ()))

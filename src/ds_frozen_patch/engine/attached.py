@@ -26,11 +26,11 @@ class Attached:
         loaded: the groups (see `parameters.Held`) of frozen values that a checkpoint has replaced, on this rank.
         changed: the groups that are frozen and yet not part of the base, the same on every rank.
         prints: the fingerprints at the last save, by name.
-        loss_factor: what each loss is multiplied by, see `load.elastic`.
+        loss_factor: what each loss is multiplied by, see `engine.loss`.
         disks: by the file systems of the ranks, see `disks.find_disks`.
         published: the identity of the last few checkpoints, by path.
         remover: the thread that removes the previous save's work folder.
-        warned: the messages that have been logged once.
+        logged: what is logged only once and has been.
     """
 
     owner: Owner
@@ -43,13 +43,18 @@ class Attached:
     disks: dict[tuple[int, ...], Disks] = field(default_factory=dict)
     published: dict[Path, tuple[int, ...]] = field(default_factory=dict)
     remover: threading.Thread | None = None
-    warned: set[str] = field(default_factory=set)
+    logged: set[str] = field(default_factory=set)
 
     def warn_once(self, message: str) -> None:
         """Log a warning on rank 0, the first time."""
-        if message not in self.warned:
-            self.warned.add(message)
+        if self.is_first_time(message):
             warn(self.owner, message)
+
+    def is_first_time(self, what: str) -> bool:
+        """Whether this is the first call with this text."""
+        is_new = what not in self.logged
+        self.logged.add(what)
+        return is_new
 
 
 _engines: WeakKeyDictionary[Any, Attached] = WeakKeyDictionary()

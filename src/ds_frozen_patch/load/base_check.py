@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from ..common.errors import CheckpointMismatchError, named
 from ..engine.owner import warn
@@ -11,8 +12,47 @@ from ..manifest import LeftOut, Manifest
 from ..parameters import Held
 from ..settings import current
 from .load import Load
+from .strictness import check_left_out, left_out_by_others
 
 _FLOATING = ("float64", "float32", "float16", "bfloat16")
+
+
+def check_base(
+    checkpoint: Mapping[str, Any],
+    manifest: Manifest | None,
+    module: Any,
+    held: Mapping[str, Held],
+    load: Load,
+    *,
+    strict: bool,
+    unverifiable: str,
+) -> frozenset[str]:
+    """Check the base of a module; every rank must call it.
+
+    Args:
+        checkpoint: has the module's state dict as "module".
+        manifest: of the checkpoint, or None.
+        module: that is loaded into.
+        held: its contents, by all names.
+        load: the running load.
+        strict: whether everything that was left out must be there.
+        unverifiable: a warning for a checkpoint that has neither frozen parameters nor a manifest.
+
+    Returns:
+        The names that may be missing from the state dict.
+
+    Raises:
+        CheckpointMismatchError: the base is not the one that the checkpoint was saved with.
+    """
+    if manifest is None:
+        may_be_missing = left_out_by_others(checkpoint, module)
+        if may_be_missing:
+            warn(load.owner, unverifiable)
+        return may_be_missing
+    if strict:
+        check_left_out(manifest, held)
+    verify_base(manifest, held, load)
+    return manifest.names
 
 
 def verify_base(manifest: Manifest, held: Mapping[str, Held], load: Load) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from .. import cures
-from ..checkpoint.zero.labels import ELASTIC_KEY, LABEL
+from ..checkpoint.zero.labels import ELASTIC_KEY, LABEL, UNIVERSAL_INFO
 from ..common.overrides import overridden, set_to
 from ..engine import frozen
 from ..engine.attached import Attached, attach, attached
@@ -19,15 +19,13 @@ from ..engine.owner import warn
 from ..manifest import KEY, Manifest
 from ..parameters import names_by_parameter, parameters_by_name, plain, prefix_of
 from . import elastic
-from .base_check import verify_base
+from .base_check import check_base
 from .load import Load, current
 from .quantized import by_name, check_parts, is_part, without_own_values
 from .strictness import (
-    check_left_out,
     check_optimizer_layout,
     check_optimizer_state,
     forgiving,
-    left_out_by_others,
 )
 
 
@@ -64,7 +62,7 @@ def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
             ' With offload_optimizer: {"device": "cpu"} it would.',
         )
     if client_state is not None:
-        for key in (KEY, LABEL, ELASTIC_KEY, "universal_checkpoint_info"):
+        for key in (KEY, LABEL, ELASTIC_KEY, *UNIVERSAL_INFO):
             client_state.pop(key, None)
         if load.restores_optimizer and load.state:
             load.owner.after_load(engine, load.state, client_state)
@@ -103,19 +101,16 @@ def load_module_state_dict(
     load.state = {key: checkpoint.get(key) for key in ("optimizer", *elastic.NEEDED)}
     manifest = load.manifest or Manifest.from_checkpoint(checkpoint)
     held = by_name(engine.module)
-    if manifest is not None:
-        if call.arguments.get("strict", True):
-            check_left_out(manifest, held)
-        verify_base(manifest, held, load)
-        may_be_missing = manifest.names
-    else:
-        may_be_missing = left_out_by_others(checkpoint, engine.module)
-        if may_be_missing:
-            warn(
-                load.owner,
-                "The checkpoint has neither frozen parameters nor a manifest, so it cannot be verified that the base is"
-                " the one that it was trained on.",
-            )
+    may_be_missing = check_base(
+        checkpoint,
+        manifest,
+        engine.module,
+        held,
+        load,
+        strict=call.arguments.get("strict", True),
+        unverifiable="The checkpoint has neither frozen parameters nor a manifest, so it cannot be verified that the"
+        " base is the one that it was trained on.",
+    )
     if load.restores_optimizer:
         check_optimizer_state(checkpoint, engine)
         check_optimizer_layout(checkpoint, engine)

@@ -20,7 +20,7 @@ def check_share(layout: Layout, rank: int, ranks: int, with_optimizer: bool) -> 
     """Verify the checksums of one rank's share of all files.
 
     Returns:
-        The labels of the files of that share.
+        The digests of the files of that share.
 
     Raises:
         CheckpointError: a file is damaged, or its content is not of the kind that its name says.
@@ -33,7 +33,7 @@ def check_share(layout: Layout, rank: int, ranks: int, with_optimizer: bool) -> 
         elif is_own and is_zip(file):
             check_file(file)
         if is_own:
-            share += _label(layout, file, with_optimizer and index == 0)
+            share += _digest(layout, file, with_optimizer and index == 0)
     return share
 
 
@@ -49,11 +49,11 @@ def check_own_files(layout: Layout, rank: int, local_rank: int) -> list[FileDige
     for file in layout.files:
         if (f"_rank_{rank}_" in file.name or local_rank == 0) and is_zip(file):
             check_file(file)
-        share += _label(layout, file, False)
+        share += _digest(layout, file, False)
     return share
 
 
-def _label(layout: Layout, file: Path, count_parts: bool) -> list[FileDigests]:
+def _digest(layout: Layout, file: Path, count_parts: bool) -> list[FileDigests]:
     contents = inspect_file(file)
     if contents is None:
         return []  # its checksums are right, so it contains what only DeepSpeed can read

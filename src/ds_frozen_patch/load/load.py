@@ -99,26 +99,26 @@ class Load:
         Raises:
             CheckpointError: on every rank, if one has found a file to be missing, damaged, or of another save.
         """
-        labels, are_alike = self._check_and_agree(look)
+        digests, are_alike = self._check_and_agree(look)
         if not are_alike and self.is_on_own_disks:
             self._choose_common_save()
-            labels, are_alike = self._check_and_agree(self.look())
+            digests, are_alike = self._check_and_agree(self.look())
         if not are_alike:
-            check_digests_agree([label for share in gather(labels) for label in share])
+            check_digests_agree([one for share in gather(digests) for one in share])
             raise CheckpointError(f"{self.source} has files of more than one save. Take all files from one checkpoint.")
 
     def _check_and_agree(self, look: Look) -> tuple[list[FileDigests], bool]:
-        """The labels of this rank's share, and whether the shares of all ranks are of one save."""
-        labels: list[FileDigests] = []
+        """The digests of this rank's share, and whether the shares of all ranks are of one save."""
+        digests: list[FileDigests] = []
         problem: Exception | None = CheckpointError(look.problem) if look.problem else None
         if problem is None and look.tag is not None:
             try:
-                labels = self._check_share(look)
-                check_digests_agree(labels)
+                digests = self._check_share(look)
+                check_digests_agree(digests)
                 self.manifest = self._read_manifest(look.tag)
             except (CheckpointError, CheckpointMismatchError) as error:
                 problem = error
-        return labels, self.agree("a checkpoint", problem, labels)
+        return digests, self.agree("a checkpoint", problem, digests)
 
     def _check_share(self, look: Look) -> list[FileDigests]:
         layout = look.layout(self.source)
@@ -145,13 +145,13 @@ class Load:
             )
         return Manifest.from_checkpoint(other)
 
-    def agree(self, what: str, problem: Exception | None = None, labels: Sequence[FileDigests] = ()) -> bool:
+    def agree(self, what: str, problem: Exception | None = None, digests: Sequence[FileDigests] = ()) -> bool:
         """Let the ranks agree on a load; every rank must call it, once for each load.
 
         Args:
             what: this rank has found at the path.
             problem: what this rank would raise.
-            labels: of the files of this rank's share.
+            digests: of the files of this rank's share.
 
         Returns:
             Whether the shares of all ranks are of one save.
@@ -162,8 +162,8 @@ class Load:
         """
         now = settings()
         request = f"{what}, verify_base={now.verify_base!r}, elastic={now.elastic!r}"
-        kinds = {label.kind: digest((label.save, sorted(label.alike.items()))) for label in labels}
-        save = digest(labels[0].save) if labels else 0
+        kinds = {one.kind: digest((one.save, sorted(one.alike.items()))) for one in digests}
+        save = digest(digests[0].save) if digests else 0
         own = [problem is not None, digest(request), self._knows_base(), save, *map(kinds.get, _KINDS, (0, 0))]
         everyone = gather_numbers(own, self.owner.device)
         self.base_is_known = all(one[2] for one in everyone)

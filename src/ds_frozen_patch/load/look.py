@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.format.archive import read_archive
-from ..checkpoint.zero.labels import LABEL
+from ..checkpoint.zero.labels import get_save_id
 from ..checkpoint.zero.layout import Layout, UnknownLayoutError, find_layout, latest_tag
 from ..checkpoint.zero.states import as_integer, configured_stage
 from ..common.errors import CheckpointError
@@ -96,7 +96,7 @@ def save_and_step(look: Look, source: Path) -> tuple[str, int] | None:
         return None
     try:
         state = read_archive(look.layout(source).model[0], trust=True).state
-        label, step = state[LABEL]["save"], state["global_steps"]
-    except (CheckpointError, KeyError, TypeError):
+    except CheckpointError:
         return None
-    return (label, step) if isinstance(label, str) and isinstance(step, int) else None
+    save, step = get_save_id(state), state.get("global_steps") if isinstance(state, dict) else None
+    return (save, step) if isinstance(save, str) and isinstance(step, int) else None

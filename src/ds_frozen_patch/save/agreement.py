@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from ..common.collectives import digest, gather, gather_numbers
 from ..common.errors import CheckpointError, CheckpointMismatchError
-from ..engine.attached import attached
+from ..engine.attached import Attached
 from ..engine.disks import file_system
 from ..fingerprint import process_memory
 from ..parameters import Held
@@ -20,28 +20,25 @@ from .save import UNCHANGED, Save
 
 def agree(
     engine: Any,
+    known: Attached,
     path: Any,
     request: Mapping[str, Any],
     left_out: list[Held] | None,
-    *,
     base_has_changed: bool,
-    is_direct: bool,
 ) -> Save:
     """Let the ranks agree on a save; every rank must call it.
 
     Args:
-        engine: that is saved; it must be attached.
+        engine: to be saved.
+        known: what is known of it.
         path: of the checkpoint; that of rank 0 counts.
         request: what this rank is to save, which must be the same on every rank.
         left_out: see `Save`.
         base_has_changed: whether this rank has seen training change some of that.
-        is_direct: see `Save`.
 
     Raises:
         CheckpointMismatchError: the requests differ.
     """
-    known = attached(engine)
-    assert known is not None
     base_is_known = all(process_memory().holds(one.tensor) for one in left_out or ())
     own = [digest(sorted(request.items())), digest(str(path)), uuid4().int >> 65, base_is_known]
     numbers = gather_numbers([*own, file_system(Path(path)), base_has_changed], known.owner.device)
@@ -58,7 +55,6 @@ def agree(
         base_is_known=all(one[3] for one in numbers),
         base_has_changed=any(one[5] for one in numbers),
         sync=settings().sync,
-        is_direct=is_direct,
         file_systems=tuple(one[4] for one in numbers) if is_one_path else None,
     )
 
@@ -86,7 +82,7 @@ def _shortened(ranks: list[str]) -> str:
 def explaining_errors(path: Any) -> Iterator[list[Save]]:
     """Add to an error of torch's, such as after the death of another rank, what was not saved and what is there.
 
-    The save is to be appended to the list that this gives.
+    Append the save to the yielded list as soon as the ranks have agreed on it.
     """
     saves: list[Save] = []
     try:

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from .. import manifest
-from ..checkpoint.zero.labels import ELASTIC_KEY, label_saves
+from ..checkpoint.zero.labels import ELASTIC_KEY, UNIVERSAL_INFO, label_saves
 from ..common.durable import sync_file, sync_folder
 from ..common.errors import named
 from ..common.overrides import set_to
 from ..common.text import human_bytes
 from ..cures import check_nvme, check_step_counts, explaining_nvme_errors, forgets_optimizer
 from ..engine import frozen
-from ..engine.attached import attach, attached
-from ..engine.owner import Owner, is_first, warn
+from ..engine.attached import Attached, attach, attached
+from ..engine.owner import is_first, warn
 from ..parameters import frozen_names, plain
 from ..settings import FLAG
 from ..settings import current as settings
@@ -42,38 +42,36 @@ def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
             save.left_out = frozen.to_leave_out(save.attached, engine) if exclude else None
             save.base_is_known = False
         return _save(wrapped, call, exclude, save)
-    assert known is not None
+    assert known is not None  # for mypy: else this has returned
     path, requested = call.arguments["save_dir"], call.arguments.get(FLAG)
     call.arguments[FLAG] = exclude = known.owner.excludes(requested)
     with explaining_errors(path) as saves:
-        save = begin(engine, path, "engine.save_checkpoint()", exclude, is_direct=True)
+        save = begin(engine, known, path, "engine.save_checkpoint()", exclude)
         save.is_in_place = True
         saves.append(save)
         with set_to(current, save):
             return _save(wrapped, call, exclude, save)
 
 
-def begin(engine: Any, path: Any, what: str, exclude: bool, *, is_direct: bool = False) -> Save:
-    """Let the ranks agree on a save of an attached engine.
+def begin(engine: Any, known: Attached, path: Any, what: str, exclude: bool) -> Save:
+    """Let the ranks agree on a save.
 
     Args:
         engine: to be saved.
+        known: what is known of it.
         path: of the checkpoint.
-        what: is saved, as a message names it.
+        what: the kind of save, as messages name it.
         exclude: whether frozen parameters are left out.
-        is_direct: see `Save`.
 
     Raises:
         CheckpointMismatchError: on every rank, if the ranks differ in what they save.
     """
-    known = attached(engine)
-    assert known is not None
     now = settings()
     options = {name: getattr(now, name) for name in ("keep", "leave_out", "export", "fp32_weights", "sync")}
     candidates = frozen.to_leave_out(known, engine) if exclude else None
     changed = frozen.changed_since_start(known, candidates or ())
     request = {"what is saved": what, FLAG: exclude, **options}
-    save = agree(engine, path, request, candidates, base_has_changed=bool(changed), is_direct=is_direct)
+    save = agree(engine, known, path, request, candidates, bool(changed))
     if candidates and save.base_has_changed:
         _keep_changed(save, frozen.on_all_ranks(changed, candidates, engine.device))
     return save
@@ -106,9 +104,7 @@ def _save(wrapped: Callable[..., Any], call: inspect.BoundArguments, exclude: bo
     if save.attached.loss_factor != 1:
         ours[ELASTIC_KEY] = {"loss_factor": save.attached.loss_factor}
     if engine.zero_optimization_stage() in (1, 2):
-        from ..checkpoint.tools.universal import INFO
-
-        ours["universal_checkpoint_info"] = INFO
+        ours |= UNIVERSAL_INFO
     call.arguments["client_state"] = {**(call.arguments.get("client_state") or {}), **ours}
     if settings().export:
         from . import export_trained
@@ -153,11 +149,11 @@ def _write(wrapped: Callable[..., Any], call: inspect.BoundArguments, save: Save
 
 def writes_before_it_returns(engine: Any) -> bool:
     """Whether DeepSpeed has written all files when its save returns; asynchronous checkpoint engines have not."""
-    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-
     writer: Any = getattr(engine, "checkpoint_engine", None)
     if hasattr(writer, "is_decoupled"):  # since DeepSpeed 0.17.1; Nebula, which is asynchronous, does not override it
         return not writer.is_decoupled() and not hasattr(writer, "enable_nebula_load")
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
     return isinstance(writer, TorchCheckpointEngine)
 
 
@@ -249,10 +245,9 @@ def module_state_dict(wrapped: Callable[..., Any], engine: Any, args: tuple[Any,
 
 def _log_once(save: Save, left_out: manifest.Manifest) -> None:
     """Log what the first save of an engine has left out, from what was really removed from its files."""
-    owner: Owner = save.owner
-    if "left out" in save.attached.warned or not is_first(owner):
+    owner = save.owner
+    if not is_first(owner) or not save.attached.is_first_time("what is left out"):
         return
-    save.attached.warned.add("left out")
     count = len(left_out.parameters)
     if not count:
         owner.logger.info("No parameter is frozen, so checkpoints leave nothing out.")

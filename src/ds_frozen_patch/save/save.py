@@ -56,7 +56,6 @@ class Save:
         base_is_known: whether every rank knows the fingerprints of that.
         base_has_changed: whether a rank has seen training change some of it.
         sync: whether files are synced.
-        is_direct: a call of the engine's own method, not through its owner.
         file_systems: of each rank, if all ranks have the same path; else None.
         failed: the errors of this rank.
         disks: which rank publishes, once it is known.
@@ -74,7 +73,6 @@ class Save:
     base_is_known: bool
     base_has_changed: bool
     sync: bool
-    is_direct: bool
     file_systems: tuple[int, ...] | None
     failed: list[CheckpointError] = field(default_factory=list)
     disks: Disks | None = None

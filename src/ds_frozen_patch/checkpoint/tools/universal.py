@@ -23,14 +23,12 @@ from ...common.text import human_bytes, printable_lines
 from ...parameters import is_name
 from ..format.allowed import OF_DEEPSPEED
 from ..format.stored import ITEM_SIZES, Size, StandIn, StoredTensor, stand_in
-from ..zero.labels import ELASTIC_KEY, LABEL
+from ..zero.labels import ELASTIC_KEY, LABEL, UNIVERSAL_INFO
 from ..zero.repartition import Repartition, plan_repartition
 from ..zero.states import States, parameter_groups, read_states
 from .output import check_output, copy_other_files, new_output
 
 CONVERTER = "deepspeed.checkpoint.ds_to_universal"
-INFO = {"universal_checkpoint_version": 0.2}
-"""What the converter requires as `universal_checkpoint_info` in a checkpoint of ZeRO 1 or 2."""
 _LAUNCHER = """
 import importlib, os, runpy, sys, torch
 converter, *classes = sys.argv.pop(1).split()
@@ -166,7 +164,7 @@ def _sanitize(of_one: Repartition, root: Path) -> Repartition:
             keys = kept if "module" in state else ("optimizer_state_dict", "ds_version")
             made = _copy_plain({key: state[key] for key in keys if key in state}, {})
             if "module" in state:
-                made = {"module": {}, "universal_checkpoint_info": INFO, **made}
+                made = {"module": {}, **UNIVERSAL_INFO, **made}
             for held in (made.get("param_shapes"), made.get("optimizer_state_dict", {}).get("param_slice_mappings")):
                 _check_folders(held)
             _check_numbers(made)
@@ -249,7 +247,7 @@ def _check_numbers(state: Mapping[str, Any]) -> None:
 
 def _final_model_state(state: dict[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in state.items() if key not in (ELASTIC_KEY, LABEL)}
-    return {"universal_checkpoint_info": INFO, **kept}
+    return {**UNIVERSAL_INFO, **kept}
 
 
 def _run_converter(folder: Path, made: Path, version: str, quiet: bool) -> None:

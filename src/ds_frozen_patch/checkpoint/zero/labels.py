@@ -22,6 +22,9 @@ ELASTIC_KEY = "ds_frozen_patch_elastic"
 Its "world_size" is that of the run that trained a resharded checkpoint, its "loss_factor" that of `engine.loss`.
 """
 
+UNIVERSAL_INFO = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
+"""What DeepSpeed's universal converter requires in the state of a checkpoint of ZeRO 1 or 2."""
+
 
 def get_save_id(state: Any) -> Any:
     """The id of the save in a file's label; None without a label."""

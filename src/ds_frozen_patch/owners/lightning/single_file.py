@@ -10,11 +10,9 @@ from typing import Any
 from ...common.errors import CheckpointMismatchError, named
 from ...cures import forget_second_copies
 from ...engine.gathering import gathered
-from ...engine.owner import warn
-from ...load.base_check import verify_base
+from ...load.base_check import check_base
 from ...load.load import Load
 from ...load.quantized import by_name, check_parts, is_part, without_own_values
-from ...load.strictness import check_left_out, left_out_by_others
 from ...load.trust import inspect_file
 from ...manifest import KEY, Manifest
 from ...parameters import names_by_parameter, plain
@@ -112,15 +110,10 @@ def load(load: Load, file: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
 def _check(load: Load, module: Any, weights: Mapping[str, Any], manifest: Manifest | None, file: Path) -> None:
     held = by_name(module)
     strict = getattr(module, "strict_loading", True)  # Lightning 2.0 and 2.1 are always strict
-    if manifest is not None:
-        if strict:
-            check_left_out(manifest, held)
-        verify_base(manifest, held, load)
-        may_be_missing = manifest.names
-    else:
-        may_be_missing = left_out_by_others({"module": weights}, module)
-        if may_be_missing:
-            warn(load.owner, f"{file} has no frozen parameters and no manifest: its base cannot be verified.")
+    unverifiable = f"{file} has no frozen parameters and no manifest: its base cannot be verified."
+    may_be_missing = check_base(
+        {"module": weights}, manifest, module, held, load, strict=strict, unverifiable=unverifiable
+    )
     check_parts({name: value for name, value in weights.items() if is_part(held.get(name))}, held, load)
     now = {plain(name) for name in module.state_dict()}
     reshaped = [n for n, value in weights.items() if n in held and tuple(value.shape) != held[n].shape]

@@ -95,13 +95,13 @@ def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
     if engine is None:
         return wrapped(*args, **kwargs)
     owner = LightningOwner(strategy)
-    attach(engine, owner)
+    known = attach(engine, owner)
     if name is None:
         return wrapped(*args, **kwargs)  # the strategy has been changed: its engine saves to wherever it says
     path = call.arguments[name]
     with explaining_errors(path) as saves:
         alone = is_local(path) and single_file.is_weights_only(call.arguments.get("checkpoint", {}))
-        save = begin(engine, path, "the weights alone" if alone else "a checkpoint", owner.excludes(None))
+        save = begin(engine, known, path, "the weights alone" if alone else "a checkpoint", owner.excludes(None))
         saves.append(save)
         if alone:
             return single_file.save(save, call.arguments["checkpoint"], call.arguments.get("storage_options"))
