@@ -24,8 +24,13 @@ def machine(folder: Path) -> dict[str, Any]:
         "disk": disk(folder),
         "kernel": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "releases": {package: version(package) for package in PACKAGES},
+        "releases": releases(),
     }
+
+
+def releases() -> dict[str, str]:
+    """Return the installed release of each package."""
+    return {package: version(package) for package in PACKAGES}
 
 
 def disk(folder: Path) -> str:

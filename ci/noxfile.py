@@ -6,13 +6,13 @@ Environments are made from `ci/locks/` in `.nox/`, as `ci/matrix/environments.py
 from __future__ import annotations
 
 import hashlib
-import shutil
 import sys
 from pathlib import Path
 
 import nox
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "patches"))
 
 from matrix import cells, declared
 from matrix.environments import (
@@ -35,7 +35,6 @@ CELLS = cells.read()
 EVERY_TEST = ("everyday", "newest")
 ON_GPUS = ("python-3.13", "lightning-2.4")  # cells whose torch is built for CUDA
 RESULTS = ROOT / ".nox" / "results"
-OWN_TESTS = ROOT / ".nox" / "upstream-tests"
 # The checkpoints that cells leave for others are of the program that trains them, and of the patches.
 TRAINS = [ROOT / "tests" / name for name in ("runs.py", "contract/test_upgrade.py", "contract/test_no_lock_in.py")]
 TRAINS += sorted(ROOT.glob("patches/*/*.patch"))
@@ -179,8 +178,8 @@ def programs(session: nox.Session, name: str) -> None:
 @nox.session(venv_backend="none")
 def patches(session: nox.Session) -> None:
     """Check the patch series of `patches/` on every release on the index, or on every tag of `-- --repo CLONE`."""
-    run(session, "lightning-2.3", "ci/series", "lint")
-    run(session, "lightning-2.3", "ci/series", "check", *session.posargs)
+    run(session, "lightning-2.3", "patches", "lint")
+    run(session, "lightning-2.3", "patches", "check", *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -191,11 +190,9 @@ def upstream_tests(session: nox.Session) -> None:
     clone, *tags = session.posargs
     if unknown := [tag for tag in tags if tag not in UPSTREAM]:
         session.error(f"no cell is chosen for {', '.join(unknown)}; there are {', '.join(UPSTREAM)}")
-    shutil.rmtree(OWN_TESTS, ignore_errors=True)
+    place = str(Path(session.invoked_from, clone).resolve())
     for tag in tags or UPSTREAM:
-        place = str(Path(session.invoked_from, clone).resolve())
-        run_part(session, UPSTREAM[tag], "series.upstream_tests", "run", place, tag, str(OWN_TESTS))
-    run_part(session, "everyday", "series.upstream_tests", "table", str(OWN_TESTS))
+        run_part(session, UPSTREAM[tag], "series.upstream_tests", place, tag)
 
 
 @nox.session(venv_backend="none")
@@ -263,8 +260,9 @@ def run(session: nox.Session, cell: str, *arguments: str, **environment: str) ->
 
 
 def run_part(session: nox.Session, cell: str, module: str, *arguments: str) -> None:
-    """Run a module of `ci/` in a cell's environment."""
-    run(session, cell, "-m", module, *arguments, CELL=cell, PYTHONPATH=f"{ROOT / 'ci'}:{ROOT / 'tests'}")
+    """Run a module of `ci/` or `patches/` in a cell's environment."""
+    folders = ":".join(str(ROOT / folder) for folder in ("ci", "tests", "patches"))
+    run(session, cell, "-m", module, *arguments, CELL=cell, PYTHONPATH=folders)
 
 
 def run_promises(session: nox.Session, cell: str, *arguments: str) -> None:

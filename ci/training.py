@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 
@@ -23,6 +25,13 @@ def llama_config(hidden: int, intermediate: int, layers: int, vocabulary: int, t
         num_attention_heads=heads, num_key_value_heads=kv_heads or heads, max_position_embeddings=64,
         tie_word_embeddings=tied,
     )  # fmt: skip
+
+
+def convert_to_universal(converter: Any, source: Path, target: Path) -> None:
+    """Call DeepSpeed's module `ds_to_universal`, in one process, on a checkpoint's inner folder."""
+    workers = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
+    places = {"input_folder": str(source), "output_folder": str(target)}
+    converter.main(Namespace(**places, **workers, strict=True, inject_missing_state=True))
 
 
 def hugging_face(model: Any, data: Any, out: str, config: dict[str, Any] | None, **options: Any) -> Any:

@@ -27,7 +27,7 @@ ELSEWHERE = {
     "nox -f ci/noxfile.py": "../.ci/run",
     "pip install .": "../ci/release.py",
     "ds-frozen-patch universal last.ckpt last.universal": "tools/test_universal.py",
-    "python ci/series apply ~/src/pytorch-lightning": "patches/test_series.py",
+    "python patches apply ~/src/pytorch-lightning": "patches/test_series.py",
     **dict.fromkeys(
         (
             one.line

@@ -1,8 +1,7 @@
 """What saves, resumes, the import and the tools cost, beside the alternatives: `nox -f ci/noxfile.py -s bench`.
 
 Writes `bench.json` and the section of `docs/benchmarks.md`, or renews the parts that are named:
-`-s bench -- import inspect`. The part `elastic`, which prints a table of losses and times nothing, runs only if it is
-named.
+`-s bench -- import inspect`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bench import elastic, fingerprint, growth, imports, inspect, resume, saves, sync, tools
+from bench import fingerprint, growth, imports, inspect, resume, saves, sync, tools
 from machine import described, machine
 from tables import ROOT, Block
 
@@ -41,19 +40,17 @@ PARTS: dict[str, tuple[str, ModuleType | tools.Tool]] = {
 def main() -> None:
     """Measure, and write both."""
     parser = argparse.ArgumentParser(prog="nox -f ci/noxfile.py -s bench --", description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}, or elastic")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--rounds", type=int, help="instead of each part's own number")
     parser.add_argument("--folder", type=Path, default=ROOT, help="on a disk with 12 GB free (default: %(default)s)")
     given = parser.parse_args()
-    if unknown := set(given.parts) - {*PARTS, "elastic"}:
-        parser.error(f"no part is named {', '.join(sorted(unknown))}; there are {', '.join(PARTS)} and elastic")
+    if unknown := set(given.parts) - set(PARTS):
+        parser.error(f"no part is named {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process compiles anew what it imports
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that what is on disk is removed then too
-    if "elastic" in given.parts:
-        elastic.main()
     results = json.loads(RESULTS.read_text())
     with tempfile.TemporaryDirectory(prefix="bench-", dir=given.folder) as folder:
-        for name in (name for name in given.parts or PARTS if name in PARTS):
+        for name in given.parts or PARTS:
             results[name] = measured(name, Path(folder), given.rounds)
             results = {name: results[name] for name in PARTS if name in results}
             RESULTS.write_text(dumped(results), encoding="utf-8")

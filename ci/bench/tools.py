@@ -14,12 +14,12 @@ import statistics
 import subprocess
 import sys
 import time
-from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import training
 from bench import engine
 from bench.words import spread
 from memory import memory
@@ -28,27 +28,20 @@ from tables import markdown
 SHAPE = engine.Shape(hidden=2048, intermediate=8192, layers=13, vocabulary=32000, lora=19, tied=False)
 RESHARD_TO = 4
 
-Work = Callable[[Path, Path], object]
-"""Reads a checkpoint and writes something into a folder."""
-
-
-@dataclass(frozen=True)
-class Way:
-    """A way of doing something with a checkpoint. `prepare` imports all that it needs, and returns the work."""
-
-    prepare: Callable[[], Work]
-    source: str = "full"  # or "small", the trainable-only checkpoint
+Work = Callable[[Path, Path], Iterator[None]]
+"""Reads a checkpoint and writes something into a folder; it yields once, when all that it needs is imported."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool: the ways that are compared, and what is expected of them.
+    """A tool, and what is expected of it.
 
+    `ways`: the functions that are compared, each with the checkpoint that it reads, "full" or "small" (trainable-only).
     `pairs`: a way, its rival, how many times faster it should be, and at most what share of the memory it should take.
     """
 
     name: str
-    ways: dict[str, Way]
+    ways: Mapping[str, tuple[Work, str]]
     pairs: tuple[tuple[str, str, float, float], ...]
     ROUNDS = 3
 
@@ -58,12 +51,12 @@ class Tool:
         costs: dict[str, list[dict[str, Any]]] = {name: [] for name in self.ways}
         for number in range(rounds):
             print(f"  round {number + 1} of {rounds}", file=sys.stderr, flush=True)
-            for name, way in self.ways.items():
+            for name, (_, source) in self.ways.items():
                 target = folder / name
                 target.mkdir(parents=True)
                 os.sync()  # so that nobody waits for what others have written
                 begun = time.perf_counter()
-                said = run("-m", "bench.tools", self.name, name, sources[way.source], target)
+                said = run("-m", "bench.tools", self.name, name, sources[source], target)
                 process_seconds = time.perf_counter() - begun
                 written = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
                 own = json.loads(said.splitlines()[-1])
@@ -122,125 +115,99 @@ def train_and_save(path: str) -> None:
 
 def work(tool: str, name: str, source: str, target: str) -> None:
     """In a process that measures one way: do that, and print what it cost."""
-    way = TOOLS[tool].ways[name]
-    do = way.prepare()
+    way, _ = TOOLS[tool].ways[name]
+    done = way(Path(source), Path(target))
+    next(done)
     before = memory("VmHWM")
     begun = time.perf_counter()
-    do(Path(source), Path(target))
+    next(done, None)
     seconds = time.perf_counter() - begun
     peak = memory("VmHWM")
     print(f"\n{json.dumps({'seconds': seconds, 'peak': peak, 'added': peak - before})}")
 
 
-def prune_by_hand() -> Work:
+def prune_by_hand(source: Path, target: Path) -> Iterator[None]:
     """What one would write with torch alone."""
     import torch
 
-    def work(source: Path, target: Path) -> None:
-        shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*model_states.pt"))
-        for file in source.glob("checkpoint/*model_states.pt"):
-            state = torch.load(file, weights_only=False)
-            for name in state["frozen_param_shapes"]:
-                del state["module"][name]
-            state["frozen_param_shapes"] = state["frozen_param_fragments"] = None
-            torch.save(state, target / "checkpoint" / file.name)
-
-    return work
+    yield
+    shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*model_states.pt"))
+    for file in source.glob("checkpoint/*model_states.pt"):
+        state = torch.load(file, weights_only=False)
+        for name in state["frozen_param_shapes"]:
+            del state["module"][name]
+        state["frozen_param_shapes"] = state["frozen_param_fragments"] = None
+        torch.save(state, target / "checkpoint" / file.name)
 
 
-def prune_without_fingerprints() -> Work:
+def prune_without_fingerprints(source: Path, target: Path) -> Iterator[None]:
     """The tool, which then needs no torch."""
     from ds_frozen_patch.checkpoint.tools.prune import prune
 
-    return lambda source, target: prune(source, target / "pruned", fingerprints=False)
+    yield
+    prune(source, target / "pruned", fingerprints=False)
 
 
-def prune() -> Work:
+def prune(source: Path, target: Path) -> Iterator[None]:
     """The tool."""
     import torch  # noqa: F401
 
     from ds_frozen_patch.checkpoint.tools.prune import prune
 
-    return lambda source, target: prune(source, target / "pruned")
+    yield
+    prune(source, target / "pruned")
 
 
-def zero_to_fp32() -> Work:
-    """Return deepSpeed's. It leaves frozen weights in their dtype."""
+def zero_to_fp32(source: Path, target: Path) -> Iterator[None]:
+    """DeepSpeed's converter. It leaves frozen weights in their dtype."""
     from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 
-    return lambda source, target: convert_zero_checkpoint_to_fp32_state_dict(source, target, max_shard_size=None)
+    yield
+    convert_zero_checkpoint_to_fp32_state_dict(source, target, max_shard_size=None)
 
 
-def consolidate() -> Work:
+def consolidate(source: Path, target: Path) -> Iterator[None]:
     """The tool. It makes all of them fp32."""
     import torch  # noqa: F401
 
     from ds_frozen_patch.checkpoint.tools.consolidate import consolidate
 
-    return lambda source, target: consolidate(source, target / "made.ckpt")
+    yield
+    consolidate(source, target / "made.ckpt")
 
 
-def reshard() -> Work:
+def reshard(source: Path, target: Path) -> Iterator[None]:
     """The tool."""
     from ds_frozen_patch.checkpoint.tools.reshard import reshard
 
-    return lambda source, target: reshard(source, target / "out.ckpt", ranks=RESHARD_TO)
+    yield
+    reshard(source, target / "out.ckpt", ranks=RESHARD_TO)
 
 
-def ds_to_universal() -> Work:
-    """Return deepSpeed's, in one process, as its worker processes would take more memory."""
-    from deepspeed.checkpoint.ds_to_universal import main
+def ds_to_universal(source: Path, target: Path) -> Iterator[None]:
+    """DeepSpeed's converter, in one process, as its worker processes would take more memory."""
+    from deepspeed.checkpoint import ds_to_universal
 
-    options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
-    return lambda source, target: main(
-        Namespace(
-            **options,
-            inject_missing_state=True,
-            input_folder=str(source / "checkpoint"),
-            output_folder=str(target / "out.ckpt" / "checkpoint"),
-        )
-    )
+    yield
+    training.convert_to_universal(ds_to_universal, source / "checkpoint", target / "out.ckpt" / "checkpoint")
 
 
 BY_HAND, FAST = "load, delete, save", "prune --no-fingerprints"
 THEIRS, SMALL, FULL = "zero_to_fp32, full", "consolidate, trainable-only", "consolidate, full"
 RESHARD, RESHARD_FULL = "reshard, trainable-only", "reshard, full"
 CONVERT, CONVERT_FULL = "ds_to_universal, trainable-only", "ds_to_universal, full"
+PRUNES = {BY_HAND: (prune_by_hand, "full"), FAST: (prune_without_fingerprints, "full"), "prune": (prune, "full")}
+CONSOLIDATES = {THEIRS: (zero_to_fp32, "full"), SMALL: (consolidate, "small"), FULL: (consolidate, "full")}
+RESHARDS = {RESHARD: (reshard, "small"), RESHARD_FULL: (reshard, "full")}
+RESHARDS |= {CONVERT: (ds_to_universal, "small"), CONVERT_FULL: (ds_to_universal, "full")}
 TOOLS = {
-    tool.name: tool
-    for tool in (
-        Tool(
-            "prune",
-            {
-                BY_HAND: Way(prune_by_hand),
-                FAST: Way(prune_without_fingerprints),
-                "prune": Way(prune),
-            },
-            tuple((way, BY_HAND, 20, 0.1) for way in (FAST, "prune")),
-        ),
-        Tool(
-            "consolidate",
-            {
-                THEIRS: Way(zero_to_fp32),
-                SMALL: Way(consolidate, "small"),
-                FULL: Way(consolidate),
-            },
-            (
-                (SMALL, THEIRS, 10, 0.1),
-                (FULL, THEIRS, 1, 0.5),
-            ),
-        ),
-        Tool(
-            "reshard",
-            {
-                RESHARD: Way(reshard, "small"),
-                RESHARD_FULL: Way(reshard),
-                CONVERT: Way(ds_to_universal, "small"),
-                CONVERT_FULL: Way(ds_to_universal),
-            },
-            ((RESHARD, RESHARD_FULL, 5, 1), (RESHARD, CONVERT, 1, 0.5), (RESHARD_FULL, CONVERT_FULL, 1, 0.5)),
-        ),
-    )
+    "prune": Tool("prune", PRUNES, ((FAST, BY_HAND, 20, 0.1), ("prune", BY_HAND, 20, 0.1))),
+    "consolidate": Tool("consolidate", CONSOLIDATES, ((SMALL, THEIRS, 10, 0.1), (FULL, THEIRS, 1, 0.5))),
+    "reshard": Tool(
+        "reshard",
+        RESHARDS,
+        ((RESHARD, RESHARD_FULL, 5, 1), (RESHARD, CONVERT, 1, 0.5), (RESHARD_FULL, CONVERT_FULL, 1, 0.5)),
+    ),
 }
 
 

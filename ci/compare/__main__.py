@@ -9,19 +9,18 @@ import json
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from compare.features import FEATURES, ROWS, STAGES
 from compare.task import EXCLUDED, FULL, OURS
 from compare.trial import System, Trial
+from machine import releases
 from ranks import Ranks
 from tables import ROOT, Block, markdown
 
 RESULTS = Path(__file__).with_name("compare.json")
 BLOCK = Block("compare", ROOT / "docs" / "comparison.md")
-PACKAGES = ("lightning", "deepspeed", "transformers", "peft", "accelerate", "torch")
 
 LIGHTNING: dict[str, str] = {
     "module": "compare.lightning",
@@ -109,7 +108,7 @@ def main() -> None:
     result = {
         "date": time.strftime("%Y-%m-%d"),
         "seconds": round(time.monotonic() - begun),
-        "versions": {package: version(package) for package in PACKAGES},
+        "versions": releases(),
         **found,
     }
     RESULTS.write_text(json.dumps(result, indent=1) + "\n")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import training
 from compare.task import Run, base, digest
 
 EMBEDDING = ("embed_tokens.weight", "lm_head.weight")
@@ -22,9 +22,7 @@ def universal(run: Run, folder: str, target: str) -> None:
     inner = Path(folder).relative_to(run.resume)
     if inner.name:
         shutil.copytree(run.resume, target, ignore=lambda _, names: {inner.name} & set(names))
-    workers = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
-    places = {"input_folder": folder, "output_folder": str(Path(target, inner))}
-    ds_to_universal.main(Namespace(**places, **workers, strict=True, inject_missing_state=True))
+    training.convert_to_universal(ds_to_universal, Path(folder), Path(target, inner))
 
 
 def consolidate(run: Run, folder: str, target: str, **options: Any) -> dict[str, str]:

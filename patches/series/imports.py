@@ -1,6 +1,6 @@
 """Import patched releases of pytorch-lightning, one after the other in one process, as torch takes long to import.
 
-`python ci/series/imports.py RESULT FOLDER...`: writes into RESULT what is wrong with the release in each folder.
+`python patches/series/imports.py RESULT FOLDER...`: writes into RESULT what is wrong with the release in each folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The patch series for Lightning's own repository, in `patches/`: `python ci/series --help`.
+"""The patch series for Lightning's own repository, in `patches/`: `python patches --help`.
 
 For who keeps a fork of Lightning: `apply`. For who keeps the series: `lint`, `check`, `export` and `new`.
 """
@@ -27,22 +27,14 @@ from series.folder import (
     write_index,
 )
 from series.trial import format_series, try_series, unlike
-from tables import markdown
 
-COMMAND = "python ci/series"
+COMMAND = "python patches"
 
 
-def apply(patches: Path, checkout: Path, wanted: str | None = None) -> str:
-    """Apply the series that is for a checkout's release to it, wholly or not at all; returns what was done.
-
-    `wanted` is the folder that the user expects it to be.
-    """
+def apply(patches: Path, checkout: Path) -> str:
+    """Apply the series that is for a checkout's release to it, wholly or not at all; returns what was done."""
     root = clean_checkout(checkout)
     line = line_of(read_index(patches), root)
-    if wanted not in (None, line.folder.name):
-        raise SeriesError(
-            f"patches/{wanted} is not for the release of {root}; patches/{line.folder.name} is, leave out --line"
-        )
     if not line.patches:
         raise SeriesError(f"{line.folder} has no patches; get them from the repository that this program is from")
     refuse_applied(root, line)
@@ -250,13 +242,11 @@ def say(text: str) -> None:
     sys.stderr.write(f"{text}\n")  # in one go: threads tell
 
 
-def check(patches: Path, repo: Path | None, wanted: str | None = None) -> str:
-    """Check each series, or one, on all releases of its line, in a clone or else in the wheels."""
-    lines = [line for line in read_index(patches) if wanted in (None, line.folder.name)]
-    if not lines:
-        raise SeriesError(f"there is no line {wanted} in {patches / 'index.json'}; name a folder that is there")
+def check(patches: Path, repo: Path | None) -> str:
+    """Check every series on all releases of its line, in a clone or else in the wheels."""
+    lines = read_index(patches)
     report = series_check.check_clone(lines, repo, say) if repo else series_check.check_wheels(lines, say)
-    print(markdown(report.header, report.rows), end="", flush=True)
+    print(report, flush=True)
     if report.problems:
         raise SeriesError("\n".join(report.problems))
     return ""
@@ -280,14 +270,12 @@ def parser(patches: Path) -> argparse.ArgumentParser:
         return command
 
     add("lint", "check the form of the files in patches/", lambda _: lint(patches))
-    one = add("check", "check each series on all releases of its line", lambda g: check(patches, g.repo, g.line))
+    one = add("check", "check each series on all releases of its line", lambda g: check(patches, g.repo))
     clone = "a clone of Lightning's repository; without it the wheels are checked"
     one.add_argument("--repo", type=Path, metavar="CLONE", help=clone)
-    one.add_argument("--line", metavar="FOLDER", help="check this one only")
     about = "apply the series that is for a checkout's release to it"
-    one = add("apply", about, lambda g: apply(patches, g.checkout, g.line))
+    one = add("apply", about, lambda g: apply(patches, g.checkout))
     one.add_argument("checkout", type=Path)
-    one.add_argument("--line", metavar="FOLDER", help="refuse if it is another one than this")
     about = "write a checkout's commits as the series of a line"
     one = add("export", about, lambda g: export(patches, g.checkout, g.line, g.since))
     one.add_argument("checkout", type=Path)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import email
-import importlib.util
 import json
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,12 +29,25 @@ from series.folder import (
     subject,
     texts,
 )
-from series.trial import PLAIN, Landing, contents, format_series, landing, syntax_error, try_series, unlike
+from series.trial import Landing, contents, format_series, landing, syntax_error, try_series, unlike
 
 FIELDS = ("Origin", "Forwarded", "Applied-Upstream", "Bug", "Last-Update")
+OWN = ("series", "__pycache__")  # the program itself
 TOUCHED = ("src/lightning/", "tests/", "docs/")
-NEEDED = ("torch", "deepspeed", "pkg_resources")
-EXPORT_ANEW = "export the series anew: python ci/series export"
+EXPORT_ANEW = "export the series anew: python patches export"
+# What a patch must match or must not, and what is wrong otherwise.
+FORM = (
+    (r"\AFrom 0{40} Mon Sep 17 00:00:00 2001\n", True, f"does not begin with a commit of zeros, {EXPORT_ANEW}"),
+    (r"(?m)^From: .", True, f"has no From: header, {EXPORT_ANEW}"),
+    (r"(?m)^Date: .", True, f"has no Date: header, {EXPORT_ANEW}"),
+    (r"(?m)^Subject: \[PATCH\] .", True, f"has no Subject: that begins with [PATCH], {EXPORT_ANEW}"),
+    (r"(?m)^-- $", False, f"has git's signature, {EXPORT_ANEW}"),
+    (r"(?m)^index (?![0-9a-f]{40}\.\.[0-9a-f]{40}( \d+)?$)", False, f"has a shortened index line, {EXPORT_ANEW}"),
+    (r"(?m)^(GIT binary patch|Binary files )", False, "changes a binary file, which a series must not"),
+    (r"(?m)^diff --git ", True, "changes nothing, remove it"),
+    (r"(?m)^diff --git a/tests/", True, "changes nothing in tests/, add a test to the commit"),
+    (r"(?m)^diff --git .*/CHANGELOG\.md$", True, "changes no CHANGELOG.md, add an entry to the commit"),
+)
 
 
 Checks = list[list[str] | None]
@@ -59,6 +69,10 @@ class Report:
         self.rows.append((*place, *marks))
         self.problems += [f"{name}: {problem}" for found in checks for problem in found or ()]
 
+    def __str__(self) -> str:
+        """Return the table in Markdown."""
+        return "\n".join(f"| {' | '.join(row)} |" for row in (self.header, ["---"] * len(self.header), *self.rows))
+
 
 def lint(patches: Path) -> list[str]:
     """Return what is wrong with the files in `patches/`: "file: what, what to do"."""
@@ -70,7 +84,7 @@ def lint(patches: Path) -> list[str]:
     for folder in sorted({line.folder for line in lines if line.folder.is_dir()}):
         files = sorted(folder.iterdir())
         if not files:
-            problems.append(f"{folder.name}: has no patches, export them: python ci/series export")
+            problems.append(f"{folder.name}: has no patches, export them: python patches export")
         for number, file in enumerate(files, 1):
             problems += [f"{folder.name}/{file.name}: {problem}" for problem in _patch_problems(file, number)]
     return problems
@@ -78,7 +92,7 @@ def lint(patches: Path) -> list[str]:
 
 def _index_problems(patches: Path, lines: list[Line]) -> Iterator[str]:
     folders = Counter(line.folder.name for line in lines)
-    there = {folder.name for folder in patches.iterdir() if folder.is_dir()}
+    there = {folder.name for folder in patches.iterdir() if folder.is_dir() and folder.name not in OWN}
     yield from (
         f"has the folder {name} {count} times, remove all but one" for name, count in folders.items() if count > 1
     )
@@ -98,20 +112,20 @@ def _patch_problems(file: Path, number: int) -> Iterator[str]:
         yield "is no patch of a series, which is named 0001-slug.patch, remove it"
         return
     text = read(file)
-    head, *changes = re.split(r"(?m)^(?=diff --git )", text)
-    message = email.message_from_string(head)
-    title = subject(text)
-    if not re.match(r"From 0{40} Mon Sep 17 00:00:00 2001\n", text):
-        yield f"does not begin with a commit of zeros, {EXPORT_ANEW}"
-    yield from (f"has no {name}: header, {EXPORT_ANEW}" for name in ("From", "Date") if not message.get(name))
-    if not title.startswith("[PATCH] "):
-        yield f"has no Subject: that begins with [PATCH], {EXPORT_ANEW}"
-    elif file.name != (due := f"{number:04}-{slug(title.removeprefix('[PATCH] '))[:52]}.patch"):
+    title = subject(text).removeprefix("[PATCH] ")
+    if file.name != (due := f"{number:04}-{slug(title)[:52]}.patch"):
         yield f"should be named {due} by its place and its subject, {EXPORT_ANEW}"
-    yield from _message_problems(str(message.get_payload()))
-    if not changes:
-        yield "changes nothing, remove it"
-    yield from _change_problems(text, "".join(changes))
+    for pattern, wanted, problem in FORM:
+        if bool(re.search(pattern, text)) != wanted:
+            yield problem
+    message, _, changes = text.partition("\ndiff --git ")
+    yield from _message_problems(message.partition("\n\n")[2])
+    for line in re.findall(r"(?m)^\+.*[ \t\r]$", changes):
+        yield f"adds trailing whitespace in {line.strip()!r}, remove it in the commit"
+    paths = [path for path, _ in diffs(text)]
+    yield from (
+        f"changes {path}, a series is for {', '.join(TOUCHED)}" for path in paths if not path.startswith(TOUCHED)
+    )
 
 
 def slug(subject: str) -> str:
@@ -119,9 +133,8 @@ def slug(subject: str) -> str:
     return re.sub(r"\.+", ".", re.sub(r"[^A-Za-z0-9._]+", "-", subject)).strip("-").rstrip(".-")
 
 
-def _message_problems(message: str) -> Iterator[str]:
-    body, _, below = message.partition("\n---\n")
-    if below.strip():
+def _message_problems(body: str) -> Iterator[str]:
+    if re.search(r"(?m)^---$", body):
         yield f"has a summary between --- and its changes, {EXPORT_ANEW}"
     *why, last = re.split(r"\n\s*\n", body.strip())
     found = dict(re.findall(r"(?m)^([A-Z][\w-]*): *(\S.*)$", last))
@@ -136,34 +149,13 @@ def _message_problems(message: str) -> Iterator[str]:
         yield f"has the Last-Update {found['Last-Update']}, write it as YYYY-MM-DD"
 
 
-def _change_problems(text: str, changes: str) -> Iterator[str]:
-    if re.search(r"(?m)^-- \n", text):
-        yield f"has git's signature, {EXPORT_ANEW}"
-    if re.search(r"(?m)^(GIT binary patch|Binary files )", changes):
-        yield "changes a binary file, which a series must not"
-    for line in re.findall(r"(?m)^index .*$", changes):
-        if not re.fullmatch(r"index [0-9a-f]{40}\.\.[0-9a-f]{40}( \d+)?", line):
-            yield f"has a shortened {line}, {EXPORT_ANEW}"
-    for number, line in enumerate(text.split("\n"), 1):
-        if re.fullmatch(r"\+.*[ \t\r]", line):
-            yield f"adds trailing whitespace in its line {number}, remove it in the commit"
-    paths = [path for path, _ in diffs(changes)]
-    yield from (
-        f"changes {path}, a series is for {', '.join(TOUCHED)}" for path in paths if not path.startswith(TOUCHED)
-    )
-    if not any(path.startswith("tests/") for path in paths):
-        yield "changes nothing in tests/, add a test to the commit"
-    if not any(path.endswith("/CHANGELOG.md") for path in paths):
-        yield "changes no CHANGELOG.md, add an entry to the commit"
-
-
 def check_clone(lines: list[Line], repo: Path, say: Callable[[str], None]) -> Report:
     """Apply each series to each tag of its line that a clone of Lightning's repository has."""
     try:
         repo = Path(git(repo, "rev-parse", "--absolute-git-dir").strip())
     except SeriesError:
         raise SeriesError(f"{repo} is no git repository; name a clone of Lightning's with --repo") from None
-    report = Report(("tag", "folder", "am", "clean", "lands alike", "compiles", "again", "re-export"))
+    report = Report(("tag", "folder", "am", "lands alike", "compiles", "again", "re-export"))
     for line in lines:
         checked: dict[str, Checks] = {}
         made: Landing | None = None
@@ -188,7 +180,6 @@ def _check_tag(line: Line, tag: str, made: Landing | None, repo: Path, scratch: 
         return [[f"patches/{line.folder.name} does not apply: {trial.failed}"]], None
     checks: Checks = [
         [],
-        _unclean(trial.root, trial.base),
         _elsewhere(line, trial.landing if tag == line.made_on else made, trial.landing),
         _broken(trial.after),
         [] if already_applied(trial.root, line.patches) else ["is not recognised as having the series already"],
@@ -208,17 +199,6 @@ def _elsewhere(line: Line, made: Landing | None, found: Landing) -> list[str]:
     return [f"lands elsewhere than on {line.made_on}: {places}"] if places else []
 
 
-def _unclean(root: Path, base: str) -> list[str]:
-    """Return what git finds in a tree that a series was applied to."""
-    left = git(root, "status", "--porcelain", **PLAIN).strip()
-    problems = [f"the tree is not clean afterwards: {left}"] if left else []
-    try:
-        git(root, "diff", "--check", base, "HEAD", **PLAIN)
-    except SeriesError as error:
-        problems.append(f"git diff --check: {error}")
-    return problems
-
-
 def _broken(after: dict[str, str]) -> list[str]:
     """Return the Python files that do not compile, and why."""
     errors = {path: syntax_error(text) for path, text in after.items() if path.endswith(".py")}
@@ -227,11 +207,6 @@ def _broken(after: dict[str, str]) -> list[str]:
 
 def check_wheels(lines: list[Line], say: Callable[[str], None]) -> Report:
     """Apply each series to both packages of each release of its line, and import what can be imported."""
-    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        what = "nox -f ci/noxfile.py -s patches runs it with a Python that has them"
-        raise SeriesError(
-            f"{sys.executable} has no {', '.join(missing)}, which patched releases are imported with; {what}"
-        )
     install = _installer()
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(4) as pool:
         checked = {
@@ -288,14 +263,11 @@ def _check_release(
 
 
 def _installer() -> list[str]:
-    """Return a command that installs wheels: this Python's pip or the tools' uv, which both have a cache."""
-    plain = ["--no-deps", "--only-binary", ":all:"]
-    if importlib.util.find_spec("pip"):
-        return [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", *plain]
-    tools = ROOT / ".nox" / "tools" / "bin" / "uv"
-    if uv := str(tools) if tools.exists() else shutil.which("uv"):
-        return [uv, "--quiet", "pip", "install", "--python", sys.executable, *plain]
-    raise SeriesError(f"{sys.executable} has no pip, and there is no uv; run nox -f ci/noxfile.py -s patches")
+    """Return a command that installs wheels, by the tools' uv, which has a cache."""
+    uv = ROOT / ".nox" / "tools" / "bin" / "uv"
+    if not uv.exists():
+        raise SeriesError(f"there is no {uv}; run nox -f ci/noxfile.py -s patches")
+    return [str(uv), "--quiet", "pip", "install", "--python", sys.executable, "--no-deps", "--only-binary", ":all:"]
 
 
 def _import_all(folder: Path, releases: list[str]) -> dict[str, str]:
