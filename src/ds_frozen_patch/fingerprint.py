@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 BLOCK_WORDS = 1 << 15
 BLOCK_BYTES = 8 * BLOCK_WORDS
+COPIED_BYTES = 1 << 24
+"""At most so much of a tensor that is not contiguous is copied at once."""
 SMALL_BYTES = 4096
 """Every rank reads a CPU tensor up to this size by itself: it is likely to be created anew for each save."""
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
@@ -245,21 +247,23 @@ def _own_sums(parameter: Any, index: int) -> Iterator[tuple[int, torch.Tensor]]:
     blocks = _block_count(parameter)
     begin, end = (blocks * turn // world_size) * per_block, (blocks * (turn + 1) // world_size) * per_block
     for piece, offset in _pieces(parameter.detach(), 0):
-        from_, to = max(begin - offset, 0), min(end - offset, len(piece))
+        from_, to = max(begin - offset, 0), min(end - offset, piece.numel())
         if from_ < to:
-            yield block_sums(piece[from_:to], offset + from_)
+            yield block_sums(piece.reshape(-1)[from_:to], offset + from_)
 
 
 def _pieces(values: torch.Tensor, offset: int) -> Iterator[tuple[torch.Tensor, int]]:
-    """One-dimensional views of a tensor in order; non-contiguous parts are copied."""
-    if values.is_contiguous():
-        yield values.view(-1), offset
-    elif values.dim() == 1:
-        yield values.contiguous(), offset
-    else:
-        for row in values:
-            yield from _pieces(row, offset)
-            offset += row.numel()
+    """Parts of a tensor in order, with their offsets: the whole, or parts small enough to be copied if need be."""
+    if values.is_contiguous() or values.dim() == 1:
+        yield values, offset
+        return
+    rows = COPIED_BYTES // (values[0].numel() * values.element_size())
+    for part in values.split(max(rows, 1)):
+        if rows:
+            yield part, offset
+        else:
+            yield from _pieces(part[0], offset)
+        offset += part.numel()
 
 
 def _partition(parameter: Any) -> tuple[int, bool]:

@@ -66,15 +66,32 @@ def test_shapes(shape: tuple[int, ...]) -> None:
         assert fingerprint(changed) != fingerprint(values)
 
 
-@pytest.mark.everyday
-@pytest.mark.once
-def test_layout_does_not_matter() -> None:
+def test_layout_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds_frozen_patch.fingerprint.COPIED_BYTES", 4 << 10)  # rows of 3 kB, and of 300 kB
     values = bits((300, 500, 3))
     assert fingerprint(values.permute(2, 0, 1).contiguous().permute(1, 2, 0)) == fingerprint(values)
     assert fingerprint(torch.cat([values, values])[300:]) == fingerprint(values)
     strided = torch.stack([values.flatten(), values.flatten()], dim=1)[:, 0]
     assert not strided.is_contiguous()
     assert fingerprint(strided) == fingerprint(values.flatten())
+
+
+@pytest.mark.parametrize("copied", [1, 16, 1000])
+def test_a_layout_such_as_channels_last_is_read_in_large_parts(monkeypatch: pytest.MonkeyPatch, copied: int) -> None:
+    """And not row by row: a row has three elements, and each part costs as much as a whole block."""
+    parts = []
+
+    def counted(piece: torch.Tensor, offset: int) -> tuple[int, torch.Tensor]:
+        parts.append(len(piece))
+        return block_sums(piece, offset)
+
+    weight = bits((64, 32, 3, 3))
+    monkeypatch.setattr("ds_frozen_patch.fingerprint.COPIED_BYTES", copied * 1024)
+    monkeypatch.setattr("ds_frozen_patch.fingerprint.block_sums", counted)
+    found = fingerprint(weight.to(memory_format=torch.channels_last))
+    assert sum(parts) == weight.numel()
+    assert len(parts) == {1: 64, 16: 3, 1000: 1}[copied]
+    assert found == fingerprint(weight)
 
 
 def swapped(first: int, second: int) -> Callable[[torch.Tensor], None]:
