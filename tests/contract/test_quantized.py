@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ import runs
 import torch
 from disk import model_states, size
 from quantized import DAMAGES, HERE, QuantizedRun
+from under_test import TRAINER
 
 import ds_frozen_patch
 
@@ -128,3 +130,22 @@ def test_another_base_is_refused_by_name(ranks: Any, tmp_path: Path, record_prop
         assert all("layers.0.self_attn.q_proj" in text for _, text in found.values())
     record_property("kind", kind)
     record_property("refused", ", ".join(name for name in found))
+
+
+@pytest.mark.everyday  # with the newest libraries alone: older transformers want a GPU for this
+def test_the_program_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program of `docs/qlora.md`, on a small base in a folder of the name that it has on the hub."""
+    page = (Path(__file__).parents[2] / "docs" / "qlora.md").read_text(encoding="utf-8")
+    block = re.search(r"^```python\n(import ds_frozen_patch\n.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert block
+    runs.LoraRun().model.unload().save_pretrained(tmp_path / "meta-llama" / "Llama-3.1-8B")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    try:
+        exec(block[1], names)
+        assert ds_frozen_patch.status()[TRAINER].wrapped
+    finally:
+        ds_frozen_patch.unpatch()
+    parameters = dict(names["model"].named_parameters())
+    assert {type(p).__name__ for name, p in parameters.items() if "q_proj.base_layer" in name} == {"Params4bit"}
+    assert all(p.requires_grad == ("lora_" in name) for name, p in parameters.items())

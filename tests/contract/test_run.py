@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
-import readme
 from disk import model_states
+from shell import shell
 
 import ds_frozen_patch
 
 pytestmark = [pytest.mark.everyday, pytest.mark.once, pytest.mark.promise(1)]
 
+ROOT = Path(__file__).parents[2]
+STARTS = re.findall(r"^\$ (ds-frozen-patch run -- .+)", (ROOT / "docs" / "run.md").read_text(), re.MULTILINE)
+"""The ways to start a program under `run`, as the page has them."""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("run")
-    shutil.copy(readme.ROOT / "tests" / "program.py", made / "train.py")
+    shutil.copy(ROOT / "tests" / "program.py", made / "train.py")
     return made
 
 
-@pytest.mark.parametrize(("epochs", "start"), list(enumerate((one.line for one in readme.starts()), 1)))
+@pytest.mark.parametrize(("epochs", "start"), list(enumerate(STARTS, 1)))
 def test_a_program_saves_and_resumes(folder: Path, epochs: int, start: str) -> None:
     """Each start goes on from the checkpoint of the one before."""
     for said in folder.glob("worker-*"):
         said.unlink()
-    done = readme.shell(start, folder, DS_FROZEN_PATCH_CPU="1", DS_FROZEN_PATCH_STRICT="1")
+    done = shell(start, folder, DS_FROZEN_PATCH_CPU="1", DS_FROZEN_PATCH_STRICT="1")
     assert done.returncode == 0, done.stdout + done.stderr
     saved = folder / f"{epochs}.ckpt"
     assert ds_frozen_patch.inspect(saved).global_step == 2 * epochs

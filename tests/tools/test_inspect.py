@@ -143,17 +143,6 @@ def test_status_as_json() -> None:
     assert command("status").stdout.split()[:2] == ["target", "version"]
 
 
-COMMANDS = ("run", "status", "inspect", "prune", "consolidate", "merge", "export", "reshard", "universal", "verify")
-
-
-@pytest.mark.parametrize("words", [(), *((name,) for name in COMMANDS)])
-def test_the_documents_have_the_help(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    page = Path(__file__).parents[2] / "docs" / "command-line.md"
-    said = command(*words, "--help").stdout
-    assert f"$ {' '.join(('ds-frozen-patch', *words))} --help\n{said}```\n" in page.read_text(encoding="utf-8")
-
-
 def test_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["inspect"], ["inspect", "a", "b"], ["bake"]):
         with pytest.raises(SystemExit) as exit_:
