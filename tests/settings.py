@@ -145,7 +145,7 @@ WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e
 CPU = {"device": "cpu"}
 NVME = {"device": "nvme", "nvme_path": str(Path(gettempdir(), "ds_frozen_patch_nvme")), "pin_memory": True}
 NVME_PARAMETERS = {**NVME, "buffer_size": 10_000_000}
-NOT_FROM_NVME = "DeepSpeed restores neither the steps taken nor small sub-groups, and a warning says so"
+NOT_FROM_NVME = "DeepSpeed restores neither the step count nor small sub-groups; `patch()` warns"
 
 SETTINGS = [
     Setting("fp32", ALL, options={"precision": "32-true"}),
@@ -156,7 +156,7 @@ SETTINGS = [
         "bf16-mixed, `data_types.grad_accum_dtype`: fp32", ZERO, config={"data_types": {"grad_accum_dtype": "fp32"}}
     ),
     # who trains, and how
-    Setting("an optimizer of several groups", ALL, module=Groups),
+    Setting("several parameter groups", ALL, module=Groups),
     Setting("SGD with momentum", ALL, module=Momentum),
     Setting("DeepSpeedCPUAdam and a scheduler", ALL, module=OnCpu, shows=basic_optimizer("DeepSpeedCPUAdam")),
     Setting(
@@ -224,7 +224,7 @@ SETTINGS = [
     ),
     # how gradients are reduced
     Setting("`round_robin_gradients`", GRADIENTS, {"round_robin_gradients": True}),
-    Setting("`round_robin_gradients`, several groups", GRADIENTS, {"round_robin_gradients": True}, module=Groups),
+    Setting("`round_robin_gradients`, several parameter groups", GRADIENTS, {"round_robin_gradients": True}, module=Groups),
     Setting("`contiguous_gradients`: false", ZERO, {"contiguous_gradients": False}),
     Setting("`overlap_comm`", ZERO, {"overlap_comm": True}),
     Setting("`reduce_scatter`: false", ZERO, {"reduce_scatter": False}),
@@ -241,13 +241,13 @@ SETTINGS = [
         {"stage3_model_persistence_threshold": 100, "stage3_param_persistence_threshold": 10**9},
     ),
     Setting(
-        "several sub-groups by `sub_group_size`",
+        "`sub_group_size`: several sub-groups",
         PARAMETERS,
         {"sub_group_size": 300},
         shows=lambda engine: len(engine.optimizer.fp16_groups) > 1,
     ),
     Setting(
-        "several sub-groups of several groups",
+        "`sub_group_size`: several sub-groups, several parameter groups",
         PARAMETERS,
         {"sub_group_size": 100},
         module=Groups,
@@ -287,7 +287,7 @@ SETTINGS = [
         "`load_from_fp32_weights`: false, bf16",
         GRADIENTS,
         {"load_from_fp32_weights": False},
-        inexact="the masters are made anew of the 16-bit weights, which is what it asks for",
+        inexact="the fp32 master weights are rebuilt from the 16-bit weights, as the setting requests",
     ),
     Setting("`elastic_checkpoint`", ZERO, {"elastic_checkpoint": True}),
     Setting(

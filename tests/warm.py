@@ -1,10 +1,10 @@
-"""Imported once, by the process that ranks are forked from: all that they need, and no process group yet."""
+"""Imported once, by the process that ranks are forked from: every module that they need, without a process group."""
 
 from __future__ import annotations
 
 import gc
 
-import crutches
+import workarounds
 import provider  # noqa: F401
 import setuptools  # noqa: F401  -- before DeepSpeed imports distutils: it takes its place, to build ops
 import torch
@@ -13,7 +13,7 @@ from under_test import CELL, FABRIC, TRAINER
 from ds_frozen_patch.testing import cpu_strategy
 
 torch.set_num_threads(1)
-crutches.lend(CELL.needs)  # before what imports DeepSpeed
+workarounds.apply(CELL.needs)  # before what imports DeepSpeed
 cpu_strategy(TRAINER)
 cpu_strategy(FABRIC)
 

@@ -52,7 +52,7 @@ def _said(answers: Any) -> str:
     return answers if isinstance(answers, str) else ""
 
 
-@feature("MB of a checkpoint (times the trained weights and AdamW's two moments)", [[2], [3]])
+@feature("checkpoint size, MB (relative to the trained weights and AdamW's two moments)", [[2], [3]])
 def size(trial: Trial) -> Outcome:
     found = _size(trial.checkpoint()) / 1e6
     # A value and two moments for each element, of four bytes.
@@ -66,22 +66,22 @@ def tied(trial: Trial) -> Outcome:
     return _yes(not found)
 
 
-@feature("a run resumes, without any setting")
+@feature("a run resumes without extra settings")
 def resumes(trial: Trial) -> Outcome:
     return _yes(trial.strict, _said(trial.by_default))
 
 
-@feature("the resumed run equals the uninterrupted one bit for bit")
+@feature("the resumed run equals the uninterrupted run bit for bit")
 def bit_for_bit(trial: Trial) -> Outcome:
     return _yes(trial.goes_on(trial.resumed), _said(trial.resumed))
 
 
-@feature("a buffer that training changed is restored")
+@feature("a buffer changed by training is restored")
 def buffers(trial: Trial) -> Outcome:
     return _yes(all(seen.count == EPOCHS * STEPS for seen in trial.resumed), _said(trial.resumed))
 
 
-@feature("a run saved in the middle of an epoch goes on with the batches that are left, bit for bit")
+@feature("a run saved within an epoch resumes with the remaining batches, bit for bit")
 def mid_epoch(trial: Trial) -> Outcome:
     if not trial.system.middle:
         return Outcome("-")
@@ -89,11 +89,11 @@ def mid_epoch(trial: Trial) -> Outcome:
     again = trial.resume("from-the-middle", resume=saved)
     note = _said(again)
     if not note and again[0].batches[0] == trial.whole[0].batches[0]:
-        note = "it begins with the epoch's first batch again"
+        note = "it starts again at the first batch of the epoch"
     return _yes(trial.goes_on(again, MIDDLE), note)
 
 
-@feature("evaluation from a checkpoint gives what the model in memory gave", [[2], [3]])
+@feature("evaluation from a checkpoint equals evaluation of the model in memory", [[2], [3]])
 def evaluates(trial: Trial) -> Outcome:
     def same(found: Any) -> bool:
         return not isinstance(found, str) and abs(found[0] / trial.whole[0].evaluated - 1) < TOLERANCE
@@ -103,21 +103,21 @@ def evaluates(trial: Trial) -> Outcome:
 
     found = evaluate()
     if trial.system.module == "compare.deepspeed" and not same(bare := evaluate(optimizer=False)):
-        return _yes(same(found), f"with an optimizer in memory; without one: {_said(bare) or 'another loss'}")
+        return _yes(same(found), f"only with an optimizer; without one: {_said(bare) or 'a different loss'}")
     if trial.system.module == "compare.huggingface" and not same(found) and same(evaluate(with_deepspeed=False)):
-        return Outcome("no", f"{_said(found) or 'another loss'}; without its DeepSpeed config it does")
+        return Outcome("no", f"{_said(found) or 'a different loss'}; it works without its DeepSpeed config")
     return _yes(same(found), _said(found))
 
 
-@feature("a base that is not the one saved with is refused")
+@feature("loading onto a different base raises an error")
 def wrong_base(trial: Trial) -> Outcome:
     again = trial.resume("wrong-base", seed=2)
     if trial.goes_on(again):
-        return Outcome("-", "the checkpoint holds the base, and the run takes it from there")
+        return Outcome("-", "the checkpoint contains the base, which is loaded")
     return _refused(trial, again)
 
 
-@feature("a program with LoRA on other modules of the same shapes is refused")
+@feature("loading into LoRA on other modules of the same shapes raises an error")
 def wrong_modules(trial: Trial) -> Outcome:
     return _refused(trial, trial.resume("wrong-modules", targets=("k_proj", "v_proj")))
 
@@ -128,7 +128,7 @@ def _refused(trial: Trial, again: Any) -> Outcome:
     return _yes(isinstance(again, str), _said(again))
 
 
-@feature("1 rank goes on with what 2 have saved")
+@feature("a run saved on two ranks resumes on one")
 def other_ranks(trial: Trial) -> Outcome:
     def follows(again: Any) -> bool:
         expected = [sum(pair) / 2 for pair in zip(*(seen.losses[STEPS:] for seen in trial.whole), strict=True)]
@@ -149,14 +149,14 @@ def other_ranks(trial: Trial) -> Outcome:
     universal = converted
     if not isinstance(converted, str):
         universal = trial.resume("universal-one-rank", world_size=1, resume=target, universal=True)
-    note = f"{_said(again) or 'other losses'}; after DeepSpeed's conversion to a universal checkpoint"
+    note = f"{_said(again) or 'different losses'}; after DeepSpeed's conversion to a universal checkpoint"
     if follows(universal):
         restored = universal[0].count == EPOCHS * STEPS
-        return Outcome("converted", f"{note} it does" + ("" if restored else ", but the buffer is not restored"))
-    return Outcome("no", f"{note}: {_said(universal) or 'other losses'}")
+        return Outcome("converted", f"{note} it resumes" + ("" if restored else ", but the buffer is not restored"))
+    return Outcome("no", f"{note}: {_said(universal) or 'different losses'}")
 
 
-@feature("the converter makes one fp32 file of a checkpoint")
+@feature("the converter writes one fp32 file")
 def fp32_file(trial: Trial) -> Outcome:
     def convert(name: str, **options: Any) -> Any:
         places = {"resume": trial.checkpoint(), "folder": trial.states(), "target": trial.file(name)}
@@ -172,7 +172,7 @@ def fp32_file(trial: Trial) -> Outcome:
     return Outcome("yes", "with `exclude_frozen_parameters=True`") if whole(again) else Outcome("no", _said(found))
 
 
-@feature("each checkpoint holds an adapter that PEFT loads")
+@feature("each checkpoint contains an adapter that PEFT can load")
 def peft_adapter(trial: Trial) -> Outcome:
     out, note = "whole", ""
     if trial.system.kind == task.OURS:
@@ -186,7 +186,7 @@ def peft_adapter(trial: Trial) -> Outcome:
     return _yes(good, note if good else _said(found))
 
 
-@feature("MB of the weights alone, where they can be saved without the optimizer's state", [[2], [3]])
+@feature("size of the weights alone, MB, where they can be saved without optimizer state", [[2], [3]])
 def weights_only(trial: Trial) -> Outcome:
     saved = trial.run("train", "weights", weights_only=True)
     if isinstance(saved, str):
@@ -194,12 +194,12 @@ def weights_only(trial: Trial) -> Outcome:
     place = Path(trial.checkpoint(out="weights"))
     files = [place] if place.is_file() else [f for f in place.rglob("*") if f.is_file() and f.suffix != ".py"]
     if any(b"exp_avg" in file.read_bytes() for file in files):
-        return Outcome("no", f"{trial.system.weights_only} writes the optimizer's state all the same")
+        return Outcome("no", f"{trial.system.weights_only} still writes optimizer state")
     found = _size(str(place)) / 1e6
     return Outcome(f"{found:.2f}", trial.system.weights_only, found)
 
 
-@feature("after a kill in the middle of a save, the same program goes on from the save before", [[2]])
+@feature("after a kill during a save, the same program resumes from the previous save", [[2]])
 def killed(trial: Trial) -> Outcome:
     saved = trial.run("train", "killed", halt=True)
     if isinstance(saved, str) or not Path(trial.file("killed-left")).exists():
@@ -209,5 +209,5 @@ def killed(trial: Trial) -> Outcome:
     if not trial.goes_on(again) and Path(before).exists():
         named = trial.run("train", "killed-named", resume=before, strict=trial.strict)
         if trial.goes_on(named):
-            return Outcome("no", f"{_said(again) or 'another run'}; if it names the folder before it does")
+            return Outcome("no", f"{_said(again) or 'a different run'}; it resumes if given the previous folder")
     return _yes(trial.goes_on(again), _said(again))

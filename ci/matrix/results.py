@@ -54,9 +54,9 @@ def quantized(results: Path) -> str:
 
 
 def faults(results: Path) -> str:
-    """Return a row for each way of losing data, and how often it was tried; rows of tests that did not run stay.
+    """Return a row for each fault and how often it was injected; rows of tests that did not run stay.
 
-    None was lost, or the tests would have failed.
+    Nothing was lost, or the tests would have failed.
     """
     suite = next(ElementTree.parse(results).iter("testsuite"))
     tried: Counter[str] = Counter()
@@ -67,12 +67,12 @@ def faults(results: Path) -> str:
     when = f"on {suite.get('timestamp', '')[:10]}, for {minutes:.0f} minutes, on {described(machine(results))}"
     shown = BLOCKS["faults"].read()
     before = {what: int(times) for what, times in re.findall(r"^\| (.*) \| (\d+) \| 0 \|$", shown, re.MULTILINE)}
-    text = f"Tried {when}."
+    text = f"Run {when}."
     if not before.keys() <= tried.keys():
-        full_run = shown.partition("\n\n|")[0].partition("\n\nAnew ")[0]
-        text = f"{full_run}\n\nAnew {when}: {'; '.join(tried)}."
+        full_run = shown.partition("\n\n|")[0].partition("\n\nRerun ")[0]
+        text = f"{full_run}\n\nRerun {when}: {'; '.join(tried)}."
     rows = [[what, str(times), "0"] for what, times in {**before, **tried}.items()]
-    return f"{text}\n\n{markdown(['what was tried', 'times', 'lost, hung or accepted in silence'], rows)}"
+    return f"{text}\n\n{markdown(['fault', 'times', 'lost, hung, or accepted silently'], rows)}"
 
 
 TABLES: dict[str, Callable[..., str]] = {"settings": settings, "quantized": quantized, "faults": faults}

@@ -1,4 +1,4 @@
-"""Promise 5: a base that is not the one saved with is refused at load, by name, before a step is taken."""
+"""Promise 5: loading onto a different base raises an error at load, by name, before a step is taken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promise 10: a run goes on with another number of ranks, and its loss curve goes on with it."""
+"""Promise 10: a run goes on with another world size, and its loss curve goes on with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promise 2: strict resume without any setting; the resumed run equals the uninterrupted one bit for bit."""
+"""Promise 2: strict resume without any setting; the resumed run equals the uninterrupted run bit for bit."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Runs:
             "another step": self.own.with_name("2.ckpt"),
             "another run": saved("run", seed=2),
             "another ZeRO stage": saved("stage", stage=OTHER_STAGE[stage]),
-            "another number of ranks": saved("ranks", world_size=1),
+            "another world size": saved("ranks", world_size=1),
         }
         self.files = sorted(file.relative_to(self.own) for file in self.own.rglob("*.pt"))
 
@@ -97,30 +97,30 @@ def damages(made: Runs, chance: random.Random) -> Iterator[Damage]:
     """All that is tried with one run's checkpoint."""
     for file in made.files:
         yield from of_bytes(made.own, file, chance)
-        yield Damage("a file missing", partial(remove, file), ".ckpt")
-        yield Damage("a file that is something else", partial(put, file, "nothing of the kind"), file.name)
+        yield Damage("a missing file", partial(remove, file), ".ckpt")
+        yield Damage("a file that is no checkpoint file", partial(put, file, "nothing of the kind"), file.name)
         for what, other in made.others.items():
             if (other / file).exists() and len(made.files) > 1:
                 yield Damage(f"a file of {what}", partial(take, file, other), ".ckpt")
     yield from swapped(made.files)
     for text in ("", "nowhere", "../own", "\0", "checkpoint/checkpoint"):
         # Lightning does not ask it.
-        yield Damage("`latest` wrong", partial(put, Path("latest"), text), ".ckpt", may_mean_nothing=True)
+        yield Damage("a wrong tag in `latest`", partial(put, Path("latest"), text), ".ckpt", may_mean_nothing=True)
     for change in EDITS:
-        yield Damage("the manifest edited", partial(edit_manifest, change), "manifest")
+        yield Damage("an edited manifest", partial(edit_manifest, change), "manifest")
     for change in REFERENCES if made.stage == 3 else []:
-        yield Damage("the manifest edited", partial(edit_reference, change), "manifest")
+        yield Damage("an edited manifest", partial(edit_reference, change), "manifest")
 
 
 def of_bytes(own: Path, file: Path, chance: random.Random) -> Iterator[Damage]:
     """Cuts, and flipped bits: in the middle of each record, and wherever chance has it."""
     size = (own / file).stat().st_size
     for length in (0, 1, size // 2, size - 1, *(chance.randrange(size) for _ in range(4))):
-        yield Damage("a file cut", partial(cut, file, length), file.name)
+        yield Damage("a truncated file", partial(cut, file, length), file.name)
     places = [place[len(place) // 2] for place in records_of(own / file).values() if place]
     for place in (*places, *(chance.randrange(size) for _ in range(10))):
         # Of some no one asks: padding, a date.
-        yield Damage("a bit flipped", partial(flip, file, place, chance.randrange(8)), file.name, may_mean_nothing=True)
+        yield Damage("a flipped bit", partial(flip, file, place, chance.randrange(8)), file.name, may_mean_nothing=True)
 
 
 def swapped(files: list[Path]) -> Iterator[Damage]:

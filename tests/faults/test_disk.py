@@ -363,7 +363,7 @@ def test_a_save_that_fails(
     assert one == other
     titles, same = one
     assert same, "the run came to another end than without the saves that failed"
-    counted("a save fails on one rank or the disk is full, read-only or gone: Trainer, Fabric, ZeRO 0-3", len(titles))
+    counted("write error in a save (on one rank, or a full, read-only or missing disk): Trainer, Fabric, ZeRO 0-3", len(titles))
 
 
 def test_a_disk_that_a_tool_cannot_write_to(
@@ -422,4 +422,4 @@ def test_a_disk_that_a_tool_cannot_write_to(
                 assert target.exists()
                 shutil.rmtree(folder)
                 capsys.readouterr()
-    counted("a tool writes to a disk that is full, read-only or gone", count)
+    counted("write error in a tool (a full, read-only or missing disk)", count)

@@ -637,7 +637,7 @@ def test_no_tool_runs_a_checkpoint(
                 except Exception as error:
                     wrong.append(f"{name}: {tool}{' --trust' * trust}: {type(error).__name__}: {error!s:.300}")
     assert not wrong, "\n".join([f"{len(wrong)} of {tried}", *wrong])
-    counted("a tool on a hostile checkpoint", tried)
+    counted("hostile checkpoint, read by a tool", tried)
 
 
 def attacked(good: Path, attack: Change) -> dict[str, list[str]]:
@@ -752,7 +752,7 @@ def test_no_tool_runs_a_base(
             except Exception as error:
                 wrong.append(f"{name}: {line[0]}: {type(error).__name__}: {error!s:.300}")
     assert not wrong, "\n".join([f"{len(wrong)} of {tried}", *wrong])
-    counted("a tool on a hostile base", tried)
+    counted("hostile base, read by a tool", tried)
 
 
 def test_a_link_is_not_followed_out_of_a_checkpoint(

@@ -166,7 +166,7 @@ def test_kills_in_saves(tmp_path: Path, long: bool, counted: Callable[[str, int]
         print(key, dict(killed.counts), [(one["calls"], round(one["seconds"], 3)) for one in expected])
         shutil.rmtree(killed.out)
     assert counts["in the midst"] > counts["kills"] / 4, counts
-    counted("kill -9 in a save, of one of 2 ranks or both: Trainer, ZeRO 0-3", counts["kills"])
+    counted("`kill -9` of one or both of two ranks during a save: Trainer, ZeRO 0-3", counts["kills"])
 
 
 def work(here: Here, words: list[str], source: str, target: str) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def test_kills_in_tools(
                     shutil.rmtree(target) if target.is_dir() else target.unlink()
             assert main([*words, str(source), str(target), "-q"]) == 0
             assert contents(target) == expected
-            counted(f"kill -9 in {tool.split()[0]}", times)
+            counted(f"`kill -9` during {tool.split()[0]}", times)
             shutil.rmtree(target.parent)
 
 
@@ -236,4 +236,4 @@ def test_kills_in_a_resharding_inside(
     assert reshard_inside(killed, None, ranks=3) == folder.name
     assert contents(folder) == contents(alone / folder.name)
     assert not ds_frozen_patch.verify(killed).problems
-    counted("kill -9 in the resharding of patch(elastic=True)", times)
+    counted("`kill -9` while `patch(elastic=True)` reshards", times)

@@ -97,7 +97,7 @@ def test_saves_leave_nothing_over(
     assert names == {f"step={last - 1}.ckpt", f"step={last}.ckpt", "last.ckpt"}
     for name in names:
         assert not ds_frozen_patch.verify(tmp_path / name).problems
-    counted("saves with retention in one process, nothing left over", 2 * steps)
+    counted("saves in one process with old checkpoints deleted: no leaked files, objects or memory", 2 * steps)
 
 
 def patch_and_unpatch(out: str, rounds: int) -> tuple[dict[str, int], int]:
@@ -127,4 +127,4 @@ def test_patch_and_unpatch_leave_nothing_over(
         assert not more
         assert size < ROOM
     assert {item.name for item in tmp_path.iterdir()} == {"small.ckpt", "full.ckpt"}
-    counted("patch(), a save, unpatch(), a save", rounds)
+    counted("`patch()`, save, `unpatch()`, save, repeatedly", rounds)

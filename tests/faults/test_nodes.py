@@ -189,7 +189,7 @@ def test_saves_of_nodes_that_share_a_disk(
                 assert there == {"again.ckpt", "last.ckpt", f"step={steps}.ckpt", f"step={steps - 1}.ckpt"}
         print(stage, dict(found), messages)
     assert (found["failed"], found["lost"]) == (0, 0), (found, messages)
-    counted(f"saves of {count} nodes that share a disk and cache its names", found["saves"])
+    counted(f"saves of {count} nodes that share a disk and cache its directory entries", found["saves"])
 
 
 # Disks of their own.
@@ -274,7 +274,7 @@ def test_damage_on_the_disk_of_one_node(
         refused_on_all(cluster.run(resume, stage=stage), file.name)
         file.write_bytes(before)
     assert returned(cluster.run(resume, stage=stage), cluster) == [runs.BATCHES] * 2
-    counted("damage to a file of one of 2 nodes with disks of their own", len(tried))
+    counted("damage: a file on one of two nodes with local disks", len(tried))
 
 
 def save_two(here: Here, at: str, stage: int) -> None:
@@ -482,7 +482,7 @@ def test_kills_between_the_disks_of_nodes(tmp_path: Path, long: bool, counted: C
         print(stage, dict(chain.counts))
         counts += chain.counts
     assert counts["refused"] < counts["kills"], counts
-    counted("kill -9 in a save of 2 nodes with disks of their own, of one or both", counts["kills"])
+    counted("`kill -9` of one or both of two nodes with local disks during a save", counts["kills"])
 
 
 def save_twice(here: Here, at: str, stage: int) -> list[str]:
@@ -569,7 +569,8 @@ def test_two_jobs_on_one_path(tmp_path: Path, disks: str, long: bool, counted: C
     times = 25 if long else 4
     with nodes.cached_disk(tmp_path, 2) if disks == "cached" else nullcontext(nodes.shared_disk(tmp_path, 1)) as found:
         two_jobs(found, times, local=2 if long and disks == "shared" else 1)
-    counted(f"saves by two jobs to one path at once, on a {disks} disk", 2 * times)
+    kind = "shared disk with cached directory entries" if disks == "cached" else "shared disk"
+    counted(f"concurrent saves by two jobs to one path: {kind}", 2 * times)
 
 
 def test_a_job_that_begins_to_save_is_alive(tmp_path: Path) -> None:

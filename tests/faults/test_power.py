@@ -40,7 +40,7 @@ CASES = [
     for stage in stages
 ]
 SHORT = [("trainer", 2, "ext4"), ("fabric", 3, "xfs"), ("weights", 3, "xfs"), ("export", 2, "ext4")]
-TRIED = "power cut in or after a save, ext4 and xfs: Trainer, Fabric, ZeRO 1-3"
+TRIED = "power cut during or after a save: ext4 and xfs, Trainer, Fabric, ZeRO 1-3"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -402,7 +402,7 @@ def test_a_power_cut_in_or_after_a_tool(
             (disk.where / tool).mkdir(exist_ok=True)
     assert min(counts["after it"], counts["in it"]) > 0, counts
     assert lost == [], "\n".join([f"{len(lost)} of {sum(counts.values())} lost", *lost])
-    counted("power cut in or after a tool, ext4 and xfs", sum(counts.values()))
+    counted("power cut during or after a tool: ext4 and xfs", sum(counts.values()))
 
 
 def synced_calls(out: str, stage: int, options: dict[str, Any]) -> list[tuple[int, int]]:

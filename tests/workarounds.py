@@ -1,4 +1,4 @@
-"""What old releases of DeepSpeed and torch need to run on CPU ranks at all: of the tests, never of the package."""
+"""Workarounds for running old releases of DeepSpeed and torch on CPU ranks, for the tests only."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from types import ModuleType
 from typing import Any
 
 
-def lend(needs: Collection[str]) -> None:
-    """Lend this process the crutches among the needs of a cell, before DeepSpeed is imported."""
+def apply(needs: Collection[str]) -> None:
+    """Apply those that a cell needs to this process, before DeepSpeed is imported."""
     if "gloo-gathers" in needs:
-        _gather_with_gloo()
+        _add_gloo_collectives()
     if "deepspeed-on-cpu" in needs:
-        _do_without_intel()
-        _reduce_cpu_gradients()
+        _stub_intel_extensions()
+        _group_cpu_gradients()
 
 
-def _do_without_intel() -> None:
+def _stub_intel_extensions() -> None:
     for name in ("intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"):
         sys.modules[name] = ModuleType(name)
         sys.modules[name].__spec__ = ModuleSpec(name, None)
@@ -27,15 +27,15 @@ def _do_without_intel() -> None:
     get_accelerator()._communication_backend_name = "gloo"
 
 
-def _reduce_cpu_gradients() -> None:
-    """ZeRO stage 0 knows its gradients by the name of CUDA's tensor types."""
+def _group_cpu_gradients() -> None:
+    """ZeRO stage 0 groups gradients by the names of CUDA tensor types."""
     from deepspeed.runtime import engine
 
     engine.split_half_float_double_sparse = lambda gradients: [(gradients[0].dtype, gradients)]
 
 
-def _gather_with_gloo() -> None:
-    """The two collectives on one tensor that gloo of torch 2.1 lacks, by those on lists that it has."""
+def _add_gloo_collectives() -> None:
+    """Add the two collectives on one tensor that gloo in torch 2.1 lacks, by those on lists."""
     import torch.distributed as dist
 
     def all_gather_into_tensor(output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False) -> Any:
@@ -56,4 +56,4 @@ def _gather_with_gloo() -> None:
 
 class _Done:
     def wait(self) -> None:
-        """It is done already."""
+        """Return at once; the collective is complete."""
