@@ -1,14 +1,12 @@
-"""A disk of a server that several nodes mount, each with a cache of names and attributes, like a client of NFS.
+"""A network disk that several nodes mount, each with its own cache of names and attributes, as with NFS.
 
-    python -m caching_disk BACKING MOUNTPOINT SECONDS
+`python -m caching_disk BACKING MOUNTPOINT SECONDS` serves one mount over FUSE until it is unmounted. For that many
+seconds, a name that one node renames or removes still exists for the other nodes, and a new name does not exist yet for
+a node that has looked it up before. Listing a directory always asks the server. As with NFS, two names cannot be
+exchanged, and a file that a program on the same node has open is hidden instead of removed.
 
-It serves one mount, over FUSE, until that is unmounted. What one node renames or removes is still there for another
-for so many seconds, and what it makes is not there yet, if the other has asked for the name before. A listing asks
-the server. As on NFS, two names cannot be exchanged, and what a program of the same node has open is not removed at
-once but hidden.
-
-Two things differ from NFS. A node that goes by an old name finds what has that name on the server now, and not the
-directory that it led to before. And a listing, or the opening of a file, does not renew what the node has cached.
+Two things differ from NFS. A node that uses a stale name gets what has that name on the server now, not the directory
+that it led to before. And listing a directory or opening a file does not refresh the node's cache.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ SECONDS = 30
 """How long a node keeps a name: what NFS keeps of a directory."""
 
 
-def why_not() -> str:
-    """Why this machine cannot have such a disk; empty if it can."""
+def why_unsupported() -> str:
+    """Return why this machine does not support such a disk; empty if it does."""
     if os.geteuid() != 0:
         return "only root can mount a disk"
     if not Path("/dev/fuse").exists():
@@ -46,7 +44,7 @@ def why_not() -> str:
 
 @contextmanager
 def mounted(backing: Path, at: Path, seconds: float = SECONDS) -> Iterator[None]:
-    """While this lasts, `at` is one node's mount of the disk whose files are in `backing`."""
+    """Mount the disk, whose files are in `backing`, at `at` for one node, as a context manager."""
     at.mkdir(exist_ok=True)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "caching_disk", str(backing), str(at), str(seconds)]
@@ -75,19 +73,19 @@ def kind(entry: os.DirEntry[str]) -> int:
 
 
 def serve(backing: str, at: str, seconds: float) -> None:
-    """Until it is unmounted."""
+    """Serve the mount until it is unmounted."""
     import mfusepy
 
     class Mount(mfusepy.FUSE):  # type: ignore[misc]
         def rename_fuse_3(self, old: bytes, new: bytes, flags: int) -> int:
-            """mfusepy does not look at the flags."""
+            """mfusepy ignores the flags."""
             if flags:
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
             result: int = super().rename_fuse_3(old, new, flags)
             return result
 
     class Server(mfusepy.Operations):  # type: ignore[misc]
-        """What each request does to the backing folder."""
+        """Applies each request to the backing folder."""
 
         use_ns = True
 

@@ -103,9 +103,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _deselect(config, items, lambda item: "ranks" in getattr(item, "fixturenames", ()))
     _deselect(config, items, lambda item: bool(item.get_closest_marker("quantized")) != bool(CELL.quantizers))
     if CELL.quantizers:
-        from quantized import HERE
+        from quantized import AVAILABLE
 
-        _deselect(config, items, lambda item: _parameter(item, "kind") not in (None, *HERE))
+        _deselect(config, items, lambda item: _parameter(item, "kind") not in (None, *AVAILABLE))
     if "gpu" not in config.getoption("markexpr"):
         _deselect(config, items, lambda item: bool(item.get_closest_marker("gpu")))
     if config.getoption("markexpr") != "settings":

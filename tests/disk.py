@@ -1,4 +1,4 @@
-"""What is in a checkpoint directory: read with torch alone."""
+"""Reads checkpoint directories with torch alone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ds_frozen_patch.parameters import plain
 
 
 def model_states(checkpoint: str | Path) -> list[dict[str, Any]]:
-    """The state in each `*model_states.pt` of a checkpoint that this test run has saved itself.
+    """Return the state in each `*model_states.pt` of a checkpoint that this test run has saved.
 
-    The names are the user's module's: without what Lightning 2.0 puts before them.
+    The names are those of the user's module, without the prefix of Lightning 2.0.
     """
     files = sorted(Path(checkpoint, "checkpoint").glob("*model_states.pt"))
     states = [torch.load(file, map_location="cpu", weights_only=False) for file in files]
@@ -23,5 +23,5 @@ def model_states(checkpoint: str | Path) -> list[dict[str, Any]]:
 
 
 def size(checkpoint: str | Path) -> int:
-    """Bytes of all files of a checkpoint, as `du --apparent-size` counts them."""
+    """Return the bytes of all files of a checkpoint, as `du --apparent-size` counts them."""
     return sum(file.stat().st_size for file in Path(checkpoint).rglob("*") if file.is_file())

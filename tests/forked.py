@@ -1,10 +1,9 @@
-"""Processes that are cheap to start, and so to kill: forked from one that has imported all and runs nothing else."""
+"""Processes that are cheap to start and to kill: forked from one that has imported everything and runs nothing else."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import random
 import signal
 import socket
 import sys
@@ -16,87 +15,89 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from random import Random
 from typing import Any
 
 SECONDS = 120
-"""What any of them gets: then it hangs."""
+"""How long a process may take; after that it hangs."""
 
 
 @dataclass(frozen=True)
-class Moment:
-    """When a process is killed: at so many of its calls to do with files, or so long after it has said `begins()`."""
+class KillPoint:
+    """When a process is killed: at a given call that concerns files, or some seconds after `arm()`."""
 
     call: int | None
     seconds: float = 0.0
 
     @classmethod
-    def drawn(cls, drawn: random.Random, calls: int, seconds: float) -> Moment:
-        """At random, of as many calls and as long as it takes: half of them, because torch's own writes are no calls of
-        Python's.
+    def random(cls, drawn: Random, calls: int, seconds: float) -> KillPoint:
+        """Return a random point, given the number of calls and the seconds that the work takes.
+
+        Half of the points are times, because torch's own writes are no calls that Python sees.
         """
         if drawn.random() < 0.5:
             return cls(drawn.randrange(1, calls + 1))
         return cls(None, drawn.uniform(0, seconds))
 
 
-class Here:
-    """This process, as the function that runs in it sees it."""
+class ThisProcess:
+    """The current process, as the function that runs in it sees it."""
 
-    def __init__(self, pipe: Connection, moment: Moment | None) -> None:
-        self.pipe, self.moment = pipe, moment
+    def __init__(self, pipe: Connection, point: KillPoint | None) -> None:
+        self.pipe, self.point = pipe, point
         self.calls = 0
         self.counting = False
-        sys.addaudithook(self._heed)
+        sys.addaudithook(self._count)
 
-    def _heed(self, event: str, _: tuple[Any, ...]) -> None:
+    def _count(self, event: str, _: tuple[Any, ...]) -> None:
         if self.counting and (event == "open" or event.startswith(("os.", "shutil."))):
             self.calls += 1
-            if self.moment is not None and self.calls == self.moment.call:
+            if self.point is not None and self.calls == self.point.call:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def begins(self) -> None:
-        """From here on it can be killed."""
+    def arm(self) -> None:
+        """Allow the process to be killed from here on."""
         self.counting = True
-        if self.moment is not None and self.moment.call is None:
-            self.pipe.send(("begins", None))
+        if self.point is not None and self.point.call is None:
+            self.pipe.send(("armed", None))
 
-    def ends(self) -> None:
-        """Up to here; one whose moment has not come yet does not go on."""
+    def disarm(self) -> None:
+        """End that part; a process that was to be killed and was not yet is killed now."""
         self.counting = False
-        if self.moment is not None:
+        if self.point is not None:
             while True:
-                signal.pause() if self.moment.call is None else os.kill(os.getpid(), signal.SIGKILL)
+                signal.pause() if self.point.call is None else os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Process:
-    """One process that runs a function, with its `Here` before its own arguments."""
+    """A process that runs a function, with its `ThisProcess` before the function's own arguments."""
 
     def __init__(
         self,
         function: Callable[..., Any],
         log: Path,
-        moment: Moment | None = None,
+        point: KillPoint | None = None,
         environment: dict[str, str] | None = None,
         **arguments: Any,
     ) -> None:
         context = multiprocessing.get_context("forkserver")
-        self.moment = moment
+        self.point = point
         self.pipe, theirs = context.Pipe()
-        asked = (theirs, function, str(log), moment, environment or {}, arguments)
+        asked = (theirs, function, str(log), point, environment or {}, arguments)
         self.process = context.Process(target=_run, args=asked, daemon=True)
-        with imports():
+        with preloading():
             self.process.start()
         theirs.close()
 
     def outcome(self) -> tuple[str, Any]:
-        """("returned", value), ("raised", (its type, its text, the traceback)) or ("killed", None)."""
+        """Return ("returned", value), ("raised", (type, text, traceback)) or ("killed", None)."""
         try:
             while self.pipe.poll(SECONDS):
                 said: tuple[str, Any] = self.pipe.recv()
-                if said[0] != "begins":
+                if said[0] != "armed":
                     return said
-                assert self.moment is not None
-                time.sleep(self.moment.seconds)
+                assert self.point is not None
+                time.sleep(self.point.seconds)
                 self.process.kill()
         except (EOFError, ConnectionResetError):
             self.process.join(SECONDS)
@@ -107,40 +108,43 @@ class Process:
         return "hangs", None
 
 
-def ranks(
-    function: Callable[..., Any], log: Path, moments: tuple[Moment | None, ...], nodes: int = 1, **arguments: Any
+def run_ranks(
+    function: Callable[..., Any], log: Path, points: tuple[KillPoint | None, ...], nodes: int = 1, **arguments: Any
 ) -> list[tuple[str, Any]]:
-    """What becomes of a function on as many ranks as there are moments; a rank whose moment is None is not killed."""
-    return outcomes(started(function, log, moments, nodes, **arguments))
+    """Run a function on as many ranks as there are kill points, and return the outcomes.
+
+    None means not to kill that rank.
+    """
+    return outcomes(start_ranks(function, log, points, nodes, **arguments))
 
 
-def started(
-    function: Callable[..., Any], log: Path, moments: tuple[Moment | None, ...], nodes: int = 1, **arguments: Any
+def start_ranks(
+    function: Callable[..., Any], log: Path, points: tuple[KillPoint | None, ...], nodes: int = 1, **arguments: Any
 ) -> list[Process]:
-    """The processes of the ranks: on each node as many, told where they are as torchrun tells it."""
+    """Start the processes of the ranks, equally many on each node, with the environment that torchrun sets."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    local = len(moments) // nodes
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(moments))}
+    local = len(points) // nodes
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(points))}
     world |= {"LOCAL_WORLD_SIZE": str(local), "LOCAL_SIZE": str(local)}
     found = []
-    for rank, moment in enumerate(moments):
+    for rank, point in enumerate(points):
         node = str(rank // local)
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank % local), "NODE_RANK": node, "GROUP_RANK": node}
-        found.append(Process(function, log, moment, world | own, **arguments))
+        found.append(Process(function, log, point, world | own, **arguments))
     return found
 
 
 def outcomes(processes: list[Process]) -> list[tuple[str, Any]]:
-    """What becomes of each."""
+    """Return the outcome of each process."""
     with ThreadPoolExecutor(len(processes)) as threads:
         return list(threads.map(Process.outcome, processes))
 
 
 @contextmanager
-def imports() -> Iterator[None]:
-    """While the first process is started: what the one that all are forked from is to import."""
+def preloading() -> Iterator[None]:
+    """Have the fork server import what `warm` does; needed while the first process starts."""
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "DS_ACCELERATOR", "OMP_NUM_THREADS")}
     os.environ.update(PYTHONPATH=os.pathsep.join(sys.path), DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
     multiprocessing.set_forkserver_preload(["warm"])
@@ -158,7 +162,7 @@ def _run(
     pipe: Connection,
     function: Callable[..., Any],
     log: str,
-    moment: Moment | None,
+    point: KillPoint | None,
     environment: dict[str, str],
     arguments: dict[str, Any],
 ) -> None:
@@ -167,7 +171,7 @@ def _run(
     os.dup2(output, 2)
     os.environ.update(environment)
     try:
-        said: tuple[str, Any] = ("returned", function(Here(pipe, moment), **arguments))
+        said: tuple[str, Any] = ("returned", function(ThisProcess(pipe, point), **arguments))
     except BaseException as error:
         said = ("raised", (type(error).__name__, str(error), traceback.format_exc()))
     pipe.send(said)

@@ -1,7 +1,7 @@
-"""Loads, with the `pickle` of Python, all that `checkpoint.format.allowed` lists, with hostile arguments.
+"""Load everything that `checkpoint.format.allowed` lists with Python's `pickle`, with hostile arguments.
 
-A program of its own: `python harmless.py FOLDER [NAME ...]` says what it tried, and what was run, as JSON. The folder
-is empty, and stays so. Further names are those of what is not in the list, to see that it is noticed.
+A program: `python harmless.py FOLDER [NAME ...]` prints what it tried, and what was run, as JSON. The folder is empty,
+and must stay so. The further names are not in the list: they show that the check detects what runs code.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def named(name: str) -> bytes:
 
 
 def values(folder: str, names: list[str]) -> list[bytes]:
-    """Arguments, each as the opcodes that push it."""
+    """Return arguments, each as the opcodes that push it."""
     said = [
         f"touch {folder}/canary", f"__import__('os').system('touch {folder}/canary')", f"{folder}/canary", "os.system",
         "builtins.exec", "antigravity", "this", "ds_frozen_patch.no_such_module", "__class__", "O8", "f8", "cpu",
@@ -59,7 +59,7 @@ def values(folder: str, names: list[str]) -> list[bytes]:
 
 
 def pickles(name: str, pool: list[bytes]) -> Iterator[bytes]:
-    """Some of the ways to make one thing, and to change it; without arguments where the tools let none through."""
+    """Yield pickles that construct one object and change its state; without arguments where the tools accept none."""
     for _ in range(TRIES):
         count = random.choice((0, 0, 1, 1, 2, 2, 3, 4, 6)) if EXPECTED[name] else 0
         arguments = b"".join(random.choices(pool, k=count))

@@ -1,4 +1,4 @@
-"""Made-up Lightnings and DeepSpeeds, which import at once and can be what no real release is."""
+"""Made-up releases of Lightning and DeepSpeed, which import at once and can differ as no real release does."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FLAG = ", exclude_frozen_parameters=False"
 
 
 class Site:
-    """A folder of made-up packages, the only ones that a program run in it can import."""
+    """A folder of made-up packages; a program run in it can import no others."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

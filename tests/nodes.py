@@ -1,6 +1,6 @@
-"""Several nodes on one machine: ranks that each have a mount namespace, in which one path leads to their node's disk.
+"""Several nodes on one machine: ranks with a mount namespace each, in which one path leads to the disk of their node.
 
-The disks are one for all nodes, one for each, or one of a server behind a cache per node (`caching_disk`).
+The nodes share one disk, have one each, or share one behind a cache per node (`caching_disk`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import caching_disk
 import forked
-from forked import Here, Moment, Process
+from forked import KillPoint, Process, ThisProcess
 
 CLONE_NEWNS = 0x20000
 MS_BIND, MS_REC, MS_PRIVATE = 1 << 12, 1 << 14, 1 << 18
@@ -35,34 +35,34 @@ class Nodes:
     def run(
         self,
         function: Callable[..., Any],
-        moments: tuple[Moment | None, ...] | None = None,
+        points: tuple[KillPoint | None, ...] | None = None,
         local: int = 1,
         **arguments: Any,
     ) -> list[tuple[str, Any]]:
-        """What becomes of a function on `local` ranks of each node; see `forked.ranks`."""
-        return forked.outcomes(self.start(function, moments, local, **arguments))
+        """Run a function on `local` ranks of each node and return the outcomes; see `forked.run_ranks`."""
+        return forked.outcomes(self.start(function, points, local, **arguments))
 
     def start(
         self,
         function: Callable[..., Any],
-        moments: tuple[Moment | None, ...] | None = None,
+        points: tuple[KillPoint | None, ...] | None = None,
         local: int = 1,
         **arguments: Any,
     ) -> list[Process]:
-        """The processes, for what is to run beside them."""
+        """Start the processes without waiting for them."""
         self.at.mkdir(exist_ok=True)
         count = len(self.disks)
         asked = {"asked": function, "disks": [str(disk) for disk in self.disks], "at": str(self.at)}
         log = self.at.with_name("log")
-        return forked.started(_enter, log, moments or (None,) * (count * local), count, **asked, **arguments)
+        return forked.start_ranks(_enter, log, points or (None,) * (count * local), count, **asked, **arguments)
 
     def log(self) -> str:
-        """What the ranks have printed last."""
+        """Return the last lines that the ranks have printed."""
         return self.at.with_name("log").read_text(errors="replace")[-4000:]
 
 
-def why_not() -> str:
-    """Why this machine cannot have nodes; empty if it can."""
+def why_unsupported() -> str:
+    """Return why this machine cannot simulate nodes; empty if it can."""
     if os.geteuid() != 0:
         return "only root can give a process mounts of its own"
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:
@@ -71,20 +71,20 @@ def why_not() -> str:
 
 
 def own_disks(folder: Path, count: int) -> Nodes:
-    """A disk for each node."""
+    """Give each node a disk of its own."""
     disks = tuple(_made(folder / f"node{node}") for node in range(count))
     return Nodes(folder / "disk", disks, disks)
 
 
 def shared_disk(folder: Path, count: int) -> Nodes:
-    """One for all, as the same mount."""
+    """Give all nodes the same mount of one disk."""
     disks = (_made(folder / "server"),) * count
     return Nodes(folder / "disk", disks, disks)
 
 
 @contextmanager
 def cached_disk(folder: Path, count: int) -> Iterator[Nodes]:
-    """One for all, of which each node has a cache of names."""
+    """Give all nodes one disk, with a cache of names on each."""
     server = _made(folder / "server")
     mounts = tuple(folder / f"mount{node}" for node in range(count))
     with ExitStack() as stack:
@@ -98,14 +98,14 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def _enter(here: Here, asked: Callable[..., Any], disks: list[str], at: str, **arguments: Any) -> Any:
-    """Inside a rank: from here on, `at` is the disk of its node."""
+def _enter(this: ThisProcess, asked: Callable[..., Any], disks: list[str], at: str, **arguments: Any) -> Any:
+    """Mount the node's disk at `at`, in a rank, and call the function."""
     libc = ctypes.CDLL(None, use_errno=True)
     _done(libc.unshare(CLONE_NEWNS))
     _done(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
     disk = disks[int(os.environ["NODE_RANK"])]
     _done(libc.mount(os.fsencode(disk), os.fsencode(at), None, MS_BIND | MS_REC, None))
-    return asked(here, at, **arguments)
+    return asked(this, at, **arguments)
 
 
 def _done(result: int) -> None:

@@ -1,7 +1,7 @@
-"""Where the runs of `tests/gpu/` are: on GPUs, whose ranks talk over NCCL, or on CPU ranks in their place.
+"""Where the runs of `tests/gpu/` execute: on GPUs with NCCL, or on CPU ranks instead.
 
-With the environment variable GPU_TESTS_ON=cpu all of `pytest -m gpu tests/gpu` runs on CPU ranks, so that the tests
-themselves can be tried where there is no GPU.
+With the environment variable GPU_TESTS_ON=cpu, `pytest -m gpu tests/gpu` runs everything on CPU ranks, so that the
+tests themselves can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PARTITIONED: dict[str, Any] = {"stage3_param_persistence_threshold": 0}  # param
 
 @dataclass(frozen=True)
 class Place:
-    """Where the ranks of a run are: each on a GPU of its own, or on the CPU."""
+    """Where the ranks of a run execute: each on a GPU of its own, or on the CPU."""
 
     accelerator: str
     ranks: int
@@ -32,9 +32,11 @@ class Place:
         return f"{self.ranks}-{self.accelerator}"
 
     def trainer(self, out: str, strategy: Any, *callbacks: Any, epochs: int = 2, precision: str = "bf16-mixed") -> Any:
-        """As programs make it, but for `deterministic`: without, some sums on a GPU are made in any order.
+        """Return a Trainer as programs build it, plus `deterministic`, without which the order of some sums on a GPU
+        varies.
 
-        To go on bit for bit a run needs that, and as many GPUs of the same kind: others have other kernels.
+        A bit-for-bit resume needs that, and the same number of GPUs of the same kind, because other GPUs have other
+        kernels.
         """
         return pl.Trainer(
             accelerator=self.accelerator,
@@ -51,7 +53,7 @@ class Place:
         )
 
     def data(self) -> DataLoader[Any]:
-        """The same samples for each step of the optimizer, whatever the number of ranks."""
+        """Return data with the same samples for each optimizer step, whatever the world size."""
         tokens = torch.randint(runs.VOCABULARY, (4 * runs.BATCHES, 8), generator=torch.Generator().manual_seed(0))
         return DataLoader(tokens, batch_size=4 // self.ranks)  # type: ignore[arg-type]
 
@@ -62,19 +64,22 @@ def skip_without(place: Place) -> None:
 
 
 def on(ranks: Any, place: Place, function: Any, **arguments: Any) -> list[Any]:
-    """What a function gives on each rank of a place."""
+    """Return the results of a function on each rank of a place."""
     skip_without(place)
     return list(ranks(place.ranks, function, accelerator=place.accelerator, place=place, **arguments))
 
 
 def strategy(stage: int, zero: dict[str, Any]) -> Any:
-    """The constructor's, but for its buckets of 400 MB: DeepSpeed's engines for ZeRO-3 outlive their runs."""
+    """Return a strategy with the constructor's defaults, except its buckets of 400 MB.
+
+    ZeRO-3 engines outlive their runs.
+    """
     config = runs.config(stage, **zero) if zero else None
     return DeepSpeedStrategy(config=config) if config else DeepSpeedStrategy(stage=stage, reduce_bucket_size=5_000_000)
 
 
 class Looks(Callback):
-    """Digests of all that was trained, while it is where it was: after a fit, Lightning moves it to the CPU."""
+    """Digests of what was trained, taken before Lightning moves it to the CPU at the end of a fit."""
 
     state: dict[str, str]
     masters: dict[str, str]
@@ -86,7 +91,7 @@ class Looks(Callback):
 
 
 def fit(place: Place, out: str, strategy: Any, module: Any, *callbacks: Any, resume: str | None = None) -> Any:
-    """The losses of the last epoch, and digests of what they led to; then the loss of a validation."""
+    """Return the losses of the last epoch and digests of the trained state, and then the loss of a validation."""
     looks = Looks()
     trainer = place.trainer(out, strategy, looks, *callbacks)
     trainer.fit(module, place.data(), place.data(), ckpt_path=resume)

@@ -1,8 +1,8 @@
-"""A disk that can lose power: a small image on a loop device, with a real ext4 or xfs that stops in an instant.
+"""A disk that can lose power: a small image on a loop device, with a real ext4 or xfs that can be stopped instantly.
 
-The cut is the ioctl by which xfstests test crash recovery: from then on nothing reaches the device, so dirty pages and
-what the journal has not committed are lost. The next mount replays the journal, as after a real power cut. What the
-simulation leaves out is the write cache of the device: the page cache of the image counts as the disk.
+The cut is the ioctl that xfstests uses to test crash recovery: from then on nothing reaches the device, so dirty pages
+and uncommitted parts of the journal are lost. The next mount replays the journal, as after a real power cut. The
+simulation does not include the write cache of the device: the page cache of the image counts as the disk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forked import Moment
+from forked import KillPoint
 
 KINDS = ("ext4", "xfs")
 SIZE = 320 * 2**20  # of the image, which is sparse: xfs takes no less than 300 MiB
@@ -41,12 +41,12 @@ BACKGROUND = "ds_frozen_patch"  # how the names of our threads begin
 
 
 class NoPowerCutsError(Exception):
-    """This machine cannot simulate power cuts, and why."""
+    """This machine cannot simulate power cuts; the message says why."""
 
 
 @dataclass
 class Disk:
-    """A mounted image. It can be pickled: another process of the same mount namespace cuts and restores it as well."""
+    """A mounted image. It can be pickled, for another process in the same mount namespace to cut and restore."""
 
     where: Path
     kind: str
@@ -55,7 +55,7 @@ class Disk:
     @classmethod
     @contextmanager
     def made(cls, folder: Path, kind: str) -> Iterator[Disk]:
-        """A new one, while this lasts.
+        """Create and mount an image, as a context manager.
 
         Raises:
             NoPowerCutsError: this machine does not allow it.
@@ -92,7 +92,7 @@ class Disk:
         _run("mount", "-t", self.kind, "-o", OPTIONS[self.kind], str(self.image), str(self.where))
 
     def cut(self, committed: bool = False) -> None:
-        """Cut the power; if `committed`, the journal has just committed what it holds: names, but not their data."""
+        """Cut the power; if `committed`, the journal has just committed names, but not the data of the files."""
         disk = os.open(self.where, os.O_RDONLY)
         try:
             flag = COMMIT_FIRST if committed else COMMIT_NOTHING
@@ -101,7 +101,7 @@ class Disk:
             os.close(disk)
 
     def commit(self) -> None:
-        """Have the journal commit what it holds, without the data of other files: by the fsync of an unrelated one."""
+        """Have the journal commit its contents without the data of other files, by the fsync of an unrelated one."""
         file = os.open(self.where / "unrelated", os.O_WRONLY | os.O_CREAT)
         try:
             os.write(file, b"1")
@@ -110,11 +110,11 @@ class Disk:
             os.close(file)
 
     def restore(self) -> None:
-        """Power is back: mount again, with an empty page cache.
+        """Restore power: mount again, with an empty page cache.
 
-        The kernel keeps the file system that was shut down for as long as somebody uses it: a process with an open file
-        of it, or another mount namespace that was made meanwhile. Then a copy of the image is mounted, or one would get
-        the same file system again.
+        The kernel keeps a file system that was shut down while anything uses it: a process with an open file, or
+        another mount namespace made in the meantime. In that case a copy of the image is mounted, because the image
+        itself would give the same file system again.
         """
         deadline = time.monotonic() + BUSY_SECONDS
         while (busy := self._busy()) or self._attached():
@@ -142,7 +142,7 @@ class Disk:
 
     @property
     def exchanges(self) -> bool:
-        """Whether the kernel can exchange two names of it at once, so that a name is never without its file."""
+        """Whether the kernel can exchange two names there atomically, so that a name never lacks its file."""
         names = [self.where / f".exchanged-{number}" for number in (1, 2)]
         for name in names:
             name.touch()
@@ -165,20 +165,20 @@ def _run(*command: str) -> str:
 
 
 class Cutter:
-    """Cuts the power of a disk once, at a moment of what this process does there, and knows when it did.
+    """Cuts the power of a disk once, at a point in what this process does there, and records when.
 
-    A moment is one of the calls to do with files of the disk, or so many seconds after the beginning. The calls are
-    those that Python reports to audit hooks, and both the begin and the end of each `os.fsync` and `torch.save`.
+    A point is a call that concerns files on the disk, or a number of seconds after the start. Calls are those that
+    Python reports to audit hooks, and both the start and the end of each `os.fsync` and `torch.save`.
     """
 
-    def __init__(self, disk: Disk, moment: Moment | None = None, committed: bool = False) -> None:
-        self.disk, self.moment, self.committed = disk, moment, committed
+    def __init__(self, disk: Disk, point: KillPoint | None = None, committed: bool = False) -> None:
+        self.disk, self.point, self.committed = disk, point, committed
         self.calls = 0
         self.at: float | None = None
         self._lock = threading.Lock()
 
     def cut(self) -> None:
-        """Now, if it has not been done."""
+        """Cut now, unless it has been done."""
         with self._lock:
             if self.at is not None:
                 return
@@ -187,17 +187,17 @@ class Cutter:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While this lasts, the moment may come."""
+        """Cut at the point within this block."""
         import torch
 
         timer = None
-        if self.moment is not None and self.moment.call is None:
-            timer = threading.Timer(self.moment.seconds, self.cut)
+        if self.point is not None and self.point.call is None:
+            timer = threading.Timer(self.point.seconds, self.cut)
             timer.start()
         originals: list[tuple[Any, str, Any]] = [(os, "fsync", os.fsync), (torch, "save", torch.save)]
         for owner, name, original in originals:
             setattr(owner, name, self._counted(original))
-        with _heard(self.disk.where, self._call):
+        with _listening(self.disk.where, self._call):
             try:
                 yield
             finally:
@@ -210,7 +210,7 @@ class Cutter:
     def _call(self) -> None:
         with self._lock:
             self.calls += 1
-            now = self.moment is not None and self.calls == self.moment.call
+            now = self.point is not None and self.calls == self.point.call
         if now:
             self.cut()
 
@@ -229,13 +229,13 @@ _hooked = False
 
 
 @contextmanager
-def _heard(where: Path, heed: Callable[[], None]) -> Iterator[None]:
-    """`heed` is called before each call to do with files of a folder. An audit hook can never be taken away again."""
+def _listening(where: Path, callback: Callable[[], None]) -> Iterator[None]:
+    """Call `callback` before each call that concerns files of a folder. Audit hooks cannot be removed."""
     global _hooked
     if not _hooked:
         sys.addaudithook(_hook)
         _hooked = True
-    _listeners.append((f"{where}/", heed))
+    _listeners.append((f"{where}/", callback))
     try:
         yield
     finally:
@@ -245,13 +245,13 @@ def _heard(where: Path, heed: Callable[[], None]) -> Iterator[None]:
 def _hook(event: str, args: tuple[Any, ...]) -> None:
     if not _listeners or not (event == "open" or event.startswith(("os.", "shutil."))):
         return
-    prefix, heed = _listeners[0]
+    prefix, callback = _listeners[0]
     if any(isinstance(item, str | os.PathLike) and os.fspath(item).startswith(prefix) for item in args):
-        heed()
+        callback()
 
 
 def settle() -> None:
-    """Wait for our threads of this process, and let go of the files that errors hold open."""
+    """Wait for our threads in this process, and release files that stored errors keep open."""
     for thread in threading.enumerate():
         if thread.name.startswith(BACKGROUND):
             thread.join(60)

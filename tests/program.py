@@ -1,6 +1,6 @@
-"""A fine-tune as people write it: a frozen body, a trained head, DeepSpeed by its alias. It knows nothing of us.
+"""A fine-tune as users write it: a frozen body, a trained head, DeepSpeed by its alias. It does not import us.
 
-It goes on from what is saved in its folder, for one epoch.
+It resumes from the checkpoint in its folder, for one epoch.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Data(Dataset[torch.Tensor]):
-    """Each worker says what the class is that saves: a function, or ours."""
+    """Random data; each worker prints whether the class that saves is ours."""
 
     def __len__(self) -> int:
         return 8

@@ -1,6 +1,6 @@
-"""Who makes checkpoints trainable-only in this cell: the shim, or Lightning itself with our patch series.
+"""What makes checkpoints trainable-only in this cell: the shim, or Lightning itself with our patch series.
 
-Lightning's own argument is False unless it is said; a cell with the series makes True its default while a test runs.
+Lightning's own argument defaults to False; in a cell with the series, its default is True while a test runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import ds_frozen_patch
 
 
 def trainable_only() -> None:
-    """From now on, new strategies save trainable-only checkpoints."""
+    """Have new strategies save trainable-only checkpoints from now on."""
     if CELL.patches:
         _set_default(True)
     else:
@@ -23,13 +23,13 @@ def trainable_only() -> None:
 
 
 def stop() -> None:
-    """Leave Lightning as it was."""
+    """Restore Lightning."""
     _set_default(False) if CELL.patches else ds_frozen_patch.unpatch()
 
 
 @contextmanager
 def full_checkpoint(*strategies: Any) -> Iterator[None]:
-    """While this lasts, checkpoints are full: of these strategies, and of those that are made meanwhile."""
+    """Save full checkpoints within this block, with these strategies and with new ones."""
     if not CELL.patches:
         with ds_frozen_patch.full_checkpoint():
             yield

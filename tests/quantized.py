@@ -1,8 +1,8 @@
-"""Runs over frozen bases in 4 or 8 bits, of each library that makes them, and ways to damage such a base.
+"""Runs over frozen bases in 4 or 8 bits, for each library that makes them, and ways to damage such a base.
 
 Everything here runs inside a rank. `KINDS` builds the base, `QuantizedRun` trains LoRA adapters over it, and `DAMAGES`
-changes one thing of it in place, in the layer that `layer` returns. `HERE` are the kinds for which the cell has the
-libraries, which are imported where they are used.
+change one property of it in place, in the layer that `layer` returns. `AVAILABLE` are the kinds whose libraries the
+cell has; the libraries are imported where they are used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # which output feature each of a word's ei
 
 
 class QuantizedRun(LoraRun):
-    """A small Llama whose linear layers are quantized, but for the tied head, with LoRA adapters in bf16."""
+    """A small Llama whose linear layers are quantized, except for the tied head, with LoRA adapters in bf16."""
 
     def __init__(self, kind: str = "nf4", seed: int = 1):
         super(LoraRun, self).__init__()
@@ -47,13 +47,13 @@ class QuantizedRun(LoraRun):
 
 
 def layer(module: nn.Module) -> Any:
-    """The quantized layer that `DAMAGES` change: it is below an adapter, if the module has adapters."""
+    """Return the quantized layer that `DAMAGES` change: below an adapter, if the module has adapters."""
     found = next(part for name, part in module.named_modules() if name.endswith("layers.0.self_attn.q_proj"))
     return getattr(found, "base_layer", found)
 
 
 def original(seed: int) -> Any:
-    """The model that is quantized."""
+    """Return the model that is quantized."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -154,10 +154,10 @@ def _torchao(seed: int, config: str, **options: Any) -> Any:
 
 
 class _Packed(nn.Module):
-    """What stands in for a layer of GPTQ or AWQ: its buffers, by their names, dtypes and layouts.
+    """A stand-in for a layer of GPTQ or AWQ: its buffers, with their names, dtypes and layouts.
 
-    The libraries cannot be had here: gptqmodel asks for a newer torch and compiles other packages, and AutoAWQ has a
-    backward pass on GPUs alone. Both keep `qweight` and `qzeros` (4 bits each, packed into int32), and `scales`.
+    The libraries cannot be installed here: gptqmodel requires a newer torch and compiles other packages, and AutoAWQ
+    has a backward pass only on GPUs. Both store `qweight` and `qzeros` (4 bits each, packed into int32), and `scales`.
     """
 
     qweight: torch.Tensor
@@ -180,7 +180,7 @@ class _Packed(nn.Module):
         raise NotImplementedError
 
     def _weight(self) -> torch.Tensor:
-        """The weights in fp16, one row per input feature."""
+        """Return the weights in fp16, one row per input feature."""
         raise NotImplementedError
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -188,7 +188,7 @@ class _Packed(nn.Module):
 
 
 class GptqLinear(_Packed):
-    """`qweight` has eight input features in a word, `qzeros` eight output features, `g_idx` each input's group."""
+    """`qweight` packs eight input features per word, `qzeros` eight output features; `g_idx` is each input's group."""
 
     g_idx: torch.Tensor
 
@@ -204,7 +204,7 @@ class GptqLinear(_Packed):
 
 
 class AwqLinear(_Packed):
-    """Both have eight output features in a word, in AWQ's order."""
+    """Both pack eight output features per word, in AWQ's order."""
 
     def _pack(self, values: torch.Tensor, zeros: torch.Tensor) -> None:
         self.register_buffer("qweight", _words(values, AWQ_ORDER))
@@ -223,7 +223,7 @@ GptqLinear.__name__, AwqLinear.__name__ = GptqLinear.__qualname__, AwqLinear.__q
 
 
 def _words(values: torch.Tensor, order: list[int] | None = None) -> torch.Tensor:
-    """Eight values of a row to a word of 32 bits, the first of them, or of this order, in its lowest ones."""
+    """Pack eight values of a row into 32-bit words; the first one, or the first of `order`, takes the lowest bits."""
     eights = values.long().reshape(len(values), -1, PER_WORD)
     shifted: torch.Tensor = (eights[..., order] if order else eights) << torch.arange(0, 32, BITS)
     return shifted.sum(-1).to(torch.int32)  # wraps round, as it should
@@ -235,7 +235,7 @@ def _unpacked(words: torch.Tensor, order: list[int] | None = None) -> torch.Tens
 
 
 def _lora_over_stand_ins() -> dict[type[nn.Module], type[nn.Module]]:
-    """PEFT's own layers for GPTQ and AWQ, which it chooses by the libraries' classes; in them a layer has two names."""
+    """PEFT's own layers for GPTQ and AWQ, which it selects by the libraries' classes; in them a layer has two names."""
     from peft.tuners.lora import awq, gptq
 
     over_gptq = getattr(gptq, "GPTQLoraLinear", None) or gptq.QuantLinear  # type: ignore[attr-defined]  # in old releases
@@ -263,30 +263,30 @@ NEEDED = {"nf4": "bitsandbytes", "int8": "bitsandbytes", "hqq": "hqq", "quanto":
 NOT_BY_BITSANDBYTES_046 = ("int8", "nf4-in-bf16")
 
 
-def _is_here(kind: str) -> bool:
+def _is_available(kind: str) -> bool:
     by = NEEDED.get(kind.partition("-")[0])
     is_old = CELL.quantizers.get("bitsandbytes", "").startswith("0.46.")
     return by in (None, *CELL.quantizers) and not (is_old and kind in NOT_BY_BITSANDBYTES_046)
 
 
-HERE = [kind for kind in KINDS if _is_here(kind)]
+AVAILABLE = [kind for kind in KINDS if _is_available(kind)]
 
 
 def alone(kind: str) -> bool:
-    """Whether a run needs ranks of its own: where optimum-quanto was used, torchao's tensors cannot be transposed."""
+    """Whether a run needs ranks of its own: after optimum-quanto was used, torchao's tensors cannot be transposed."""
     return kind.startswith("torchao")
 
 
 @contextmanager
-def unlike_tensors_stay() -> Iterator[None]:
-    """DeepSpeed's engines start with torchao's and quanto's tensors, which every rank has built alike.
+def without_broadcast() -> Iterator[None]:
+    """Let DeepSpeed's engines start with torchao's and quanto's tensors, which every rank has built identically.
 
-    They cannot be broadcast; nor can torch move them to a device once something has a weak reference to them, as
-    DeepSpeed's names for debugging are from 0.19 on.
+    They cannot be broadcast; nor can torch move them to a device once a weak reference to them exists, as DeepSpeed's
+    debug names create from 0.19 on.
     """
     broadcast = DeepSpeedEngine._broadcast_model
 
-    def broadcast_the_others(engine: Any) -> None:
+    def broadcast_others(engine: Any) -> None:
         with ExitStack() as taken_out:
             for module in engine.module.modules():
                 if any(map(is_traceable_wrapper_subclass, module._parameters.values())):
@@ -295,7 +295,7 @@ def unlike_tensors_stay() -> Iterator[None]:
             broadcast(engine)
 
     with (
-        mock.patch.object(DeepSpeedEngine, "_broadcast_model", broadcast_the_others),
+        mock.patch.object(DeepSpeedEngine, "_broadcast_model", broadcast_others),
         mock.patch.object(engines, "debug_extract_module_and_param_names"),
     ):
         yield
@@ -305,12 +305,12 @@ def unlike_tensors_stay() -> Iterator[None]:
 
 
 def flip(tensor: torch.Tensor) -> None:
-    """Change one bit of a tensor's first element, in place: one that is still there in another floating dtype."""
+    """Flip one bit of a tensor's first element, in place: one that survives a cast to another floating dtype."""
     tensor.detach().as_strided((1,), (1,)).view(torch.uint8)[tensor.element_size() - 1] ^= 1
 
 
 def _flip(path: str) -> Callable[[nn.Module], None]:
-    """A damage: flip a bit of the tensor at this path from the layer."""
+    """Return a damage: flip a bit of the tensor at this path from the layer."""
 
     def damage(module: nn.Module) -> None:
         found = layer(module)
@@ -322,7 +322,7 @@ def _flip(path: str) -> Callable[[nn.Module], None]:
 
 
 def _set(path: str, value: Any) -> Callable[[nn.Module], None]:
-    """A damage: set what is at this path from the layer."""
+    """Return a damage: set the attribute at this path from the layer."""
     *way, last = path.split(".")
 
     def damage(module: nn.Module) -> None:
@@ -338,7 +338,7 @@ def _set(path: str, value: Any) -> Callable[[nn.Module], None]:
 
 
 def _without_double_quantization(module: nn.Module) -> None:
-    """Quantize the layer anew, its absmax in fp32."""
+    """Quantize the layer again, with its absmax in fp32."""
     from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Params4bit
 

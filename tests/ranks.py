@@ -1,7 +1,7 @@
-"""Ranks that stay: processes that run one test after another, on the CPU forked from one that has imported all.
+"""Persistent ranks: processes that run one test after another; those on the CPU are forked from one with all imports.
 
-A test calls `ranks(world_size, function, **arguments)`; the function runs on every rank at once, on the CPU with a
-process group of gloo or each on a GPU of its own, and its results come back as a list. Each call starts unpatched.
+A test calls `ranks(world_size, function, **arguments)`. The function runs on every rank at once, with a gloo process
+group on the CPU or on a GPU of its own, and the results are returned as a list. Each call starts unpatched.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RankError(AssertionError):
 
 
 class Ranks:
-    """A pool of `world_size` ranks, started at the first call and again after one that failed."""
+    """A pool of `world_size` ranks, started at the first call, and again after a call that failed."""
 
     def __init__(self, world_size: int, log: Path, accelerator: str = "cpu") -> None:
         self.world_size = world_size
@@ -68,7 +68,7 @@ class Ranks:
             ours, theirs = context.Pipe()
             arguments = (theirs, rank, self.world_size, port, str(self.log), self.accelerator)
             process = context.Process(target=_serve, args=arguments, daemon=True)
-            with forked.imports() if is_cpu else nullcontext():
+            with forked.preloading() if is_cpu else nullcontext():
                 process.start()
             theirs.close()
             self.processes.append(process)

@@ -1,6 +1,6 @@
-"""The settings of DeepSpeed under which the promises are proved, each with the ZeRO stages that it is for.
+"""The DeepSpeed settings that the promises are tested with, each with its ZeRO stages.
 
-`tests/contract/test_settings.py` runs them; the table in `docs/compatibility.md` is made of what it found.
+`tests/contract/test_settings.py` runs them; the table in `docs/compatibility.md` shows the results.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ ALL, ZERO, GRADIENTS, PARAMETERS = (0, 1, 2, 3), (1, 2, 3), (1, 2), (3,)
 
 @dataclass(frozen=True)
 class Setting:
-    """What a user sets: keys of the section `zero_optimization`, of all the `config`, or Trainer's `options`.
+    """What a user sets: keys of the section `zero_optimization`, of the whole `config`, or `options` of the Trainer.
 
-    `shows` looks at an engine for what the setting does to it, beyond that its configuration has the keys. `inexact`
-    says why a resume cannot be the uninterrupted run bit for bit, whatever was saved. With `alone` it needs processes
-    of its own.
+    `shows` checks the effect of the setting on an engine, beyond the keys in its configuration. `inexact` says why a
+    resume cannot equal the uninterrupted run bit for bit, whatever was saved. With `alone` it needs processes of its
+    own.
     """
 
     name: str
@@ -39,31 +39,31 @@ class Setting:
     alone: bool = False
 
     def config_for(self, stage: int) -> dict[str, Any]:
-        """The configuration for DeepSpeed."""
+        """Return the configuration for DeepSpeed."""
         return deepcopy({**runs.config(stage, **self.zero), **self.config})
 
     def is_set(self, engine: Any) -> bool:
-        """Whether the engine has it."""
+        """Whether the setting has taken effect in the engine."""
         has = engine._config.zero_config.model_dump(by_alias=True)
         return all(_agrees(has[key], value) for key, value in self.zero.items()) and self.shows(engine)
 
     @property
     def is_slow(self) -> bool:
-        """Whether it takes new processes, or DeepSpeed compiles an op for it, which is up to a minute."""
+        """Whether it needs new processes, or DeepSpeed compiles an op for it, which takes up to a minute."""
         compiles = self.module is OnCpu or self.config.get("optimizer") == ADAMW
         return self.alone or compiles or any("quantized" in key for key in self.zero)
 
     @property
     def uses_nvme(self) -> bool:
-        """Whether something is kept on NVMe, which takes DeepSpeed's op async_io."""
+        """Whether something is stored on NVMe, which needs DeepSpeed's op async_io."""
         return "nvme" in str(self.zero)
 
 
 @dataclass(frozen=True)
 class Cannot:
-    """What DeepSpeed says to a setting, in these stages and cells of the matrix, with and without us.
+    """DeepSpeed's error for a setting, in these stages and cells of the matrix, with and without us.
 
-    With `ours` it is what we say, where DeepSpeed alone would wait for ever or lose something.
+    With `ours` it is our error, where DeepSpeed alone would hang or lose something.
     """
 
     name: str
@@ -116,7 +116,7 @@ class OnCpu(runs.LoraRun):
 
 
 class Recomputed(runs.LoraRun):
-    """Keeps no activations, as transformers does it."""
+    """Recomputes activations, as transformers does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Recomputed(runs.LoraRun):
 
 
 class RecomputedByDeepSpeed(Recomputed):
-    """The same by DeepSpeed's own function, to which `activation_checkpointing` applies."""
+    """Recomputes them by DeepSpeed's own function, which `activation_checkpointing` configures."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,9 @@ SETTINGS = [
     ),
     # how gradients are reduced
     Setting("`round_robin_gradients`", GRADIENTS, {"round_robin_gradients": True}),
-    Setting("`round_robin_gradients`, several parameter groups", GRADIENTS, {"round_robin_gradients": True}, module=Groups),
+    Setting(
+        "`round_robin_gradients`, several parameter groups", GRADIENTS, {"round_robin_gradients": True}, module=Groups
+    ),
     Setting("`contiguous_gradients`: false", ZERO, {"contiguous_gradients": False}),
     Setting("`overlap_comm`", ZERO, {"overlap_comm": True}),
     Setting("`reduce_scatter`: false", ZERO, {"reduce_scatter": False}),

@@ -1,4 +1,4 @@
-"""The README's first command does its job, and says so honestly."""
+"""The README's first command works, and reports correct figures."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Checkpoints of real runs for the tests of the tools, and how they are compared, damaged and watched.
+"""Checkpoints of real runs for the tests of the tools, and ways to compare, damage and watch them.
 
-What is saved here runs inside a rank.
+Saving runs inside a rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NORM = "model.base_model.model.model.norm.weight"
 
 
 class Odd(runs.LoraRun):
-    """A run that trains tied embeddings too, in several groups, beside frozen parameters of odd sizes."""
+    """A run that also trains tied embeddings, in several parameter groups, beside frozen parameters of odd sizes."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -44,7 +44,7 @@ class Odd(runs.LoraRun):
 
 
 class Half(runs.LoraRun):
-    """A run whose second layer's adapters are frozen: trained and frozen parameters have the same shapes."""
+    """A run whose second layer has frozen adapters: trained and frozen parameters have the same shapes."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -54,7 +54,7 @@ class Half(runs.LoraRun):
 
 
 class Bend(torch.nn.Module):
-    """Parameters that no number of ranks divides, down to one element: DeepSpeed 0.19.8 cannot train scalars."""
+    """Parameters that no world size divides, down to one element; DeepSpeed 0.19.8 cannot train scalars."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Bend(torch.nn.Module):
 
 
 class Uneven(runs.LoraRun):
-    """A run that trains these too, in two groups with settings of their own."""
+    """A run that also trains these, in two parameter groups with different settings."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -84,7 +84,7 @@ class Uneven(runs.LoraRun):
 
 
 class Wrapped(runs.LoraRun):
-    """A run with activation checkpointing: the names of its parameters are not those in its state dict."""
+    """A run with activation checkpointing: the names of its parameters differ from those in its state dict."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -103,7 +103,7 @@ MODULES: dict[str, type[runs.LoraRun]] = {
 
 
 def settings(stage: int) -> dict[str, Any]:
-    """A configuration in which ZeRO-3 partitions small parameters too, and has several sub-groups of them."""
+    """Return a configuration in which ZeRO-3 also partitions small parameters, into several sub-groups."""
     extra: dict[int, dict[str, Any]] = {
         2: {"round_robin_gradients": True},  # another order of the parameters than in stage 1
         3: {"stage3_param_persistence_threshold": 0, "sub_group_size": 600},
@@ -118,7 +118,7 @@ def strategy(stage: int) -> Any:
 def save_both_ways(
     out: str, world_size: int, stage: int, precision: str, module: str, epochs: int, options: dict[str, Any]
 ) -> dict[str, str]:
-    """A trainable-only and a full checkpoint of one moment; gives a digest of each parameter and buffer."""
+    """Save a trainable-only and a full checkpoint of the same state; return a digest of each parameter and buffer."""
     provider.trainable_only()
     trainer = runs.trainer(
         out, world_size, strategy=strategy(stage), epochs=epochs, enable_checkpointing=False, precision=precision
@@ -132,7 +132,7 @@ def save_both_ways(
 
 
 def save_by_deepspeed(out: str, world_size: int, stage: int) -> dict[str, str]:
-    """What DeepSpeed saves without Lightning and without us."""
+    """Save by DeepSpeed, without Lightning and without us."""
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
     module = runs.LoraRun().model
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
@@ -165,7 +165,7 @@ def resume_on_another_base(path: str, out: str, world_size: int, stage: int, pre
 
 
 class Checkpoints:
-    """`checkpoints(stage, world_size)`: a folder with `small.ckpt` and `full.ckpt` of one moment, made once."""
+    """`checkpoints(stage, world_size)`: a folder with `small.ckpt` and `full.ckpt` of the same state, made once."""
 
     def __init__(self, ranks: Any, folder: Path) -> None:
         self.ranks, self.folder = ranks, folder
@@ -189,7 +189,7 @@ class Checkpoints:
         return self._of(world_size, save_both_ways, arguments)
 
     def by_deepspeed(self, stage: int, world_size: int = 2) -> Path:
-        """A folder with a `full.ckpt` that neither Lightning nor we have had a hand in."""
+        """Return a folder with a `full.ckpt` that DeepSpeed alone has saved."""
         return self._of(world_size, save_by_deepspeed, {"world_size": world_size, "stage": stage})
 
     def _of(self, world_size: int, function: Callable[..., Any], arguments: dict[str, Any]) -> Path:
@@ -206,7 +206,7 @@ def precision_of(stage: int) -> str:
 
 
 def snapshot(path: Path) -> dict[str, tuple[str, int]]:
-    """Every file below a path, or the one there: what is in it and when it was changed last."""
+    """Return the contents and modification time of every file below a path, or of the file there."""
     files = [item for item in path.rglob("*") if item.is_file()] if path.is_dir() else [path]
     return {
         str(item.relative_to(path)): (hashlib.sha256(item.read_bytes()).hexdigest(), item.stat().st_mtime_ns)
@@ -215,7 +215,7 @@ def snapshot(path: Path) -> dict[str, tuple[str, int]]:
 
 
 def contents(path: Path) -> dict[str, str]:
-    """Every file below a path, or the one there: what is in it."""
+    """Return the contents of every file below a path, or of the file there."""
     return {name: digest for name, (digest, _) in snapshot(path).items()}
 
 
@@ -224,7 +224,7 @@ def loaded(file: Path) -> Any:
 
 
 def of_any_save(file: Path) -> Any:
-    """What a file holds beside its label, which no two saves have alike, and which says the file's name."""
+    """Return a file's state without its label, which differs between saves and has the file's name."""
     state = loaded(file)
     assert state.pop(LABEL, {"file": file.name})["file"] == file.name
     return state
@@ -236,12 +236,12 @@ def weights_of(file: Path) -> dict[str, torch.Tensor]:
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    """A tensor's bytes; NaN equals NaN so."""
+    """Return a tensor's bytes, in which NaN equals NaN."""
     return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def assert_same(one: Any, other: Any, at: str = "") -> None:
-    """Two states that torch has loaded are the same: types, values and bits of tensors, whatever holds them."""
+    """Assert that two loaded states are the same: types, values and tensors' bits, in any container."""
     assert type(one) is type(other), at
     if isinstance(one, torch.Tensor):
         assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride()), at
@@ -271,15 +271,16 @@ def manifest_of(state: dict[str, Any]) -> Manifest:
 
 
 def names_of_copy(path: Path) -> list[str]:
-    """What a tool makes of a checkpoint has the files of it, but for DeepSpeed's converter.
+    """Return the names of the files in a tool's output: those of the checkpoint, without DeepSpeed's converter.
 
-    It is a program that people run, and the one in a checkpoint from elsewhere may be another: no tool copies it.
+    The converter is a program that people run, and the one in a checkpoint from elsewhere may have been replaced, so no
+    tool copies it.
     """
     return sorted(snapshot(path).keys() - {"zero_to_fp32.py"})
 
 
 def assert_pruned(pruned: Path, small: Path) -> None:
-    """A pruned checkpoint has the files of the trainable-only one, and each of them the same in it."""
+    """Assert that a pruned checkpoint has the files of the trainable-only one, with the same contents."""
     assert sorted(snapshot(pruned)) == names_of_copy(small)
     assert (pruned / "latest").read_text() == (small / "latest").read_text()
     for file in sorted((small / "checkpoint").glob("*.pt")):
@@ -300,7 +301,7 @@ def assert_pruned(pruned: Path, small: Path) -> None:
 
 
 def records_of(file: Path) -> dict[str, range]:
-    """Where the bytes of each record of a file of `torch.save` are."""
+    """Return the positions of each record's bytes in a file of `torch.save`."""
     found = {}
     with zipfile.ZipFile(file) as archive:
         content = file.read_bytes()
@@ -312,7 +313,7 @@ def records_of(file: Path) -> dict[str, range]:
 
 
 def flip(file: Path, record: str | None = None) -> None:
-    """Flip one bit in the middle of a record: of the largest of a tensor, if no other is said."""
+    """Flip one bit in the middle of a record: by default, of the largest record of a tensor."""
     places = records_of(file)
     place = places[record or max((name for name in places if name.startswith("data/")), key=lambda n: len(places[n]))]
     content = bytearray(file.read_bytes())
@@ -321,7 +322,7 @@ def flip(file: Path, record: str | None = None) -> None:
 
 
 def record_of(file: Path, find: Callable[[Any], torch.Tensor]) -> str:
-    """The record of a file that has a tensor's bytes."""
+    """Return the record of a file that has a tensor's bytes."""
     wanted = find(loaded(file))
     content = file.read_bytes()
     (name, *_) = [
@@ -340,13 +341,13 @@ def changed(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def unlabel(path: Path) -> None:
-    """Take from the files of a checkpoint what says of which save they are, as if plain Lightning had saved them."""
+    """Remove the labels from the files of a checkpoint, as if plain Lightning had saved them."""
     for file in path.rglob("*_states.pt"):
         changed(file, lambda state: state.pop(LABEL, None))
 
 
 def base_model(seed: int = 1, **options: Any) -> Any:
-    """The model of Hugging Face that a run was built from, as a program loads it before it adds adapters."""
+    """Return the Hugging Face model that a run was built from, as a program loads it before it adds adapters."""
     return runs.LoraRun(seed=seed, **options).model.unload()
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 
-import workarounds
 import provider  # noqa: F401
 import setuptools  # noqa: F401  -- before DeepSpeed imports distutils: it takes its place, to build ops
 import torch
+import workarounds
 from under_test import CELL, FABRIC, TRAINER
 
 from ds_frozen_patch.testing import cpu_strategy

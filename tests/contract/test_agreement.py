@@ -1,4 +1,4 @@
-"""Ranks agree before a save and before a load: how often they meet for that, and what becomes of one that is unlike."""
+"""Ranks agree before a save and before a load: the number of collectives, and what happens if ranks differ."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ COLLECTIVES = [
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """How often this rank enters each collective, while this lasts."""
+    """Count how often this rank enters each collective within the block."""
     counts: Counter[str] = Counter()
     originals = {name: getattr(dist, name) for name in COLLECTIVES}
 
@@ -62,7 +62,7 @@ def counted() -> Iterator[Counter[str]]:
 
 
 def meetings(out: str, world_size: int, stage: int) -> dict[str, int]:
-    """The collectives of saves and loads with `patch()`, and of plain Lightning, in that order."""
+    """Return the collectives of saves and loads, first with `patch()` and then with plain Lightning."""
     found = {}
     for who in ("patched", "plain"):
         if who == "patched":
@@ -83,9 +83,7 @@ def meetings(out: str, world_size: int, stage: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_ranks_meet_twice_for_a_save_and_once_for_a_load(
-    ranks: Any, tmp_path: Path, world_size: int, stage: int
-) -> None:
+def test_collectives_of_a_save_and_a_load(ranks: Any, tmp_path: Path, world_size: int, stage: int) -> None:
     for found in ranks(world_size, meetings, out=str(tmp_path), world_size=world_size, stage=stage):
         assert found["patched: third save"] <= found["plain: third save"] + 2, found
         assert found["patched: second save"] == found["patched: third save"], found
@@ -117,7 +115,7 @@ def test_the_manifest_is_written_once(ranks: Any, tmp_path: Path) -> None:
 
 
 def set_up_unlike(out: str, how: str) -> tuple[str, str, float]:
-    """Rank 1 is told something else; what this rank raises before the first step, and when."""
+    """Give rank 1 a different setting; return what this rank raises before the first step, and when."""
     odd = os.environ["RANK"] == "1"
     told: dict[str, Any] = {"verify_base": "off", "keep": ["*.x"], "sync": False}
     ds_frozen_patch.patch(**{how: told[how]} if odd else {})
@@ -134,7 +132,7 @@ def set_up_unlike(out: str, how: str) -> tuple[str, str, float]:
 
 @pytest.mark.once
 @pytest.mark.parametrize("how", ["verify_base", "keep", "sync"])
-def test_a_rank_that_is_told_something_else(ranks: Any, tmp_path: Path, how: str) -> None:
+def test_different_settings_on_one_rank(ranks: Any, tmp_path: Path, how: str) -> None:
     for name, text, seconds in ranks(2, set_up_unlike, alone=True, out=str(tmp_path), how=how):
         assert name == "PatchError"
         assert f"- rank 1: {how}=" in text
@@ -143,8 +141,8 @@ def test_a_rank_that_is_told_something_else(ranks: Any, tmp_path: Path, how: str
 
 @pytest.mark.once
 @pytest.mark.parametrize("odd", [0, 1])
-def test_a_rank_that_is_not_patched(ranks: Any, tmp_path: Path, odd: int) -> None:
-    """The patched rank says so and ends; the other, which waits for it in its first step, loses the connection."""
+def test_an_unpatched_rank(ranks: Any, tmp_path: Path, odd: int) -> None:
+    """The patched rank raises; the other, which waits for it in its first step, loses the connection."""
     with pytest.raises(AssertionError) as raised:
         ranks(2, set_up_and_end, alone=True, out=str(tmp_path), odd=odd)
     one = raised.value.raised[1 - odd]  # type: ignore[attr-defined]
@@ -165,7 +163,7 @@ def set_up_and_end(out: str, odd: int) -> None:
 
 
 def slow_set_up(out: str, stage: int) -> int:
-    """A rank that comes much later than the others to its set-up is patched all the same."""
+    """Let one rank set up much later than the others; all are patched nevertheless."""
     ds_frozen_patch.patch()
     if os.environ["RANK"] == "1":
         time.sleep(8)
@@ -175,12 +173,12 @@ def slow_set_up(out: str, stage: int) -> int:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_rank_that_is_late(ranks: Any, tmp_path: Path, stage: int) -> None:
+def test_a_late_rank(ranks: Any, tmp_path: Path, stage: int) -> None:
     assert ranks(2, slow_set_up, alone=True, out=str(tmp_path), stage=stage) == [runs.BATCHES] * 2
 
 
 def save_unlike(out: str, how: str) -> tuple[str, str, float, int]:
-    """In the midst of a run, rank 1 is asked for another save; the run goes on."""
+    """Ask rank 1 for a different save within a run; the run goes on."""
     ds_frozen_patch.patch()
     odd = os.environ["RANK"] == "1"
     trainer = runs.trainer(out, 2, 2, epochs=1, enable_checkpointing=False)
@@ -213,7 +211,7 @@ UNLIKE = {
 
 
 @pytest.mark.parametrize("how", UNLIKE)
-def test_a_rank_that_is_asked_for_another_save(ranks: Any, tmp_path: Path, how: str) -> None:
+def test_a_different_save_on_one_rank(ranks: Any, tmp_path: Path, how: str) -> None:
     for name, text, seconds, _ in ranks(2, save_unlike, out=str(tmp_path), how=how):
         assert name == "CheckpointMismatchError"
         assert f"{tmp_path}/a.ckpt was not saved" in text
@@ -231,14 +229,14 @@ def load_unlike(out: str) -> tuple[str, str]:
     return runs.refusal(trainer.strategy.load_checkpoint, f"{out}/a.ckpt")
 
 
-def test_a_rank_that_is_to_load_otherwise(ranks: Any, tmp_path: Path) -> None:
+def test_a_different_load_on_one_rank(ranks: Any, tmp_path: Path) -> None:
     for name, text in ranks(2, load_unlike, out=str(tmp_path)):
         assert name == "CheckpointMismatchError"
         assert "rank 1: a checkpoint, verify_base='off'" in text
 
 
 def load_what_one_has(out: str, odd: int) -> tuple[str, str]:
-    """One rank has another path, at which there is nothing."""
+    """Give one rank a path at which there is nothing."""
     ds_frozen_patch.patch()
     trainer = runs.trainer(out, 2, 2, epochs=1, enable_checkpointing=False)
     trainer.fit(runs.LoraRun(), runs.batches(2))
@@ -248,7 +246,7 @@ def load_what_one_has(out: str, odd: int) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("odd", [0, 1])
-def test_a_checkpoint_that_one_rank_does_not_find(ranks: Any, tmp_path: Path, odd: int) -> None:
+def test_a_checkpoint_missing_on_one_rank(ranks: Any, tmp_path: Path, odd: int) -> None:
     said = ranks(2, load_what_one_has, out=str(tmp_path), odd=odd)
     (name, text), (other, own) = said[1 - odd], said[odd]
     assert (name, other) == ("CheckpointError", "FileNotFoundError")

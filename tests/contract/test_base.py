@@ -59,7 +59,7 @@ Outcome = tuple[str | None, list[str], list[float]]
 
 
 def load(out: str, world_size: int, stage: int, change: str, evaluate: bool, **patch: Any) -> Outcome:
-    """What is raised, what is heard, and the losses that were computed."""
+    """Return what is raised, the messages logged, and the losses computed."""
     ds_frozen_patch.patch(**patch)
     module = Changed(change)
     trainer = runs.trainer(f"{out}/again", world_size, stage)
@@ -92,8 +92,8 @@ def test_one_element_of_the_last_row(ranks: Any, tmp_path: Path, stage: int, wor
 @pytest.mark.everyday
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_on_another_number_of_ranks(ranks: Any, tmp_path: Path, stage: int, world_size: int) -> None:
-    """Saved by three ranks, tested from on fewer."""
+def test_at_another_world_size(ranks: Any, tmp_path: Path, stage: int, world_size: int) -> None:
+    """Saved at world size 3, tested from at smaller ones."""
     ranks(3, save, out=str(tmp_path), world_size=3, stage=stage)
     arguments = {"out": str(tmp_path), "world_size": world_size, "stage": stage, "evaluate": True}
     for raised, warned, _ in ranks(world_size, load, **arguments, change="nothing"):
@@ -148,7 +148,7 @@ def prints(out: str, epoch: int = 0) -> dict[str, str]:
 
 
 @pytest.mark.everyday
-def test_the_same_in_every_stage_and_world_size(ranks: Any, tmp_path: Path) -> None:
+def test_same_fingerprints_in_every_stage_and_world_size(ranks: Any, tmp_path: Path) -> None:
     found = []
     for world_size in (1, 2, 3):
         for stage in (0, 1, 2, 3):
@@ -169,7 +169,7 @@ def save_with(out: str, zero: dict[str, Any]) -> None:
 
 @pytest.mark.everyday
 @pytest.mark.once
-def test_the_same_with_offload_and_any_persistence(ranks: Any, tmp_path: Path) -> None:
+def test_same_fingerprints_with_offload_and_any_persistence(ranks: Any, tmp_path: Path) -> None:
     ranks(2, save, out=str(tmp_path / "plain"), world_size=2, stage=2)
     offload = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     others: dict[str, Any] = {
@@ -189,7 +189,7 @@ def another_precision(out: str) -> tuple[Any, list[str]]:
     return None, [m for m in messages if m.startswith("WARNING")]
 
 
-def test_another_precision_cannot_be_compared(ranks: Any, tmp_path: Path) -> None:
+def test_a_base_in_another_precision_cannot_be_compared(ranks: Any, tmp_path: Path) -> None:
     ranks(2, save, out=str(tmp_path), world_size=2, stage=2)
     first, second = ranks(2, another_precision, out=str(tmp_path))
     assert len(first[1]) == 1
@@ -198,7 +198,7 @@ def test_another_precision_cannot_be_compared(ranks: Any, tmp_path: Path) -> Non
 
 
 class Counts(Callback):
-    """How many elements are read for fingerprints, epoch by epoch."""
+    """Counts the elements that are read for fingerprints, per epoch."""
 
     def __init__(self) -> None:
         self.read = [0]
@@ -233,7 +233,7 @@ def saves_and_resumes(out: str, stage: int) -> tuple[list[int], list[int], int]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_one_pass_split_over_the_ranks(ranks: Any, tmp_path: Path, stage: int) -> None:
+def test_the_pass_is_split_between_ranks(ranks: Any, tmp_path: Path, stage: int) -> None:
     first, second = ranks(2, saves_and_resumes, out=str(tmp_path), stage=stage)
     frozen = first[2]
     # The first save reads the base once, each rank a part; later saves nothing. A resume reads it before training.
@@ -267,7 +267,7 @@ def changes_its_base(out: str, stage: int) -> tuple[list[str], list[float], list
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_base_that_the_run_changes(ranks: Any, tmp_path: Path, stage: int) -> None:
+def test_a_base_changed_by_the_run(ranks: Any, tmp_path: Path, stage: int) -> None:
     (warned, *first), (silent, *second) = ranks(2, changes_its_base, out=str(tmp_path), stage=stage)
     assert len(warned) == 1
     assert f"because training has changed them or a checkpoint has replaced them: '{NORM}'. " in warned[0]
@@ -278,7 +278,7 @@ def test_a_base_that_the_run_changes(ranks: Any, tmp_path: Path, stage: int) -> 
 
 
 def keeps(out: str, stage: int, **zero: Any) -> Any:
-    """Frozen parameters that are saved all the same: what the program builds for them does not matter."""
+    """Save frozen parameters nevertheless: what the program builds for them does not matter."""
     ds_frozen_patch.patch(keep=["*.norm.weight", "*embed_tokens*"])
 
     def new_trainer(folder: str) -> Any:
@@ -320,7 +320,7 @@ def keep_nothing(out: str) -> list[str]:
     return [m for m in messages if m.startswith("WARNING")]
 
 
-def test_keep_that_matches_nothing(ranks: Any, tmp_path: Path) -> None:
+def test_keep_without_a_match(ranks: Any, tmp_path: Path) -> None:
     first, second = ranks(2, keep_nothing, out=str(tmp_path))
     assert len(first) == 1
     assert "'no.such.*'" in first[0]
@@ -328,7 +328,7 @@ def test_keep_that_matches_nothing(ranks: Any, tmp_path: Path) -> None:
 
 
 class FreezesLater(Callback):
-    """Freezes a parameter that the optimizer holds, after the first epoch."""
+    """Freezes a parameter that the optimizer holds after the first epoch."""
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.current_epoch >= 1:
@@ -349,7 +349,7 @@ def frozen_in_the_optimizer(out: str, stage: int) -> Any:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_frozen_but_in_the_optimizer(ranks: Any, tmp_path: Path, stage: int) -> None:
+def test_frozen_parameters_in_the_optimizer(ranks: Any, tmp_path: Path, stage: int) -> None:
     for whole, resumed in ranks(2, frozen_in_the_optimizer, out=str(tmp_path), stage=stage):
         assert resumed == whole
     saved = model_states(tmp_path / "epoch=1.ckpt")[0]
@@ -357,7 +357,7 @@ def test_frozen_but_in_the_optimizer(ranks: Any, tmp_path: Path, stage: int) -> 
     assert len(saved["ds_frozen_patch"]["left_out"]) == 20
 
 
-def test_the_manifest_is_small_and_plain(ranks: Any, tmp_path: Path) -> None:
+def test_the_manifest_is_small_and_readable(ranks: Any, tmp_path: Path) -> None:
     ranks(2, save, out=str(tmp_path), world_size=2, stage=2)
     (state,) = model_states(tmp_path / "epoch=0.ckpt")
     found = state["ds_frozen_patch"]

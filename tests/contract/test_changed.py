@@ -1,4 +1,4 @@
-"""Promise 15: what is frozen and yet changes is in no base, so it is saved."""
+"""Promise 15: a parameter that is frozen and still changes is in no base, so it is saved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.promise(15), pytest.mark.everyday, pytest.mark.once]
 
 
 class WithAverage(runs.LoraRun):
-    """A frozen copy of a layer follows it as an exponential moving average, written in place or through `.data`."""
+    """A frozen copy of a layer: its exponential moving average, written in place or through `.data`."""
 
     def __init__(self, way: str, seed: int = 1) -> None:
         super().__init__(seed)
@@ -58,7 +58,7 @@ def save_and_resume(out: str, stage: int, way: str, **options: Any) -> dict[str,
 
 
 @pytest.mark.parametrize(("stage", "way"), [(2, "in place"), (2, "data"), (3, "in place")])
-def test_what_training_changes_is_saved(ranks: Any, tmp_path: Path, stage: int, way: str) -> None:
+def test_changed_frozen_parameters_are_saved(ranks: Any, tmp_path: Path, stage: int, way: str) -> None:
     for rank, found in enumerate(ranks(2, save_and_resume, out=str(tmp_path), stage=stage, way=way)):
         assert found["resumed"] == found["whole"]
         said = [message for message in found["heard"] if "differ from what the program built" in message]
@@ -75,7 +75,7 @@ def test_what_training_changes_is_saved(ranks: Any, tmp_path: Path, stage: int, 
             assert first["module"]["average.weight"].any()
 
 
-def test_leave_out_overrules(ranks: Any, tmp_path: Path) -> None:
+def test_leave_out_overrides(ranks: Any, tmp_path: Path) -> None:
     found = ranks(2, leaves_out_all_the_same, out=str(tmp_path))[0]
     assert not [message for message in found if "differ from what the program" in message]
     assert "average.weight" not in model_states(tmp_path / "epoch=0.ckpt")[0]["module"]
@@ -109,7 +109,7 @@ def test_a_base_that_came_from_a_checkpoint_is_saved(ranks: Any, tmp_path: Path,
 
 
 class WithBuffers(runs.LoraRun):
-    """Buffers of a quantized layer of a library that nobody knows, and one that is the user's own."""
+    """Buffers of a quantized layer of an unknown library, and one of the user's own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def leaves_out_buffers(out: str) -> list[str]:
     return [*heard, *said]
 
 
-def test_buffers_that_are_named_are_left_out(ranks: Any, tmp_path: Path) -> None:
+def test_named_buffers_are_left_out(ranks: Any, tmp_path: Path) -> None:
     *heard, kind, text = ranks(2, leaves_out_buffers, out=str(tmp_path))[0]
     module = model_states(tmp_path / "epoch=0.ckpt")[0]["module"]
     assert "layer.qweight" not in module

@@ -1,4 +1,4 @@
-"""Promise 7: `exclude_frozen_parameters` from YAML and the command line, by LightningCLI, on every Lightning."""
+"""Promise 7: `exclude_frozen_parameters` from YAML and the command line, with LightningCLI, on every Lightning."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.promise(9), pytest.mark.series]
 
 
 def save_both_ways(out: str, stage: int) -> dict[str, Any]:
-    """A trainable-only and a full checkpoint of one moment; gives the fp32 values that training ended with."""
+    """Save a trainable-only and a full checkpoint of the same state; return the fp32 values at the end of training."""
     provider.trainable_only()
     trainer = runs.trainer(out, 2, stage, epochs=1, enable_checkpointing=False, precision="32-true")
     module = runs.LoraRun()

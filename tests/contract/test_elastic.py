@@ -1,4 +1,4 @@
-"""Promise 10: a run goes on with another world size, and its loss curve goes on with it."""
+"""Promise 10: a run resumes at another world size, and its loss curve continues."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EPOCHS = 3
 
 
 class Run(runs.LoraRun):
-    """A LoRA run in two groups with settings of their own, and another base with another seed."""
+    """A LoRA run with two parameter groups of different settings; another seed gives another base."""
 
     def __init__(self, adam: bool = True, seed: int = 1) -> None:
         super().__init__(seed=seed)
@@ -64,7 +64,7 @@ def train(
     elastic: bool | None = True,
     **model: Any,
 ) -> dict[str, Any]:
-    """What a run saw, the loss for each batch, and what it left."""
+    """Return what a run logged, the loss of each batch, and the files that it left."""
     ds_frozen_patch.patch(elastic=elastic)
     options: dict[str, Any] = {"precision": precision, "epochs": epochs, "accumulate_grad_batches": accumulate}
     trainer = runs.trainer(out, world_size, strategy=strategy(stage), **options)
@@ -82,7 +82,7 @@ def train(
 
 
 def curve(ranks: list[dict[str, Any]], accumulate: int = 1) -> list[float]:
-    """The mean loss of each step of the optimizer, over all its samples."""
+    """Return the mean loss of each optimizer step, over all its samples."""
     losses = torch.tensor([rank["losses"] for rank in ranks], dtype=torch.float64).mean(0)
     means: list[float] = losses.view(-1, accumulate).mean(1).tolist()
     return means
@@ -91,7 +91,7 @@ def curve(ranks: list[dict[str, Any]], accumulate: int = 1) -> list[float]:
 def assert_goes_on(
     ranks: list[dict[str, Any]], whole: list[dict[str, Any]], within: float = 1e-6, accumulate: int = 1
 ) -> None:
-    """The losses are those of the uninterrupted run, to within that part of them."""
+    """Assert that the losses are those of the uninterrupted run, within this relative tolerance."""
     expected, found = curve(whole), curve(ranks, accumulate)
     assert len(expected) == STEPS * EPOCHS
     assert found == pytest.approx(expected[-len(found) :], rel=within)
@@ -100,7 +100,7 @@ def assert_goes_on(
 
 @pytest.fixture(scope="module")
 def whole(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`whole(stage)`: a run that nothing interrupts, on 4 ranks: its folder, and what each rank saw."""
+    """`whole(stage)`: an uninterrupted run on 4 ranks: its folder, and each rank's results."""
     made: dict[Any, tuple[Path, list[dict[str, Any]]]] = {}
 
     def get(stage: int, **options: Any) -> tuple[Path, list[dict[str, Any]]]:
@@ -136,7 +136,7 @@ LOSES_BATCHES = CELL.releases[1].release < (0, 18, 3)
         (3, 1, 4),
     ],
 )
-def test_the_loss_curve_goes_on(
+def test_the_loss_curve_continues(
     ranks: Any, whole: Any, tmp_path: Path, stage: int, number: int, accumulate: int
 ) -> None:
     out, expected = whole(stage)
@@ -161,7 +161,7 @@ def test_the_loss_curve_goes_on(
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_gradients_keep_their_scale(ranks: Any, whole: Any, tmp_path: Path, stage: int) -> None:
-    """SGD shows it at once, where Adam hides it."""
+    """SGD shows it at once, while Adam hides it."""
     out, expected = whole(stage, adam=False)
     path = copied(out, tmp_path)
     found = ranks(2, train, out=str(tmp_path), world_size=2, stage=stage, accumulate=2, adam=False, resume=str(path))
@@ -177,7 +177,7 @@ def test_in_bf16(ranks: Any, whole: Any, tmp_path: Path, stage: int) -> None:
 
 
 def save_by_two(out: str, stage: int, full: bool = False, at_batch: int | None = None, batch: int = 6) -> None:
-    """An epoch on 2 ranks, saved at its end or in the midst of it."""
+    """Train an epoch on 2 ranks, saved at its end or within it."""
 
     def save(trainer: Any, *_: Any) -> None:
         if trainer.fit_loop.epoch_loop.batch_idx == at_batch:
@@ -201,7 +201,7 @@ def refused(out: str, **options: Any) -> tuple[str, str]:
 
 
 @pytest.mark.once
-def test_it_is_offered(ranks: Any, tmp_path: Path) -> None:
+def test_elastic_is_suggested(ranks: Any, tmp_path: Path) -> None:
     ranks(2, save_by_two, out=str(tmp_path), stage=2)
     path = tmp_path / "run.ckpt"
     before = snapshot(path)
@@ -224,7 +224,7 @@ def test_it_is_offered(ranks: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.once
-def test_what_cannot_be_made_is_said_by_every_rank(ranks: Any, tmp_path: Path) -> None:
+def test_a_resharding_error_is_raised_on_every_rank(ranks: Any, tmp_path: Path) -> None:
     ranks(2, save_by_two, out=str(tmp_path), stage=3)
     (tmp_path / "run.ckpt" / "checkpoint.ranks3").write_text("in the way")
     for kind, said in ranks(3, refused, out=str(tmp_path), world_size=3, stage=3):
@@ -252,7 +252,7 @@ def test_other_stages_are_refused(ranks: Any, tmp_path: Path, before: int, now: 
 
 
 def test_without_zero(ranks: Any, tmp_path: Path) -> None:
-    """Any number of ranks can load it as it is; the gradients keep their scale all the same."""
+    """Any world size can load it unchanged; the gradients keep their scale nevertheless."""
     ranks(2, save_by_two, out=str(tmp_path), stage=0)
     options = {"stage": 0, "out": str(tmp_path / "again"), "resume": str(tmp_path / "run.ckpt"), "elastic": None}
     same = ranks(2, train, world_size=2, **options)
@@ -262,7 +262,7 @@ def test_without_zero(ranks: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.once), 3])
 def test_a_full_checkpoint(ranks: Any, tmp_path: Path, number: int) -> None:
-    """Its frozen parameters come with it, in ZeRO-3 in parts, onto whatever base."""
+    """Its frozen parameters are loaded with it, in ZeRO-3 from partitions, onto any base."""
     ranks(2, save_by_two, out=str(tmp_path), stage=3, full=True)
     options = {"stage": 3, "out": str(tmp_path), "resume": str(tmp_path / "run.ckpt"), "epochs": 1}
     same = ranks(2, train, world_size=2, **options)
@@ -271,8 +271,8 @@ def test_a_full_checkpoint(ranks: Any, tmp_path: Path, number: int) -> None:
 
 
 @pytest.mark.parametrize(("at_batch", "number", "left"), [(1, 1, 2), (3, 3, 1), (2, 3, None)])
-def test_from_the_midst_of_an_epoch(ranks: Any, tmp_path: Path, at_batch: int, number: int, left: int | None) -> None:
-    """Of 6 batches of 2 x 3 samples: how many of the new ranks' are left, or that it cannot be told."""
+def test_resume_within_an_epoch(ranks: Any, tmp_path: Path, at_batch: int, number: int, left: int | None) -> None:
+    """Of 6 batches of 2 x 3 samples: how many of the new ranks' remain, or that this cannot be determined."""
     ranks(2, save_by_two, out=str(tmp_path), stage=2, at_batch=at_batch, batch=3)
     options = {"out": str(tmp_path), "stage": 2, "world_size": number, "epochs": 1}
     if left is None:
@@ -301,7 +301,7 @@ def fabric_run(out: str, stage: int, load: str | None = None) -> Any:
 
 
 def test_fabric(ranks: Any, tmp_path: Path) -> None:
-    """It takes the same way: what is trained, the optimizer and the program's own state."""
+    """Fabric works the same way: trained parameters, optimizer, and the program's own state."""
     _, state, step = ranks(2, fabric_run, out=str(tmp_path), stage=2)[0]
     for found in ranks(3, fabric_run, out=str(tmp_path), stage=2, load=str(tmp_path / "fabric.ckpt")):
         assert found == (5, state, step)
@@ -313,8 +313,8 @@ def loss_of_test(out: str, world_size: int) -> Any:
     return trainer.test(Run(), data(world_size), ckpt_path=f"{out}/run.ckpt", verbose=False)[0]["test_loss"]
 
 
-def test_more_ranks_test_from_zero_3(ranks: Any, tmp_path: Path) -> None:
-    """Each looks for a file of its own, of which there are not enough."""
+def test_testing_zero_3_at_a_larger_world_size(ranks: Any, tmp_path: Path) -> None:
+    """Each rank looks for a file of its own, and there are too few."""
     ranks(2, save_by_two, out=str(tmp_path), stage=3)
     expected = ranks(2, loss_of_test, out=str(tmp_path), world_size=2)
     assert not (tmp_path / "run.ckpt" / "checkpoint.ranks3").exists()

@@ -1,4 +1,4 @@
-"""Promise 3: test, validate and predict from a trainable-only checkpoint give what the model in memory gives."""
+"""Promise 3: test, validate and predict from a trainable-only checkpoint return what the model in memory returns."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ BUFFERS = {"count": torch.tensor([2**24 + 1, -(2**53) - 1]), "packed": torch.ten
 
 
 class WithBuffers(runs.LoraRun):
-    """Buffers that fp32 cannot hold, and one under two names."""
+    """Buffers with values that fp32 cannot represent, and one under two names."""
 
     def __init__(self, trained: bool) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def buffers_of_a_test(out: str, stage: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_buffers_are_loaded_as_they_were(ranks: Any, tmp_path: Path, stage: int) -> None:
+def test_buffers_are_loaded_as_saved(ranks: Any, tmp_path: Path, stage: int) -> None:
     for found in ranks(2, buffers_of_a_test, out=str(tmp_path), stage=stage):
         for name, value in BUFFERS.items():
             assert found[name].dtype == value.dtype
@@ -86,9 +86,9 @@ def test_buffers_are_loaded_as_they_were(ranks: Any, tmp_path: Path, stage: int)
 
 
 def saving_more(layer: torch.nn.Module) -> torch.nn.Module:
-    """A layer that saves more than it loads beneath the name of its weight, as `Linear4bit` of bitsandbytes does.
+    """Return a class of layers that save entries below their weight's name without loading them, as `Linear4bit` does.
 
-    By its class it would, but DeepSpeed 0.10 does not restore a class whose base it has wrapped.
+    Defined as a class it would do so everywhere, but DeepSpeed 0.10 does not restore a class whose base it has wrapped.
     """
     save = layer._save_to_state_dict
 
@@ -122,7 +122,7 @@ def quantized_tested_and_resumed(out: str, stage: int) -> int:
 
 @pytest.mark.series
 @pytest.mark.parametrize("stage", [2, 3])
-def test_what_belongs_to_a_frozen_parameter_is_left_out_with_it(ranks: Any, tmp_path: Path, stage: int) -> None:
+def test_entries_of_a_frozen_parameter_are_left_out_with_it(ranks: Any, tmp_path: Path, stage: int) -> None:
     assert ranks(2, quantized_tested_and_resumed, out=str(tmp_path), stage=stage) == [2, 2]
     for states in model_states(tmp_path / "epoch=0.ckpt"):
         assert states["module"]

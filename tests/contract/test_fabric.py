@@ -45,13 +45,13 @@ def test_fabric_resumes_bit_for_bit(ranks: Any, tmp_path: Path, stage: int, prec
 
 
 def moments(optimizer: Any) -> float:
-    """How much Adam remembers."""
+    """Return how much state Adam has."""
     states = optimizer.optimizer.optimizer.state.values()
     return float(sum(state["exp_avg"].abs().sum() for state in states if "exp_avg" in state))
 
 
 def weights_alone(out: str, stage: int) -> tuple[dict[str, str], dict[str, str], list[float]]:
-    """Load the model without its optimizer, then with it."""
+    """Load the model without its optimizer, and then with it."""
     provider.trainable_only()
     made = runs.fabric(2, stage)
     model, optimizer = runs.fabric_setup(made)

@@ -1,4 +1,4 @@
-"""Promise 15: what a model is wrapped in changes the names of its parameters, and nothing else."""
+"""Promise 15: wrapping a model changes the names of its parameters, and nothing else."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def from_one_to_another(out: str, stage: int, one: str, other: str) -> dict[str,
 # Not in ZeRO-3: DeepSpeed cannot train such a model there, with or without us (no attribute
 # '_in_forward', or 'ds_grads_remaining').
 @pytest.mark.parametrize(("one", "other"), [("compiled", "plain"), ("plain", "compiled"), ("checkpointed", "compiled")])
-def test_from_one_wrapper_to_another(ranks: Any, tmp_path: Path, one: str, other: str) -> None:
+def test_resume_under_another_wrapper(ranks: Any, tmp_path: Path, one: str, other: str) -> None:
     for found in ranks(2, from_one_to_another, out=str(tmp_path), stage=2, one=one, other=other):
         assert found["resumed"] == found["whole"]
         assert found["epoch=1.ckpt"] == found["full.ckpt"] == found["weights.ckpt"] == found["tested"]
@@ -68,7 +68,7 @@ def test_from_one_wrapper_to_another(ranks: Any, tmp_path: Path, one: str, other
 
 
 class Renames(torch.nn.Module):
-    """A module whose state dict names its weight as it likes."""
+    """A module whose state dict has another name for its weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,6 +80,6 @@ def _rename(_: torch.nn.Module, state: dict[str, Any], prefix: str, __: Any) -> 
     state[f"{prefix}w"] = state.pop(f"{prefix}weight")
 
 
-def test_a_parameter_is_found_under_the_name_that_the_state_dict_has() -> None:
+def test_parameters_are_found_by_their_state_dict_names() -> None:
     (held,) = contents(torch.nn.Sequential(Renames()))
     assert held.names == ("0.weight", "0.w")

@@ -1,4 +1,4 @@
-"""The fingerprint of parameters in partitions that CPU ranks cannot train in: laid out by hand as ZeRO-3 does."""
+"""The fingerprint of partitioned parameters that CPU ranks cannot train, laid out by hand as ZeRO-3 does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.promise(5), pytest.mark.everyday]
 
 
 def partitioned(whole: torch.Tensor, group: Any, **more: Any) -> torch.nn.Parameter:
-    """A parameter of which this rank holds its part among `group`, with garbage for padding."""
+    """Return a parameter of which this rank has its partition among `group`, padded with garbage."""
     size = -(-whole.numel() // dist.get_world_size(group))
     part = torch.full((size,), 7.0, dtype=whole.dtype)
     begin = size * dist.get_rank(group)

@@ -1,4 +1,4 @@
-"""Promise 16: a base in 4 or 8 bits is left out whole, is resumed from strictly, and is verified whole."""
+"""Promise 16: a 4-bit or 8-bit base is left out completely, resumes strictly, and is verified completely."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import quantized
 import runs
 import torch
 from disk import model_states, size
-from quantized import DAMAGES, HERE, QuantizedRun
+from quantized import AVAILABLE, DAMAGES, QuantizedRun
 from under_test import TRAINER
 
 import ds_frozen_patch
 
 pytestmark = [pytest.mark.promise(16), pytest.mark.quantized]
 
-BASES = [kind for kind in HERE if kind != "bf16"]
+BASES = [kind for kind in AVAILABLE if kind != "bf16"]
 FIRST = ("nf4-double", "int8", "hqq", "quanto-int4", "torchao-int8", "gptq")  # what CI runs; `-s quantized` runs all
 LATER = {kind: () if kind in FIRST else (pytest.mark.everyday,) for kind in BASES}
 STAGES = [
@@ -45,7 +45,7 @@ def a_life(out: str, kind: str, stage: int) -> dict[str, Any]:
     ds_frozen_patch.patch()
     found: dict[str, Any] = {}
     data = runs.batches(2)
-    with quantized.unlike_tensors_stay(), runs.heard() as found["heard"]:
+    with quantized.without_broadcast(), runs.heard() as found["heard"]:
         whole = trainer(out, stage)
         module = QuantizedRun(kind)
         whole.fit(module, data)
@@ -66,7 +66,7 @@ def a_life(out: str, kind: str, stage: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def control(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], int]:
-    """The bytes of a checkpoint over a base in bf16, by ZeRO stage."""
+    """The size of a checkpoint over a base in bf16, by ZeRO stage."""
 
     @cache
     def saved(stage: int) -> int:
@@ -78,7 +78,7 @@ def control(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[i
 
 
 @pytest.mark.parametrize(("kind", "stage"), STAGES)
-def test_a_life(
+def test_train_resume_and_test(
     ranks: Any, tmp_path: Path, control: Callable[[int], int], record_property: Any, kind: str, stage: int
 ) -> None:
     for found in ranks(2, a_life, alone=quantized.alone(kind), out=str(tmp_path), kind=kind, stage=stage):
@@ -95,11 +95,11 @@ def test_a_life(
 
 
 def refusals(out: str, kind: str, stage: int) -> dict[str, tuple[str, str]]:
-    """What a load onto each wrong base says; the adapters do not matter."""
+    """Return the error of a load onto each wrong base; the adapters do not matter."""
     ds_frozen_patch.patch()
     data = runs.batches(2)
     found = {}
-    with quantized.unlike_tensors_stay():
+    with quantized.without_broadcast():
         trainer(out, stage, epochs=1).fit(QuantizedRun(kind), data)
         damages = [*DAMAGES[kind], ("another seed", None)]
         for name, damage in damages:

@@ -75,7 +75,7 @@ def test_trainer_resumes_bit_for_bit(
 
 
 class BuiltPartitioned(pl.LightningModule):
-    """A model that is made under ZeRO-3's `zero.Init`, which partitions each parameter as it is made."""
+    """A model built under ZeRO-3's `zero.Init`, which partitions each parameter at construction."""
 
     net: torch.nn.Sequential
 

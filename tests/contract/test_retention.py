@@ -1,4 +1,4 @@
-"""A checkpoint that is there is whole: what is kept and overwritten. Kills are in `tests/faults/test_kill.py`."""
+"""A checkpoint that exists is whole: what callbacks keep and overwrite. `tests/faults/test_kill.py` kills saves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def files(checkpoint: Path) -> dict[str, bytes]:
     return {str(f.relative_to(checkpoint)): f.read_bytes() for f in sorted(checkpoint.rglob("*")) if f.is_file()}
 
 
-def test_a_save_by_fewer_ranks_leaves_no_shards_of_more(ranks: Any, tmp_path: Path) -> None:
+def test_a_save_at_a_smaller_world_size_leaves_no_old_shards(ranks: Any, tmp_path: Path) -> None:
     stage = 3
     ranks(3, save_at, out=str(tmp_path), world_size=3, stage=stage)
     before = set(files(tmp_path / "last.ckpt"))
@@ -46,7 +46,10 @@ def test_a_save_by_fewer_ranks_leaves_no_shards_of_more(ranks: Any, tmp_path: Pa
 
 
 def resume_from_last(out: str) -> list[int]:
-    """How far a run gets that resumes by its path from what a killed save has moved away, and the steps of "last"."""
+    """Return how far a run gets that resumes from the path of a checkpoint that a killed save has moved away.
+
+    Also return the steps of "last".
+    """
     steps = [resume(out, 2, 2)]
     if LINKS:  # before, Lightning takes for "last" whatever has that in its name
         callback = ModelCheckpoint(out, filename="{epoch}", save_last=True)
@@ -57,8 +60,8 @@ def resume_from_last(out: str) -> list[int]:
     return steps
 
 
-def test_a_kill_between_two_names(ranks: Any, tmp_path: Path) -> None:
-    """As it happens where the file system cannot exchange them, with NFS."""
+def test_a_kill_between_two_renames(ranks: Any, tmp_path: Path) -> None:
+    """As it happens where the file system cannot exchange two names, as with NFS."""
     ranks(2, save_at, out=str(tmp_path), world_size=2, stage=2)
     moved = tmp_path / ".ds_frozen_patch-0123456789ab" / "old"
     moved.mkdir(parents=True)
@@ -93,8 +96,8 @@ def test_what_a_callback_keeps(ranks: Any, tmp_path: Path, save_last: Any) -> No
     assert (tmp_path / "last.ckpt").is_symlink() == (save_last == "link")
 
 
-def test_a_killed_requeue_save_is_no_checkpoint(tmp_path: Path) -> None:
-    """Slurm's requeue goes on from the highest `hpc_ckpt_N`: what a killed save has left must not look like one."""
+def test_a_killed_requeue_save_is_not_resumed(tmp_path: Path) -> None:
+    """Slurm's requeue resumes from the highest `hpc_ckpt_N`: what a killed save leaves must not look like one."""
     (tmp_path / "hpc_ckpt_1.ckpt").mkdir()
     (tmp_path / ".ds_frozen_patch-0123456789ab" / "new" / "hpc_ckpt_2.ckpt").mkdir(parents=True)
     connector: Any = pl.Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False)._checkpoint_connector

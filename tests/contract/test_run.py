@@ -1,4 +1,4 @@
-"""A program that knows nothing of us, and wants a GPU, under `run` and each way to start ranks: saved, and resumed."""
+"""A program that does not import us and requests a GPU, under `run` with each launcher: it saves and resumes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("epochs", "start"), list(enumerate(STARTS, 1)))
 def test_a_program_saves_and_resumes(folder: Path, epochs: int, start: str) -> None:
-    """Each start goes on from the checkpoint of the one before."""
+    """Each start resumes from the checkpoint of the previous one."""
     for said in folder.glob("worker-*"):
         said.unlink()
     done = shell(start, folder, DS_FROZEN_PATCH_CPU="1", DS_FROZEN_PATCH_STRICT="1")

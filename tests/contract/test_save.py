@@ -1,4 +1,4 @@
-"""Promise 1: a checkpoint holds no frozen parameter, tied aliases included, and all else that it held before."""
+"""Promise 1: a checkpoint holds no frozen parameter, tied aliases included, and everything else that it held before."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Remembers(Callback):
 
 
 def save_both_ways(out: str, world_size: int, stage: int, tied: bool) -> list[str]:
-    """A trainable-only and a full checkpoint of one moment; gives the names of the frozen parameters."""
+    """Save a trainable-only and a full checkpoint of the same state; return the names of the frozen parameters."""
     provider.trainable_only()
     trainer = runs.trainer(out, world_size, stage, epochs=1, callbacks=[Remembers()], enable_checkpointing=False)
     module = runs.LoraRun(tied=tied)
@@ -62,7 +62,7 @@ def test_only_frozen_parameters_are_left_out(ranks: Any, tmp_path: Path, stage: 
 
 
 class OptimizesAll(runs.LoraRun):
-    """Hands all of its parameters to the optimizer, as many modules do, and leaves it to them who is trained."""
+    """Passes all of its parameters to the optimizer, as many modules do, and lets it find those that are trained."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -81,7 +81,7 @@ def save_with_an_optimizer_of_all(out: str, stage: int) -> list[str]:
 
 @pytest.mark.series
 @pytest.mark.parametrize("stage", [0, 2])
-def test_an_optimizer_of_all_parameters(ranks: Any, tmp_path: Path, stage: int) -> None:
+def test_an_optimizer_with_all_parameters(ranks: Any, tmp_path: Path, stage: int) -> None:
     frozen = ranks(2, save_with_an_optimizer_of_all, out=str(tmp_path), stage=stage)[0]
     assert not set(frozen) & model_states(tmp_path / "small.ckpt")[0]["module"].keys()
 
@@ -98,7 +98,10 @@ def save_large(out: str, stage: int) -> int:
 @pytest.mark.series
 @pytest.mark.parametrize(("stage", "bytes_each"), [(1, 14), (2, 14), (3, 12)] if BF16 else [(1, 16), (2, 16), (3, 12)])
 def test_bytes_on_disk(ranks: Any, tmp_path: Path, stage: int, bytes_each: int) -> None:
-    """A weight of 2 (bf16) or 4 bytes, but for ZeRO-3; 4 of fp32 master, 8 of Adam's moments; the tied base is 4 MB."""
+    """Per trained weight: 2 (bf16) or 4 bytes, except in ZeRO-3; 4 of the fp32 master, 8 of Adam's moments.
+
+    The tied base has 4 MB.
+    """
     trainable = ranks(2, save_large, out=str(tmp_path), stage=stage)[0]
     floor = bytes_each * trainable
     assert floor > 3_000_000
@@ -168,7 +171,7 @@ def test_model_checkpoint_best_and_last(ranks: Any, tmp_path: Path) -> None:
 
 
 def save_subset(out: str) -> None:
-    """A module whose `state_dict` gives a subset, and a callback that calls the engine itself."""
+    """Save a module whose `state_dict` returns a subset, and with a callback that calls the engine itself."""
 
     class Subset(runs.LoraRun):
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -204,7 +207,7 @@ def first_save_is_told(out: str) -> list[str]:
     return [m for m in messages if "frozen" in m]
 
 
-def test_first_save_tells_once_on_rank_zero(ranks: Any, tmp_path: Path) -> None:
+def test_the_first_save_logs_once_on_rank_zero(ranks: Any, tmp_path: Path) -> None:
     first, second = ranks(2, first_save_is_told, out=str(tmp_path))
     assert len(first) == 1
     assert "20 frozen parameters" in first[0]

@@ -1,4 +1,4 @@
-"""Promises 1 to 3 under every setting of DeepSpeed: saved, resumed and tested from; `settings.py` lists them."""
+"""Promises 1 to 3 with every DeepSpeed setting: saved, resumed and tested from; `settings.py` lists them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROWS = [
 
 
 def or_says(run: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """For ranks that all raise alike and can go on after it: what is raised, in place of what the run gives."""
+    """Return what a run returns, or the error, if all ranks raise the same one and can go on afterwards."""
 
     @wraps(run)
     def answer(**arguments: Any) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def or_says(run: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]
 
 @or_says
 def train(name: str, stage: int, out: str, ours: bool = True, **options: Any) -> dict[str, Any]:
-    """An uninterrupted run that saves, at its end the weights alone, and what its model in memory gives."""
+    """Train without interruption, save, save the weights alone at the end; return what the model in memory returns."""
     if ours:
         provider.trainable_only()
     setting = BY_NAME[name]
@@ -66,7 +66,7 @@ def train(name: str, stage: int, out: str, ours: bool = True, **options: Any) ->
 
 @or_says
 def resume(name: str, stage: int, out: str, ours: bool = True) -> dict[str, Any]:
-    """What a new run makes of its first checkpoint, and a test from the last."""
+    """Resume from the first checkpoint in a new run, and test from the last one."""
     if ours:
         provider.trainable_only()
     setting = BY_NAME[name]
@@ -90,7 +90,7 @@ def trainer_for(setting: Setting, stage: int, out: str, **options: Any) -> Any:
 
 
 def _lend_to_cpu() -> None:
-    """What DeepSpeed misses on a CPU: instructions that are fast in fp16, and streams."""
+    """Add what DeepSpeed needs on a CPU: fast fp16 instructions, and streams."""
     from deepspeed.accelerator import get_accelerator
 
     accelerator: Any = get_accelerator()
@@ -141,7 +141,7 @@ def test_saves_resumes_and_tests(
 
 
 def check_that_it_cannot(run: Any, out: Path, cannot: Cannot) -> None:
-    """DeepSpeed says so, in its own words, to plain Lightning too; where it would not say it, we do."""
+    """DeepSpeed raises its own error with plain Lightning too; where it would not, we do."""
     for ours in (True,) if cannot.ours else (False, True):
         answers = run(train, out=str(out / str(ours)), ours=ours)
         if not any("says" in answer for answer in answers):
@@ -151,7 +151,7 @@ def check_that_it_cannot(run: Any, out: Path, cannot: Cannot) -> None:
 
 
 def check_weights(weights: dict[str, torch.Tensor], trained: dict[str, Any]) -> None:
-    """They are what was trained, to the bit, and the buffer."""
+    """They equal the trained weights bit for bit, and so does the buffer."""
     _, state, _ = trained["run"]
     assert weights.keys() == {name for name in state if "lora_" in name or name == "seen"}
     for name, value in weights.items():

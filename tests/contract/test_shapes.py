@@ -1,4 +1,4 @@
-"""What PEFT and torch make of a model: each shape saves small, resumes strictly, bit for bit, and meets its base again.
+"""What PEFT and torch make of a model: each shape saves small, resumes strictly, bit for bit, and checks its base.
 
 `test_variants` has more of them: `modules_to_save`, several adapters, and a frozen batch norm in train mode.
 """
@@ -69,7 +69,7 @@ IN_FP32 = ("vera", "orthogonal", "batch norm in eval mode")
 
 
 def base(kind: str) -> Any:
-    """The model before it gets an adapter."""
+    """Return the model before it gets an adapter."""
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=runs.VOCABULARY,
@@ -168,7 +168,7 @@ Made = Callable[[str, int], tuple[Path, list[dict[str, Any]]]]
 
 @pytest.fixture(scope="module")
 def made(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """`made(kind, stage)`: where its checkpoints are, and what each rank found; a stage trains its kinds at once."""
+    """`made(kind, stage)`: its checkpoints' folder, and each rank's results; a stage trains its kinds together."""
     done: dict[int, tuple[Path, list[dict[str, Any]] | RankError]] = {}
 
     def make(kind: str, stage: int) -> tuple[Path, list[dict[str, Any]]]:
@@ -187,7 +187,7 @@ def made(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 @pytest.mark.parametrize(("kind", "stage"), [(kind, stage) for stage, kinds in KINDS.items() for kind in kinds])
-def test_a_shape(made: Made, kind: str, stage: int) -> None:
+def test_shapes_save_and_resume(made: Made, kind: str, stage: int) -> None:
     path, found = made(kind, stage)
     for rank, own in enumerate(found):
         assert own["resumed"] == own["whole"]
@@ -211,7 +211,7 @@ def test_a_shape(made: Made, kind: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("kind", METHODS)
-def test_a_folder_as_pefts_own(made: Made, kind: str) -> None:
+def test_a_folder_from_peft(made: Made, kind: str) -> None:
     path, _ = made(kind, 2)
     folder = path / "epoch=1.ckpt" / "adapter"
     if kind in NO_FOLDER:
@@ -231,7 +231,7 @@ NO_BASE = {
 
 
 @pytest.mark.parametrize("kind", [kind for kind in METHODS if kind not in NO_BASE])
-def test_the_base_is_found_again(made: Made, tmp_path: Path, kind: str) -> None:
+def test_the_base_is_verified(made: Made, tmp_path: Path, kind: str) -> None:
     base(kind).save_pretrained(tmp_path)
     path, _ = made(kind, 2)
     found = verify(path / "epoch=0.ckpt", base=tmp_path)
@@ -240,7 +240,7 @@ def test_the_base_is_found_again(made: Made, tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", NO_BASE)
-def test_a_base_that_cannot_fit(made: Made, tmp_path: Path, kind: str) -> None:
+def test_a_base_of_another_model_is_refused(made: Made, tmp_path: Path, kind: str) -> None:
     base(kind).save_pretrained(tmp_path / "base")
     path, _ = made(kind, 2)
     (problem,) = verify(path / "epoch=0.ckpt", base=tmp_path / "base").problems

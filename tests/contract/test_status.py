@@ -1,4 +1,4 @@
-"""Promise 12: `status()` and `patch()` say of the cell's releases what `ci/matrix.json` expects, at once."""
+"""Promise 12: `status()` and `patch()` report for the cell's releases what `ci/matrix.json` expects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promise 4: only names that were left out may be missing; every other difference is named."""
+"""Promise 4: only names that were left out may be missing; every other difference is an error that names it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.promise(4)
 
 
 class Other(runs.LoraRun):
-    """The run's model, changed in one way since the checkpoint was saved."""
+    """The run's model, changed in one way after the checkpoint was saved."""
 
     def __init__(self, change: str) -> None:
         super().__init__(rank=8 if change == "reshaped" else 4, hidden=64 if change == "base" else 32)
@@ -96,7 +96,7 @@ def resume(out: str) -> tuple[str, str]:
 
 
 def test_a_damaged_checkpoint_is_refused(ranks: Any, tmp_path: Path) -> None:
-    """A trainable parameter is missing, a key is unexpected: plain strictness, under its own names."""
+    """A missing trainable parameter or an unexpected key is a strict error, under the module's own names."""
     ranks(2, train, out=str(tmp_path))
     (file,) = Path(tmp_path, "epoch=0.ckpt", "checkpoint").glob("*model_states.pt")
     (saved,) = model_states(tmp_path / "epoch=0.ckpt")
@@ -153,7 +153,7 @@ def test_wrong_paths(ranks: Any, tmp_path: Path) -> None:
 
 
 def resume_without_optimizer_state(out: str) -> tuple[str, str]:
-    """ZeRO stage 0 in bf16, from what plain DeepSpeed 0.17 writes, or another release with another optimizer."""
+    """Load, with ZeRO stage 0 in bf16, what plain DeepSpeed 0.17 or another release with another optimizer writes."""
     with ds_frozen_patch.patched():
         runs.trainer(out, 2, 0, epochs=1).fit(runs.LoraRun(), runs.batches(2))
         if torch.distributed.get_rank() == 0:
@@ -172,7 +172,7 @@ def test_no_optimizer_state(ranks: Any, tmp_path: Path) -> None:
 
 
 def resume_loosely(out: str) -> int:
-    """`strict=False` is the user's word: what the model no longer has is passed over."""
+    """With `strict=False`, entries that the model no longer has are ignored."""
     with ds_frozen_patch.patched():
         made = runs.fabric(2, 2)
         model, optimizer = runs.fabric_setup(made)
@@ -189,5 +189,5 @@ def resume_loosely(out: str) -> int:
         return len(runs.fabric_epoch(made, model, other))
 
 
-def test_loose_load_stays_loose(ranks: Any, tmp_path: Path) -> None:
+def test_strict_false_ignores_unexpected_keys(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2, resume_loosely, out=str(tmp_path)) == [runs.BATCHES] * 2

@@ -1,4 +1,4 @@
-"""`patch(trust=...)`: with False a load runs nothing that a checkpoint names, and benign runs resume as ever."""
+"""`patch(trust=...)`: with False a load runs nothing that a checkpoint names, and benign runs resume as before."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [
 
 
 class RunsCode:
-    """Runs something where a pickle of it is loaded."""
+    """Runs code when a pickle of it is loaded."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -54,7 +54,7 @@ def whole_and_resumed(out: str, world_size: int, stage: int, precision: str, tru
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_benign_runs_resume_without_trust(ranks: Any, tmp_path: Path, stage: int) -> None:
+def test_runs_resume_with_trust_false(ranks: Any, tmp_path: Path, stage: int) -> None:
     arguments: dict[str, Any] = {"world_size": 2, "stage": stage, "precision": precision_of(stage), "trust": False}
     for (whole, resumed), (tested, of_weights) in ranks(2, whole_and_resumed, out=str(tmp_path), **arguments):
         assert whole == resumed
@@ -62,7 +62,7 @@ def test_benign_runs_resume_without_trust(ranks: Any, tmp_path: Path, stage: int
 
 
 def resume_all(out: str, paths: list[str], stage: int, trust: bool | None) -> list[tuple[str, str]]:
-    """What each resume raises, and what it says; in one run each, for the ranks must not fall out of step."""
+    """Return the error and the messages of each resume; all in one run, so that the ranks stay in step."""
     ds_frozen_patch.patch(trust=trust)
     found = []
     for path in paths:
@@ -96,7 +96,7 @@ def of_the_old_format(path: Path, canary: Path) -> None:
 
 
 def unreadable(path: Path, canary: Path) -> None:
-    """For our own reader; torch has no limit to how deep lists are."""
+    """Unreadable for our own reader; torch has no limit on the depth of lists."""
     deep: list[Any] = [RunsCode(canary)]
     for _ in range(150):
         deep = [deep]
@@ -114,7 +114,7 @@ ATTACKS: dict[str, Callable[[Path, Path], None]] = {
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_hostile_checkpoints_are_refused_before_anything_runs(ranks: Any, tmp_path: Path, stage: int) -> None:
-    """By every rank, whichever rank's file it is; a resume with trust runs each."""
+    """Every rank refuses, whichever rank's file it is; with trust, each resume runs the code."""
     canary = tmp_path / "canary"
     ranks(2, whole_and_resumed, out=str(tmp_path), world_size=2, stage=stage, precision=precision_of(stage), trust=True)
     paths = []
@@ -139,8 +139,8 @@ def test_hostile_checkpoints_are_refused_before_anything_runs(ranks: Any, tmp_pa
         assert canary.exists(), f"{path.name} would not have run anything"
 
 
-def test_by_default_a_load_says_what_it_runs(ranks: Any, tmp_path: Path) -> None:
-    """Before it does, and by name; with `trust=True` it does not say so."""
+def test_by_default_a_load_warns_what_it_runs(ranks: Any, tmp_path: Path) -> None:
+    """A load names it before running it; with `trust=True` there is no message."""
     ranks(2, whole_and_resumed, out=str(tmp_path), world_size=2, stage=2, precision=precision_of(2), trust=True)
     hostile_model(tmp_path / "epoch=0.ckpt", tmp_path / "canary")
     shutil.copy(tmp_path / "weights.ckpt", tmp_path / "single.ckpt")
@@ -165,8 +165,8 @@ def warnings_of(out: str, paths: list[str], trust: bool | None) -> list[list[str
     return found
 
 
-def test_fabric_and_a_users_own_load(ranks: Any, tmp_path: Path) -> None:
-    """A program's own `torch.load` is as it was after a load, and what it declares safe is taken."""
+def test_fabric_and_torch_load_of_the_program(ranks: Any, tmp_path: Path) -> None:
+    """After a load, a program's own `torch.load` works as before, and classes that it declares safe are accepted."""
     for said in ranks(2, fabric_life, out=str(tmp_path)):
         assert said == ["refused, by name: True", "loaded", True]
 

@@ -1,4 +1,4 @@
-"""Promise 8: `save_weights_only=True` gives one file with the weights, and no optimizer state."""
+"""Promise 8: `save_weights_only=True` writes one file with the weights, without optimizer state."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def strategy(stage: int) -> Any:
 
 
 def train_and_save(out: str, stage: int, precision: str = PRECISION) -> tuple[pl.Trainer, runs.LoraRun]:
-    """One epoch, and its end saved as weights alone and as a checkpoint."""
+    """Train an epoch; save its end as weights alone and as a checkpoint."""
     trainer = runs.trainer(
         out,
         2,
@@ -80,7 +80,7 @@ def train_and_save(out: str, stage: int, precision: str = PRECISION) -> tuple[pl
 
 
 class Remembers(Callback):
-    """What training begins with."""
+    """Records the weights at the start of training."""
 
     steps = -1
 
@@ -90,7 +90,7 @@ class Remembers(Callback):
 
 
 class WithoutDecay(runs.LoraRun):
-    """DeepSpeed 0.10 and 0.12 decay the masters, not the weights, once more when an engine is made."""
+    """DeepSpeed 0.10 and 0.12 apply weight decay to the masters, not the weights, when an engine is built."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, weight_decay=0)
@@ -172,7 +172,7 @@ def load_onto(out: str, stage: int) -> list[str]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_what_it_does_not_belong_to(ranks: Any, tmp_path: Path, stage: int) -> None:
+def test_weights_of_another_model(ranks: Any, tmp_path: Path, stage: int) -> None:
     for other_base, other_shape in ranks(2, load_onto, out=str(tmp_path), stage=stage):
         assert "The base is not the one that the checkpoint was saved with: 15 of 20" in other_base  # not the norms
         assert "weights.ckpt does not fit this module: other shapes:" in other_shape
@@ -187,7 +187,7 @@ def export_at_save(out: str, stage: int, masters: bool) -> None:
 
 @pytest.mark.parametrize("masters", [True, False])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_ready_file_at_every_save(ranks: Any, tmp_path: Path, stage: int, masters: bool) -> None:
+def test_an_export_at_every_save(ranks: Any, tmp_path: Path, stage: int, masters: bool) -> None:
     ranks(2, export_at_save, out=str(tmp_path), stage=stage, masters=masters)
     for kind, inside in (("safetensors", "trainable.safetensors"), ("peft", "adapter")):
         checkpoint = tmp_path / kind / "small.ckpt"
@@ -209,7 +209,7 @@ def test_a_ready_file_at_every_save(ranks: Any, tmp_path: Path, stage: int, mast
 
 
 def save_with_nvme(out: str) -> str:
-    """DeepSpeed before 0.13 with parameters on NVMe, which cannot be had here: it raises this in a save."""
+    """Raise in a save what DeepSpeed before 0.13 does with parameters on NVMe, which is not available here."""
     from deepspeed import DeepSpeedEngine
 
     said = "ZeRO-3 does not yet support checkpointing with NVMe offloading, please disable for now."
@@ -229,21 +229,21 @@ def save_with_nvme(out: str) -> str:
         DeepSpeedEngine._save_checkpoint = original
 
 
-def test_the_way_out_where_deepspeed_cannot_save(ranks: Any, tmp_path: Path) -> None:
+def test_weights_only_where_deepspeed_cannot_save(ranks: Any, tmp_path: Path) -> None:
     for said in ranks(2, save_with_nvme, out=str(tmp_path)):
         assert "NVMe offloading" in said
         assert "weights_only=True" in said
 
 
 class Wide(runs.LoraRun):
-    """Much to freeze, little to train."""
+    """Many frozen parameters, few trained ones."""
 
     def __init__(self) -> None:
         super().__init__(hidden=1024, vocabulary=32768)
 
 
 def save_and_measure(out: str) -> tuple[int, int]:
-    """How far memory went up while weights alone were saved, and the bytes that were frozen; of this rank."""
+    """Return how far this rank's memory rose while weights alone were saved, and the bytes of its frozen parameters."""
     ds_frozen_patch.patch()
     trainer = runs.trainer(out, 2, strategy=strategy(3), epochs=1, enable_checkpointing=False, limit_train_batches=1)
     module = Wide()
@@ -288,8 +288,8 @@ def export_onto_a_full_disk(out: str) -> str:
             _ready._to_bytes = original
 
 
-def test_a_ready_file_that_cannot_be_written(ranks: Any, tmp_path: Path) -> None:
-    """Every rank says so, and none waits for another."""
+def test_an_export_that_cannot_be_written(ranks: Any, tmp_path: Path) -> None:
+    """Every rank raises, and none waits for another."""
     for said in ranks(2, export_onto_a_full_disk, out=str(tmp_path)):
         assert "trainable.safetensors cannot be written ([Errno 28] No space left on device)" in said
     assert not (tmp_path / "small.ckpt").exists()

@@ -1,4 +1,4 @@
-"""The suite that tries to lose data: a short part with every other test, all of it by `nox -s faults`."""
+"""Fault injection: a short part runs with the other tests, all of it by `nox -s faults`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ collect_ignore_glob = [] if CELL.name == "everyday" else ["test_*.py"]
 
 @pytest.fixture(scope="session")
 def long(request: pytest.FixtureRequest) -> bool:
-    """Whether all of the suite is asked for."""
+    """Whether the whole suite was requested."""
     return bool(request.config.getoption("--faults"))
 
 
 @pytest.fixture
 def counted(record_property: Callable[[str, object], None]) -> Callable[[str, int], None]:
-    """`counted("kill -9 in a save", 40)`: what was tried so many times, for the table; called once all has passed."""
+    """`counted("`kill -9` during a save", 40)` records for the table how often a fault was injected; call it at the
+    end.
+    """
     return record_property
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All are of the everyday cell alone."""
+    """Run in the everyday cell only."""
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:

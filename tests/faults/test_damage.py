@@ -1,6 +1,7 @@
-"""Damaged checkpoints: each is refused by name, at load on every rank and by `verify`, or does what the whole one does.
+"""Damaged checkpoints: each raises an error that names the file, at load on every rank and in `verify`.
 
-What nothing can reveal is what somebody changes on purpose, with new checksums and labels.
+Damage without an effect loads the same values as the undamaged checkpoint. Changes made on purpose, with new checksums
+and labels, cannot be detected.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def save(out: str, world_size: int, stage: int, seed: int) -> None:
 
 
 def load_all(world_size: int, stage: int, paths: list[str]) -> list[tuple[str, str]]:
-    """What a run says of each checkpoint: the error, or "loaded" and a digest of all that it then has."""
+    """Load each checkpoint; return the error, or "loaded" and a digest of the loaded state."""
     ds_frozen_patch.patch()
     fabric = runs.fabric(world_size, stage, precision_of(stage))
     model, optimizer = runs.fabric_setup(fabric)
@@ -56,7 +57,7 @@ def load_all(world_size: int, stage: int, paths: list[str]) -> list[tuple[str, s
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """What is in a tree of containers."""
+    """Return the leaves of a tree of containers."""
     if isinstance(value, dict | list | tuple):
         for item in value.values() if isinstance(value, dict) else value:
             yield from leaves(item)
@@ -66,7 +67,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Damage:
-    """Something that is done to a checkpoint, what a refusal must name, and whether it may be no damage at all."""
+    """A change to a checkpoint, what the error must name, and whether it may have no effect."""
 
     kind: str
     do: Callable[[Path], object]
@@ -94,7 +95,7 @@ class Runs:
 
 
 def damages(made: Runs, chance: random.Random) -> Iterator[Damage]:
-    """All that is tried with one run's checkpoint."""
+    """Yield all damage that is tried on one run's checkpoint."""
     for file in made.files:
         yield from of_bytes(made.own, file, chance)
         yield Damage("a missing file", partial(remove, file), ".ckpt")
@@ -113,7 +114,7 @@ def damages(made: Runs, chance: random.Random) -> Iterator[Damage]:
 
 
 def of_bytes(own: Path, file: Path, chance: random.Random) -> Iterator[Damage]:
-    """Cuts, and flipped bits: in the middle of each record, and wherever chance has it."""
+    """Yield truncations and flipped bits: in the middle of each record, and at random."""
     size = (own / file).stat().st_size
     for length in (0, 1, size // 2, size - 1, *(chance.randrange(size) for _ in range(4))):
         yield Damage("a truncated file", partial(cut, file, length), file.name)
@@ -124,7 +125,7 @@ def of_bytes(own: Path, file: Path, chance: random.Random) -> Iterator[Damage]:
 
 
 def swapped(files: list[Path]) -> Iterator[Damage]:
-    """The files of two ranks under each other's names."""
+    """Exchange the files of two ranks."""
     for kind in ("model_states", "optim_states", "states"):
         first, last = ([f for f in files if kind in f.name and f"rank_{rank}_mp" in f.name] for rank in (0, RANKS - 1))
         if first:
@@ -166,13 +167,13 @@ def edit_manifest(change: Callable[[dict[str, Any]], Any], path: Path) -> None:
 
 
 def edit_reference(change: Callable[[dict[str, Any]], Any], path: Path) -> None:
-    """What another rank's file says of where the manifest is, in ZeRO-3."""
+    """Change another rank's reference to the manifest, in ZeRO-3."""
     *_, last = sorted(path.rglob("*model_states.pt"))
     changed(last, lambda state: change(state[KEY]))
 
 
 def edit_entry(place: int, value: Callable[[Any], Any]) -> Callable[[dict[str, Any]], None]:
-    """A change of what the manifest says of one parameter."""
+    """Return a change to the manifest's entry of one parameter."""
 
     def edit(state: dict[str, Any]) -> None:
         entry = list(state["left_out"][3])

@@ -1,6 +1,6 @@
-"""A disk that is full, read-only or gone, and a rank that fails alone: every rank says so, and nothing is lost.
+"""A full, read-only or missing disk, and a rank that fails alone: every rank raises, and nothing is lost.
 
-The disk is a small one of its own in memory. Only root can have that: others try what can be had without.
+The disk is a small one in memory, which needs root; other users run what is possible without.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def on_the_disk(begin: Callable[[], object], end: Callable[[], object]) -> Itera
 
 
 def full(disk: Path, room: int) -> Any:
-    """The disk has room for so many bytes more."""
+    """Leave room for this many bytes on the disk."""
     filler = disk / "filler"
 
     def fill() -> None:
@@ -99,7 +99,7 @@ def read_only(disk: Path) -> Any:
 
 @contextmanager
 def small_files(rank: int, room: int) -> Iterator[None]:
-    """One rank alone can write no file that is larger."""
+    """On one rank, limit the size of files."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if os.environ["RANK"] == str(rank):
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
@@ -111,7 +111,7 @@ def small_files(rank: int, room: int) -> Iterator[None]:
 
 @contextmanager
 def before_each(owner: Any, name: str, do: Callable[[int], None], rank: int) -> Iterator[None]:
-    """On one rank, do something before each call; it is given the number of the call."""
+    """On one rank, call a function before each call; it receives the number of the call."""
     original = getattr(owner, name)
     calls = 0
 
@@ -130,7 +130,7 @@ def before_each(owner: Any, name: str, do: Callable[[int], None], rank: int) -> 
 
 
 def broken(owner: Any, name: str, rank: int, at: int = 1) -> Any:
-    """The `at`-th call fails, on one rank."""
+    """Let the `at`-th call fail on one rank."""
 
     def fail(call: int) -> None:
         if call == at:
@@ -141,19 +141,19 @@ def broken(owner: Any, name: str, rank: int, at: int = 1) -> Any:
 
 @contextmanager
 def without_exchange(at: int) -> Iterator[None]:
-    """The disk cannot exchange two names, as NFS cannot, and the `at`-th rename fails, on rank 0."""
+    """Let the disk not exchange two names, as with NFS, and the `at`-th rename fail on rank 0."""
     with pytest.MonkeyPatch.context() as patched, broken(Path, "rename", 0, at):
         patched.setattr(work_folder, "exchange", lambda *_: False)
         yield
 
 
 def vanishing(folder: Path, rank: int) -> Any:
-    """When a rank is about to write, the directory is no longer there."""
+    """Remove the directory when a rank is about to write."""
     return before_each(torch, "save", lambda _: shutil.rmtree(folder), rank)
 
 
 class Note:
-    """A user's own state; it cannot be pickled on one rank."""
+    """User state that cannot be pickled on one rank."""
 
     def __init__(self) -> None:
         self.rank = -1
@@ -175,7 +175,7 @@ def unpicklable(note: Note, rank: int) -> Iterator[None]:
 
 
 def meet() -> None:
-    """All ranks are here, and what a save has replaced is removed."""
+    """Wait for all ranks, and until the checkpoints that a save has replaced are removed."""
     for thread in threading.enumerate():
         if thread.name.startswith("ds_frozen_patch"):
             thread.join()
@@ -188,7 +188,7 @@ Fault = tuple[str, Callable[[Path, Note], Any], str]
 
 
 def faults(way: str, stage: int, rooms: list[int]) -> list[Fault]:
-    """All that can go wrong in a way of saving in a ZeRO stage."""
+    """Yield all faults for a way of saving in a ZeRO stage."""
     writers = [0] if way == "weights" else [0, 1] if stage else [0]
     found: list[Fault] = []
     if ROOT:
@@ -235,7 +235,7 @@ def _unpicklable(rank: int, _: Path, note: Note) -> Any:
 def tried(
     disk: Path, way: str, stage: int, rooms: list[float], note: Note, engine: Any, save: Callable[[Path], None]
 ) -> list[str]:
-    """Each fault in a save over a checkpoint and in one to a new name, with a good save after each."""
+    """Try each fault in a save over a checkpoint and in one to a new name, with a good save after each."""
     folder, rank = disk / "checkpoints", os.environ["RANK"]
     save(folder / "last.ckpt")
     meet()
@@ -285,7 +285,7 @@ def tried(
 
 
 class Faults(Callback):
-    """After the first epoch, all of them; then the run goes on."""
+    """Inject all faults after the first epoch; then the run continues."""
 
     def __init__(self, disk: Path, way: str, stage: int, rooms: list[float]) -> None:
         self.arguments = (disk, way, stage, rooms)
@@ -309,7 +309,7 @@ class Faults(Callback):
 
 
 def train_through(out: str, disk: str, way: str, stage: int, rooms: list[float]) -> Any:
-    """What was tried, and whether the run came to what it comes to without."""
+    """Return the faults that were injected, and whether the run ended as it does without them."""
     ds_frozen_patch.patch(export="safetensors" if way == "export" else None)
     callback = Faults(Path(disk), way, stage, rooms)
     ends = []
@@ -349,12 +349,12 @@ def fabric_through(out: str, disk: str, way: str, stage: int, rooms: list[float]
 
 
 def rooms_of(long: bool, seed: str) -> list[float]:
-    """For how much of a checkpoint there is room: for nothing, and at random up to nearly all of it."""
+    """Return amounts of free space: none, and random ones up to nearly the size of a checkpoint."""
     drawn = random.Random(seed)
     return [0, *(drawn.uniform(0, 0.9) for _ in range(ROOMS if long else 2))]
 
 
-def test_a_save_that_fails(
+def test_write_errors_in_saves(
     ranks: Any, disk: Path, tmp_path: Path, long: bool, counted: Any, way: str, stage: int
 ) -> None:
     rooms = rooms_of(long, f"{way} {stage}")
@@ -363,10 +363,11 @@ def test_a_save_that_fails(
     assert one == other
     titles, same = one
     assert same, "the run came to another end than without the saves that failed"
-    counted("write error in a save (on one rank, or a full, read-only or missing disk): Trainer, Fabric, ZeRO 0-3", len(titles))
+    what = "write error in a save (on one rank, or a full, read-only or missing disk): Trainer, Fabric, ZeRO 0-3"
+    counted(what, len(titles))
 
 
-def test_a_disk_that_a_tool_cannot_write_to(
+def test_write_errors_in_tools(
     checkpoints: Checkpoints,
     disk: Path,
     capsys: pytest.CaptureFixture[str],

@@ -1,7 +1,7 @@
-"""Files that were made to run code, to take up all memory or to never end: no tool lets them.
+"""Files made to run code, use up memory or never end: no tool may let them.
 
-Each is a whole checkpoint, or a base, in which one thing is hostile. Every tool must refuse it with one error, or work,
-without running anything, with little memory and in little time.
+Each is a whole checkpoint, or a base, with one hostile part. Every tool must refuse it with one error, or work, without
+running anything, in little memory and time.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def hooked() -> None:
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Nothing runs, and neither much memory nor much time is taken."""
+    """Assert that nothing runs, and that neither much memory nor much time is used."""
     global events
 
     def too_long(*_: Any) -> None:
@@ -84,7 +84,7 @@ def watched() -> Iterator[None]:
 
 
 class Evil:
-    """What runs something as soon as it is unpickled."""
+    """Runs code as soon as it is unpickled."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self.said = function, arguments
@@ -180,14 +180,14 @@ HARMLESS = {"an end before the end", "a frame that says it is large", "a place i
 
 
 def inject(file: Path, code: bytes, canary: Path) -> None:
-    """Put what some opcodes push into the state of a file, as its last entry."""
+    """Put what opcodes push into the state of a file, as its last entry."""
     command = f"touch '{canary}'".encode()
     code = code.replace(TEXT, b"X" + struct.pack("<I", len(command)) + command)
     repacked(file, lambda content: content[:-1] + b"X\4\0\0\0mine" + code + b"s.")
 
 
 def repacked(file: Path, change: Callable[[bytes], bytes], **options: Any) -> None:
-    """Write a file of `torch.save` anew, with another pickle."""
+    """Rewrite a file of `torch.save` with another pickle."""
     with zipfile.ZipFile(file) as archive:
         found = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(file, "w") as archive:
@@ -197,7 +197,7 @@ def repacked(file: Path, change: Callable[[bytes], bytes], **options: Any) -> No
 
 
 def laughs() -> list[Any]:
-    """What is short to be said by reference, and else takes 10 to the power of 40 words."""
+    """Return the "billion laughs": short by references, but 10 to the power of 40 items if expanded."""
     found: list[Any] = ["ha" * 1000]
     for _ in range(40):
         found = [found] * 10
@@ -338,7 +338,7 @@ def twice(file: Path, _: Path) -> None:
 
 
 def central(at: int, value: bytes) -> Callable[[Path, Path], None]:
-    """Lie about the largest record in the archive's directory."""
+    """Falsify the largest record in the archive's directory."""
 
     def lie(file: Path, _: Path) -> None:
         content = bytearray(file.read_bytes())
@@ -353,7 +353,7 @@ def central(at: int, value: bytes) -> Callable[[Path, Path], None]:
 
 
 def overlapping(file: Path, _: Path) -> None:
-    """All records begin where the largest does, and are as large."""
+    """Let all records begin where the largest does, with its size."""
     with zipfile.ZipFile(file) as archive:
         largest = max(archive.infolist(), key=lambda info: info.file_size)
         infos = [info for info in archive.infolist() if "/data/" in info.filename]
@@ -370,7 +370,7 @@ def legacy(file: Path, canary: Path) -> None:
 
 
 def legacy_before_an_archive(file: Path, canary: Path) -> None:
-    """torch reads the beginning of such a file, and a program for archives the end."""
+    """torch reads the beginning of such a file, and archive programs its end."""
     innocent = file.read_bytes()
     legacy(file, canary)
     file.write_bytes(file.read_bytes() + innocent)
@@ -404,7 +404,7 @@ def sparse(file: Path, _: Path) -> None:
 
 # Files that torch reads, where another reader finds another pickle (see `tests/tools/test_archives.py`).
 def parts(file: Path, pickled: bytes | None = None, begin: int = 0) -> tuple[bytes, bytes]:
-    """A file's records and their directory, with another pickle and for another place in a file, if they are given."""
+    """Return a file's records and their directory, optionally with another pickle and for another offset in a file."""
     made = io.BytesIO(bytes(begin))
     with zipfile.ZipFile(file) as archive, zipfile.ZipFile(made, "a") as copy:
         for name in archive.namelist():
@@ -425,13 +425,13 @@ def end_of(records: bytes, directory: bytes, zip64: bool = False) -> bytes:
 
 
 def short_offset(file: Path, canary: Path) -> None:
-    """`zipfile` takes what lies before its directory for something else, and torch goes by the offset."""
+    """`zipfile` ignores the bytes before its directory, and torch goes by the offset."""
     foul, fair = parts(file, pickle.dumps(touch(canary))), parts(file)
     file.write_bytes(b"".join((*foul, *fair)) + end_of(*foul))
 
 
 def two_zip64_records(file: Path, canary: Path) -> None:
-    """`zipfile` takes the one before the locator, and torch the one that the locator says."""
+    """`zipfile` uses the record before the locator, and torch the one that the locator points to."""
     foul = parts(file, pickle.dumps(touch(canary)))
     first = b"".join((*foul, end_of(*foul, zip64=True)))
     fair = parts(file, begin=len(first))
@@ -441,7 +441,7 @@ def two_zip64_records(file: Path, canary: Path) -> None:
 
 
 def beside(name: str, attributes: int = 0) -> Callable[[Path, Path], None]:
-    """A pickle in the archive's folder, beside the one that is looked at."""
+    """Add a pickle to the archive's folder, beside the one that is checked."""
 
     def add(file: Path, canary: Path) -> None:
         with zipfile.ZipFile(file) as archive:
@@ -545,7 +545,7 @@ FOLDERS: dict[str, Callable[[Path, Path], Any]] = {
 
 
 def commands(small: Path, full: Path, out: Path) -> dict[str, list[str]]:
-    """Each tool on a hostile checkpoint, or on a good one with the hostile one as its base."""
+    """Return each tool's command on a hostile checkpoint, or on a good one with the hostile one as its base."""
     good = small.parent.parent / "good" / "small.ckpt"
 
     def at(name: str) -> str:
@@ -595,7 +595,7 @@ def said(change: Callable[[dict[str, Any]], Any]) -> Change:
 
 
 def attacks() -> dict[str, Change]:
-    """All by name: each is given a checkpoint and where its payload would leave a file."""
+    """Return all attacks by name: each receives a checkpoint and where its payload would leave a file."""
     found: dict[str, Change] = {}
     for kind in ("model", "optim"):
         found |= {f"{name} ({kind})": on_file(kind, by_opcode(code)) for name, code in BY_OPCODE.items()}
@@ -641,7 +641,7 @@ def test_no_tool_runs_a_checkpoint(
 
 
 def attacked(good: Path, attack: Change) -> dict[str, list[str]]:
-    """The tools on a copy of the checkpoints that is hostile now."""
+    """Run the tools on a copy of the checkpoints that has become hostile."""
     shutil.rmtree(good / "bad", ignore_errors=True)
     shutil.copytree(good / "good", good / "bad")
     pair = good / "bad" / "small.ckpt", good / "bad" / "full.ckpt"
@@ -651,7 +651,7 @@ def attacked(good: Path, attack: Change) -> dict[str, list[str]]:
 
 
 def refused(line: list[str], good: Path, capsys: pytest.CaptureFixture[str], may_work: bool) -> str:
-    """What is said on stderr."""
+    """Return what is printed to stderr."""
     try:
         with watched():
             status = main([*line, "--json"])
@@ -666,7 +666,7 @@ def refused(line: list[str], good: Path, capsys: pytest.CaptureFixture[str], may
 
 
 def lying(change: Callable[[dict[str, Any]], Any]) -> Change:
-    """A file of safetensors whose header was changed."""
+    """Write a safetensors file with a changed header."""
 
     def write(folder: Path, _: Path) -> None:
         file = folder / "model.safetensors"
@@ -755,7 +755,7 @@ def test_no_tool_runs_a_base(
     counted("hostile base, read by a tool", tried)
 
 
-def test_a_link_is_not_followed_out_of_a_checkpoint(
+def test_links_out_of_a_checkpoint_are_not_followed(
     good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "in" / "full.ckpt"
@@ -783,8 +783,8 @@ def test_a_tag_is_a_name(good: Path, capsys: pytest.CaptureFixture[str]) -> None
         refused(["inspect", str(good / "good" / "full.ckpt"), "--tag", tag], good, capsys, False)
 
 
-def test_the_converter_is_given_what_deepspeed_saves_alone(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It unpickles, and could run a class that may be in a checkpoint elsewhere."""
+def test_the_converter_receives_only_deepspeeds_state(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The converter unpickles, and could run a class that another checkpoint contains."""
     for code in (
         b"cargparse\nNamespace\n)\x81",
         b"}cpathlib\nPosixPath\n" + TEXT + b"\x85RNs",
@@ -806,7 +806,7 @@ def into_the_optimizer(file: Path, code: bytes) -> None:
 
 
 def check(status: int, said: Any, may_work: bool) -> None:
-    """One error in one line, or what `verify` reports."""
+    """Assert one error in one line, or what `verify` reports."""
     if status:
         assert status == 1
         problems = json.loads(said.out)["problems"] if said.out else []

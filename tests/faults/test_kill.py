@@ -1,4 +1,4 @@
-"""Kill -9 at random moments of a save and of the tools: what is there under its name is whole, and the run goes on."""
+"""`kill -9` at random points of a save and of the tools: what has its final name is whole, and the run continues."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import forked
 import pytest
 import runs
 from disk import model_states
-from forked import Here, Moment
+from forked import KillPoint, ThisProcess
 from tools_checkpoints import TOOLS, Checkpoints, contents, snapshot
 from under_test import Callback, ModelCheckpoint, pl
 
@@ -29,7 +29,7 @@ EPOCHS = 8
 
 
 class Diary(Callback):
-    """What a run has done by the time that it is killed: the loss of each step, and each save that was done."""
+    """Records what a run has done before it is killed: the loss of each step, and each completed save."""
 
     def __init__(self, file: str) -> None:
         self.file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -41,8 +41,8 @@ class Diary(Callback):
         self.note(f"step {trainer.global_step} {module.losses[-1]!r}")
 
 
-def train(here: Here, out: str, stage: int, save_last: Any, at: int, resume: str | None) -> dict[str, Any]:
-    """A run that keeps its two best checkpoints and its last; it can be killed in its `at`-th save."""
+def train(this: ThisProcess, out: str, stage: int, save_last: Any, at: int, resume: str | None) -> dict[str, Any]:
+    """Train, and keep the two best checkpoints and the last; the run can be killed in its `at`-th save."""
     ds_frozen_patch.patch()
     diary = Diary(f"{out}.rank{os.environ['RANK']}")
     original, saves, seconds = pl.Trainer.save_checkpoint, 0, 0.0
@@ -52,10 +52,10 @@ def train(here: Here, out: str, stage: int, save_last: Any, at: int, resume: str
         saves += 1
         begun = time.perf_counter()
         if saves == at:
-            here.begins()
+            this.arm()
         original(trainer, path, *args, **kwargs)
         if saves == at:
-            here.ends()
+            this.disarm()
             seconds = time.perf_counter() - begun
         diary.note(f"saved {trainer.global_step}")
 
@@ -64,12 +64,12 @@ def train(here: Here, out: str, stage: int, save_last: Any, at: int, resume: str
     trainer = runs.trainer(out, 2, stage, epochs=EPOCHS, callbacks=[kept, diary])
     module = runs.LoraRun()
     trainer.fit(module, runs.batches(2), ckpt_path=resume)
-    return {"state": runs.trained_state(module), "calls": here.calls, "seconds": seconds}
+    return {"state": runs.trained_state(module), "calls": this.calls, "seconds": seconds}
 
 
 @dataclass
 class Chain:
-    """One run that is killed again and again, each time resumed from what is there, until it comes to its end."""
+    """One run that is killed repeatedly and resumed each time, until it ends."""
 
     out: Path
     stage: int
@@ -78,30 +78,30 @@ class Chain:
     counts: Counter[str] = field(default_factory=Counter)
 
     def whole(self, at: int = 3) -> list[dict[str, Any]]:
-        """The same run, not killed, and what its `at`-th save was like, on each rank."""
+        """Run it without a kill; return what its `at`-th save was like, on each rank."""
         said = self._train((None, None), at, None)
         assert [what for what, _ in said] == ["returned", "returned"], said
         return [dict(value) for _, value in said]
 
-    def _train(self, moments: tuple[Moment | None, ...], at: int, resume: Path | None) -> list[tuple[str, Any]]:
+    def _train(self, points: tuple[KillPoint | None, ...], at: int, resume: Path | None) -> list[tuple[str, Any]]:
         arguments = {"out": str(self.out), "stage": self.stage, "save_last": self.save_last, "at": at}
         log = self.out.with_name(f"{self.out.name}.log")
-        return forked.ranks(train, log, moments, **arguments, resume=str(resume) if resume else None)
+        return forked.run_ranks(train, log, points, **arguments, resume=str(resume) if resume else None)
 
     def run(self, alone: list[dict[str, Any]], kills: int) -> dict[str, Any]:
-        """At most so many kills, and then to the end."""
+        """Kill it at most this many times, and then run to the end."""
         while self.counts["kills"] < kills:
-            moments = self._moments(alone)
-            said = self._train(moments, self.drawn.randint(1, 3), self._newest())
+            points = self._points(alone)
+            said = self._train(points, self.drawn.randint(1, 3), self._newest())
             if said[0][0] == "returned":  # there were not that many saves to come
                 return dict(said[0][1])
             self.counts["kills"] += 1
             failed = any(what == "raised" and why[0] == "CheckpointError" for what, why in said)
             self.counts["in the midst"] += failed or any(self.out.glob(".ds_frozen_patch-*"))
             assert "killed" in [what for what, _ in said], said
-            for moment, (what, why) in zip(moments, said, strict=True):
+            for point, (what, why) in zip(points, said, strict=True):
                 if what == "killed":
-                    assert moment is not None
+                    assert point is not None
                 else:
                     # It must not hang, and knows what it could not save; after its last word in a save, it is Lightning
                     # that waits for the other.
@@ -115,12 +115,12 @@ class Chain:
         assert [what for what, _ in said] == ["returned", "returned"], said
         return dict(said[0][1])
 
-    def _moments(self, alone: list[dict[str, Any]]) -> tuple[Moment | None, ...]:
-        drawn = tuple(Moment.drawn(self.drawn, one["calls"], one["seconds"]) for one in alone)
+    def _points(self, alone: list[dict[str, Any]]) -> tuple[KillPoint | None, ...]:
+        drawn = tuple(KillPoint.random(self.drawn, one["calls"], one["seconds"]) for one in alone)
         return self.drawn.choice([drawn, (drawn[0], None), (None, drawn[1])])
 
     def _newest(self) -> Path | None:
-        """The newest checkpoint: all that have their names are whole, and none that was saved is lost."""
+        """Return the newest checkpoint: all with a final name are whole, and none that was saved is lost."""
         found: dict[Path, int] = {}
         for path in self.out.glob("[!.]*"):
             if path.is_symlink() and not path.exists():
@@ -137,7 +137,7 @@ class Chain:
         return file.read_text() if file.exists() else ""
 
     def losses(self, rank: int) -> set[tuple[str, str]]:
-        """Each step's loss: one that was taken again after a kill is not there twice, if it was the same."""
+        """Return each step's loss; a step repeated after a kill counts once if its loss was the same."""
         return set(re.findall(r"^step (\d+) (.*)$", self._diary(rank), re.MULTILINE))
 
 
@@ -146,7 +146,7 @@ CHAINS = [(stage, save_last) for stage in (2, 3, 1, 2, 3, 0, 1) for save_last in
 
 @pytest.mark.timeout(1800)
 def test_kills_in_saves(tmp_path: Path, long: bool, counted: Callable[[str, int], None]) -> None:
-    """Of one rank, or of both, in a save over an existing checkpoint or to a new name."""
+    """Kill one rank or both, in a save over an existing checkpoint or to a new name."""
     counts: Counter[str] = Counter()
     alone: dict[Any, tuple[list[dict[str, Any]], Chain]] = {}
     for number, (stage, save_last) in enumerate(CHAINS if long else CHAINS[:1]):
@@ -169,16 +169,16 @@ def test_kills_in_saves(tmp_path: Path, long: bool, counted: Callable[[str, int]
     counted("`kill -9` of one or both of two ranks during a save: Trainer, ZeRO 0-3", counts["kills"])
 
 
-def work(here: Here, words: list[str], source: str, target: str) -> dict[str, Any]:
-    """A tool from the command line, or the resharding inside of a checkpoint that a load asks for."""
+def work(this: ThisProcess, words: list[str], source: str, target: str) -> dict[str, Any]:
+    """Run a tool's command line, or the resharding inside a checkpoint that a load requests."""
     begun = time.perf_counter()
-    here.begins()
+    this.arm()
     if words:
         assert main([*words, source, target, "-q"]) == 0
     else:
         reshard_inside(source, None, ranks=3)
-    here.ends()
-    return {"calls": here.calls, "seconds": time.perf_counter() - begun}
+    this.disarm()
+    return {"calls": this.calls, "seconds": time.perf_counter() - begun}
 
 
 @pytest.mark.timeout(1800)
@@ -199,12 +199,12 @@ def test_kills_in_tools(
             assert what == "returned", said
             expected = contents(alone)
             for _ in range(times):
-                moment = Moment.drawn(drawn, said["calls"], 1.2 * said["seconds"])
+                point = KillPoint.random(drawn, said["calls"], 1.2 * said["seconds"])
                 asked: dict[str, Any] = {"words": words, "source": str(source), "target": str(target)}
-                assert forked.Process(work, log, moment, **asked).outcome() == ("killed", None)
+                assert forked.Process(work, log, point, **asked).outcome() == ("killed", None)
                 assert snapshot(source) == before
                 if target.exists():  # killed after all was done
-                    assert contents(target) == expected, (tool, stage, moment)
+                    assert contents(target) == expected, (tool, stage, point)
                     shutil.rmtree(target) if target.is_dir() else target.unlink()
             assert main([*words, str(source), str(target), "-q"]) == 0
             assert contents(target) == expected
@@ -213,10 +213,10 @@ def test_kills_in_tools(
 
 
 @pytest.mark.timeout(1800)
-def test_kills_in_a_resharding_inside(
+def test_kills_in_elastic_resharding(
     checkpoints: Checkpoints, tmp_path: Path, long: bool, counted: Callable[[str, int], None]
 ) -> None:
-    """What `patch(elastic=True)` does: the folder beside the checkpoint's own is whole, or is not there."""
+    """The folder that `patch(elastic=True)` writes beside the checkpoint's own is whole, or does not exist."""
     drawn = random.Random(0)
     log, times = tmp_path / "log", 20 if long else 3
     shutil.copytree(checkpoints(3) / "small.ckpt", tmp_path / "alone.ckpt")
@@ -227,8 +227,8 @@ def test_kills_in_a_resharding_inside(
     assert what == "returned", said
     folder = killed / "checkpoint.ranks3"
     for _ in range(times):
-        moment = Moment.drawn(drawn, said["calls"], 1.2 * said["seconds"])
-        assert forked.Process(work, log, moment, words=[], source=str(killed), target="").outcome() == ("killed", None)
+        point = KillPoint.random(drawn, said["calls"], 1.2 * said["seconds"])
+        assert forked.Process(work, log, point, words=[], source=str(killed), target="").outcome() == ("killed", None)
         assert contents(killed).items() >= before.items()
         if folder.exists():
             assert contents(folder) == contents(alone / folder.name)

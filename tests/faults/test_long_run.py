@@ -1,4 +1,4 @@
-"""Many saves in one process: nothing is left over from any of them, in memory or on disk."""
+"""Many saves in one process leave nothing behind, in memory or on disk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOM = 16 * 2**20
 
 
 def held(module: Any) -> Counter[str]:
-    """How many there are of all that a save could leave behind in this process."""
+    """Count everything that a save could leave behind in this process."""
     gc.collect()
     found = Counter(f"objects of {type(item).__module__}.{type(item).__name__}" for item in gc.get_objects())
     found["files"] = len([*Path("/proc/self/fd").iterdir()])
@@ -45,7 +45,7 @@ Look = tuple[Counter[str], int]
 
 
 class Looks(Callback):
-    """What is held after the first saves, half of the others, and all."""
+    """Counts after the first saves, half of the others, and all."""
 
     def __init__(self, steps: int) -> None:
         self.at = (WARM, WARM + steps // 2, WARM + steps)
@@ -60,9 +60,9 @@ class Looks(Callback):
 
 
 def grown(looks: list[Look], saves: int) -> tuple[dict[str, int], int]:
-    """What has become more in both halves, by as many as there were saves in one, and how many bytes all has.
+    """Return what grew in both halves by the number of saves in one, and the growth of memory in bytes.
 
-    What is made once, such as what Python keeps of each class that it was asked about, is not more and more.
+    What is created once, such as Python's caches for each class, does not grow repeatedly.
     """
     (before, small), (half, _), (after, large) = looks
     more = {name: (half[name] - before[name], after[name] - half[name]) for name in after}
@@ -72,7 +72,7 @@ def grown(looks: list[Look], saves: int) -> tuple[dict[str, int], int]:
 
 
 def keep_on_saving(out: str, stage: int, steps: int, export: str | None) -> tuple[dict[str, int], int]:
-    """Two saves in each step: what has grown, and by how many bytes all has."""
+    """Save twice in each step; return what grew, and the growth of memory in bytes."""
     ds_frozen_patch.patch(export=export)
     looks = Looks(steps)
     kept = ModelCheckpoint(
@@ -85,7 +85,7 @@ def keep_on_saving(out: str, stage: int, steps: int, export: str | None) -> tupl
 
 
 @pytest.mark.parametrize(("stage", "export"), [(2, None), (3, "safetensors")])
-def test_saves_leave_nothing_over(
+def test_saves_leave_nothing_behind(
     ranks: Any, tmp_path: Path, long: bool, counted: Callable[[str, int], None], stage: int, export: str | None
 ) -> None:
     steps = 100 if long else 12 if stage == 2 else 6
@@ -101,7 +101,7 @@ def test_saves_leave_nothing_over(
 
 
 def patch_and_unpatch(out: str, rounds: int) -> tuple[dict[str, int], int]:
-    """The same trainer saves trainable-only and then full checkpoints, again and again."""
+    """Save trainable-only and full checkpoints alternately with the same trainer."""
     originals = [vars(DeepSpeedStrategy)["save_checkpoint"], vars(deepspeed.DeepSpeedEngine)["save_checkpoint"]]
     trainer = runs.trainer(out, 2, 2, epochs=1, enable_checkpointing=False)
     module = runs.LoraRun()
@@ -119,7 +119,7 @@ def patch_and_unpatch(out: str, rounds: int) -> tuple[dict[str, int], int]:
     return grown(found, rounds)
 
 
-def test_patch_and_unpatch_leave_nothing_over(
+def test_patch_and_unpatch_leave_nothing_behind(
     ranks: Any, tmp_path: Path, long: bool, counted: Callable[[str, int], None]
 ) -> None:
     rounds = 50 if long else 6

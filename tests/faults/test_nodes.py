@@ -1,6 +1,6 @@
-"""Several nodes: with one disk behind a cache of names on each, and with a disk for each.
+"""Several nodes: with one disk behind a cache of names on each, and with a disk each.
 
-A save is whole, a resume is from one save on all nodes, and what fails on one rank is said on all.
+A save is whole, a resume uses one save on all nodes, and an error on one rank is raised on all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import pytest
 import runs
 import torch
 from disk import model_states
-from forked import Here, Moment, Process, outcomes
+from forked import KillPoint, Process, ThisProcess, outcomes
 from nodes import Nodes
 from under_test import Callback, DeepSpeedStrategy, ModelCheckpoint, pl
 
@@ -38,18 +38,18 @@ from ds_frozen_patch.common.work_folder import is_dead, marker
 from ds_frozen_patch.common.work_folder import lock as lock_file
 
 pytestmark = [
-    pytest.mark.skipif(bool(nodes.why_not()), reason=nodes.why_not() or "-"),
+    pytest.mark.skipif(bool(nodes.why_unsupported()), reason=nodes.why_unsupported() or "-"),
     pytest.mark.timeout(1800),
 ]
-needs_a_cache = pytest.mark.skipif(bool(caching_disk.why_not()), reason=caching_disk.why_not() or "-")
+needs_a_cache = pytest.mark.skipif(bool(caching_disk.why_unsupported()), reason=caching_disk.why_unsupported() or "-")
 
 MIX = re.compile(r"\b(another|other|different|one|same) saves?\b|\bmix", re.IGNORECASE)
 """What an error says that names a mix of saves."""
 
 
 LONG: dict[str, list[Any]] = {
-    "test_disks_of_their_own": [2, 3, 1, 0],
-    "test_damage_on_the_disk_of_one_node": [2, 3],
+    "test_local_disks": [2, 3, 1, 0],
+    "test_damage_on_one_nodes_disk": [2, 3],
     "test_two_jobs_on_one_path": ["shared", pytest.param("cached", marks=needs_a_cache)],
 }
 """What these are tried with in the long part; in the short one, with the first."""
@@ -65,7 +65,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def trainer(at: str, stage: int, local_disks: bool = False, **options: Any) -> pl.Trainer:
-    """One on as many nodes as the rank was told of; a rank that is left alone hears of it within a minute."""
+    """Return a trainer for the nodes in the environment; a rank that is left alone raises within a minute."""
     config = runs.config(stage)
     if local_disks:
         config["checkpoint"] = {"use_node_local_storage": True}
@@ -76,14 +76,14 @@ def trainer(at: str, stage: int, local_disks: bool = False, **options: Any) -> p
 
 
 def world_size() -> int:
-    """Lightning takes WORLD_SIZE out of the environment at the end of a run."""
+    """Lightning removes WORLD_SIZE from the environment at the end of a run."""
     if torch.distributed.is_initialized():
         return torch.distributed.get_world_size()
     return int(os.environ["WORLD_SIZE"])
 
 
 def come_to_rest() -> None:
-    """Until nothing is done in the background, on any rank."""
+    """Wait until no background work is left on any rank."""
     for thread in threading.enumerate():
         if thread.name.startswith("ds_frozen_patch"):
             thread.join(60)
@@ -91,7 +91,7 @@ def come_to_rest() -> None:
 
 
 def problems(checkpoint: Path, step: int) -> list[str]:
-    """What is wrong with what has a checkpoint's name, as far as it is not a whole one of that step."""
+    """Return what is wrong with what has a checkpoint's name, unless it is a whole one of that step."""
     try:
         found = [str(problem) for problem in ds_frozen_patch.verify(checkpoint).problems]
         if not found and (saved := model_states(checkpoint)[0]["global_step"]) != step:
@@ -105,13 +105,13 @@ def problems(checkpoint: Path, step: int) -> list[str]:
 
 
 def returned(said: list[tuple[str, Any]], cluster: Nodes) -> list[Any]:
-    """What a function has returned on each rank."""
+    """Return the result of a function on each rank."""
     assert {what for what, _ in said} == {"returned"}, f"{said}\n{cluster.log()}"
     return [value for _, value in said]
 
 
 def refused_on_all(said: list[tuple[str, Any]], file: str) -> None:
-    """Every rank must have raised an error that names a file."""
+    """Assert that every rank has raised an error that names a file."""
     for rank, (what, why) in enumerate(said):
         assert what == "raised", (rank, said)
         assert why[0] == "CheckpointError", (rank, why[2])
@@ -126,8 +126,8 @@ def assert_no_leftovers(cluster: Nodes) -> None:
 # One disk for all.
 
 
-def save_at_each_step(here: Here, at: str, files: str, stage: int, steps: int) -> dict[str, Any]:
-    """Each step saves to a name that is there, to a new name and to the last's; rank 0 looks at each in the files."""
+def save_at_each_step(this: ThisProcess, at: str, files: str, stage: int, steps: int) -> dict[str, Any]:
+    """In each step, save to an existing name, to a new name and as the last; rank 0 checks each on the server."""
     ds_frozen_patch.patch()
     original, saves = pl.Trainer.save_checkpoint, 0
     failed: list[str] = []
@@ -195,8 +195,8 @@ def test_saves_of_nodes_that_share_a_disk(
 # Disks of their own.
 
 
-def whole_life(here: Here, at: str, stage: int) -> dict[str, Any]:
-    """A run, its end as it is in memory, and what is made of its checkpoints."""
+def whole_life(this: ThisProcess, at: str, stage: int) -> dict[str, Any]:
+    """Train; return the final state in memory, and the results of loading the checkpoints."""
     ds_frozen_patch.patch()
     kept = ModelCheckpoint(f"{at}/run", filename="{epoch}", save_top_k=-1)
     first = trainer(at, stage, True, enable_checkpointing=True, callbacks=[kept])
@@ -217,8 +217,8 @@ def whole_life(here: Here, at: str, stage: int) -> dict[str, Any]:
     return found
 
 
-def test_disks_of_their_own(tmp_path: Path, stage: int) -> None:
-    """What is resumed, and tested, is bit for bit what was saved; weights alone are on each disk."""
+def test_local_disks(tmp_path: Path, stage: int) -> None:
+    """What is resumed and tested is bit for bit what was saved; weights alone are on each disk."""
     cluster = nodes.own_disks(tmp_path, 2)
     ranks = returned(cluster.run(whole_life, stage=stage), cluster)
     assert len({one["alone"][1][-1] for one in ranks}) == 2, "each rank has its own batches"
@@ -232,7 +232,7 @@ def test_disks_of_their_own(tmp_path: Path, stage: int) -> None:
         assert len(list(files.glob("run/epoch=1.ckpt/checkpoint/*optim_states.pt"))) == (stage > 0)
 
 
-def save_once(here: Here, at: str, stage: int) -> None:
+def save_once(this: ThisProcess, at: str, stage: int) -> None:
     ds_frozen_patch.patch()
     run = trainer(at, stage, True, epochs=1)
     run.fit(runs.LoraRun(), runs.batches(run.world_size))
@@ -240,8 +240,8 @@ def save_once(here: Here, at: str, stage: int) -> None:
     come_to_rest()
 
 
-def resume(here: Here, at: str, stage: int) -> int:
-    """The step that it goes on from."""
+def resume(this: ThisProcess, at: str, stage: int) -> int:
+    """Return the step from which the run resumes."""
     ds_frozen_patch.patch()
     run = trainer(at, stage, True, epochs=1)
     run.fit(runs.LoraRun(), runs.batches(run.world_size), ckpt_path=f"{at}/run/last.ckpt")
@@ -249,16 +249,14 @@ def resume(here: Here, at: str, stage: int) -> int:
 
 
 def flip(file: Path) -> None:
-    """One bit in the midst of a file's largest record."""
+    """Flip one bit in the middle of a file's largest record."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
 
-def test_damage_on_the_disk_of_one_node(
-    tmp_path: Path, stage: int, long: bool, counted: Callable[[str, int], None]
-) -> None:
-    """A byte that has changed, or a file that is gone, is an error on every rank, and names the file."""
+def test_damage_on_one_nodes_disk(tmp_path: Path, stage: int, long: bool, counted: Callable[[str, int], None]) -> None:
+    """A changed byte, or a missing file, is an error on every rank that names the file."""
     cluster = nodes.own_disks(tmp_path, 2)
     returned(cluster.run(save_once, stage=stage), cluster)
     assert returned(cluster.run(resume, stage=stage), cluster) == [runs.BATCHES] * 2
@@ -277,7 +275,7 @@ def test_damage_on_the_disk_of_one_node(
     counted("damage: a file on one of two nodes with local disks", len(tried))
 
 
-def save_two(here: Here, at: str, stage: int) -> None:
+def save_two(this: ThisProcess, at: str, stage: int) -> None:
     ds_frozen_patch.patch()
     kept = ModelCheckpoint(f"{at}/run", filename="{epoch}", save_top_k=-1)
     run = trainer(at, stage, True, enable_checkpointing=True, callbacks=[kept])
@@ -286,8 +284,8 @@ def save_two(here: Here, at: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_nodes_that_were_killed_between_their_renames(tmp_path: Path, stage: int) -> None:
-    """One has given the new checkpoint its name, and the other has not: a save that both have is loaded, or none."""
+def test_a_load_after_a_kill_between_renames(tmp_path: Path, stage: int) -> None:
+    """One has renamed the new checkpoint, and the other has not: a save that both have is loaded, or none."""
     cluster = nodes.own_disks(tmp_path, 2)
     returned(cluster.run(save_two, stage=stage), cluster)
     before, after = runs.BATCHES, 2 * runs.BATCHES
@@ -305,14 +303,14 @@ def test_nodes_that_were_killed_between_their_renames(tmp_path: Path, stage: int
         assert f"rank 0: of step {after}; rank 1: of step {before}" in why[1]
 
 
-AFTER_ALL = Moment(1 << 30)
+AFTER_ALL = KillPoint(1 << 30)
 """When the save is done, where somebody else does not kill it before."""
 
 
-def train(here: Here, at: str, stage: int, diary: str, epochs: int, saves: int, resumes: bool) -> dict[str, Any]:
-    """A run that saves at the ends of its first epochs, in the last of these saves over what is there.
+def train(this: ThisProcess, at: str, stage: int, diary: str, epochs: int, saves: int, resumes: bool) -> dict[str, Any]:
+    """Save at the ends of the first epochs; the last of these saves replaces an existing checkpoint.
 
-    It notes on what its rank goes on from, the loss of each step, and that a save is done.
+    Record what each rank resumes from, the loss of each step, and each completed save.
     """
     ds_frozen_patch.patch()
     log = os.open(f"{diary}.{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -339,22 +337,22 @@ def train(here: Here, at: str, stage: int, diary: str, epochs: int, saves: int, 
             begun = time.perf_counter()
             if last:
                 self.note("saving")
-                here.begins()
+                this.arm()
             trainer.save_checkpoint(f"{at}/run/last.ckpt")
             self.note(f"saved {trainer.global_step}")
             if last:
-                here.ends()
+                this.disarm()
                 seconds = time.perf_counter() - begun
 
     run, module = trainer(at, stage, True, epochs=epochs, callbacks=[Diary()]), runs.LoraRun()
     run.fit(module, runs.batches(run.world_size), ckpt_path=f"{at}/run/last.ckpt" if resumes else None)
     come_to_rest()
-    return {"state": runs.trained_state(module), "calls": here.calls, "seconds": seconds}
+    return {"state": runs.trained_state(module), "calls": this.calls, "seconds": seconds}
 
 
 @dataclass
 class Chain:
-    """One run on two nodes that is killed again and again, each time resumed from what is on their disks."""
+    """One run on two nodes that is killed repeatedly, and resumed each time from what is on their disks."""
 
     cluster: Nodes
     stage: int
@@ -364,12 +362,14 @@ class Chain:
     launches: int = 0
 
     def launch(
-        self, moments: tuple[Moment | None, ...], saves: int, resumes: bool, between: bool = False
+        self, points: tuple[KillPoint | None, ...], saves: int, resumes: bool, between: bool = False
     ) -> list[tuple[str, Any]]:
-        """The outcome on each rank; `between`: those that have a moment are killed between the nodes' renames."""
+        """Return the outcome on each rank; with `between`, ranks with a kill point are killed between the nodes'
+        renames.
+        """
         self.launches += 1
         asked: dict[str, Any] = {"stage": self.stage, "diary": self._diary(), "epochs": self.epochs}
-        processes = self.cluster.start(train, moments, saves=saves, resumes=resumes, **asked)
+        processes = self.cluster.start(train, points, saves=saves, resumes=resumes, **asked)
         over = threading.Event()
         killer = threading.Thread(target=self._kill_between, args=(processes, over))
         if between:
@@ -382,18 +382,18 @@ class Chain:
                 killer.join()
 
     def _kill_between(self, processes: list[Process], over: threading.Event) -> None:
-        """As soon as the name leads elsewhere on one of the disks."""
+        """Kill as soon as the name leads elsewhere on one of the disks."""
         while not over.is_set() and not all(self.noted(rank, "saving") for rank in (0, 1)):
             time.sleep(0.001)
         before = self._named()
         while not over.is_set() and self._named() == before:
             pass
         for process in processes:
-            if process.moment is not None and process.process.pid is not None and not over.is_set():
+            if process.point is not None and process.process.pid is not None and not over.is_set():
                 os.kill(process.process.pid, signal.SIGKILL)
 
     def _named(self) -> list[int]:
-        """What has the checkpoint's name on each disk."""
+        """Return what has the checkpoint's name on each disk."""
         found = []
         for disk in self.cluster.files:
             try:
@@ -406,7 +406,7 @@ class Chain:
         return str(self.cluster.at.with_name(f"diary{self.launches}"))
 
     def noted(self, rank: int, what: str) -> list[str]:
-        """What a rank has noted of the last launch: all that follows a word."""
+        """Return what a rank has recorded of the last launch: everything after a keyword."""
         file = Path(f"{self._diary()}.{rank}")
         lines = file.read_text().splitlines() if file.exists() else []
         return [line.partition(" ")[2] for line in lines if line.startswith(what)]
@@ -422,8 +422,8 @@ class Chain:
         fresh = True
         while self.counts["kills"] < kills:
             between = self.drawn.random() < 0.5
-            moments = self._moments(alone, AFTER_ALL if between else None)
-            said = self.launch(moments, 1, resumes=True, between=between)
+            points = self._points(alone, AFTER_ALL if between else None)
+            said = self.launch(points, 1, resumes=True, between=between)
             from_ = self._resumed(said)
             assert from_ is not None or not fresh, "what no kill has touched is refused"
             if from_ is None or from_ >= (self.epochs - 1) * runs.BATCHES:
@@ -447,13 +447,13 @@ class Chain:
             ended = returned(said, self.cluster)
             assert [one["state"] for one in ended] == [one["state"] for one in alone]
 
-    def _moments(self, alone: list[dict[str, Any]], moment: Moment | None) -> tuple[Moment | None, ...]:
-        """Of one rank or of both: this one, or a random one."""
-        drawn = [moment or Moment.drawn(self.drawn, one["calls"], one["seconds"]) for one in alone]
+    def _points(self, alone: list[dict[str, Any]], point: KillPoint | None) -> tuple[KillPoint | None, ...]:
+        """Return kill points for one rank or both: this one, or a random one."""
+        drawn = [point or KillPoint.random(self.drawn, one["calls"], one["seconds"]) for one in alone]
         return self.drawn.choice([tuple(drawn), (drawn[0], None), (None, drawn[1])])
 
     def _resumed(self, said: list[tuple[str, Any]]) -> int | None:
-        """The step that all ranks have resumed from, or None where all have refused a mix."""
+        """Return the step from which all ranks have resumed, or None where all have refused a mix."""
         steps = [self.noted(rank, "from") for rank in (0, 1)]
         if not any(steps):
             for what, why in said:
@@ -472,8 +472,8 @@ class Chain:
                 assert why[0] in ("CheckpointError", "RuntimeError", "DistBackendError"), why[2]
 
 
-def test_kills_between_the_disks_of_nodes(tmp_path: Path, long: bool, counted: Callable[[str, int], None]) -> None:
-    """A resume is from one save on all nodes, the last or the one before, or is refused by name on all."""
+def test_kills_between_the_renames_of_nodes(tmp_path: Path, long: bool, counted: Callable[[str, int], None]) -> None:
+    """A resume uses one save on all nodes, the last or the previous one, or is refused with an error on all."""
     counts: Counter[str] = Counter()
     for number, stage in enumerate((2, 3, 1, 2) if long else (2,)):
         cluster = nodes.own_disks(tmp_path / str(number), 2)
@@ -485,8 +485,8 @@ def test_kills_between_the_disks_of_nodes(tmp_path: Path, long: bool, counted: C
     counted("`kill -9` of one or both of two nodes with local disks during a save", counts["kills"])
 
 
-def save_twice(here: Here, at: str, stage: int) -> list[str]:
-    """What is said in two saves by a run whose configuration does not say that nodes have disks of their own."""
+def save_twice(this: ThisProcess, at: str, stage: int) -> list[str]:
+    """Return the messages of two saves by a run whose configuration does not say that each node has its own disk."""
     ds_frozen_patch.patch()
     run = trainer(at, stage, epochs=1)
     run.fit(runs.LoraRun(), runs.batches(run.world_size))
@@ -498,8 +498,8 @@ def save_twice(here: Here, at: str, stage: int) -> list[str]:
 
 
 @pytest.mark.parametrize("disks", ["own", "shared"])
-def test_disks_of_their_own_that_deepspeed_is_not_told_of(tmp_path: Path, disks: str) -> None:
-    """The first save says so, once."""
+def test_local_disks_that_deepspeed_is_not_configured_for(tmp_path: Path, disks: str) -> None:
+    """The first save warns, once."""
     cluster = (nodes.own_disks if disks == "own" else nodes.shared_disk)(tmp_path, 2)
     said = returned(cluster.run(save_twice, stage=2), cluster)
     assert [len(texts) for texts in said] == [int(disks == "own"), 0], said
@@ -508,8 +508,8 @@ def test_disks_of_their_own_that_deepspeed_is_not_told_of(tmp_path: Path, disks:
 # Two jobs on one path.
 
 
-def job(here: Here, at: str, meetings: str, number: int, files: str, stage: int, times: int) -> dict[str, Any]:
-    """One of two runs that save to the same path at the same time; the first looks at what is there then."""
+def job(this: ThisProcess, at: str, meetings: str, number: int, files: str, stage: int, times: int) -> dict[str, Any]:
+    """Save repeatedly to the path that another run saves to; the first run checks what is there each time."""
     ds_frozen_patch.patch()
     everyone = 2 * world_size()
     lost: list[str] = []
@@ -545,7 +545,7 @@ def _meet(folder: Path, who: str, everyone: int, where: str) -> None:
 
 
 def two_jobs(cluster: Nodes, times: int, local: int) -> None:
-    """One job on the first of the nodes, one on the last."""
+    """Run one job on the first of the nodes, and one on the last."""
     meetings = cluster.at.with_name("meetings")
     meetings.mkdir()
     asked: dict[str, Any] = {"meetings": str(meetings), "files": str(cluster.files[0]), "stage": 2, "times": times}
@@ -562,7 +562,7 @@ def two_jobs(cluster: Nodes, times: int, local: int) -> None:
 
 
 def test_two_jobs_on_one_path(tmp_path: Path, disks: str, long: bool, counted: Callable[[str, int], None]) -> None:
-    """What has the name is whole, and the later of the two says that there is another.
+    """What has the name is whole, and the later job warns about the other.
 
     They run on one node, or on two that cache the names of a server.
     """
@@ -573,8 +573,8 @@ def test_two_jobs_on_one_path(tmp_path: Path, disks: str, long: bool, counted: C
     counted(f"concurrent saves by two jobs to one path: {kind}", 2 * times)
 
 
-def test_a_job_that_begins_to_save_is_alive(tmp_path: Path) -> None:
-    """Another job, which removes what killed saves have left, comes by before this one has locked its folder."""
+def test_a_starting_save_is_not_taken_for_a_leftover(tmp_path: Path) -> None:
+    """Another job, which removes what killed saves have left, runs before this one has locked its folder."""
     file = marker(tmp_path, 0)
     file.touch()
     assert not is_dead(tmp_path)

@@ -1,7 +1,7 @@
-"""Power cuts, in a save and after it: what has been saved is not lost, nor what was there before.
+"""Power cuts during and after a save lose neither what has been saved nor what was there before.
 
-The disk is an image on a loop device, see `power`. Everything here but what counts calls needs root and Linux's ext4 or
-xfs, and is skipped elsewhere.
+The disk is an image on a loop device, see `power`. Everything here except what counts calls needs root and Linux's ext4
+or xfs, and is skipped elsewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pytest
 import runs
 import torch
 from disk import model_states
-from forked import Moment
+from forked import KillPoint
 from power import KINDS, Cutter, Disk, NoPowerCutsError, settle
 from safetensors.torch import load_file
 from tools_checkpoints import TOOLS, Checkpoints, contents
@@ -70,7 +70,7 @@ WHENS = ("at a call", "at a time", "afterwards")
 
 @dataclass(frozen=True)
 class Plan:
-    """One power cut: when, after the journal has committed names or not, and what name is saved to."""
+    """One power cut: when, whether the journal has committed names before it, and whether the save replaces a file."""
 
     when: str
     committed: bool
@@ -78,7 +78,7 @@ class Plan:
 
     @classmethod
     def shuffled(cls, drawn: random.Random) -> list[Plan]:
-        """Each there is, once, with the moments in turn."""
+        """Return every plan once, with the times in turn."""
         how = list(product((False, True), (True, False)))
         plans = [[cls(when, *values) for values in drawn.sample(how, len(how))] for when in WHENS]
         return [plan for turn in zip(*plans, strict=True) for plan in turn]
@@ -86,7 +86,7 @@ class Plan:
 
 @dataclass
 class Power:
-    """One run on a rank, which saves again and again while its disk loses power; rank 0 cuts, and looks."""
+    """One run on a rank, which saves repeatedly while its disk loses power; rank 0 cuts and checks."""
 
     disk: Disk
     way: str
@@ -106,7 +106,7 @@ class Power:
         self.last = self.folder / "last.ckpt"
 
     def step(self, save: Callable[[Path], None]) -> None:
-        """Begin with undisturbed saves, and then lose power in each step."""
+        """Begin with undisturbed saves, and then cut the power in each step."""
         if not self.before:
             # The first makes the fingerprints, and folders.
             for name, path in (("first", self.last), ("over", self.last), ("new", self.folder / "new.ckpt")):
@@ -119,7 +119,7 @@ class Power:
             self._cut(save, self.plans.pop())
 
     def _save_undisturbed(self, save: Callable[[Path], None], path: Path) -> tuple[int, float]:
-        """The calls and the seconds that it took."""
+        """Return the calls and the seconds that it took."""
         self.number += 1
         cutter, begun = Cutter(self.disk), time.perf_counter()
         with cutter.watching() if self.first else nullcontext():
@@ -138,12 +138,12 @@ class Power:
         target = self.last if plan.over else self.folder / self.drawn.choice(["new.ckpt", "folder/new.ckpt"])
         calls, seconds = self.before["over" if plan.over else "new"]
         call, fraction, waits = self.drawn.random(), self.drawn.uniform(0, 1.1), self.drawn.random() < 0.5
-        moment = {
-            "at a call": Moment(1 + int(call * calls)),
-            "at a time": Moment(None, fraction * seconds),
+        point = {
+            "at a call": KillPoint(1 + int(call * calls)),
+            "at a time": KillPoint(None, fraction * seconds),
             "afterwards": None,
         }[plan.when]
-        cutter = Cutter(self.disk, moment, plan.committed)
+        cutter = Cutter(self.disk, point, plan.committed)
         returned = None
         meet()
         with cutter.watching() if self.first else nullcontext():
@@ -178,7 +178,7 @@ class Power:
         self._save_undisturbed(save, self.last)
 
     def result(self) -> tuple[Counter[str], list[str], list[str]]:
-        """What was tried, what was lost, and what has been left beside the checkpoint."""
+        """Return what was tried, what was lost, and what is left beside the checkpoint."""
         settle()
         meet()
         return self.counts, self.lost, [path.name for path in self.folder.iterdir() if path != self.last]
@@ -188,7 +188,7 @@ class Power:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
     def _look(self, target: Path, done: bool) -> str:
-        """What is wrong on the disk after a cut in a save to the target, if it had returned or not; nothing, if ''."""
+        """Return what is wrong on the disk after a cut in a save to the target; '' if nothing is."""
         wrong = []
         for path in {*self.folder.glob("[!.]*.ckpt"), *self.folder.glob("folder/[!.]*.ckpt")}:
             found = problem(path)
@@ -208,7 +208,7 @@ class Power:
 
 
 def problem(path: Path) -> str | None:
-    """What is wrong with a checkpoint, all of which is read."""
+    """Return what is wrong with a checkpoint, all of which is read."""
     if path.is_file():
         try:
             with zipfile.ZipFile(path) as archive:
@@ -230,7 +230,7 @@ def problem(path: Path) -> str | None:
 
 
 def number_of(path: Path) -> int:
-    """Which save a whole checkpoint is of."""
+    """Return which save a whole checkpoint is from."""
     state = torch.load(path, map_location="cpu", weights_only=False) if path.is_file() else model_states(path)[0]
     number: int = state["number"]
     return number
@@ -241,7 +241,7 @@ def meet() -> None:
 
 
 class Numbered(runs.LoraRun):
-    """A run whose checkpoints say which save they are of."""
+    """A run whose checkpoints contain the number of their save."""
 
     power: Power
 
@@ -250,7 +250,7 @@ class Numbered(runs.LoraRun):
 
 
 class Cuts(Callback):
-    """A power cut after each batch; then the run goes on."""
+    """Cut the power after each batch; then the run continues."""
 
     def __init__(self, power: Power) -> None:
         self.power = power
@@ -300,7 +300,7 @@ def fabric_through(out: str, disk: Disk, way: str, stage: int, cuts: int) -> tup
 
 
 @pytest.mark.timeout(900)
-def test_a_power_cut(
+def test_power_cuts_during_and_after_saves(
     ranks: Any,
     disk: Disk,
     tmp_path: Path,
@@ -321,8 +321,8 @@ def test_a_power_cut(
     counted(TRIED, cuts)
 
 
-def test_that_a_cut_loses_what_is_not_synced(disk: Disk) -> None:
-    """The bench itself: a disk that lost nothing would let everything pass."""
+def test_a_power_cut_loses_unsynced_data(disk: Disk) -> None:
+    """A test of the simulation: a disk that lost nothing would let everything pass."""
 
     def written(name: str, sync: bool) -> Path:
         folder = disk.where / f".{name}"
@@ -362,10 +362,10 @@ def test_that_a_cut_loses_what_is_not_synced(disk: Disk) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_a_power_cut_in_or_after_a_tool(
+def test_power_cuts_during_and_after_tools(
     checkpoints: Checkpoints, disk: Disk, tmp_path: Path, long: bool, counted: Callable[[str, int], None]
 ) -> None:
-    """What a tool has made when it returned is there after a cut; else it is whole, or not there."""
+    """The output of a tool that has returned is there after a cut; otherwise it is whole, or does not exist."""
     drawn = random.Random(disk.kind)
     lost, counts = [], Counter[str]()
     for tool, (name, words, made) in TOOLS.items():
@@ -382,12 +382,12 @@ def test_a_power_cut_in_or_after_a_tool(
         assert calls > 0
         for when, committed in product(WHENS, (False, True)) if long else product(WHENS[::2], (False, True)):
             shutil.rmtree(disk.where / tool)
-            moment = {
-                "at a call": Moment(drawn.randint(1, calls)),
-                "at a time": Moment(None, drawn.uniform(0, seconds)),
+            point = {
+                "at a call": KillPoint(drawn.randint(1, calls)),
+                "at a time": KillPoint(None, drawn.uniform(0, seconds)),
                 "afterwards": None,
             }[when]
-            cutter = Cutter(disk, moment, committed)
+            cutter = Cutter(disk, point, committed)
             with cutter.watching():
                 status = main([*words, str(source), str(target), "-q"])
                 done = status == 0 and cutter.at is None
@@ -406,7 +406,7 @@ def test_a_power_cut_in_or_after_a_tool(
 
 
 def synced_calls(out: str, stage: int, options: dict[str, Any]) -> list[tuple[int, int]]:
-    """How often this rank calls fsync in a save, of a checkpoint and of weights alone."""
+    """Count this rank's calls of fsync in a save, of a checkpoint and of weights alone."""
     ds_frozen_patch.patch(**options)
     trainer = runs.trainer(out, 2, stage, epochs=1, enable_checkpointing=False)
     trainer.fit(runs.LoraRun(), runs.batches(2))
@@ -438,7 +438,7 @@ def synced_calls(out: str, stage: int, options: dict[str, Any]) -> list[tuple[in
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_that_a_save_is_synced(ranks: Any, tmp_path: Path, stage: int) -> None:
+def test_a_save_is_synced(ranks: Any, tmp_path: Path, stage: int) -> None:
     (small, alone), other = ranks(2, synced_calls, out=str(tmp_path), stage=stage, options={})
     assert small[0] + other[0][0] > small[1] > 1, "fewer calls of fsync than files, or no file"
     assert small[0] > 0
@@ -447,7 +447,7 @@ def test_that_a_save_is_synced(ranks: Any, tmp_path: Path, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_that_sync_can_be_turned_off(ranks: Any, tmp_path: Path, stage: int) -> None:
+def test_sync_can_be_turned_off(ranks: Any, tmp_path: Path, stage: int) -> None:
     for found in ranks(2, synced_calls, out=str(tmp_path), stage=stage, options={"sync": False}):
         assert [calls for calls, _ in found] == [0, 0]
         assert found[0][1] > 1

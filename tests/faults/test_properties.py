@@ -72,7 +72,7 @@ TIED = st.tuples(st.just("tied"), st.integers(0, 99))
 
 
 def modules(depth: int, frozen: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """What a module has, by name: lists describe tensors, and dictionaries modules in it."""
+    """A module's contents by name: lists describe tensors, and dictionaries submodules."""
     inner = st.one_of(TRAINED, frozen, BUFFER, TIED).map(list)
     if depth:
         inner = st.one_of(inner, modules(depth - 1, frozen))
@@ -81,7 +81,7 @@ def modules(depth: int, frozen: st.SearchStrategy[Any]) -> st.SearchStrategy[dic
 
 @st.composite
 def programs(draw: st.DrawFn, world_sizes: list[int]) -> dict[str, Any]:
-    """A run: a module that has at least one trainable and one frozen parameter, and how it is trained."""
+    """A run: a module with at least one trainable and one frozen parameter, and how it is trained."""
     stage = draw(st.integers(0, 3))
     frozen = NOT_EMPTY if stage == 3 else FROZEN
     tree = draw(modules(2, frozen))
@@ -101,7 +101,7 @@ def programs(draw: st.DrawFn, world_sizes: list[int]) -> dict[str, Any]:
 
 
 class Node(torch.nn.Module):
-    """A module of the tree; what it computes depends on all parameters that are trained in it and below it."""
+    """A module of the tree; its result depends on all trained parameters in it and below it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return of(self, x)
@@ -144,7 +144,7 @@ class MadeUp(pl.LightningModule):
 
 
 def fill(module: torch.nn.Module, tree: dict[str, Any], made: list[torch.nn.Parameter], twice: bool) -> None:
-    """Give a module what is described; `twice`: a module may have one parameter under two names."""
+    """Add what is described to a module; `twice`: a module may have one parameter under two names."""
     for name, said in tree.items():
         if isinstance(said, dict):
             inner = Node()
@@ -171,9 +171,9 @@ def batches(world_size: int) -> DataLoader[Any]:
 
 
 def saved_and_resumed(out: str, tree: Any, groups: int, seed: int, stage: int, **run: Any) -> list[Any]:
-    """Inside a rank: saves of one moment, both ways, and the state of the run then and after a strict resume.
+    """Save both ways in a rank; return the state then and after a strict resume.
 
-    The first rank also writes what a whole file of weights must hold: trained parameters as the fp32 masters are.
+    The first rank also writes what a whole file of weights must contain: trained parameters as the fp32 masters are.
     """
     provider.trainable_only()
     found = []
@@ -256,15 +256,15 @@ def check(ranks: Any, out: Path, program: dict[str, Any]) -> None:
 def ties_what_is_empty(small: Path, stage: int) -> bool:
     """Whether a frozen parameter without elements has two names.
 
-    But in ZeRO-3, DeepSpeed tells by addresses which have two, and this has none. So the second stays in the pruned
-    checkpoint, where nothing is all that it holds.
+    Except in ZeRO-3, DeepSpeed compares addresses to detect that, and this one has none. So the second name stays in
+    the pruned checkpoint, with no elements.
     """
     left_out = manifest_of(model_states(small)[0]).left_out
     return stage < 3 and any(len(p.names) > 1 and 0 in p.shape for p in left_out)
 
 
 def trained_patterns(program: dict[str, Any]) -> list[str]:
-    """Stage 0 does not say what was trained."""
+    """Stage 0 does not record what was trained."""
     module = MadeUp(*(program[name] for name in ("tree", "groups", "seed", "stage")))
     return [glob.escape(plain(name)) for name, p in module.named_parameters() if p.requires_grad]
 
@@ -289,7 +289,7 @@ TIED_IN_ANOTHER_ORDER = {
 }
 
 
-def test_what_is_saved_comes_back(
+def test_saves_restore_any_module(
     ranks: Any,
     tmp_path_factory: pytest.TempPathFactory,
     long: bool,

@@ -1,4 +1,4 @@
-"""On GPUs too: saves after a fit, Fabric, what DeepSpeed compiles, and going on with another number of GPUs."""
+"""More on GPUs: saves after a fit, Fabric, ops that DeepSpeed compiles, and a resume with another number of GPUs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ pytestmark = pytest.mark.gpu
 
 
 def save_after_a_fit(place: Place, out: str, stage: int) -> Any:
-    """As many programs do: Lightning has moved the model to the CPU by then, and NCCL knows GPUs alone."""
+    """Save after a fit, as many programs do.
+
+    Lightning has moved the model to the CPU by then, and NCCL handles only GPUs.
+    """
     ds_frozen_patch.patch(export="safetensors", fp32_weights=True)
     looks = Looks()
     trainer = place.trainer(out, strategy(stage, PARTITIONED), looks, epochs=1)
@@ -84,7 +87,7 @@ class Fused(runs.LoraRun):
 
 
 class Larger(runs.LoraRun):
-    """DeepSpeed puts on NVMe only what has at least 1 MiB on each rank."""
+    """DeepSpeed stores on NVMe only what has at least 1 MiB per rank."""
 
     def __init__(self) -> None:
         super().__init__(hidden=256, vocabulary=8192)
@@ -97,7 +100,7 @@ def train_and_resume(place: Place, out: str, stage: int, zero: dict[str, Any], m
 
 
 def build(place: Place, op: str) -> None:
-    """Have DeepSpeed compile an op, which takes minutes, or say what that lacks."""
+    """Have DeepSpeed compile an op, which takes minutes, or skip with what is missing for that."""
     program = "import setuptools; from deepspeed.accelerator import get_accelerator as get;"
     program += f"get().create_op_builder('{op}Builder').load()"
     environment = {**os.environ, **({"DS_ACCELERATOR": "cpu"} if place.accelerator == "cpu" else {})}
@@ -112,8 +115,8 @@ def build(place: Place, op: str) -> None:
     [("FusedAdam", 2, Fused), ("FusedAdam", 3, Fused), ("CPUAdam", 2, settings.OnCpu), ("AsyncIO", 3, Larger)],
 )
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_with_an_op_of_deepspeed(ranks: Any, tmp_path: Path, place: Place, op: str, stage: int, model: Any) -> None:
-    """What it compiles: optimizers, and what reads and writes parameters on NVMe."""
+def test_ops_of_deepspeed(ranks: Any, tmp_path: Path, place: Place, op: str, stage: int, model: Any) -> None:
+    """Ops that DeepSpeed compiles: optimizers, and those that read and write parameters on NVMe."""
     skip_without(place)
     build(place, op)
     nvme = {"offload_param": {**settings.NVME_PARAMETERS, "nvme_path": str(tmp_path / "nvme")}, **PARTITIONED}
@@ -138,9 +141,9 @@ def go_on(place: Place, out: str, stage: int, resume: str | None = None) -> list
 @pytest.mark.promise(10)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("before", "after"), [(PLACES[1], PLACES[0]), (PLACES[0], PLACES[1])], ids=str)
-def test_the_loss_curve_goes_on(ranks: Any, tmp_path: Path, before: Place, after: Place, stage: int) -> None:
+def test_the_loss_curve_continues(ranks: Any, tmp_path: Path, before: Place, after: Place, stage: int) -> None:
     skip_without(PLACES[1])
     whole = torch.tensor(on(ranks, before, go_on, out=str(tmp_path), stage=stage)).mean(0)
     path = str(tmp_path / "epoch=0.ckpt")
     resumed = torch.tensor(on(ranks, after, go_on, out=str(tmp_path / "again"), stage=stage, resume=path)).mean(0)
-    torch.testing.assert_close(resumed, whole[runs.BATCHES :], rtol=1e-4, atol=0)  # without Adam's moments: 1e-3
+    torch.testing.assert_close(resumed, whole[runs.BATCHES :], rtol=1e-4, atol=0)  # without Adam's points: 1e-3

@@ -1,6 +1,7 @@
 """The promises on GPUs: `nox -f ci/noxfile.py -s gpu`, or `pytest -m gpu tests/gpu`.
 
-They are those that `tests/contract/` proves on CPU ranks. One row of these runs there too, with the ordinary tests.
+They are those that `tests/contract/` tests on CPU ranks. One row of the tests here also runs on the CPU, with the
+ordinary tests.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def evaluate(place: Place, out: str, stage: int, zero: dict[str, Any]) -> float:
 
 
 class Changed(runs.LoraRun):
-    """The run's model, changed in one way since the checkpoint was saved."""
+    """The run's model, changed in one way after the checkpoint was saved."""
 
     def __init__(self, change: str) -> None:
         super().__init__(seed=2 if change == "another base" else 1)
@@ -83,7 +84,7 @@ ROWS.append(pytest.param((Place("cpu", 2), "zero3-offload"), marks=EVERYDAY, id=
 
 @dataclass(frozen=True)
 class Trained:
-    """A run that nothing has interrupted: its folder, and what it gave on each rank."""
+    """An uninterrupted run: its folder, and its results on each rank."""
 
     ranks: Any
     out: Path
@@ -91,11 +92,11 @@ class Trained:
     answers: list[Any]
 
     def then(self, function: Any, **arguments: Any) -> list[Any]:
-        """What a function makes of it, on each rank."""
+        """Return the results of a function on each rank."""
         return on(self.ranks, function=function, **self.arguments, **arguments)
 
     def has(self, weights: dict[str, torch.Tensor], of: str = "state") -> bool:
-        """Whether these are all that was trained, to the bit, and the buffer."""
+        """Whether these weights equal the trained ones bit for bit, with the buffer."""
         _, state, masters, _ = self.answers[0][0]
         expected = {name: state[name] for name in (*masters, "seen")} | (masters if of == "masters" else {})
         return {name: runs.digest(value) for name, value in weights.items()} == expected
@@ -111,7 +112,7 @@ def trained(request: Any, ranks: Any, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.mark.promise(1)
-def test_nothing_frozen_is_in_the_files(trained: Trained) -> None:
+def test_checkpoints_contain_no_frozen_parameters(trained: Trained) -> None:
     frozen = {name for name, p in runs.LoraRun().named_parameters(remove_duplicate=False) if not p.requires_grad}
     assert {EMBEDDING, HEAD} < frozen
     for small, full in zip(*(model_states(trained.out / f"{name}.ckpt") for name in ("small", "full")), strict=True):
@@ -136,7 +137,7 @@ def test_resumes_bit_for_bit(trained: Trained) -> None:
 
 
 @pytest.mark.promise(3)
-def test_evaluates_as_in_memory(trained: Trained) -> None:
+def test_evaluation_equals_that_in_memory(trained: Trained) -> None:
     assert trained.then(evaluate) == [validated for _, validated in trained.answers]
 
 
@@ -172,7 +173,7 @@ def test_plain_lightning_loads_it(trained: Trained) -> None:
 
 
 @pytest.mark.promise(8)
-def test_weights_alone_and_a_ready_file(trained: Trained) -> None:
+def test_weights_only_and_export(trained: Trained) -> None:
     content = torch.load(trained.out / "weights.ckpt", map_location="cpu", weights_only=False)
     assert trained.has(content["state_dict"])
     assert not content.keys() & {"optimizer_states", "lr_schedulers", "optimizer"}

@@ -1,7 +1,7 @@
-"""Programs that others wrote, not a line of them edited, under `ds-frozen-patch run`: they save, and resume strictly.
+"""Programs written by others, unchanged, under `ds-frozen-patch run`: they save, and resume strictly.
 
-`nox -s programs` gets them, as `ci/matrix/programs.py` says. What they would download is made here, small and in the
-place where they look for it.
+`nox -s programs` clones them, as listed in `ci/matrix/programs.py`. What they would download is created here, small and
+where they look for it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ SIZES: Any = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers":
 class Program:
     """How a user works with one.
 
-    `prepare(folder)` makes what it would find or download. `command(clones, folder, epochs, checkpoint)` trains to the
-    end of so many epochs, from a checkpoint or from the start; `ranks` are the environments of the processes that start
-    it. `trained` is in the names of the parameters that it trains; `checkpoints` is where it saves.
+    `prepare(folder)` creates what it would find or download. `command(clones, folder, epochs, checkpoint)` trains for
+    that many epochs, from a checkpoint or from the start; `ranks` are the environments of the processes that start it.
+    `trained` is part of the names of the parameters that it trains; `checkpoints` is where it saves.
     """
 
     prepare: Callable[[Path], None]
@@ -94,7 +94,7 @@ def prepare_openthaigpt(folder: Path) -> None:
 
 
 def openthaigpt(clones: Path, folder: Path, epochs: int, checkpoint: Path | None) -> list[str]:
-    """Its own resume_from_checkpoint reads a single file only; but Slurm's jobs take up what is in such a place."""
+    """Its own resume_from_checkpoint reads a single file only; but Slurm jobs resume from such a place."""
     if checkpoint:
         shutil.copytree(checkpoint, folder / "hpc_ckpt_1.ckpt")
     script = clones / "openthaigpt" / "src" / "model" / "scripts" / "pytorch_lighting_training" / "pretraining.py"
@@ -160,7 +160,7 @@ class Place:
         self.program.prepare(self.folder)
 
     def train(self, epochs: int, checkpoint: Path | None = None, path: Path | None = None) -> Path:
-        """Train to the end of so many epochs; the checkpoint that the program has then saved by itself."""
+        """Train for this many epochs; return the checkpoint that the program has saved."""
         variables = os.environ | {"HF_HUB_OFFLINE": "1"} | self.program.environment(self.clones, self.folder)
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, (variables.get("PYTHONPATH"), str(path or ""))))
         before = self._checkpoints()

@@ -1,6 +1,6 @@
-"""One way to read a file of `torch.save`: what the reader accepts, torch reads in the same way; all else it refuses.
+"""The one reader of `torch.save` files: torch reads what it accepts in the same way; it refuses everything else.
 
-The archives here are put together field by field, so that each of them can lie.
+The archives here are assembled field by field, so that each field can be wrong.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ZIP64 = struct.pack("<HHQ", 1, 8, 0)
 
 @dataclass
 class Entry:
-    """A record, and what its header and its entry in the directory say; None where that is the truth."""
+    """A record, with the fields of its header and of its entry in the directory; None where they are correct."""
 
     name: bytes
     content: bytes
@@ -98,7 +98,7 @@ class Entry:
 
 @dataclass
 class Body:
-    """Records and their directory; `shift` is what offsets leave out."""
+    """Records and their directory; `shift` is subtracted from the offsets."""
 
     entries: list[Entry]
     before_directory: bytes = b""
@@ -114,7 +114,7 @@ class Body:
 
 @dataclass
 class Archive:
-    """A file: `end`, `end64` and `locator` add to what these should say, field by field."""
+    """A file: `end`, `end64` and `locator` are added to the correct values of these fields."""
 
     entries: list[Entry]
     before: bytes = b""
@@ -166,7 +166,7 @@ def _added(values: list[int], changes: dict[int, int], bits: tuple[int, ...]) ->
 
 
 def entries(pickled: bytes = FAIR, folder: bytes = b"archive", **options: Any) -> list[Entry]:
-    """What torch writes, without what aligns it."""
+    """Return what torch writes, without alignment."""
     contents = {
         b"data.pkl": pickled,
         b"byteorder": b"little",
@@ -179,14 +179,14 @@ def entries(pickled: bytes = FAIR, folder: bytes = b"archive", **options: Any) -
 
 
 def ours(path: Path) -> dict[str, tuple[int, bytes]]:
-    """What the reader finds in a file: the place and the bytes of each record."""
+    """Return what our reader finds in a file: the position and the bytes of each record."""
     read_archive(path, trust=True)
     with open_regular(path) as file:
         return {name: (one.begin, b"".join(read_chunks(file, one))) for name, one in read_directory(file).items()}
 
 
 def torchs(path: Path) -> dict[str, tuple[int, bytes]]:
-    """What torch finds in it."""
+    """Return what torch finds in it."""
     with path.open("rb") as file:
         assert torch.serialization._is_zipfile(file)
     reader: Any = torch._C.PyTorchFileReader(str(path))
@@ -197,7 +197,7 @@ def torchs(path: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def difference(path: Path) -> str | None:
-    """What torch finds that the reader does not, in a file that the reader accepts; "" if it refuses it."""
+    """Return what torch finds and our reader does not, in a file that our reader accepts; "" if it refuses the file."""
     try:
         found = ours(path)
     except CheckpointError:
@@ -238,7 +238,7 @@ def of_an_end(which: str, count: int) -> Lie:
 
 
 def doubled(spell: Callable[[bytes], bytes]) -> Lie:
-    """A record again, under the same name spelled in another way."""
+    """Add a record again, with the same name in another encoding."""
 
     def lie(archive: Archive, chance: random.Random) -> None:
         one = chance.choice(archive.entries)
@@ -266,7 +266,7 @@ def second_body(apart: bool, two_ends: bool) -> Lie:
 
 
 def swapped(name: str) -> Lie:
-    """What two entries say, each of the other."""
+    """Exchange the fields of two entries."""
 
     def lie(archive: Archive, chance: random.Random) -> None:
         one, other = chance.sample(archive.entries, 2)
@@ -283,7 +283,7 @@ def swapped_headers(archive: Archive, chance: random.Random) -> None:
 
 
 def large_sizes(archive: Archive, chance: random.Random) -> None:
-    """Sizes in a field of their own, as those of more than 4 GiB are: the truth, or not."""
+    """Put sizes into the extra field for more than 4 GiB: the correct ones, or not."""
     one = chance.choice(archive.entries)
     size = len(one.content) + chance.choice((0, 0, 0, 1, -1, 8))
     values = [size % (1 << 64), chance.choice((size, len(one.content))) % (1 << 64)][: chance.choice((2, 2, 2, 1))]
@@ -294,7 +294,7 @@ def large_sizes(archive: Archive, chance: random.Random) -> None:
 
 
 def unicode_path(archive: Archive, chance: random.Random) -> None:
-    """What `zipfile` takes as the name since Python 3.13, and torch does not."""
+    """Add the name that `zipfile` uses since Python 3.13, and torch does not."""
     one, other = chance.sample(archive.entries, 2)
     name = b"\1" + struct.pack("<L", zlib.crc32(one.path)) + other.path
     one.extra = struct.pack("<HH", 0x7075, len(name)) + name
@@ -362,7 +362,7 @@ STRUCTURED: list[Lie] = [
 
 
 def mutated(chance: random.Random, samples: list[bytes]) -> bytes:
-    """A file that lies once or a few times, or has a few bytes that are another's."""
+    """Return a file with one or a few wrong fields, or a few bytes of another file."""
     if chance.random() < 0.75:
         archive = Archive(entries(chance.choice((FAIR, FOUL)), has_checksum=chance.random() < 0.5))
         archive.has_end64 = chance.random() < 0.5
@@ -394,7 +394,7 @@ def _all(content: bytes | bytearray, mark: bytes) -> list[int]:
 
 @pytest.fixture
 def samples(tmp_path: Path) -> list[bytes]:
-    """What torch and this package write."""
+    """Return files that torch and this package write."""
     state = {"module": {"a": torch.arange(9.0), "b": torch.ones(3, dtype=torch.int8)}}
     torch.save(state, tmp_path / "step=1 of 2.pt")
     torch.serialization.set_crc32_options(False)
@@ -405,7 +405,7 @@ def samples(tmp_path: Path) -> list[bytes]:
     return [file.read_bytes() for file in sorted(tmp_path.glob("*.pt"))]
 
 
-def test_what_is_accepted_torch_reads_in_the_same_way(
+def test_torch_agrees_on_accepted_files(
     tmp_path: Path, samples: list[bytes], pytestconfig: pytest.Config, record_property: Callable[[str, object], None]
 ) -> None:
     count = 300_000 if pytestconfig.getoption("--faults") else 6_000
@@ -509,8 +509,8 @@ def test_two_readers(tmp_path: Path, make: Callable[[Archive], None]) -> None:
 
 
 @pytest.mark.parametrize("make", [short_offset, two_zip64_records, in_other_letters])
-def test_they_do_read_two_pickles(tmp_path: Path, make: Callable[[Archive], None]) -> None:
-    """What the reader refuses is no theory: `zipfile` finds one pickle there and torch the other."""
+def test_two_readers_find_different_pickles(tmp_path: Path, make: Callable[[Archive], None]) -> None:
+    """The files that our reader refuses are a real risk: `zipfile` finds one pickle there, and torch the other."""
     archive = Archive(entries(FOUL))
     make(archive)
     (tmp_path / "odd.pt").write_bytes(archive.build())
@@ -522,7 +522,7 @@ def test_they_do_read_two_pickles(tmp_path: Path, make: Callable[[Archive], None
 # What must go on to be read.
 
 
-def test_what_torch_writes_is_read(tmp_path: Path, samples: list[bytes]) -> None:
+def test_files_of_torch_are_readable(tmp_path: Path, samples: list[bytes]) -> None:
     files = sorted(tmp_path.glob("*.pt"))
     assert len(files) == len(samples) == 2
     for file in files:
@@ -534,7 +534,7 @@ def test_what_torch_writes_is_read(tmp_path: Path, samples: list[bytes]) -> None
 @pytest.mark.parametrize("has_end64", [False, True])
 @pytest.mark.parametrize("folder", [b"archive", b"epoch=1-step=2", b"a b.c'(1)"])
 def test_other_archives_are_read(tmp_path: Path, folder: bytes, has_end64: bool) -> None:
-    """As torch wrote them before 2.1, and as `write_archive` does, with few records."""
+    """As torch wrote them before 2.1, and as `write_archive` writes them, with few records."""
     for kept in (slice(None), slice(0, -1), slice(4, None)):
         archive = Archive([Entry(b"data.pkl", FAIR, folder), *entries(folder=folder)[1:][kept]], has_end64=has_end64)
         (tmp_path / "old.pt").write_bytes(archive.build())
@@ -543,14 +543,14 @@ def test_other_archives_are_read(tmp_path: Path, folder: bytes, has_end64: bool)
             assert read_archive(tmp_path / "old.pt").state == {"module": "fair"}
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_written_files_are_readable(tmp_path: Path) -> None:
     tensor = StoredTensor(Storage(None, "0", "float32", 4), "float32", 0, (4,), (1,))
     write_archive(tmp_path / "made.ckpt", {"state_dict": {"a": tensor}}, lambda *_: [b"\0" * 16])
     assert difference(tmp_path / "made.ckpt") is None
 
 
 def test_records_of_more_than_4_gib(tmp_path: Path) -> None:
-    """Sizes and offsets in fields of 64 bits, in a file that is mostly a hole."""
+    """Sizes and offsets in 64-bit fields, in a file that is mostly a hole."""
     size, at = 5 << 30, []
     files = [*entries(has_checksum=False)[:2], Entry(b"data/1", b"", has_checksum=False), entries()[4]]
     directory = b""
@@ -583,7 +583,7 @@ def test_records_of_more_than_4_gib(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"0\n", b"11\n", b"x", b"3" * 100])
-def test_a_version_that_torch_does_not_know(tmp_path: Path, content: bytes) -> None:
+def test_an_unsupported_version(tmp_path: Path, content: bytes) -> None:
     archive = Archive([replace(one, content=content) if one.name == b"version" else one for one in entries()])
     (tmp_path / "odd.pt").write_bytes(archive.build())
     with pytest.raises(CheckpointError, match="version"):

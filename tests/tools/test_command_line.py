@@ -1,4 +1,4 @@
-"""What a checkpoint says cannot forge the command line's output, and whatever it holds, no traceback comes out."""
+"""A checkpoint's contents can neither forge the command line's output nor cause a traceback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORGED = "\x1b[2J\x1b[1;1H\r\nsmall.ckpt: no problems in 3 files\u202e\x9b2J"
 
 
 def stage_0(folder: Path, tag: str = "checkpoint", name: str = "layer.weight", **state: Any) -> Path:
-    """A checkpoint of one rank without ZeRO, made by hand."""
+    """Return a checkpoint of one rank without ZeRO, made by hand."""
     weights = {name: torch.ones(2, 2), "frozen.weight": torch.ones(3)}
     content = {"module": weights, "param_shapes": [{name: torch.Size([2, 2])}], "dp_world_size": 1, "ds_config": {}}
     path = folder / "made.ckpt"
@@ -48,9 +48,7 @@ SAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", SAYS)
-def test_what_a_checkpoint_says_stays_on_its_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
+def test_checkpoint_contents_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     source = str(stage_0(tmp_path, **SAYS[kind]))
     for command in (["inspect", source], ["verify", source], ["prune", source, str(tmp_path / "small")]):
         main(command)
@@ -79,7 +77,7 @@ ODD: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_odd_values_end_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+def test_odd_values_raise_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     source = str(stage_0(tmp_path, **ODD[kind]))
     target = str(tmp_path / "out")
     for command in (
@@ -99,10 +97,8 @@ def test_odd_values_end_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
             assert bool(status) == (err.count("\n") == 1) or command[0] == "verify", (command, err)
 
 
-def test_what_nobody_thought_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One line; with `--debug` its traceback."""
+def test_unexpected_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line; with `--debug`, the traceback."""
 
     def fails(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("by\nzero")

@@ -1,4 +1,4 @@
-"""`ds-frozen-patch consolidate` and `merge`: a checkpoint's weights in one file, bit for bit, and a base put in."""
+"""`ds-frozen-patch consolidate` and `merge`: a checkpoint's weights in one file, bit for bit, merged with a base."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ def bits(weights: Weights) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
 
 
 def in_fp32(weights: Weights) -> Weights:
-    """Floats in fp32, the rest as it is."""
+    """Return floats in fp32, the rest unchanged."""
     return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
 
 
 def module_of(checkpoint: Path) -> Weights:
-    """The half-precision weights that the model computed with; in ZeRO-3 they are placeholders."""
+    """Return the half-precision weights that the model computed with; in ZeRO-3 they are placeholders."""
     found: Weights = loaded(min((checkpoint / "checkpoint").glob("*model_states.pt")))["module"]
     return found
 
 
 def by_deepspeed(checkpoint: Path, stage: int, trainable_only: bool = False) -> Weights:
-    """What DeepSpeed's own converter gives; in stage 1 it loses what is frozen, which is added."""
+    """Return the result of DeepSpeed's own converter, plus the frozen weights that it omits in stage 1."""
     if not stage:
         return module_of(checkpoint)
     found: Weights = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), exclude_frozen_parameters=trainable_only)
@@ -137,7 +137,7 @@ def test_other_dtypes_are_fp32_rounded(checkpoints: Checkpoints, tmp_path: Path,
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_checkpoint_of_deepspeed_alone(checkpoints: Checkpoints, tmp_path: Path, stage: int) -> None:
+def test_a_checkpoint_from_plain_deepspeed(checkpoints: Checkpoints, tmp_path: Path, stage: int) -> None:
     full = checkpoints.by_deepspeed(stage) / "full.ckpt"
     consolidate(full, tmp_path / "one.ckpt")
     found = weights_of(tmp_path / "one.ckpt")
@@ -152,7 +152,9 @@ def test_a_checkpoint_of_deepspeed_alone(checkpoints: Checkpoints, tmp_path: Pat
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_lightning_loads_a_whole_one_strictly(checkpoints: Checkpoints, tmp_path: Path, base: Path, stage: int) -> None:
+def test_lightning_loads_a_merged_file_strictly(
+    checkpoints: Checkpoints, tmp_path: Path, base: Path, stage: int
+) -> None:
     out = checkpoints(stage, hidden=16)
     consolidate(out / "full.ckpt", tmp_path / "full.ckpt")
     consolidate(out / "small.ckpt", tmp_path / "merged.ckpt", base=out / "full.ckpt")
@@ -188,7 +190,7 @@ def test_safetensors_are_loaded_strictly(checkpoints: Checkpoints, tmp_path: Pat
 
 
 @pytest.mark.parametrize("limit", [10_000, 30_000, 10**9])
-def test_a_folder_in_shards(checkpoints: Checkpoints, tmp_path: Path, limit: int) -> None:
+def test_a_sharded_folder(checkpoints: Checkpoints, tmp_path: Path, limit: int) -> None:
     full = checkpoints(3) / "full.ckpt"
     done = consolidate(full, tmp_path / "folder", max_shard_size=limit)
     consolidate(full, tmp_path / "one.safetensors")
@@ -258,7 +260,7 @@ def as_consolidated_safetensors(folder: Path, out: Path) -> Path:
 
 
 def as_inner_model(folder: Path, out: Path) -> Path:
-    """Such as AutoModel saves it: no head, and `model.` is in no name."""
+    """As AutoModel saves it: without a head, and without `model.` in the names."""
     base_model().model.save_pretrained(folder)
     return folder
 
@@ -269,10 +271,10 @@ BASES += [as_consolidated, as_consolidated_safetensors, as_inner_model]
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("kind", BASES)
-def test_a_base_of_each_kind(
+def test_bases_in_every_format(
     checkpoints: Checkpoints, tmp_path: Path, stage: int, kind: Callable[[Path, Path], Path]
 ) -> None:
-    """The files are in fp32, the run was in bf16: the values are those that the run had."""
+    """The files are in fp32 and the run was in bf16: the values are those of the run."""
     out = checkpoints(stage)
     base = kind(tmp_path / "base", out)
     before = snapshot(base)
@@ -298,7 +300,7 @@ def test_a_base_of_fp32_is_rounded_as_the_run_rounded_it(checkpoints: Checkpoint
     assert bits({"": weights_of(tmp_path / "fp32.ckpt")[EMBEDDING]}) == bits({"": merged.float()})
 
 
-def test_a_run_whose_embeddings_are_not_tied(checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_a_run_with_untied_embeddings(checkpoints: Checkpoints, tmp_path: Path) -> None:
     out = checkpoints(3, tied=False)
     base_model(tied=False).save_pretrained(tmp_path / "base")
     consolidate(out / "small.ckpt", tmp_path / "merged.ckpt", base=tmp_path / "base")
@@ -359,7 +361,7 @@ def test_a_wrong_base_is_refused_by_name(
     assert [item.name for item in tmp_path.iterdir()] == ["wrong"]
 
 
-def test_what_needs_no_base_and_what_cannot_have_one(checkpoints: Checkpoints, tmp_path: Path, base: Path) -> None:
+def test_checkpoints_that_take_no_base(checkpoints: Checkpoints, tmp_path: Path, base: Path) -> None:
     with pytest.raises(CheckpointError, match="is a full checkpoint: it needs no base"):
         consolidate(checkpoints(2) / "full.ckpt", tmp_path / "one.ckpt", base=base)
     with pytest.raises(CheckpointError, match="There is no base at"):
@@ -391,7 +393,7 @@ def test_parameters_without_a_fingerprint_are_named(checkpoints: Checkpoints, tm
     assert bits(weights_of(tmp_path / "merged.ckpt")) == bits(weights_of(tmp_path / "full.ckpt"))
 
 
-def test_stage_0_that_does_not_say_what_was_trained(checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_stage_0_without_a_list_of_trained_parameters(checkpoints: Checkpoints, tmp_path: Path) -> None:
     out = checkpoints(0, module="half")
     full = out / "full.ckpt"
     consolidate(full, tmp_path / "one.ckpt")

@@ -1,4 +1,4 @@
-"""What tools and saves do with the file system that a checkpoint comes with: links, devices, modes, swaps."""
+"""What tools and saves do with links, devices, modes and swapped files in a checkpoint directory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STATES = "mp_rank_00_model_states.pt"
 
 @pytest.fixture
 def layout(tmp_path: Path) -> Layout:
-    """A checkpoint whose files of states hold a few bytes."""
+    """Create a checkpoint whose state files hold a few bytes."""
     folder = tmp_path / "in.ckpt" / "checkpoint"
     folder.mkdir(parents=True)
     (folder / STATES).write_bytes(b"states")
@@ -89,8 +89,8 @@ def test_a_device_is_not_opened(layout: Layout, tmp_path: Path) -> None:
     assert names(copied(layout, tmp_path)) == {"latest"}
 
 
-def test_no_mode_and_no_time_is_copied(layout: Layout, tmp_path: Path) -> None:
-    """A program that runs as its owner would, copied by root, run as root."""
+def test_modes_and_times_are_not_copied(layout: Layout, tmp_path: Path) -> None:
+    """Else a set-uid program of another user, copied by root, would run as root."""
     file = layout.root / "checkpoint" / "tool"
     file.write_text("#!/bin/sh\n")
     file.chmod(0o6777)
@@ -108,7 +108,10 @@ def test_no_mode_and_no_time_is_copied(layout: Layout, tmp_path: Path) -> None:
 
 
 def test_deepspeeds_converter_is_not_copied(layout: Layout, tmp_path: Path) -> None:
-    """People run it, and it comes with the checkpoint; `python -m deepspeed.utils.zero_to_fp32` is the same."""
+    """It is a program that people run, and comes with the checkpoint.
+
+    `python -m deepspeed.utils.zero_to_fp32` is the same.
+    """
     for name in ("zero_to_fp32.py", "checkpoint/ZERO_to_fp32.py"):
         (layout.root / name).write_text("import os")
     assert names(copied(layout, tmp_path)) == {"latest"}
@@ -131,7 +134,7 @@ def test_there_is_a_limit(layout: Layout, tmp_path: Path) -> None:
         copied(layout, tmp_path)
 
 
-def test_a_file_that_grows_is_copied_up_to_the_limit(
+def test_a_growing_file_is_copied_up_to_the_limit(
     layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (layout.root / "grows").write_bytes(b"x" * 100)
@@ -147,7 +150,7 @@ def test_a_file_that_grows_is_copied_up_to_the_limit(
         copied(layout, tmp_path)
 
 
-def test_folders_in_each_other(layout: Layout, tmp_path: Path) -> None:
+def test_nested_folders(layout: Layout, tmp_path: Path) -> None:
     folder = layout.root / "checkpoint"
     for _ in range(400):
         folder = folder / "d"
@@ -157,8 +160,8 @@ def test_folders_in_each_other(layout: Layout, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["checkpoint/inner", "note"])
-def test_what_becomes_a_link(layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Swapped in the moment between the look and the copy."""
+def test_a_file_replaced_by_a_link(layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A file is swapped between the check and the copy."""
     (tmp_path / "private").mkdir()
     (tmp_path / "private" / "key").write_text("secret")
     (layout.root / "checkpoint" / "inner").mkdir()
@@ -216,7 +219,7 @@ def test_an_optimizer_that_is_swapped_after_the_check(
 
 
 def linked(source: Path, what: str, elsewhere: Path) -> None:
-    """Let a checkpoint consist of links."""
+    """Replace parts of the checkpoint with links."""
     if what == "the directory":
         source.rename(elsewhere)
         source.symlink_to(elsewhere)
@@ -242,8 +245,8 @@ def linked(source: Path, what: str, elsewhere: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["the directory", "a folder inside", "a file inside"])
-def test_links_that_are_followed(checkpoints: Checkpoints, tmp_path: Path, what: str) -> None:
-    """The whole on another disk, and links that stay inside of the checkpoint."""
+def test_links_within_a_checkpoint_are_followed(checkpoints: Checkpoints, tmp_path: Path, what: str) -> None:
+    """The whole checkpoint on another disk, and links that stay inside the checkpoint."""
     source = tmp_path / "full.ckpt"
     shutil.copytree(checkpoints(2) / "full.ckpt", source)
     linked(source, what, tmp_path / "elsewhere")
@@ -254,10 +257,10 @@ def test_links_that_are_followed(checkpoints: Checkpoints, tmp_path: Path, what:
 
 
 @pytest.mark.parametrize("what", ["the folder", "a file", "a file, by another link"])
-def test_links_that_are_refused(
+def test_links_out_of_a_checkpoint_are_refused(
     checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
 ) -> None:
-    """A checkpoint from outside could name a file of the user's, and what is made of it is handed on."""
+    """A checkpoint from elsewhere could link to a file of the user's, and the output is passed on."""
     source = tmp_path / "full.ckpt"
     shutil.copytree(checkpoints(2) / "full.ckpt", source)
     linked(source, what, tmp_path / "elsewhere")
@@ -271,7 +274,7 @@ def test_links_that_are_refused(
     assert read_states(source, None, trust=True).layout.root == source
 
 
-def test_a_folder_for_other_ranks_that_is_a_link(checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_a_link_as_the_resharded_folder(checkpoints: Checkpoints, tmp_path: Path) -> None:
     source = tmp_path / "small.ckpt"
     shutil.copytree(checkpoints(2) / "small.ckpt", source)
     (tmp_path / "elsewhere").mkdir()
@@ -337,7 +340,7 @@ def test_the_directory_of_a_save_may_be_a_link(tmp_path: Path) -> None:
     assert (save.failed, names(tmp_path / "disk")) == ([], {"trainable.safetensors"})
 
 
-def test_what_a_killed_save_has_left_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_killed_saves_are_removed(tmp_path: Path) -> None:
     left = tmp_path / ".trainable.safetensors.partial"
     for inner in ("", "inner"):
         (left / inner).mkdir(parents=True) if inner else left.write_text("half")
@@ -347,7 +350,7 @@ def test_what_a_killed_save_has_left_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda work, to: work.symlink_to(to), lambda work, to: work.write_text("mine")])
-def test_a_work_folder_that_is_not_ours(
+def test_a_foreign_work_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path, Path], Any]
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
@@ -359,7 +362,7 @@ def test_a_work_folder_that_is_not_ours(
     assert names(tmp_path / "elsewhere") == set()
 
 
-def test_a_marker_in_a_work_folder_that_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_foreign_marker_in_a_work_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     work = tmp_path / ".ds_frozen_patch-0123456789ab"
     work.symlink_to(tmp_path / "elsewhere")

@@ -1,4 +1,4 @@
-"""`export` and `load_trainable`: adapters as PEFT's own, plain files of safetensors, and modules that take them."""
+"""`export` and `load_trainable`: adapters in PEFT's format, plain safetensors files, and loading them into modules."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ FULL = ("lora", "mine", "tied", "embed", "half frozen", "no adapter")
 
 
 def base(kind: str) -> Any:
-    """The model before it gets an adapter."""
+    """Return the model before it gets an adapter."""
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=runs.VOCABULARY,
@@ -98,7 +98,7 @@ def base(kind: str) -> Any:
 
 
 class Run(runs.LoraRun):
-    """A small Llama with one kind of adapter, and what else is trained."""
+    """A small Llama with one kind of adapter, and other trained parameters."""
 
     def __init__(self, kind: str, rank: int = 4) -> None:
         super(runs.LoraRun, self).__init__()
@@ -140,7 +140,7 @@ class Run(runs.LoraRun):
 
 
 def train(out: str, stage: int, kinds: list[str]) -> None:
-    """One step of each kind, with a checkpoint of either sort, and what DeepSpeed itself says was trained."""
+    """Take one step with each kind; save both kinds of checkpoint, and what DeepSpeed itself reports as trained."""
     zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
     for kind in kinds:
         provider.trainable_only()
@@ -172,7 +172,7 @@ def train(out: str, stage: int, kinds: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Trained:
-    """What one run has left, and what it has trained, by DeepSpeed's word."""
+    """The files of one run, and its trained parameters as DeepSpeed reports them."""
 
     path: Path
     kind: str
@@ -193,7 +193,7 @@ class Trained:
         return {**self.trained, **self.buffers}
 
     def module(self, frozen: bool = False) -> Run:
-        """The trained module, put together without us: on its base in fp32, or on what the run made of that."""
+        """Return the trained module, rebuilt without us: on its base in fp32, or in the dtype of the run."""
         module = Run(self.kind).eval()
         module.load_state_dict({**self.values, **(self.frozen if frozen else {})}, strict=False)
         return module
@@ -204,7 +204,7 @@ Made = Callable[[str, int], Trained]
 
 @pytest.fixture(scope="module")
 def made(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """`made(kind, stage)`: all kinds of a stage are trained at once."""
+    """`made(kind, stage)`: all kinds of a stage are trained together."""
     done: dict[int, Path] = {}
 
     def make(kind: str, stage: int) -> Trained:
@@ -235,9 +235,9 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def pefts_own(model: Any, name: str, kind: str = "") -> dict[str, torch.Tensor]:
-    """What PEFT itself would save; not the frozen embedding below an adapter, which PEFT would add.
+    """Return what PEFT itself would save; not the frozen embedding below an adapter, which PEFT would add.
 
-    Of a model without a PeftModel around it, PEFT gives no prefix, and `save_pretrained` puts it there.
+    For a model without a PeftModel around it, PEFT adds no prefix, while `save_pretrained` does.
     """
     found: dict[str, torch.Tensor] = peft.get_peft_model_state_dict(
         model, adapter_name=name, save_embedding_layers=False if kind == "embedding" else "auto"
@@ -247,7 +247,7 @@ def pefts_own(model: Any, name: str, kind: str = "") -> dict[str, torch.Tensor]:
 
 
 def loaded_by_peft(folder: Path, kind: str) -> Any:
-    """What PEFT makes of an adapter folder; it must not have to say anything about it."""
+    """Load an adapter folder by PEFT, which must not warn."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = peft.PeftModel.from_pretrained(base(kind), folder)
@@ -260,12 +260,12 @@ def loaded_by_peft(folder: Path, kind: str) -> Any:
 
 
 def each(stage: int, *but: str) -> list[Any]:
-    """All adapters that are trained in a stage, but some."""
+    """Return all adapters that are trained in a stage, except some."""
     return [(kind, stage) for kind in KINDS[stage] if kind in ADAPTED and kind not in but]
 
 
 @pytest.mark.parametrize(("kind", "stage"), [*each(2, *REFUSED), *each(3)])
-def test_an_adapter_is_as_pefts_own(made: Made, tmp_path: Path, kind: str, stage: int) -> None:
+def test_an_adapter_equals_pefts(made: Made, tmp_path: Path, kind: str, stage: int) -> None:
     run, name = made(kind, stage), NAMES.get(kind, "default")
     module = run.module()
     if kind == "both":
@@ -301,7 +301,7 @@ def test_an_adapter_is_as_pefts_own(made: Made, tmp_path: Path, kind: str, stage
     ("kind", "stage"),
     each(2, *REFUSED, "adalora", "model", "norm", "tied", "both", "injected"),
 )
-def test_pefts_own_folder_goes_into_a_module(made: Made, tmp_path: Path, kind: str, stage: int) -> None:
+def test_pefts_folder_loads_into_a_module(made: Made, tmp_path: Path, kind: str, stage: int) -> None:
     run, name = made(kind, stage), NAMES.get(kind, "default")
     module = run.module()
     module.model.save_pretrained(tmp_path, selected_adapters=[name], save_embedding_layers=False)
@@ -312,7 +312,7 @@ def test_pefts_own_folder_goes_into_a_module(made: Made, tmp_path: Path, kind: s
 
 
 def refusal(capsys: pytest.CaptureFixture[str], target: Path, *arguments: object) -> str:
-    """What the command line says of an export that is refused; the target is as it was before."""
+    """Return the error message of an export that is refused; the target must be unchanged."""
     before = list(target.parent.rglob("*"))
     assert main(["export", *map(str, arguments)]) == 1
     said = capsys.readouterr()
@@ -358,7 +358,7 @@ def test_a_full_checkpoint_needs_a_configuration(
     assert f"{tmp_path / 'adapter_config.json'} is no" in refusal(capsys, target, *asked, "--adapter-config", tmp_path)
 
 
-def test_a_configuration_that_is_given_goes_before_the_recorded(made: Made, tmp_path: Path) -> None:
+def test_an_explicit_configuration_overrides_the_recorded_one(made: Made, tmp_path: Path) -> None:
     run = made("lora", 2)
     config = {**CONFIGS["lora"](4).to_dict(), "target_modules": QV, "revision": "mine"}
     (tmp_path / "mine.json").write_text(json.dumps(config))
@@ -366,7 +366,7 @@ def test_a_configuration_that_is_given_goes_before_the_recorded(made: Made, tmp_
     assert peft.PeftConfig.from_pretrained(str(tmp_path / "adapter")).revision == "mine"
 
 
-def test_a_full_checkpoint_does_not_say_which_adapter(
+def test_a_full_checkpoint_needs_the_adapter_name(
     made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = made("mine", 2)
@@ -404,13 +404,13 @@ def test_no_adapter_at_all(made: Made, tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def with_frozen_as_saved(module: Run) -> dict[str, torch.Tensor]:
-    """What PEFT would save, the frozen part of it in the dtype of the run."""
+    """Return what PEFT would save, its frozen part in the dtype of the run."""
     wanted = pefts_own(module.model, "default")
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
     return {**wanted, name: wanted[name].bfloat16()}
 
 
-def test_a_part_of_the_adapter_was_left_out(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adapter_with_a_frozen_part(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, target = made("half frozen", 2), tmp_path / "adapter"
     said = refusal(capsys, target, run.small, target, "--format", "peft")
     assert "Parts of the adapter were frozen and are not in the checkpoint" in said
@@ -425,7 +425,7 @@ def test_a_part_of_the_adapter_was_left_out(made: Made, tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_frozen_part_that_was_kept(made: Made, tmp_path: Path, stage: int) -> None:
+def test_an_adapter_with_a_kept_frozen_part(made: Made, tmp_path: Path, stage: int) -> None:
     run = made("kept", stage)
     kept = {name: tensor for name, tensor in run.frozen.items() if ".lora_B." in name}
     assert len(kept) == 1
@@ -441,9 +441,7 @@ def test_a_frozen_part_that_was_kept(made: Made, tmp_path: Path, stage: int) -> 
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_is_no_adapter_of_weights(
-    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
+def test_adapters_without_weights(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     run, target = made(kind, 2), tmp_path / "adapter"
     said = refusal(capsys, target, run.small, target, "--format", "peft")
     assert REFUSED[kind] in said
@@ -453,7 +451,7 @@ def test_what_is_no_adapter_of_weights(
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_what_is_trained_outside_of_the_adapter(
+def test_trained_parameters_outside_the_adapter(
     made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], stage: int
 ) -> None:
     run = made("head", stage)
@@ -473,7 +471,7 @@ def test_what_is_trained_outside_of_the_adapter(
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_file_of_safetensors(made: Made, tmp_path: Path, stage: int) -> None:
+def test_a_safetensors_file(made: Made, tmp_path: Path, stage: int) -> None:
     run = made("lora", stage)
     for source in (run.small, run.full):
         file = tmp_path / f"{source.stem}.safetensors"
@@ -520,7 +518,7 @@ def test_another_dtype(made: Made, tmp_path: Path, name: str, dtype: torch.dtype
 
 
 def test_a_tied_embedding(made: Made, tmp_path: Path) -> None:
-    """It is trained under both of its names, and a file of safetensors holds it once."""
+    """It is trained under both of its names, and a safetensors file holds it once."""
     for stage in (2, 3):
         run = made("tied", stage)
         file = tmp_path / f"{stage}.safetensors"
@@ -542,7 +540,7 @@ def test_a_tied_embedding(made: Made, tmp_path: Path) -> None:
 
 
 def test_a_full_checkpoint_of_stage_0(made: Made, tmp_path: Path) -> None:
-    """Another parameter has the shape of a trained one, so it does not say which was trained."""
+    """Another parameter has the shape of a trained one, so the checkpoint does not tell which was trained."""
     run = made("embed", 0)
     with pytest.raises(CheckpointError, match="Pass --trainable"):
         export(run.full, tmp_path / "trained.safetensors")
@@ -551,14 +549,14 @@ def test_a_full_checkpoint_of_stage_0(made: Made, tmp_path: Path) -> None:
     assert same(load_file(tmp_path / "trained.safetensors"), run.values)
 
 
-def test_a_full_checkpoint_of_stage_0_goes_into_a_module(made: Made) -> None:
+def test_a_full_checkpoint_of_stage_0_loads_into_a_module(made: Made) -> None:
     run = made("embed", 0)
     module = Run("embed")
     load_trainable(module, run.full)
     assert same(module.state_dict(), run.module(frozen=True).state_dict())
 
 
-def test_what_is_there_stays(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_files_are_unchanged(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = made("lora", 2)
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("mine")
@@ -574,7 +572,7 @@ def test_what_is_there_stays(made: Made, tmp_path: Path, capsys: pytest.CaptureF
     assert f"is inside {run.small}" in refusal(capsys, target, run.small, target, "--format", "peft")
 
 
-def test_wrong_words(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, target = made("lora", 2), tmp_path / "adapter"
     with pytest.raises(ValueError, match="format must be one of peft, safetensors, not 'gguf'"):
         export(run.small, target, format="gguf")
@@ -626,7 +624,7 @@ def test_the_command_line(made: Made, tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def of_lightning(run: Trained, path: Path) -> Path:
-    """A file that Lightning alone has saved, of the trained module."""
+    """Return a file that Lightning alone has saved, of the trained module."""
     module = run.module(frozen=True)
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.0)  # type: ignore[method-assign]
     keeper = ModelCheckpoint(str(path), filename="last")
@@ -679,7 +677,7 @@ WHOLE = ("consolidated, whole", "shards, whole", "full", "lightning")
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("source", SOURCES)
-def test_what_was_trained_goes_into_a_module(made: Made, tmp_path: Path, source: str, stage: int) -> None:
+def test_trained_parameters_load_into_a_module(made: Made, tmp_path: Path, source: str, stage: int) -> None:
     run = made("lora", stage)
     path = SOURCES[source](run, tmp_path)
     if source.startswith("shards"):
@@ -701,7 +699,7 @@ def test_what_was_trained_goes_into_a_module(made: Made, tmp_path: Path, source:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_module_of_another_run_stays_as_it_is(made: Made, tmp_path: Path, source: str) -> None:
+def test_a_module_of_another_run_is_unchanged(made: Made, tmp_path: Path, source: str) -> None:
     run = made("lora", 2)
     path = SOURCES[source](run, tmp_path)
     lora = "model.base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
@@ -732,12 +730,12 @@ def refuses(module: torch.nn.Module, path: Path, *said: str) -> None:
     assert same(module.state_dict(), before)
 
 
-def test_a_head_is_named_where_it_is_unexpected(made: Made, tmp_path: Path) -> None:
+def test_an_unexpected_head_is_named(made: Made, tmp_path: Path) -> None:
     path = exported("all.safetensors", "safetensors")(made("head", 2), tmp_path)
     refuses(Run("lora"), path, "unexpected keys: 'head.bias', 'head.weight'.")
 
 
-def test_an_adapter_needs_its_like(made: Made, tmp_path: Path) -> None:
+def test_an_adapter_needs_a_matching_module(made: Made, tmp_path: Path) -> None:
     path = exported("adapter", "peft")(made("lora", 2), tmp_path)
     for module, count in ((torch.nn.Linear(2, 2), 0), (Run("pair"), 2)):
         with pytest.raises(CheckpointError, match=f"contains an adapter, but the module has {count} PEFT models"):
@@ -751,7 +749,7 @@ def test_an_adapter_needs_its_like(made: Made, tmp_path: Path) -> None:
 
 
 def last_records(file: Path, least: int) -> None:
-    """Another bit in the tensors at a file's end, from `least` bytes on: after what a reader has taken before."""
+    """Flip a bit in the tensors at a file's end, after `least` bytes: after those that a reader has already used."""
     content = bytearray(file.read_bytes())
     with zipfile.ZipFile(file) as archive:
         found = [info for info in archive.infolist() if "/data/" in info.filename and info.file_size >= least]
@@ -784,7 +782,7 @@ def cut(file: Path, least: int = 4) -> None:
     ],
 )
 @pytest.mark.parametrize("stage", [2, 3])
-def test_nothing_of_a_damaged_file_goes_into_a_module(
+def test_a_damaged_file_changes_nothing_in_a_module(
     made: Made, tmp_path: Path, source: str, stage: int, file: str, damage: Callable[[Path, int], None]
 ) -> None:
     path = SOURCES[source](made("lora", stage), tmp_path)

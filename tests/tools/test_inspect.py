@@ -1,4 +1,4 @@
-"""`ds-frozen-patch inspect` and `status`: what they say of real checkpoints, and of what is none."""
+"""`ds-frozen-patch inspect` and `status`: their output for real checkpoints, and for paths that are none."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHECKPOINTS = {(stage, 2) for stage in (0, 1, 2, 3)} | {(2, 1), (3, 1)}
 
 
 def save_both_ways(out: str, world_size: int, stage: int) -> dict[str, int]:
-    """A trainable-only and a full checkpoint of one moment; gives the elements that are trained and frozen."""
+    """Save a trainable-only and a full checkpoint of the same state; return the elements trained and frozen."""
     provider.trainable_only()
     trainer = runs.trainer(out, world_size, stage, epochs=1, enable_checkpointing=False)
     module = runs.LoraRun(hidden=64, vocabulary=1024)
@@ -46,7 +46,7 @@ Made = Callable[[int, int], tuple[Path, dict[str, int]]]
 
 @pytest.fixture(scope="module")
 def made(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """`made(stage, world_size)`: a folder with `small.ckpt` and `full.ckpt`, and what is in them."""
+    """`made(stage, world_size)`: a folder with `small.ckpt` and `full.ckpt`, and their contents."""
     done: dict[tuple[int, int], tuple[Path, dict[str, int]]] = {}
 
     def make(stage: int, world_size: int = 2) -> tuple[Path, dict[str, int]]:
@@ -95,8 +95,8 @@ def test_every_byte_has_a_kind(made: Made, stage: int, world_size: int) -> None:
     assert small.manifest.total_bytes == width * frozen
 
 
-def test_a_second_copy_of_frozen_weights_is_told(made: Made, tmp_path: Path) -> None:
-    """On a GPU, ZeRO-2 saves frozen weights twice; on the CPU the two share their memory, which is undone here."""
+def test_a_second_copy_of_frozen_weights_is_reported(made: Made, tmp_path: Path) -> None:
+    """On a GPU, ZeRO-2 saves frozen weights twice; on the CPU both share their memory, which is undone here."""
     out, sizes = made(2, 2)
     shutil.copytree(out / "full.ckpt", tmp_path / "full.ckpt")
     file = tmp_path / "full.ckpt" / "checkpoint" / "mp_rank_00_model_states.pt"
@@ -143,7 +143,7 @@ def test_status_as_json() -> None:
     assert command("status").stdout.split()[:2] == ["target", "version"]
 
 
-def test_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["inspect"], ["inspect", "a", "b"], ["bake"]):
         with pytest.raises(SystemExit) as exit_:
             main(arguments)
@@ -152,7 +152,7 @@ def test_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class RunsCode:
-    """What an attacker puts into a pickle."""
+    """A payload in a pickle."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -168,7 +168,7 @@ def copied(made: Made, tmp_path: Path) -> Path:
 
 
 def refusal(path: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What the command line says of a checkpoint: one sentence or a few, and exit status 1."""
+    """Return the error message of the command line for a checkpoint; the exit status must be 1."""
     assert main(["inspect", str(path), *arguments]) == 1
     said = capsys.readouterr()
     assert said.out == ""
@@ -190,7 +190,7 @@ def test_a_checkpoint_cannot_run_code(copied: Path, tmp_path: Path, capsys: pyte
 
 
 def test_the_type_of_an_omegaconf_value_is_expected(copied: Path) -> None:
-    """Each value of a DictConfig, as Hydra gives it, says that it may be of any type."""
+    """Each value of a DictConfig, as Hydra builds it, allows any type."""
     file = copied / "checkpoint" / "mp_rank_00_model_states.pt"
     state = torch.load(file, weights_only=False)
     state["hyper_parameters"]["type"] = Any
@@ -198,7 +198,7 @@ def test_the_type_of_an_omegaconf_value_is_expected(copied: Path) -> None:
     assert inspect(copied).global_step == state["global_step"]
 
 
-def test_a_class_of_the_users_is_named(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_user_class_is_named(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = copied / "checkpoint" / "mp_rank_00_model_states.pt"
     before = inspect(copied)
     state = torch.load(file, weights_only=False)
@@ -239,7 +239,7 @@ def test_a_damaged_file(
     assert "Take a whole copy" in said
 
 
-def test_a_file_of_something_else(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_no_checkpoint(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = copied / "checkpoint" / "mp_rank_00_model_states.pt"
     others: list[Any] = [[], {"state_dict": {}}, {"module": 1}]
     for state in others:
@@ -249,7 +249,7 @@ def test_a_file_of_something_else(copied: Path, capsys: pytest.CaptureFixture[st
     assert inspect(copied).versions == {}
 
 
-def test_a_state_that_holds_itself(copied: Path) -> None:
+def test_a_recursive_state(copied: Path) -> None:
     file = copied / "checkpoint" / "mp_rank_00_model_states.pt"
     before = inspect(copied).kinds
     state = torch.load(file, weights_only=False)
@@ -275,7 +275,7 @@ def test_paths_that_are_no_checkpoint(copied: Path, tmp_path: Path, capsys: pyte
     assert "contains no *model_states.pt" in refusal(copied, capsys)
 
 
-def test_a_shard_of_another_rank_number_is_missing(made: Made, tmp_path: Path) -> None:
+def test_a_missing_shard_of_another_rank(made: Made, tmp_path: Path) -> None:
     shutil.copytree(made(3, 2)[0] / "small.ckpt", tmp_path / "copy.ckpt")
     (tmp_path / "copy.ckpt" / "checkpoint" / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
     with pytest.raises(CheckpointError, match="model states of 1 ranks and optimizer states of 2"):

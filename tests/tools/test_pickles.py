@@ -1,4 +1,4 @@
-"""What a pickle may name and hold: read without running it, in little room and time, harmless when written again."""
+"""What a pickle may name and contain: read without running it, in little memory and time, and rewritten safely."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def text(value: str) -> bytes:
 
 
 def saved(file: Path, pickled: bytes, **records: bytes) -> Path:
-    """A file of `torch.save` with this pickle."""
+    """Write a file of `torch.save` with this pickle."""
     with zipfile.ZipFile(file, "w") as opened:
         opened.writestr("archive/data.pkl", pickled)
         opened.writestr("archive/byteorder", b"little")
@@ -65,13 +65,13 @@ def saved(file: Path, pickled: bytes, **records: bytes) -> Path:
 
 
 def mine(file: Path, code: bytes, **records: bytes) -> Path:
-    """A file whose state holds as "mine" what some opcodes push."""
+    """Write a file whose state has under "mine" what the opcodes push."""
     return saved(file, OPEN + code + b"s.", **records)
 
 
 @contextmanager
 def little() -> Iterator[None]:
-    """Neither much memory nor much time is taken."""
+    """Assert that neither much memory nor much time is used."""
 
     def too_long(*_: Any) -> None:
         raise BaseException(f"it takes more than {SECONDS} s")
@@ -109,7 +109,7 @@ def test_the_list_has_no_wildcards() -> None:
         "typing.Anything",
     ],
 )  # fmt: skip
-def test_what_is_not_on_the_list_is_refused(tmp_path: Path, name: str) -> None:
+def test_names_not_on_the_list_are_refused(tmp_path: Path, name: str) -> None:
     module, _, last = name.rpartition(".")
     file = mine(tmp_path / "a.pt", f"c{module}\n{last}\n".encode())
     with pytest.raises(CheckpointError, match=re.escape(f"{file} names {name}, which is not expected in a checkpoint")):
@@ -148,7 +148,7 @@ BENIGN: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", BENIGN)
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_what_libraries_save_is_read_and_written_again(tmp_path: Path, kind: str, protocol: int) -> None:
+def test_files_of_libraries_are_read_and_rewritten(tmp_path: Path, kind: str, protocol: int) -> None:
     torch.save({"mine": BENIGN[kind]}, tmp_path / "a.pt", pickle_protocol=protocol)
     assert_the_same(tmp_path / "a.pt", tmp_path / "b.pt")
 
@@ -162,7 +162,7 @@ def assert_the_same(file: Path, copy: Path) -> None:
 
 
 def plain(value: Any) -> str:
-    """All that is in a state, to be compared."""
+    """Return the contents of a state as plain values, for comparisons."""
     out = io.StringIO()
     if isinstance(value, dict):
         return f"{type(value)}{[(plain(key), plain(item)) for key, item in value.items()]}"
@@ -179,7 +179,7 @@ def bytes_of(storage: Storage) -> bytes:
 
 
 def made(name: str, state: bytes) -> bytes:
-    """An object as libraries save theirs: of a class, without arguments, and a dictionary as its state."""
+    """Return an object as libraries save theirs: from a class, without arguments, with a dictionary as its state."""
     module, _, last = name.rpartition(".")
     return f"c{module}\n{last}\n".encode() + b")\x81" + state + b"b"
 
@@ -208,7 +208,7 @@ OF_LIBRARIES = {
 
 
 @pytest.mark.parametrize("library", OF_LIBRARIES)
-def test_what_other_libraries_save_is_read_and_written_again(tmp_path: Path, library: str) -> None:
+def test_files_of_other_libraries_are_read_and_rewritten(tmp_path: Path, library: str) -> None:
     state = archive.read_archive(mine(tmp_path / "a.pt", OF_LIBRARIES[library])).state
     write_archive(tmp_path / "b.pt", state, lambda *_: [])
     again = archive.read_archive(tmp_path / "b.pt").state
@@ -243,14 +243,14 @@ MISUSED = {
 
 
 @pytest.mark.parametrize("misuse", MISUSED)
-def test_what_is_on_the_list_is_used_as_libraries_do(tmp_path: Path, misuse: str) -> None:
+def test_names_on_the_list_are_used_by_libraries(tmp_path: Path, misuse: str) -> None:
     file = mine(tmp_path / "a.pt", MISUSED[misuse])
     with pytest.raises(CheckpointError, match=r"torch\.load could run it\. Nothing was run"):
         archive.read_archive(file)
 
 
-def test_nothing_on_the_list_runs_anything(tmp_path: Path) -> None:
-    """Loaded by Python's own `pickle`, with hostile arguments and states, seen by an audit hook."""
+def test_allowed_names_run_nothing(tmp_path: Path) -> None:
+    """Load it by Python's own `pickle`, with hostile arguments and states, under an audit hook."""
     program = Path(__file__).parents[1] / "harmless.py"
 
     def tried(*more: str) -> Any:
@@ -308,7 +308,7 @@ MUCH: dict[str, bytes] = {
 
 @pytest.mark.parametrize("trust", [False, True])
 @pytest.mark.parametrize("much", MUCH)
-def test_a_small_file_takes_little(tmp_path: Path, much: str, trust: bool) -> None:
+def test_small_files_take_little_memory_and_time(tmp_path: Path, much: str, trust: bool) -> None:
     file = mine(tmp_path / "a.pt", MUCH[much])
     with little():
         try:
@@ -322,22 +322,22 @@ def test_a_small_file_takes_little(tmp_path: Path, much: str, trust: bool) -> No
     assert not refused or "damaged" in refused or "torch.load could run it" in refused
 
 
-def test_too_many_keys_in_no_order_are_refused(tmp_path: Path) -> None:
-    """Python looks for each where others are, if they were chosen so."""
+def test_too_many_colliding_keys_are_refused(tmp_path: Path) -> None:
+    """Python compares each key with others in the same slot, and an attacker can choose the keys."""
     for kind in (dict.fromkeys, set, frozenset):
         torch.save({"mine": kind(number * 7919 % 100_003 for number in range(60_000))}, tmp_path / "a.pt")
         with pytest.raises(CheckpointError, match="too many keys are unordered numbers or tuples"):
             archive.read_archive(tmp_path / "a.pt")
 
 
-def test_shapes_that_collide_are_soon_compared(tmp_path: Path) -> None:
-    """A tuple's hash can be chosen by whoever chooses its numbers."""
+def test_colliding_shapes_are_compared_fast(tmp_path: Path) -> None:
+    """An attacker who chooses a tuple's numbers chooses its hash."""
     storage = Storage(Path("a"), "0", "float32", 1)
     hashes = {hash(StoredTensor(storage, "float32", 0, (size, 0), (1, 1))) for size in (0, (1 << 61) - 1)}
     assert len(hashes) == 2
 
 
-def test_many_aliases_take_time_in_proportion() -> None:
+def test_many_aliases_take_linear_time() -> None:
     names = [f"layer{i}.weight" for i in range(30_000)]
     found = weights.Weights(
         {}, {}, {}, dict(zip([f"{n}.alias" for n in names], names, strict=True)), {}, {}, {}, {}, {}
@@ -358,7 +358,7 @@ def test_a_long_name_in_a_manifest_is_refused(tmp_path: Path) -> None:
             states._check_value_types(tmp_path / "a.pt", archive.read_archive(tmp_path / "a.pt").state)
 
 
-def test_names_in_a_base_are_found_in_time_in_proportion(tmp_path: Path) -> None:
+def test_base_names_are_matched_in_linear_time(tmp_path: Path) -> None:
     torch.save({f"model.layers.{i}.weight": torch.ones(1) for i in range(3000)}, tmp_path / "base.bin")
     deep = [LeftOut((".".join(["a"] * 90 + [f"x{i}.y{i}"]),), (1,), "float32", None) for i in range(2000)]
     base = open_base(tmp_path / "base.bin")
@@ -372,7 +372,7 @@ def test_names_in_a_base_are_found_in_time_in_proportion(tmp_path: Path) -> None
     assert base.find(LeftOut(("weight",), (1,), "float32", None)) is None
 
 
-def test_parts_of_many_parameters_are_in_proportion() -> None:
+def test_partitions_of_many_parameters_take_linear_time() -> None:
     parts = [(f".part{i}", [1], "float32", None) for i in range(1000)]
     said = {"format": 1, "left_out": [[[f"a{i}"], [1], "float32", None] for i in range(1000)], "total_bytes": 4}
     said |= {"parts": {f"a{i}": parts for i in range(1000)}, "zero_stage": 2, "world_size": 2, "versions": {}}
@@ -386,7 +386,7 @@ def of_buffers(file: Path, buffers: dict[str, torch.Tensor]) -> states.States:
     return states.States(Layout(file.parent, "", (file,), ()), (archive.read_archive(file),))
 
 
-def test_buffers_that_share_one_tensor_are_in_proportion(tmp_path: Path) -> None:
+def test_shared_buffers_take_linear_space(tmp_path: Path) -> None:
     repeated = torch.ones(1).expand(1 << 20)
     found = of_buffers(tmp_path / "a.pt", {f"b{i}": repeated for i in range(300)})
     with pytest.raises(CheckpointError, match=r"its tensors would take 12\d+ bytes, far more than the checkpoint has"):
@@ -451,12 +451,12 @@ def test_an_instantiator_is_found_in_every_form(checkpoint: Callable[..., Any], 
 
 
 @pytest.mark.parametrize("form", TRUSTED)
-def test_an_instantiator_in_what_is_not_expected(checkpoint: Callable[..., Any], form: str) -> None:
+def test_an_instantiator_in_an_unexpected_object(checkpoint: Callable[..., Any], form: str) -> None:
     with pytest.raises(CheckpointError, match=r"torch\.load could run it"):
         checkpoint(TRUSTED[form])
 
 
-def test_what_hyperparameters_are_given_to(checkpoint: Callable[..., Any]) -> None:
+def test_classes_that_receive_hyperparameters(checkpoint: Callable[..., Any]) -> None:
     for kind in (b"comegaconf.dictconfig\nDictConfig\n", b"clightning.fabric.utilities.data\nAttributeDict\n", b"N"):
         assert checkpoint(kind, "hparams_type")
     for kind in (b"cpeft.tuners.lora.config\nLoraConfig\n", b"ctorch._utils\n_rebuild_wrapper_subclass\n", b"]"):
@@ -477,7 +477,7 @@ def test_hyperparameters_of_lightningcli_are_read(checkpoint: Callable[..., Any]
     assert checkpoint(pickled({"_instantiator": None, "names": ["a", np.str_("b"), np.str_("c")]}))
 
 
-def test_what_makes_classes_is_dropped_from_what_is_consolidated() -> None:
+def test_instantiators_are_dropped_by_consolidate() -> None:
     from ds_frozen_patch.checkpoint.hyperparameters import without_classes
 
     said = {"_instantiator": LIGHTNINGS, "_class_path": "mine.Model", "lr": 1, "names": ["a"]}
@@ -525,7 +525,7 @@ def recorded(**more: Any) -> dict[str, Any]:
         r"^language_model\.model\.layers\.\d{1,2}\.(?:self_attn|mlp)\.\w+_proj$",
     ],
 )  # fmt: skip
-def test_patterns_that_people_use_are_exported(pattern: str) -> None:
+def test_common_patterns_are_exported(pattern: str) -> None:
     said = {"target_modules": pattern, "exclude_modules": pattern, "layers_pattern": "layers"}
     assert recorded(**said, rank_pattern={r"layers\.\d+\.q_proj": 4}).items() >= said.items()
 
@@ -535,7 +535,7 @@ def test_patterns_that_people_use_are_exported(pattern: str) -> None:
     ["(a+)+$", "(a|aa)+$", "(.*)*x", ".*.*.*.*.*.*x", "a?" * 30 + "a" * 30, "(?=(a+)+$)b", r"(a+)\1", "(", "(" * 5000,
      "((a{1,20}){1,20}){1,20}", "(?:(?:.*a){9})x"],
 )  # fmt: skip
-def test_patterns_that_take_for_ever_are_refused(pattern: str) -> None:
+def test_exponential_patterns_are_refused(pattern: str) -> None:
     for said in (
         {"target_modules": pattern}, {"exclude_modules": pattern}, {"layers_pattern": pattern},
         {"layers_pattern": [pattern]}, {"rank_pattern": {pattern: 4}}, {"alpha_pattern": {pattern: 4}},
@@ -551,7 +551,7 @@ def test_the_slowest_pattern_that_is_exported() -> None:
     assert time.monotonic() - begin < 1
 
 
-def test_what_peft_would_import_is_not_exported() -> None:
+def test_configurations_that_peft_would_import_are_not_exported() -> None:
     with pytest.raises(CheckpointError, match="names 'this' as its megatron_core"):
         recorded(megatron_config={}, megatron_core="this")
     transformers = {"base_model_class": "LlamaModel", "parent_library": "transformers.models.llama.modeling_llama"}
@@ -563,21 +563,21 @@ def test_what_peft_would_import_is_not_exported() -> None:
 
 
 @pytest.mark.parametrize("text_", ["", "[]", "{}", "[" * 100_000, '{"peft_type": []}', '{"peft_type": {"a": 1}}', "1"])
-def test_a_configuration_that_is_none_is_refused(text_: str) -> None:
+def test_an_invalid_configuration_is_refused(text_: str) -> None:
     from ds_frozen_patch.checkpoint.tools.export import _parse_recorded_config
 
     with pytest.raises(CheckpointError, match="The adapter's configuration in the checkpoint is damaged"):
         _parse_recorded_config(text_)
 
 
-def test_many_adapters_take_time_in_proportion() -> None:
+def test_many_adapters_take_linear_time() -> None:
     trained = [f"layer{i}.lora_A.a{i}.weight" for i in range(5000)]
     with little():
         members = Adapter("", "a7", None).members(trained, (), (), [f"a{i}" for i in range(5000)])
     assert list(members.values()) == ["layer7.lora_A.a7.weight"]
 
 
-def test_the_converter_makes_no_folders_elsewhere() -> None:
+def test_the_converter_creates_no_folders_outside() -> None:
     from ds_frozen_patch.checkpoint.tools.universal import _check_folders, _UnexpectedError
 
     _check_folders([{"model.layers.0.weight": None}])
@@ -586,7 +586,7 @@ def test_the_converter_makes_no_folders_elsewhere() -> None:
             _check_folders([{name: None}])
 
 
-def test_a_storage_that_is_in_no_file_yet_says_so(tmp_path: Path) -> None:
+def test_an_unsaved_storage_has_no_file(tmp_path: Path) -> None:
     """A file at the empty path would be the current directory."""
     storage = Storage(None, "0", "float32", 1)
     with pytest.raises(ValueError, match="storage '0' is in no file yet"), Records() as records:

@@ -1,4 +1,4 @@
-"""`ds-frozen-patch prune`: a full checkpoint becomes what it would be, had it been saved under `patch()`."""
+"""`ds-frozen-patch prune`: converts a full checkpoint into the one that `patch()` would have saved."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ pytestmark = [pytest.mark.promise(14), pytest.mark.everyday]
         *((stage, 2, precision_of(stage), "wrapped") for stage in (1, 2)),  # DeepSpeed cannot train it in ZeRO-3
     ],
 )
-def test_it_is_what_a_trainable_only_save_had_written(
+def test_it_equals_a_trainable_only_save(
     checkpoints: Checkpoints, tmp_path: Path, stage: int, world_size: int, precision: str, module: str
 ) -> None:
     out = checkpoints(stage, world_size, precision, module=module)
@@ -70,7 +70,7 @@ def test_it_is_what_a_trainable_only_save_had_written(
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_it_resumes_as_the_trainable_only_one_does(
+def test_it_resumes_like_a_trainable_only_save(
     checkpoints: Checkpoints, ranks: Any, tmp_path: Path, stage: int
 ) -> None:
     out = checkpoints(stage)
@@ -118,7 +118,7 @@ def test_without_fingerprints_no_frozen_weight_is_read(checkpoints: Checkpoints,
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_checkpoint_of_deepspeed_alone(checkpoints: Checkpoints, tmp_path: Path, stage: int) -> None:
+def test_a_checkpoint_from_plain_deepspeed(checkpoints: Checkpoints, tmp_path: Path, stage: int) -> None:
     out = checkpoints.by_deepspeed(stage)
     done = prune(out / "full.ckpt", tmp_path / "pruned.ckpt")
     assert (done.manifest.zero_stage, done.manifest.world_size) == (stage, 2)
@@ -140,7 +140,7 @@ def test_a_checkpoint_of_deepspeed_alone(checkpoints: Checkpoints, tmp_path: Pat
         assert_same(ours, theirs, file.name)
 
 
-def test_stage_0_where_shapes_do_not_tell_what_was_trained(checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_stage_0_with_ambiguous_shapes(checkpoints: Checkpoints, tmp_path: Path) -> None:
     out = checkpoints(0, module="half")
     full, pruned = out / "full.ckpt", tmp_path / "pruned.ckpt"
     with pytest.raises(CheckpointError, match=r"cannot tell which were trained \(.*layers\.0.*Pass --trainable"):
@@ -165,7 +165,7 @@ def test_there_is_nothing_to_prune_in_a_trainable_only_one(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_tag_and_what_lies_beside(checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_another_tag_and_other_files(checkpoints: Checkpoints, tmp_path: Path) -> None:
     source = tmp_path / "full.ckpt"
     shutil.copytree(checkpoints(2) / "full.ckpt", source)
     (source / "checkpoint").rename(source / "best")
@@ -184,8 +184,8 @@ def test_another_tag_and_what_lies_beside(checkpoints: Checkpoints, tmp_path: Pa
         assert found[name][0] == snapshot(source)[name][0]
 
 
-def test_left_out_weights_can_be_put_back(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """The fingerprints are those of the values: with one bit changed in the source before, they differ by that name."""
+def test_left_out_weights_can_be_restored(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """The fingerprints are those of the values: after one bit of the source was changed, that name differs."""
     source = tmp_path / "full.ckpt"
     shutil.copytree(checkpoints(2) / "full.ckpt", source)
     (file,) = (source / "checkpoint").glob("*model_states.pt")
@@ -228,7 +228,7 @@ class Tree:
 
 
 def written(state: Any, folder: Path, trust: bool = False) -> Path:
-    """A state saved by torch, read and written by us: the new file."""
+    """Save a state by torch, read and write it by us, and return the new file."""
     torch.save(state, folder / "theirs.pt")
     with Records() as records:
 
@@ -302,12 +302,12 @@ def test_plain_values_are_written_as_torch_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [range(3), int, str, bytes, complex, list, type(None)])
-def test_values_that_pickles_name_as_python_2_did(tmp_path: Path, value: Any) -> None:
+def test_values_pickled_with_python_2_names(tmp_path: Path, value: Any) -> None:
     for trust in (False, True):
         assert loaded(written({"value": value}, tmp_path, trust))["value"] == value
 
 
-def test_a_state_that_holds_itself(tmp_path: Path) -> None:
+def test_a_recursive_state(tmp_path: Path) -> None:
     state: dict[str, Any] = {"more": torch.ones(8)}
     state["itself"] = [state]
     found = loaded(written(state, tmp_path))

@@ -1,4 +1,4 @@
-"""The tools on checkpoints over quantized bases: what they count, leave out, verify, put in and export."""
+"""The tools on checkpoints over quantized bases: what they count, leave out, verify, merge and export."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import quantized
 import runs
 import torch
-from quantized import HERE, KINDS, QuantizedRun
+from quantized import AVAILABLE, KINDS, QuantizedRun
 from safetensors.torch import load_file, save_file
 from tools_checkpoints import assert_pruned, changed, loaded, manifest_of, raw, snapshot
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -30,7 +30,7 @@ from ds_frozen_patch.manifest import KEY, LeftOut, Manifest
 
 pytestmark = [pytest.mark.promise(16), pytest.mark.quantized]
 
-BASES = [kind for kind in HERE if kind != "bf16"]
+BASES = [kind for kind in AVAILABLE if kind != "bf16"]
 OF_SUBCLASSES = [kind for kind in BASES if kind.startswith(("quanto", "torchao"))]
 OF_TORCHAO = [kind for kind in BASES if kind.startswith("torchao")]
 UNQUANTIZED = ["nf4", "nf4-double", "nf4-in-bf16", "int8"]
@@ -65,9 +65,9 @@ ENTRIES = {
 
 
 def save(out: str, kind: str, stage: int) -> None:
-    """Checkpoints of one moment, the adapter that PEFT saves then, and folders of the base."""
+    """Save checkpoints of the same state, the adapter that PEFT saves for it, and folders of the base."""
     ds_frozen_patch.patch(export="safetensors")
-    with quantized.unlike_tensors_stay():
+    with quantized.without_broadcast():
         trainer = runs.trainer(out, 2, stage, precision="bf16-true", epochs=1, enable_checkpointing=False)
         module = QuantizedRun(kind)
         trainer.fit(module, runs.batches(2))
@@ -79,7 +79,7 @@ def save(out: str, kind: str, stage: int) -> None:
 
 
 def save_base(folder: Path, kind: str) -> None:
-    """The folder of a quantized model: a file of safetensors, or for torchao's tensors one of torch.save."""
+    """Save a quantized model's folder: a safetensors file, or for torchao's tensors one of torch.save."""
     folder.mkdir()
     state = {name: tensor for name, tensor in KINDS[kind](1).state_dict().items() if name != "lm_head.weight"}
     if any(map(is_traceable_wrapper_subclass, state.values())):
@@ -106,7 +106,7 @@ def saved(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`folders(kind)`: the folder of the quantized model; of kind "bf16" it is the original."""
+    """`folders(kind)`: the folder of the quantized model; for kind "bf16" that of the original."""
     made: dict[str, Path] = {}
 
     def make(kind: str) -> Path:
@@ -127,7 +127,7 @@ def model_states(path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "stage"), SAVED)
-def test_prune_gives_what_a_save_gives(saved: Callable[..., Path], tmp_path: Path, kind: str, stage: int) -> None:
+def test_prune_equals_a_trainable_only_save(saved: Callable[..., Path], tmp_path: Path, kind: str, stage: int) -> None:
     out = saved(kind, stage)
     shutil.copytree(out / "small.ckpt", tmp_path / "small.ckpt", ignore=shutil.ignore_patterns("*.safetensors"))
     shutil.copytree(out / "full.ckpt", tmp_path / "full.ckpt", ignore=shutil.ignore_patterns("*.safetensors"))
@@ -159,7 +159,7 @@ def test_prune_gives_what_a_save_gives(saved: Callable[..., Path], tmp_path: Pat
 
 def go_on(path: str, out: str, kind: str, stage: int) -> tuple[list[float], dict[str, str]]:
     ds_frozen_patch.patch()
-    with quantized.unlike_tensors_stay():
+    with quantized.without_broadcast():
         trainer = runs.trainer(out, 2, stage, precision="bf16-true", enable_checkpointing=False)
         module = QuantizedRun(kind)
         trainer.fit(module, runs.batches(2), ckpt_path=path)
@@ -197,10 +197,10 @@ def test_verify_counts_parameters(saved: Callable[..., Path], kind: str, stage: 
 
 @pytest.mark.parametrize("has_manifest", [True, False])
 @pytest.mark.parametrize("kind", [kind for kind in BASES if kind not in OF_TORCHAO])
-def test_a_checkpoint_that_holds_parts_of_what_it_left_out(
+def test_leftover_entries_of_frozen_weights(
     saved: Callable[..., Path], tmp_path: Path, kind: str, has_manifest: bool
 ) -> None:
-    """As releases before this one saved it, and as DeepSpeed does by its own flag, without a manifest."""
+    """As earlier releases saved it, and as DeepSpeed does by its own flag, without a manifest."""
     out = saved(kind)
     shutil.copytree(out / "small.ckpt", tmp_path / "old.ckpt")
     everything = loaded(model_states(out / "full.ckpt"))
@@ -292,7 +292,7 @@ def test_one_changed_byte_of_a_base(
 
 @pytest.mark.parametrize("kind", [kind for kind in BASES if kind not in OF_TORCHAO])
 @pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])
-def test_consolidate_puts_a_quantized_base_in(
+def test_consolidate_merges_a_quantized_base(
     saved: Callable[..., Path], folders: Callable[[str], Path], tmp_path: Path, kind: str, suffix: str
 ) -> None:
     out = saved(kind)
@@ -365,7 +365,7 @@ def test_an_unquantized_base_is_quantized_as_the_run_did(
     ("quant_type", "block_size", "storage"),
     [("nf4", 64, torch.uint8), ("fp4", 128, torch.uint8), ("nf4", 256, torch.bfloat16), ("nf4", 64, torch.float32)],
 )
-def test_the_manifest_tells_how_it_was_quantized(
+def test_the_manifest_records_the_quantization(
     tmp_path: Path, dtype: torch.dtype, double: bool, quant_type: str, block_size: int, storage: torch.dtype
 ) -> None:
     from bitsandbytes.functional import quantize_4bit
@@ -431,8 +431,8 @@ def test_an_unquantized_base_of_another_library(
     assert problem.endswith("Pass the base that the run was built from: it was quantized.")
 
 
-def test_partitions_that_zero_quantized(saved: Callable[..., Path], tmp_path: Path) -> None:
-    """ZeRO++ keeps frozen partitions in int8, whose scales are in no checkpoint; bitsandbytes has int8 of its own."""
+def test_partitions_quantized_by_zero(saved: Callable[..., Path], tmp_path: Path) -> None:
+    """ZeRO++ stores frozen partitions in int8 without saving their scales; bitsandbytes has an int8 of its own."""
     path = shutil.copytree(saved("int8") / "full.ckpt", tmp_path / "full.ckpt")
 
     def say(state: dict[str, Any]) -> None:
@@ -445,7 +445,7 @@ def test_partitions_that_zero_quantized(saved: Callable[..., Path], tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", BASES)
-def test_export_gives_what_peft_saves(saved: Callable[..., Path], tmp_path: Path, kind: str) -> None:
+def test_export_equals_what_peft_saves(saved: Callable[..., Path], tmp_path: Path, kind: str) -> None:
     out = saved(kind)
     theirs = load_file(out / "adapter" / "adapter_model.safetensors")
     for name in ("small", "full"):
@@ -461,7 +461,7 @@ def of_layer(module: torch.nn.Module) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", BASES)
-def test_load_trainable_takes_what_is_written(saved: Callable[..., Path], tmp_path: Path, kind: str) -> None:
+def test_load_trainable_reads_exports(saved: Callable[..., Path], tmp_path: Path, kind: str) -> None:
     out = saved(kind)
     theirs = load_file(out / "adapter" / "adapter_model.safetensors")
     export(out / "full.ckpt", tmp_path / "out.safetensors")

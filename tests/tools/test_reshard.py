@@ -1,4 +1,4 @@
-"""`ds-frozen-patch reshard`: a checkpoint becomes what another number of ranks would have saved."""
+"""`ds-frozen-patch reshard`: converts a checkpoint into what another world size would have saved."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def files_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def without_values(state: Any) -> Any:
-    """The same with zeros in place of all that training changes: the values of tensors of floating point."""
+    """Return the state with zeros in place of trained values: of all floating-point tensors."""
     if isinstance(state, torch.Tensor):
         return torch.zeros_like(state) if state.is_floating_point() else state
     if isinstance(state, dict):
@@ -48,7 +48,7 @@ def without_values(state: Any) -> Any:
 
 
 def base_of(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of the optimizer that ZeRO has wrapped."""
+    """Return the state of the optimizer that ZeRO wraps."""
     inner: dict[str, Any] = state["optimizer_state_dict"]
     found: dict[str, Any] = inner.get("base_optimizer_state") or inner["optimizer_state_dict"]
     return found
@@ -62,7 +62,7 @@ def steps_of(state: dict[str, Any]) -> set[float]:
 @pytest.mark.parametrize("module", ["lora", "uneven"])
 @pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_it_is_what_that_many_ranks_save(
+def test_it_equals_a_save_at_that_world_size(
     checkpoints: Checkpoints, tmp_path: Path, stage: int, number: int, module: str, kind: str
 ) -> None:
     source = checkpoints(stage, module=module) / f"{kind}.ckpt"
@@ -95,7 +95,7 @@ def weights(checkpoint: Path, to: Path) -> dict[str, bytes]:
 
 
 def clear_padding(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """ZeRO-3 saves whatever is in the memory beyond the parts of the two uneven parameters; we save zeros."""
+    """ZeRO-3 saves uninitialized memory beyond the partitions of the two uneven parameters; we save zeros."""
     cleared = 0
     for one, other in zip(flats_of(theirs), flats_of(ours), strict=True):
         apart = one != other
@@ -136,7 +136,7 @@ def test_there_and_back(checkpoints: Checkpoints, tmp_path: Path, stage: int, nu
 
 @pytest.mark.once
 @pytest.mark.parametrize("stage", [2, 3])
-def test_what_was_made_before_is_used(checkpoints: Checkpoints, tmp_path: Path, stage: int) -> None:
+def test_an_existing_resharded_folder_is_reused(checkpoints: Checkpoints, tmp_path: Path, stage: int) -> None:
     source = tmp_path / "run.ckpt"
     shutil.copytree(checkpoints(stage) / "small.ckpt", source)
     before = snapshot(source)
@@ -157,8 +157,8 @@ def test_what_was_made_before_is_used(checkpoints: Checkpoints, tmp_path: Path, 
 
 @pytest.mark.once
 @pytest.mark.parametrize("of", ["another save", "no save"])
-def test_a_planted_folder_is_made_anew(checkpoints: Checkpoints, tmp_path: Path, of: str) -> None:
-    """It has the name of one that was made for three ranks, and is newer than the checkpoint."""
+def test_a_planted_folder_is_replaced(checkpoints: Checkpoints, tmp_path: Path, of: str) -> None:
+    """It has the name of one made for world size 3, and is newer than the checkpoint."""
     source, other = tmp_path / "run.ckpt", tmp_path / "other.ckpt"
     shutil.copytree(checkpoints(2) / "small.ckpt", source)
     shutil.copytree(checkpoints(2) / "full.ckpt", other)

@@ -1,4 +1,4 @@
-"""What the tools that write must never do: change their source, leave half of an output, or run what they read."""
+"""What the writing tools must never do: change their source, leave partial output, or run what they read."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Tool = Callable[[Path, Path], Any]
 
 
 def merge(source: Path, target: Path) -> Any:
-    """`small.ckpt` beside the source made whole with the source as its base."""
+    """Merge `small.ckpt` beside the source with the source as its base."""
     return consolidate(source.with_name("small.ckpt"), target, base=source)
 
 
@@ -62,13 +62,13 @@ EVERY_TOOL = pytest.mark.parametrize("tool", TOOLS)
 
 
 def needs_small(tool: str) -> bool:
-    """A full checkpoint does not say what its adapters were configured to be."""
+    """A full checkpoint does not contain the configuration of its adapters."""
     return tool == "export to a folder"
 
 
 @pytest.fixture
 def source(checkpoints: Checkpoints, tmp_path: Path) -> Callable[..., Path]:
-    """A folder with copies of `small.ckpt` and `full.ckpt` in it, to be damaged: gives the latter's path."""
+    """A folder with copies of `small.ckpt` and `full.ckpt` to be damaged; gives the latter's path."""
 
     def copy(stage: int, **options: Any) -> Path:
         shutil.copytree(checkpoints(stage, **options), tmp_path / "in")
@@ -78,13 +78,13 @@ def source(checkpoints: Checkpoints, tmp_path: Path) -> Callable[..., Path]:
 
 
 def both(source: Path, damage: Callable[[Path], Any]) -> None:
-    """Do the same to both of a moment's checkpoints."""
+    """Change both checkpoints of a pair in the same way."""
     for path in (source, source.with_name("small.ckpt")):
         damage(path)
 
 
 def assert_refused(run: Callable[[], Any], target: Path, source: Path) -> str:
-    """One CheckpointError, nothing left in the target's folder, and the source as it was."""
+    """Assert one CheckpointError, an empty target folder, and an unchanged source."""
     before, others = snapshot(source.parent), set(target.parent.iterdir())
     with pytest.raises(CheckpointError) as refused:
         run()
@@ -222,7 +222,7 @@ def test_a_shard_of_a_run_with_another_seed(
 
 
 @EVERY_TOOL
-def test_what_is_there_already_stays(source: Callable[..., Path], tmp_path: Path, tool: str) -> None:
+def test_existing_targets_are_unchanged(source: Callable[..., Path], tmp_path: Path, tool: str) -> None:
     run, name, words = TOOLS[tool]
     path, target = source(2), tmp_path / "there" / name
     target.parent.mkdir()
@@ -262,7 +262,7 @@ def test_nothing_is_written_into_a_source(source: Callable[..., Path], tmp_path:
 
 
 def line_after(program: str, *arguments: object) -> list[str]:
-    """The command line in a process of its own, after another program in it."""
+    """Run the command line in a process of its own, after another program in it."""
     program = f"import sys\n{program}\nfrom ds_frozen_patch.cli import main\nsys.exit(main())"
     return [sys.executable, "-B", "-c", program, *map(str, arguments)]
 
@@ -289,7 +289,7 @@ def test_a_full_disk_from_the_command_line(checkpoints: Checkpoints, tmp_path: P
 
 @contextmanager
 def full_disk(room: int) -> Iterator[None]:
-    """No file can be larger than that; Python ignores the signal, so that the write fails."""
+    """Limit the size of files; Python ignores the signal, so that the write fails."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
     try:
@@ -321,7 +321,7 @@ def test_a_full_disk(
 
 
 @EVERY_TOOL
-def test_a_folder_that_cannot_be_made(source: Callable[..., Path], tmp_path: Path, tool: str) -> None:
+def test_an_uncreatable_folder(source: Callable[..., Path], tmp_path: Path, tool: str) -> None:
     run, name, _ = TOOLS[tool]
     (tmp_path / "a file").write_text("not a folder")
     path = source(2)
@@ -342,15 +342,15 @@ records.Records._read_into = read_into
 """
 
 
-def test_interrupted_in_the_midst_of_a_write(source: Callable[..., Path], tmp_path: Path) -> None:
-    """Kills are in `tests/faults/test_kill.py`."""
+def test_interrupted_writes(source: Callable[..., Path], tmp_path: Path) -> None:
+    """`tests/faults/test_kill.py` kills the tools."""
     run, name, words = TOOLS["prune"]
     path, folder = source(2), tmp_path / "interrupted"
     before = snapshot(path)
     line = line_after(SLOWLY, *words, path, folder / name)
     # What a shell starts in the background ignores SIGINT, and so would this.
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
+    callback = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True, preexec_fn=callback)
     deadline = time.monotonic() + 60
     while not any(item.is_file() and item.stat().st_size for item in folder.rglob("*")):
         assert process.poll() is None, process.communicate()[1]
@@ -368,7 +368,7 @@ def test_interrupted_in_the_midst_of_a_write(source: Callable[..., Path], tmp_pa
 
 
 class RunsCode:
-    """What an attacker puts into a pickle."""
+    """A payload in a pickle."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -415,10 +415,10 @@ def test_a_base_cannot_run_code(checkpoints: Checkpoints, tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_class_of_the_users_survives(
+def test_a_user_class_is_preserved_with_trust(
     source: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
 ) -> None:
-    """With `--trust` a pruned or consolidated checkpoint names it again, and it is imported by nobody but torch."""
+    """With `--trust`, a pruned or consolidated checkpoint names it again, and only torch imports it."""
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "users_own.py").write_text("""
 import dataclasses, enum
@@ -489,7 +489,7 @@ def test_a_dry_run_writes_nothing(
 
 
 @EVERY_TOOL
-def test_what_is_said_of_what_was_done(
+def test_the_summary_of_a_tool(
     source: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], tool: str
 ) -> None:
     _, name, words = TOOLS[tool]
@@ -509,7 +509,7 @@ def test_what_is_said_of_what_was_done(
     assert written[0]
 
 
-def test_the_sizes_are_those_on_the_disk(
+def test_reported_sizes_equal_those_on_disk(
     source: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = source(2)
@@ -545,7 +545,7 @@ def test_the_sizes_are_those_on_the_disk(
         ["verify", "a", "--dry-run"],
     ],
 )
-def test_wrong_use(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+def test_invalid_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(arguments)
     assert exit_.value.code == 2

@@ -1,4 +1,4 @@
-"""`ds-frozen-patch universal`: a universal checkpoint, made by DeepSpeed, that plain Lightning goes on from."""
+"""`ds-frozen-patch universal`: a universal checkpoint, made by DeepSpeed, from which plain Lightning resumes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.promise(10), pytest.mark.everyday]
 
 @pytest.mark.once
 @pytest.mark.parametrize(("stage", "kind"), [(1, "full"), (3, "small")])
-def test_it_holds_what_was_trained(checkpoints: Checkpoints, tmp_path: Path, stage: int, kind: str) -> None:
+def test_it_contains_the_trained_state(checkpoints: Checkpoints, tmp_path: Path, stage: int, kind: str) -> None:
     many_groups = stage == 3 and CELL.releases[1].release < (0, 18)
     source = checkpoints(stage, module="lora" if many_groups else "uneven") / f"{kind}.ckpt"
     before = snapshot(source)
@@ -51,7 +51,7 @@ def test_it_holds_what_was_trained(checkpoints: Checkpoints, tmp_path: Path, sta
 
 
 def resume_plainly(path: str, out: str, world_size: int, stage: int) -> tuple[list[float], int]:
-    """By Lightning and DeepSpeed alone, which cannot do it with `round_robin_gradients`."""
+    """Resume with Lightning and DeepSpeed alone, which do not support `round_robin_gradients` here."""
     config = settings(3) if stage == 3 else runs.config(stage)
     strategy = DeepSpeedStrategy(config={**config, "checkpoint": {"load_universal": True}})
     options: dict[str, Any] = {"precision": "32-true", "enable_checkpointing": False}
@@ -69,7 +69,7 @@ def refused_by_us(**options: Any) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.once), 3])
-def test_plain_lightning_goes_on_from_it(checkpoints: Checkpoints, ranks: Any, tmp_path: Path, stage: int) -> None:
+def test_plain_lightning_resumes_from_it(checkpoints: Checkpoints, ranks: Any, tmp_path: Path, stage: int) -> None:
     source = checkpoints(stage, precision="32-true") / "small.ckpt"
     universal(source, tmp_path / "out.ckpt")
     options = {"path": str(tmp_path / "out.ckpt"), "out": str(tmp_path), "world_size": 2, "stage": stage}
@@ -127,7 +127,7 @@ def test_the_command(checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.once
-def test_nothing_is_imported_from_the_current_folder(
+def test_nothing_is_imported_from_the_current_directory(
     checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = tmp_path / "here"
@@ -153,7 +153,7 @@ UNKNOWN: dict[str, Any] = {
 
 @pytest.mark.once
 @pytest.mark.parametrize("what", UNKNOWN)
-def test_the_converter_is_given_numbers_and_tensors_alone(checkpoints: Checkpoints, tmp_path: Path, what: str) -> None:
+def test_the_converter_receives_only_numbers_and_tensors(checkpoints: Checkpoints, tmp_path: Path, what: str) -> None:
     shutil.copytree(checkpoints(2) / "full.ckpt", tmp_path / "in.ckpt")
     for file in tmp_path.rglob("*model_states.pt"):
         changed(file, UNKNOWN[what])
@@ -167,7 +167,7 @@ def test_the_converter_is_given_numbers_and_tensors_alone(checkpoints: Checkpoin
 def test_the_converter_loads_weights_only(
     checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A program in the place of the converter that loads something else."""
+    """A program replaces the converter and loads something else."""
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "loads.py").write_text(
         "import collections, sys, torch\n"

@@ -1,4 +1,4 @@
-"""`ds-frozen-patch verify`: nothing is wrong with what was saved, and each kind of damage is found and named."""
+"""`ds-frozen-patch verify` accepts what was saved, and detects and names each kind of damage."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
         *((stage, 2, precision_of(stage), "odd") for stage in (0, 1, 2, 3)),
     ],
 )
-def test_nothing_is_wrong_with_what_was_saved(
+def test_verify_accepts_saved_checkpoints(
     checkpoints: Checkpoints, stage: int, world_size: int, precision: str, module: str
 ) -> None:
     out = checkpoints(stage, world_size, precision, module=module)
@@ -63,7 +63,7 @@ def test_nothing_is_wrong_with_what_was_saved(
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_nothing_is_wrong_with_what_deepspeed_has_saved(checkpoints: Checkpoints, tmp_path: Path, stage: int) -> None:
+def test_verify_accepts_plain_deepspeed_checkpoints(checkpoints: Checkpoints, tmp_path: Path, stage: int) -> None:
     full = checkpoints.by_deepspeed(stage) / "full.ckpt"
     assert verify(full).problems == ()
     prune(full, tmp_path / "pruned.ckpt")
@@ -73,8 +73,8 @@ def test_nothing_is_wrong_with_what_deepspeed_has_saved(checkpoints: Checkpoints
     assert (found.problems, found.compared, len(found.unverified)) == ((), 0, 20)
 
 
-def test_stage_0_that_does_not_say_what_was_trained(checkpoints: Checkpoints) -> None:
-    """It is whole all the same."""
+def test_stage_0_without_a_list_of_trained_parameters(checkpoints: Checkpoints) -> None:
+    """It is whole nevertheless."""
     out = checkpoints(0, module="half")
     assert verify(out / "small.ckpt").problems == ()
     assert verify(out / "full.ckpt").problems == ()
@@ -91,7 +91,7 @@ def copied(checkpoints: Checkpoints, tmp_path: Path) -> Callable[..., Path]:
 
 
 def problem(path: Path, **options: Any) -> str:
-    """The one thing that is wrong, which the command line says too, with exit status 1."""
+    """Return the one problem, which the command line prints too, with exit status 1."""
     found = verify(path, **options)
     assert len(found.problems) == 1, found.problems
     return found.problems[0]
@@ -127,7 +127,7 @@ def test_any_flipped_bit_of_any_record(copied: Callable[..., Path], stage: int, 
 
 @pytest.mark.parametrize("bytes_", [0, 100, -1, -1000])
 @pytest.mark.parametrize(("stage", "kind"), EVERY_FILE)
-def test_a_cut_file(copied: Callable[..., Path], stage: int, kind: str, bytes_: int) -> None:
+def test_a_truncated_file(copied: Callable[..., Path], stage: int, kind: str, bytes_: int) -> None:
     path = copied(stage)
     file = max(path.rglob(f"*{kind}_states.pt"))
     file.write_bytes(file.read_bytes()[:bytes_])
@@ -246,7 +246,7 @@ def test_manifests_that_differ(copied: Callable[..., Path]) -> None:
     assert problem(path).startswith(f"{file} is of another save than ")
 
 
-def test_several_files_that_are_damaged_are_all_named(copied: Callable[..., Path]) -> None:
+def test_all_damaged_files_are_named(copied: Callable[..., Path]) -> None:
     path = copied(3)
     files = sorted(path.rglob("*.pt"))
     for file in files:
@@ -342,7 +342,9 @@ def test_the_command_line(
 
 
 def by_hand(folder: Path, stage: int, ranks: int, masters: list[int], frozen: list[int]) -> Path:
-    """A checkpoint whose ranks have so many elements of the master of `a`, and in ZeRO-3 of the frozen `b`."""
+    """Create a checkpoint whose ranks have these numbers of elements of the master of `a`, and in ZeRO-3 of the frozen
+    `b`.
+    """
     path = folder / "made.ckpt" / "checkpoint"
     path.mkdir(parents=True)
     (path.parent / "latest").write_text("checkpoint")

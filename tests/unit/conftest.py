@@ -8,7 +8,7 @@ from made_up import Site
 
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
-    """A Lightning without the flag, and a DeepSpeed that takes it."""
+    """A Lightning without the flag, and a DeepSpeed that accepts it."""
     made = Site(tmp_path)
     made.lightning()
     made.deepspeed()

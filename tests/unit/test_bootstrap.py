@@ -1,7 +1,7 @@
-"""`ds-frozen-patch run`: a program that knows nothing of us, and what it starts, are patched; all else is as without.
+"""`ds-frozen-patch run`: a program that does not import us, and its child processes, are patched; nothing else changes.
 
-The programs run in a Python that has the made-up Lightning of `made_up.py`, and no other package. What one Python
-could do otherwise than another runs in each cell.
+The programs run in a Python that has the made-up Lightning of `made_up.py`, and no other package. Tests of what could
+differ between Python versions run in each cell.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def execute(site: Site, command: list[str], status: int = 0, **environment: str)
     return done
 
 
-def test_a_program_is_patched_and_sees_nothing_of_it(run: Run) -> None:
+def test_a_program_is_patched_transparently(run: Run) -> None:
     program = """
 if __name__ == "__main__":
     print(sys.argv, [entry for entry in sys.path if "bootstrap" in entry], "sitecustomize" in sys.modules)
@@ -94,7 +94,7 @@ if __name__ == "__main__":
 @pytest.mark.everyday
 @pytest.mark.once
 @pytest.mark.parametrize("start", ["subprocess", "spawn", "fork", "forkserver"])
-def test_what_it_starts_is_patched(run: Run, start: str) -> None:
+def test_child_processes_are_patched(run: Run, start: str) -> None:
     program = """
 import multiprocessing, subprocess, os
 if __name__ == "__main__":
@@ -150,7 +150,7 @@ def test_options_become_settings(run: Run) -> None:
 
 @pytest.mark.everyday
 @pytest.mark.once
-def test_the_variables_alone(site: Site, python: Path) -> None:
+def test_environment_variables_alone(site: Site, python: Path) -> None:
     command = [*COMMAND, "--keep", "it's *", "--env"]
     lines = execute(site, command).stdout
     (site.root / "program.py").write_text(LOOK + "import os; print(look(), os.environ.get('DS_FROZEN_PATCH_KEEP'))")
@@ -215,7 +215,7 @@ if __name__ == "__main__":
 @pytest.mark.once
 @pytest.mark.promise(12)
 @pytest.mark.parametrize("why", REFUSALS)
-def test_a_refusal_is_a_warning_or_with_strict_an_error(run: Run, site: Site, why: str) -> None:
+def test_a_refusal_warns_or_with_strict_fails(run: Run, site: Site, why: str) -> None:
     REFUSALS[why](site)
     done = run(GOES_ON, RANK="0", LOCAL_RANK="0")
     assert done.stdout.endswith("trained function\n")
@@ -233,7 +233,7 @@ def test_a_refusal_is_a_warning_or_with_strict_an_error(run: Run, site: Site, wh
 @pytest.mark.everyday
 @pytest.mark.once
 @pytest.mark.promise(12)
-def test_an_explicit_patch_is_refused_as_ever(run: Run, site: Site) -> None:
+def test_an_explicit_patch_still_raises(run: Run, site: Site) -> None:
     for why in ("at once", "at its import"):
         site.deepspeed()
         REFUSALS[why](site)
@@ -254,7 +254,7 @@ def test_a_wrong_variable_ends_the_program(run: Run, variable: str) -> None:
 
 @pytest.mark.everyday
 @pytest.mark.once
-def test_exit_statuses_and_signals_pass_through(run: Run, site: Site, tmp_path: Path) -> None:
+def test_exit_statuses_and_signals_are_passed_through(run: Run, site: Site, tmp_path: Path) -> None:
     run("sys.exit(7)", status=7)
     run("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", status=-signal.SIGKILL)
     catches = (
@@ -287,15 +287,15 @@ def test_a_command_that_cannot_be_run(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.everyday
 @pytest.mark.once
 @pytest.mark.parametrize("arguments", [[], ["--"], ["--env", "--", "true"], ["--verify-base=loud", "true"]])
-def test_wrong_use(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["run", *arguments])
     assert exit_.value.code == 2
     assert "ds-frozen-patch run: error: " in capsys.readouterr().err
 
 
-def test_what_cpu_replaces_is_there() -> None:
-    """That a program which wants a GPU then trains on the CPU is shown by `contract/test_run.py`, for one Lightning."""
+def test_the_names_that_cpu_replaces_exist() -> None:
+    """`contract/test_run.py` shows, for one Lightning, that a program which requests a GPU then trains on the CPU."""
     own = [module for module in CONNECTORS if module.startswith((f"{TRAINER}.", f"{FABRIC}."))]
     assert len(own) == 2
     for module in own:

@@ -1,4 +1,4 @@
-"""The public names say what they take: every parameter of a function, every field of what it returns."""
+"""Docstrings of public names describe every parameter of a function and every field of its result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLASSES = [name for name, public in PUBLIC.items() if inspect.isclass(public)]
 
 
 def section(public: Any, title: str) -> dict[str, str]:
-    """The entries of a part of a docstring, such as its Args, by their names."""
+    """Return the entries of a section of a docstring, such as Args, by name."""
     found = re.search(rf"^{title}:\n((?: .*\n?|\n)*)", inspect.getdoc(public) or "", re.MULTILINE)
     return dict(re.findall(r"^ {4}(\w+): (.*)", found[1], re.MULTILINE)) if found else {}
 
@@ -34,7 +34,7 @@ def parameters_of(function: Callable[..., Any]) -> list[str]:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_parameter(name: str) -> None:
-    """A function that takes what another one takes may say so: "`patch(...)` while this lasts"."""
+    """A function that takes another one's parameters may refer to it: "`patch(...)` as a context manager"."""
     function = PUBLIC[name]
     documented, taken = list(section(function, "Args")), parameters_of(function)
     refers_to = re.match(r"`(\w+)\(\.\.\.\)`", inspect.getdoc(function) or "")
@@ -47,7 +47,7 @@ def test_every_parameter(name: str) -> None:
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_class(name: str) -> None:
-    """Each has a docstring of its own, which says what each field is, and so has each method and property."""
+    """Each class has a docstring of its own that describes each field, and so has each method and property."""
     cls = PUBLIC[name]
     said = str(cls.__doc__)
     assert said
@@ -60,7 +60,7 @@ def test_every_class(name: str) -> None:
 
 
 def test_type_checkers_see_the_public_names() -> None:
-    """The imports that they read and the table that Python reads say the same."""
+    """The imports for type checkers and the table for Python list the same names."""
     tree = ast.parse(Path(ds_frozen_patch.__file__).read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]

@@ -1,4 +1,4 @@
-"""The links between the documents lead somewhere."""
+"""Links between the documents resolve."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def without_blocks(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub makes of the headings of a page."""
+    """Return the anchors that GitHub generates for the headings of a page."""
     titles = re.findall(r"^#+ (.+)$", without_blocks(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles}
 

@@ -1,4 +1,4 @@
-"""What is known of an engine, and what is taken off it again."""
+"""What the package stores about an engine, and how it is removed again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.everyday, pytest.mark.once]
 
 
 class Engine:
-    """As DeepSpeed's, which has its methods from its class."""
+    """Like DeepSpeed's engine, which has its methods from its class."""
 
     def __init__(self) -> None:
         self.module = torch.nn.Linear(2, 2)
@@ -36,7 +36,7 @@ def owner(is_alive: bool = True) -> Any:
     return SimpleNamespace(is_alive=is_alive)
 
 
-def test_unpatch_takes_the_loss_factor_off() -> None:
+def test_unpatch_removes_the_loss_factor() -> None:
     engine = Engine()
     known = attach(engine, owner())
     scale_loss(known, engine, 2.0)
@@ -50,7 +50,7 @@ def test_unpatch_takes_the_loss_factor_off() -> None:
     assert "backward" not in vars(engine)
 
 
-def test_unpatch_takes_the_sampling_off() -> None:
+def test_unpatch_removes_the_sampling() -> None:
     engine = Engine()
     sample_at_start(attach(engine, owner()), engine)
     ds_frozen_patch.patch()
@@ -58,7 +58,7 @@ def test_unpatch_takes_the_sampling_off() -> None:
     assert "forward" not in vars(engine)
 
 
-def test_a_users_own_method_stays() -> None:
+def test_a_user_method_is_kept() -> None:
     engine = Engine()
     engine.forward = lambda batch: batch  # type: ignore[method-assign]
     attach(engine, owner())
@@ -67,25 +67,25 @@ def test_a_users_own_method_stays() -> None:
     assert "forward" in vars(engine)
 
 
-def test_an_engine_whose_owner_is_gone_is_left_alone() -> None:
+def test_an_engine_without_an_owner_is_ignored() -> None:
     engine = Engine()
     attach(engine, owner(is_alive=False))
     assert attached(engine) is None
 
 
 class Own(TorchCheckpointEngine):  # type: ignore[misc]
-    """A user's, which logs what it saves."""
+    """A user's checkpoint engine, which logs what it saves."""
 
 
 class Decoupled(TorchCheckpointEngine):  # type: ignore[misc]
-    """As DeepSpeed's that write in the background."""
+    """Like DeepSpeed's that write in the background."""
 
     def is_decoupled(self) -> bool:
         return True
 
 
 class Unknown:
-    """Of a release without `is_decoupled`."""
+    """From a release without `is_decoupled`."""
 
 
 @pytest.mark.parametrize(("kind", "expected"), [(Own, True), (Decoupled, False), (Unknown, False)])

@@ -1,4 +1,4 @@
-"""The fingerprint on its own: what it does not depend on, and what it must not miss."""
+"""The fingerprint on its own: what it does not depend on, and what it must detect."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DTYPES = [
 
 
 def bits(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
-    """Values of every bit pattern, NaNs included."""
+    """Return values of every bit pattern, NaNs included."""
     made = torch.empty(shape, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     raw = torch.randint(0, 2 if dtype is torch.bool else 256, (made.nbytes,), dtype=torch.uint8, generator=generator)
@@ -39,8 +39,8 @@ def fingerprint(values: torch.Tensor) -> str:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_pieces_add_up(dtype: torch.dtype) -> None:
-    """Any partitioning, at any element, gives the sums of the whole."""
+def test_sums_of_partitions_add_up(dtype: torch.dtype) -> None:
+    """Any partitioning, at any element, gives the sums of the whole tensor."""
     values = bits((3 * BLOCK_BYTES // torch.empty(0, dtype=dtype).element_size() + 7,), dtype)
     first, whole = block_sums(values, 0)
     assert first == 0
@@ -120,7 +120,7 @@ def test_rearranged_rows(width: int, change: Callable[[torch.Tensor], None]) -> 
 
 
 def test_one_bit_anywhere() -> None:
-    """Each bit of a few words at either end of a block, and bits at random."""
+    """Each bit of a few words at either end of a block, and random bits."""
     values = bits((2 * BLOCK_BYTES // 2,))
     words = values.view(torch.int64)
     before = fingerprint(values)
@@ -143,7 +143,7 @@ def test_one_bit_anywhere() -> None:
 
 
 def test_any_two_elements_swapped_within_a_block() -> None:
-    """Two of few distinct values, so that their differences have many factors of two."""
+    """Swap two of a few distinct values, so that their differences have many factors of two."""
     patterns = torch.tensor([0, 1, -(2**15), 2**14, 2**15 - 1, -1], dtype=torch.int16)
     generator = torch.Generator().manual_seed(0)
     values = patterns[torch.randint(len(patterns), (BLOCK_BYTES // 2,), generator=generator)]
@@ -159,7 +159,7 @@ def test_any_two_elements_swapped_within_a_block() -> None:
             tried += 1
 
 
-def test_weights_are_what_the_reasoning_needs() -> None:
+def test_weights_satisfy_the_proof() -> None:
     weights = torch.cat(_weights())
     assert bool((weights & 1).all())
     assert len(set((weights & 0xFFFFFFFF).tolist())) == len(weights)

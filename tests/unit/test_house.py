@@ -1,4 +1,4 @@
-"""Imports within the package flow one way, lazy ones included: from each room to the rooms below it."""
+"""Imports within the package, lazy ones included, flow one way: from each subpackage to those below it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MODULES = modules()
 
 
 def imports(name: str) -> set[str]:
-    """The modules of the package that one imports, anywhere in it but for type checkers."""
+    """Return the modules of the package that a module imports anywhere, except for type checkers."""
     file = MODULES[name]
     package = name.split(".") if file.name == "__init__.py" and name else name.split(".")[:-1]
     found = set()
@@ -71,7 +71,7 @@ def test_the_graph_is_not_empty() -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_imports_go_down(name: str) -> None:
+def test_imports_flow_one_way(name: str) -> None:
     upward = {
         other for other in GRAPH[name] if room(other) != room(name) and HEIGHTS[room(other)] >= HEIGHTS[room(name)]
     }

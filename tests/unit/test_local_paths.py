@@ -1,4 +1,4 @@
-"""Paths that are not of a mounted file system are passed on as they came."""
+"""Paths that are not on a mounted file system are passed on unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The matrix is what the package says of itself: ranges, locks, the tables; and nox reads the same file."""
+"""Version ranges, locks and tables agree with the matrix, which nox reads too."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def bounds(requirement: str) -> tuple[Version, Version]:
 
 @pytest.mark.parametrize("package", ["lightning", "deepspeed", "torch", "wrapt"])
 def test_metadata_ranges(package: str) -> None:
-    """From the matrix's oldest release to the end of its newest one's line: a minor, for wrapt a major."""
+    """From the matrix's oldest release to the end of its newest one's minor version (for wrapt, major version)."""
     versions = [Version(getattr(cell, package).split()[-1]) for cell in SERVED]
     options = metadata()
     listed = options["options"]["install_requires"] + options["options.extras_require"]["lightning"]
@@ -73,13 +73,13 @@ def test_tested_releases() -> None:
         assert Version(release) == max(Version(getattr(cell, name).split()[-1]) for cell in SERVED)
 
 
-def test_what_is_declared_elsewhere_is_generated() -> None:
+def test_declared_releases_are_generated() -> None:
     for file, text in declared.texts().items():
         assert file.read_text(encoding="utf-8") == text, f"{file} is not as the matrix says: {REGENERATE}"
 
 
-def test_a_new_release_is_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cell that `propose` adds, and its Python: all else that names releases is written, and nothing besides."""
+def test_a_new_release_needs_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell added by `propose`, with a new Python: every file that names releases is updated, and nothing else."""
     for module, name in ((cells, "MATRIX"), (declared, "SETUP"), (declared, "PROBE")):
         original: Path = getattr(module, name)
         monkeypatch.setattr(module, name, tmp_path / original.name)
@@ -101,7 +101,7 @@ def test_a_new_release_is_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", {cell.lock: None for cell in CELLS.values()})
 def test_locks(name: str) -> None:
-    """A cell's lock and its base's hold all its pins, each with its hashes."""
+    """A cell's lock and its base's contain all its pins, each with its hashes."""
     cell = CELLS[name]
     texts = [(ROOT / "ci" / "locks" / f"{lock}.txt").read_text() for lock in (name, cell.base)]
     own, below = (dict(re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE)) for text in texts)
@@ -183,8 +183,8 @@ def test_a_proposed_cell_is_like_the_nearest(lightning: str, deepspeed: str, nea
     assert (proposed.base, proposed.needs) == (like.base, like.needs)
 
 
-def test_a_proposed_cell_stands_below_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order counts: from old releases to new ones."""
+def test_a_proposed_cell_follows_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order matters: from old releases to new ones."""
     before = list(cells.entries())
     copied = tmp_path / "matrix.json"
     copied.write_bytes(cells.MATRIX.read_bytes())
@@ -202,8 +202,8 @@ def last_run() -> dict[str, Any]:
     return found
 
 
-def test_one_row_is_renewed(tmp_path: Path, last_run: dict[str, Any]) -> None:
-    """Its outcome is the new one, whatever became of its words; the rest stay, and the table says so by its dates."""
+def test_one_row_is_updated(tmp_path: Path, last_run: dict[str, Any]) -> None:
+    """Its outcome is replaced, even if its entry's `why` has changed; the rest stay, and the table gives both dates."""
     newer = last_run["newest"] | {"date": "2031-01-01", "entry": last_run["newest"]["entry"] | {"why": "another"}}
     (tmp_path / "newest.json").write_text(json.dumps(newer))
     found = table.collect(tmp_path, last_run, ["newest"])
@@ -214,7 +214,7 @@ def test_one_row_is_renewed(tmp_path: Path, last_run: dict[str, Any]) -> None:
     assert table.render(found).startswith(f"The cells were last run between {oldest} and 2031-01-01:")
 
 
-def test_a_row_without_a_good_run_is_not_made(tmp_path: Path, last_run: dict[str, Any]) -> None:
+def test_a_row_needs_a_successful_run(tmp_path: Path, last_run: dict[str, Any]) -> None:
     (tmp_path / "newest.json").write_text(json.dumps(last_run["newest"] | {"failed": True}))
     (tmp_path / "oldest.json").write_text(
         json.dumps(last_run["oldest"] | {"entry": last_run["oldest"]["entry"] | {"deepspeed": "0.10.2"}})

@@ -1,4 +1,4 @@
-"""What is set for a while is as it was afterwards, whatever fails."""
+"""Attributes that are overridden for a while are restored afterwards, whatever fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.everyday, pytest.mark.once]
 
 
 class Fixed:
-    """Takes no new attribute."""
+    """Accepts no new attribute."""
 
     __slots__ = ("__dict__",)
 
@@ -20,7 +20,7 @@ class Fixed:
         raise AttributeError(name)
 
 
-def test_what_fails_half_way_is_undone() -> None:
+def test_a_failure_half_way_is_undone() -> None:
     owner = SimpleNamespace(old=1)
     with pytest.raises(AttributeError, match="any"), overridden([(owner, "old", 2), (Fixed(), "any", 3)]):
         raise AssertionError("not reached")
@@ -34,7 +34,7 @@ def test_one_attribute_twice() -> None:
     assert vars(owner) == {}
 
 
-def test_what_raises_inside() -> None:
+def test_an_exception_inside() -> None:
     owner = SimpleNamespace(old=1)
     with pytest.raises(KeyError), overridden([(owner, "old", 2)]):
         raise KeyError

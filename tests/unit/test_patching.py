@@ -1,7 +1,7 @@
 """Promises 11 and 12: any order of import, patch and unpatch; all or nothing; refusals with a remedy.
 
-Every case is a process of its own. Most use made-up Lightnings and DeepSpeeds, which import at once and can
-be what no real release is; the last ones use the real ones.
+Every case is a process of its own. Most use made-up releases of Lightning and DeepSpeed, which import at once and can
+differ as no real release does; the last ones use the real ones.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ ORDERS = ["".join(order) for length in (1, 2, 3, 4) for order in itertools.produ
 
 @pytest.mark.parametrize("order", [order for order in ORDERS if order.count("i") == 1])
 def test_any_order(site: Site, order: str) -> None:
-    """i: import, p: patch, u: unpatch. Whatever came before, the last patch or unpatch decides."""
+    """i: import, p: patch, u: unpatch. The last patch or unpatch decides."""
     expected = "patched" if order.replace("i", "").endswith("p") else "plain"
     steps = {"i": "imported()", "p": "dfp.patch()", "u": "dfp.unpatch()"}
     program = "\n".join(steps[step] for step in order)
     assert site.run(f"{LOOK}\n{program}\nprint(state())").strip() == expected
 
 
-def test_unpatch_leaves_the_very_originals(site: Site) -> None:
+def test_unpatch_restores_the_original_objects(site: Site) -> None:
     program = """
 before = [dict(vars(cls)) for cls in imported()]
 hooks = list(sys.meta_path)
@@ -60,8 +60,8 @@ print("same")
     assert site.run(LOOK + program).strip() == "same"
 
 
-def test_inherited_methods_are_given_back(site: Site) -> None:
-    """A method that the class only inherits is not left behind on it."""
+def test_inherited_methods_are_restored(site: Site) -> None:
+    """A method that the class only inherits is not left on it."""
     source = STRATEGY.format(flag="", save="save_checkpoint").replace("    def setup(self, trainer): ...\n", "")
     site.write("lightning/pytorch/strategies/deepspeed.py", source.replace("def inherited", "def setup"))
     program = """
@@ -106,7 +106,7 @@ def load_checkpoint(self, exclude_frozen_parameters, _prepare_load): ...
 """
 
 
-def test_a_class_is_told_by_its_source(site: Site) -> None:
+def test_classes_are_detected_in_the_source(site: Site) -> None:
     site.write("lightning/pytorch/strategies/deepspeed.py", UNTIDY)
     program = """
 found = dfp.status()["lightning.pytorch"]
@@ -116,7 +116,7 @@ assert (found.state, found.found) == ("patchable", "has no exclude_frozen_parame
     site.run(program)
 
 
-def test_wrapped_over_by_somebody_else(site: Site) -> None:
+def test_a_wrapper_around_ours(site: Site) -> None:
     program = """
 cls, _ = imported()
 dfp.patch()
@@ -199,7 +199,7 @@ def states(site: Site, then: str = "") -> dict[str, str]:
 
 
 @pytest.mark.parametrize("order", ["dfp.patch(); imported()", "imported(); dfp.patch()"])
-def test_a_lightning_with_our_patch_series_is_left_alone(site: Site, order: str) -> None:
+def test_a_lightning_with_our_patch_series_is_unchanged(site: Site, order: str) -> None:
     site.lightning(flag=FLAG, loads="_prepare_load(self.model)")
     site.lightning("pytorch_lightning", "2.6.6", flag=FLAG)
     program = f"""
@@ -298,8 +298,8 @@ def test_refused_without_lightning(site: Site) -> None:
 
 
 @pytest.mark.promise(12)
-def test_refused_at_import_when_the_source_promised_more(site: Site) -> None:
-    """What only the import shows is raised there, and then nothing stays patched."""
+def test_refused_at_import_after_a_source_check(site: Site) -> None:
+    """What only the import reveals is raised there, and then nothing stays patched."""
     with (site.root / "lightning/fabric/strategies/deepspeed.py").open("a") as file:
         file.write("del DeepSpeedStrategy.load_checkpoint\n")
     program = """
@@ -315,7 +315,7 @@ assert state() == "plain"
 
 @pytest.mark.promise(12)
 def test_other_signatures(site: Site) -> None:
-    """Arguments that were added, renamed, or are passed through, change nothing."""
+    """Arguments that were added, renamed, or are passed through change nothing."""
     source = STRATEGY.format(flag="", save="save_checkpoint")
     source = source.replace("self, stage=2", "self, *args, stage=2, **kwargs")
     source = source.replace("load_checkpoint(self, path)", "load_checkpoint(self, where, /, weights_only=None, **more)")
@@ -353,8 +353,8 @@ def test_a_fork_and_a_build_from_git_are_judged_by_features(site: Site) -> None:
         ("unknown", "0.17.6", []),
     ],
 )
-def test_newer_than_all_that_was_tested(site: Site, lightning: str, deepspeed: str, named: list[str]) -> None:
-    """It is applied, with one warning, because it has what the shim needs."""
+def test_releases_newer_than_the_tested_ones(site: Site, lightning: str, deepspeed: str, named: list[str]) -> None:
+    """It is patched, with one warning, because it has the features that the package needs."""
     for folder in site.root.glob("*.dist-info"):
         shutil.rmtree(folder)
     site.lightning(version=lightning)

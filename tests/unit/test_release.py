@@ -1,4 +1,4 @@
-"""What is published: `ci/release.py` finds what a wheel lacks, and what its version and changelog do not say."""
+"""`ci/release.py` detects what a wheel lacks, and a version without a changelog section or with another tag."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ METADATA = "ds_frozen_patch-1.2.0.dist-info/METADATA"
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A package with a module, a file that is no module, and a cache."""
+    """A package with a module, a data file, and a cache."""
     folder = tmp_path / "src" / "ds_frozen_patch"
     for name in ("__init__.py", "bootstrap/sitecustomize.py", "py.typed", "__pycache__/__init__.cpython-311.pyc"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -24,7 +24,7 @@ def package(tmp_path: Path) -> Path:
 
 
 def packed(package: Path, *left_out: str, **added: str) -> Path:
-    """A wheel of the package without some of its files, and with others."""
+    """Return a wheel of the package without some of its files, and with others."""
     wheel = package.parent / "ds_frozen_patch-1.2.0-py3-none-any.whl"
     names = ("__init__.py", "bootstrap/sitecustomize.py", "py.typed")
     files = {f"ds_frozen_patch/{name}": (package / name).read_text() for name in names if name not in left_out}
@@ -46,7 +46,7 @@ def test_a_missing_file_is_named(package: Path, name: str) -> None:
     assert "package_data" in problem
 
 
-def test_a_file_of_elsewhere_is_named(package: Path) -> None:
+def test_a_foreign_file_is_named(package: Path) -> None:
     (problem,) = release.differences(package, packed(package, **{"tests/test_a.py": "pass\n"}))
     assert problem.startswith("tests/test_a.py in ")
 

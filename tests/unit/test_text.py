@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Formatting of numbers."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ pytestmark = [pytest.mark.everyday, pytest.mark.once]
         (5 * 10**19, "50000 PB"),
     ],
 )
-def test_human_bytes_has_three_digits_and_the_unit_that_fits(count: int, text: str) -> None:
+def test_human_bytes(count: int, text: str) -> None:
     assert human_bytes(count) == text

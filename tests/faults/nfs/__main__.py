@@ -56,7 +56,7 @@ def what_is_missing() -> list[str]:
 
 
 def boot(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run the machine to its end, and give what its nodes have told; the rest that it prints goes to stderr."""
+    """Run the machine to its end, and return the nodes' reports; its other output goes to stderr."""
     told: list[dict[str, Any]] = []
     settings = {"python": sys.executable, "plain": "yes" if arguments.plain else "no"}
     settings |= {name: getattr(arguments, name).replace(",", " ") for name in ("nodes", "versions")}
@@ -92,7 +92,7 @@ def boot(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def report(told: list[dict[str, Any]], wanted: list[str], saves: int) -> int:
-    """Print what became of the saves, and whether that is an error."""
+    """Print the outcomes of the saves; return whether any is an error."""
     by_run: dict[str, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for entry in told:
         by_run[entry.pop("of")][entry.pop("kind")].append(entry)

@@ -1,7 +1,7 @@
-"""The nodes in the virtual machine: they train, and save to one name again and again.
+"""The nodes in the virtual machine: they train, and save to one name repeatedly.
 
-After each save rank 0 looks at the folder that the server exports, and says what it found on the console. Imports
-take a minute there, so that the nodes are forks of this process.
+After each save, rank 0 checks the folder that the server exports, and reports on the console. Imports take a minute
+there, so the nodes are forks of this process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PATIENCE = timedelta(seconds=300)
 
 
 class Node(Callback):
-    """A save after each step, and a look at what the server has then."""
+    """Saves after each step, and checks what the server has then."""
 
     def __init__(self, version: str, nodes: int, rank: int, saves: int) -> None:
         self.nodes, self.rank, self.saves = nodes, rank, saves
@@ -81,7 +81,7 @@ class Node(Callback):
         return torch.distributed.distributed_c10d._get_default_store()
 
     def try_client(self) -> dict[str, Any]:
-        """Rank 0 changes a folder, and the last rank looks: whether the nodes' caches are apart, as on two machines."""
+        """Check whether the caches of the nodes are separate, as on two machines: rank 0 changes, and the last rank looks."""
         first, last, folder = self.rank == 0, self.rank == self.nodes - 1, self.client / "tried"
         before, after, locked = (folder / name for name in ("before", "after", "locked"))
         if first:
@@ -129,7 +129,7 @@ def look(path: Path) -> tuple[int | None, str]:
 
 
 def call(name: str, *arguments: Any) -> None:
-    """A function of libc that gives 0 or sets errno."""
+    """Call a function of libc that returns 0 or sets errno."""
     if getattr(LIBC, name)(*arguments):
         raise OSError(ctypes.get_errno(), name)
 
@@ -143,7 +143,7 @@ def attempt(function: Callable[..., Any], *arguments: Any) -> str:
 
 
 def train(version: str, nodes: int, rank: int, saves: int, stage: int) -> None:
-    """What a fork does: enter the namespaces of a node, and train."""
+    """Enter the namespaces of a node in a fork, and train."""
     with Path(f"/mnt/log{rank}").open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
