@@ -81,7 +81,7 @@ class Node(Callback):
         return torch.distributed.distributed_c10d._get_default_store()
 
     def try_client(self) -> dict[str, Any]:
-        """Check whether the caches of the nodes are separate, as on two machines: rank 0 changes, and the last rank looks."""
+        """Check whether the nodes have separate caches, as on two machines: rank 0 changes, and the last rank looks."""
         first, last, folder = self.rank == 0, self.rank == self.nodes - 1, self.client / "tried"
         before, after, locked = (folder / name for name in ("before", "after", "locked"))
         if first:
