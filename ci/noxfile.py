@@ -44,15 +44,31 @@ SAVED = ROOT / ".nox" / "saved" / hashlib.sha256(b"".join(file.read_bytes() for 
 UPSTREAM = {"2.0.9.post0": "lightning-2.4", "2.1.4": "lightning-2.4", "2.4.0": "lightning-2.4"}
 UPSTREAM |= {"2.5.2": "everyday", "2.6.5": "newest", "7f0c3436cd3f6ad3753125672024fc415cbcb414": "newest"}
 
-# Every test on two cells, the promises where releases are oldest, refused and patched, and those of quantized bases.
-SOME = ("oldest", "refused", "everyday-patched", "quantized")
-nox.options.sessions = ["tests", *(f"matrix({cell})" for cell in SOME), "patches", "docs", "lint"]
+nox.options.sessions = ["tests"]
 nox.options.stop_on_first_error = False
+# What CI runs beside the tests of the everyday cell: every test on the newest releases, the promises where releases are
+# oldest, refused and patched, and those of quantized bases.
+OTHERS = ["every_test(newest)", *(f"matrix({cell})" for cell in ("oldest", "refused", "everyday-patched", "quantized"))]
+OTHERS += ["patches", "docs", "lint"]
+
+
+@nox.session(venv_backend="none")
+def tests(session: nox.Session) -> None:
+    """The short tests, in one environment: each promise, ZeRO stage and tool; what follows `--` goes to pytest."""
+    run_tests(session, "everyday", "--part=short", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def rest(session: nox.Session) -> None:
+    """All other tests and checks, which must pass too before a commit."""
+    for other in OTHERS:
+        session.notify(other)
+    run_tests(session, "everyday", "--part=rest")
 
 
 @nox.session(venv_backend="none")
 @nox.parametrize("cell", EVERY_TEST, ids=EVERY_TEST)
-def tests(session: nox.Session, cell: str) -> None:
+def every_test(session: nox.Session, cell: str) -> None:
     """Every test on one cell of releases; what follows `--` goes to pytest."""
     run_tests(session, cell, *session.posargs)
 
@@ -273,8 +289,10 @@ def run_promises(session: nox.Session, cell: str, *arguments: str) -> None:
 
 def run_tests(session: nox.Session, cell: str, *arguments: str) -> None:
     """Run pytest in a cell's environment; the tests look up what is expected of it."""
-    for other in CELLS[cell].takes_from:
-        if not (SAVED / other.name / "zero3" / "facts.json").exists():
-            pytest = ("-m", "pytest", f"--saved={SAVED}", "-q", "-k", "test_saves_for_")
-            run(session, other.name, *pytest, CELL=other.name)
-    run(session, cell, "-m", "pytest", f"--saved={SAVED}", *arguments, CELL=cell)
+    if "--part=short" not in arguments:
+        for other in CELLS[cell].takes_from:
+            if not (SAVED / other.name / "zero3" / "facts.json").exists():
+                pytest = ("-m", "pytest", f"--saved={SAVED}", "-q", "-k", "test_saves_for_")
+                run(session, other.name, *pytest, CELL=other.name)
+    # One thread each: ranks and tests share the cores.
+    run(session, cell, "-m", "pytest", f"--saved={SAVED}", *arguments, CELL=cell, OMP_NUM_THREADS="1")

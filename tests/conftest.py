@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from matrix import cells
-from ranks import Ranks
+from ranks import GRACE_SECONDS, Ranks
 from under_test import CELL
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., li
     With `accelerator="gpu"` each of the ranks has a GPU.
     With `alone=True` the processes run nothing else, for what leaves a mark on DeepSpeed or minds one: once a process
     has used hpZ's groups, every later ZeRO-3 engine in it does.
+    Once a rank has raised, the others have `grace` seconds to end too.
     """
     pools: dict[tuple[int, str], Ranks] = {}
 
@@ -36,6 +37,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., li
         /,
         alone: bool = False,
         accelerator: str = "cpu",
+        grace: float = GRACE_SECONDS,
         **arguments: Any,
     ) -> list[Any]:
         key = (world_size, accelerator)
@@ -44,7 +46,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., li
         if alone:
             pools[key].stop()
         try:
-            return pools[key](function, **arguments)
+            return pools[key](function, grace, **arguments)
         finally:
             if alone:
                 pools[key].stop()
@@ -79,6 +81,9 @@ def saved(request: pytest.FixtureRequest) -> Path:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part", choices=["short", "rest"], help="run the short tests alone, as `nox` does, or all of the others"
+    )
     parser.addoption("--saved", type=Path, help="where cells leave their checkpoints for newer ones to resume")
     parser.addoption(
         "--programs", type=Path, help="where clones of the programs of ci/matrix/programs.py are; runs these alone"
@@ -91,7 +96,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what the cell's matrix says cannot run there, with its reason; a refused cell cannot start an engine.
 
-    A cell with libraries that quantize runs the tests of quantized bases, and no other cell does.
+    A cell with libraries that quantize runs the tests of quantized bases. No other cell does, but for the short ones in
+    the everyday cell, whose bases need no library.
     """
     for test, why in CELL.cannot.items():
         found = [item for item in items if test in item.nodeid]
@@ -101,7 +107,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=why))
     if CELL.refused:
         _deselect(config, items, lambda item: "ranks" in getattr(item, "fixturenames", ()))
-    _deselect(config, items, lambda item: bool(item.get_closest_marker("quantized")) != bool(CELL.quantizers))
+    if part := config.getoption("--part"):
+        _deselect(config, items, lambda item: _is_short(item) != (part == "short"))
+    _deselect(config, items, _is_of_other_cells)
     if CELL.quantizers:
         from quantized import AVAILABLE
 
@@ -118,6 +126,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _deselect(config, items, lambda item: not item.get_closest_marker("series"))
     else:
         _deselect(config, items, lambda item: "alone" in getattr(item.get_closest_marker("series"), "args", ()))
+
+
+def _is_short(item: pytest.Item) -> bool:
+    """Whether it is one of the tests that `nox` runs: those of the promises in every cell, and those marked `short`.
+
+    What needs checkpoints of other cells, and so their environments, is not.
+    """
+    in_every_cell = not item.get_closest_marker("everyday") and "saved" not in getattr(item, "fixturenames", ())
+    return in_every_cell or bool(item.get_closest_marker("short"))
+
+
+def _is_of_other_cells(item: pytest.Item) -> bool:
+    if not item.get_closest_marker("quantized"):
+        return bool(CELL.quantizers)
+    return not CELL.quantizers and not (CELL.name == "everyday" and item.get_closest_marker("short"))
 
 
 def _deselect(config: pytest.Config, items: list[pytest.Item], is_out: Callable[[pytest.Item], bool]) -> None:

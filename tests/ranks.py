@@ -45,13 +45,13 @@ class Ranks:
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
 
-    def __call__(self, function: Callable[..., Any], /, **arguments: Any) -> list[Any]:
+    def __call__(self, function: Callable[..., Any], grace: float = GRACE_SECONDS, /, **arguments: Any) -> list[Any]:
         if not self.processes:
             self._start()
         self.log.write_text("")
         for pipe in self.pipes:
             pipe.send((function, arguments))
-        answers = self._collect(CALL_SECONDS)
+        answers = self._collect(CALL_SECONDS, grace)
         failed = [rank for rank, answer in enumerate(answers) if answer is None or answer[0] == "raised"]
         if failed:
             self.stop()  # the ranks may be out of step now
@@ -78,7 +78,7 @@ class Ranks:
             self.stop()
             raise RuntimeError(f"the ranks did not start:\n{self._report(answers)}")
 
-    def _collect(self, seconds: float) -> list[Any]:
+    def _collect(self, seconds: float, grace: float = GRACE_SECONDS) -> list[Any]:
         answers: list[Any] = [None] * self.world_size
         deadline = time.monotonic() + seconds
         waiting = set(range(self.world_size))
@@ -92,7 +92,7 @@ class Ranks:
                     answers[rank] = ("raised", ("ProcessDied", f"exit code {self.processes[rank].exitcode}", ""))
                 waiting.discard(rank)
                 if answers[rank][0] == "raised":
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                    deadline = min(deadline, time.monotonic() + grace)
         return answers
 
     def _report(self, answers: list[Any]) -> str:

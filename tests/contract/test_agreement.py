@@ -17,6 +17,7 @@ from disk import model_states
 
 import ds_frozen_patch
 from ds_frozen_patch import PatchError
+from ds_frozen_patch.engine import handshake
 
 pytestmark = [pytest.mark.promise(18), pytest.mark.everyday]
 
@@ -100,6 +101,7 @@ def save_in_stage_3(out: str) -> None:
     trainer.save_checkpoint(f"{out}/a.ckpt")
 
 
+@pytest.mark.short
 def test_the_manifest_is_written_once(ranks: Any, tmp_path: Path) -> None:
     ranks(2, save_in_stage_3, out=str(tmp_path))
     first, second = (state["ds_frozen_patch"] for state in model_states(tmp_path / "a.ckpt"))
@@ -130,6 +132,7 @@ def set_up_unlike(out: str, how: str) -> tuple[str, str, float]:
     raise AssertionError("nothing was raised")
 
 
+@pytest.mark.short
 @pytest.mark.once
 @pytest.mark.parametrize("how", ["verify_base", "keep", "sync"])
 def test_different_settings_on_one_rank(ranks: Any, tmp_path: Path, how: str) -> None:
@@ -144,7 +147,7 @@ def test_different_settings_on_one_rank(ranks: Any, tmp_path: Path, how: str) ->
 def test_an_unpatched_rank(ranks: Any, tmp_path: Path, odd: int) -> None:
     """The patched rank raises; the other, which waits for it in its first step, loses the connection."""
     with pytest.raises(AssertionError) as raised:
-        ranks(2, set_up_and_end, alone=True, out=str(tmp_path), odd=odd)
+        ranks(2, set_up_and_end, alone=True, grace=1, out=str(tmp_path), odd=odd)
     one = raised.value.raised[1 - odd]  # type: ignore[attr-defined]
     assert one is not None
     assert one[0] == PatchError.__name__
@@ -152,6 +155,7 @@ def test_an_unpatched_rank(ranks: Any, tmp_path: Path, odd: int) -> None:
 
 
 def set_up_and_end(out: str, odd: int) -> None:
+    handshake.WAIT_SECONDS = 1
     if os.environ["RANK"] != str(odd):
         ds_frozen_patch.patch()
     trainer = runs.trainer(out, 2, 2, epochs=1, enable_checkpointing=False)
@@ -164,9 +168,10 @@ def set_up_and_end(out: str, odd: int) -> None:
 
 def slow_set_up(out: str, stage: int) -> int:
     """Let one rank set up much later than the others; all are patched nevertheless."""
+    handshake.WAIT_SECONDS = 0.5
     ds_frozen_patch.patch()
     if os.environ["RANK"] == "1":
-        time.sleep(8)
+        time.sleep(2)
     trainer = runs.trainer(out, 2, stage, epochs=1, enable_checkpointing=False)
     trainer.fit(runs.LoraRun(), runs.batches(2))
     return int(trainer.global_step)
@@ -229,6 +234,7 @@ def load_unlike(out: str) -> tuple[str, str]:
     return runs.refusal(trainer.strategy.load_checkpoint, f"{out}/a.ckpt")
 
 
+@pytest.mark.short
 def test_a_different_load_on_one_rank(ranks: Any, tmp_path: Path) -> None:
     for name, text in ranks(2, load_unlike, out=str(tmp_path)):
         assert name == "CheckpointMismatchError"
@@ -245,6 +251,7 @@ def load_what_one_has(out: str, odd: int) -> tuple[str, str]:
     return runs.refusal(trainer.strategy.load_checkpoint, f"{out}/{name}.ckpt")
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("odd", [0, 1])
 def test_a_checkpoint_missing_on_one_rank(ranks: Any, tmp_path: Path, odd: int) -> None:
     said = ranks(2, load_what_one_has, out=str(tmp_path), odd=odd)

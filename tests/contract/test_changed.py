@@ -57,6 +57,7 @@ def save_and_resume(out: str, stage: int, way: str, **options: Any) -> dict[str,
     return found
 
 
+@pytest.mark.short
 @pytest.mark.parametrize(("stage", "way"), [(2, "in place"), (2, "data"), (3, "in place")])
 def test_changed_frozen_parameters_are_saved(ranks: Any, tmp_path: Path, stage: int, way: str) -> None:
     for rank, found in enumerate(ranks(2, save_and_resume, out=str(tmp_path), stage=stage, way=way)):

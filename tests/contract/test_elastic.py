@@ -128,7 +128,7 @@ LOSES_BATCHES = CELL.releases[1].release < (0, 18, 3)
     [
         *(pytest.param(stage, 4, 1, marks=pytest.mark.once) for stage in (1, 2, 3)),
         *(pytest.param(stage, 1, 1, marks=pytest.mark.once) for stage in (1, 3)),
-        *((stage, 3, 1) for stage in (1, 2, 3)),
+        *(pytest.param(stage, 3, 1, marks=pytest.mark.short) for stage in (1, 2, 3)),
         (2, 1, 1),
         (1, 2, 2),
         (2, 2, 1 if LOSES_BATCHES else 2),
@@ -200,6 +200,7 @@ def refused(out: str, **options: Any) -> tuple[str, str]:
     return runs.refusal(train, out, resume=f"{out}/run.ckpt", **options)
 
 
+@pytest.mark.short
 @pytest.mark.once
 def test_elastic_is_suggested(ranks: Any, tmp_path: Path) -> None:
     ranks(2, save_by_two, out=str(tmp_path), stage=2)
@@ -242,6 +243,7 @@ def test_from_stage_1_to_2_and_back(ranks: Any, tmp_path: Path, before: int, now
     assert curve(ranks(1, train, world_size=1, stage=now, **options)) == pytest.approx(curve(same), rel=1e-6)
 
 
+@pytest.mark.short
 @pytest.mark.once
 @pytest.mark.parametrize(("before", "now"), [(2, 3), (3, 2), (0, 2), (2, 0)])
 def test_other_stages_are_refused(ranks: Any, tmp_path: Path, before: int, now: int) -> None:
@@ -300,6 +302,7 @@ def fabric_run(out: str, stage: int, load: str | None = None) -> Any:
     return state["epoch"], runs.trained_state(model.module), float(kept["step"])
 
 
+@pytest.mark.short
 def test_fabric(ranks: Any, tmp_path: Path) -> None:
     """Fabric works the same way: trained parameters, optimizer, and the program's own state."""
     _, state, step = ranks(2, fabric_run, out=str(tmp_path), stage=2)[0]

@@ -55,6 +55,7 @@ def lay_out(mics: bool) -> tuple[list[str | None], list[str | None], list[str | 
     return whole_prints, found, fingerprints(unreadable)
 
 
+@pytest.mark.short
 @pytest.mark.parametrize(("world_size", "mics"), [(2, False), (3, False), (4, True)])
 def test_any_partitioning(ranks: Any, world_size: int, mics: bool) -> None:
     results = ranks(world_size, lay_out, mics=mics)

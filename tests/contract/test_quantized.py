@@ -22,11 +22,13 @@ pytestmark = [pytest.mark.promise(16), pytest.mark.quantized]
 
 BASES = [kind for kind in AVAILABLE if kind != "bf16"]
 FIRST = ("nf4-double", "int8", "hqq", "quanto-int4", "torchao-int8", "gptq")  # what CI runs; `-s quantized` runs all
-LATER = {kind: () if kind in FIRST else (pytest.mark.everyday,) for kind in BASES}
+MARKS = {kind: () if kind in FIRST else (pytest.mark.everyday,) for kind in BASES}
+MARKS["gptq"] = (pytest.mark.short,)  # it needs no library
 STAGES = [
-    *(pytest.param(kind, 2, marks=LATER[kind]) for kind in BASES),
+    *(pytest.param(kind, 2, marks=MARKS[kind]) for kind in BASES),
     *((kind, stage) for kind in BASES if kind == "nf4-double" for stage in (0, 1)),
-    *((kind, 3) for kind in BASES if kind in ("nf4-in-bf16", "gptq", "awq")),  # it partitions floating dtypes alone
+    # It partitions floating dtypes alone.
+    *(pytest.param(kind, 3, marks=MARKS[kind]) for kind in BASES if kind in ("nf4-in-bf16", "gptq", "awq")),
 ]
 
 
@@ -117,7 +119,7 @@ def refusals(out: str, kind: str, stage: int) -> dict[str, tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=LATER[kind]) for kind in BASES])
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=MARKS[kind]) for kind in BASES])
 def test_another_base_is_refused_by_name(ranks: Any, tmp_path: Path, record_property: Any, kind: str) -> None:
     stage = 3 if kind == "nf4-in-bf16" else 2
     for found in ranks(2, refusals, alone=quantized.alone(kind), out=str(tmp_path), kind=kind, stage=stage):

@@ -112,6 +112,7 @@ ATTACKS: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("stage", [2, 3])
 def test_hostile_checkpoints_are_refused_before_anything_runs(ranks: Any, tmp_path: Path, stage: int) -> None:
     """Every rank refuses, whichever rank's file it is; with trust, each resume runs the code."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import zlib
 from pathlib import Path
 from typing import Any
@@ -70,9 +71,21 @@ def test_saves_for_newer_cells(ranks: Any, saved: Path, stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("older", [cell.name for cell in CELL.resumes] or ["none"])
 def test_resumes_what_older_cells_saved(ranks: Any, saved: Path, tmp_path: Path, older: str, stage: int) -> None:
-    folder = saved / older / f"zero{stage}"
+    check_that_it_resumes(ranks, saved / older / f"zero{stage}", tmp_path, stage)
+
+
+@pytest.mark.short
+@pytest.mark.everyday
+@pytest.mark.parametrize("stage", [2, 3])
+def test_resumes_what_the_oldest_cell_saved_in_2026(ranks: Any, tmp_path: Path, stage: int) -> None:
+    """`oldest.zip` has what `test_saves_for_newer_cells` left in the cell `oldest`; no other environment is needed."""
+    shutil.unpack_archive(Path(__file__).with_name("oldest.zip"), tmp_path)
+    check_that_it_resumes(ranks, tmp_path / f"zero{stage}", tmp_path / "again", stage)
+
+
+def check_that_it_resumes(ranks: Any, folder: Path, out: Path, stage: int) -> None:
     facts = json.loads((folder / "facts.json").read_text())
-    for before, after in zip(facts, ranks(2, resume, saved=str(folder), out=str(tmp_path), stage=stage), strict=True):
+    for before, after in zip(facts, ranks(2, resume, saved=str(folder), out=str(out), stage=stage), strict=True):
         trained = {name: digest for name, digest in before["state"].items() if "lora_" in name or name == "seen"}
         assert len(trained) == 9
         assert {name: after["state"][name] for name in trained} == trained

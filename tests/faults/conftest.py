@@ -26,6 +26,7 @@ def counted(record_property: Callable[[str, object], None]) -> Callable[[str, in
     return record_property
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run in the everyday cell only."""
     here = Path(__file__).parent

@@ -354,6 +354,7 @@ def rooms_of(long: bool, seed: str) -> list[float]:
     return [0, *(drawn.uniform(0, 0.9) for _ in range(ROOMS if long else 2))]
 
 
+@pytest.mark.short
 def test_write_errors_in_saves(
     ranks: Any, disk: Path, tmp_path: Path, long: bool, counted: Any, way: str, stage: int
 ) -> None:

@@ -573,6 +573,7 @@ def test_two_jobs_on_one_path(tmp_path: Path, disks: str, long: bool, counted: C
     counted(f"concurrent saves by two jobs to one path: {kind}", 2 * times)
 
 
+@pytest.mark.short
 def test_a_starting_save_is_not_taken_for_a_leftover(tmp_path: Path) -> None:
     """Another job, which removes what killed saves have left, runs before this one has locked its folder."""
     file = marker(tmp_path, 0)

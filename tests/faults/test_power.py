@@ -437,6 +437,7 @@ def synced_calls(out: str, stage: int, options: dict[str, Any]) -> list[tuple[in
     return found
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_save_is_synced(ranks: Any, tmp_path: Path, stage: int) -> None:
     (small, alone), other = ranks(2, synced_calls, out=str(tmp_path), stage=stage, options={})

@@ -497,6 +497,7 @@ ODD = [
 ]  # fmt: skip
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("make", ODD)
 def test_two_readers(tmp_path: Path, make: Callable[[Archive], None]) -> None:
     archive = Archive(entries(FOUL))

@@ -269,6 +269,7 @@ BASES = [as_folder, as_sharded_folder, as_file, as_folder_of_torch, as_file_of_t
 BASES += [as_consolidated, as_consolidated_safetensors, as_inner_model]
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("kind", BASES)
 def test_bases_in_every_format(
@@ -405,6 +406,7 @@ def test_stage_0_without_a_list_of_trained_parameters(checkpoints: Checkpoints, 
     assert len(part) == 4 + 1
 
 
+@pytest.mark.short
 def test_the_command_line(
     checkpoints: Checkpoints, tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

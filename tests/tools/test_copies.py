@@ -299,6 +299,7 @@ def links(folder: Path, elsewhere: Path, name: str) -> None:
     (folder / name).symlink_to(elsewhere)
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("to", ["a file", "a folder", "nothing"])
 @pytest.mark.parametrize("name", [".trainable.safetensors.partial", "trainable.safetensors"])
 def test_a_save_does_not_write_through_a_link(tmp_path: Path, name: str, to: str) -> None:

@@ -586,6 +586,7 @@ def test_invalid_arguments(made: Made, tmp_path: Path, capsys: pytest.CaptureFix
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.short
 def test_the_command_line(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, target = made("lora", 3), tmp_path / "adapter"
     asked = ["export", str(run.small), str(target), "--format", "peft"]

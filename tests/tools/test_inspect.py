@@ -112,6 +112,7 @@ def command(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.short
 def test_the_command_line(made: Made) -> None:
     out, _ = made(2, 2)
     text = command("inspect", out / "full.ckpt")
@@ -177,6 +178,7 @@ def refusal(path: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> 
     return said.err
 
 
+@pytest.mark.short
 def test_a_checkpoint_cannot_run_code(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = copied / "checkpoint" / "mp_rank_00_model_states.pt"
     state = torch.load(file, weights_only=False)
@@ -227,6 +229,7 @@ def no_checkpoint(file: Path) -> None:
         archive.writestr("something", "else")
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("damage", [cut, flip, empty, no_checkpoint])
 @pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"])
 def test_a_damaged_file(

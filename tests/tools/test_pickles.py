@@ -97,6 +97,7 @@ def test_the_list_has_no_wildcards() -> None:
     assert len(EXPECTED) < 200
 
 
+@pytest.mark.short
 @pytest.mark.parametrize(
     "name",
     [

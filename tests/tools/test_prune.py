@@ -45,6 +45,7 @@ from ds_frozen_patch.manifest import KEY
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday]
 
 
+@pytest.mark.short
 @pytest.mark.parametrize(
     ("stage", "world_size", "precision", "module"),
     [

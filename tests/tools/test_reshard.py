@@ -134,6 +134,7 @@ def test_there_and_back(checkpoints: Checkpoints, tmp_path: Path, stage: int, nu
             assert len(places) == len(set(places))
 
 
+@pytest.mark.short
 @pytest.mark.once
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_existing_resharded_folder_is_reused(checkpoints: Checkpoints, tmp_path: Path, stage: int) -> None:
@@ -242,6 +243,7 @@ def test_nothing_to_do(checkpoints: Checkpoints, tmp_path: Path) -> None:
         reshard(checkpoints(2) / "small.ckpt", tmp_path / "out.ckpt", ranks=0)
 
 
+@pytest.mark.short
 @pytest.mark.once
 def test_the_command(checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = checkpoints(2) / "small.ckpt", tmp_path / "out.ckpt"

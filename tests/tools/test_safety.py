@@ -221,6 +221,7 @@ def test_a_shard_of_a_run_with_another_seed(
     assert last(path, "optim").name in said
 
 
+@pytest.mark.short
 @EVERY_TOOL
 def test_existing_targets_are_unchanged(source: Callable[..., Path], tmp_path: Path, tool: str) -> None:
     run, name, words = TOOLS[tool]
@@ -245,6 +246,7 @@ def test_existing_targets_are_unchanged(source: Callable[..., Path], tmp_path: P
             target.unlink()
 
 
+@pytest.mark.short
 @EVERY_TOOL
 def test_nothing_is_written_into_a_source(source: Callable[..., Path], tmp_path: Path, tool: str) -> None:
     run, name, _ = TOOLS[tool]
@@ -342,6 +344,7 @@ records.Records._read_into = read_into
 """
 
 
+@pytest.mark.short
 def test_interrupted_writes(source: Callable[..., Path], tmp_path: Path) -> None:
     """`tests/faults/test_kill.py` kills the tools."""
     run, name, words = TOOLS["prune"]
@@ -521,6 +524,7 @@ def test_reported_sizes_equal_those_on_disk(
     assert [EMBEDDING, HEAD] in [entry[0] for entry in found["manifest"]["left_out"]]
 
 
+@pytest.mark.short
 @pytest.mark.parametrize(
     "arguments",
     [

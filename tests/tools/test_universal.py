@@ -118,6 +118,7 @@ def test_what_cannot_be_converted(
     assert [item.name for item in tmp_path.iterdir()] == ["in.ckpt"]
 
 
+@pytest.mark.short
 @pytest.mark.once
 def test_the_command(checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["universal", str(checkpoints(2) / "small.ckpt"), str(tmp_path / "out.ckpt"), "--dry-run"]) == 0

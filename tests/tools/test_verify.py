@@ -134,6 +134,7 @@ def test_a_truncated_file(copied: Callable[..., Path], stage: int, kind: str, by
     assert problem(path).startswith(f"{file} cannot be read, is truncated, damaged")
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_missing_shard(copied: Callable[..., Path], stage: int, rank: int) -> None:
@@ -256,6 +257,7 @@ def test_all_damaged_files_are_named(copied: Callable[..., Path]) -> None:
     assert all(any(said.startswith(str(file)) for said in problems) for file in files)
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_base(checkpoints: Checkpoints, tmp_path: Path, base: Path, stage: int) -> None:
     small = checkpoints(stage) / "small.ckpt"
@@ -301,6 +303,7 @@ def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
     assert "has no file `latest`" in problem(tmp_path)
 
 
+@pytest.mark.short
 def test_the_command_line(
     checkpoints: Checkpoints,
     copied: Callable[..., Path],

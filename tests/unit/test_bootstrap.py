@@ -119,6 +119,7 @@ def test_the_users_sitecustomize_runs(run: Run, site: Site, tmp_path_factory: py
     assert "ZeroDivisionError" in done.stderr
 
 
+@pytest.mark.short
 @pytest.mark.everyday
 @pytest.mark.once
 def test_options_become_settings(run: Run) -> None:
@@ -284,6 +285,7 @@ def test_a_command_that_cannot_be_run(tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"python {script}" in capsys.readouterr().err
 
 
+@pytest.mark.short
 @pytest.mark.everyday
 @pytest.mark.once
 @pytest.mark.parametrize("arguments", [[], ["--"], ["--env", "--", "true"], ["--verify-base=loud", "true"]])

@@ -15,7 +15,7 @@ import pytest
 import ds_frozen_patch
 from ds_frozen_patch.testing import cpu_strategy
 
-pytestmark = [pytest.mark.everyday, pytest.mark.once]
+pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 
 PUBLIC = {name: getattr(ds_frozen_patch, name) for name in ds_frozen_patch.__all__} | {"cpu_strategy": cpu_strategy}
 FUNCTIONS = [name for name, public in PUBLIC.items() if inspect.isfunction(public)]

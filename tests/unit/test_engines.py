@@ -15,7 +15,7 @@ from ds_frozen_patch.engine.frozen import sample_at_start
 from ds_frozen_patch.engine.loss import scale_loss
 from ds_frozen_patch.save.engine import writes_before_it_returns
 
-pytestmark = [pytest.mark.everyday, pytest.mark.once]
+pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 
 
 class Engine:

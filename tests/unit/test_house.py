@@ -9,7 +9,7 @@ import pytest
 
 import ds_frozen_patch
 
-pytestmark = [pytest.mark.everyday, pytest.mark.once]
+pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 
 ROOT = Path(ds_frozen_patch.__file__).parent
 ROOMS = (

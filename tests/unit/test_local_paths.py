@@ -8,7 +8,7 @@ import pytest
 
 from ds_frozen_patch.owners.lightning.strategy import is_local
 
-pytestmark = [pytest.mark.everyday, pytest.mark.once]
+pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/name", Path("s3://bucket/name"), "gs://b/x", "file:///tmp/x"])

@@ -19,7 +19,7 @@ from settings import SETTINGS
 
 from ds_frozen_patch.patching.tested import TESTED
 
-pytestmark = [pytest.mark.everyday, pytest.mark.once]
+pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 ROOT = Path(__file__).parent.parent.parent
 CELLS = cells.read()
 SERVED = [cell for cell in CELLS.values() if not cell.refused]

@@ -8,7 +8,7 @@ import pytest
 
 from ds_frozen_patch.common.overrides import overridden
 
-pytestmark = [pytest.mark.everyday, pytest.mark.once]
+pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 
 
 class Fixed:

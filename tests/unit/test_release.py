@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import release
 
-pytestmark = [pytest.mark.everyday, pytest.mark.once]
+pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 
 METADATA = "ds_frozen_patch-1.2.0.dist-info/METADATA"
 

@@ -6,7 +6,7 @@ import pytest
 
 from ds_frozen_patch.common.text import human_bytes
 
-pytestmark = [pytest.mark.everyday, pytest.mark.once]
+pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ from .owner import Owner
 
 _KEY = "ds_frozen_patch/rank"
 _VERDICT = "ds_frozen_patch/verdict"
-_WAIT_SECONDS = 5.0
+WAIT_SECONDS = 5.0
+"""How much later than rank 0 another rank may write."""
 _agreed: list[Any] = []
 """The store through which the ranks have agreed already."""
 
@@ -85,7 +86,7 @@ def _verdict(store: Any) -> str:
 
 def _missing(store: Any, ranks: list[int]) -> list[int]:
     """The ranks that have written nothing, some seconds after they should have."""
-    deadline = time.monotonic() + _WAIT_SECONDS
+    deadline = time.monotonic() + WAIT_SECONDS
     missing = []
     for rank in ranks:
         try:
