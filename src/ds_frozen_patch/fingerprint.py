@@ -257,8 +257,10 @@ def _pieces(values: torch.Tensor, offset: int) -> Iterator[tuple[torch.Tensor, i
     if values.is_contiguous() or values.dim() == 1:
         yield values, offset
         return
+    import torch
+
     rows = COPIED_BYTES // (values[0].numel() * values.element_size())
-    for part in values.split(max(rows, 1)):
+    for part in torch.split(values, max(rows, 1)):
         if rows:
             yield part, offset
         else:
