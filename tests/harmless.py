@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from opcodes import named, text
+
 from ds_frozen_patch.checkpoint.format.allowed import ANYTHING, EXPECTED
 
 QUIET = ("object.", "pickle.find_class", "sys._getframe", "gc.", "builtins.id", "array.")
@@ -29,16 +31,6 @@ def hook(event: str, arguments: tuple[Any, ...]) -> None:
     if events is None or event.startswith(QUIET) or (event == "import" and arguments[0] in sys.modules):
         return
     events.append(f"{event} {str(arguments)[:100]}")
-
-
-def text(value: str) -> bytes:
-    said = value.encode()
-    return b"X" + struct.pack("<I", len(said)) + said
-
-
-def named(name: str) -> bytes:
-    module, _, last = name.rpartition(".")
-    return f"c{module}\n{last}\n".encode()
 
 
 def values(folder: str, names: list[str]) -> list[bytes]:

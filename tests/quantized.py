@@ -17,12 +17,12 @@ from unittest import mock
 import torch
 from deepspeed.runtime import engine as engines
 from deepspeed.runtime.engine import DeepSpeedEngine
+from llama import small_llama
 from peft import LoraConfig, get_peft_model
-from runs import VOCABULARY, LoraRun
+from runs import LoraRun
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import LlamaConfig, LlamaForCausalLM
 from under_test import CELL
 
 BITS = 4  # of GPTQ and AWQ
@@ -54,18 +54,8 @@ def layer(module: nn.Module) -> Any:
 
 def original(seed: int) -> Any:
     """Return the model that is quantized."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-    )
-    return LlamaForCausalLM(config).bfloat16()
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 1}
+    return small_llama(seed, **sizes, tie_word_embeddings=True).bfloat16()
 
 
 def _replaced(seed: int, make: Callable[[nn.Linear], nn.Module]) -> Any:

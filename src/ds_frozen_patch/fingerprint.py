@@ -32,6 +32,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from .common.collectives import add_up, on_any_rank, rank, world_size
 from .parameters import inner_tensors, numel_of
 
 if TYPE_CHECKING:
@@ -83,24 +84,12 @@ def fingerprints(
             for block, found in _own_sums(parameter, index):
                 sums[begin + block : begin + block + len(found)] += found.cpu()
             begin += count
-        sums = _added_up(sums, device)
+        sums = add_up(sums, device)
         memory.forget_what_is_gone()
         for parameter, own in zip(todo, torch.split(sums, counts), strict=True):
             size = numel_of(parameter) * parameter.element_size()
             memory.keep(parameter, _digest(size, own) if is_readable(parameter) else None)
     return [memory.recall(parameter) for parameter in parameters]
-
-
-def on_any_rank(flags: list[bool], device: Any) -> list[bool]:
-    """For each flag, whether it is set on any rank; every rank must call it with the same number of flags.
-
-    Args:
-        flags: those of this rank.
-        device: as for `fingerprints`.
-    """
-    import torch
-
-    return [count > 0 for count in _added_up(torch.tensor(flags, dtype=torch.int32), device).tolist()]
 
 
 def of_stream(dtype: str, numel: int, chunks: Iterable[bytes | bytearray | memoryview]) -> str:
@@ -234,18 +223,18 @@ def _own_sums(parameter: Any, index: int) -> Iterator[tuple[int, torch.Tensor]]:
     if not is_readable(parameter):
         return
     if hasattr(parameter, "ds_tensor"):
-        rank, holds_first_copy = _partition(parameter)
-        offset = rank * parameter.ds_tensor.ds_numel
+        part, holds_first_copy = _partition(parameter)
+        offset = part * parameter.ds_tensor.ds_numel
         count = min(parameter.ds_tensor.ds_numel, numel_of(parameter) - offset)  # what is beyond is padding
         if holds_first_copy and count > 0:
             yield block_sums(parameter.ds_tensor.detach().view(-1)[:count], offset)
         return
-    rank, world_size = _rank_and_world_size()
     per_block = BLOCK_BYTES // parameter.element_size()
     # Consecutive blocks for each rank, and a different first rank for each parameter, to distribute small ones too.
-    turn = (rank + index) % world_size
+    ranks = world_size()
+    turn = (rank() + index) % ranks
     blocks = _block_count(parameter)
-    begin, end = (blocks * turn // world_size) * per_block, (blocks * (turn + 1) // world_size) * per_block
+    begin, end = (blocks * turn // ranks) * per_block, (blocks * (turn + 1) // ranks) * per_block
     for piece, offset in _pieces(parameter.detach(), 0):
         from_, to = max(begin - offset, 0), min(end - offset, piece.numel())
         if from_ < to:
@@ -336,19 +325,3 @@ def _block_count(parameter: torch.Tensor) -> int:
     if inner_tensors(parameter):
         return 0
     return -(-numel_of(parameter) * parameter.element_size() // BLOCK_BYTES)
-
-
-def _rank_and_world_size() -> tuple[int, int]:
-    import torch.distributed as dist
-
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def _added_up(sums: torch.Tensor, device: Any) -> torch.Tensor:
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        return sums
-    shared = sums.to(device)
-    dist.all_reduce(shared)
-    return shared.cpu()

@@ -15,10 +15,10 @@ import pytest
 import runs
 import torch
 from disk import model_states
+from llama import small_llama
 from ranks import RankError
 from safetensors.torch import load_file
 from torch.nn.utils import parametrizations
-from transformers import LlamaConfig, LlamaForCausalLM
 from under_test import PRECISION, DeepSpeedStrategy
 
 import ds_frozen_patch
@@ -70,18 +70,7 @@ IN_FP32 = ("vera", "orthogonal", "batch norm in eval mode")
 
 def base(kind: str) -> Any:
     """Return the model before it gets an adapter."""
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=runs.VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=kind.startswith("tied"),
-    )
-    return LlamaForCausalLM(config)
+    return small_llama(num_hidden_layers=1, tie_word_embeddings=kind.startswith("tied"))
 
 
 class Shaped(runs.LoraRun):

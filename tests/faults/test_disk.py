@@ -261,11 +261,11 @@ def tried(
             assert "save" not in vars(engine.checkpoint_engine), "what was replaced for a save is not put back"
             meet()
             if way == "direct":
-                assert "is not whole" in text
+                assert "is incomplete" in text
                 if rank == "0":
                     shutil.rmtree(folder / "new.ckpt", ignore_errors=True)
             else:
-                assert "What was saved there before is unchanged." in text
+                assert "The previous checkpoint there is unchanged." in text
                 assert contents(folder) == before, (title, name, rank)
             meet()
             titles.append(title)

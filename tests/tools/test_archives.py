@@ -503,9 +503,9 @@ def test_two_readers(tmp_path: Path, make: Callable[[Archive], None]) -> None:
     archive = Archive(entries(FOUL))
     make(archive)
     (tmp_path / "odd.pt").write_bytes(archive.build())
-    with pytest.raises(CheckpointError, match="Take a whole copy of it"):
+    with pytest.raises(CheckpointError, match="Get a complete copy of it"):
         read_archive(tmp_path / "odd.pt")
-    with pytest.raises(CheckpointError, match="Take a whole copy of it"):
+    with pytest.raises(CheckpointError, match="Get a complete copy of it"):
         check_file(tmp_path / "odd.pt")
 
 

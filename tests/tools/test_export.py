@@ -18,9 +18,9 @@ import pytest
 import runs
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
+from llama import small_llama
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
 from under_test import DeepSpeedStrategy, ModelCheckpoint, pl
 
 import ds_frozen_patch
@@ -82,19 +82,7 @@ FULL = ("lora", "mine", "tied", "embed", "half frozen", "no adapter")
 
 def base(kind: str) -> Any:
     """Return the model before it gets an adapter."""
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=runs.VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=kind.startswith("tied"),
-        attention_bias=kind.startswith("bias"),
-    )
-    return LlamaForCausalLM(config)
+    return small_llama(tie_word_embeddings=kind.startswith("tied"), attention_bias=kind.startswith("bias"))
 
 
 class Run(runs.LoraRun):

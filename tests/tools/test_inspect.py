@@ -239,7 +239,7 @@ def test_a_damaged_file(
     damage(file)
     said = refusal(copied, capsys)
     assert str(file) in said
-    assert "Take a whole copy" in said
+    assert "Get a complete copy" in said
 
 
 def test_a_file_that_is_no_checkpoint(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,6 @@ import json
 import pathlib
 import pickle
 import re
-import signal
-import struct
 import subprocess
 import sys
 import time
@@ -21,15 +19,14 @@ import types
 import uuid
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from memory import memory, reset_peak_memory
+from opcodes import EXPENSIVE, limited, text
 
 from ds_frozen_patch import CheckpointError, CheckpointMismatchError
 from ds_frozen_patch.checkpoint.format import archive
@@ -49,10 +46,6 @@ MEMORY = 100 << 20
 OPEN = b"\x80\2}X\4\0\0\0mine"
 
 
-def text(value: str) -> bytes:
-    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
-
-
 def saved(file: Path, pickled: bytes, **records: bytes) -> Path:
     """Write a file of `torch.save` with this pickle."""
     with zipfile.ZipFile(file, "w") as opened:
@@ -67,24 +60,6 @@ def saved(file: Path, pickled: bytes, **records: bytes) -> Path:
 def mine(file: Path, code: bytes, **records: bytes) -> Path:
     """Write a file whose state has under "mine" what the opcodes push."""
     return saved(file, OPEN + code + b"s.", **records)
-
-
-@contextmanager
-def little() -> Iterator[None]:
-    """Assert that neither much memory nor much time is used."""
-
-    def too_long(*_: Any) -> None:
-        raise BaseException(f"it takes more than {SECONDS} s")
-
-    reset_peak_memory()
-    before, kept = memory("VmRSS"), signal.signal(signal.SIGALRM, too_long)
-    signal.alarm(SECONDS)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, kept)
-    assert memory("VmHWM") - before < MEMORY
 
 
 # Names.
@@ -268,50 +243,11 @@ def test_allowed_names_run_nothing(tmp_path: Path) -> None:
     assert list(tried("builtins.eval")["ran"]) == ["builtins.eval"]
 
 
-# Room and time: the opcodes of a file that is small, and would take much of either.
-LADDER = b"K\1" + b"2\x86" * 40  # a tuple of the same tuple twice, and so on
-
-
-def int_of(value: int) -> bytes:
-    return b"\x8a\x10" + value.to_bytes(16, "little", signed=True)
-
-
-MUCH: dict[str, bytes] = {
-    "a slice as a key of a list": b"]q\1(" + b"K\1" * 100 + b"e" + b"h\1cbuiltins\nslice\nK\0K\0\x86Rh\1s" * 30,
-    "a ladder in an OrderedDict": b"ccollections\nOrderedDict\n](](" + LADDER + b"Nee\x85R",
-    "a ladder in a set": b"cbuiltins\nset\n](" + LADDER + b"e\x85R",
-    "a ladder by a tensor's function": b"ctorch._tensor\n_rebuild_from_type_v2\n(cbuiltins\nset\nctorch\nTensor\n("
-    + b"](" + LADDER + b"et}tR",
-    "an OrderedDict of an OrderedDict of ...": b"ccollections\nOrderedDict\nq\1)R"
-    + b"".join(b"q\x020h\1](K\1h\2\x86K\2h\2\x86e\x85R" for _ in range(40)),
-    "a ladder that begins in stand-ins": b"ccollections\ndeque\n)Rq\2]q\3a0"
-    + b"".join(
-        b"ccollections\ndeque\n)Rr" + struct.pack("<I", 2 * i) + b"]r" + struct.pack("<I", 2 * i + 1) + b"a0"
-        + b"j" + struct.pack("<I", 2 * i + 1) + b"(" + (b"j" + struct.pack("<I", 2 * i - 1)) * 2 + b"e0"
-        + b"j" + struct.pack("<I", 2 * i - 1) + b"j" + struct.pack("<I", 2 * i) + b"a0"
-        for i in range(2, 45)
-    )
-    + b"]h\2aj" + struct.pack("<I", 89) + b"a",
-    "slices in each other": b"N" + b"".join(b"q\x020cbuiltins\nslice\nh\2NN\x87R" for _ in range(20_000)),
-    "one bytearray again and again": b"cbuiltins\nbytearray\n" + b"B" + struct.pack("<I", 1 << 20) + b"a" * (1 << 20)
-    + b"\x85Rq\x020](" + b"h\2" * 3000 + b"e",
-    "one list again and again": b"](" + b"K\1" * 100_000 + b"eq\x020](" + b"h\2" * 100_000 + b"e",
-    "keys that collide": b"}(" + b"".join(int_of(((1 << 61) - 1) * i) + b"N" for i in range(30_000)) + b"u",
-    "elements that collide": b"\x8f(" + b"".join(int_of(((1 << 61) - 1) * i) for i in range(30_000)) + b"\x90",
-    "empty sets": b"](" + b"\x8f" * 1_000_000 + b"e",
-    "stand-ins": b"](cargparse\nNamespace\nq\2" + b"h\2)\x81" * 300_000 + b"e",
-    "attributes again and again": b"ccollections\nOrderedDict\n)Rq\2}(" + b"".join(
-        text(str(i)) + b"N" for i in range(10_000)) + b"uq\3" + b"0h\2h\3b" * 30_000,
-    "a long name": b"c" + b"a" * 1_000_000 + b"\nB\nq\x020](" + b"h\2" * 3000 + b"e",
-    "a long path to many": b"]" * 90 + b"(" + b"N" * 400_000 + b"e" + b"a" * 89,
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("trust", [False, True])
-@pytest.mark.parametrize("much", MUCH)
-def test_small_files_take_little_memory_and_time(tmp_path: Path, much: str, trust: bool) -> None:
-    file = mine(tmp_path / "a.pt", MUCH[much])
-    with little():
+@pytest.mark.parametrize("kind", EXPENSIVE)
+def test_small_files_take_little_memory_and_time(tmp_path: Path, kind: str, trust: bool) -> None:
+    file = mine(tmp_path / "a.pt", EXPENSIVE[kind])
+    with limited(SECONDS, MEMORY):
         try:
             found = archive.read_archive(file, trust=trust)
             list(iter_tensors(found.state))
@@ -343,19 +279,19 @@ def test_many_aliases_take_linear_time() -> None:
     found = weights.Weights(
         {}, {}, {}, dict(zip([f"{n}.alias" for n in names], names, strict=True)), {}, {}, {}, {}, {}
     )
-    with little():
+    with limited(SECONDS, MEMORY):
         assert all(len(found.names_of(name)) == 2 for name in names)
 
 
 def test_a_long_name_in_a_manifest_is_refused(tmp_path: Path) -> None:
     dotted = "a." * 200_000
     said = {"format": 1, "left_out": [[[dotted], [1], "float32", None]], "total_bytes": 4, "zero_stage": 2}
-    with little(), pytest.raises(CheckpointMismatchError, match="manifest is damaged"):
+    with limited(SECONDS, MEMORY), pytest.raises(CheckpointMismatchError, match="manifest is damaged"):
         Manifest.from_state({**said, "world_size": 2, "versions": {}})
     for value in (dotted, "a" * 2000):
         state = {"module": {value: torch.ones(1)}}
         torch.save(state, tmp_path / "a.pt")
-        with little(), pytest.raises(CheckpointError, match="unexpected values for 'module'"):
+        with limited(SECONDS, MEMORY), pytest.raises(CheckpointError, match="unexpected values for 'module'"):
             states._check_value_types(tmp_path / "a.pt", archive.read_archive(tmp_path / "a.pt").state)
 
 
@@ -363,7 +299,7 @@ def test_base_names_are_matched_in_linear_time(tmp_path: Path) -> None:
     torch.save({f"model.layers.{i}.weight": torch.ones(1) for i in range(3000)}, tmp_path / "base.bin")
     deep = [LeftOut((".".join(["a"] * 90 + [f"x{i}.y{i}"]),), (1,), "float32", None) for i in range(2000)]
     base = open_base(tmp_path / "base.bin")
-    with little(), pytest.raises(CheckpointError, match="lacks"):
+    with limited(SECONDS, MEMORY), pytest.raises(CheckpointError, match="lacks"):
         match_base(Manifest(tuple(deep), 4, 2, 2, {}), base)
     assert (
         base.find(LeftOut(("wrapped.model.layers.5.weight",), (1,), "float32", None))
@@ -377,7 +313,8 @@ def test_partitions_of_many_parameters_take_linear_time() -> None:
     parts = [(f".part{i}", [1], "float32", None) for i in range(1000)]
     said = {"format": 1, "left_out": [[[f"a{i}"], [1], "float32", None] for i in range(1000)], "total_bytes": 4}
     said |= {"parts": {f"a{i}": parts for i in range(1000)}, "zero_stage": 2, "world_size": 2, "versions": {}}
-    with little(), pytest.raises(CheckpointMismatchError, match="expands to far more names than it contains"):
+    refused = pytest.raises(CheckpointMismatchError, match="expands to far more names than it contains")
+    with limited(SECONDS, MEMORY), refused:
         Manifest.from_state(said)
 
 
@@ -573,7 +510,7 @@ def test_an_invalid_configuration_is_refused(text_: str) -> None:
 
 def test_many_adapters_take_linear_time() -> None:
     trained = [f"layer{i}.lora_A.a{i}.weight" for i in range(5000)]
-    with little():
+    with limited(SECONDS, MEMORY):
         members = Adapter("", "a7", None).members(trained, (), (), [f"a{i}" for i in range(5000)])
     assert list(members.values()) == ["layer7.lora_A.a7.weight"]
 

@@ -118,7 +118,8 @@ def test_any_flipped_bit_of_any_record(copied: Callable[..., Path], stage: int, 
     assert places
     for record in places:
         flip(file, record)
-        assert problem(path).startswith(f"{file} is damaged: record {record.removeprefix('data/')} is not as it was")
+        name = record.removeprefix("data/")
+        assert problem(path).startswith(f"{file} is damaged: record {name} does not match its checksum")
         file.write_bytes(content)
     assert verify(path).problems == ()
     flip(file, "data.pkl")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 def world_size() -> int:
@@ -12,6 +15,13 @@ def world_size() -> int:
     import torch.distributed as dist
 
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """The rank, 0 without a process group."""
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def gather_numbers(numbers: Sequence[int], device: Any) -> list[list[int]]:
@@ -36,6 +46,39 @@ def gather_numbers(numbers: Sequence[int], device: Any) -> list[list[int]]:
     dist.all_gather(everyone, own)
     found: list[list[int]] = torch.stack(everyone).tolist()
     return found
+
+
+def add_up(numbers: torch.Tensor, device: Any) -> torch.Tensor:
+    """Add the tensors of all ranks, element by element; every rank must call it with the same shape and dtype.
+
+    Args:
+        numbers: integers, on the CPU.
+        device: as for `gather_numbers`.
+
+    Returns:
+        The sums, on the CPU.
+    """
+    import torch.distributed as dist
+
+    if world_size() == 1:
+        return numbers
+    shared = numbers.to(device)
+    dist.all_reduce(shared)
+    return shared.cpu()
+
+
+def on_any_rank(flags: list[bool], device: Any) -> list[bool]:
+    """For each flag, whether it is set on any rank; every rank must call it with the same number of flags.
+
+    Its size does not depend on the number of ranks, unlike that of `gather_numbers`.
+
+    Args:
+        flags: those of this rank.
+        device: as for `gather_numbers`.
+    """
+    import torch
+
+    return [count > 0 for count in add_up(torch.tensor(flags, dtype=torch.int32), device).tolist()]
 
 
 def gather(item: Any) -> list[Any]:

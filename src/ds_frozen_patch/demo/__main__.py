@@ -51,7 +51,7 @@ def main() -> int:
                 _train(talk, f"ZeRO-{stage}, resumed", out, stage, *more, "--ckpt-path", checkpoint)
                 results.append(_result(stage, out))
         except subprocess.CalledProcessError as failed:
-            talk.print(f"[red]A training run failed with exit code {failed.returncode}.[/red] Its last words:")
+            talk.print(f"[red]A training run failed with exit code {failed.returncode}.[/red] Its last output:")
             talk.print(failed.output[-3000:], markup=False, highlight=False)
             return 1
     return _report(Console(), results, "bf16 and NF4" if options.quantized else "fp32")

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from ..fingerprint import is_readable, on_any_rank, own_values
+from ..common.collectives import on_any_rank
+from ..fingerprint import is_readable, own_values
 from ..parameters import BUFFER, PART, Held, contents, names_by_parameter
 from ..settings import current as settings
 from .attached import Attached, override

@@ -141,7 +141,7 @@ class Load:
         other = read_archive(first, trust=True).state if first.is_file() else {}
         if not isinstance(other, dict) or KEY not in other or digest_of(other[KEY]) != expected:
             raise CheckpointMismatchError(
-                f"{file} refers to a manifest in {name!r}, which has none of this save. Take a whole copy."
+                f"{file} refers to a manifest in {name!r}, which has none of this save. Get a complete copy."
             )
         return Manifest.from_checkpoint(other)
 
@@ -173,7 +173,7 @@ class Load:
             found = {text: rank for rank, text in reversed(list(enumerate(gather(request))))}
             differing = "; ".join(f"rank {rank}: {text}" for text, rank in found.items())
             raise CheckpointMismatchError(
-                f"The ranks do not load the same ({differing}). Give every rank the same path and the same settings."
+                f"The ranks load different checkpoints ({differing}). Give every rank the same path and settings."
             )
         return not any(len({one[column] for one in everyone} - {0}) > 1 for column in (3, 4, 5))
 

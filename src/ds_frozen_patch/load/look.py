@@ -76,7 +76,7 @@ def look_at_own(engine: Any, source: str, tag: str | None) -> Look:
         optimizer = [Path(engine._get_zero_ckpt_name(source, name))]
     for file in (model, *optimizer):
         if not file.is_file():
-            return Look(problem=f"There is no {file} on this rank's disk. Take a whole copy of the checkpoint.")
+            return Look(problem=f"There is no {file} on this rank's disk. Get a complete copy of the checkpoint.")
     layout = Layout(Path(source), name, (model,), tuple(optimizer))
     return Look(name, (model.name,), tuple(file.name for file in optimizer), _saved(layout))
 

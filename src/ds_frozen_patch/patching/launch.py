@@ -62,7 +62,7 @@ def _word(value: object) -> str:
 
 def _why_not(name: str) -> CommandError:
     if Path(name).is_dir():
-        return CommandError(NOT_EXECUTABLE, f"{name} is a directory; give a program")
+        return CommandError(NOT_EXECUTABLE, f"{name} is a directory; pass a program")
     if Path(name).is_file():
         way = f"python {name}" if name.endswith(".py") else f"chmod +x {name}"
         return CommandError(NOT_EXECUTABLE, f"{name} is not executable: {way}")

@@ -69,7 +69,7 @@ def _difference(requests: list[dict[str, Any]]) -> str:
         if len(ranks) > 1:
             lines.append(f"{key}: " + ", ".join(f"{value} on rank {_shortened(who)}" for value, who in ranks.items()))
     return (
-        f"The ranks were asked for different saves ({'; '.join(lines)}). Call patch(), full_checkpoint() and"
+        f"The ranks requested different saves ({'; '.join(lines)}). Call patch(), full_checkpoint() and"
         " save_checkpoint() with the same arguments on every rank."
     )
 
@@ -93,7 +93,7 @@ def explaining_errors(path: Any) -> Iterator[list[Save]]:
         if type(error) is not RuntimeError and not type(error).__name__.startswith("Dist"):
             raise
         state, is_saved = saves[0].state_of_target() if saves else (UNCHANGED, False)
-        outcome = "was saved, but not every rank knows" if is_saved else "was not saved"
+        outcome = "was saved, but not every rank has confirmed it" if is_saved else "was not saved"
         raise CheckpointError(
             f"{path} {outcome} ({error}). If this says that another rank is gone, restart the run from its last"
             f" checkpoint. {state}"

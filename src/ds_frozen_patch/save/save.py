@@ -35,7 +35,7 @@ from ..engine.disks import Disks, find_disks
 from ..engine.owner import Owner
 from ..parameters import Held
 
-UNCHANGED = "What was saved there before is unchanged."
+UNCHANGED = "The previous checkpoint there is unchanged."
 _REMEMBERED = 4
 
 current: ContextVar[Save | None] = ContextVar("ds_frozen_patch_save", default=None)
@@ -229,17 +229,17 @@ class Save:
     def state_of_target(self) -> tuple[str, bool]:
         """What is at the target now, as a sentence, and whether it is the new checkpoint."""
         if self.is_in_place:
-            return "What is there now is not whole.", False
+            return "What is there now is incomplete.", False
         with suppress(OSError):
             listed(self.target.parent)  # refreshes the cache of a network disk's client
         now = identity(self.target)
         if now == self._before:
             return UNCHANGED, False
         if now and self.publishes and not self._is_swapped:
-            return f"Another program has saved {self.target} meanwhile.", False
+            return f"Another program has saved {self.target} in the meantime.", False
         if now:
-            return f"{self.target} is the new checkpoint already, and whole.", True
-        return f"What was saved there before is {self._old}; rename it to {self.target.name}.", False
+            return f"{self.target} is the new checkpoint already, and complete.", True
+        return f"The previous checkpoint is {self._old}; rename it to {self.target.name}.", False
 
     def _sync_new(self) -> None:
         """Sync everything but the ranks' own files, which they have synced themselves."""

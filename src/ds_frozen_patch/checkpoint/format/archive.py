@@ -47,8 +47,8 @@ def read_archive(path: Path, *, trust: bool = False) -> Contents:
         content, sizes = _read_pickle(path)
     except Exception as error:  # whatever a damaged archive leads to
         raise CheckpointError(
-            f"{path} cannot be read, is truncated, damaged, or not a file of torch.save ({error}). Take a whole copy of"
-            " it."
+            f"{path} cannot be read, is truncated, damaged, or not a file of torch.save ({error}). Get a complete copy"
+            " of it."
         ) from None
     try:
         state, unexpected = unpickle(path, content, trust)
@@ -61,7 +61,7 @@ def read_archive(path: Path, *, trust: bool = False) -> Contents:
         raise
     except Exception as error:  # whatever a damaged pickle leads to
         raise CheckpointError(
-            f"The pickle in {path} is damaged ({type(error).__name__}: {error}). Take a whole copy of the file."
+            f"The pickle in {path} is damaged ({type(error).__name__}: {error}). Get a complete copy of the file."
         ) from None
     return Contents(state, len(content), unexpected)
 

@@ -112,11 +112,11 @@ def check_file(
                 if record.checksum not in (None, checksum):
                     name = record.name.removeprefix("data/")
                     raise CheckpointError(
-                        f"{file} is damaged: record {name} is not as it was written. Take a whole copy of it."
+                        f"{file} is damaged: record {name} does not match its checksum. Get a complete copy of it."
                     )
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{file} cannot be read, is truncated or damaged ({error}). Take a whole copy of it."
+            f"{file} cannot be read, is truncated or damaged ({error}). Get a complete copy of it."
         ) from None
 
 
@@ -207,7 +207,8 @@ class Records:
             self._read_into(storage, record.checked, buffer[: record.size - record.checked])
         if record.so_far != record.checksum:
             raise CheckpointError(
-                f"{storage.path} is damaged: record {storage.key} is not as it was written. Take a whole copy of it."
+                f"{storage.path} is damaged: record {storage.key} does not match its checksum. Get a complete copy of"
+                " it."
             )
 
     def _read_into(self, storage: Storage, begin: int, chunk: memoryview) -> None:
@@ -221,7 +222,7 @@ class Records:
         except OSError as error:
             raise CheckpointError(f"{storage.path} cannot be read: {error}") from None
         if count != len(chunk):
-            raise CheckpointError(f"{storage.path} is truncated. Take a whole copy of it.")
+            raise CheckpointError(f"{storage.path} is truncated. Get a complete copy of it.")
         if record.checksum is None:
             return
         if begin == record.checked:
@@ -255,12 +256,12 @@ def _open_file(path: Path) -> tuple[IO[bytes], Mapping[str, Record]]:
     except (OSError, ValueError) as error:
         file.close()
         raise CheckpointError(
-            f"{path} cannot be read, is truncated or damaged ({error}). Take a whole copy of it."
+            f"{path} cannot be read, is truncated or damaged ({error}). Get a complete copy of it."
         ) from None
 
 
 def _find(storage: Storage, known: Mapping[str, Record]) -> _RecordState:
     place = known.get(storage.key)
     if place is None or place.size != storage.nbytes:
-        raise CheckpointError(f"{storage.path} is damaged: it has no record {storage.key} that fits its pickle.")
+        raise CheckpointError(f"{storage.path} is damaged: it has no record {storage.key} that matches its pickle.")
     return _RecordState(place.begin, place.size, place.checksum)

@@ -55,7 +55,7 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
         return begin, header
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} cannot be read, is truncated, damaged, or not a safetensors file ({error}). Take a whole copy of"
+            f"{path} cannot be read, is truncated, damaged, or not a safetensors file ({error}). Get a complete copy of"
             " it."
         ) from None
 

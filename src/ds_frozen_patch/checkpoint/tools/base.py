@@ -125,10 +125,10 @@ def _read_folder(folder: Path, trust: bool) -> dict[str, TensorSource]:
             if odd := [name for name in files if name != Path(name).name]:
                 raise ValueError(f"it names {odd[0][:100]!r}, which is not a file in the same directory")
         except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{index} is damaged ({error}). Take a whole copy of it.") from None
+            raise CheckpointError(f"{index} is damaged ({error}). Get a complete copy of it.") from None
         paths = [folder / name for name in files]
         if missing := [item.name for item in paths if not item.is_file()]:
-            raise CheckpointError(f"{folder} lacks {named(missing)}, which its index names. Take a whole copy of it.")
+            raise CheckpointError(f"{folder} lacks {named(missing)}, which its index names. Get a complete copy of it.")
     else:
         found = sorted(item for item in folder.iterdir() if item.is_file())
         paths = [item for item in found if item.match("*.safetensors")]

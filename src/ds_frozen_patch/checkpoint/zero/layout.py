@@ -80,7 +80,7 @@ def find_layout(path: str | Path, tag: str | None = None) -> Layout:
     if optimizer and len(model) != len(optimizer) and model[0].name != "mp_rank_00_model_states.pt":
         raise CheckpointError(
             f"{folder} contains model states of {len(model)} ranks and optimizer states of {len(optimizer)}."
-            " Take a whole copy of the checkpoint."
+            " Get a complete copy of the checkpoint."
         )
     return Layout(root, folder.name, model, optimizer)
 
@@ -133,7 +133,7 @@ def _sort_by_rank(folder: Path, files: Mapping[str, bool], kind: re.Pattern[str]
     for name in sorted(files):
         match, item = kind.fullmatch(name), folder / name
         if match and not files[name]:
-            raise CheckpointError(f"{item} is not a file, or is a broken link. Take a whole copy of the checkpoint.")
+            raise CheckpointError(f"{item} is not a file, or is a broken link. Get a complete copy of the checkpoint.")
         if match and int(match[2]):
             raise UnknownLayoutError(f"{item} was saved with tensor parallelism, which these tools do not support.")
         if match and (before := found.setdefault(int(match[1] or 0), item)) != item:
@@ -143,6 +143,6 @@ def _sort_by_rank(folder: Path, files: Mapping[str, bool], kind: re.Pattern[str]
             )
     if missing := sorted(set(range(len(found))) - found.keys()):
         raise CheckpointError(
-            f"{folder} lacks the {kind.pattern.split('_')[-2]} states of rank {missing[0]}. Take a whole copy of it."
+            f"{folder} lacks the {kind.pattern.split('_')[-2]} states of rank {missing[0]}. Get a complete copy of it."
         )
     return tuple(found[rank] for rank in sorted(found))

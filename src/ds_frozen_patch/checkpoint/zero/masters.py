@@ -52,7 +52,9 @@ def locate_masters(states: States, groups: Sequence[Shapes]) -> dict[str, Tensor
     for index, group in enumerate(groups):
         for file, own in zip(states.layout.optimizer, shards, strict=True):
             if len(own) <= index:
-                raise CheckpointError(f"{file} lacks the masters of parameter group {index}. Take a whole copy of it.")
+                raise CheckpointError(
+                    f"{file} lacks the masters of parameter group {index}. Get a complete copy of it."
+                )
         flats = [own[index] for own in shards]
         size, shard = numel(group), group_shard_size(group, len(shards))
         least = [min(max(size - rank * shard, 0), shard) for rank in range(len(flats))]

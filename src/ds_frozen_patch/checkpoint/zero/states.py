@@ -153,7 +153,7 @@ def _check_value_types(file: Path, state: Mapping[str, Any]) -> None:
         "dp_world_size": is_shape((state.get("dp_world_size", 0),)),
     }
     if wrong := [name for name, is_sound in sound.items() if not is_sound]:
-        raise CheckpointError(f"{file} is damaged: unexpected values for {named(wrong)}. Take a whole copy of it.")
+        raise CheckpointError(f"{file} is damaged: unexpected values for {named(wrong)}. Get a complete copy of it.")
 
 
 def _is_mapping(value: Any, holds: Callable[[Any], object] = lambda _: True) -> bool:
@@ -200,7 +200,7 @@ def _check_manifest_references(states: States) -> None:
     for name, file in named_by.items():
         if name not in have:
             raise CheckpointError(
-                f"{file} refers to {name!r} for the manifest, which has none. Take a whole copy of the checkpoint."
+                f"{file} refers to {name!r} for the manifest, which has none. Get a complete copy of the checkpoint."
             )
 
 
@@ -211,7 +211,7 @@ def check_shard_count(layout: Layout, model: Mapping[str, Any], stage: int) -> N
     if stage and model.get("optimizer") is None and ranks and count != ranks and parameter_groups(model):
         raise CheckpointError(
             f"{layout.root} was saved by {ranks} ranks and has the optimizer states of {count}."
-            " Take a whole copy of it, without files of another save."
+            " Get a complete copy of it, without files of another save."
         )
 
 
@@ -243,7 +243,7 @@ def check_digests_agree(found: Sequence[FileDigests]) -> None:
         if one.name not in (None, one.file.name):
             raise CheckpointError(
                 f"{one.file} was saved as {one.name}: files of the checkpoint were swapped or renamed. Give each the"
-                " name that it was saved under, or take a whole copy."
+                " name that it was saved under, or get a complete copy."
             )
         if one.save != found[0].save:
             raise CheckpointError(

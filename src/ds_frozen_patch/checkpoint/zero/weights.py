@@ -97,7 +97,7 @@ def locate_weights(states: States, trainable: Sequence[str] = ()) -> Weights:
     masters = locate_masters(states, parameter_groups(model))
     if missing := [name for name in listed if name not in module]:
         raise CheckpointError(
-            f"{states.layout.model[0]} lacks the weights of {named(missing)}. Take a whole copy of it."
+            f"{states.layout.model[0]} lacks the weights of {named(missing)}. Get a complete copy of it."
         )
     trained = masters or {name: from_stored(module[name]) for name in listed}
     candidates = [
@@ -149,8 +149,8 @@ def check_total_size(size: int, *files: Path) -> None:
     if size > 100 * sum(file.stat().st_size for file in files) + (1 << 26):
         shown = files[0] if len(files) == 1 else files[0].parent
         raise CheckpointError(
-            f"{shown} is damaged: its tensors would take {size} bytes, far more than the checkpoint has. Take a"
-            " whole copy of it."
+            f"{shown} is damaged: its tensors would take {size} bytes, far more than the checkpoint has. Get a"
+            " complete copy of it."
         )
 
 
@@ -187,11 +187,11 @@ def _locate_frozen(
             continue
         for file, shard in zip(states.layout.model, shards, strict=True):
             if not isinstance(shard, StoredTensor) or not shard.is_contiguous:
-                raise CheckpointError(f"{file} lacks its shard of {name!r}. Take a whole copy of it.")
+                raise CheckpointError(f"{file} lacks its shard of {name!r}. Get a complete copy of it.")
         if sum(shard.numel for shard in shards) < prod(shape):
             size = parameter_shard_size(shape, len(shards))
             file = next(file for file, own in zip(states.layout.model, shards, strict=True) if own.numel < size)
-            raise CheckpointError(f"{file} lacks elements of its shard of {name!r}. Take a whole copy of it.")
+            raise CheckpointError(f"{file} lacks elements of its shard of {name!r}. Get a complete copy of it.")
         pieces = [piece for shard in shards for piece in pieces_of_range([shard], 0, shard.numel)]
         found[name] = TensorSource(shards[0].dtype, tuple(shape), without_padding(pieces, prod(shape)))
     return found

@@ -17,7 +17,7 @@ def judge(version: str | None, seen: Seen) -> Finding:
     if FLAG not in seen.parameters["__init__"]:
         return Finding("patchable", version, f"has no {FLAG}")
     if LOADS_STRICTLY in seen.names_in("load_checkpoint"):
-        reason = f"complete, by the patch series: say DeepSpeedStrategy({FLAG}=True)"
+        reason = f"complete, by the patch series: pass DeepSpeedStrategy({FLAG}=True)"
         return Finding("native", version, reason, complete=True)
     return Finding("native", version, f"has {FLAG}; tied aliases, strict load and ZeRO-3 test need the shim")
 
