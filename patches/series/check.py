@@ -98,18 +98,18 @@ def _index_problems(patches: Path, lines: list[Line]) -> Iterator[str]:
     )
     yield from (f"has {name}, which is no folder, export it or remove it" for name in folders if name not in there)
     yield from (
-        f"has nothing on the folder {name}, add it or remove the folder" for name in sorted(there - folders.keys())
+        f"does not list the folder {name}, add it or remove the folder" for name in sorted(there - folders.keys())
     )
     tags = Counter(tag for line in lines for tag in (*line.tags, *line.untagged))
-    yield from (f"has {tag} {count} times, leave it to one line" for tag, count in tags.items() if count > 1)
+    yield from (f"has {tag} {count} times, keep it in one line" for tag, count in tags.items() if count > 1)
     for line in lines:
         if line.made_on not in line.tags:
-            yield f"says that {line.folder.name} was made on {line.made_on}, which is none of its tags, name one"
+            yield f"says that {line.folder.name} was made on {line.made_on}, which is not one of its tags, name one"
 
 
 def _patch_problems(file: Path, number: int) -> Iterator[str]:
     if not re.fullmatch(r"\d{4}-.+\.patch", file.name):
-        yield "is no patch of a series, which is named 0001-slug.patch, remove it"
+        yield "is not a patch named like 0001-slug.patch, remove it"
         return
     text = read(file)
     title = subject(text).removeprefix("[PATCH] ")
@@ -155,7 +155,7 @@ def check_clone(lines: list[Line], repo: Path, say: Callable[[str], None]) -> Re
         repo = Path(git(repo, "rev-parse", "--absolute-git-dir").strip())
     except SeriesError:
         raise SeriesError(f"{repo} is no git repository; name a clone of Lightning's with --repo") from None
-    report = Report(("tag", "folder", "am", "lands alike", "compiles", "again", "re-export"))
+    report = Report(("tag", "folder", "applies", "same places", "compiles", "detected", "re-export"))
     for line in lines:
         checked: dict[str, Checks] = {}
         made: Landing | None = None
@@ -182,7 +182,7 @@ def _check_tag(line: Line, tag: str, made: Landing | None, repo: Path, scratch: 
         [],
         _elsewhere(line, trial.landing if tag == line.made_on else made, trial.landing),
         _broken(trial.after),
-        [] if already_applied(trial.root, line.patches) else ["is not recognised as having the series already"],
+        [] if already_applied(trial.root, line.patches) else ["is not detected as patched afterwards"],
     ]
     if tag == line.made_on:
         files = format_series(trial.root, trial.base, "HEAD", scratch.with_name("export"))
@@ -196,7 +196,7 @@ def _elsewhere(line: Line, made: Landing | None, found: Landing) -> list[str]:
     if made is None:
         return [f"there is no {line.made_on} to compare with"]
     places = unlike(made, found)
-    return [f"lands elsewhere than on {line.made_on}: {places}"] if places else []
+    return [f"changes other places than on {line.made_on}: {places}"] if places else []
 
 
 def _broken(after: dict[str, str]) -> list[str]:
@@ -217,7 +217,7 @@ def check_wheels(lines: list[Line], say: Callable[[str], None]) -> Report:
         outcomes = {key: future.result() for key, future in checked.items()}
         say("imports")
         imported = _import_all(Path(temporary), [release for _, release in outcomes])
-    report = Report(("release", "folder", "package", "applies", "lands alike", "compiles", "imports"))
+    report = Report(("release", "folder", "package", "applies", "same places", "compiles", "imports"))
     for (line, release), by_package in outcomes.items():
         for package, outcome in by_package.items():
             checks: Checks = [outcome.failed]

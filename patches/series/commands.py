@@ -32,7 +32,7 @@ COMMAND = "python patches"
 
 
 def apply(patches: Path, checkout: Path) -> str:
-    """Apply the series that is for a checkout's release to it, wholly or not at all; returns what was done."""
+    """Apply the series that is for a checkout's release to it, completely or not at all; returns what was done."""
     root = clean_checkout(checkout)
     line = line_of(read_index(patches), root)
     if not line.patches:
@@ -42,15 +42,19 @@ def apply(patches: Path, checkout: Path) -> str:
     with tempfile.TemporaryDirectory() as scratch:
         trial = try_series(root, "HEAD", line.patches, Path(scratch, "trial"))
         if trial.failed:
-            what = f"this checkout differs from Lightning there: go on by hand with git am -3 {line.folder}/*.patch"
+            what = (
+                f"this checkout differs from Lightning there: apply them by hand with git am -3 {line.folder}/*.patch"
+            )
             raise SeriesError(f"the patches do not apply, nothing was changed: {trial.failed}; {what}")
         if not has_commit(root, line.made_on):
-            note = f"; {line.made_on} is not in this clone, so that where they land was not compared with it"
+            note = f"; {line.made_on} is not in this clone, so the places of the changes were not compared with it"
         else:
             made = try_series(root, line.made_on, line.patches, Path(scratch, "made"))
             if places := unlike(made.landing, trial.landing):
-                what = f"go on by hand with git am {line.folder}/*.patch and look at these places"
-                raise SeriesError(f"nothing was changed: not as on {line.made_on} would be {places}; {what}")
+                what = f"apply them by hand with git am {line.folder}/*.patch, and check these places"
+                raise SeriesError(
+                    f"nothing was changed: unlike on {line.made_on}, the patches would change {places}; {what}"
+                )
     try:
         git(root, "am", "--quiet", *map(str, line.patches))
     except SeriesError as error:
@@ -89,8 +93,8 @@ def line_of(lines: list[Line], root: Path) -> Line:
     tag = next((tag for tag in tags if version(tag)), None)
     near = nearest(lines, tag or own).folder.name
     raise SeriesError(
-        f"no series is for Lightning {tag or own or head}, at which {root} is; the nearest is patches/{near}. "
-        f"Try that with: {COMMAND} new {root} {tag or head} --from {near}"
+        f"there is no series for Lightning {tag or own or head}, the release of {root}; the nearest is patches/{near}. "
+        f"Try it: {COMMAND} new {root} {tag or head} --from {near}"
     )
 
 
@@ -120,7 +124,7 @@ def refuse_applied(root: Path, line: Line) -> None:
     made = set(git(root, "log", "--format=%s", "HEAD").splitlines())
     if there := [name for name in own if name in made]:
         which = "all" if len(there) == len(own) else f"{len(there)} of the {len(own)}"
-        what = "take them out first, or go on by hand with git am"
+        what = "remove them first, or apply the rest by hand with git am"
         raise SeriesError(f"{root} has {which} patches of {line.folder} as commits ({'; '.join(there)}); {what}")
 
 
@@ -161,7 +165,7 @@ def export(patches: Path, checkout: Path, folder: str, since: str | None = None)
     ):
         raise SeriesError(f"{root} is not at commits that follow {since}; check out the branch that has the series")
     if any(len(commit.split()) != 2 for commit in commits):
-        raise SeriesError(f"there are merges after {since} in {root}, which are no patches; rebase them away")
+        raise SeriesError(f"there are merge commits after {since} in {root}; rebase them away")
     target = patches / folder
     with tempfile.TemporaryDirectory(prefix=".export-", dir=patches) as scratch:
         files = format_series(root, since, "HEAD", Path(scratch, "new"))
@@ -210,10 +214,10 @@ def new(patches: Path, checkout: Path, tag: str, source: str | None = None) -> s
             untagged = tuple(name for name in line.untagged if name != tag)
             more = replace(line, tags=tags, untagged=untagged)
             write_index(patches, [more if one == line else one for one in lines])
-            return f"patches/{line.folder.name} serves {tag} as it is; added {tag} to patches/index.json"
+            return f"patches/{line.folder.name} applies to {tag} unchanged; added {tag} to patches/index.json"
         # With these, git am -3 finds the files that the patches were made from.
         git(root, "fetch", "--quiet", "--no-tags", str(made.root), "HEAD")
-    return begin_series(root, line, lines, tag, trial.failed or f"it lands elsewhere: {places}")
+    return begin_series(root, line, lines, tag, trial.failed or f"it changes other places: {places}")
 
 
 def begin_series(root: Path, line: Line, lines: list[Line], tag: str, why: str) -> str:
@@ -227,11 +231,11 @@ def begin_series(root: Path, line: Line, lines: list[Line], tag: str, why: str) 
     git(root, "worktree", "add", "--quiet", "-b", f"series-{folder}", str(tree), tag)
     try:
         git(tree, "am", "--quiet", "-3", *map(str, line.patches))
-        left = "all patches are in; look at them, amend what is wrong"
+        left = "all patches are applied; check them, and amend what is wrong"
     except SeriesError as error:
-        left = f"git am stopped there ({error}): resolve, git add, git am --continue, until all patches are in"
+        left = f"git am stopped there ({error}): resolve, git add, git am --continue, until all patches are applied"
     return (
-        f"patches/{line.folder.name} does not serve {tag} as it is ({why}).\n"
+        f"patches/{line.folder.name} does not apply to {tag} unchanged ({why}).\n"
         f"{tree} has the branch series-{folder} for a series of its own; {left}.\n"
         f"Then: {COMMAND} export {tree} --line {folder} --since {tag}"
     )

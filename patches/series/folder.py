@@ -157,7 +157,7 @@ def git(folder: Path, *arguments: str, stdin: str | bytes = b"", **environment: 
 
 
 def git_apply(folder: Path, patch: str, *, reverse: bool = False) -> None:
-    """Apply a patch, wholly or not at all, to files that need not be in a repository."""
+    """Apply a patch, completely or not at all, to files that need not be in a repository."""
     # Inside a repository, git would silently leave alone what that repository ignores: let it see none.
     arguments = ("apply", "--whitespace=nowarn", *(["--reverse"] if reverse else []), "-")
     git(folder, *arguments, stdin=patch, GIT_DIR=os.devnull)
@@ -202,7 +202,7 @@ def for_package(patch: str, package: str) -> str:
 
 
 def apply_to_package(folder: Path, site_packages: Path, package: str) -> list[str]:
-    """Apply a series to an installed "lightning" or "pytorch_lightning", wholly or not at all.
+    """Apply a series to an installed "lightning" or "pytorch_lightning", completely or not at all.
 
     Returns the paths in `site_packages` that it changed.
     """

@@ -291,7 +291,10 @@ def test_apply_refuses_an_unknown_release(
 ) -> None:
     at(world, tag)
     refusal = world.refuses(capsys, "apply", str(world.clone))
-    assert f"no series is for Lightning {tag}, at which {world.clone} is; the nearest is patches/{near}. " in refusal
+    assert (
+        f"there is no series for Lightning {tag}, the release of {world.clone}; the nearest is patches/{near}. "
+        in refusal
+    )
     assert refusal.endswith(f"python patches new {world.clone} {tag} --from {near}")
 
 
@@ -384,7 +387,7 @@ def test_export_refuses(world: World, capsys: pytest.CaptureFixture[str], argume
 
 def test_export_refuses_merges(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     git(world.clone, "merge", "--quiet", "--no-edit", "--strategy", "ours", "2.5.2")
-    assert "there are merges after 2.5.1" in world.refuses(capsys, "export", str(world.clone), "--line", "2.5")
+    assert "there are merge commits after 2.5.1" in world.refuses(capsys, "export", str(world.clone), "--line", "2.5")
 
 
 def test_export_that_fails_leaves_the_old_series(
@@ -398,7 +401,7 @@ def test_export_that_fails_leaves_the_old_series(
 
 
 def test_new_release_that_a_series_serves(world: World) -> None:
-    assert "patches/2.5 serves 2.5.2 as it is" in series.new(world.patches, world.clone, "2.5.2")
+    assert "patches/2.5 applies to 2.5.2 unchanged" in series.new(world.patches, world.clone, "2.5.2")
     assert world.lines() == {"2.5": ["2.5.0", "2.5.1", "2.5.2"]}
     assert series_check.lint(world.patches) == []
 
@@ -424,7 +427,7 @@ def test_new_release_that_conflicts(world: World) -> None:
     git(world.clone, "gc", "--quiet", "--prune=now")
     done = series.new(world.patches, world.clone, "2.7.0", "2.5")
     tree = world.clone.with_name("clone-2.7")
-    assert "patches/2.5 does not serve 2.7.0 as it is (Patch failed at 0002" in done
+    assert "patches/2.5 does not apply to 2.7.0 unchanged (Patch failed at 0002" in done
     assert done.endswith(f"python patches export {tree} --line 2.7 --since 2.7.0")
     assert world.lines() == {"2.5": ["2.5.0", "2.5.1"]}
     file = tree / "src/lightning/pytorch/strategies.py"
@@ -443,8 +446,8 @@ def test_new_release_that_conflicts(world: World) -> None:
 
 def test_new_release_where_it_lands_elsewhere(world: World) -> None:
     done = series.new(world.patches, world.clone, "2.6.0")
-    assert "does not serve 2.6.0 as it is (it lands elsewhere: Strategy.first in src/lightning/fabric" in done
-    assert "all patches are in; look at them, amend what is wrong" in done
+    assert "does not apply to 2.6.0 unchanged (it changes other places: Strategy.first in src/lightning/fabric" in done
+    assert "all patches are applied; check them, and amend what is wrong" in done
     assert world.lines() == {"2.5": ["2.5.0", "2.5.1"]}
 
 
@@ -500,7 +503,7 @@ def test_check(world: World, capsys: pytest.CaptureFixture[str]) -> None:
             '"2.5.0", ',
             '"2.6.0", ',
             "| 2.6.0 | 2.5 | yes | no | yes | yes | - |",
-            "2.6.0: lands elsewhere than on 2.5.1: Strategy.first in",
+            "2.6.0: changes other places than on 2.5.1: Strategy.first in",
         ),
         (
             '"2.5.0", ',
@@ -544,12 +547,17 @@ def test_check_refuses_what_is_no_clone(world: World, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("file", "old", "new", "said"),
     [
-        ("index.json", '["2.5.0", "2.5.1"]', '["2.5.0"]', "index.json: says that 2.5 was made on 2.5.1, which is none"),
-        ("index.json", '"2.5.0", ', '"2.5.1", ', "index.json: has 2.5.1 2 times, leave it to one line"),
+        (
+            "index.json",
+            '["2.5.0", "2.5.1"]',
+            '["2.5.0"]',
+            "index.json: says that 2.5 was made on 2.5.1, which is not one",
+        ),
+        ("index.json", '"2.5.0", ', '"2.5.1", ', "index.json: has 2.5.1 2 times, keep it in one line"),
         ("index.json", '"2.5.0", ', '"2.6.3", ', "index.json: lists 2.6.3, which was a malicious upload; remove it"),
         ("index.json", '"2.5.0", ', '"main", ', "index.json: main is neither a release nor a whole commit"),
         ("index.json", '"2.5"', '"2.6"', "index.json: has 2.6, which is no folder"),
-        ("index.json", '"2.5"', '"2.6"', "index.json: has nothing on the folder 2.5"),
+        ("index.json", '"2.5"', '"2.6"', "index.json: does not list the folder 2.5"),
         ("index.json", '"tags"', '"tag"', "index.json: cannot be read (KeyError: 'tags'); it must be"),
         ("index.json", "}", "", "index.json: cannot be read (JSONDecodeError"),
         ("0002", "From 0000", "From 1000", "does not begin with a commit of zeros"),
@@ -611,7 +619,7 @@ def test_lint_finds_files(world: World, capsys: pytest.CaptureFixture[str]) -> N
     assert world.refuses(capsys, "lint").splitlines() == [
         "2.5/0003-pytorch-leave-out-frozen-parameters.patch: should be named "
         f"0002-pytorch-leave-out-frozen-parameters.patch by its place and its subject, {series_check.EXPORT_ANEW}",
-        "2.5/README: is no patch of a series, which is named 0001-slug.patch, remove it",
+        "2.5/README: is not a patch named like 0001-slug.patch, remove it",
     ]
 
 
@@ -801,7 +809,7 @@ def test_check_of_wheels(world: World, tmp_path: Path, monkeypatch: pytest.Monke
         ("2.9.0", "2.5", "pytorch_lightning", "no", "-", "-", "-"),
     ]
     said = [
-        "2.6.0: lands elsewhere",
+        "2.6.0: changes other places",
         "2.7.0: .* does not apply",
         "2.5.2: cannot be imported: no",
         "2.9.0: cannot be installed",
