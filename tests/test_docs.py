@@ -38,6 +38,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PYTHON: dict[str, dict[str, Any]] = {
     "import ds_frozen_patch\n": {"wrapped": True},
     "trainer.fit(model, ckpt_path=": {"wrapped": True, "step": 8},
+    "trainer.test(model, ckpt_path=": {"wrapped": True, "loss": True},
     "with ds_frozen_patch.full_checkpoint()": {"full": True},
     "ds_frozen_patch.patch(elastic=True)": {"step": 6},
     "ds_frozen_patch.patch(leave_out=": {"wrapped": True},
@@ -104,7 +105,7 @@ def run_block(block: str, out: str) -> dict[str, Any]:
         "enable_checkpointing": False,
     }
     model = runs.LoraRun()
-    model.train_dataloader = partial(runs.batches, 2)  # type: ignore[method-assign]
+    model.train_dataloader = model.test_dataloader = partial(runs.batches, 2)  # type: ignore[method-assign]
     names: dict[str, Any] = {
         "ds_frozen_patch": ds_frozen_patch,
         "Trainer": partial(pl.Trainer, max_epochs=2, **quiet),
@@ -116,7 +117,7 @@ def run_block(block: str, out: str) -> dict[str, Any]:
     if "full_checkpoint" in block:
         ds_frozen_patch.patch()
         names["trainer"].fit(model)
-    elif "fit(" in block and "patch(" not in block:
+    elif "ckpt_path=" in block and "patch(" not in block:
         ds_frozen_patch.patch()
     exec(block, names)
     status = ds_frozen_patch.status()[TRAINER]
@@ -124,6 +125,7 @@ def run_block(block: str, out: str) -> dict[str, Any]:
     return {
         "wrapped": status.wrapped,
         "step": trainer.global_step,
+        "loss": "test_loss" in trainer.callback_metrics,
         "strategy": type(trainer.strategy).__name__,
         "full": Path("everything.ckpt").is_dir() and ds_frozen_patch.inspect("everything.ckpt").prunable > 0,
     }

@@ -14,7 +14,7 @@ from matrix import cells
 from tables import ROOT, Block, cases, markdown, ranges
 
 BLOCKS = {
-    "settings": Block("settings", ROOT / "docs" / "compatibility.md"),
+    "settings": Block("settings", ROOT / "docs" / "settings.md"),
     "quantized": Block("quantized", ROOT / "docs" / "qlora.md"),
     "faults": Block("faults", ROOT / "docs" / "faults.md"),
 }
