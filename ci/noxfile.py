@@ -248,8 +248,9 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
-    """Build the documentation into `.nox/site`; a warning is an error."""
+    """Draw the charts, and build the documentation into `.nox/site`; a warning is an error."""
     session.chdir(ROOT)
+    session.run(tools_python(session, "docs"), "ci/charts.py", external=True)
     build = ("-m", "sphinx", "--quiet", "--fail-on-warning", "--fresh-env", "docs", str(ROOT / ".nox" / "site"))
     session.run(tools_python(session, "docs"), *build, env={"PYTHONPATH": str(ROOT / "src")}, external=True)
     session.log("open .nox/site/index.html")

@@ -97,11 +97,11 @@ CURVES = (
 def drawing(found: dict[str, list[dict[str, Any]]]) -> str:
     """Return four plots: seconds above, bytes below; against the base, and against what is trained."""
     lines: list[str] = []
-    for x, what, about in ((70, "base", "frozen weights, MB"), (470, "trained", "trained state, MB")):
+    for y, what, about in ((40, "base", "frozen weights, MB"), (620, "trained", "trained state, MB")):
         times = [Curve(name, line(found[what], way, which), style) for way, which, name, style in CURVES]
         sizes = [Curve(name, line(found[what], way, "bytes"), style) for way, _, name, style in CURVES[::2]]
-        lines += plot(x, 40, f"seconds of a save, by {about}", times, unit=(1e6, 1))
-        lines += plot(x, 330, f"MB on disk, by {about}", sizes, unit=(1e6, 1e6))
+        lines += plot(70, y, f"seconds of a save, by {about}", times, unit=(1e6, 1))
+        lines += plot(70, y + 290, f"MB on disk, by {about}", sizes, unit=(1e6, 1e6))
     for place, curve in enumerate(times):
-        lines += legend(70 + 200 * place, 600, curve)
-    return page(820, 610, lines)
+        lines += legend(30 + 145 * place, 1180, curve)
+    return page(450, 1196, lines)

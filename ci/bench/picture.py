@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from bench.svg import CARD, MARGIN, page
 from bench.words import size
 
 import ds_frozen_patch
@@ -23,7 +24,7 @@ COLOURS = {
     "optimizer state": "#e69f00",
     "all else": "#cc79a7",
 }
-WIDTH, LEFT, BAR = 760, 10, 34
+WIDTH, LEFT, BAR = CARD, MARGIN, 34
 
 
 def main() -> None:
@@ -64,20 +65,18 @@ def drawing(full: Mapping[str, int], small: Mapping[str, int]) -> str:
     """Both checkpoints to one scale as bars, and the small one magnified below."""
     most, least = sum(full.values()), sum(small.values())
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="290">',
-        '<rect width="100%" height="100%" fill="white"/><g font-family="sans-serif" font-size="14">',
+        '<g font-size="14">',
         *bar(24, f"A full checkpoint: {size(most)}", full, most),
         *bar(96, f"The same, trainable-only: {size(least)}, {most / least:.0f} times smaller", small, most),
         *bar(168, f"The same, magnified {most / least:.0f} times:", small, least),
     ]
-    x = LEFT
-    for kind, colour in COLOURS.items():
-        lines.append(f'<rect x="{x}" y="240" width="12" height="12" fill="{colour}"/>')
-        lines.append(f'<text x="{x + 17}" y="251" font-size="12">{kind}</text>')
-        x += 32 + 7 * len(kind)
-    about = "LoRA (r=16, q_proj and v_proj) on the shape of Llama 3.2 1B, bf16, ZeRO-2, AdamW"
-    lines.append(f'<text x="{LEFT}" y="277" font-size="12" fill="#555555">{about}</text>')
-    return "\n".join([*lines, "</g></svg>"]) + "\n"
+    for place, (kind, colour) in enumerate(COLOURS.items()):
+        x, y = LEFT + 170 * (place % 3), 240 + 20 * (place // 3)
+        lines.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{colour}"/>')
+        lines.append(f'<text x="{x + 17}" y="{y + 11}" font-size="12">{kind}</text>')
+    about = "LoRA (r=16) on the shape of Llama 3.2 1B, bf16, ZeRO-2, AdamW"
+    lines.append(f'<text x="{LEFT}" y="297" font-size="12" fill="#555555">{about}</text>')
+    return page(WIDTH, 310, [*lines, "</g>"])
 
 
 def bar(top: int, title: str, kinds: Mapping[str, int], scale: int) -> list[str]:

@@ -1,11 +1,15 @@
-"""Plots of curves as SVG."""
+"""Charts as SVG, on a white card that light and dark pages can show: curves, bars, and grids of yes and no."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 
 WIDTH, HEIGHT = 330, 220
+CARD, MARGIN = 520, 14  # of bars and grids, which a phone shows at two thirds
+OURS, GREY = "#0072b2", "#b0b7bf"
+STATES = {"yes": ("#0b7a5b", "✓"), "partly": ("#c98500", "~"), "no": ("#c2410c", "✗"), "": ("#e5e7eb", "")}
 Point = tuple[float, float]
 
 
@@ -19,9 +23,10 @@ class Curve:
 
 
 def page(width: int, height: int, lines: Sequence[str]) -> str:
-    """Return a picture on white."""
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">'
-    begin = '<rect width="100%" height="100%" fill="white"/><g font-family="sans-serif" font-size="12">'
+    """Return a picture, which scales with the page."""
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
+    begin = '<rect width="100%" height="100%" rx="8" fill="white"/><g font-family="sans-serif" font-size="12">'
     return "\n".join([head, begin, *lines, "</g></svg>"]) + "\n"
 
 
@@ -46,3 +51,51 @@ def plot(x: int, y: int, title: str, curves: Sequence[Curve], unit: Point) -> li
 def legend(x: int, y: int, curve: Curve) -> list[str]:
     """Return a curve's line and its name."""
     return [f'<path d="M{x} {y} h30" {curve.style}/>', f'<text x="{x + 36}" y="{y + 4}">{curve.name}</text>']
+
+
+def bars(y: int, title: str, rows: Sequence[tuple[str, float, str]], ours: int = 1) -> list[str]:
+    """Return a bar for each label, value and what is said of it; the first ones are ours. Each takes 36 pixels."""
+    most = max(value for _, value, _ in rows)
+    lines = [f'<text x="{MARGIN}" y="{y}" font-size="14" font-weight="bold">{escape(title)}</text>']
+    for place, (label, value, said) in enumerate(rows):
+        top, width = y + 12 + 36 * place, max(2, value / most * (CARD - 2 * MARGIN - 70))
+        colour = OURS if place < ours else GREY
+        lines += [
+            f'<text x="{MARGIN}" y="{top + 11}">{escape(label)}</text>',
+            f'<rect x="{MARGIN}" y="{top + 16}" width="{width:.0f}" height="12" fill="{colour}"/>',
+            f'<text x="{MARGIN + width + 6:.0f}" y="{top + 26}">{escape(said)}</text>',
+        ]
+    return lines
+
+
+def grid(columns: Sequence[str], rows: Mapping[str, Sequence[str]], beside: int = 0) -> str:
+    """Return a picture with a cell for each row and column: "yes", "no", "partly", or "" where it does not apply.
+
+    Labels have `beside` pixels to the left of their row, or stand above it.
+    """
+    left, step = MARGIN + beside, 20 if beside else 40
+    width = (CARD - MARGIN - left) / len(columns)
+    middle = [left + (column + 0.5) * width for column in range(len(columns))]
+    lines = [
+        f'<text x="{x:.0f}" y="24" font-size="11" font-weight="bold" text-anchor="middle">{escape(column)}</text>'
+        for x, column in zip(middle, columns, strict=True)
+    ]
+    for place, (label, states) in enumerate(rows.items()):
+        top = 34 + step * place + (0 if beside else 18)
+        lines.append(f'<text x="{MARGIN}" y="{top + 12 if beside else top - 5}">{escape(label)}</text>')
+        for x, state in zip(middle, states, strict=True):
+            colour, mark = STATES[state]
+            place_of = f'x="{x - width / 2 + 1:.1f}" y="{top}" width="{width - 2:.1f}" height="16" rx="2"'
+            lines.append(
+                f'<rect {place_of} fill="{colour}"/>'
+                f'<text x="{x:.1f}" y="{top + 12}" text-anchor="middle" fill="white">{mark}</text>'
+            )
+    y = 34 + step * len(rows) + 20
+    shown = {state: STATES[state] for state in STATES if any(state in states for states in rows.values())}
+    lines += [
+        f'<rect x="{MARGIN + 90 * place}" y="{y - 11}" width="14" height="14" rx="2" fill="{colour}"/>'
+        f'<text x="{MARGIN + 90 * place + 7}" y="{y}" text-anchor="middle" fill="white">{mark}</text>'
+        f'<text x="{MARGIN + 90 * place + 20}" y="{y}">{state or "not applicable"}</text>'
+        for place, (state, (colour, mark)) in enumerate(shown.items())
+    ]
+    return page(CARD, y + 14, lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import charts
 import pytest
 
 pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
@@ -34,3 +35,8 @@ def test_links(page: Path) -> None:
 
 def test_there_are_links() -> None:
     assert sum(len(LINK.findall(page.read_text(encoding="utf-8"))) for page in PAGES) > 20
+
+
+def test_charts_show_the_results() -> None:
+    drawn = {name: (charts.CHARTS / name).read_text(encoding="utf-8") for name in charts.drawn()}
+    assert drawn == charts.drawn(), "draw them again: nox -f ci/noxfile.py -s docs"

@@ -130,6 +130,12 @@ def test_the_table_shows_every_setting() -> None:
     assert [row[0] for row in rows[2:]] == [setting.name for setting in SETTINGS], "run the settings again"
 
 
+@pytest.mark.parametrize("session", results.BLOCKS)
+def test_the_tables_show_the_results(session: str) -> None:
+    found = json.loads(results.RESULTS.read_text())[session]
+    assert results.BLOCKS[session].read() == results.RENDER[session](found).strip()
+
+
 def test_the_table_shows_the_comparison() -> None:
     result = json.loads(compare.RESULTS.read_text())
     assert list(result["features"]) == list(features.FEATURES), "compare again"
