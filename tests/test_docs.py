@@ -61,7 +61,8 @@ def masked(text: str) -> str:
 def console(example: Example) -> str | None:
     """Run the commands of a block, each of which prints what stands below it; `...` stands for any lines."""
     for command in re.split(r"^\$ ", example.parsed, flags=re.MULTILINE)[1:]:
-        line, _, expected = command.partition("\n")
+        line, _, below = command.partition("\n")
+        expected = re.sub(r"^\.\.\.\n", "...", below, flags=re.MULTILINE)  # no line is enough
         done = shell(line, example.namespace["folder"])
         prepared: Callable[[str], str] = str if "--help" in line else masked
         printed = OutputChecker().check_output(prepared(expected), prepared(done.stdout), ELLIPSIS)
@@ -149,14 +150,19 @@ def made(tmp_path_factory: pytest.TempPathFactory, demo: tuple[Path, Any]) -> Pa
 
 
 @pytest.fixture(scope="module")
-def folders(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The reader's folder of each page."""
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The reader's folder of each page, empty where no command of the page names a checkpoint of the demo."""
     home = tmp_path_factory.mktemp("reader")
 
     def folder(page: str) -> Path:
         of_page = home / Path(page).stem
-        if not of_page.exists():
+        if of_page.exists():
+            return of_page
+        if re.search(r"^\$ .*(\b(last|tuned)\.ckpt|runs/)", Path(page).read_text(encoding="utf-8"), re.MULTILINE):
+            made: Path = request.getfixturevalue("made")
             shutil.copytree(made, of_page, copy_function=os.link)  # no tool writes to what it reads
+        else:
+            of_page.mkdir()
         return of_page
 
     return folder
