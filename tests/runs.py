@@ -23,7 +23,7 @@ from under_test import FABRIC, PRECISION, TRAINER, DeepSpeedStrategy, Fabric, Fa
 from ds_frozen_patch.parameters import PREFIX
 
 VOCABULARY = 96
-BATCHES = 4  # per rank and epoch
+BATCHES = 2  # per rank and epoch
 
 
 class LoraRun(pl.LightningModule):

@@ -37,10 +37,10 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 PYTHON: dict[str, dict[str, Any]] = {
     "import ds_frozen_patch\n": {"wrapped": True},
-    "trainer.fit(model, ckpt_path=": {"wrapped": True, "step": 8},
+    "trainer.fit(model, ckpt_path=": {"wrapped": True, "step": 2 * runs.BATCHES},
     "trainer.test(model, ckpt_path=": {"wrapped": True, "loss": True},
     "with ds_frozen_patch.full_checkpoint()": {"full": True},
-    "ds_frozen_patch.patch(elastic=True)": {"step": 6},
+    "ds_frozen_patch.patch(elastic=True)": {"step": 3 * runs.BATCHES // 2},
     "ds_frozen_patch.patch(leave_out=": {"wrapped": True},
     "PeftModel.from_pretrained": {},
     "from ds_frozen_patch.testing": {"strategy": "DeepSpeedStrategy"},

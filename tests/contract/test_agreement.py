@@ -215,6 +215,7 @@ UNLIKE = {
 }
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("how", UNLIKE)
 def test_a_different_save_on_one_rank(ranks: Any, tmp_path: Path, how: str) -> None:
     for name, text, seconds, _ in ranks(2, save_unlike, out=str(tmp_path), how=how):

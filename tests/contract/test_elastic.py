@@ -159,6 +159,7 @@ def test_the_loss_curve_continues(
     assert len(back[0]["losses"]) == STEPS
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_gradients_keep_their_scale(ranks: Any, whole: Any, tmp_path: Path, stage: int) -> None:
     """SGD shows it at once, while Adam hides it."""
