@@ -34,16 +34,22 @@ def convert_to_universal(converter: Any, source: Path, target: Path) -> None:
     converter.main(Namespace(**places, **workers, strict=True, inject_missing_state=True))
 
 
-def hugging_face(model: Any, data: Any, out: str, config: dict[str, Any] | None, **options: Any) -> Any:
-    """Return Hugging Face's Trainer on CPU ranks, with a DeepSpeed config or without; `data` are rows of tokens."""
+def on_cpu_ranks() -> None:
+    """Let accelerate's next state in this process be of CPU ranks with DeepSpeed."""
     from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
-    from transformers import Trainer, TrainingArguments
 
     # accelerate knows several CPU ranks, and DeepSpeed, but not both at once: it would take each rank for the only one.
     PartialState._prepare_backend = lambda state, *_: ("gloo", DistributedType.MULTI_CPU)
     # What one Trainer has set up would stay for the next one of this process.
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+def hugging_face(model: Any, data: Any, out: str, config: dict[str, Any] | None, **options: Any) -> Any:
+    """Return Hugging Face's Trainer on CPU ranks, with a DeepSpeed config or without; `data` are rows of tokens."""
+    from transformers import Trainer, TrainingArguments
+
+    on_cpu_ranks()
     automatic = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
     arguments = TrainingArguments(
         out, deepspeed={**automatic, **config} if config else None, optim="adamw_torch", logging_strategy="no",

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .patching.patch import patched as patched
     from .patching.patch import status as status
     from .patching.patch import unpatch as unpatch
+    from .patching.serve import serve as serve
     from .patching.status import Status as Status
     from .patching.status import TargetStatus as TargetStatus
     from .settings import full_checkpoint as full_checkpoint
@@ -47,6 +48,7 @@ _NAMES = {
     "checkpoint.tools.verify": ("Verified", "verify"),
     "common.errors": ("CheckpointError", "CheckpointMismatchError", "PatchError"),
     "patching.patch": ("patch", "patched", "status", "unpatch"),
+    "patching.serve": ("serve",),
     "patching.status": ("Status", "TargetStatus"),
     "settings": ("full_checkpoint",),
 }

@@ -230,6 +230,11 @@ def on_the_accelerator(parameter: Any) -> Iterator[None]:
         parameter.data = moved
 
 
+def config_by_content(engine: Any) -> Attributes:
+    """DeepSpeed saves its configuration as the program passed it, which may be the path of a file. Every release."""
+    return [] if isinstance(engine.config, Mapping) else [(engine, "config", engine._config._param_dict)]
+
+
 # Files: these are about the release that a tool runs, or that has saved a checkpoint, so its version is all there is
 
 

@@ -13,7 +13,7 @@ import ds_frozen_patch
 from ds_frozen_patch.engine.attached import attach, attached
 from ds_frozen_patch.engine.frozen import sample_at_start
 from ds_frozen_patch.engine.loss import scale_loss
-from ds_frozen_patch.save.engine import writes_before_it_returns
+from ds_frozen_patch.save.saving import writes_before_it_returns
 
 pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 

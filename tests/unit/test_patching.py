@@ -228,7 +228,7 @@ dfp.unpatch()
 
 def test_status_of_each_kind(site: Site) -> None:
     site.lightning("pytorch_lightning", "2.6.6", flag=FLAG)
-    nothing = {"lightning_fabric": "not-installed False"}
+    nothing = dict.fromkeys(["lightning_fabric", "accelerate", "transformers"], "not-installed False")
     assert states(site) == nothing | {
         "lightning.pytorch": "patchable False",
         "lightning.fabric": "patchable False",
@@ -292,9 +292,40 @@ def test_refused(site: Site, case: str, before: str) -> None:
 
 
 @pytest.mark.promise(12)
-def test_refused_without_lightning(site: Site) -> None:
+def test_without_lightning(site: Site) -> None:
     shutil.rmtree(site.root / "lightning")
-    assert "Lightning is not installed. Install it: pip install" in site.run(REFUSED)
+    assert states(site, "dfp.patch(); import deepspeed.runtime.engine")["deepspeed"] == "applied True"
+
+
+@pytest.mark.promise(12)
+def test_targets(site: Site) -> None:
+    site.lightning("pytorch_lightning")
+    imported = "import lightning.pytorch.strategies.deepspeed, pytorch_lightning.strategies.deepspeed"
+    found = states(site, f"dfp.patch(targets=['pytorch_lightning']); {imported}")
+    assert found["lightning.pytorch"] == "patchable False"
+    assert found["pytorch_lightning"] == "applied True"
+    assert found["deepspeed"] == "armed False"
+    # Another one that cannot be patched is of no account.
+    site.write("lightning/fabric/strategies/deepspeed.py", "")
+    assert states(site, "dfp.patch(targets=['pytorch_lightning'])")["lightning.fabric"] == "refused False"
+
+
+@pytest.mark.promise(12)
+def test_wrong_targets(site: Site) -> None:
+    program = """
+def refused(error, *words, **arguments):
+    try: dfp.patch(**arguments)
+    except error as raised: assert all(word in str(raised) for word in words), raised
+    else: raise AssertionError(arguments)
+refused(TypeError, "targets", "'deepspeed'", targets="deepspeed")
+refused(TypeError, "targets", targets=[1])
+refused(ValueError, "'lightning.pytorch'", "'transformers'", "not 'lightning'", targets=["lightning"])
+refused(dfp.PatchError, "not installed", "accelerate, transformers", targets=["transformers"])
+dfp.patch(targets=["lightning.pytorch"])
+dfp.patch(targets=["lightning.pytorch"], keep=["*.weight"])
+refused(dfp.PatchError, "in force for other targets", "lightning.fabric", targets=["lightning.fabric"])
+"""
+    site.run(program)
 
 
 @pytest.mark.promise(12)
@@ -430,7 +461,7 @@ import {trainer}, {fabric}.strategies, deepspeed
 from {trainer}.strategies import DeepSpeedStrategy
 import inspect
 now = dfp.status()
-print(sorted(name for name, item in now.items() if item.wrapped))
+print(sorted(name for name, item in now.items() if item.wrapped and name not in ("accelerate", "transformers")))
 print("exclude_frozen_parameters" in inspect.signature(DeepSpeedStrategy).parameters)
 wrapped = type(vars(deepspeed.DeepSpeedEngine)["save_checkpoint"]).__name__
 dfp.unpatch()

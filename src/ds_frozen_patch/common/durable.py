@@ -143,6 +143,25 @@ def make_own_folder(path: Path, sync: bool = True) -> None:
         sync_folder(path.parent)
 
 
+def link_missing(source: Path, target: Path) -> None:
+    """Link into the folder `target` what only the folder `source` has, but for DeepSpeed's files of ranks."""
+    for item in source.iterdir():
+        new = target / item.name
+        if new.exists() or new.is_symlink() or item.name.endswith("_states.pt"):
+            continue
+        if item.is_dir() and not item.is_symlink():
+            shutil.copytree(item, new, symlinks=True, copy_function=_link)
+        else:
+            _link(item, new)
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # this file system has no hard links
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
 def exchange(one: Path, other: Path) -> bool:
     """Swap the names of two files or folders atomically; False if the kernel or file system cannot (such as NFS).
 

@@ -53,7 +53,7 @@ class Target:
         name: the package that `status()` shows.
         module: that has the class.
         class_name: of the class; empty for a function of the module.
-        methods: that the shim relies on, and wraps.
+        methods: that the shim relies on, most of which it wraps.
         distributions: that may have brought it, by their names on the package index.
         judge: makes a finding of what was seen, its version given; a missing method is found before.
         remedy: what to do if it cannot be served.

@@ -17,7 +17,6 @@ from typing import Any
 from ..common.collectives import default_store, world_size
 from ..common.errors import PatchError
 from ..settings import current
-from .owner import Owner
 
 _KEY = "ds_frozen_patch/rank"
 _VERDICT = "ds_frozen_patch/verdict"
@@ -27,17 +26,21 @@ _agreed: list[Any] = []
 """The store through which the ranks have agreed already."""
 
 
-def announce(owner: Owner) -> None:
+def announce(rank: int) -> None:
     """Write this rank's settings; called before its engine is created."""
     store = default_store()
     if store is None or store in _agreed:
         return
     own = {"version": metadata.version("ds_frozen_patch"), **asdict(current())}
-    store.set(f"{_KEY}{owner.rank}", json.dumps(own))
+    store.set(f"{_KEY}{rank}", json.dumps(own))
 
 
-def check(owner: Owner) -> None:
+def check(rank: int, wait_seconds: float | None = None) -> None:
     """Compare the settings of all ranks; called after the engine is created.
+
+    Args:
+        rank: of all ranks.
+        wait_seconds: how much later than this one another rank may write; WAIT_SECONDS by default.
 
     Raises:
         PatchError: on every patched rank, if one is not patched or has other settings.
@@ -45,10 +48,10 @@ def check(owner: Owner) -> None:
     store = default_store()
     if store is None or store in _agreed:
         return
-    if owner.rank == 0:
-        verdict = _verdict(store)
+    if rank == 0:
+        verdict = _verdict(store, wait_seconds)
         store.set(_VERDICT, verdict or "agreed")
-    elif _missing(store, [0]):
+    elif _missing(store, [0], wait_seconds):
         verdict = _not_patched([0])
     else:  # rank 0 writes it as soon as it gets here
         written = store.get(_VERDICT).decode()
@@ -58,9 +61,9 @@ def check(owner: Owner) -> None:
     _agreed[:] = [store]
 
 
-def _verdict(store: Any) -> str:
+def _verdict(store: Any, wait_seconds: float | None) -> str:
     """What is wrong; empty if nothing is."""
-    if missing := _missing(store, list(range(world_size()))):
+    if missing := _missing(store, list(range(world_size())), wait_seconds):
         return _not_patched(missing)
     settings = [json.loads(store.get(f"{_KEY}{rank}")) for rank in range(world_size())]
     first = settings[0]
@@ -84,9 +87,9 @@ def _verdict(store: Any) -> str:
     )
 
 
-def _missing(store: Any, ranks: list[int]) -> list[int]:
+def _missing(store: Any, ranks: list[int], wait_seconds: float | None) -> list[int]:
     """The ranks that have written nothing, some seconds after they should have."""
-    deadline = time.monotonic() + WAIT_SECONDS
+    deadline = time.monotonic() + (WAIT_SECONDS if wait_seconds is None else wait_seconds)
     missing = []
     for rank in ranks:
         try:

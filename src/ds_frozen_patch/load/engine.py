@@ -22,11 +22,8 @@ from . import elastic
 from .base_check import check_base
 from .load import Load, current
 from .quantized import by_name, check_parts, is_part, without_own_values
-from .strictness import (
-    check_optimizer_layout,
-    check_optimizer_state,
-    forgiving,
-)
+from .strictness import check_optimizer_layout, check_optimizer_state, forgiving
+from .trust import trust
 
 
 def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -44,7 +41,7 @@ def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
         call.arguments["load_optimizer_states"] = True  # see `cures.unwrapped`
     load.restores_optimizer = call.arguments["load_optimizer_states"] and not call.arguments["load_module_only"]
     load.source, load.tag = str(call.arguments["load_dir"]), call.arguments["tag"]
-    with set_to(current, load), overridden(_cures(load)):
+    with trust(), set_to(current, load), overridden(_cures(load)):
         look = load.look()
         if (folder := elastic.resharded(load, look)) is not None:
             load.tag = folder

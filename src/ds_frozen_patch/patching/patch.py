@@ -20,7 +20,7 @@ from ..common.errors import PatchError
 from ..common.probing import Finding, Target, imported_class, probe
 from ..engine.attached import restore_methods
 from ..engine.target import ENGINE
-from ..owners.lightning.targets import BESIDE, TARGETS
+from ..owners.targets import BESIDE, OWNERS, chosen
 from ..settings import FLAG
 from .status import Status, TargetStatus
 from .tested import newer_than_tested
@@ -33,16 +33,21 @@ class _Patch:
 
     Attributes:
         findings: of probing, by the name of the target.
-        modules: to wrap, imported yet or not.
+        modules: what of each to wrap, imported yet or not.
         wrappings: what has been wrapped, by module.
         refuse: called with the reason if a target is refused at its import, and the program has not called `patch()`
             itself.
     """
 
     findings: dict[str, Finding]
-    modules: dict[str, Target]
+    modules: dict[str, list[Target]]
     wrappings: dict[str, list[Wrapping]] = field(default_factory=dict)
     refuse: Callable[[str], None] | None = None
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the targets that are served."""
+        return frozenset(what.name for targets in self.modules.values() for what in targets)
 
 
 _current: _Patch | None = None
@@ -60,11 +65,12 @@ def patch(
     elastic: bool | None = None,
     sync: bool | None = None,
     trust: bool | None = None,
+    targets: Iterable[str] | None = None,
 ) -> Status:
-    """Make the checkpoints of every installed Lightning trainable-only, and loadable.
+    """Make the checkpoints of every installed Lightning, of Accelerate and of Trainer trainable-only, and loadable.
 
     What is imported already is wrapped now, the rest when it is imported. Call it before training.
-    A second call changes only the settings that it names.
+    A second call changes only the settings that it names. Engines that none of these has made need `serve()`.
 
     Args:
         verify_base: what to do if a checkpoint is loaded onto another base than the one it was saved with: "error"
@@ -87,16 +93,18 @@ def patch(
             DeepSpeed's own classes, and refuses anything else before it reads it (torch 2.6 or newer; releases before
             2.10 have known bypasses). True: it may. Not given: it may, and a warning names what is not expected in a
             checkpoint.
+        targets: what to serve, by the names that `status()` has: all that is installed by default. "deepspeed" is
+            always served, and with "transformers" "accelerate" is, too. They can only be chosen anew after `unpatch()`.
 
-    For each argument that is not given, an environment variable counts, such as DS_FROZEN_PATCH_VERIFY_BASE: `keep`
-    and `leave_out` are separated by commas there, and True and False are 1 and 0.
+    For each other argument that is not given, an environment variable counts, such as DS_FROZEN_PATCH_VERIFY_BASE:
+    `keep` and `leave_out` are separated by commas there, and True and False are 1 and 0.
 
     Returns:
         What `status()` returns afterwards.
 
     Raises:
         TypeError, ValueError: an argument has none of its possible values.
-        PatchError: Lightning or DeepSpeed is not installed, or one of them cannot be patched. The message says why and
+        PatchError: DeepSpeed or a target is not installed, or one of them cannot be patched. The message says why and
             what to do, and nothing is patched. What only the import of a target shows is raised there.
     """
     global _current
@@ -104,15 +112,17 @@ def patch(
     given: dict[str, Any] = {"verify_base": verify_base, "keep": keep, "leave_out": leave_out, "export": export}
     given |= {"fp32_weights": fp32_weights, "elastic": elastic, "sync": sync, "trust": trust}
     new_settings = _settings.checked(given, before)
+    names = chosen(targets)
     _finish_imports()
-    findings = _probe_all() if _current is None else {}
+    findings = _probe_all(names, targets is not None) if _current is None else {}
     with _lock:
         if _current is None:
-            findings = findings or _probe_all()
-            served = [what for what in (*TARGETS, ENGINE, *BESIDE) if _is_to_be_served(findings[what.name])]
-            _current = _Patch(findings, {what.module: what for what in served})
-            _warn_of_untested(findings)
-            _warn_of_complete(findings)
+            findings = findings or _probe_all(names, targets is not None)
+            _current = _Patch(findings, _to_be_served(findings, names))
+            _warn_of_untested(findings, names)
+            _warn_of_complete(findings, names)
+        elif targets is not None and (other := names ^ _current.names):
+            raise PatchError(f"patch() is in force for other targets ({', '.join(sorted(other))}): unpatch() first.")
         _serve_all()
         _settings.put_in_force(new_settings)
     # What another thread was importing meanwhile is complete only now.
@@ -138,11 +148,25 @@ def patch_quietly(refuse: Callable[[str], None]) -> None:
             _current.refuse = refuse
 
 
-def _warn_of_untested(findings: dict[str, Finding]) -> None:
+def is_in_force() -> bool:
+    """Whether `patch()` has been called, and `unpatch()` not since."""
+    return _current is not None
+
+
+def _to_be_served(findings: dict[str, Finding], names: frozenset[str]) -> dict[str, list[Target]]:
+    modules: dict[str, list[Target]] = {}
+    for what in (*OWNERS, ENGINE, *BESIDE):
+        finding = findings[what.name]
+        if what.name in names and finding.verdict != "not installed" and not finding.complete:
+            modules.setdefault(what.module, []).append(what)
+    return modules
+
+
+def _warn_of_untested(findings: dict[str, Finding], names: frozenset[str]) -> None:
     newer = {
         f"{what.distributions[0]} {findings[what.name].version} (tested: up to {tested})"
-        for what in (*TARGETS, ENGINE)
-        if (tested := newer_than_tested(what, findings[what.name].version))
+        for what in (*OWNERS, ENGINE)
+        if what.name in names and (tested := newer_than_tested(what, findings[what.name].version))
     }
     if newer:
         _warn_caller(
@@ -151,12 +175,8 @@ def _warn_of_untested(findings: dict[str, Finding]) -> None:
         )
 
 
-def _is_to_be_served(finding: Finding) -> bool:
-    return finding.verdict != "not installed" and not finding.complete
-
-
-def _warn_of_complete(findings: dict[str, Finding]) -> None:
-    complete = [f"{name} {finding.version}" for name, finding in findings.items() if finding.complete]
+def _warn_of_complete(findings: dict[str, Finding], names: frozenset[str]) -> None:
+    complete = [f"{name} {finding.version}" for name, finding in findings.items() if finding.complete and name in names]
     if complete:
         _warn_caller(
             f"patch() does not touch what our patch series is applied to: {', '.join(complete)}. Its checkpoints are"
@@ -205,6 +225,7 @@ def patched(
     elastic: bool | None = None,
     sync: bool | None = None,
     trust: bool | None = None,
+    targets: Iterable[str] | None = None,
 ) -> Iterator[Status]:
     """`patch(...)` while this lasts, and the previous state afterwards, for tests and notebooks.
 
@@ -220,6 +241,7 @@ def patched(
         elastic=elastic,
         sync=sync,
         trust=trust,
+        targets=targets,
     )
     try:
         yield now
@@ -236,10 +258,11 @@ def status() -> Status:
     A target that is not imported yet is judged by its source, where that is enough.
 
     Returns:
-        The four targets and "deepspeed" by name, including those that are not installed.
+        The targets by name, including those that are not installed: the four of Lightning, "accelerate",
+        "transformers" and "deepspeed".
     """
     patch = _current
-    return Status({what.name: _status_of(what, patch) for what in (*TARGETS, ENGINE)})
+    return Status({what.name: _status_of(what, patch) for what in (*OWNERS, ENGINE)})
 
 
 def _waiting() -> list[Callable[[], None]]:
@@ -249,20 +272,21 @@ def _waiting() -> list[Callable[[], None]]:
 
 def _status_of(what: Target, patch: _Patch | None) -> TargetStatus:
     finding = patch.findings[what.name] if patch else probe(what)
-    wrapped = patch is not None and what.module in patch.wrappings
+    wrapped = patch is not None and what.name in patch.names and what.module in patch.wrappings
     state = finding.verdict
-    if state == "patchable" and (patch or _waiting()):
+    if state == "patchable" and (what.name in patch.names if patch else _waiting()):
         state = "applied" if wrapped else "armed"
     return TargetStatus(state, finding.version, wrapped, finding.reason, finding.remedy)
 
 
-def _probe_all() -> dict[str, Finding]:
-    findings = {what.name: probe(what) for what in (*TARGETS, ENGINE)}
-    if all(findings[target.name].verdict == "not installed" for target in TARGETS):
-        raise PatchError("Lightning is not installed. Install it: pip install 'ds_frozen_patch[lightning]'.")
+def _probe_all(names: frozenset[str], must_be_there: bool) -> dict[str, Finding]:
+    findings = {what.name: probe(what) for what in (*OWNERS, ENGINE)}
+    served = {name: finding for name, finding in findings.items() if name in names}
     if findings[ENGINE.name].verdict == "not installed":
         raise PatchError("DeepSpeed is not installed. Install it: pip install 'deepspeed>=0.10.1'.")
-    if refused := [(name, finding) for name, finding in findings.items() if finding.verdict == "refused"]:
+    if must_be_there and (absent := [name for name, finding in served.items() if finding.verdict == "not installed"]):
+        raise PatchError(f"patch(targets=[...]) names what is not installed: {', '.join(absent)}.")
+    if refused := [(name, finding) for name, finding in served.items() if finding.verdict == "refused"]:
         raise PatchError(_refusal(refused))
     return findings
 
@@ -277,7 +301,7 @@ def _finish_imports() -> None:
 
     Never called with our lock held: that thread may be waiting for the lock, in our import hook.
     """
-    for what in (*TARGETS, ENGINE, *BESIDE):
+    for what in (*OWNERS, ENGINE, *BESIDE):
         if what.module in sys.modules:
             importlib.import_module(what.module)
 
@@ -308,21 +332,24 @@ def _hook(module: ModuleType) -> None:
 
 def _on_import(module: ModuleType) -> None:
     """Wrap the class of an imported module, unless that is done. Called with our lock held."""
-    what = _current.modules.get(module.__name__) if _current else None
-    if _current is None or what is None or what.module in _current.wrappings:
+    targets = _current.modules.get(module.__name__) if _current else None
+    if _current is None or targets is None or module.__name__ in _current.wrappings:
         return
-    if what in BESIDE:
-        _current.wrappings[what.module] = wrap_beside(what, module, _enabled(_current))
-        return
-    cls = imported_class(what)
-    if cls is None and getattr(module.__spec__, "_initializing", False):
-        return  # half imported: patch() returns to it
-    finding = probe(what)
-    if finding.verdict == "refused":
-        unpatch()
-        raise PatchError(_refusal([(what.name, finding)]))
-    _current.findings[what.name] = finding
-    _current.wrappings[what.module] = wrap(what, cls, _enabled(_current))
+    wrappings: list[Wrapping] = []
+    for what in targets:
+        if what in BESIDE:
+            wrappings += wrap_beside(what, module, _enabled(_current))
+            continue
+        cls = imported_class(what)
+        if cls is None and getattr(module.__spec__, "_initializing", False):
+            return  # half imported: patch() returns to it
+        finding = probe(what)
+        if finding.verdict == "refused":
+            unpatch()
+            raise PatchError(_refusal([(what.name, finding)]))
+        _current.findings[what.name] = finding
+        wrappings += wrap(what, cls, _enabled(_current))
+    _current.wrappings[module.__name__] = wrappings
 
 
 def _enabled(patch: _Patch) -> Callable[[], bool]:

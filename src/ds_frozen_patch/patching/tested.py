@@ -12,6 +12,8 @@ def newer_than_tested(what: Target, version: str | None) -> str | None:
     """The newest release that was tested, if `version` is newer; a `.devN` or `+git` build of it is not."""
     from packaging.version import InvalidVersion, Version
 
+    if not what.tested:
+        return None
     try:
         newer = version is not None and Version(Version(version).base_version) > Version(TESTED[what.tested])
     except InvalidVersion:

@@ -13,11 +13,13 @@ import wrapt
 from ..common.probing import Target
 from ..engine.target import ENGINE
 from ..load import engine as load_engine
+from ..owners import accelerate, transformers
 from ..owners.lightning import converter, strategy
+from ..owners.lightning.targets import TARGETS
 from ..save import engine as save_engine
 from ..settings import FLAG
 
-_STRATEGY_WRAPPERS: dict[str, Callable[..., Any]] = {
+_STRATEGY = {
     "__init__": strategy.init,
     "setup": strategy.setup,
     "setup_module": strategy.setup,
@@ -25,15 +27,25 @@ _STRATEGY_WRAPPERS: dict[str, Callable[..., Any]] = {
     "save_checkpoint": strategy.save_checkpoint,
     "load_checkpoint": strategy.load_checkpoint,
 }
-_ENGINE_WRAPPERS: dict[str, Callable[..., Any]] = {
-    "save_checkpoint": save_engine.save_checkpoint,
-    "load_checkpoint": load_engine.load_checkpoint,
-    "module_state_dict": save_engine.module_state_dict,
-    "load_module_state_dict": load_engine.load_module_state_dict,
+_WRAPPERS: dict[str, dict[str, Callable[..., Any]]] = {
+    **{target.class_name: _STRATEGY for target in TARGETS},
+    accelerate.TARGET.class_name: {
+        "_prepare_deepspeed": accelerate.prepare,
+        "save_state": accelerate.save_state,
+    },
+    transformers.TARGET.class_name: {"_save_checkpoint": transformers.save_checkpoint},
+    ENGINE.class_name: {
+        "save_checkpoint": save_engine.save_checkpoint,
+        "load_checkpoint": load_engine.load_checkpoint,
+        "module_state_dict": save_engine.module_state_dict,
+        "load_module_state_dict": load_engine.load_module_state_dict,
+    },
 }
+"""What wraps the methods of each class; others of its target's methods are only needed."""
 _WRAPPERS_BESIDE: dict[str, Callable[..., Any]] = {
     "convert_zero_checkpoint_to_fp32_state_dict": converter.convert,
     "_find_last_checkpoints": strategy.find_last,
+    "deepspeed_load_checkpoint": transformers.load_checkpoint,
 }
 
 
@@ -100,10 +112,10 @@ def wrap_beside(what: Target, module: ModuleType, enabled: Callable[[], bool]) -
 
 
 def wrap(what: Target, cls: Any, enabled: Callable[[], bool]) -> list[Wrapping]:
-    """Wrap all methods of a target's class, or none."""
-    wrappers = _ENGINE_WRAPPERS if what is ENGINE else _STRATEGY_WRAPPERS
+    """Wrap the methods of a target's class, all or none."""
+    wrappers = _WRAPPERS[what.class_name]
     wrappings = []
-    for method in what.methods:
+    for method in (name for name in what.methods if name in wrappers):
         make = _InitWrapper if method == "__init__" else wrapt.FunctionWrapper
         _, attribute, original = wrapt.resolve_path(cls, method)
         wrapper = make(original, wrappers[method], enabled=enabled)

@@ -14,17 +14,18 @@ from .. import manifest
 from ..checkpoint.zero.labels import ELASTIC_KEY, UNIVERSAL_INFO, label_saves
 from ..common.durable import sync_file, sync_folder
 from ..common.errors import named
-from ..common.overrides import set_to
+from ..common.overrides import overridden
 from ..common.text import human_bytes
-from ..cures import check_nvme, check_step_counts, explaining_nvme_errors, forgets_optimizer
+from ..common.work_folder import entries
+from ..cures import check_nvme, check_step_counts, config_by_content, explaining_nvme_errors, forgets_optimizer
 from ..engine import frozen
 from ..engine.attached import Attached, attach, attached
 from ..engine.owner import is_first, warn
 from ..parameters import frozen_names, plain
 from ..settings import FLAG
 from ..settings import current as settings
-from .agreement import agree, explaining_errors
 from .save import Save, current
+from .saving import keep_changed, saving, writes_before_it_returns
 
 
 def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -35,65 +36,46 @@ def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
     check_nvme(engine)
     check_step_counts(engine)
     call = inspect.signature(wrapped).bind(*args, **kwargs)
-    if save is not None:
-        call.arguments[FLAG] = exclude = save.owner.excludes(None)
-        if save.engine is not engine:  # Fabric has several
-            save.engine, save.attached = engine, attach(engine, save.owner)
-            save.left_out = frozen.to_leave_out(save.attached, engine) if exclude else None
-            save.base_is_known = False
-        return _save(wrapped, call, exclude, save)
-    assert known is not None  # for mypy: else this has returned
-    path, requested = call.arguments["save_dir"], call.arguments.get(FLAG)
-    call.arguments[FLAG] = exclude = known.owner.excludes(requested)
-    with explaining_errors(path) as saves:
-        save = begin(engine, known, path, "engine.save_checkpoint()", exclude)
-        save.is_in_place = True
-        saves.append(save)
-        with set_to(current, save):
-            return _save(wrapped, call, exclude, save)
+    if save is None:
+        assert known is not None  # for mypy: else this has returned
+        return _save_alone(wrapped, call, engine, known)
+    if save.engine is not engine:  # Fabric and Accelerate have several
+        save.engine, save.attached = engine, attach(engine, save.owner)
+        save.left_out = frozen.to_leave_out(save.attached, engine) if save.left_out is not None else None
+        save.base_is_known = False
+    return _save(wrapped, call, save)
 
 
-def begin(engine: Any, known: Attached, path: Any, what: str, exclude: bool) -> Save:
-    """Let the ranks agree on a save.
+def _save_alone(wrapped: Callable[..., Any], call: inspect.BoundArguments, engine: Any, known: Attached) -> Any:
+    """A save that no framework has begun: the tag's folder gets its name once it is whole, and then `latest` names it.
 
-    Args:
-        engine: to be saved.
-        known: what is known of it.
-        path: of the checkpoint.
-        what: the kind of save, as messages name it.
-        exclude: whether frozen parameters are left out.
-
-    Raises:
-        CheckpointMismatchError: on every rank, if the ranks differ in what they save.
+    What DeepSpeed writes beside that folder follows it.
     """
-    now = settings()
-    options = {name: getattr(now, name) for name in ("keep", "leave_out", "export", "fp32_weights", "sync")}
-    candidates = frozen.to_leave_out(known, engine) if exclude else None
-    changed = frozen.changed_since_start(known, candidates or ())
-    request = {"what is saved": what, FLAG: exclude, **options}
-    save = agree(engine, known, path, request, candidates, bool(changed))
-    if candidates and save.base_has_changed:
-        _keep_changed(save, frozen.on_all_ranks(changed, candidates, engine.device))
-    return save
+    tag = call.arguments.get("tag")
+    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    path = f"{call.arguments['save_dir']}/{tag}"
+    exclude = known.owner.excludes(call.arguments.get(FLAG))
+    call.arguments["tag"] = tag
+    in_place = Path(tag).name != tag  # a path of folders
+    with saving(
+        engine, known, path, "engine.save_checkpoint()", exclude, keeps_others=True, in_place=in_place, finish=_finish
+    ) as save:
+        if not save.is_in_place:
+            call.arguments["save_dir"] = str(save.new.parent)
+        return _save(wrapped, call, save)
 
 
-def _keep_changed(save: Save, changed: set[str]) -> None:
-    """Save these groups from now on, since no base has their values."""
-    assert save.left_out is not None
-    overruled = {one.group for one in save.left_out if settings().leaves_out(one.names)}
-    if changed := changed - overruled:
-        save.attached.changed |= changed
-        save.left_out = [one for one in save.left_out if one.group not in changed]
-        warn(
-            save.owner,
-            "Frozen parameters differ from what the program built, because training has changed them or a checkpoint"
-            f" has replaced them: {named(sorted(changed))}. No base has these values, so checkpoints contain them from"
-            " now on. To leave them out all the same, name them in patch(leave_out=[...]).",
-        )
+def _finish(save: Save) -> None:
+    """Move what DeepSpeed has written beside the folder of the tag to its final place: `latest`, and scripts."""
+    for item in sorted(entries(save.new.parent), key=lambda item: item.name == "latest"):
+        if save.sync:
+            sync_file(item)
+        item.replace(save.target.parent / item.name)
 
 
-def _save(wrapped: Callable[..., Any], call: inspect.BoundArguments, exclude: bool, save: Save) -> Any:
-    engine, folder = save.engine, Path(call.arguments["save_dir"])
+def _save(wrapped: Callable[..., Any], call: inspect.BoundArguments, save: Save) -> Any:
+    engine, folder, exclude = save.engine, Path(call.arguments["save_dir"]), save.left_out is not None
+    call.arguments[FLAG] = exclude
     ours: dict[str, Any] = {}
     if forgets_optimizer(engine):
         ours["optimizer"] = engine.optimizer.state_dict()
@@ -109,8 +91,8 @@ def _save(wrapped: Callable[..., Any], call: inspect.BoundArguments, exclude: bo
     if settings().export:
         from . import export_trained
 
-        export_trained.write(save, folder)
-    with explaining_nvme_errors():
+        export_trained.write(save, save.destination)
+    with explaining_nvme_errors(), overridden(config_by_content(engine)):
         saved = _write(wrapped, call, save, folder)
     if exclude:
         _log_once(save, left_out)
@@ -125,6 +107,8 @@ def _write(wrapped: Callable[..., Any], call: inspect.BoundArguments, save: Save
     call.apply_defaults()
     latest, tag = call.arguments["save_latest"], call.arguments["tag"]
     call.arguments["save_latest"] = False  # DeepSpeed writes it in a way whose errors cannot be deferred
+    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    save.of_ranks.add(folder / tag)
     with label_saves(engine, save.id), save.deferring_write_errors():
         saved = wrapped(*call.args, **call.kwargs)
     writes = save.publishes
@@ -133,7 +117,6 @@ def _write(wrapped: Callable[..., Any], call: inspect.BoundArguments, save: Save
         failed = save.anyone_failed(rank == 0)
         writes = rank == 0 and not failed
     if writes:
-        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         with save.deferring_errors(folder / "latest"):
             if latest:
                 (folder / "latest").write_text(tag)
@@ -145,16 +128,6 @@ def _write(wrapped: Callable[..., Any], call: inspect.BoundArguments, save: Save
     if save.is_in_place:
         save.raise_on_all_ranks()
     return saved
-
-
-def writes_before_it_returns(engine: Any) -> bool:
-    """Whether DeepSpeed has written all files when its save returns; asynchronous checkpoint engines have not."""
-    writer: Any = getattr(engine, "checkpoint_engine", None)
-    if hasattr(writer, "is_decoupled"):  # since DeepSpeed 0.17.1; Nebula, which is asynchronous, does not override it
-        return not writer.is_decoupled() and not hasattr(writer, "enable_nebula_load")
-    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-
-    return isinstance(writer, TorchCheckpointEngine)
 
 
 def _manifest_or_reference(save: Save, left_out: manifest.Manifest) -> dict[str, Any]:
@@ -187,7 +160,7 @@ def make_manifest(save: Save) -> manifest.Manifest:
     before, groups = known.prints, {one.name: one.group for one in save.left_out or ()}
     now = {one.name: one.fingerprint for one in made.left_out}
     if changed := {groups[name] for name, print_ in now.items() if print_ and before.get(name, print_) != print_}:
-        _keep_changed(save, changed)
+        keep_changed(save, changed)
         save.base_is_known = True
         made = describe()
     known.prints = {**before, **{one.name: one.fingerprint for one in made.left_out if one.fingerprint}}

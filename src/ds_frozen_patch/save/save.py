@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.collectives import default_store, gather, gather_numbers
-from ..common.durable import listed, make_own_folder, sync_file, sync_folder, sync_tree
+from ..common.durable import link_missing, listed, make_folder, make_own_folder, sync_file, sync_folder, sync_tree
 from ..common.errors import CheckpointError
 from ..common.overrides import overridden
 from ..common.text import human_bytes
@@ -62,6 +62,9 @@ class Save:
         is_in_place: whether the checkpoint is written to the target itself, without a work folder.
         names_left_out: the names in the manifest, once there is one.
         removed: those of them that were in the module's state dict.
+        of_ranks: folders in which each rank has synced its own files.
+        keeps_others: whether what others have put into the folder of the previous checkpoint stays there.
+        place: the folder of the work folder, if not the target's own; on the same disk.
     """
 
     owner: Owner
@@ -79,6 +82,9 @@ class Save:
     is_in_place: bool = False
     names_left_out: frozenset[str] | None = None
     removed: set[str] = field(default_factory=set)
+    of_ranks: set[Path] = field(default_factory=set)
+    keeps_others: bool = False
+    place: Path | None = None
     _before: tuple[int, ...] = ()
     _old: Path | None = None
     _is_swapped: bool = False
@@ -87,12 +93,17 @@ class Save:
     @property
     def work(self) -> Path:
         """The work folder."""
-        return self.target.with_name(f"{WORK}{self.id}")
+        return (self.place or self.target.parent) / f"{WORK}{self.id}"
 
     @property
     def new(self) -> Path:
         """Where the checkpoint is written."""
         return self.work / "new" / self.target.name
+
+    @property
+    def destination(self) -> Path:
+        """Where to write: the target itself, or `new`."""
+        return self.target if self.is_in_place else self.new
 
     @property
     def publisher(self) -> int:
@@ -135,6 +146,15 @@ class Save:
                 recorded.__cause__ = error
                 error = recorded
             self.fail(error)
+
+    def deferring(self, write: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that writes, with its errors recorded: one that rank 0 alone may raise."""
+
+        def attempt(*args: Any, **kwargs: Any) -> Any:
+            with self.deferring_errors(self.target):
+                return write(*args, **kwargs)
+
+        return attempt
 
     def deferring_write_errors(self) -> AbstractContextManager[None]:
         """While this lasts, DeepSpeed goes on if it cannot write a file or create a folder, and files are synced."""
@@ -182,6 +202,7 @@ class Save:
         if self.publishes:
             with self.deferring_errors(self.target):
                 make_own_folder(self.work, self.sync)
+                make_folder(self.target.parent, self.sync)
                 self._lock = lock(marker(self.work, self.owner.rank))
                 for folder in (self.new.parent, self.work / "old"):
                     folder.mkdir(exist_ok=True)
@@ -194,8 +215,11 @@ class Save:
             known[self.file_systems] = find_disks(self.owner, self.work)
         return known[self.file_systems]
 
-    def publish(self) -> None:
+    def publish(self, finish: Callable[[Save], None] | None = None) -> None:
         """Give the checkpoint its final name on every disk, or on none; every rank must call it.
+
+        Args:
+            finish: is called on the ranks that publish, once the checkpoint has its name.
 
         Raises:
             CheckpointError: a rank has recorded an error.
@@ -205,8 +229,12 @@ class Save:
                 marker(self.work, self.owner.rank).stat()  # raises if somebody has removed the folder meanwhile
                 if self.sync:
                     self._sync_new()
+                if self.keeps_others and self.target.is_dir():
+                    link_missing(self.target, self.new)
                 self._old = swap(self.new, self.target, self.work / "old")
                 self._is_swapped = True
+                if finish is not None:
+                    finish(self)
                 if self.sync:
                     sync_folder(self.target.parent)
         self.raise_on_all_ranks()
@@ -243,10 +271,11 @@ class Save:
 
     def _sync_new(self) -> None:
         """Sync everything but the ranks' own files, which they have synced themselves."""
-        of_ranks = self.new / "checkpoint"
-        folders = [self.new.parent, self.new, of_ranks] if self.new.is_dir() else [self.new.parent]
-        others = [item for item in entries(self.new) if item != of_ranks] or [self.new]
-        copies = [item for item in entries(of_ranks) if item.name == "offloaded_tensors"]  # from NVMe
+        folders = {self.new.parent, *([self.new] if self.new.is_dir() else []), *self.of_ranks}
+        # What is beside the files of the ranks in the same folder has been synced too (`save.export_trained`).
+        inside = [] if self.new in self.of_ranks else entries(self.new) or [self.new]
+        others = [item for item in inside if item not in self.of_ranks]
+        copies = [path for folder in self.of_ranks if (path := folder / "offloaded_tensors").exists()]  # from NVMe
         for item in (*others, *copies):
             sync_tree(item)
         for folder in folders:
@@ -260,7 +289,7 @@ class Save:
                 f"Another program has saved {self.target} since this run did; this save replaces it. Give each run a"
                 " directory of its own."
             )
-        for folder in work_folders(self.target.parent):
+        for folder in work_folders(self.work.parent):
             if folder != self.work and identity(folder / "new" / self.target.name) and not is_dead(folder):
                 return (
                     f"Another job is saving {self.target} at the same time, and the later one of the two will replace"
@@ -271,7 +300,7 @@ class Save:
     def _leftovers(self) -> list[Path]:
         """Work folders of killed saves that contain nothing that is needed."""
         found = []
-        for folder in work_folders(self.target.parent):
+        for folder in work_folders(self.work.parent):
             names = {item.name for inner in ("new", "old") for item in entries(folder / inner)}
             only = {item.name for item in entries(folder / "old")} - {item.name for item in entries(folder.parent)}
             mine = names <= {self.target.name} or not (self.disks and self.disks.are_several)

@@ -14,8 +14,9 @@ from typing import Any
 from ...checkpoint.zero.labels import ELASTIC_KEY
 from ...common.errors import CheckpointMismatchError
 from ...engine.attached import attach
+from ...engine.batch import own_batch, saved_batch, warn_of_another_batch
 from ...engine.loss import scale_loss
-from ...engine.owner import Owner, warn
+from ...engine.owner import Owner
 
 
 def resume(owner: Owner, engine: Any, state: Mapping[str, Any], client_state: dict[str, Any]) -> None:
@@ -31,25 +32,15 @@ def resume(owner: Owner, engine: Any, state: Mapping[str, Any], client_state: di
         CheckpointMismatchError: the checkpoint was saved within an epoch, and its position in the data cannot be found.
     """
     record = state[ELASTIC_KEY] or {}
-    before, ranks = record.get("world_size") or state["dp_world_size"], int(engine.dp_world_size)
-    if before == ranks and "loss_factor" not in record:
+    before, now = saved_batch(state), own_batch(engine)
+    if before.ranks == now.ranks and "loss_factor" not in record:
         return
-    config = state["ds_config"] or {}
-    accumulated = int(config.get("gradient_accumulation_steps") or 1)
-    now = int(engine.gradient_accumulation_steps())
-    scale_loss(attach(engine, owner), engine, record.get("loss_factor", 1.0) * now / accumulated)
-    if before == ranks:
+    factor = record.get("loss_factor", 1.0) * now.accumulated / before.accumulated
+    scale_loss(attach(engine, owner), engine, factor)
+    if before.ranks == now.ranks:
         return
-    per_step = before * int(config.get("train_micro_batch_size_per_gpu") or 1)
-    per_step_now = ranks * int(engine.train_micro_batch_size_per_gpu())
-    _rescale_batch_count(client_state, Fraction(per_step, per_step_now))
-    if per_step * accumulated != per_step_now * now:
-        warn(
-            owner,
-            f"Each optimizer step of the saved run took {per_step * accumulated} samples ({before} ranks x batch size"
-            f" {per_step // before} x accumulate_grad_batches {accumulated}); now it takes {per_step_now * now}. To"
-            " continue as before, keep that product.",
-        )
+    _rescale_batch_count(client_state, Fraction(before.ranks * before.size, now.ranks * now.size))
+    warn_of_another_batch(owner, before, now)
 
 
 def _rescale_batch_count(client_state: dict[str, Any], scale: Fraction) -> None:

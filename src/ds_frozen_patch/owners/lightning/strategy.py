@@ -6,34 +6,27 @@ A wrapper takes wrapt's four arguments: the wrapped method (bound), its instance
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ...common.durable import wait_for_name
-from ...common.errors import named
 from ...common.overrides import overridden, set_to
 from ...common.work_folder import is_left_behind, left_behind, moved_away
 from ...cures import moved_in_deepspeed, unwrapped
-from ...engine import frozen, handshake
+from ...engine import handshake
 from ...engine.attached import attach
-from ...engine.owner import is_first, warn
+from ...engine.owner import warn
+from ...engine.serving import begin_serving
 from ...load.load import Load
 from ...load.load import current as current_load
 from ...load.look import Look
 from ...load.trust import trust
-from ...parameters import names_by_parameter
 from ...save.agreement import explaining_errors
-from ...save.engine import begin, writes_before_it_returns
-from ...save.save import Save
-from ...save.save import current as current_save
-from ...settings import FLAG, matches
-from ...settings import current as settings
+from ...save.saving import begin, is_local, saving
+from ...settings import FLAG
 from . import single_file
 from .owner import BUILT, LightningOwner
-
-_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def init(wrapped: Callable[..., None], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -61,27 +54,12 @@ def _checked(choice: Any) -> bool:
 def setup(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Trainer's `setup`, Fabric's `setup_module` and `setup_module_and_optimizers`: they create an engine."""
     owner = LightningOwner(strategy)
-    handshake.announce(owner)
+    handshake.announce(owner.rank)
     result = wrapped(*args, **kwargs)
-    handshake.check(owner)
-    engine = strategy.model
-    if engine is not None:
-        by_parameter = names_by_parameter(engine.module)
-        trained = frozenset(names[0] for parameter, names in by_parameter.items() if parameter.requires_grad)
-        frozen.sample_at_start(attach(engine, owner, trained), engine)
-        _check_patterns(owner, engine.module)
+    handshake.check(owner.rank)
+    if strategy.model is not None:
+        begin_serving(strategy.model, owner)
     return result
-
-
-def _check_patterns(owner: LightningOwner, module: Any) -> None:
-    """Warn of patterns that match nothing in this module, for they may be misspelt."""
-    now = settings()
-    if not now.keep and not now.leave_out:
-        return
-    names = [one.names for one in frozen.frozen(module)]
-    for option, patterns in (("keep", now.keep), ("leave_out", now.leave_out)):
-        if idle := [pattern for pattern in patterns if not any(matches(own, [pattern]) for own in names)]:
-            warn(owner, f"patch({option}=[...]) matches nothing that is frozen: {named(idle)}. It has no effect.")
 
 
 def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -99,52 +77,14 @@ def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
     if name is None:
         return wrapped(*args, **kwargs)  # the strategy has been changed: its engine saves to wherever it says
     path = call.arguments[name]
-    with explaining_errors(path) as saves:
-        alone = is_local(path) and single_file.is_weights_only(call.arguments.get("checkpoint", {}))
-        save = begin(engine, known, path, "the weights alone" if alone else "a checkpoint", owner.excludes(None))
-        saves.append(save)
-        if alone:
-            return single_file.save(save, call.arguments["checkpoint"], call.arguments.get("storage_options"))
+    if is_local(path) and single_file.is_weights_only(call.arguments.get("checkpoint", {})):
+        with explaining_errors(path) as saves:
+            saves.append(begin(engine, known, path, "the weights alone", owner.excludes(None)))
+            return single_file.save(saves[0], call.arguments["checkpoint"], call.arguments.get("storage_options"))
+    with saving(engine, known, path, "a checkpoint", owner.excludes(None)) as save:
         if is_local(path):
-            call.arguments[name] = _begin(save)
-        else:
-            save.is_in_place = True
-        try:
-            with set_to(current_save, save):
-                result = wrapped(*call.args, **call.kwargs)
-        except BaseException:
-            save.discard()
-            raise
-        save.raise_on_all_ranks() if save.is_in_place else save.publish()
-        return result
-
-
-def is_local(path: Any) -> bool:
-    """Whether a path is one of a mounted file system, and not an address such as s3://bucket/name, a `Path` or not."""
-    return _ADDRESS.match(str(path)) is None
-
-
-def _begin(save: Save) -> Path:
-    """The path that the engine is to write to."""
-    if not writes_before_it_returns(save.engine):
-        save.is_in_place = True
-        save.attached.warn_once(
-            f"DeepSpeed's {type(save.engine.checkpoint_engine).__name__} writes after a save has returned. So a"
-            f" checkpoint is written to {save.target.parent} in place: a save that is killed or fails leaves an"
-            " incomplete one. Use DeepSpeed's default checkpoint engine to prevent that."
-        )
-        return save.target
-    save.begin()
-    if is_first(save.owner) and (other := save.other_job()):
-        warn(save.owner, other)
-    assert save.disks is not None
-    if save.disks.are_several and not save.engine.use_node_local_storage():
-        save.attached.warn_once(
-            f"The nodes write {save.target.parent} to disks of their own, but DeepSpeed is configured for a shared"
-            ' one: it will not find all files at a resume. Set "checkpoint": {"use_node_local_storage": true} in its'
-            " configuration, or save to a disk that all nodes share.",
-        )
-    return save.new
+            call.arguments[name] = save.destination
+        return wrapped(*call.args, **call.kwargs)
 
 
 def load_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

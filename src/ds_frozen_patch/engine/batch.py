@@ -1,0 +1,50 @@
+"""How many samples an optimizer step takes, before and after a load at another world size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..checkpoint.zero.labels import ELASTIC_KEY
+from .owner import Owner, warn
+
+
+@dataclass(frozen=True)
+class Batch:
+    """An optimizer step: `ranks` x `size` samples on each, `accumulated` times."""
+
+    ranks: int
+    size: int
+    accumulated: int
+
+    @property
+    def samples(self) -> int:
+        """Of one optimizer step."""
+        return self.ranks * self.size * self.accumulated
+
+
+def saved_batch(state: Mapping[str, Any]) -> Batch:
+    """That of the run that saved, from its state as `Owner.after_load` gets it."""
+    config = state["ds_config"] if isinstance(state["ds_config"], Mapping) else {}
+    ranks = (state[ELASTIC_KEY] or {}).get("world_size") or state["dp_world_size"]
+    sizes = (config.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
+    return Batch(ranks, *(int(size or 1) for size in sizes))
+
+
+def own_batch(engine: Any) -> Batch:
+    """That of a running engine."""
+    ranks, size = int(engine.dp_world_size), int(engine.train_micro_batch_size_per_gpu())
+    return Batch(ranks, size, int(engine.gradient_accumulation_steps()))
+
+
+def warn_of_another_batch(owner: Owner, before: Batch, now: Batch) -> None:
+    """Log a warning if a step takes another number of samples, at another world size."""
+    if before.ranks == now.ranks or before.samples == now.samples:
+        return
+    warn(
+        owner,
+        f"Each optimizer step of the saved run took {before.samples} samples ({before.ranks} ranks x batch size"
+        f" {before.size} x {before.accumulated} steps of gradient accumulation); now it takes {now.samples}. To"
+        " continue as before, keep that product.",
+    )

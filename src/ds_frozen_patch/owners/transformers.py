@@ -1,0 +1,116 @@
+"""Hugging Face's Trainer, whose engines are Accelerate's: the wrappers of one method and one function.
+
+A wrapper takes wrapt's four arguments: the wrapped method (bound), its instance, args and kwargs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..common.overrides import overridden
+from ..common.probing import Finding, Seen, Target
+from ..cures import Attributes
+from ..engine.attached import attached
+from ..save.save import Save
+from ..save.saving import saving
+
+_WRITERS = ("_save", "_save_scaler", "_save_rng_state")
+"""The methods that write a part of a checkpoint, none of which waits for other ranks."""
+
+
+def judge(version: str | None, seen: Seen) -> Finding:
+    """It must ask for its directory, and leave the engine's part to the engine."""
+    used = seen.names_in("_save_checkpoint")
+    if missing := [name for name in ("_get_output_dir", "save_to_json", "PREFIX_CHECKPOINT_DIR") if name not in used]:
+        return TARGET.refused(version, f"Trainer._save_checkpoint does not use {', '.join(missing)}")
+    return Finding("patchable", version, "leaves frozen parameters out for PEFT alone, and then loads non-strictly")
+
+
+TARGET = Target(
+    "transformers",
+    "transformers.trainer",
+    "Trainer",
+    ("_save_checkpoint", "_get_output_dir", *_WRITERS[::2]),
+    ("transformers",),
+    judge,
+    "install a tested release of transformers, or leave it out of patch(targets=[...])",
+)
+LOAD = Target("transformers", TARGET.module, "", ("deepspeed_load_checkpoint",))
+
+
+def load_checkpoint(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`deepspeed_load_checkpoint`: strict for PEFT too, since what may be missing is known."""
+    call = inspect.signature(wrapped).bind(*args, **kwargs)
+    if "load_module_strict" in call.arguments and attached(call.arguments["deepspeed_engine"]) is not None:
+        call.arguments["load_module_strict"] = True
+    return wrapped(*call.args, **call.kwargs)
+
+
+def save_checkpoint(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`Trainer._save_checkpoint`: `checkpoint-N` gets its name once all that Trainer writes into it is there.
+
+    Uploads, and the removal of older checkpoints, follow after that.
+    """
+    engine = trainer.model_wrapped
+    known = attached(engine)
+    if known is None:
+        return wrapped(*args, **kwargs)
+    trial = inspect.signature(wrapped).bind(*args, **kwargs).arguments.get("trial")
+    prefix = sys.modules[TARGET.module].PREFIX_CHECKPOINT_DIR
+    final = os.path.join(trainer._get_output_dir(trial=trial), f"{prefix}-{trainer.state.global_step}")  # noqa: PTH118
+    target = Path(final).resolve() if Path(final).is_symlink() else final
+    later: list[Callable[[], Any]] = []
+    with saving(
+        engine, known, target, "a checkpoint of Trainer", known.owner.excludes(None), keeps_others=True
+    ) as save:
+        with overridden(_redirections(trainer, save, final, later)):
+            result = wrapped(*args, **kwargs)
+        _name_best(trainer.state, save, final)
+    if later and known.remover is not None:
+        known.remover.join()  # an upload lists the folder
+    for call in later:
+        call()
+    return result
+
+
+def _redirections(trainer: Any, save: Save, final: str, later: list[Callable[[], Any]]) -> Attributes:
+    """What lets Trainer write to another place, and puts off what must see the final one."""
+    parent = save.destination.parent
+    write_state = trainer.state.save_to_json
+
+    def save_to_json(path: str) -> None:
+        _name_best(trainer.state, save, final)
+        with save.deferring_errors(path):
+            write_state(path)
+
+    def put_off(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        places = {str(parent): os.path.dirname(final), str(save.destination): final}  # noqa: PTH120
+        args = tuple(places.get(str(arg), arg) for arg in args)
+        kwargs = {name: places.get(str(value), value) for name, value in kwargs.items()}
+        if "best_model_checkpoint" in kwargs:
+            kwargs["best_model_checkpoint"] = trainer.state.best_model_checkpoint
+        later.append(partial(call, *args, **kwargs))
+
+    attributes: Attributes = [(trainer, "_get_output_dir", lambda *_, **__: str(parent))]
+    attributes += [(trainer.state, "save_to_json", save_to_json)]
+    attributes += [
+        (trainer, name, save.deferring(getattr(trainer, name))) for name in _WRITERS if hasattr(trainer, name)
+    ]
+    module = sys.modules[TARGET.module]
+    after = [(trainer, "_push_from_checkpoint"), (trainer, "_rotate_checkpoints"), (module, "rotate_checkpoints")]
+    attributes += [
+        (owner, name, partial(put_off, getattr(owner, name))) for owner, name in after if hasattr(owner, name)
+    ]
+    return attributes
+
+
+def _name_best(state: Any, save: Save, final: str) -> None:
+    """Let the state name the best checkpoint by its final name, if it is this one."""
+    if state.best_model_checkpoint == str(save.destination):
+        state.best_model_checkpoint = final

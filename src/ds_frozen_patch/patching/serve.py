@@ -1,0 +1,50 @@
+"""`serve()`: an engine that no framework has made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..common.errors import PatchError
+from ..engine import handshake
+from ..engine.attached import attached
+from ..engine.serving import begin_serving
+from ..owners.engine import EngineOwner
+from .patch import is_in_force, patch
+
+_STATES = ("module_state_dict", "load_module_state_dict")
+_WAIT_SECONDS = 60.0
+"""How far apart ranks may call it."""
+
+
+def serve(engine: Any) -> None:
+    """Make the checkpoints of one engine trainable-only, and loadable, where no framework has made it.
+
+    Call it on every rank, after `deepspeed.initialize` and before training. It calls `patch()` if the program has not
+    called it. For an engine that is served already it changes nothing.
+
+    Args:
+        engine: the first of what `deepspeed.initialize` returns.
+
+    Raises:
+        TypeError: it is not an engine of DeepSpeed's.
+        PatchError: DeepSpeed cannot be patched; or another rank has not called it, or has other settings.
+    """
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    if not isinstance(engine, DeepSpeedEngine):
+        given = f"{type(engine).__module__}.{type(engine).__qualname__}"
+        raise TypeError(
+            f"serve() takes the engine that deepspeed.initialize returns first, not an object of {given}. Engines of"
+            " Lightning, Accelerate and Trainer need patch() alone."
+        )
+    if not is_in_force():
+        patch()
+    if attached(engine) is not None:
+        return
+    derived = type(engine).__mro__[: type(engine).__mro__.index(DeepSpeedEngine)]
+    if replaced := [name for name in _STATES if any(name in vars(cls) for cls in derived)]:
+        raise PatchError(f"{type(engine).__name__} cannot be served: it has a {replaced[0]} of its own.")
+    owner = EngineOwner(engine)
+    handshake.announce(owner.rank)
+    handshake.check(owner.rank, _WAIT_SECONDS)
+    begin_serving(engine, owner)

@@ -1,0 +1,462 @@
+"""Promise 19: what holds for Lightning holds for DeepSpeed alone, for Accelerate and for Trainer."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import re
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed
+import owners
+import pytest
+import runs
+import torch
+from owners import BY_HAND, PEFT, Run
+from ranks import RankError
+from safetensors import safe_open
+from under_test import TRAINER, DeepSpeedStrategy
+
+import ds_frozen_patch
+from ds_frozen_patch.engine.attached import attached
+
+pytestmark = [pytest.mark.promise(19)]
+BY = owners.OWNERS
+ROOT = Path(__file__).parents[2]
+PAGES = "".join((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/huggingface.md"))
+HAS_FLAG = "exclude_frozen_parameters" in inspect.signature(DeepSpeedStrategy).parameters
+
+
+def whole_and_resumed(by: str, out: str, stage: int, kind: str) -> Any:
+    with owners.served():
+        whole = Run(by, out, 2, stage, kind)
+        first = whole.train()
+        resumed = Run(by, f"{out}/again", 2, stage, kind)
+        return first, resumed.train(whole.at(0)), owners.trained(whole.module)
+
+
+@pytest.mark.parametrize("kind", [PEFT, BY_HAND])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("by", BY)
+def test_trainable_only_and_resumed_bit_for_bit(ranks: Any, tmp_path: Path, by: str, stage: int, kind: str) -> None:
+    seen = ranks(2, whole_and_resumed, by=by, out=str(tmp_path), stage=stage, kind=kind)
+    for (losses, state), resumed, _ in seen:
+        assert len(set(losses)) == 2 * owners.STEPS
+        assert resumed == (losses[owners.STEPS :], state)
+    for file in owners.model_files(tmp_path):
+        assert sorted(torch.load(file, weights_only=False)["module"]) == seen[0][2]
+
+
+def loaded_otherwise(by: str, out: str, stage: int, kind: str, other: dict[str, Any]) -> list[Any]:
+    """What a load says: as it was saved, onto another base, and into another model."""
+    said: list[Any] = []
+    with owners.served():
+        whole = Run(by, out, 2, stage, kind)
+        whole.train(epochs=1)
+        for odd in ({"seed": 2}, other):
+            run = Run(by, f"{out}/again", 2, stage, **{"kind": kind, **odd})
+            said.append(runs.refusal(run.train, whole.at(0)))
+    return said
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("by", BY)
+def test_another_base_and_another_model_are_errors(ranks: Any, tmp_path: Path, by: str, stage: int) -> None:
+    other = {"kind": BY_HAND}
+    for base, strict in ranks(2, loaded_otherwise, by=by, out=str(tmp_path), stage=stage, kind=PEFT, other=other):
+        assert base[0] == "CheckpointMismatchError"
+        assert "The base is not the one that the checkpoint was saved with" in base[1]
+        assert strict[0] == "CheckpointMismatchError"
+        assert "left out parameters that the model does not have" in strict[1]
+        assert "q_proj.base_layer.weight" in strict[1]
+
+
+def full_ones(by: str, out: str, stage: int) -> None:
+    with owners.served():
+        run = Run(by, out, 2, stage, BY_HAND)
+        with ds_frozen_patch.full_checkpoint():
+            run.train(epochs=1)
+
+
+@pytest.mark.parametrize("by", BY)
+def test_full_checkpoints_on_demand(ranks: Any, tmp_path: Path, by: str) -> None:
+    ranks(2, full_ones, by=by, out=str(tmp_path), stage=2)
+    for file in owners.model_files(tmp_path):
+        assert len(torch.load(file, weights_only=False)["module"]) > 20
+
+
+def saved_at_two(by: str, out: str, stage: int) -> Any:
+    with owners.served(export="safetensors"):
+        return Run(by, out, 2, stage).train()
+
+
+def resumed_at_one(by: str, out: str, stage: int, elastic: bool) -> Any:
+    with owners.served(elastic=elastic):
+        run = Run(by, f"{out}/again", 1, stage)
+        return run.train(run.at(0, out)) if elastic else runs.refusal(run.train, run.at(0, out))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("by", BY)
+def test_another_world_size(ranks: Any, tmp_path: Path, by: str, stage: int) -> None:
+    everyone = ranks(2, saved_at_two, by=by, out=str(tmp_path), stage=stage)
+    ((kind, said),) = ranks(1, resumed_at_one, by=by, out=str(tmp_path), stage=stage, elastic=False)
+    assert kind == "CheckpointMismatchError"
+    assert "was saved at world size 2, and DeepSpeed cannot load it at 1" in said
+    ((losses, _),) = ranks(1, resumed_at_one, by=by, out=str(tmp_path), stage=stage, elastic=True)
+    expected = torch.tensor([losses for losses, _ in everyone]).mean(dim=0)[owners.STEPS :]
+    assert torch.allclose(torch.tensor(losses), expected, atol=2e-5)
+    (file,) = tmp_path.glob("*[04]/**/trainable.safetensors")
+    with safe_open(file, "pt") as exported:
+        assert sum("lora_" in name for name in exported.keys()) == 8  # noqa: SIM118
+
+
+def killed(by: str, out: str, stage: int, at: str) -> None:
+    """Rank 0 dies half-way through writing a file of the second checkpoint."""
+    with owners.served(), owners.dying(at):
+        Run(by, out, 2, stage).train()
+
+
+def gone_on(by: str, out: str, stage: int) -> Any:
+    with owners.served():
+        run = Run(by, out, 2, stage)
+        return (run.train(True if by == "trainer" else run.at(0)), Run(by, f"{out}/whole", 2, stage).train())
+
+
+PARTS = {
+    "deepspeed": ("model_states.pt", "optim_states.pt", "latest"),
+    "accelerate": ("model_states.pt", "random_states_0.pkl"),
+    "trainer": ("model_states.pt", "adapter_config.json", "rng_state_0.pth", "trainer_state.json"),
+}
+
+
+@pytest.mark.parametrize(("by", "at"), [(by, at) for by in BY for at in PARTS[by]])
+def test_killed_within_a_save(ranks: Any, tmp_path: Path, by: str, at: str) -> None:
+    with pytest.raises(RankError) as error:
+        ranks(2, killed, by=by, out=str(tmp_path), stage=2, at=at)
+    assert "ProcessDied" in {raised[0] for raised in error.value.raised if raised}
+    names = [item.name for item in tmp_path.iterdir() if not item.name.startswith(".")]
+    assert not [name for name in names if name in ("epoch1", "checkpoint-8")]
+    if by == "deepspeed":
+        assert (tmp_path / "latest").read_text() == "epoch0"
+    for (losses, state), whole in ranks(2, gone_on, by=by, out=str(tmp_path), stage=2):
+        assert (losses, state) == (whole[0][owners.STEPS :], whole[1])
+    assert not [item for item in tmp_path.iterdir() if item.name.startswith(".")]
+
+
+def failing(by: str, out: str, stage: int, at: str) -> Any:
+    """Rank 0 cannot write a file; the run goes on, and the next save works."""
+    with owners.served():
+        options: dict[str, Any] = {"save_strategy": "no"} if by == "trainer" else {}
+        run = Run(by, out, 2, stage, **options)
+        if by == "trainer":
+            run.trainer.train()
+        with owners.failing(at):
+            said = runs.refusal(run.save, run.at(1))
+        torch.distributed.barrier()
+        left = sorted(item.name for item in Path(out).rglob("*"))
+        torch.distributed.barrier()
+        run.save(run.at(1))
+        return said, left
+
+
+@pytest.mark.parametrize(("by", "at"), [(by, at) for by in BY for at in PARTS[by][:4] if at != "latest"])
+def test_a_write_error_is_raised_on_every_rank(ranks: Any, tmp_path: Path, by: str, at: str) -> None:
+    for (kind, said), left in ranks(2, failing, by=by, out=str(tmp_path), stage=2, at=at):
+        assert kind == "CheckpointError"
+        assert "was not saved. Rank 0" in said
+        assert "No space left" in said
+        assert left == []
+    names = {item.name for item in tmp_path.iterdir() if not item.name.startswith(".")}
+    assert {"epoch1"} <= names or names == {"checkpoint-8"}
+
+
+def with_files_of_others(by: str, out: str) -> None:
+    with owners.served():
+        run = Run(by, out, 2, 2)
+        run.train(epochs=1)
+        place = run.at(0) if by != "trainer" else run.at(1)
+        if torch.distributed.get_rank() == 0:
+            (place / "logs").mkdir()
+            (place / "logs" / "mine.txt").write_text("mine")
+            (place / "mine.json").write_text("{}")
+        torch.distributed.barrier()
+        run.save(place)
+
+
+@pytest.mark.parametrize("by", BY)
+def test_files_of_others_stay_in_a_folder_that_is_saved_again(ranks: Any, tmp_path: Path, by: str) -> None:
+    ranks(2, with_files_of_others, by=by, out=str(tmp_path))
+    (file,) = tmp_path.glob("*/logs/mine.txt")
+    assert file.read_text() == "mine"
+    assert (file.parents[1] / "mine.json").is_file()
+    assert list(file.parents[1].rglob("*model_states.pt"))
+
+
+# DeepSpeed alone
+
+
+def served_badly() -> list[Any]:
+    said = [runs.refusal(ds_frozen_patch.serve, torch.nn.Linear(1, 1))]
+    state = ds_frozen_patch.status()[TRAINER].state
+    with owners.served():
+        run = Run("deepspeed", "", 2, 2)
+        ds_frozen_patch.serve(run.engine)  # again
+        other = Run("accelerate", "", 2, 2)
+        ds_frozen_patch.serve(other.engine)
+        before = attached(other.engine)
+    assert before is not None
+    return [*said, state, type(before.owner).__name__, before.owner.logger.name]
+
+
+def test_serve_takes_engines_once(ranks: Any) -> None:
+    for (kind, said), state, owner, logger in ranks(2, served_badly):
+        assert kind == "TypeError"
+        assert "not an object of torch.nn.modules.linear.Linear" in said
+        assert state == ("native" if HAS_FLAG else "patchable")  # only DeepSpeed is patched for it
+        assert (owner, logger) == ("EngineOwner", "accelerate.ds_frozen_patch")
+
+
+def left_alone(out: str) -> None:
+    """An engine that was not served, under `patch()`."""
+    ds_frozen_patch.patch()
+    run = Run("deepspeed", out, 2, 2)
+    run.train(epochs=1)
+
+
+def test_engines_that_are_not_served_are_left_alone(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, left_alone, out=str(tmp_path))
+    for file in owners.model_files(tmp_path):
+        state = torch.load(file, weights_only=False)
+        assert "ds_frozen_patch" not in state
+        assert len(state["module"]) > 20
+
+
+def configured_by_a_file(out: str) -> Any:
+    """DeepSpeed saves the path of its configuration, where it was given one."""
+    with owners.served():
+        run = Run("deepspeed", out, 2, 2, as_file=True)
+        run.train(epochs=1)
+        again = Run("deepspeed", out, 2, 2, as_file=True)
+        again.load(run.at(0))
+        return again.first
+
+
+def test_a_configuration_in_a_file(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2, configured_by_a_file, out=str(tmp_path)) == [1, 1]
+    ((losses, _),) = ranks(1, resumed_at_one, by="deepspeed", out=str(tmp_path), stage=2, elastic=True)
+    assert len(losses) == owners.STEPS
+
+
+# Accelerate
+
+
+def numbered(out: str, limit: int | None) -> Any:
+    from accelerate.utils import ProjectConfiguration
+
+    project = ProjectConfiguration(out, automatic_checkpoint_naming=True, total_limit=limit)
+    with owners.served():
+        run = Run("accelerate", out, 2, 2, accelerator={"project_config": project})
+        run.accelerator.register_for_checkpointing(run.scheduler.scheduler)
+        hooked: list[str] = []
+        run.accelerator.register_save_state_pre_hook(lambda models, weights, folder: hooked.append(folder))
+        run.train(epochs=3)
+        said = run.accelerator.save_state()
+        again = Run("accelerate", out, 2, 2, accelerator={"project_config": project})
+        again.accelerator.register_for_checkpointing(again.scheduler.scheduler)
+        again.accelerator.load_state()
+        return str(said), len(hooked), again.seen()[1] == run.seen()[1], project.iteration
+
+
+@pytest.mark.parametrize("limit", [None, 1, 2])
+def test_numbered_by_accelerate(ranks: Any, tmp_path: Path, limit: int | None) -> None:
+    for said, hooked, is_same, iteration in ranks(2, numbered, out=str(tmp_path), limit=limit):
+        assert said == str(tmp_path / "checkpoints" / "checkpoint_3")
+        assert (hooked, is_same, iteration) == (4, True, 4)
+    names = sorted(item.name for item in (tmp_path / "checkpoints").iterdir())
+    assert names == [f"checkpoint_{number}" for number in range(4)][-(limit or 4) :]
+    assert (tmp_path / "checkpoints" / "checkpoint_3" / "custom_checkpoint_0.pkl").is_file()
+
+
+def asked_of_accelerate(out: str) -> Any:
+    """What the program says to `save_state` and `load_state` counts."""
+    with owners.served():
+        run = Run("accelerate", out, 2, 2, BY_HAND, exclude_frozen_parameters=False)
+        run.train(epochs=1)
+        other = Run("accelerate", out, 2, 2, PEFT)
+        other.options["exclude_frozen_parameters"] = True
+        other.save(Path(out, "peft"))
+        strict = runs.refusal(other.load, run.at(0))
+        said = runs.refusal(run.load, Path(out, "nothing"))
+        (Path(out) / "empty").mkdir(exist_ok=True)
+        return strict, said, runs.refusal(run.load, Path(out, "empty"))
+
+
+def test_what_the_program_says_to_accelerate_counts(ranks: Any, tmp_path: Path) -> None:
+    for strict, nothing, empty in ranks(2, asked_of_accelerate, out=str(tmp_path)):
+        assert strict[0] == "CheckpointMismatchError"
+        assert nothing[0] == "ValueError"
+        assert empty[0] == "CheckpointError"
+        assert "empty" in empty[1]
+    (full,) = owners.model_files(tmp_path / "epoch0")
+    assert len(torch.load(full, weights_only=False)["module"]) > 20
+    (small,) = owners.model_files(tmp_path / "peft")
+    assert len(torch.load(small, weights_only=False)["module"]) == 9
+
+
+# Trainer
+
+
+def kept(out: str, patched: bool, options: dict[str, Any]) -> Any:
+    """What is there after a run, and what its state says of the best checkpoint."""
+    with owners.served() if patched else nullcontext():
+        run = Run("trainer", out, 2, 2, num_train_epochs=4, **options)
+        losses, state = run.train()
+        best = run.trainer.state.best_model_checkpoint
+        return losses, state, best and Path(best).name, run.trainer.state.best_metric
+
+
+EACH = {"eval_strategy": "epoch", "save_strategy": "epoch"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 2},
+        {"save_total_limit": 1},
+        {**EACH, "load_best_model_at_end": True, "save_total_limit": 1, "learning_rate": 0.2},
+        {**EACH, "save_strategy": "best", "metric_for_best_model": "loss", "learning_rate": 0.2},
+        {"save_only_model": True},
+    ],
+    ids=["steps", "limit", "best-limit", "best", "model"],
+)
+def test_trainer_keeps_what_it_would(ranks: Any, tmp_path: Path, options: dict[str, Any]) -> None:
+    results, names = [], []
+    for who, patched in (("ours", True), ("plain", False)):
+        results.append(ranks(2, kept, out=str(tmp_path / who), patched=patched, options=options))
+        items = (tmp_path / who).rglob("*")
+        names.append(sorted(str(item.relative_to(tmp_path / who)) for item in items if item.is_file()))
+    assert results[0] == results[1]
+    assert names[0] == names[1]
+    for file in (tmp_path / "ours").glob("*/trainer_state.json"):
+        assert ".ds_frozen_patch" not in file.read_text()
+
+
+def by_both(out: str, stage: int, kind: str) -> Any:
+    """Plain Trainer's checkpoint resumed under `patch()`, and ours by plain Trainer."""
+    plain = Run("trainer", f"{out}/plain", 2, stage, kind)
+    expected = plain.train()
+    with owners.served(), runs.heard() as messages:
+        listen = logging.getLogger("accelerate.ds_frozen_patch")
+        heard: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+        listen.addHandler(handler)
+        run = Run("trainer", f"{out}/ours", 2, stage, kind)
+        resumed = run.train(plain.at(0))
+        listen.removeHandler(handler)
+    assert not [message for message in messages if "WARNING" in message]
+    again = Run("trainer", f"{out}/again", 2, stage, kind)
+    back = again.train(run.at(1)) if kind == PEFT else runs.refusal(again.train, run.at(1))
+    losses, state = expected
+    return resumed == (losses[owners.STEPS :], state), heard, back
+
+
+@pytest.mark.parametrize("kind", [PEFT, BY_HAND])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_plain_trainer_and_ours(ranks: Any, tmp_path: Path, stage: int, kind: str) -> None:
+    for rank, (is_same, heard, back) in enumerate(ranks(2, by_both, out=str(tmp_path), stage=stage, kind=kind)):
+        assert is_same
+        warned = [message for message in heard if "cannot be verified" in message]
+        assert len(warned) == (1 if rank == 0 and kind == PEFT else 0)
+        assert back[0] == [] if kind == PEFT else "Missing key" in back[1]
+
+
+def of_others(out: str) -> dict[str, Any]:
+    """A load of each owner's checkpoint by each other."""
+    said = {}
+    with owners.served():
+        made = {by: Run(by, f"{out}/{by}", 2, 2) for by in BY}
+        for run in made.values():
+            run.train(epochs=1)
+        places = {by: run.at(1 if by == "trainer" else 0) for by, run in made.items()}
+        for by, run in made.items():
+            for other, place in places.items():
+                if other != by:
+                    said[f"{by} <- {other}"] = runs.refusal(run.train, place)
+    return said
+
+
+MISSING = {
+    "deepspeed <- accelerate": "contains no *model_states.pt",  # a folder of Accelerate is not a tag
+    "deepspeed <- trainer": "contains no *model_states.pt",
+    "accelerate <- deepspeed": "has no subdirectory 'pytorch_model'",
+    "accelerate <- trainer": "has no subdirectory 'pytorch_model'; it has 'global_step8'",
+    "trainer <- deepspeed": "trainer_state.json",
+    "trainer <- accelerate": "trainer_state.json",
+}
+
+
+def test_a_checkpoint_of_another_owner(ranks: Any, tmp_path: Path) -> None:
+    for said in ranks(2, of_others, out=str(tmp_path)):
+        for loading, (kind, text) in said.items():
+            assert kind == ("FileNotFoundError" if loading.startswith("trainer") else "CheckpointError")
+            assert MISSING[loading] in text
+
+
+# The pages
+
+
+BLOCKS = re.findall(r"^<!-- skip: next .*?test_owners.*?-->\n```python\n(.*?)```", PAGES, re.MULTILINE | re.DOTALL)
+
+
+def as_written(out: str, block: str) -> Any:
+    """Run a block of the pages in a program of its kind; which of its engines are served."""
+    import training
+    from transformers import Trainer
+
+    os.chdir(out)
+    made: list[Any] = []
+    names: dict[str, Any] = {"ds_frozen_patch": ds_frozen_patch}
+    if "Trainer(" in block:
+        run = Run("trainer", out, 2, 2)
+        run.train()
+
+        def trainer(model: Any, arguments: Any, train_dataset: Any) -> Trainer:
+            training.on_cpu_ranks()
+            made.append(training.hugging_face(owners.model(PEFT, 1), owners.tokens(), out, run._config()))
+            return made[0]  # type: ignore[no-any-return]
+
+        names |= {"Trainer": trainer, "model": None, "arguments": None, "dataset": None}
+    elif "accelerator" in block:
+        run = Run("accelerate", out, 2, 2)
+        run.accelerator.free_memory()
+        adam, scheduler = run._optimizer()
+        names |= {"accelerator": run.accelerator, "model": run.module, "optimizer": adam, "scheduler": scheduler}
+    elif "initialize" in block:
+        run = Run("deepspeed", out, 2, 2)
+        adam, scheduler = run._optimizer()
+        config = {**run._config(), "train_micro_batch_size_per_gpu": 4}
+        initialize = partial(deepspeed.initialize, optimizer=adam, lr_scheduler=scheduler)
+        names |= {"deepspeed": SimpleNamespace(initialize=initialize), "model": run.module, "config": config}
+    exec(block, names)
+    engine = made[0].model_wrapped if made else names.get("engine", names.get("model"))
+    return {name: item.wrapped for name, item in ds_frozen_patch.status().items()}, engine and attached(
+        engine
+    ) is not None
+
+
+@pytest.mark.everyday
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.splitlines()[-1][:20])
+def test_what_the_pages_say(ranks: Any, tmp_path: Path, block: str) -> None:
+    for wrapped, is_served in ranks(2, as_written, out=str(tmp_path), block=block):
+        assert wrapped["deepspeed"]
+        assert wrapped["accelerate"]
+        assert wrapped["transformers"]
+        assert is_served or "targets" in block
+    assert len(BLOCKS) == 5

@@ -1,0 +1,241 @@
+"""The same run by everyone who may own an engine but Lightning: DeepSpeed alone, Accelerate, and Trainer.
+
+Everything here runs inside a rank.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import errno
+import io
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import runs
+import torch
+import training
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaForCausalLM
+
+import ds_frozen_patch
+from ds_frozen_patch.common.overrides import overridden
+
+OWNERS = ("deepspeed", "accelerate", "trainer")
+SAMPLES = 8  # of an optimizer step, of all ranks
+STEPS = 4  # in an epoch
+PEFT, BY_HAND = "peft", "by hand"
+
+
+class Counting(LlamaForCausalLM):  # type: ignore[no-untyped-call]
+    """A small Llama that counts its steps in a persistent buffer and records their losses."""
+
+    count: Any
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        super().__init__(training.llama_config(64, 64, layers=2, vocabulary=runs.VOCABULARY, tied=True))
+        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+        self.losses: list[float] = []
+
+    def forward(self, input_ids: Any = None, labels: Any = None) -> Any:
+        given = super().forward(input_ids=input_ids, labels=labels)
+        if self.training:
+            self.count += 1
+            self.losses.append(given.loss.item())
+        return given
+
+
+def model(kind: str, seed: int) -> Any:
+    base: Any = Counting(seed)
+    if kind == PEFT:
+        lora = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        return get_peft_model(base, lora)
+    for name, parameter in base.named_parameters():
+        parameter.requires_grad = "layers.1.mlp" in name
+    return base
+
+
+def trained(module: Any) -> list[str]:
+    """The names that a checkpoint must have: what is trained, and the buffer."""
+    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    return sorted([*names, *(name for name, _ in module.named_buffers() if name.endswith("count"))])
+
+
+def tokens() -> Any:
+    return torch.randint(runs.VOCABULARY, (STEPS * SAMPLES, 8), generator=torch.Generator().manual_seed(0))
+
+
+class Run:
+    """A run that saves each epoch; `at(epoch)` is where.
+
+    Args:
+        by: one of `OWNERS`.
+        options: of the owner's save, or of `TrainingArguments`.
+    """
+
+    def __init__(
+        self, by: str, out: str, world_size: int, stage: int, kind: str = PEFT, seed: int = 1, **options: Any
+    ) -> None:
+        self.by, self.out, self.world_size, self.stage, self.options = by, out, world_size, stage, options
+        self.module = model(kind, seed)
+        self.engine: Any = None
+        self.first = 0
+        {"deepspeed": self._alone, "accelerate": self._accelerate, "trainer": self._trainer}[by]()
+
+    # What each owner does
+
+    def _alone(self) -> None:
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+        config = {**self._config(), "train_micro_batch_size_per_gpu": SAMPLES // self.world_size}
+        adam, scheduler = self._optimizer()
+        if self.options.pop("as_file", False):
+            Path(self.out, "ds_config.json").write_text(json.dumps(config))
+            config = str(Path(self.out, "ds_config.json"))  # type: ignore[assignment]
+        self.engine = deepspeed.initialize(model=self.module, config=config, optimizer=adam, lr_scheduler=scheduler)[0]
+        if "PATCHED" in os.environ:
+            ds_frozen_patch.serve(self.engine)
+
+    def _accelerate(self) -> None:
+        from accelerate import Accelerator
+        from accelerate.utils import DeepSpeedPlugin
+
+        training.on_cpu_ranks()
+        config = {**self._config(), "train_micro_batch_size_per_gpu": SAMPLES // self.world_size}
+        plugin = DeepSpeedPlugin(hf_ds_config=config)
+        # Else the scheduler makes as many steps as there are ranks.
+        options = {"step_scheduler_with_optimizer": False, **self.options.pop("accelerator", {})}
+        self.accelerator = Accelerator(deepspeed_plugin=plugin, **options)
+        self.engine, self.adam, self.scheduler = self.accelerator.prepare(self.module, *self._optimizer())
+
+    def _trainer(self) -> None:
+        each = SAMPLES // self.world_size
+        options = {"save_strategy": "epoch", "num_train_epochs": 2, "learning_rate": 1e-2, **self.options}
+        self.trainer = training.hugging_face(
+            self.module, tokens(), self.out, self._config(), per_device_train_batch_size=each,
+            per_device_eval_batch_size=each, **options,
+        )  # fmt: skip
+
+    def _config(self) -> dict[str, Any]:
+        more = {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
+        zero = {"zero_optimization": {"stage": 0}}  # Accelerate wants that section
+        return {**zero, **runs.config(self.stage, **(more if self.stage == 3 else {}))}
+
+    def _optimizer(self) -> Any:
+        adam = torch.optim.AdamW([p for p in self.module.parameters() if p.requires_grad], lr=1e-2)
+        return adam, torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 1 / (1 + step))
+
+    # What a test asks for
+
+    def at(self, epoch: int, out: str | None = None) -> Path:
+        """The folder of the checkpoint of an epoch, counted from 0."""
+        by_trainer = self.by == "trainer"
+        return Path(out or self.out, f"checkpoint-{STEPS * (epoch + 1)}" if by_trainer else f"epoch{epoch}")
+
+    def load(self, place: Path, **options: Any) -> None:
+        """For the owners that load by a call of their own."""
+        if self.by == "deepspeed":
+            _, state = self.engine.load_checkpoint(str(place.parent), tag=place.name, **options)
+            self.first = state["epoch"]
+        else:
+            self.accelerator.load_state(str(place), **options)
+            self.first = int(place.name.removeprefix("epoch")) + 1
+
+    def train(self, resume: Any = None, epochs: int = 2) -> Any:
+        """The losses, and digests of all parameters and buffers at the end."""
+        if self.by == "trainer":
+            self.trainer.train(resume_from_checkpoint=str(resume) if isinstance(resume, Path) else resume)
+            return self.seen()
+        if resume:
+            self.load(resume)
+        for epoch in range(self.first, epochs):
+            self.engine.train()
+            for batch in self._batches():
+                loss = self.engine(input_ids=batch, labels=batch).loss
+                if self.by == "deepspeed":
+                    self.engine.backward(loss)
+                    self.engine.step()
+                else:
+                    self.accelerator.backward(loss)
+                    self.adam.step()
+                    self.scheduler.step()
+            self.save(self.at(epoch), epoch)
+        return self.seen()
+
+    def save(self, place: Path, epoch: int = 0) -> None:
+        if self.by == "deepspeed":
+            state = {"epoch": epoch + 1}
+            self.engine.save_checkpoint(str(place.parent), tag=place.name, client_state=state, **self.options)
+        elif self.by == "accelerate":
+            self.accelerator.save_state(str(place), **self.options)
+        else:
+            self.trainer._save_checkpoint(self.trainer.model, None)
+
+    def seen(self) -> Any:
+        base = next(module for module in self.module.modules() if isinstance(module, Counting))
+        return base.losses, runs.trained_state(self.module)
+
+    def _batches(self) -> Iterator[Any]:
+        rank = torch.distributed.get_rank()
+        return (rows[rank :: self.world_size] for rows in tokens().split(SAMPLES))
+
+
+@contextlib.contextmanager
+def served(**settings: Any) -> Iterator[None]:
+    """While this lasts, runs are made under `patch()`."""
+    ds_frozen_patch.patch(**settings)
+    os.environ["PATCHED"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["PATCHED"]
+        ds_frozen_patch.unpatch()
+
+
+def model_files(place: Path) -> list[Path]:
+    """The files with the module's state, of a checkpoint of any owner."""
+    return sorted(place.rglob("*model_states.pt"))
+
+
+def on_write(at: str, happen: Callable[[], None], which: int) -> contextlib.AbstractContextManager[None]:
+    """While this lasts, something happens on rank 0 when it has opened a file whose name ends so for the n-th time."""
+    seen: list[str] = []
+    opening = io.open
+
+    def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        made = opening(file, mode, *args, **kwargs)
+        if "w" in mode and torch.distributed.get_rank() == 0 and str(file).endswith(at):
+            seen.append(str(file))
+            if len(seen) >= which:
+                happen()
+        return made
+
+    writer = torch.serialization._open_zipfile_writer_file
+
+    class Writer(writer):  # type: ignore[misc, valid-type]
+        def __init__(self, name: Any) -> None:
+            opened(name, "wb").close()
+            super().__init__(name)
+
+    return overridden(
+        [
+            (builtins, "open", opened),
+            (io, "open", opened),
+            (torch.serialization, "_open_zipfile_writer_file", Writer),
+        ]
+    )
+
+
+def dying(at: str) -> contextlib.AbstractContextManager[None]:
+    return on_write(at, lambda: os._exit(9), 2)
+
+
+def failing(at: str) -> contextlib.AbstractContextManager[None]:
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    return on_write(at, fail, 1)
