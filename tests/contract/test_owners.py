@@ -25,7 +25,7 @@ from under_test import TRAINER, DeepSpeedStrategy
 import ds_frozen_patch
 from ds_frozen_patch.engine.attached import attached
 
-pytestmark = [pytest.mark.promise(19)]
+pytestmark = [pytest.mark.promise(19), pytest.mark.everyday]
 BY = owners.OWNERS
 ROOT = Path(__file__).parents[2]
 PAGES = "".join((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/huggingface.md"))
