@@ -285,7 +285,7 @@ def test_resume_within_an_epoch(ranks: Any, tmp_path: Path, at_batch: int, numbe
     else:
         found = ranks(number, train, **options, resume=str(tmp_path / "run.ckpt"))[0]
         assert len(found["losses"]) == left
-        told = "took 6 samples (2 ranks x batch size 3 x accumulate_grad_batches 1); now it takes 12."
+        told = "took 6 samples (2 ranks x batch size 3 x 1 steps of gradient accumulation); now it takes 12."
         assert told in found["said"][0]
 
 
