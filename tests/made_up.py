@@ -34,6 +34,13 @@ class DeepSpeedEngine:
     def module_state_dict(self{flag}): ...
     def load_module_state_dict(self, checkpoint, strict=True): ...
 """
+ACCELERATOR = """
+class Accelerator:
+    def _prepare_deepspeed(self, *args): self.{models}.append(args)
+    def save_state(self, output_dir=None):
+        save_accelerator_state(output_dir)
+        save_custom_state(output_dir)
+"""
 FLAG = ", exclude_frozen_parameters=False"
 
 
@@ -71,6 +78,11 @@ class Site:
         self.write("deepspeed/__init__.py")
         self.write("deepspeed/runtime/__init__.py")
         self.write("deepspeed/runtime/engine.py", ENGINE.format(flag=flag))
+
+    def accelerate(self, models: str = "_models", end: str = "") -> None:
+        self.release("accelerate", "1.10.0")
+        self.write("accelerate/__init__.py")
+        self.write("accelerate/accelerator.py", ACCELERATOR.format(models=models) + end)
 
     def run(self, program: str) -> str:
         path = f"import sys; sys.path.insert(0, {str(self.root)!r}); import ds_frozen_patch as dfp\n"

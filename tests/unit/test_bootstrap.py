@@ -149,6 +149,14 @@ def test_options_become_settings(run: Run) -> None:
     assert "keep=('c', 'd')" in run(program, DS_FROZEN_PATCH_KEEP=" c , d ").stdout
 
 
+def test_a_program_without_lightning(run: Run, site: Site) -> None:
+    shutil.rmtree(site.root / "lightning")
+    site.accelerate()
+    program = "import accelerate.accelerator as found; print(type(found.Accelerator.save_state).__name__)"
+    assert run(program).stdout == "BoundFunctionWrapper\n"
+    assert run(f"import ds_frozen_patch as dfp; dfp.unpatch(); {program}").stdout == "function\n"
+
+
 @pytest.mark.everyday
 @pytest.mark.once
 def test_environment_variables_alone(site: Site, python: Path) -> None:
@@ -167,7 +175,7 @@ def test_environment_variables_alone(site: Site, python: Path) -> None:
 def test_status_patch_and_unpatch_in_the_program(run: Run) -> None:
     state = "; print(dfp.status()['lightning.pytorch'].state)"
     assert run(f"import ds_frozen_patch as dfp{state}; print(look())").stdout == "armed\n[True, True]\n"
-    waits = "any(hasattr(finder, 'before_lightning') for finder in sys.meta_path)"
+    waits = "any(hasattr(finder, 'before_framework') for finder in sys.meta_path)"
     asked = f"import sys, ds_frozen_patch as dfp; before = {waits}{state}; print(before, {waits})"
     assert run(asked).stdout == "armed\nTrue True\n", "asking for the status has patched"
     assert (

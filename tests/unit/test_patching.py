@@ -310,6 +310,28 @@ def test_targets(site: Site) -> None:
     assert states(site, "dfp.patch(targets=['pytorch_lightning'])")["lightning.fabric"] == "refused False"
 
 
+@pytest.mark.promise(15)
+@pytest.mark.parametrize("shown_by", ["the source", "the import"])
+def test_beside_lightning_an_accelerate_that_cannot_be_patched_is_left_alone(site: Site, shown_by: str) -> None:
+    """PEFT installs it for programs of any kind."""
+    if shown_by == "the source":
+        site.accelerate(models="engines")
+    else:
+        site.accelerate(end="del Accelerator.save_state")
+    patch = "dfp.patch(); import accelerate.accelerator, lightning.pytorch.strategies.deepspeed"
+    caught = f"import warnings\nwith warnings.catch_warnings(record=True) as found: {patch}"
+    warned = site.run(f"{caught}\nprint(*(item.message for item in found))")
+    assert "patch() leaves some frameworks as they are. accelerate 1.10.0: Accelerator" in warned
+    assert warned.count("accelerate 1.10.0") == 1
+    found = states(site, patch)
+    assert (found["accelerate"], found["lightning.pytorch"]) == ("refused False", "applied True")
+    named = REFUSED.replace("dfp.patch()", "dfp.patch(targets=['lightning.pytorch', 'accelerate'])")
+    if shown_by == "the source":
+        assert "nothing is patched.\naccelerate 1.10.0: " in site.run(named)
+        shutil.rmtree(site.root / "lightning")
+        assert "nothing is patched.\naccelerate 1.10.0: " in site.run(REFUSED)
+
+
 @pytest.mark.promise(12)
 def test_wrong_targets(site: Site) -> None:
     program = """

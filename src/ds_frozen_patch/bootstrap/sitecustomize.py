@@ -1,29 +1,29 @@
 """`ds-frozen-patch run` puts this on PYTHONPATH: every Python that starts below it imports it first.
 
-It waits for the import of Lightning, so that it costs other programs nothing. It also runs in Pythons that lack
-ds_frozen_patch, or are older than the ones we support.
+It waits for the import of Lightning or Accelerate, so that it costs other programs nothing. It also runs in Pythons
+that lack ds_frozen_patch, or are older than the ones we support.
 """
 
 import os
 import sys
 
-LIGHTNINGS = ("lightning", "lightning_fabric", "pytorch_lightning")
+FRAMEWORKS = ("lightning", "lightning_fabric", "pytorch_lightning", "accelerate")  # Trainer imports Accelerate
 
 
-class BeforeLightning:
-    """A finder that finds nothing, but notices the first import of Lightning."""
+class BeforeFramework:
+    """A finder that finds nothing, but notices the first import of a framework."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> object:
-        """Call `patch()` after this import, if it is Lightning's."""
-        if name not in LIGHTNINGS:
+        """Call `patch()` after this import, if it is a framework's."""
+        if name not in FRAMEWORKS:
             return None
-        self.before_lightning(name)
+        self.before_framework(name)
         from importlib.util import find_spec
 
         # Not None: Python iterates over the list that this finder has just left, and would skip the next one.
         return find_spec(name)
 
-    def before_lightning(self, name: str = "") -> None:
+    def before_framework(self, name: str = "") -> None:
         """Leave, and patch after the import of `name`, or now if it is empty, as for `unpatch()`."""
         sys.meta_path.remove(self)  # type: ignore[arg-type]
         try:
@@ -58,7 +58,7 @@ def leave_the_path() -> None:
 if os.environ.get("DS_FROZEN_PATCH", "0") not in ("", "0"):
     if os.environ.get("DS_FROZEN_PATCH_CPU", "0") not in ("", "0"):
         os.environ["DS_ACCELERATOR"] = "cpu"  # before anything imports DeepSpeed, which reads it then
-    sys.meta_path.insert(0, BeforeLightning())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, BeforeFramework())  # type: ignore[arg-type]
 leave_the_path()
 # The user's own, or the ImportError that Python expects if there is none.
 import sitecustomize  # type: ignore[import-not-found]  # noqa: E402, F401

@@ -126,7 +126,7 @@ def _find_spec(name: str) -> ModuleSpec | None:
     """`importlib.util.find_spec`, but unnoticed by the finder of `ds-frozen-patch run`, which waits for an import."""
     if name in sys.modules:
         return util.find_spec(name)
-    finders = (finder for finder in sys.meta_path if not hasattr(finder, "before_lightning"))
+    finders = (finder for finder in sys.meta_path if not hasattr(finder, "before_framework"))
     return next((spec for finder in finders if (spec := finder.find_spec(name, None)) is not None), None)
 
 

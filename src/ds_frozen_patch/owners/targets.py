@@ -9,8 +9,15 @@ from . import accelerate, transformers
 from .lightning.targets import BESIDE as BESIDE_LIGHTNING
 from .lightning.targets import TARGETS as LIGHTNING
 
-OWNERS = (*LIGHTNING, accelerate.TARGET, transformers.TARGET)
+OPTIONAL = (accelerate.TARGET, transformers.TARGET)
+"""Where Lightning is served too, one of these that cannot be is left alone: PEFT installs them for any program."""
+OWNERS = (*LIGHTNING, *OPTIONAL)
 BESIDE = (*BESIDE_LIGHTNING, transformers.LOAD)
+
+
+def may_be_left_alone(name: str, names: Iterable[str]) -> bool:
+    """Whether a target that cannot be patched is no error, because Lightning is among those that are served."""
+    return name in {what.name for what in OPTIONAL} and not {what.name for what in LIGHTNING}.isdisjoint(names)
 
 
 def chosen(names: Iterable[str] | None) -> frozenset[str]:

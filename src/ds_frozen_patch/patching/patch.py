@@ -20,7 +20,7 @@ from ..common.errors import PatchError
 from ..common.probing import Finding, Target, imported_class, probe
 from ..engine.attached import restore_methods
 from ..engine.target import ENGINE
-from ..owners.targets import BESIDE, OWNERS, chosen
+from ..owners.targets import BESIDE, OWNERS, chosen, may_be_left_alone
 from ..settings import FLAG
 from .status import Status, TargetStatus
 from .tested import newer_than_tested
@@ -105,7 +105,8 @@ def patch(
     Raises:
         TypeError, ValueError: an argument has none of its possible values.
         PatchError: DeepSpeed or a target is not installed, or one of them cannot be patched. The message says why and
-            what to do, and nothing is patched. What only the import of a target shows is raised there.
+            what to do, and nothing is patched. What only the import of a target shows is raised there. Where Lightning
+            is served, an Accelerate or Trainer that cannot be patched, and is not in `targets`, is a warning.
     """
     global _current
     before = _settings.current() if _current else None
@@ -121,6 +122,7 @@ def patch(
             _current = _Patch(findings, _to_be_served(findings, names))
             _warn_of_untested(findings, names)
             _warn_of_complete(findings, names)
+            _warn_of_refused(findings, names)
         elif targets is not None and (other := names ^ _current.names):
             raise PatchError(f"patch() is in force for other targets ({', '.join(sorted(other))}): unpatch() first.")
         _serve_all()
@@ -157,7 +159,7 @@ def _to_be_served(findings: dict[str, Finding], names: frozenset[str]) -> dict[s
     modules: dict[str, list[Target]] = {}
     for what in (*OWNERS, ENGINE, *BESIDE):
         finding = findings[what.name]
-        if what.name in names and finding.verdict != "not installed" and not finding.complete:
+        if what.name in names and finding.verdict in ("patchable", "native") and not finding.complete:
             modules.setdefault(what.module, []).append(what)
     return modules
 
@@ -184,6 +186,12 @@ def _warn_of_complete(findings: dict[str, Finding], names: frozenset[str]) -> No
         )
 
 
+def _warn_of_refused(findings: dict[str, Finding], names: frozenset[str]) -> None:
+    """Those that are left alone; any other is an error."""
+    if refused := [(name, findings[name]) for name in sorted(names) if findings[name].verdict == "refused"]:
+        _warn_caller(f"patch() leaves some frameworks as they are. {_reasons(refused)}")
+
+
 def _warn_caller(message: str) -> None:
     """Warn the caller of `patch()`, once per node; to be called by functions that `patch()` calls."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -204,7 +212,7 @@ def unpatch() -> None:
     """Restore everything that was wrapped. Without `patch()` before, it does nothing."""
     global _current
     for patch_now in _waiting():
-        patch_now()  # else it would patch at the import of Lightning
+        patch_now()  # else it would patch at the import of a framework
     with _lock:
         if _current is not None:
             for wrapping in (w for wrappings in _current.wrappings.values() for w in reversed(wrappings)):
@@ -266,14 +274,14 @@ def status() -> Status:
 
 
 def _waiting() -> list[Callable[[], None]]:
-    """Under `ds-frozen-patch run`, and until Lightning is imported: what patches then, or when it is called."""
-    return [finder.before_lightning for finder in sys.meta_path if hasattr(finder, "before_lightning")]
+    """Under `ds-frozen-patch run`, and until a framework is imported: what patches then, or when it is called."""
+    return [finder.before_framework for finder in sys.meta_path if hasattr(finder, "before_framework")]
 
 
 def _status_of(what: Target, patch: _Patch | None) -> TargetStatus:
     finding = patch.findings[what.name] if patch else probe(what)
-    wrapped = patch is not None and what.name in patch.names and what.module in patch.wrappings
     state = finding.verdict
+    wrapped = patch is not None and what.name in patch.names and what.module in patch.wrappings and state != "refused"
     if state == "patchable" and (what.name in patch.names if patch else _waiting()):
         state = "applied" if wrapped else "armed"
     return TargetStatus(state, finding.version, wrapped, finding.reason, finding.remedy)
@@ -286,14 +294,22 @@ def _probe_all(names: frozenset[str], must_be_there: bool) -> dict[str, Finding]
         raise PatchError("DeepSpeed is not installed. Install it: pip install 'deepspeed>=0.10.1'.")
     if must_be_there and (absent := [name for name, finding in served.items() if finding.verdict == "not installed"]):
         raise PatchError(f"patch(targets=[...]) names what is not installed: {', '.join(absent)}.")
-    if refused := [(name, finding) for name, finding in served.items() if finding.verdict == "refused"]:
-        raise PatchError(_refusal(refused))
+    refused = [(name, finding) for name, finding in served.items() if finding.verdict == "refused"]
+    others = [name for name, finding in served.items() if finding.verdict in ("patchable", "native")]
+    if must_be_there or not all(may_be_left_alone(name, others) for name, _ in refused):
+        _refuse(refused)
     return findings
 
 
-def _refusal(refused: list[tuple[str, Finding]]) -> str:
-    lines = [f"{name} {finding.version or ''}: {finding.reason}. To do: {finding.remedy}." for name, finding in refused]
-    return "\n".join(["ds_frozen_patch cannot patch what is installed; nothing is patched.", *lines])
+def _refuse(refused: list[tuple[str, Finding]]) -> None:
+    if refused:
+        raise PatchError(f"ds_frozen_patch cannot patch what is installed; nothing is patched.\n{_reasons(refused)}")
+
+
+def _reasons(refused: list[tuple[str, Finding]]) -> str:
+    return "\n".join(
+        f"{name} {finding.version or ''}: {finding.reason}. To do: {finding.remedy}." for name, finding in refused
+    )
 
 
 def _finish_imports() -> None:
@@ -345,8 +361,12 @@ def _on_import(module: ModuleType) -> None:
             return  # half imported: patch() returns to it
         finding = probe(what)
         if finding.verdict == "refused":
+            if may_be_left_alone(what.name, _current.names - {what.name}):
+                _current.findings[what.name] = finding
+                _warn_of_refused(_current.findings, frozenset([what.name]))
+                continue
             unpatch()
-            raise PatchError(_refusal([(what.name, finding)]))
+            _refuse([(what.name, finding)])
         _current.findings[what.name] = finding
         wrappings += wrap(what, cls, _enabled(_current))
     _current.wrappings[module.__name__] = wrappings
