@@ -28,7 +28,7 @@ from ds_frozen_patch.common.overrides import overridden
 OWNERS = ("deepspeed", "accelerate", "trainer")
 SAMPLES = 8  # of an optimizer step, of all ranks
 STEPS = 4  # in an epoch
-PEFT, BY_HAND = "peft", "by hand"
+PEFT, BY_HAND, ONE_MORE = "peft", "by hand", "peft, and a buffer more"
 
 
 class Counting(LlamaForCausalLM):  # type: ignore[no-untyped-call]
@@ -52,7 +52,9 @@ class Counting(LlamaForCausalLM):  # type: ignore[no-untyped-call]
 
 def model(kind: str, seed: int) -> Any:
     base: Any = Counting(seed)
-    if kind == PEFT:
+    if kind == ONE_MORE:
+        base.register_buffer("extra", torch.zeros(3))
+    if kind != BY_HAND:
         lora = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         return get_peft_model(base, lora)
     for name, parameter in base.named_parameters():

@@ -17,7 +17,7 @@ import owners
 import pytest
 import runs
 import torch
-from owners import BY_HAND, PEFT, Run
+from owners import BY_HAND, ONE_MORE, PEFT, Run
 from ranks import RankError
 from safetensors import safe_open
 from under_test import TRAINER, DeepSpeedStrategy
@@ -53,12 +53,12 @@ def test_trainable_only_and_resumed_bit_for_bit(ranks: Any, tmp_path: Path, by: 
 
 
 def loaded_otherwise(by: str, out: str, stage: int, kind: str, other: dict[str, Any]) -> list[Any]:
-    """What a load says: as it was saved, onto another base, and into another model."""
+    """What a load says onto another base, into another model, and into one with a buffer that was not saved."""
     said: list[Any] = []
     with owners.served():
         whole = Run(by, out, 2, stage, kind)
         whole.train(epochs=1)
-        for odd in ({"seed": 2}, other):
+        for odd in ({"seed": 2}, other, {"kind": ONE_MORE}):
             run = Run(by, f"{out}/again", 2, stage, **{"kind": kind, **odd})
             said.append(runs.refusal(run.train, whole.at(0)))
     return said
@@ -68,12 +68,15 @@ def loaded_otherwise(by: str, out: str, stage: int, kind: str, other: dict[str, 
 @pytest.mark.parametrize("by", BY)
 def test_another_base_and_another_model_are_errors(ranks: Any, tmp_path: Path, by: str, stage: int) -> None:
     other = {"kind": BY_HAND}
-    for base, strict in ranks(2, loaded_otherwise, by=by, out=str(tmp_path), stage=stage, kind=PEFT, other=other):
+    for base, strict, more in ranks(2, loaded_otherwise, by=by, out=str(tmp_path), stage=stage, kind=PEFT, other=other):
         assert base[0] == "CheckpointMismatchError"
         assert "The base is not the one that the checkpoint was saved with" in base[1]
         assert strict[0] == "CheckpointMismatchError"
         assert "left out parameters that the model does not have" in strict[1]
         assert "q_proj.base_layer.weight" in strict[1]
+        assert more[0] == "RuntimeError"
+        assert 'Missing key(s) in state_dict: "' in more[1]
+        assert 'extra"' in more[1]
 
 
 def full_ones(by: str, out: str, stage: int) -> None:
