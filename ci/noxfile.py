@@ -6,6 +6,7 @@ Environments are made from `ci/locks/` in `.nox/`, as `ci/matrix/environments.py
 from __future__ import annotations
 
 import hashlib
+import subprocess
 import sys
 from pathlib import Path
 
@@ -44,26 +45,38 @@ SAVED = ROOT / ".nox" / "saved" / hashlib.sha256(b"".join(file.read_bytes() for 
 UPSTREAM = {"2.0.9.post0": "lightning-2.4", "2.1.4": "lightning-2.4", "2.4.0": "lightning-2.4"}
 UPSTREAM |= {"2.5.2": "everyday", "2.6.5": "newest", "7f0c3436cd3f6ad3753125672024fc415cbcb414": "newest"}
 
-nox.options.sessions = ["tests"]
+nox.options.sessions = ["tests(everyday)"]
 nox.options.stop_on_first_error = False
-# What CI runs beside the tests of the everyday cell: every test on the newest releases, the promises where releases are
-# oldest, refused and patched, and those of quantized bases.
-OTHERS = ["every_test(newest)", *(f"matrix({cell})" for cell in ("oldest", "refused", "everyday-patched", "quantized"))]
-OTHERS += ["patches", "docs", "lint"]
+# What CI runs beside the tests of the everyday cell: the short tests on the newest releases, the promises where
+# releases are oldest, refused and patched, and those of quantized bases.
+SOME = ("oldest", "refused", "everyday-patched", "quantized")
+OTHERS = ["tests(newest)", *(f"matrix({cell})" for cell in SOME), "patches", "docs", "lint"]
 
 
 @nox.session(venv_backend="none")
-def tests(session: nox.Session) -> None:
-    """The short tests, in one environment: each promise, ZeRO stage and tool; what follows `--` goes to pytest."""
-    run_tests(session, "everyday", "--part=short", *session.posargs)
+@nox.parametrize("cell", EVERY_TEST, ids=EVERY_TEST)
+def tests(session: nox.Session, cell: str) -> None:
+    """The short tests on one cell: each promise, ZeRO stage and tool; what follows `--` goes to pytest."""
+    run_tests(session, cell, "--part=short", *session.posargs)
 
 
 @nox.session(venv_backend="none")
 def rest(session: nox.Session) -> None:
-    """All other tests and checks, which must pass too before a commit."""
-    for other in OTHERS:
-        session.notify(other)
-    run_tests(session, "everyday", "--part=rest")
+    """All other tests and checks, which must pass too before a commit: two sessions at a time."""
+    session.chdir(ROOT)
+    for cell in ("everyday", *SOME):
+        save_for(session, cell)  # which both might do at once
+    log = ROOT / ".nox" / "others.log"
+    session.log(f"running {', '.join(OTHERS)} meanwhile; their output follows at the end, and is in {log}")
+    nox_again = [sys.executable, "-m", "nox", "--file", __file__, "--session", *OTHERS]
+    with log.open("w") as output, subprocess.Popen(nox_again, stdout=output, stderr=subprocess.STDOUT) as others:
+        try:
+            run_tests(session, "everyday", "--part=rest")
+        finally:
+            others.wait()
+            print(log.read_text())
+    if others.returncode:
+        session.error(f"one of {', '.join(OTHERS)} failed: see {log}")
 
 
 @nox.session(venv_backend="none")
@@ -288,12 +301,16 @@ def run_promises(session: nox.Session, cell: str, *arguments: str) -> None:
     run_tests(session, cell, "-m", "not everyday", f"--outcome={RESULTS / cell}.json", *arguments)
 
 
+def save_for(session: nox.Session, cell: str) -> None:
+    """Let other cells save the checkpoints that this one loads."""
+    for other in CELLS[cell].takes_from:
+        if not (SAVED / other.name / "zero3" / "facts.json").exists():
+            run(session, other.name, "-m", "pytest", f"--saved={SAVED}", "-q", "-k", "test_saves_for_", CELL=other.name)
+
+
 def run_tests(session: nox.Session, cell: str, *arguments: str) -> None:
     """Run pytest in a cell's environment; the tests look up what is expected of it."""
     if "--part=short" not in arguments:
-        for other in CELLS[cell].takes_from:
-            if not (SAVED / other.name / "zero3" / "facts.json").exists():
-                pytest = ("-m", "pytest", f"--saved={SAVED}", "-q", "-k", "test_saves_for_")
-                run(session, other.name, *pytest, CELL=other.name)
+        save_for(session, cell)
     # One thread each: ranks and tests share the cores.
     run(session, cell, "-m", "pytest", f"--saved={SAVED}", *arguments, CELL=cell, OMP_NUM_THREADS="1")

@@ -8,6 +8,7 @@ import os
 import re
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,8 +41,14 @@ def whole_and_resumed(by: str, out: str, stage: int, kind: str) -> Any:
         return first, resumed.train(whole.at(0)), owners.trained(whole.module)
 
 
-@pytest.mark.parametrize("kind", [PEFT, BY_HAND])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+SHORT = ((2, PEFT), (3, BY_HAND))
+CASES = [
+    pytest.param(*case, marks=pytest.mark.short if case in SHORT else ())
+    for case in product((0, 2, 3), (PEFT, BY_HAND))
+]
+
+
+@pytest.mark.parametrize(("stage", "kind"), CASES)
 @pytest.mark.parametrize("by", BY)
 def test_trainable_only_and_resumed_bit_for_bit(ranks: Any, tmp_path: Path, by: str, stage: int, kind: str) -> None:
     seen = ranks(2, whole_and_resumed, by=by, out=str(tmp_path), stage=stage, kind=kind)
