@@ -6,7 +6,6 @@ Environments are made from `ci/locks/` in `.nox/`, as `ci/matrix/environments.py
 from __future__ import annotations
 
 import hashlib
-import subprocess
 import sys
 from pathlib import Path
 
@@ -45,6 +44,8 @@ SAVED = ROOT / ".nox" / "saved" / hashlib.sha256(b"".join(file.read_bytes() for 
 UPSTREAM = {"2.0.9.post0": "lightning-2.4", "2.1.4": "lightning-2.4", "2.4.0": "lightning-2.4"}
 UPSTREAM |= {"2.5.2": "everyday", "2.6.5": "newest", "7f0c3436cd3f6ad3753125672024fc415cbcb414": "newest"}
 
+nox.needs_version = ">=2026.10"  # it runs sessions side by side
+nox.options.allow_parallel = True
 nox.options.sessions = ["tests(everyday)"]
 nox.options.stop_on_first_error = False
 # What CI runs beside the tests of the everyday cell: the short tests on the newest releases, the promises where
@@ -65,18 +66,14 @@ def rest(session: nox.Session) -> None:
     """All other tests and checks, which must pass too before a commit: two sessions at a time."""
     session.chdir(ROOT)
     for cell in ("everyday", *SOME):
-        save_for(session, cell)  # which both might do at once
-    log = ROOT / ".nox" / "others.log"
-    session.log(f"running {', '.join(OTHERS)} meanwhile; their output follows at the end, and is in {log}")
-    nox_again = [sys.executable, "-m", "nox", "--file", __file__, "--session", *OTHERS]
-    with log.open("w") as output, subprocess.Popen(nox_again, stdout=output, stderr=subprocess.STDOUT) as others:
-        try:
-            run_tests(session, "everyday", "--part=rest")
-        finally:
-            others.wait()
-            print(log.read_text())
-    if others.returncode:
-        session.error(f"one of {', '.join(OTHERS)} failed: see {log}")
+        save_for(session, cell)  # which two might do at once
+    session.run(sys.executable, "-m", "nox", "-f", __file__, "-j", "2", "-s", "other_tests", *OTHERS, external=True)
+
+
+@nox.session(venv_backend="none")
+def other_tests(session: nox.Session) -> None:
+    """The tests of the everyday cell that are not short."""
+    run_tests(session, "everyday", "--part=rest", *session.posargs)
 
 
 @nox.session(venv_backend="none")
