@@ -266,7 +266,7 @@ def status() -> Status:
     A target that is not imported yet is judged by its source, where that is enough.
 
     Returns:
-        The targets by name, including those that are not installed: the four of Lightning, "accelerate",
+        The targets by name, including those that are not installed. They are the four of Lightning, "accelerate",
         "transformers" and "deepspeed".
     """
     patch = _current
