@@ -96,8 +96,9 @@ class Run:
         config = {**self._config(), "train_micro_batch_size_per_gpu": SAMPLES // self.world_size}
         adam, scheduler = self._optimizer()
         if self.options.pop("as_file", False):
-            Path(self.out, "ds_config.json").write_text(json.dumps(config))
-            config = str(Path(self.out, "ds_config.json"))  # type: ignore[assignment]
+            file = Path(self.out, f"ds_config-{torch.distributed.get_rank()}.json")  # a rank must not read half a file
+            file.write_text(json.dumps(config))
+            config = str(file)  # type: ignore[assignment]
         self.engine = deepspeed.initialize(model=self.module, config=config, optimizer=adam, lr_scheduler=scheduler)[0]
         if "PATCHED" in os.environ:
             ds_frozen_patch.serve(self.engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,12 @@ class Data(pl.LightningDataModule):
 
 def run_cli(out: str, flag: str, arguments: list[str]) -> None:
     provider.trainable_only()
-    Path(out, "config.yaml").write_text(CONFIG.format(strategy=STRATEGY, precision=PRECISION, flag=flag))
+    file = Path(out, f"config-{os.environ['RANK']}.yaml")  # a rank must not read half a file
+    file.write_text(CONFIG.format(strategy=STRATEGY, precision=PRECISION, flag=flag))
     cli = LightningCLI(
         runs.LoraRun,
         Data,
-        args=["fit", "--config", f"{out}/config.yaml", f"--trainer.default_root_dir={out}", *arguments],
+        args=["fit", "--config", str(file), f"--trainer.default_root_dir={out}", *arguments],
         save_config_callback=None,
     )
     cli.trainer.save_checkpoint(f"{out}/run.ckpt")
