@@ -283,13 +283,13 @@ def numbered(out: str, limit: int | None) -> Any:
         return str(said), len(hooked), again.seen()[1] == run.seen()[1], project.iteration
 
 
-@pytest.mark.parametrize("limit", [None, 1, 2])
-def test_numbered_by_accelerate(ranks: Any, tmp_path: Path, limit: int | None) -> None:
+@pytest.mark.parametrize(("limit", "kept"), [(None, 4), (0, 1), (1, 1), (2, 2)])
+def test_numbered_by_accelerate(ranks: Any, tmp_path: Path, limit: int | None, kept: int) -> None:
     for said, hooked, is_same, iteration in ranks(2, numbered, out=str(tmp_path), limit=limit):
         assert said == str(tmp_path / "checkpoints" / "checkpoint_3")
         assert (hooked, is_same, iteration) == (4, True, 4)
     names = sorted(item.name for item in (tmp_path / "checkpoints").iterdir())
-    assert names == [f"checkpoint_{number}" for number in range(4)][-(limit or 4) :]
+    assert names == [f"checkpoint_{number}" for number in range(4)][-kept:]
     assert (tmp_path / "checkpoints" / "checkpoint_3" / "custom_checkpoint_0.pkl").is_file()
 
 

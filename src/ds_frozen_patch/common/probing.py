@@ -10,7 +10,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata, util
 from importlib.machinery import ModuleSpec
@@ -28,6 +28,11 @@ class Seen:
 
     parameters: Parameters
     names_in: Callable[[str], Container[str]]
+
+    def unused(self, method: str, names: Iterable[str]) -> list[str]:
+        """Which of these names a method does not use."""
+        used = self.names_in(method)
+        return [name for name in names if name not in used]
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,13 @@ class Target:
     def refused(self, version: str | None, reason: str) -> Finding:
         """A finding that it cannot be served."""
         return Finding("refused", version, reason, self.remedy)
+
+    def refused_without(self, version: str | None, seen: Seen, uses: Mapping[str, Iterable[str]]) -> Finding | None:
+        """A finding that it cannot be served if a method does not use all of these names; otherwise None."""
+        for method, names in uses.items():
+            if missing := seen.unused(method, names):
+                return self.refused(version, f"{self.class_name}.{method} does not use {', '.join(missing)}")
+        return None
 
 
 def probe(what: Target) -> Finding:

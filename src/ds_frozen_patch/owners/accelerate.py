@@ -28,12 +28,9 @@ _WRITERS = ("save_accelerator_state", "save_custom_state")
 
 
 def judge(version: str | None, seen: Seen) -> Finding:
-    """It must keep its engines where we look for them, and save by the engine."""
-    if "_models" not in seen.names_in("_prepare_deepspeed"):
-        return TARGET.refused(version, "Accelerator._prepare_deepspeed does not keep its engines in _models")
-    if missing := [name for name in _WRITERS if name not in seen.names_in("save_state")]:
-        return TARGET.refused(version, f"Accelerator.save_state does not use {', '.join(missing)}")
-    return Finding("patchable", version, "passes no flag on; tied aliases and a strict load need the shim")
+    """It must keep its engines in `_models`, and write what is not the engine's by functions that can be replaced."""
+    refused = TARGET.refused_without(version, seen, {"_prepare_deepspeed": ["_models"], "save_state": _WRITERS})
+    return refused or Finding("patchable", version, "passes no flag on; tied aliases and a strict load need the shim")
 
 
 TARGET = Target(
@@ -91,7 +88,9 @@ def save_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, .
 
 
 def _remove_oldest(folder: Path, limit: int | None) -> None:
-    """Remove the checkpoints with the lowest numbers, down to a limit."""
+    """Remove the checkpoints with the lowest numbers, down to a limit, but never the newest."""
+    if limit is None:
+        return
     numbered = [(int(number), item) for item in entries(folder) if (number := item.name.rpartition("_")[2]).isdecimal()]
-    for _, item in sorted(numbered)[: -limit if limit else None] if limit is not None else []:
+    for _, item in sorted(numbered)[: -max(limit, 1)]:
         shutil.rmtree(item)

@@ -20,23 +20,24 @@ from ..engine.attached import attached
 from ..save.save import Save
 from ..save.saving import saving
 
-_WRITERS = ("_save", "_save_scaler", "_save_rng_state")
-"""The methods that write a part of a checkpoint, none of which waits for other ranks."""
+_WRITERS = ("_save", "_save_rng_state")
+"""Methods that write a part of a checkpoint, none of which waits for other ranks."""
+_WRITERS_OF_SOME = ("_save_scaler",)
+"""More of them, which not every release has."""
+_USES = ("_get_output_dir", "save_to_json", "PREFIX_CHECKPOINT_DIR")
 
 
 def judge(version: str | None, seen: Seen) -> Finding:
-    """It must ask for its directory, and leave the engine's part to the engine."""
-    used = seen.names_in("_save_checkpoint")
-    if missing := [name for name in ("_get_output_dir", "save_to_json", "PREFIX_CHECKPOINT_DIR") if name not in used]:
-        return TARGET.refused(version, f"Trainer._save_checkpoint does not use {', '.join(missing)}")
-    return Finding("patchable", version, "leaves frozen parameters out for PEFT alone, and then loads non-strictly")
+    """Where it saves to, and how it writes its state, must be possible to replace."""
+    reason = "leaves frozen parameters out for PEFT alone, and then loads non-strictly"
+    return TARGET.refused_without(version, seen, {"_save_checkpoint": _USES}) or Finding("patchable", version, reason)
 
 
 TARGET = Target(
     "transformers",
     "transformers.trainer",
     "Trainer",
-    ("_save_checkpoint", "_get_output_dir", *_WRITERS[::2]),
+    ("_save_checkpoint", "_get_output_dir", *_WRITERS),
     ("transformers",),
     judge,
     "install a tested release of transformers, or leave it out of patch(targets=[...])",
@@ -99,9 +100,8 @@ def _redirections(trainer: Any, save: Save, final: str, later: list[Callable[[],
 
     attributes: Attributes = [(trainer, "_get_output_dir", lambda *_, **__: str(parent))]
     attributes += [(trainer.state, "save_to_json", save_to_json)]
-    attributes += [
-        (trainer, name, save.deferring(getattr(trainer, name))) for name in _WRITERS if hasattr(trainer, name)
-    ]
+    writers = [name for name in (*_WRITERS, *_WRITERS_OF_SOME) if hasattr(trainer, name)]
+    attributes += [(trainer, name, save.deferring(getattr(trainer, name))) for name in writers]
     module = sys.modules[TARGET.module]
     after = [(trainer, "_push_from_checkpoint"), (trainer, "_rotate_checkpoints"), (module, "rotate_checkpoints")]
     attributes += [
