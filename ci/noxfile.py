@@ -58,7 +58,7 @@ OTHERS = ["tests(newest)", *(f"matrix({cell})" for cell in SOME), "patches", "do
 @nox.parametrize("cell", EVERY_TEST, ids=EVERY_TEST)
 def tests(session: nox.Session, cell: str) -> None:
     """The short tests on one cell: each promise, ZeRO stage and tool; what follows `--` goes to pytest."""
-    run_tests(session, cell, "--part=short", *session.posargs)
+    run_pytest(session, cell, "--part=short", *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -306,8 +306,12 @@ def save_for(session: nox.Session, cell: str) -> None:
 
 
 def run_tests(session: nox.Session, cell: str, *arguments: str) -> None:
+    """Run pytest in a cell's environment, with the checkpoints of other cells that it loads."""
+    save_for(session, cell)
+    run_pytest(session, cell, *arguments)
+
+
+def run_pytest(session: nox.Session, cell: str, *arguments: str) -> None:
     """Run pytest in a cell's environment; the tests look up what is expected of it."""
-    if "--part=short" not in arguments:
-        save_for(session, cell)
     # One thread each: ranks and tests share the cores.
     run(session, cell, "-m", "pytest", f"--saved={SAVED}", *arguments, CELL=cell, OMP_NUM_THREADS="1")

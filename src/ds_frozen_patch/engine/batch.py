@@ -20,12 +20,12 @@ class Batch:
 
     @property
     def samples(self) -> int:
-        """Of one optimizer step."""
+        """The number of samples of one optimizer step."""
         return self.ranks * self.size * self.accumulated
 
 
 def saved_batch(state: Mapping[str, Any]) -> Batch:
-    """That of the run that saved, from its state as `Owner.after_load` gets it."""
+    """The batch of the run that saved a checkpoint, from the state that `Owner.after_load` gets."""
     config = state["ds_config"] if isinstance(state["ds_config"], Mapping) else {}
     ranks = (state[ELASTIC_KEY] or {}).get("world_size") or state["dp_world_size"]
     sizes = (config.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
@@ -33,7 +33,7 @@ def saved_batch(state: Mapping[str, Any]) -> Batch:
 
 
 def own_batch(engine: Any) -> Batch:
-    """That of a running engine."""
+    """The batch of a running engine."""
     ranks, size = int(engine.dp_world_size), int(engine.train_micro_batch_size_per_gpu())
     return Batch(ranks, size, int(engine.gradient_accumulation_steps()))
 

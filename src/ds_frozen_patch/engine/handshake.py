@@ -48,10 +48,11 @@ def check(rank: int, wait_seconds: float | None = None) -> None:
     store = default_store()
     if store is None or store in _agreed:
         return
+    seconds = WAIT_SECONDS if wait_seconds is None else wait_seconds
     if rank == 0:
-        verdict = _verdict(store, wait_seconds)
+        verdict = _verdict(store, seconds)
         store.set(_VERDICT, verdict or "agreed")
-    elif _missing(store, [0], wait_seconds):
+    elif _missing(store, [0], seconds):
         verdict = _not_patched([0])
     else:  # rank 0 writes it as soon as it gets here
         written = store.get(_VERDICT).decode()
@@ -61,9 +62,9 @@ def check(rank: int, wait_seconds: float | None = None) -> None:
     _agreed[:] = [store]
 
 
-def _verdict(store: Any, wait_seconds: float | None) -> str:
+def _verdict(store: Any, seconds: float) -> str:
     """What is wrong; empty if nothing is."""
-    if missing := _missing(store, list(range(world_size())), wait_seconds):
+    if missing := _missing(store, list(range(world_size())), seconds):
         return _not_patched(missing)
     settings = [json.loads(store.get(f"{_KEY}{rank}")) for rank in range(world_size())]
     first = settings[0]
@@ -87,9 +88,9 @@ def _verdict(store: Any, wait_seconds: float | None) -> str:
     )
 
 
-def _missing(store: Any, ranks: list[int], wait_seconds: float | None) -> list[int]:
-    """The ranks that have written nothing, some seconds after they should have."""
-    deadline = time.monotonic() + (WAIT_SECONDS if wait_seconds is None else wait_seconds)
+def _missing(store: Any, ranks: list[int], seconds: float) -> list[int]:
+    """The ranks that have written nothing after so many seconds."""
+    deadline = time.monotonic() + seconds
     missing = []
     for rank in ranks:
         try:

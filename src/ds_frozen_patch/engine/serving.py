@@ -1,4 +1,4 @@
-"""What is done once for each engine, when it is made."""
+"""The setup of a new engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .owner import Owner, warn
 
 
 def begin_serving(engine: Any, owner: Owner) -> None:
-    """Attach an engine that has just been made."""
+    """Attach a new engine, before training."""
     by_parameter = names_by_parameter(engine.module)
     trained = frozenset(names[0] for parameter, names in by_parameter.items() if parameter.requires_grad)
     frozen.sample_at_start(attach(engine, owner, trained), engine)

@@ -1,4 +1,4 @@
-"""What a save and a load need where only the engine itself knows it: see `engine.owner`."""
+"""The `Owner` of an engine that no strategy describes: all it needs is read from the engine itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..settings import full_is_requested
 
 
 class EngineOwner:
-    """Of an engine that knows all of it: nobody's, or Accelerate's. It holds the engine weakly."""
+    """The owner of an engine of Accelerate, or of a program that has created it itself. It holds the engine weakly."""
 
     def __init__(self, engine: Any, package: str = "") -> None:
         self._engine = ref(engine)

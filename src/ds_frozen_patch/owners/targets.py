@@ -1,4 +1,4 @@
-"""All that may own an engine, as targets of `patch()`."""
+"""The targets of `patch()`: every framework that creates engines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .lightning.targets import BESIDE as BESIDE_LIGHTNING
 from .lightning.targets import TARGETS as LIGHTNING
 
 OPTIONAL = (accelerate.TARGET, transformers.TARGET)
-"""Where Lightning is served too, one of these that cannot be is left alone: PEFT installs them for any program."""
+"""If one of these cannot be patched, a program of Lightning's works nevertheless: PEFT installs both."""
 OWNERS = (*LIGHTNING, *OPTIONAL)
 BESIDE = (*BESIDE_LIGHTNING, transformers.LOAD)
 

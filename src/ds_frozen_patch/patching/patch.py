@@ -124,7 +124,9 @@ def patch(
             _warn_of_complete(findings, names)
             _warn_of_refused(findings, names)
         elif targets is not None and (other := names ^ _current.names):
-            raise PatchError(f"patch() is in force for other targets ({', '.join(sorted(other))}): unpatch() first.")
+            raise PatchError(
+                f"patch() is in force for other targets ({', '.join(sorted(other))}): call unpatch() first."
+            )
         _serve_all()
         _settings.put_in_force(new_settings)
     # What another thread was importing meanwhile is complete only now.
@@ -187,7 +189,7 @@ def _warn_of_complete(findings: dict[str, Finding], names: frozenset[str]) -> No
 
 
 def _warn_of_refused(findings: dict[str, Finding], names: frozenset[str]) -> None:
-    """Those that are left alone; any other is an error."""
+    """Warn of those that are left alone; any other is an error."""
     if refused := [(name, findings[name]) for name in sorted(names) if findings[name].verdict == "refused"]:
         _warn_caller(f"patch() leaves some frameworks as they are. {_reasons(refused)}")
 
@@ -281,7 +283,7 @@ def _waiting() -> list[Callable[[], None]]:
 def _status_of(what: Target, patch: _Patch | None) -> TargetStatus:
     finding = patch.findings[what.name] if patch else probe(what)
     state = finding.verdict
-    wrapped = patch is not None and what.name in patch.names and what.module in patch.wrappings and state != "refused"
+    wrapped = patch is not None and what.name in patch.names and what.module in patch.wrappings
     if state == "patchable" and (what.name in patch.names if patch else _waiting()):
         state = "applied" if wrapped else "armed"
     return TargetStatus(state, finding.version, wrapped, finding.reason, finding.remedy)
@@ -296,14 +298,13 @@ def _probe_all(names: frozenset[str], must_be_there: bool) -> dict[str, Finding]
         raise PatchError(f"patch(targets=[...]) names what is not installed: {', '.join(absent)}.")
     refused = [(name, finding) for name, finding in served.items() if finding.verdict == "refused"]
     others = [name for name, finding in served.items() if finding.verdict in ("patchable", "native")]
-    if must_be_there or not all(may_be_left_alone(name, others) for name, _ in refused):
-        _refuse(refused)
+    if refused and (must_be_there or not all(may_be_left_alone(name, others) for name, _ in refused)):
+        raise PatchError(_refusal(refused))
     return findings
 
 
-def _refuse(refused: list[tuple[str, Finding]]) -> None:
-    if refused:
-        raise PatchError(f"ds_frozen_patch cannot patch what is installed; nothing is patched.\n{_reasons(refused)}")
+def _refusal(refused: list[tuple[str, Finding]]) -> str:
+    return f"ds_frozen_patch cannot patch what is installed; nothing is patched.\n{_reasons(refused)}"
 
 
 def _reasons(refused: list[tuple[str, Finding]]) -> str:
@@ -361,12 +362,13 @@ def _on_import(module: ModuleType) -> None:
             return  # half imported: patch() returns to it
         finding = probe(what)
         if finding.verdict == "refused":
-            if may_be_left_alone(what.name, _current.names - {what.name}):
-                _current.findings[what.name] = finding
-                _warn_of_refused(_current.findings, frozenset([what.name]))
-                continue
-            unpatch()
-            _refuse([(what.name, finding)])
+            if not may_be_left_alone(what.name, _current.names):
+                unpatch()
+                raise PatchError(_refusal([(what.name, finding)]))
+            _warn_of_refused({what.name: finding}, frozenset([what.name]))
+            _current.findings[what.name] = finding
+            _current.modules[module.__name__] = []
+            break
         _current.findings[what.name] = finding
         wrappings += wrap(what, cls, _enabled(_current))
     _current.wrappings[module.__name__] = wrappings

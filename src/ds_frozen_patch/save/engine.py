@@ -36,6 +36,8 @@ def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
     check_nvme(engine)
     check_step_counts(engine)
     call = inspect.signature(wrapped).bind(*args, **kwargs)
+    tag = call.arguments.get("tag")
+    call.arguments["tag"] = f"global_step{engine.global_steps}" if tag is None else str(tag)  # as DeepSpeed does
     if save is None:
         assert known is not None  # for mypy: else this has returned
         return _save_alone(wrapped, call, engine, known)
@@ -51,11 +53,9 @@ def _save_alone(wrapped: Callable[..., Any], call: inspect.BoundArguments, engin
 
     What DeepSpeed writes beside that folder follows it.
     """
-    tag = call.arguments.get("tag")
-    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    tag = call.arguments["tag"]
     path = f"{call.arguments['save_dir']}/{tag}"
     exclude = known.owner.excludes(call.arguments.get(FLAG))
-    call.arguments["tag"] = tag
     in_place = Path(tag).name != tag  # a path of folders
     with saving(
         engine, known, path, "engine.save_checkpoint()", exclude, keeps_others=True, in_place=in_place, finish=_finish
@@ -107,7 +107,6 @@ def _write(wrapped: Callable[..., Any], call: inspect.BoundArguments, save: Save
     call.apply_defaults()
     latest, tag = call.arguments["save_latest"], call.arguments["tag"]
     call.arguments["save_latest"] = False  # DeepSpeed writes it in a way whose errors cannot be deferred
-    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     save.of_ranks.add(folder / tag)
     with label_saves(engine, save.id), save.deferring_write_errors():
         saved = wrapped(*call.args, **call.kwargs)
