@@ -28,6 +28,7 @@ class Settings:
     elastic: bool | None = None
     sync: bool = True
     trust: bool | None = None
+    whole_model: bool = True
 
     def keeps(self, names: Iterable[str]) -> bool:
         """Whether something frozen with these names is saved all the same."""
@@ -163,4 +164,5 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "elastic": _bool,
     "sync": _bool,
     "trust": _bool,
+    "whole_model": _bool,
 }

@@ -357,6 +357,38 @@ def test_trainer_keeps_what_it_would(ranks: Any, tmp_path: Path, options: dict[s
         assert ".ds_frozen_patch" not in file.read_text()
 
 
+def without_the_model(out: str, stage: int, kind: str, options: dict[str, Any]) -> Any:
+    with owners.served(whole_model=False):
+        whole = Run("trainer", out, 2, stage, kind, **options)
+        losses, state = whole.train()
+        whole.trainer.save_model(f"{out}/last")
+        resumed = () if options else Run("trainer", f"{out}/again", 2, stage, kind).train(whole.at(0))
+        return not options and resumed != (losses[owners.STEPS :], state)
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "options", "left"),
+    [
+        (2, BY_HAND, {}, set()),
+        (3, BY_HAND, {}, set()),
+        (2, BY_HAND, {"save_only_model": True}, {"model.safetensors"}),
+        (2, PEFT, {}, {"adapter_model.safetensors"}),
+    ],
+)
+def test_without_the_file_of_the_whole_model(
+    ranks: Any, tmp_path: Path, stage: int, kind: str, options: dict[str, Any], left: set[str]
+) -> None:
+    assert not any(ranks(2, without_the_model, out=str(tmp_path), stage=stage, kind=kind, options=options))
+    for place in tmp_path.glob("checkpoint-*"):
+        assert {file.name for file in place.glob("*.safetensors")} == left
+        assert (place / "training_args.bin").is_file()
+        assert (place / "config.json").is_file() == (kind == BY_HAND)
+    (file,) = (tmp_path / "last").glob("*model.safetensors")
+    with safe_open(file, "pt") as weights:
+        names = list(weights.keys())
+    assert len(names) == 8 if kind == PEFT else len(names) > 20
+
+
 def by_both(out: str, stage: int, kind: str) -> Any:
     """Plain Trainer's checkpoint resumed under `patch()`, and ours by plain Trainer."""
     plain = Run("trainer", f"{out}/plain", 2, stage, kind)

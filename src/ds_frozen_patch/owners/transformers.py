@@ -19,6 +19,7 @@ from ..cures import Attributes
 from ..engine.attached import attached
 from ..save.save import Save
 from ..save.saving import saving
+from ..settings import current as settings
 
 _WRITERS = ("_save", "_save_rng_state")
 """Methods that write a part of a checkpoint, none of which waits for other ranks."""
@@ -103,11 +104,29 @@ def _redirections(trainer: Any, save: Save, final: str, later: list[Callable[[],
     writers = [name for name in (*_WRITERS, *_WRITERS_OF_SOME) if hasattr(trainer, name)]
     attributes += [(trainer, name, save.deferring(getattr(trainer, name))) for name in writers]
     module = sys.modules[TARGET.module]
+    if not settings().whole_model and _may_leave_out_the_model(trainer):
+        attributes += [(trainer, "save_model", save.deferring(partial(_save_without_weights, trainer)))]
     after = [(trainer, "_push_from_checkpoint"), (trainer, "_rotate_checkpoints"), (module, "rotate_checkpoints")]
     attributes += [
         (owner, name, partial(put_off, getattr(owner, name))) for owner, name in after if hasattr(owner, name)
     ]
     return attributes
+
+
+def _may_leave_out_the_model(trainer: Any) -> bool:
+    """Whether Trainer's own `save_model` writes what is frozen too, into a checkpoint that is complete without it."""
+    is_own = type(trainer).save_model is sys.modules[TARGET.module].Trainer.save_model
+    has_adapters = hasattr(trainer.model, "peft_config") or getattr(trainer.model, "_hf_peft_config_loaded", False)
+    return is_own and not has_adapters and not trainer.args.save_only_model and not trainer.args.push_to_hub
+
+
+def _save_without_weights(trainer: Any, output_dir: str, **_: Any) -> None:
+    """What `Trainer.save_model` writes beside the weights: the configuration and the tokenizer."""
+    from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+
+    trainer._save(output_dir, state_dict={})
+    for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):  # what is written for no weights
+        Path(output_dir, name).unlink(missing_ok=True)
 
 
 def _name_best(state: Any, save: Save, final: str) -> None:

@@ -65,6 +65,7 @@ def patch(
     elastic: bool | None = None,
     sync: bool | None = None,
     trust: bool | None = None,
+    whole_model: bool | None = None,
     targets: Iterable[str] | None = None,
 ) -> Status:
     """Make the checkpoints of every installed Lightning, of Accelerate and of Trainer trainable-only, and loadable.
@@ -93,6 +94,9 @@ def patch(
             DeepSpeed's own classes, and refuses anything else before it reads it (torch 2.6 or newer; releases before
             2.10 have known bypasses). True: it may. Not given: it may, and a warning names what is not expected in a
             checkpoint.
+        whole_model: whether Hugging Face's Trainer adds the file of the whole model, frozen parameters included, to
+            each `checkpoint-N`, as it does without `patch()` (True by default). PEFT's adapters, what Trainer uploads
+            and checkpoints of `save_only_model=True` do not change.
         targets: what to serve, by the names that `status()` has: all that is installed by default. "deepspeed" is
             always served, and with "transformers" "accelerate" is, too. They can only be chosen anew after `unpatch()`.
 
@@ -112,6 +116,7 @@ def patch(
     before = _settings.current() if _current else None
     given: dict[str, Any] = {"verify_base": verify_base, "keep": keep, "leave_out": leave_out, "export": export}
     given |= {"fp32_weights": fp32_weights, "elastic": elastic, "sync": sync, "trust": trust}
+    given |= {"whole_model": whole_model}
     new_settings = _settings.checked(given, before)
     names = chosen(targets)
     _finish_imports()
@@ -235,6 +240,7 @@ def patched(
     elastic: bool | None = None,
     sync: bool | None = None,
     trust: bool | None = None,
+    whole_model: bool | None = None,
     targets: Iterable[str] | None = None,
 ) -> Iterator[Status]:
     """`patch(...)` while this lasts, and the previous state afterwards, for tests and notebooks.
@@ -251,6 +257,7 @@ def patched(
         elastic=elastic,
         sync=sync,
         trust=trust,
+        whole_model=whole_model,
         targets=targets,
     )
     try:

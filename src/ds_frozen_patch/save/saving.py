@@ -18,6 +18,8 @@ from ..settings import current as settings
 from .agreement import agree, explaining_errors
 from .save import Save, current
 
+_MUST_BE_EQUAL = ("keep", "leave_out", "export", "fp32_weights", "sync", "whole_model")
+"""The settings that change what the ranks do together in a save."""
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
@@ -79,7 +81,7 @@ def begin(engine: Any, known: Attached, path: Any, what: str, exclude: bool) -> 
         CheckpointMismatchError: on every rank, if the ranks differ in what they save.
     """
     now = settings()
-    options = {name: getattr(now, name) for name in ("keep", "leave_out", "export", "fp32_weights", "sync")}
+    options = {name: getattr(now, name) for name in _MUST_BE_EQUAL}
     candidates = frozen.to_leave_out(known, engine) if exclude else None
     changed = frozen.changed_since_start(known, candidates or ())
     request = {"what is saved": what, FLAG: exclude, **options}
