@@ -247,6 +247,43 @@ def test_engines_that_are_not_served_are_left_alone(ranks: Any, tmp_path: Path) 
         assert len(state["module"]) > 20
 
 
+def begun_with_a_load(out: str, patched: bool) -> Any:
+    """A program may load from a folder to which nothing has been saved yet."""
+    with owners.served() if patched else nullcontext():
+        run = Run("deepspeed", out, 2, 2)
+        loaded = [run.engine.load_checkpoint(place) for place in (f"{out}/nowhere", out)]
+        run.train(epochs=1)
+        return loaded, run.engine.load_checkpoint(out)[1]["epoch"], run.seen()
+
+
+def test_nothing_to_load(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    plain = ranks(2, begun_with_a_load, out=str(tmp_path / "plain"), patched=False)
+    assert ranks(2, begun_with_a_load, out=str(tmp_path), patched=True) == plain
+    assert plain[0][:2] == ([(None, None)] * 2, 1)
+
+
+def one_moved_away(out: str) -> Any:
+    """A save that was killed between two renames has left what was there in its work folder."""
+    with owners.served():
+        run = Run("deepspeed", out, 2, 2)
+        expected = run.train(epochs=1)[1]
+        if torch.distributed.get_rank() == 0:
+            work = Path(out, ".ds_frozen_patch-0123456789ab", "old")
+            work.mkdir(parents=True)
+            Path(out, "epoch0").rename(work / "epoch0")
+        torch.distributed.barrier()
+        again = Run("deepspeed", out, 2, 2, seed=1)
+        path, state = again.engine.load_checkpoint(out)
+        assert state["epoch"] == 1
+        return Path(path).relative_to(out).parts[1:3], again.seen()[1] == expected
+
+
+def test_a_checkpoint_that_a_killed_save_has_moved(ranks: Any, tmp_path: Path) -> None:
+    for place, is_same in ranks(2, one_moved_away, out=str(tmp_path)):
+        assert (place, is_same) == (("old", "epoch0"), True)
+
+
 def configured_by_a_file(out: str) -> Any:
     """DeepSpeed saves the path of its configuration, where it was given one."""
     with owners.served():

@@ -35,12 +35,13 @@ def announce(rank: int) -> None:
     store.set(f"{_KEY}{rank}", json.dumps(own))
 
 
-def check(rank: int, wait_seconds: float | None = None) -> None:
+def check(rank: int, wait_seconds: float | None = None, call: str = "patch()") -> None:
     """Compare the settings of all ranks; called after the engine is created.
 
     Args:
         rank: of all ranks.
         wait_seconds: how much later than this one another rank may write; WAIT_SECONDS by default.
+        call: what another rank has not called if it has written nothing.
 
     Raises:
         PatchError: on every patched rank, if one is not patched or has other settings.
@@ -50,10 +51,10 @@ def check(rank: int, wait_seconds: float | None = None) -> None:
         return
     seconds = WAIT_SECONDS if wait_seconds is None else wait_seconds
     if rank == 0:
-        verdict = _verdict(store, seconds)
+        verdict = _verdict(store, seconds, call)
         store.set(_VERDICT, verdict or "agreed")
     elif _missing(store, [0], seconds):
-        verdict = _not_patched([0])
+        verdict = _not_patched(call, [0])
     else:  # rank 0 writes it as soon as it gets here
         written = store.get(_VERDICT).decode()
         verdict = "" if written == "agreed" else written
@@ -62,10 +63,10 @@ def check(rank: int, wait_seconds: float | None = None) -> None:
     _agreed[:] = [store]
 
 
-def _verdict(store: Any, seconds: float) -> str:
+def _verdict(store: Any, seconds: float, call: str) -> str:
     """What is wrong; empty if nothing is."""
     if missing := _missing(store, list(range(world_size())), seconds):
-        return _not_patched(missing)
+        return _not_patched(call, missing)
     settings = [json.loads(store.get(f"{_KEY}{rank}")) for rank in range(world_size())]
     first = settings[0]
     lines = []
@@ -101,10 +102,10 @@ def _missing(store: Any, ranks: list[int], seconds: float) -> list[int]:
     return missing
 
 
-def _not_patched(ranks: list[int]) -> str:
+def _not_patched(call: str, ranks: list[int]) -> str:
     who = ", ".join(map(str, ranks[:10])) + (f" and {len(ranks) - 10} more" if len(ranks) > 10 else "")
     return (
-        f"ds_frozen_patch.patch() was called on this rank, but not on rank {who}: their saves would wait for each other"
+        f"ds_frozen_patch.{call} was called on this rank, but not on rank {who}: their saves would wait for each other"
         " forever. Call it on every rank, or start the program on every node by `ds-frozen-patch run`, or with"
         " DS_FROZEN_PATCH=1 and PYTHONPATH set there too (DeepSpeed's launcher passes on what is in ~/.deepspeed_env)."
     )

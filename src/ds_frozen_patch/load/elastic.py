@@ -33,12 +33,6 @@ def resharded(load: Load, look: Look) -> str | None:
         CheckpointError: the resharding failed.
     """
     engine, saved = load.engine, look.saved
-    if engine.load_universal_checkpoint():
-        raise CheckpointMismatchError(
-            'With "load_universal", DeepSpeed loads neither buffers nor frozen parameters, and the base cannot be'
-            " verified. Remove it from the configuration, and load the checkpoint that the universal one was made from:"
-            " with patch(elastic=True) that works at any world size."
-        )
     if saved is None:
         return None  # `Load.check` reports what is wrong
     stage, ranks = int(engine.zero_optimization_stage()), int(engine.dp_world_size)

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from .. import cures
 from ..checkpoint.zero.labels import ELASTIC_KEY, LABEL, UNIVERSAL_INFO
+from ..checkpoint.zero.layout import latest_tag
+from ..common.errors import CheckpointError
 from ..common.overrides import overridden, set_to
 from ..engine import frozen
 from ..engine.attached import Attached, attach, attached
@@ -20,7 +23,7 @@ from ..manifest import KEY, Manifest
 from ..parameters import names_by_parameter, parameters_by_name, plain, prefix_of
 from . import elastic
 from .base_check import check_base
-from .load import Load, current
+from .load import Load, current, where_it_is
 from .quantized import by_name, check_parts, is_part, without_own_values
 from .strictness import check_optimizer_layout, check_optimizer_state, forgiving
 from .trust import trust
@@ -29,11 +32,14 @@ from .trust import trust
 def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`DeepSpeedEngine.load_checkpoint`: checks the files first, and works in ZeRO-3 without an optimizer."""
     load, known = current.get(), attached(engine)
+    is_alone = load is None
     if load is None:
         if known is None:
             return wrapped(*args, **kwargs)
         load = Load(known.owner)
     known = attach(engine, load.owner)
+    if engine.load_universal_checkpoint():
+        return _load_universal(wrapped, engine, known, args, kwargs)
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     call.apply_defaults()
     load.engine = engine
@@ -41,8 +47,13 @@ def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
         call.arguments["load_optimizer_states"] = True  # see `cures.unwrapped`
     load.restores_optimizer = call.arguments["load_optimizer_states"] and not call.arguments["load_module_only"]
     load.source, load.tag = str(call.arguments["load_dir"]), call.arguments["tag"]
+    if is_alone:
+        _find_folder(load)
     with trust(), set_to(current, load), overridden(_cures(load)):
         look = load.look()
+        if is_alone and look.is_empty:  # DeepSpeed returns None, and a run may begin like this
+            load.agree("no checkpoint")
+            return wrapped(*call.args, **call.kwargs)
         if (folder := elastic.resharded(load, look)) is not None:
             load.tag = folder
             look = load.look()
@@ -59,11 +70,39 @@ def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
             ' With offload_optimizer: {"device": "cpu"} it would.',
         )
     if client_state is not None:
-        for key in (KEY, LABEL, ELASTIC_KEY, *UNIVERSAL_INFO):
-            client_state.pop(key, None)
+        _remove_ours(client_state)
         if load.restores_optimizer and load.state:
             load.owner.after_load(engine, load.state, client_state)
     return path, client_state
+
+
+def _load_universal(
+    wrapped: Callable[..., Any], engine: Any, known: Attached, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Let DeepSpeed load a universal checkpoint by itself."""
+    known.warn_once(
+        'With "load_universal", DeepSpeed loads neither buffers nor frozen parameters, and ds_frozen_patch does not'
+        " verify the base. To have both, remove it from the configuration, and load the checkpoint that the universal"
+        " one was made from: with patch(elastic=True) that works at any world size."
+    )
+    with set_to(current, None), _noticing_another_base(known, engine):
+        path, client_state = wrapped(*args, **kwargs)
+    _remove_ours(client_state or {})
+    return path, client_state
+
+
+def _remove_ours(client_state: dict[str, Any]) -> None:
+    for key in (KEY, LABEL, ELASTIC_KEY, *UNIVERSAL_INFO):
+        client_state.pop(key, None)
+
+
+def _find_folder(load: Load) -> None:
+    """Let a load that no framework has begun find the folder of its tag where a killed save has left it."""
+    with suppress(CheckpointError):  # `Load.look` finds the same problem, and shares it
+        tag = latest_tag(Path(load.source)) if load.tag is None else load.tag
+        place = where_it_is(load.owner, Path(load.source, tag))
+        if place.name == tag:
+            load.source, load.tag = str(place.parent), tag
 
 
 def _cures(load: Load) -> cures.Attributes:

@@ -17,8 +17,9 @@ from typing import Any
 from ..checkpoint.format.archive import read_archive
 from ..checkpoint.zero.states import FileDigests, check_digests_agree
 from ..common.collectives import default_store, digest, gather, gather_numbers, world_size
+from ..common.durable import wait_for_name
 from ..common.errors import CheckpointError, CheckpointMismatchError
-from ..common.work_folder import left_behind
+from ..common.work_folder import is_left_behind, left_behind
 from ..engine.frozen import frozen
 from ..engine.owner import Owner, is_first, warn
 from ..fingerprint import process_memory
@@ -32,6 +33,20 @@ current: ContextVar[Load | None] = ContextVar("ds_frozen_patch_load", default=No
 
 _KINDS = ("model", "optimizer")
 _numbers = count()
+
+
+def where_it_is(owner: Owner, path: Path) -> Path:
+    """A path, or where a save that was killed while it renamed has left the checkpoint of that name, with a warning."""
+    wait_for_name(path)
+    if not path.exists() and (copies := left_behind(path)):
+        path = copies[0]
+    if is_left_behind(path):
+        warn(
+            owner,
+            f"A save was killed while it renamed its checkpoint. The previous checkpoint {path.name} is loaded from"
+            f" {path}.",
+        )
+    return path
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..checkpoint.format.archive import read_archive
 from ..checkpoint.zero.labels import get_save_id
-from ..checkpoint.zero.layout import Layout, UnknownLayoutError, find_layout, latest_tag
+from ..checkpoint.zero.layout import Layout, NothingSavedError, UnknownLayoutError, find_layout, latest_tag
 from ..checkpoint.zero.states import as_integer, configured_stage
 from ..common.errors import CheckpointError
 
@@ -33,6 +33,8 @@ class Look:
     optimizer: tuple[str, ...] = ()
     saved: Saved | None = None
     problem: str = ""
+    is_empty: bool = False
+    """Whether the reason is that nothing has been saved there."""
 
     def layout(self, root: str | Path) -> Layout:
         """As `checkpoint.zero.layout.find_layout` returns it."""
@@ -48,8 +50,8 @@ class Look:
     def from_bytes(cls, content: bytes) -> Look:
         """The look that `to_bytes` was called on."""
         values = json.loads(zlib.decompress(content))
-        saved = Saved(**values.pop("saved")) if values["saved"] else None
-        return cls(values["tag"], tuple(values["model"]), tuple(values["optimizer"]), saved, values["problem"])
+        values["saved"] = Saved(**values["saved"]) if values["saved"] else None
+        return cls(**values | {name: tuple(values[name]) for name in ("model", "optimizer")})
 
 
 def look_at_all(source: str, tag: str | None) -> Look:
@@ -59,7 +61,7 @@ def look_at_all(source: str, tag: str | None) -> Look:
     except UnknownLayoutError:
         return Look()
     except CheckpointError as error:
-        return Look(problem=str(error))
+        return Look(problem=str(error), is_empty=isinstance(error, NothingSavedError))
     model, optimizer = ([file.name for file in files] for files in (layout.model, layout.optimizer))
     return Look(layout.tag, tuple(model), tuple(optimizer), _saved(layout))
 
@@ -69,7 +71,7 @@ def look_at_own(engine: Any, source: str, tag: str | None) -> Look:
     try:
         name = latest_tag(Path(source)) if tag is None else tag
     except CheckpointError as error:
-        return Look(problem=str(error))
+        return Look(problem=str(error), is_empty=isinstance(error, NothingSavedError))
     model = Path(engine._get_ckpt_name(source, name))
     optimizer = []
     if hasattr(engine.optimizer, "dp_process_group") and engine.zero_optimization():

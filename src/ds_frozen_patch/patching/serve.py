@@ -46,5 +46,5 @@ def serve(engine: Any) -> None:
         raise PatchError(f"{type(engine).__name__} cannot be served: it has a {replaced[0]} of its own.")
     owner = EngineOwner(engine)
     handshake.announce(owner.rank)
-    handshake.check(owner.rank, _WAIT_SECONDS)
+    handshake.check(owner.rank, _WAIT_SECONDS, "serve()")
     begin_serving(engine, owner)

@@ -20,11 +20,16 @@ from ...common.errors import CheckpointError, named
 from ..format.zip_directory import open_regular
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_ASK_FOR_TAG = "Pass the name of one as `tag`, or --tag on the command line."
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 
 class UnknownLayoutError(CheckpointError):
     """A checkpoint may be intact, but these tools do not support its kind."""
+
+
+class NothingSavedError(CheckpointError):
+    """A directory does not exist, or no checkpoint has been saved to it."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +60,15 @@ def find_layout(path: str | Path, tag: str | None = None) -> Layout:
     root = Path(path)
     name = latest_tag(root) if tag is None else tag
     if name != Path(name).name or name == ".." or len(name.encode()) > 255 or "\0" in name:
-        raise CheckpointError(f"{name[:100]!r} is not the name of a subdirectory of {root}. Pass one: --tag")
+        raise CheckpointError(f"{name[:100]!r} is not the name of a subdirectory of {root}. {_ASK_FOR_TAG}")
     folder = root / name
     try:
         with os.scandir(folder) as entries:
             files = {entry.name: _is_file(entry) for entry in entries}
     except (FileNotFoundError, NotADirectoryError):
         tags = sorted(item.name for item in root.iterdir() if item.is_dir()) if root.is_dir() else []
-        raise CheckpointError(
-            f"{root} has no subdirectory {folder.name!r}; it has {named(tags) or 'none'}. Pass one: --tag"
-        ) from None
+        it_has = f"{named(tags)}. {_ASK_FOR_TAG}" if tags else "none."
+        raise CheckpointError(f"{root} has no subdirectory {folder.name!r}; it has {it_has}") from None
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from None
     states = [name for name in files if name.endswith("_states.pt")]
@@ -107,7 +111,7 @@ def latest_tag(root: Path) -> str:
     if root.is_file():
         raise CheckpointError(f"{root} is a file. Pass the directory of a DeepSpeed checkpoint.")
     if not root.is_dir():
-        raise CheckpointError(f"There is no directory {root}. Check the path.")
+        raise NothingSavedError(f"There is no directory {root}. Check the path.")
     if note.is_file():
         with open_regular(note) as file:
             return file.read(1000).decode(errors="replace").strip()
@@ -115,7 +119,7 @@ def latest_tag(root: Path) -> str:
         raise CheckpointError(
             f"{root} is a subdirectory of a checkpoint. Pass the directory that contains it: {root.parent}"
         )
-    raise CheckpointError(
+    raise NothingSavedError(
         f"{root} has no file `latest`: it is not a DeepSpeed checkpoint, or pass its subdirectory with --tag."
     )
 

@@ -10,15 +10,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...common.durable import wait_for_name
 from ...common.overrides import overridden, set_to
-from ...common.work_folder import is_left_behind, left_behind, moved_away
+from ...common.work_folder import moved_away
 from ...cures import moved_in_deepspeed, unwrapped
 from ...engine import handshake
 from ...engine.attached import attach
-from ...engine.owner import warn
 from ...engine.serving import begin_serving
-from ...load.load import Load
+from ...load.load import Load, where_it_is
 from ...load.load import current as current_load
 from ...load.look import Look
 from ...load.trust import trust
@@ -108,7 +106,8 @@ def _load(wrapped: Callable[..., Any], strategy: Any, call: inspect.BoundArgumen
             options = {key: value for key, value in call.arguments.items() if key not in (name, "kwargs")}
             content = single_file.read(strategy, path, **options, **call.arguments.get("kwargs", {}))
         if content is None:
-            call.arguments[name] = _find(owner, path)
+            call.arguments[name] = where_it_is(owner, path)
+            _check_path(call.arguments[name])
     except Exception as error:  # raised below, on all ranks
         problem = error
     if problem is not None or content is not None:
@@ -118,21 +117,6 @@ def _load(wrapped: Callable[..., Any], strategy: Any, call: inspect.BoundArgumen
         return single_file.load(load, path, content)
     with set_to(current_load, load):
         return wrapped(*call.args, **call.kwargs)
-
-
-def _find(owner: LightningOwner, path: Path) -> Path:
-    """The path, or where a save that was killed while it renamed has left the checkpoint of that name."""
-    wait_for_name(path)
-    if not path.exists() and (copies := left_behind(path)):
-        path = copies[0]
-    _check_path(path)
-    if is_left_behind(path):
-        warn(
-            owner,
-            f"A save was killed while it renamed its checkpoint. The previous checkpoint {path.name} is loaded from"
-            f" {path}.",
-        )
-    return path
 
 
 def _check_path(path: Path) -> None:
