@@ -77,13 +77,23 @@ class Run:
 
     Args:
         by: one of `OWNERS`.
+        config: more of DeepSpeed's configuration.
         options: of the owner's save, or of `TrainingArguments`.
     """
 
     def __init__(
-        self, by: str, out: str, world_size: int, stage: int, kind: str = PEFT, seed: int = 1, **options: Any
+        self,
+        by: str,
+        out: str,
+        world_size: int,
+        stage: int,
+        kind: str = PEFT,
+        seed: int = 1,
+        config: dict[str, Any] | None = None,
+        **options: Any,
     ) -> None:
         self.by, self.out, self.world_size, self.stage, self.options = by, out, world_size, stage, options
+        self.config = config or {}
         self.module = model(kind, seed)
         self.engine: Any = None
         self.first = 0
@@ -126,7 +136,9 @@ class Run:
     def _config(self) -> dict[str, Any]:
         more = {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
         zero = {"zero_optimization": {"stage": 0}}  # Accelerate wants that section
-        return {**zero, **runs.config(self.stage, **(more if self.stage == 3 else {}))}
+        made = {**zero, **runs.config(self.stage, **(more if self.stage == 3 else {}))}
+        made["zero_optimization"].update(self.config.get("zero_optimization", {}))
+        return {**made, **{name: value for name, value in self.config.items() if name != "zero_optimization"}}
 
     def _optimizer(self) -> Any:
         adam = torch.optim.AdamW([p for p in self.module.parameters() if p.requires_grad], lr=1e-2)

@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 
 def load_trainable(
-    module: torch.nn.Module, path: str | Path, *, adapter: str | None = None, trust: bool = False
+    module: torch.nn.Module,
+    path: str | Path,
+    tag: str | None = None,
+    *,
+    adapter: str | None = None,
+    trust: bool = False,
 ) -> None:
     """Load the weights that a run has trained into a module, strictly: no missing and no unexpected keys.
 
@@ -27,6 +32,7 @@ def load_trainable(
         module: built as the run's module was, and not partitioned. Values are converted to its parameters' dtypes.
         path: the output of `export` or `consolidate`, a single file that Lightning has saved, or the directory of a
             DeepSpeed checkpoint, full or trainable-only.
+        tag: the subdirectory of a DeepSpeed checkpoint to read; by default the one named in `latest`.
         adapter: the module's adapter that an adapter folder is loaded into; by default its only one, or "default".
         trust: accept files that name unexpected classes. No code of theirs is run.
 
@@ -36,7 +42,7 @@ def load_trainable(
     """
     import torch
 
-    found = _find_tensors(Path(path), trust)
+    found = _find_tensors(Path(path), tag, trust)
     if (Path(path) / "adapter_config.json").is_file():
         found = _rename_for_module(module, found, adapter, Path(path))
     there = {
@@ -54,11 +60,11 @@ def load_trainable(
                 there[name].copy_(elements.view(found[name].shape))
 
 
-def _find_tensors(path: Path, trust: bool) -> dict[str, TensorSource]:
+def _find_tensors(path: Path, tag: str | None, trust: bool) -> dict[str, TensorSource]:
     """All tensors by name; from a checkpoint, the masters of the trained weights."""
-    if not (path / "latest").is_file():
+    if tag is None and not (path / "latest").is_file():
         return open_base(path, trust).tensors
-    found = open_checkpoint(path, trust=trust).weights
+    found = open_checkpoint(path, tag, trust=trust).weights
     # A quantized base stays as the program builds it: no parameter could take its scales.
     frozen = {name: tensor for name, tensor in found.frozen.items() if name not in found.quantized}
     return {**frozen, **found.trained, **found.buffers}

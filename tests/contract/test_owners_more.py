@@ -1,0 +1,237 @@
+"""Promise 19, beyond a save and a resume: settings, tools, ranks and nodes that differ, for each owner."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import nodes
+import owners
+import pytest
+import runs
+import torch
+from forked import ThisProcess
+from owners import BY_HAND, OWNERS, PEFT, Run
+from ranks import RankError
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import ds_frozen_patch
+from ds_frozen_patch.engine import handshake
+
+pytestmark = [pytest.mark.promise(19), pytest.mark.everyday]
+by_each = pytest.mark.parametrize("by", OWNERS)
+
+
+# Settings of `patch()`, and of DeepSpeed
+
+
+def whole_and_resumed(
+    by: str, out: str, stage: int, kind: str, settings: dict[str, Any], config: dict[str, Any] | None = None
+) -> Any:
+    with owners.served(**settings):
+        whole = Run(by, out, 2, stage, kind, config=config)
+        losses, state = whole.train()
+        again = Run(by, f"{out}/again", 2, stage, kind, config=config)
+        return again.train(whole.at(0)) == (losses[owners.STEPS :], state), owners.trained(whole.module)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@by_each
+def test_keep(ranks: Any, tmp_path: Path, by: str, stage: int) -> None:
+    arguments = {"stage": stage, "kind": BY_HAND, "settings": {"keep": ["*.0.mlp.up_proj.*"]}}
+    seen = ranks(2, whole_and_resumed, by=by, out=str(tmp_path), **arguments)
+    assert all(is_same for is_same, _ in seen)
+    trained = seen[0][1]
+    for file in owners.model_files(tmp_path):
+        kept = set(torch.load(file, weights_only=False)["module"]) - set(trained)
+        assert kept == {"model.layers.0.mlp.up_proj.weight"}
+
+
+@pytest.mark.parametrize("by", ["deepspeed", "accelerate"])  # Trainer refuses bf16 on CPUs
+def test_masters_in_an_export(ranks: Any, tmp_path: Path, by: str) -> None:
+    settings = {"export": "peft", "fp32_weights": True}
+    arguments = {"stage": 2, "kind": PEFT, "settings": settings, "config": {"bf16": {"enabled": True}}}
+    for is_same, _ in ranks(2, whole_and_resumed, by=by, out=str(tmp_path), **arguments):
+        assert is_same
+    files = sorted(tmp_path.glob("*[04]/**/adapter/adapter_model.safetensors"))
+    assert len(files) == 1
+    weights = load_file(files[0])
+    assert len(weights) == 8
+    assert {value.dtype for value in weights.values()} == {torch.float32}
+    assert any((value != value.bfloat16()).any() for value in weights.values())
+    assert json.loads((files[0].parent / "adapter_config.json").read_text())["r"] == 4
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero"),
+    [
+        (2, {"offload_optimizer": {"device": "cpu"}}),
+        (3, {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}),
+    ],
+)
+@by_each
+def test_offload(ranks: Any, tmp_path: Path, by: str, stage: int, zero: dict[str, Any]) -> None:
+    arguments = {"stage": stage, "kind": PEFT, "settings": {}, "config": {"zero_optimization": zero}}
+    seen = ranks(2, whole_and_resumed, by=by, out=str(tmp_path), **arguments)
+    assert all(is_same for is_same, _ in seen)
+    trained = seen[0][1]
+    for file in owners.model_files(tmp_path):
+        assert sorted(torch.load(file, weights_only=False)["module"]) == trained
+
+
+class RunsCode:
+    def __init__(self, canary: str) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.canary}",)
+
+
+def resumed_from(by: str, out: str, place: str, trust: bool) -> Any:
+    with owners.served(trust=trust):
+        return runs.refusal(Run(by, f"{out}/again", 2, 2).train, Path(place))
+
+
+@by_each
+def test_trust(ranks: Any, tmp_path: Path, by: str) -> None:
+    """Runs resume with `trust=False`, and a file of DeepSpeed's that names a function of the system is refused."""
+    arguments = {"stage": 2, "kind": PEFT, "settings": {"trust": False}}
+    for is_same, _ in ranks(2, whole_and_resumed, by=by, out=str(tmp_path), **arguments):
+        assert is_same
+    file = next(file for file in tmp_path.rglob("*optim_states.pt") if "again" not in file.parts)
+    torch.save({**torch.load(file, weights_only=False), "mine": RunsCode(str(tmp_path / "canary"))}, file)
+    place = file.parents[by != "deepspeed"]
+    for kind, said in ranks(2, resumed_from, by=by, out=str(tmp_path), place=str(place), trust=False):
+        assert kind == "CheckpointError"
+        assert "system" in said
+    assert not (tmp_path / "canary").exists()
+
+
+# Tools
+
+
+def saved_fully(by: str, out: str, stage: int, patched: bool) -> Any:
+    with owners.served() if patched else nullcontext():
+        run = Run(by, out, 2, stage, BY_HAND)
+        losses, state = run.train()
+    return losses, state, {name: value.detach().clone() for name, value in run.module.state_dict().items()}
+
+
+def resumed(by: str, out: str, stage: int, world_size: int, place: str) -> Any:
+    with owners.served():
+        return Run(by, f"{out}/again", world_size, stage, BY_HAND).train(Path(place))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@by_each
+def test_the_tools_read_what_each_writes(ranks: Any, tmp_path: Path, by: str, stage: int) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    seen = ranks(2, saved_fully, by=by, out=str(run), stage=stage, patched=True)
+    last = next(place for place in (run / "epoch1", run / "checkpoint-8") if place.exists())
+    folder, tag = (run, last.name) if by == "deepspeed" else (last, None)
+    assert not ds_frozen_patch.verify(folder, tag).problems
+    assert ds_frozen_patch.inspect(folder, tag).zero_stage == stage
+    ds_frozen_patch.consolidate(folder, tmp_path / "trained.safetensors", tag)
+    module = owners.model(BY_HAND, seed=1)
+    ds_frozen_patch.load_trainable(module, folder, tag)
+    trained = owners.trained(module)
+    with safe_open(tmp_path / "trained.safetensors", "pt") as weights:
+        assert sorted(weights.keys()) == trained
+        own = module.state_dict()
+        for name in trained:
+            assert torch.equal(own[name], weights.get_tensor(name)), name
+            if stage == 2:
+                assert torch.equal(own[name], seen[0][2][name]), name
+    ds_frozen_patch.reshard(folder, tmp_path / "one" / last.name, tag, ranks=1)
+    place = tmp_path / "one" / last.name / (tag or "")
+    ((losses, _),) = ranks(1, goes_on, by=by, out=str(tmp_path), stage=stage, place=str(place))
+    assert losses == []
+
+
+def goes_on(by: str, out: str, stage: int, place: str) -> Any:
+    """Resume a run that is over."""
+    return resumed(by, out, stage, 1, place)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@by_each
+def test_a_full_checkpoint_pruned(ranks: Any, tmp_path: Path, by: str, stage: int) -> None:
+    """What was saved without us, pruned, is resumed bit for bit."""
+    run = tmp_path / "run"
+    run.mkdir()
+    plain = ranks(2, saved_fully, by=by, out=str(run), stage=stage, patched=False)
+    first = next(place for place in (run / "epoch0", run / "checkpoint-4") if place.exists())
+    folder, tag = (run, first.name) if by == "deepspeed" else (first, None)
+    target = tmp_path / "small" / first.name
+    target.parent.mkdir()
+    ds_frozen_patch.prune(folder, target, tag)
+    found = ranks(2, resumed, by=by, out=str(tmp_path), stage=stage, world_size=2, place=str(target / (tag or "")))
+    assert found == [(losses[owners.STEPS :], state) for losses, state, _ in plain]
+
+
+# Ranks and nodes
+
+
+def set_up_unlike(by: str, out: str, how: str) -> Any:
+    """Rank 1 has other settings, or is not patched."""
+    handshake.WAIT_SECONDS = 1
+    odd = os.environ["RANK"] == "1"
+    if how == "setting":
+        ds_frozen_patch.patch(**{"keep": ["*.x"]} if odd else {})  # type: ignore[arg-type]
+    elif not odd:
+        ds_frozen_patch.patch()
+    os.environ["PATCHED"] = "1"
+    run = Run(by, out, 2, 2)  # Trainer's engine is made when it trains
+    return run.train()
+
+
+@pytest.mark.once
+@by_each
+def test_other_settings_on_one_rank(ranks: Any, tmp_path: Path, by: str) -> None:
+    with pytest.raises(RankError) as error:
+        ranks(2, set_up_unlike, alone=True, by=by, out=str(tmp_path), how="setting")
+    for kind, said in filter(None, error.value.raised):
+        assert kind == "PatchError"
+        assert "- rank 1: keep=" in said
+    assert len(error.value.raised) == 2
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("by", ["accelerate", "trainer"])  # `serve()` patches
+def test_an_unpatched_rank(ranks: Any, tmp_path: Path, by: str) -> None:
+    with pytest.raises(RankError) as error:
+        ranks(2, set_up_unlike, alone=True, grace=1, by=by, out=str(tmp_path), how="unpatched")
+    assert error.value.raised[0] is not None
+    assert error.value.raised[0][0] == "PatchError"
+    assert "patch() was called on this rank, but not on rank 1" in error.value.raised[0][1]
+
+
+def on_a_node(this: ThisProcess, at: str, by: str, stage: int) -> Any:
+    config = {"checkpoint": {"use_node_local_storage": True}}
+    options: dict[str, Any] = {"save_on_each_node": True} if by == "trainer" else {}
+    if by == "accelerate":
+        from accelerate.utils import ProjectConfiguration
+
+        options = {"accelerator": {"project_config": ProjectConfiguration(save_on_each_node=True)}}
+    with owners.served():
+        whole = Run(by, f"{at}/run", 2, stage, PEFT, config=config, **options)
+        losses, state = whole.train()
+        again = Run(by, f"{at}/run/again", 2, stage, PEFT, config=config, **options)
+        return again.train(whole.at(0)) == (losses[owners.STEPS :], state)
+
+
+@pytest.mark.skipif(bool(nodes.why_unsupported()), reason=nodes.why_unsupported() or "-")
+@pytest.mark.parametrize("stage", [2, 3])
+@by_each
+def test_nodes_with_disks_of_their_own(tmp_path: Path, by: str, stage: int) -> None:
+    cluster = nodes.own_disks(tmp_path, 2)
+    said = cluster.run(on_a_node, by=by, stage=stage)
+    assert said == [("returned", True)] * 2, f"{said}\n{cluster.log()}"
+    for files in cluster.files:
+        assert len(list(files.glob("run/*[04]/**/*optim_states.pt"))) == 1
+        assert not list(files.glob("run/.ds_frozen_patch-*"))
