@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import ds_frozen_patch
+from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.engine import handshake
 
 pytestmark = [pytest.mark.promise(19), pytest.mark.everyday]
@@ -209,6 +211,33 @@ def test_an_unpatched_rank(ranks: Any, tmp_path: Path, by: str) -> None:
     assert error.value.raised[0] is not None
     assert error.value.raised[0][0] == "PatchError"
     assert "patch() was called on this rank, but not on rank 1" in error.value.raised[0][1]
+
+
+def with_a_late_rank(by: str, out: str) -> None:
+    """Rank 1 is late with its random state, which each owner writes once the engine has saved."""
+    import accelerate.accelerator
+    import transformers
+
+    module, name = {
+        "accelerate": (accelerate.accelerator, "save_accelerator_state"),
+        "trainer": (transformers.Trainer, "_save_rng_state"),
+    }[by]
+    write = getattr(module, name)
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(1 if os.environ["RANK"] == "1" else 0)
+        return write(*args, **kwargs)
+
+    with owners.served(), overridden([(module, name, late)]):
+        Run(by, out, 2, 2).train(epochs=1)
+
+
+@pytest.mark.short
+@pytest.mark.parametrize(("by", "file"), [("accelerate", "random_states_1.pkl"), ("trainer", "rng_state_1.pth")])
+def test_a_rank_that_is_late_with_its_files(ranks: Any, tmp_path: Path, by: str, file: str) -> None:
+    ranks(2, with_a_late_rank, by=by, out=str(tmp_path))
+    assert list(tmp_path.glob(f"*[04]/{file}"))
+    assert not list(tmp_path.glob(".ds_frozen_patch-*"))
 
 
 def on_a_node(this: ThisProcess, at: str, by: str, stage: int) -> Any:

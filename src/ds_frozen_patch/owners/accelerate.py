@@ -76,7 +76,8 @@ def save_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, .
         return wrapped(*args, **kwargs)
     exclude = known.owner.excludes(kwargs.get(FLAG))
     target = Path(path).resolve() if Path(path).is_symlink() else path
-    with saving(engine, known, target, "accelerator.save_state()", exclude, keeps_others=True, place=place) as save:
+    how: dict[str, Any] = {"keeps_others": True, "place": place, "goes_on_after_engine": True}
+    with saving(engine, known, target, "accelerator.save_state()", exclude, **how) as save:
         writers = [(sys.modules[TARGET.module], name) for name in _WRITERS]
         changes = [(module, name, save.deferring(getattr(module, name))) for module, name in writers]
         with overridden([*changes, (project, "automatic_checkpoint_naming", False)]):

@@ -68,9 +68,9 @@ def save_checkpoint(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, 
     final = os.path.join(trainer._get_output_dir(trial=trial), f"{prefix}-{trainer.state.global_step}")  # noqa: PTH118
     target = Path(final).resolve() if Path(final).is_symlink() else final
     later: list[Callable[[], Any]] = []
-    with saving(
-        engine, known, target, "a checkpoint of Trainer", known.owner.excludes(None), keeps_others=True
-    ) as save:
+    exclude = known.owner.excludes(None)
+    how: dict[str, Any] = {"keeps_others": True, "goes_on_after_engine": True}
+    with saving(engine, known, target, "a checkpoint of Trainer", exclude, **how) as save:
         with overridden(_redirections(trainer, save, final, later)):
             result = wrapped(*args, **kwargs)
         _name_best(trainer.state, save, final)

@@ -65,6 +65,7 @@ class Save:
         of_ranks: folders in which each rank has synced its own files.
         keeps_others: whether what others have put into the folder of the previous checkpoint stays there.
         place: the folder of the work folder, if not the target's own; on the same disk.
+        goes_on_after_engine: whether ranks write more once the engine, whose save ends in a barrier, has saved.
     """
 
     owner: Owner
@@ -85,6 +86,7 @@ class Save:
     of_ranks: set[Path] = field(default_factory=set)
     keeps_others: bool = False
     place: Path | None = None
+    goes_on_after_engine: bool = False
     _before: tuple[int, ...] = ()
     _old: Path | None = None
     _is_swapped: bool = False
@@ -128,8 +130,11 @@ class Save:
             self._store.add(f"ds_frozen_patch/{self.id}", 1)
 
     def anyone_failed(self, asks: bool) -> bool:
-        """Whether a rank has recorded an error; every rank must call it, and only one that `asks` gets the answer."""
-        if self._store is None:
+        """Whether a rank has recorded an error; every rank must call it, and only one that `asks` gets the answer.
+
+        What the ranks have written before is complete then.
+        """
+        if self._store is None or self.goes_on_after_engine:
             return any(failed for (failed,) in gather_numbers([bool(self.failed)], self.owner.device))
         return asks and int(self._store.add(f"ds_frozen_patch/{self.id}", 0)) > 0
 

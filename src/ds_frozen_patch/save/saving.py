@@ -34,13 +34,14 @@ def saving(
     keeps_others: bool = False,
     in_place: bool = False,
     place: Path | None = None,
+    goes_on_after_engine: bool = False,
     finish: Callable[[Save], None] | None = None,
 ) -> Iterator[Save]:
     """Save an engine, and what its framework adds, by what is called meanwhile; every rank must enter it.
 
     Args:
         engine, known, path, what, exclude: see `begin`.
-        keeps_others, place: see `Save`.
+        keeps_others, place, goes_on_after_engine: see `Save`.
         in_place: write to the path itself, as to an address.
         finish: see `Save.publish`.
 
@@ -53,7 +54,7 @@ def saving(
     with explaining_errors(path) as saves:
         save = begin(engine, known, path, what, exclude)
         saves.append(save)
-        save.keeps_others, save.place = keeps_others, place
+        save.keeps_others, save.place, save.goes_on_after_engine = keeps_others, place, goes_on_after_engine
         if is_local(path) and not in_place:
             _choose_destination(save)
         else:
