@@ -71,6 +71,7 @@ def save_checkpoint(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, 
     exclude = known.owner.excludes(None)
     how: dict[str, Any] = {"keeps_others": True, "goes_on_after_engine": True}
     with saving(engine, known, target, "a checkpoint of Trainer", exclude, **how) as save:
+        save.base_is_known = False  # Trainer saves the model first, which writes to all parameters in ZeRO-3
         with overridden(_redirections(trainer, save, final, later)):
             result = wrapped(*args, **kwargs)
         _name_best(trainer.state, save, final)
