@@ -29,6 +29,7 @@ OWNERS = ("deepspeed", "accelerate", "trainer")
 SAMPLES = 8  # of an optimizer step, of all ranks
 STEPS = 4  # in an epoch
 PEFT, BY_HAND, ONE_MORE = "peft", "by hand", "peft, and a buffer more"
+LARGE = "by hand, with an embedding of 14 million parameters"
 
 
 class Counting(LlamaForCausalLM):  # type: ignore[no-untyped-call]
@@ -36,9 +37,10 @@ class Counting(LlamaForCausalLM):  # type: ignore[no-untyped-call]
 
     count: Any
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *sizes: int) -> None:
         torch.manual_seed(seed)
-        super().__init__(training.llama_config(64, 64, layers=2, vocabulary=runs.VOCABULARY, tied=True))
+        hidden, intermediate, vocabulary = sizes or (64, 64, runs.VOCABULARY)
+        super().__init__(training.llama_config(hidden, intermediate, layers=2, vocabulary=vocabulary, tied=True))
         self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
         self.losses: list[float] = []
 
@@ -51,10 +53,10 @@ class Counting(LlamaForCausalLM):  # type: ignore[no-untyped-call]
 
 
 def model(kind: str, seed: int) -> Any:
-    base: Any = Counting(seed)
+    base: Any = Counting(seed, *((256, 1024, 55_000) if kind == LARGE else ()))
     if kind == ONE_MORE:
         base.register_buffer("extra", torch.zeros(3))
-    if kind != BY_HAND:
+    if kind not in (BY_HAND, LARGE):
         lora = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         return get_peft_model(base, lora)
     for name, parameter in base.named_parameters():

@@ -30,6 +30,7 @@ pytestmark = [pytest.mark.promise(19), pytest.mark.everyday]
 BY = owners.OWNERS
 ROOT = Path(__file__).parents[2]
 PAGES = "".join((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/huggingface.md"))
+TIED = ("base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight")
 HAS_FLAG = "exclude_frozen_parameters" in inspect.signature(DeepSpeedStrategy).parameters
 
 
@@ -285,6 +286,24 @@ def one_moved_away(out: str) -> Any:
 def test_a_checkpoint_that_a_killed_save_has_moved(ranks: Any, tmp_path: Path) -> None:
     for place, is_same in ranks(2, one_moved_away, out=str(tmp_path)):
         assert (place, is_same) == (("old", "epoch0"), True)
+
+
+def weights_saved(out: str, stage: int) -> None:
+    run = Run("deepspeed", out, 2, stage)
+    for who in ("plain", "ours"):
+        for flag in (False, True):
+            run.engine.save_16bit_model(f"{out}/{who}/{flag}", exclude_frozen_parameters=flag)
+        ds_frozen_patch.serve(run.engine)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_save_16bit_model_is_not_changed(ranks: Any, tmp_path: Path, stage: int) -> None:
+    ranks(2, weights_saved, out=str(tmp_path), stage=stage)
+    for flag in ("False", "True"):
+        plain, ours = (tmp_path / who / flag / "pytorch_model.bin" for who in ("plain", "ours"))
+        assert ours.read_bytes() == plain.read_bytes()
+    names = torch.load(tmp_path / "ours" / "False" / "pytorch_model.bin")
+    assert {name for name in names if name.endswith(("embed_tokens.weight", "lm_head.weight"))} == set(TIED)
 
 
 def configured_by_a_file(out: str) -> Any:
