@@ -14,7 +14,7 @@ from bench.words import seconds, size
 
 CI = Path(__file__).resolve().parent
 CHARTS = CI.parent / "docs" / "charts"
-SYSTEMS = ("ds_frozen_patch", "Lightning, flag", "Lightning", "HF Trainer", "DeepSpeed")
+WAYS = {"`patch()`": "ours", "`serve()`": "ours"}
 KINDS = {
     "hostile": "hostile files, read by the tools",
     "write error": "write errors, full and missing disks",
@@ -75,7 +75,8 @@ def comparison(features: dict[str, Any]) -> str:
         return found.pop() if len(found) == 1 else "partly"
 
     rows = {title: [state(of) for of in row.values()] for title, row in features.items() if "MB" not in title}
-    return grid(SYSTEMS, rows)
+    systems = [system.split(", ") for system in next(iter(features.values()))]
+    return grid([WAYS.get(way, way) for _, way in systems], rows, groups=[owner for owner, _ in systems])
 
 
 def faults(times: dict[str, int]) -> str:

@@ -241,7 +241,7 @@ def picture(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def compare(session: nox.Session) -> None:
-    """What this package, Lightning, Hugging Face's Trainer and DeepSpeed do, measured, and make the table."""
+    """What Lightning, Trainer, Accelerate and DeepSpeed do with this package and without, and make the tables."""
     run_part(session, "newest", "compare")
 
 

@@ -68,20 +68,27 @@ def bars(y: int, title: str, rows: Sequence[tuple[str, float, str]], ours: int =
     return lines
 
 
-def grid(columns: Sequence[str], rows: Mapping[str, Sequence[str]], beside: int = 0) -> str:
+def grid(columns: Sequence[str], rows: Mapping[str, Sequence[str]], beside: int = 0, groups: Sequence[str] = ()) -> str:
     """Return a picture with a cell for each row and column: "yes", "no", "partly", or "" where it does not apply.
 
-    Labels have `beside` pixels to the left of their row, or stand above it.
+    Labels have `beside` pixels to the left of their row, or stand above it. `groups` has a heading for each column, or
+    none; columns with the same one stand together.
     """
-    left, step = MARGIN + beside, 20 if beside else 40
-    width = (CARD - MARGIN - left) / len(columns)
-    middle = [left + (column + 0.5) * width for column in range(len(columns))]
+    left, step, head = MARGIN + beside, 20 if beside else 40, 40 if groups else 24
+    gap = 6 if groups else 0
+    names = list(dict.fromkeys(groups))
+    width = (CARD - MARGIN - left - gap * max(len(names) - 1, 0)) / len(columns)
+    shifts = [gap * names.index(group) for group in groups] or [0] * len(columns)
+    middle = [left + (column + 0.5) * width + shift for column, shift in enumerate(shifts)]
+    own = [[x for x, group in zip(middle, groups, strict=True) if group == name] for name in names]
+    headings = [(sum(places) / len(places), 22, name) for places, name in zip(own, names, strict=True)]
+    headings += [(x, head, column) for x, column in zip(middle, columns, strict=True)]
     lines = [
-        f'<text x="{x:.0f}" y="24" font-size="11" font-weight="bold" text-anchor="middle">{escape(column)}</text>'
-        for x, column in zip(middle, columns, strict=True)
+        f'<text x="{x:.0f}" y="{y}" font-size="11" font-weight="bold" text-anchor="middle">{escape(text)}</text>'
+        for x, y, text in headings
     ]
     for place, (label, states) in enumerate(rows.items()):
-        top = 34 + step * place + (0 if beside else 18)
+        top = head + 10 + step * place + (0 if beside else 18)
         lines.append(f'<text x="{MARGIN}" y="{top + 12 if beside else top - 5}">{escape(label)}</text>')
         for x, state in zip(middle, states, strict=True):
             colour, mark = STATES[state]
@@ -90,7 +97,7 @@ def grid(columns: Sequence[str], rows: Mapping[str, Sequence[str]], beside: int 
                 f'<rect {place_of} fill="{colour}"/>'
                 f'<text x="{x:.1f}" y="{top + 12}" text-anchor="middle" fill="white">{mark}</text>'
             )
-    y = 34 + step * len(rows) + 20
+    y = head + 10 + step * len(rows) + 20
     shown = {state: STATES[state] for state in STATES if any(state in states for states in rows.values())}
     lines += [
         f'<rect x="{MARGIN + 90 * place}" y="{y - 11}" width="14" height="14" rx="2" fill="{colour}"/>'

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from compare.features import FEATURES, ROWS, STAGES
-from compare.task import EXCLUDED, FULL, OURS
+from compare.task import FLAG, OURS
 from compare.trial import System, Trial
 from machine import releases
 from ranks import Ranks
@@ -23,6 +23,7 @@ RESULTS = Path(__file__).with_name("compare.json")
 BLOCK = Block("compare", ROOT / "docs" / "comparison.md")
 
 LIGHTNING: dict[str, str] = {
+    "owner": "Lightning",
     "module": "compare.lightning",
     "saved": "epoch={epoch}.ckpt",
     "middle": "step={step}.ckpt",
@@ -30,24 +31,39 @@ LIGHTNING: dict[str, str] = {
     "consolidates": "compare.lightning",
     "weights_only": "`save_weights_only=True`",
 }
+TRAINER: dict[str, str] = {
+    "owner": "Trainer",
+    "module": "compare.huggingface",
+    "saved": "checkpoint-{step}",
+    "middle": "checkpoint-{step}",
+    "states": "global_step{step}",
+    "weights_only": "`save_only_model=True`",
+}
+ACCELERATE: dict[str, str] = {
+    "owner": "Accelerate",
+    "module": "compare.accelerate",
+    "saved": "checkpoints/checkpoint_{epoch}",
+    "states": "pytorch_model",
+    "weights_only": "`unwrap_model(model).save_pretrained(...)`",
+}
+DEEPSPEED: dict[str, str] = {
+    "owner": "DeepSpeed",
+    "module": "compare.deepspeed",
+    "saved": "step{step}",
+    "weights_only": "`save_16bit_model(exclude_frozen_parameters=True)`",
+}
 SYSTEMS = (
-    System("ds_frozen_patch", kind=OURS, **LIGHTNING),
-    System("Lightning, `exclude_frozen_parameters=True`", kind=EXCLUDED, **LIGHTNING),
-    System("Lightning", kind=FULL, **LIGHTNING),
-    System(
-        "Hugging Face's Trainer, PEFT",
-        module="compare.huggingface",
-        saved="checkpoint-{step}",
-        middle="checkpoint-{step}",
-        states="global_step{step}",
-        weights_only="`save_only_model=True`",
-    ),
-    System(
-        "DeepSpeed alone",
-        module="compare.deepspeed",
-        saved="step{step}",
-        weights_only="`save_16bit_model(exclude_frozen_parameters=True)`",
-    ),
+    System(way="`patch()`", kind=OURS, **LIGHTNING),
+    System(way="flag", kind=FLAG, **LIGHTNING),
+    System(way="plain", **LIGHTNING),
+    System(way="`patch()`", kind=OURS, **TRAINER),
+    System(way="plain", **TRAINER),
+    System(way="`patch()`", kind=OURS, **ACCELERATE),
+    System(way="flag", kind=FLAG, **ACCELERATE),
+    System(way="plain", **ACCELERATE),
+    System(way="`serve()`", kind=OURS, **DEEPSPEED),
+    System(way="flag", kind=FLAG, **DEEPSPEED),
+    System(way="plain", **DEEPSPEED | {"weights_only": "`save_16bit_model()`"}),
 )
 
 
@@ -74,17 +90,20 @@ def measure(folder: Path) -> dict[str, Any]:
 
 
 def render(result: dict[str, Any]) -> str:
-    """Return the table in Markdown, with notes."""
-    notes: list[str] = []
-    systems = [system.title for system in SYSTEMS]
-    lines = []
-    for title, row in result["features"].items():
-        for stages in ROWS[title]:
-            name = f"{title}, ZeRO-{stages[0]}" if len(stages) == 1 else title
-            lines.append([name, *(_cell(row[system], stages, notes) for system in systems)])
+    """Return a table for each owner in Markdown, with notes."""
     versions = ", ".join(f"{package} {number}" for package, number in result["versions"].items())
     parameters = f"{result['frozen'] / 1e6:.2f} M frozen and {result['trainable'] / 1e6:.2f} M trained parameters"
-    return f"Measured on {result['date']}, with {parameters}, {versions}:\n\n{markdown(['', *systems], lines, notes)}"
+    parts = [f"Measured on {result['date']}, with {parameters}, {versions}.\n"]
+    for owner in dict.fromkeys(system.owner for system in SYSTEMS):
+        systems, notes = [system for system in SYSTEMS if system.owner == owner], list[str]()
+        lines = []
+        for title, row in result["features"].items():
+            for stages in ROWS[title]:
+                name = f"{title}, ZeRO-{stages[0]}" if len(stages) == 1 else title
+                lines.append([name, *(_cell(row[system.title], stages, notes) for system in systems)])
+        table = markdown(["", *(system.way for system in systems)], lines, notes)
+        parts.append(f"## {owner}\n\n{table}")
+    return "\n".join(parts)
 
 
 def _cell(outcomes: dict[str, Any], stages: list[int], notes: list[str]) -> str:

@@ -20,7 +20,6 @@ class Outcome:
 
     value: str
     note: str = ""
-    number: float | None = None
 
 
 Measure = Callable[[Trial], Outcome]
@@ -52,12 +51,12 @@ def _said(answers: Any) -> str:
     return answers if isinstance(answers, str) else ""
 
 
-@feature("checkpoint size, MB (relative to the trained weights and AdamW's two moments)", [[2], [3]])
+@feature("size in MB (times the floor)", [[2], [3]])
 def size(trial: Trial) -> Outcome:
     found = _size(trial.checkpoint()) / 1e6
     # A value and two moments for each element, of four bytes.
     least = trial.whole[0].trainable * 12 / 1e6
-    return Outcome(f"{found:.2f} ({found / least:.1f})", number=found)
+    return Outcome(f"{found:.2f} ({found / least:.1f})")
 
 
 @feature("the tied embedding is left out")
@@ -84,7 +83,7 @@ def buffers(trial: Trial) -> Outcome:
 @feature("a run saved within an epoch resumes with the remaining batches, bit for bit")
 def mid_epoch(trial: Trial) -> Outcome:
     if not trial.system.middle:
-        return Outcome("-")
+        return Outcome("-", "the loop is the program's own, which skips the batches that were trained on")
     saved = trial.file(f"whole/{trial.system.middle.format(step=MIDDLE)}")
     again = trial.resume("from-the-middle", resume=saved)
     note = _said(again)
@@ -102,7 +101,8 @@ def evaluates(trial: Trial) -> Outcome:
         return trial.run("evaluate", "evaluated", resume=trial.checkpoint(), strict=trial.strict, **options)
 
     found = evaluate()
-    if trial.system.module == "compare.deepspeed" and not same(bare := evaluate(optimizer=False)):
+    own_loop = trial.system.module in ("compare.deepspeed", "compare.accelerate")
+    if own_loop and not same(bare := evaluate(optimizer=False)):
         return _yes(same(found), f"only with an optimizer; without one: {_said(bare) or 'a different loss'}")
     if trial.system.module == "compare.huggingface" and not same(found) and same(evaluate(with_deepspeed=False)):
         return Outcome("no", f"{_said(found) or 'a different loss'}; it works without its DeepSpeed config")
@@ -174,11 +174,13 @@ def fp32_file(trial: Trial) -> Outcome:
 
 @feature("each checkpoint contains an adapter that PEFT can load")
 def peft_adapter(trial: Trial) -> Outcome:
-    out, note = "whole", ""
-    if trial.system.kind == task.OURS:
-        out, note = "export", 'with `patch(export="peft")`'
-        trial.run("train", out, export=True)
-    folders = [file.parent for file in Path(trial.checkpoint(out=out)).rglob("adapter_config.json")]
+    def adapters(out: str) -> list[Path]:
+        return [file.parent for file in Path(trial.checkpoint(out=out)).rglob("adapter_config.json")]
+
+    folders, note = adapters("whole"), ""
+    if not folders and trial.system.kind == task.OURS:
+        trial.run("train", "export", export=True)
+        folders, note = adapters("export"), 'with `patch(export="peft")`'
     if not folders:
         return Outcome("no")
     found = trial.run("adapter", "", 1, "compare.files", folder=str(folders[0]))
@@ -186,7 +188,7 @@ def peft_adapter(trial: Trial) -> Outcome:
     return _yes(good, note if good else _said(found))
 
 
-@feature("size of the weights alone, MB, where they can be saved without optimizer state", [[2], [3]])
+@feature("size in MB of the weights alone, without optimizer state", [[2], [3]])
 def weights_only(trial: Trial) -> Outcome:
     saved = trial.run("train", "weights", weights_only=True)
     if isinstance(saved, str):
@@ -196,7 +198,7 @@ def weights_only(trial: Trial) -> Outcome:
     if any(b"exp_avg" in file.read_bytes() for file in files):
         return Outcome("no", f"{trial.system.weights_only} still writes optimizer state")
     found = _size(str(place)) / 1e6
-    return Outcome(f"{found:.2f}", trial.system.weights_only, found)
+    return Outcome(f"{found:.2f}", trial.system.weights_only)
 
 
 @feature("after a kill during a save, the same program resumes from the previous save", [[2]])

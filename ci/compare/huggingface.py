@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with PEFT and a DeepSpeed config."""
+"""Hugging Face's Trainer with PEFT and a DeepSpeed config: plain, and under `patch()`."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def evaluate(run: Run, with_deepspeed: bool = True) -> float:
 
 
 def _trainer(run: Run, model: Any, with_deepspeed: bool = True) -> Any:
+    task.patch(run)
     return training.hugging_face(
         model,
         task.tokens(),

@@ -14,8 +14,6 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities import deepspeed as utilities
 from torch.utils.data import DataLoader
 
-import ds_frozen_patch
-
 
 class Module(pl.LightningModule):
     """The model that all systems train."""
@@ -54,8 +52,7 @@ def evaluate(run: Run) -> float:
 
 def consolidate(run: Run, folder: str, target: str) -> dict[str, str]:
     """Run Lightning's own converter; returns a digest of each tensor in its file."""
-    if run.kind == task.OURS:
-        ds_frozen_patch.patch()
+    task.patch(run)
     assert run.resume
     utilities.convert_zero_checkpoint_to_fp32_state_dict(run.resume, target)
     weights = torch.load(target, weights_only=False)["state_dict"]
@@ -63,10 +60,7 @@ def consolidate(run: Run, folder: str, target: str) -> dict[str, str]:
 
 
 def _trainer(run: Run) -> pl.Trainer:
-    flag = {"exclude_frozen_parameters": True} if run.kind == task.EXCLUDED else {}
-    if run.kind == task.OURS:
-        # elastic only matters where the number of ranks has changed.
-        ds_frozen_patch.patch(elastic=True, export="peft" if run.export else None)
+    task.patch(run)
     if run.halt or run.last:
         saving = [ModelCheckpoint(run.out, filename="last", enable_version_counter=False)]
     else:
@@ -75,7 +69,7 @@ def _trainer(run: Run) -> pl.Trainer:
     return pl.Trainer(
         accelerator="cpu",
         devices=run.world_size,
-        strategy=DeepSpeedStrategy(config=task.settings(run), **flag),  # type: ignore[arg-type]
+        strategy=DeepSpeedStrategy(config=task.settings(run), **task.flag(run)),
         precision="32-true",
         max_epochs=EPOCHS,
         default_root_dir=Path(run.out),

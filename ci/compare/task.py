@@ -25,8 +25,8 @@ SAMPLES = 4  # for each step, of all ranks together
 VOCABULARY = 8192
 LEARNING_RATE = 1e-2
 
-# Which of Lightning's ways.
-OURS, EXCLUDED, FULL = "ours", "excluded", "full"
+# Which of an owner's ways, if not the plain one: with this package, or with DeepSpeed's own flag.
+OURS, FLAG = "ours", "flag"
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,20 @@ def model(run: Run) -> Any:
 
     config = LoraConfig(r=64, lora_alpha=16, target_modules=list(run.targets), init_lora_weights=False)
     return get_peft_model(base(run.seed), config)
+
+
+def patch(run: Run) -> None:
+    """Call `patch()`, if this system is ours."""
+    import ds_frozen_patch
+
+    if run.kind == OURS:
+        # elastic only matters where the number of ranks has changed.
+        ds_frozen_patch.patch(elastic=True, export="peft" if run.export else None)
+
+
+def flag(run: Run) -> dict[str, Any]:
+    """Return the argument that is DeepSpeed's own flag, if this system sets it."""
+    return {"exclude_frozen_parameters": True} if run.kind == FLAG else {}
 
 
 def tokens() -> Any:

@@ -15,9 +15,10 @@ from ranks import Ranks
 
 @dataclass(frozen=True)
 class System:
-    """A column of the table, the module that runs it, and the names of what it saves."""
+    """A column of an owner's table, the module that runs it, and the names of what it saves."""
 
-    title: str
+    owner: str
+    way: str
     module: str
     saved: str  # at an epoch's end
     weights_only: str  # how weights are saved alone
@@ -25,6 +26,11 @@ class System:
     middle: str = ""  # in an epoch's middle, where the system saves there by itself
     states: str = ""  # the folder in it that DeepSpeed made
     consolidates: str = "compare.files"  # the module whose `consolidate` makes one fp32 file of it
+
+    @property
+    def title(self) -> str:
+        """Both in words."""
+        return f"{self.owner}, {self.way}"
 
 
 class Trial:
