@@ -170,18 +170,21 @@ class Run:
         if resume:
             self.load(resume)
         for epoch in range(self.first, epochs):
-            self.engine.train()
-            for batch in self._batches():
-                loss = self.engine(input_ids=batch, labels=batch).loss
-                if self.by == "deepspeed":
-                    self.engine.backward(loss)
-                    self.engine.step()
-                else:
-                    self.accelerator.backward(loss)
-                    self.adam.step()
-                    self.scheduler.step()
+            self.train_epoch()
             self.save(self.at(epoch), epoch)
         return self.seen()
+
+    def train_epoch(self) -> None:
+        self.engine.train()
+        for batch in self._batches():
+            loss = self.engine(input_ids=batch, labels=batch).loss
+            if self.by == "deepspeed":
+                self.engine.backward(loss)
+                self.engine.step()
+            else:
+                self.accelerator.backward(loss)
+                self.adam.step()
+                self.scheduler.step()
 
     def save(self, place: Path, epoch: int = 0) -> None:
         if self.by == "deepspeed":

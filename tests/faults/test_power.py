@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 import runs
 import torch
-from disk import model_states
 from forked import KillPoint
+from owners import Run
 from power import KINDS, Cutter, Disk, NoPowerCutsError, settle
 from safetensors.torch import load_file
 from tools_checkpoints import TOOLS, Checkpoints, contents
@@ -33,14 +33,11 @@ import ds_frozen_patch
 from ds_frozen_patch import CheckpointError
 from ds_frozen_patch.cli import main
 
-CASES = [
-    (way, stage, kind)
-    for kind in KINDS
-    for way, stages in (("trainer", (1, 2, 3)), ("fabric", (2, 3)), ("weights", (2, 3)), ("export", (2, 3)))
-    for stage in stages
-]
+STAGES = {"trainer": (1, 2, 3), "fabric": (2, 3), "weights": (2, 3), "export": (2, 3), "engine": (2, 3)}
+CASES = [(way, stage, kind) for kind in KINDS for way, stages in STAGES.items() for stage in stages]
 SHORT = [("trainer", 2, "ext4"), ("fabric", 3, "xfs"), ("weights", 3, "xfs"), ("export", 2, "ext4")]
-TRIED = "power cut during or after a save: ext4 and xfs, Trainer, Fabric, ZeRO 1-3"
+SHORT += [("engine", 3, "ext4")]
+TRIED = "power cut during or after a save: ext4 and xfs, Trainer, Fabric, DeepSpeed alone, ZeRO 1-3"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -109,7 +106,7 @@ class Power:
         """Begin with undisturbed saves, and then cut the power in each step."""
         if not self.before:
             # The first makes the fingerprints, and folders.
-            for name, path in (("first", self.last), ("over", self.last), ("new", self.folder / "new.ckpt")):
+            for name, path in (("first", self.last), ("new", self.folder / "new.ckpt"), ("over", self.last)):
                 self.before[name] = self._save_undisturbed(save, path)
             if self.first:
                 self._remove_new()
@@ -194,6 +191,9 @@ class Power:
             found = problem(path)
             if found is not None:
                 wrong.append(f"{path.name} is broken: {found}")
+        for note in (*self.folder.glob("latest"), *self.folder.glob("folder/latest")):
+            if not (tag := note.read_text()) or not (note.parent / tag).is_dir():
+                wrong.append(f"{note} names {tag!r}, which is not there")
         wanted = [(self.last, self.number if done and target == self.last else self.kept)]
         if done and target != self.last:
             wanted.append((target, self.number))
@@ -215,7 +215,8 @@ def problem(path: Path) -> str | None:
                 return archive.testzip()
         except (zipfile.BadZipFile, OSError) as error:
             return f"{type(error).__name__}: {error}"
-    found = ds_frozen_patch.verify(path).problems
+    is_a_tag = not (path / "latest").exists() and not (path / "checkpoint").exists()
+    found = ds_frozen_patch.verify(*((path.parent, path.name) if is_a_tag else (path,))).problems
     if found:
         return found[0]
     exported = path / "trainable.safetensors"
@@ -231,8 +232,8 @@ def problem(path: Path) -> str | None:
 
 def number_of(path: Path) -> int:
     """Return which save a whole checkpoint is from."""
-    state = torch.load(path, map_location="cpu", weights_only=False) if path.is_file() else model_states(path)[0]
-    number: int = state["number"]
+    file = path if path.is_file() else min(path.rglob("*model_states.pt"))
+    number: int = torch.load(file, map_location="cpu", weights_only=False)["number"]
     return number
 
 
@@ -299,6 +300,22 @@ def fabric_through(out: str, disk: Disk, way: str, stage: int, cuts: int) -> tup
     return power.result()
 
 
+def engine_through(out: str, disk: Disk, way: str, stage: int, cuts: int) -> tuple[Counter[str], list[str], list[str]]:
+    """Save with DeepSpeed alone; each checkpoint is the folder of a tag."""
+    ds_frozen_patch.patch()
+    os.environ["PATCHED"] = "1"
+    power = Power(disk, way, cuts, f"{way} {stage} {disk.kind}")
+    run = Run("deepspeed", out, 2, stage)
+
+    def save(path: Path) -> None:
+        run.engine.save_checkpoint(str(path.parent), tag=path.name, client_state={"number": power.number})
+
+    while sum(power.counts.values()) < cuts:
+        run.train_epoch()
+        power.step(save)
+    return power.result()
+
+
 @pytest.mark.timeout(900)
 def test_power_cuts_during_and_after_saves(
     ranks: Any,
@@ -310,7 +327,7 @@ def test_power_cuts_during_and_after_saves(
     stage: int,
 ) -> None:
     cuts = 12 if long else 6
-    run = fabric_through if way == "fabric" else train_through
+    run = {"fabric": fabric_through, "engine": engine_through}.get(way, train_through)
     begun = time.monotonic()
     (counts, lost, left), _ = ranks(2, run, out=str(tmp_path / "out"), disk=disk, way=way, stage=stage, cuts=cuts)
     print(way, stage, disk.kind, dict(counts), f"{len(lost)} lost, {len(left)} left, {time.monotonic() - begun:.0f} s")
