@@ -9,6 +9,7 @@ import json
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,48 +23,32 @@ from tables import ROOT, Block, markdown
 RESULTS = Path(__file__).with_name("compare.json")
 BLOCK = Block("compare", ROOT / "docs" / "comparison.md")
 
-LIGHTNING: dict[str, str] = {
-    "owner": "Lightning",
-    "module": "compare.lightning",
-    "saved": "epoch={epoch}.ckpt",
-    "middle": "step={step}.ckpt",
-    "states": "checkpoint",
-    "consolidates": "compare.lightning",
-    "weights_only": "`save_weights_only=True`",
-}
-TRAINER: dict[str, str] = {
-    "owner": "Trainer",
-    "module": "compare.huggingface",
-    "saved": "checkpoint-{step}",
-    "middle": "checkpoint-{step}",
-    "states": "global_step{step}",
-    "weights_only": "`save_only_model=True`",
-}
-ACCELERATE: dict[str, str] = {
-    "owner": "Accelerate",
-    "module": "compare.accelerate",
-    "saved": "checkpoints/checkpoint_{epoch}",
-    "states": "pytorch_model",
-    "weights_only": "`unwrap_model(model).save_pretrained(...)`",
-}
-DEEPSPEED: dict[str, str] = {
-    "owner": "DeepSpeed",
-    "module": "compare.deepspeed",
-    "saved": "step{step}",
-    "weights_only": "`save_16bit_model(exclude_frozen_parameters=True)`",
-}
+LIGHTNING = System(
+    "Lightning", "plain", "compare.lightning", saved="epoch={epoch}.ckpt", middle="step={step}.ckpt",
+    states="checkpoint", weights_only="`save_weights_only=True`", consolidates="compare.lightning",
+)  # fmt: skip
+TRAINER = System(
+    "Trainer", "plain", "compare.huggingface", saved="checkpoint-{step}", middle="checkpoint-{step}",
+    states="global_step{step}", weights_only="`save_only_model=True`",
+)  # fmt: skip
+ACCELERATE = System(
+    "Accelerate", "plain", "compare.accelerate", saved="checkpoints/checkpoint_{epoch}", states="pytorch_model",
+    weights_only="`unwrap_model(model).save_pretrained(...)`",
+)  # fmt: skip
+DEEPSPEED = System("DeepSpeed", "plain", "compare.deepspeed", "step{step}", "`save_16bit_model()`")
+WITH_FLAG = replace(DEEPSPEED, way="flag", kind=FLAG, weights_only="`save_16bit_model(exclude_frozen_parameters=True)`")
 SYSTEMS = (
-    System(way="`patch()`", kind=OURS, **LIGHTNING),
-    System(way="flag", kind=FLAG, **LIGHTNING),
-    System(way="plain", **LIGHTNING),
-    System(way="`patch()`", kind=OURS, **TRAINER),
-    System(way="plain", **TRAINER),
-    System(way="`patch()`", kind=OURS, **ACCELERATE),
-    System(way="flag", kind=FLAG, **ACCELERATE),
-    System(way="plain", **ACCELERATE),
-    System(way="`serve()`", kind=OURS, **DEEPSPEED),
-    System(way="flag", kind=FLAG, **DEEPSPEED),
-    System(way="plain", **DEEPSPEED | {"weights_only": "`save_16bit_model()`"}),
+    replace(LIGHTNING, way="`patch()`", kind=OURS),
+    replace(LIGHTNING, way="flag", kind=FLAG),
+    LIGHTNING,
+    replace(TRAINER, way="`patch()`", kind=OURS),
+    TRAINER,
+    replace(ACCELERATE, way="`patch()`", kind=OURS),
+    replace(ACCELERATE, way="flag", kind=FLAG),
+    ACCELERATE,
+    replace(WITH_FLAG, way="`serve()`", kind=OURS),
+    WITH_FLAG,
+    DEEPSPEED,
 )
 
 

@@ -15,7 +15,6 @@ class Loop(deepspeed.Loop):
     """What the loop asks of Accelerate, which numbers its checkpoints itself."""
 
     def prepare(self, config: dict[str, Any], module: Any, *parts: Any) -> Any:
-        """Return the engine."""
         training.on_cpu_ranks()
         self.accelerator = Accelerator(
             deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
@@ -23,19 +22,16 @@ class Loop(deepspeed.Loop):
             step_scheduler_with_optimizer=False,  # else the scheduler takes a step for each rank
         )
         self.accelerator.register_for_checkpointing(self)
-        if not parts:
-            return self.accelerator.prepare(module)
-        engine, self.optimizer, self.scheduler = self.accelerator.prepare(module, *parts)
-        return engine
+        prepared = self.accelerator.prepare(module, *parts)
+        self.parts = prepared[1:] if parts else ()
+        return prepared[0] if parts else prepared
 
     def step(self, loss: Any) -> None:
-        """Take a step of the optimizer."""
         self.accelerator.backward(loss)
-        self.optimizer.step()
-        self.scheduler.step()
+        for part in self.parts:  # the optimizer and its scheduler
+            part.step()
 
     def save(self) -> None:
-        """Save what a resumed run needs."""
         self.accelerator.save_state(**task.flag(self.run))
 
     def save_weights(self) -> None:
@@ -46,7 +42,6 @@ class Loop(deepspeed.Loop):
         self.accelerator.unwrap_model(self.engine).save_pretrained(place, state_dict=weights, is_main_process=main)
 
     def load(self, place: str | None, **options: Any) -> None:
-        """Load a checkpoint, or the latest of this run."""
         self.accelerator.load_state(place, **options)
         self.accelerator.project_configuration.iteration = self.epoch
 
