@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 import os
 import re
+from concurrent.futures import Future
 from contextlib import nullcontext
+from fnmatch import fnmatch
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -24,6 +27,7 @@ from safetensors import safe_open
 from under_test import TRAINER, DeepSpeedStrategy
 
 import ds_frozen_patch
+from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.engine.attached import attached
 
 pytestmark = [pytest.mark.promise(19), pytest.mark.everyday]
@@ -31,6 +35,7 @@ BY = owners.OWNERS
 ROOT = Path(__file__).parents[2]
 PAGES = "".join((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/huggingface.md"))
 TIED = ("base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight")
+HAS_HUB = hasattr(importlib.import_module("transformers.trainer"), "hf_api")
 HAS_FLAG = "exclude_frozen_parameters" in inspect.signature(DeepSpeedStrategy).parameters
 
 
@@ -446,6 +451,49 @@ def test_without_the_file_of_the_whole_model(
     with safe_open(file, "pt") as weights:
         names = list(weights.keys())
     assert len(names) == 8 if kind == PEFT else len(names) > 20
+
+
+class Hub:
+    """What Trainer calls to upload, with nothing behind it."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def create_repo(self, name: str, **_: Any) -> Any:
+        return SimpleNamespace(repo_id=name)
+
+    def upload_folder(self, folder_path: str, ignore_patterns: Any = (), **options: Any) -> Any:
+        names = sorted(str(item.relative_to(folder_path)) for item in Path(folder_path).rglob("*") if item.is_file())
+        left = [name for name in names if not any(fnmatch(name, pattern) for pattern in ignore_patterns)]
+        self.calls.append((Path(folder_path).name, options.get("path_in_repo"), options["commit_message"], left))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def uploaded(out: str, patched: bool) -> Any:
+    from transformers import trainer
+
+    hub = Hub()
+    options: dict[str, Any] = {"push_to_hub": True, "hub_strategy": "all_checkpoints", "hub_token": "none"}
+    with owners.served() if patched else nullcontext(), overridden([(trainer, "hf_api", lambda: hub)]):
+        run = Run("trainer", out, 2, 2, BY_HAND, **options)
+
+        def list_meanwhile() -> None:
+            hub.upload_folder(out, ["_*", "checkpoint-*"], commit_message="of the save before, which is not over yet")
+
+        with owners.on_write("model_states.pt", list_meanwhile, 2):
+            run.train()
+    return hub.calls
+
+
+@pytest.mark.skipif(not HAS_HUB, reason="this transformers uploads by functions, and not by an object")
+def test_uploads(ranks: Any, tmp_path: Path) -> None:
+    """What is uploaded is what plain Trainer uploads, even by an upload that still runs when the next save begins."""
+    found = [ranks(2, uploaded, out=str(tmp_path / who / "run"), patched=who == "ours") for who in ("ours", "plain")]
+    assert found[0] == found[1]
+    assert len(found[0][0]) == 5  # each of two checkpoints, the model in it, and meanwhile
+    assert not [item for item in (tmp_path / "ours" / "run").iterdir() if "ds_frozen_patch" in item.name]
 
 
 def by_both(out: str, stage: int, kind: str) -> Any:

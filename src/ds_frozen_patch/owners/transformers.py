@@ -9,6 +9,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,14 +70,19 @@ def save_checkpoint(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, 
     target = Path(final).resolve() if Path(final).is_symlink() else final
     later: list[Callable[[], Any]] = []
     exclude = known.owner.excludes(None)
-    how: dict[str, Any] = {"keeps_others": True, "goes_on_after_engine": True}
+    # An upload may still run when the next save begins, and leaves out names such as this one.
+    place = Path(final).parent / "_ds_frozen_patch" if trainer.args.push_to_hub and target == final else None
+    how: dict[str, Any] = {"keeps_others": True, "place": place, "goes_on_after_engine": True}
     with saving(engine, known, target, "a checkpoint of Trainer", exclude, **how) as save:
         save.base_is_known = False  # Trainer saves the model first, which writes to all parameters in ZeRO-3
         with overridden(_redirections(trainer, save, final, later)):
             result = wrapped(*args, **kwargs)
         _name_best(trainer.state, save, final)
-    if later and known.remover is not None:
-        known.remover.join()  # an upload lists the folder
+    if place is not None:
+        if known.remover is not None:
+            known.remover.join()
+        with suppress(OSError):
+            place.rmdir()
     for call in later:
         call()
     return result
