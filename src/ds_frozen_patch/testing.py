@@ -40,7 +40,7 @@ def cpu_strategy(package: str = "lightning.pytorch") -> type[Any]:
     if package not in ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric"):
         raise ValueError(f"package must name a Lightning package, such as 'lightning.pytorch', not {package!r}")
     os.environ["DS_ACCELERATOR"] = "cpu"
-    _adapt_deepspeed()
+    adapt_deepspeed()
     module = importlib.import_module(f"{package}.strategies.deepspeed")
     accelerators = importlib.import_module(f"{package}.accelerators")
     # What the strategy asks of its accelerator and devices is that they are CUDA's.
@@ -58,7 +58,7 @@ def _indexed_cpu(strategy: Any) -> Any:
     return torch.device("cpu", strategy.local_rank)
 
 
-def _adapt_deepspeed() -> None:
+def adapt_deepspeed() -> None:
     """What DeepSpeed does for GPUs, and CPU ranks need otherwise."""
     import deepspeed.comm
     import deepspeed.ops

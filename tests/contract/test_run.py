@@ -1,4 +1,4 @@
-"""A program that does not import us and requests a GPU, under `run` with each launcher: it saves and resumes."""
+"""Programs that do not import us, under `run` with each launcher, on CPU ranks: they save and resume."""
 
 from __future__ import annotations
 
@@ -40,3 +40,29 @@ def test_a_program_saves_and_resumes(folder: Path, epochs: int, start: str) -> N
         assert not any("body" in name for name in rank.get("frozen_param_shapes") or {})
     assert [names for names, *_ in states[0]["ds_frozen_patch"]["left_out"]] == [["body.weight"], ["body.bias"]]
     assert {said.read_text() for said in folder.glob("worker-*")} == {"BoundFunctionWrapper"}
+
+
+ACCELERATED = """
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin
+
+plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 2}, "zero_force_ds_cpu_optimizer": False,
+    "zero_allow_untested_optimizer": True, "train_micro_batch_size_per_gpu": 1})
+accelerator = Accelerator(deepspeed_plugin=plugin)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4).requires_grad_(False), torch.nn.Linear(4, 1))
+engine, adam = accelerator.prepare(model, torch.optim.AdamW(model[1].parameters()))
+accelerator.backward(engine(torch.ones(1, 4, device=accelerator.device)).mean())
+adam.step()
+accelerator.save_state("state")
+"""
+
+
+def test_a_program_of_accelerate_has_cpu_ranks(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ACCELERATED)
+    done = shell("ds-frozen-patch run --cpu --strict -- torchrun --nproc-per-node 2 train.py", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = ds_frozen_patch.inspect(tmp_path / "state")
+    assert found.world_size == 2
+    assert found.manifest is not None
+    assert found.manifest.names == {"0.weight", "0.bias"}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import wrapt
 
 from .. import settings as _settings
 from ..owners.lightning.targets import TARGETS
+from ..testing import adapt_deepspeed
 from . import patch as _patching
 
 BOOTSTRAP = Path(__file__).parent.parent / "bootstrap"
@@ -42,6 +45,8 @@ def begin(name: str, refuse: Callable[[str], None]) -> None:
             wrapt.register_post_import_hook(_train_on_cpu, target.module)
         for connector in CONNECTORS:
             wrapt.register_post_import_hook(_take_cpu, connector)
+        wrapt.register_post_import_hook(_take_cpu_ranks, "accelerate.state")
+        wrapt.register_post_import_hook(lambda _: adapt_deepspeed(), "deepspeed")
     if name:
         wrapt.register_post_import_hook(lambda _: _patching.patch_quietly(refuse), name)
     else:
@@ -53,6 +58,16 @@ def _train_on_cpu(module: ModuleType) -> None:
     from ..testing import cpu_strategy
 
     cpu_strategy(module.__name__.removesuffix(".strategies.deepspeed"))
+
+
+def _take_cpu_ranks(module: ModuleType) -> None:
+    """Accelerate knows ranks on CPU, and DeepSpeed, but not both at once: it would take each rank for the only one."""
+
+    def prepare(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_rank = int(os.environ.get("LOCAL_RANK", -1)) != -1
+        return ("gloo", module.DistributedType.MULTI_CPU) if is_rank else wrapped(*args, **kwargs)
+
+    wrapt.wrap_function_wrapper(module, "PartialState._prepare_backend", prepare)
 
 
 def _take_cpu(module: ModuleType) -> None:
