@@ -1,4 +1,4 @@
-"""Programs written by others, unchanged, under `ds-frozen-patch run`: they save, and resume strictly.
+"""Programs of Lightning written by others, unchanged, under `ds-frozen-patch run`: they save, and resume strictly.
 
 `nox -s programs` clones them, as listed in `ci/matrix/programs.py`. What they would download is created here, small and
 where they look for it.
@@ -7,27 +7,24 @@ where they look for it.
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from disk import model_states, size
 from safetensors.torch import load_file
+from starting import PLAIN, WORDS, save_tokenizer, start
 
 import ds_frozen_patch
 
 pytestmark = [pytest.mark.programs]
 
 HERE = Path(__file__).parent
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnop"]
 SIZES: Any = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 2}
 
 
@@ -79,12 +76,10 @@ def lightning_ir(clones: Path, folder: Path, epochs: int, checkpoint: Path | Non
 def prepare_openthaigpt(folder: Path) -> None:
     import torch
     from datasets import Dataset
-    from tokenizers import Tokenizer, models
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]").save_pretrained(folder / "base")  # type: ignore[no-untyped-call]
+    save_tokenizer(folder / "base")
     LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS), **SIZES)).save_pretrained(folder / "base")
     choose = random.Random(0).choices
     for split in ("train", "validation"):
@@ -161,22 +156,10 @@ class Place:
 
     def train(self, epochs: int, checkpoint: Path | None = None, path: Path | None = None) -> Path:
         """Train for this many epochs; return the checkpoint that the program has saved."""
-        variables = os.environ | {"HF_HUB_OFFLINE": "1"} | self.program.environment(self.clones, self.folder)
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (variables.get("PYTHONPATH"), str(path or ""))))
         before = self._checkpoints()
-        command = [sys.executable, "-m", "ds_frozen_patch.cli", "run", "--cpu", "--strict", "--verify-base=error", "--"]
-        command += self.program.command(self.clones, self.folder, epochs, checkpoint)
-        with (self.folder / "output.txt").open("w+") as output:
-            start = partial(subprocess.Popen, command, cwd=self.folder, stdout=output, stderr=output)
-            started = [start(env=variables | rank) for rank in self.program.ranks]
-            try:
-                statuses = [process.wait(timeout=400) for process in started]
-            finally:
-                for process in started:
-                    process.kill()
-                output.seek(0)
-                print(output.read())
-        assert not any(statuses), statuses
+        command = self.program.command(self.clones, self.folder, epochs, checkpoint)
+        environment = self.program.environment(self.clones, self.folder)
+        start(command, self.folder, path=path, ranks=self.program.ranks, **environment)
         (new,) = self._checkpoints() - before
         return new
 
@@ -191,7 +174,7 @@ def test_a_program_saves_and_resumes(name: str, tmp_path: Path, request: pytest.
     place = Place(program, clones, tmp_path / "patched")
     first = shutil.copytree(place.train(epochs=1), tmp_path / "first.ckpt")  # which the next may remove
     second = place.train(epochs=2, checkpoint=first)
-    full = Place(program, clones, tmp_path / "plain").train(epochs=1, path=HERE / "plain")
+    full = Place(program, clones, tmp_path / "plain").train(epochs=1, path=PLAIN)
     print(name, {path: size(path) for path in (full, first, second)})
 
     assert [ds_frozen_patch.inspect(path).global_step for path in (full, first, second)] == [2, 2, 4]
