@@ -158,7 +158,7 @@ def make_manifest(save: Save) -> manifest.Manifest:
     # From the second save on, fingerprints show changes that a sample does not.
     before, groups = known.prints, {one.name: one.group for one in save.left_out or ()}
     now = {one.name: one.fingerprint for one in made.left_out}
-    if changed := {groups[name] for name, print_ in now.items() if print_ and before.get(name, print_) != print_}:
+    if changed := {groups[name] for name, print_ in now.items() if print_ and (before.get(name) or print_) != print_}:
         keep_changed(save, changed)
         save.base_is_known = True
         made = describe()
