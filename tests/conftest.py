@@ -155,6 +155,11 @@ def _parameter(item: pytest.Item, name: str) -> Any:
     return call.params.get(name) if call else None
 
 
+def _reason(report: pytest.TestReport) -> str:
+    """Why a test was skipped; empty if it was not."""
+    return str(report.longrepr[2]).removeprefix("Skipped: ") if report.skipped else ""  # type: ignore[index]
+
+
 class Outcome:
     """What became of the tests of each promise, written into a file at the end."""
 
@@ -162,6 +167,7 @@ class Outcome:
         self.file = file
         self.begun = time.monotonic()
         self.promises: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self.owners: defaultdict[str, list[str]] = defaultdict(list)
         self.skipped: list[str] = []
         self.found: dict[str, str] = {}
 
@@ -171,8 +177,10 @@ class Outcome:
         promise = item.get_closest_marker("promise")
         if promise and (report.when == "call" or report.outcome != "passed"):
             self.promises[str(promise.args[0])][report.outcome] += 1
+            if owner := _parameter(item, "by") or promise.kwargs.get("by"):
+                self.owners[owner].append(_reason(report))
         if report.skipped:
-            reason = str(report.longrepr[2]).removeprefix("Skipped: ")  # type: ignore[index]
+            reason = _reason(report)
             self.skipped += [reason] if reason not in self.skipped else []
         self.found |= {name: str(state) for name, state in report.user_properties if name in CELL.states}
         return report
@@ -188,6 +196,11 @@ class Outcome:
             "failed": bool(session.exitstatus),
             "found": self.found,
             "promises": self.promises,
+            "owners": {
+                owner: {"passed": said.count(""), "cannot": sorted({reason for reason in said if reason})}
+                for owner, said in sorted(self.owners.items())
+            },
+            "releases": {package: CELL.locked(package) for package in cells.OWNERS},
             "skipped": self.skipped,
             "seconds": round(time.monotonic() - self.begun),
         }

@@ -41,6 +41,15 @@ class Accelerator:
         save_accelerator_state(output_dir)
         save_custom_state(output_dir)
 """
+TRAINER = """
+class Trainer:
+    def _get_output_dir(self, trial=None): ...
+    def _save(self, output_dir=None): ...
+    def _save_rng_state(self, output_dir): ...
+    def _save_checkpoint(self, model, trial):
+        folder = os.path.join(self._get_output_dir(trial), PREFIX_CHECKPOINT_DIR)
+        self.state.save_to_json(folder){end}
+"""
 FLAG = ", exclude_frozen_parameters=False"
 
 
@@ -83,6 +92,11 @@ class Site:
         self.release("accelerate", "1.10.0")
         self.write("accelerate/__init__.py")
         self.write("accelerate/accelerator.py", ACCELERATOR.format(models=models) + end)
+
+    def transformers(self, version: str, end: str = "") -> None:
+        self.release("transformers", version)
+        self.write("transformers/__init__.py")
+        self.write("transformers/trainer.py", TRAINER.format(end=end))
 
     def run(self, program: str) -> str:
         path = f"import sys; sys.path.insert(0, {str(self.root)!r}); import ds_frozen_patch as dfp\n"

@@ -19,8 +19,9 @@ import deepspeed
 import runs
 import torch
 import training
+import transformers
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, TrainingArguments
 
 import ds_frozen_patch
 from ds_frozen_patch.common.overrides import overridden
@@ -128,10 +129,16 @@ class Run:
         self.engine, self.adam, self.scheduler = self.accelerator.prepare(self.module, *self._optimizer())
 
     def _trainer(self) -> None:
-        each = SAMPLES // self.world_size
+        # transformers 4 resumes with the batch size of the checkpoint: the accumulation has to follow the ranks.
+        each = SAMPLES // (2 if transformers.__version__.startswith("4.") else self.world_size)
+        config = {**self._config(), "gradient_accumulation_steps": "auto"}
         options = {"save_strategy": "epoch", "num_train_epochs": 2, "learning_rate": 1e-2, **self.options}
+        options["gradient_accumulation_steps"] = SAMPLES // (each * self.world_size)
+        options["label_names"] = ["labels"]  # older releases do not see them in a PeftModel
+        if "eval_strategy" in options and not hasattr(TrainingArguments, "eval_strategy"):
+            options["evaluation_strategy"] = options.pop("eval_strategy")
         self.trainer = training.hugging_face(
-            self.module, tokens(), self.out, self._config(), per_device_train_batch_size=each,
+            self.module, tokens(), self.out, config, per_device_train_batch_size=each,
             per_device_eval_batch_size=each, **options,
         )  # fmt: skip
 
@@ -241,10 +248,14 @@ def on_write(at: str, happen: Callable[[], None], which: int) -> contextlib.Abst
             opened(name, "wb").close()
             super().__init__(name)
 
+    def of_path(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        return opened(path, mode, *args, **kwargs)  # in Python 3.10 it keeps the function that io.open was
+
     return overridden(
         [
             (builtins, "open", opened),
             (io, "open", opened),
+            (Path, "open", of_path),
             (torch.serialization, "_open_zipfile_writer_file", Writer),
         ]
     )

@@ -24,7 +24,10 @@ def _stub_intel_extensions() -> None:
         sys.modules[name].__spec__ = ModuleSpec(name, None)
     from deepspeed.accelerator import get_accelerator
 
-    get_accelerator()._communication_backend_name = "gloo"
+    accelerator = get_accelerator()
+    accelerator._communication_backend_name = "gloo"
+    if accelerator.current_stream() is None:
+        accelerator.current_stream = _Stream  # a single rank synchronizes it in ZeRO-3
 
 
 def _group_cpu_gradients() -> None:
@@ -52,6 +55,11 @@ def _add_gloo_collectives() -> None:
 
     dist.all_gather_into_tensor = all_gather_into_tensor
     dist.reduce_scatter_tensor = reduce_scatter_tensor
+
+
+class _Stream:
+    def synchronize(self) -> None:
+        """Return at once; nothing is asynchronous."""
 
 
 class _Done:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from packaging.version import Version
 
 MATRIX = Path(__file__).resolve().parent.with_suffix(".json")
+LOCKS = MATRIX.parent / "locks"
+OWNERS = ("accelerate", "transformers")  # the targets of `patch()` beside Lightning and DeepSpeed
 QUANTIZERS = ("bitsandbytes", "hqq", "optimum-quanto", "torchao")
 
 
@@ -27,7 +30,8 @@ class Cell:
     """One combination of releases that is really run, and what is expected of it.
 
     `lightning` and `beside` are a package and its release, such as "lightning 2.5.2"; the tests use the first.
-    `expect` gives a state by namespace. `cannot` gives, for a part of a test's id, why it cannot run here.
+    `expect` gives a state by namespace, and by target where it is not the usual one. `cannot` gives, for a part of a
+    test's id, why it cannot run here.
     `patches` is the folder of the patch series that is applied to its Lightning, which then runs without the shim;
     all else of it is as in the cell `like`. `with_` are requirements of its lock beside Lightning, DeepSpeed and wrapt:
     libraries that quantize, whose tests alone run there, and what else must have another release than in its base.
@@ -88,14 +92,24 @@ class Cell:
     def states(self) -> dict[str, str]:
         """What `status()` must give for each target, and for deepspeed, once everything is imported."""
         by_package = {"lightning": "not installed", "pytorch_lightning": "not installed", "deepspeed": "applied"}
-        by_package |= self.expect
+        # They are in the locks of all cells. Without DeepSpeed to serve, nothing is applied.
+        by_package |= dict.fromkeys(OWNERS, "patchable" if self.refused else "applied") | self.expect
         return {
             "lightning.pytorch": by_package["lightning"],
             "lightning.fabric": by_package["lightning"],
             "pytorch_lightning": by_package["pytorch_lightning"],
             "lightning_fabric": by_package["pytorch_lightning"],
             "deepspeed": by_package["deepspeed"],
+            **{name: by_package[name] for name in OWNERS},
         }
+
+    def locked(self, package: str) -> str | None:
+        """The release of a package in its lock, else in that of its base; None if neither is there yet."""
+        for lock in (LOCKS / f"{name}.txt" for name in (self.lock, self.base)):
+            text = lock.read_text(encoding="utf-8") if lock.is_file() else ""
+            if found := re.search(rf"^{package}==(\S+)", text, re.MULTILINE):
+                return found[1]
+        return None
 
     @property
     def releases(self) -> tuple[Version, Version]:

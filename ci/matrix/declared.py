@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from matrix import cells
@@ -26,17 +28,25 @@ def texts() -> dict[Path, str]:
     setup = re.sub(r"(    Programming Language :: Python :: 3\.\d+\n)+", classifiers, setup)
     setup = re.sub(r"(?m)^python_requires = .*$", f"python_requires = >={pythons[0]}", setup)
     newest = {}
-    for package in ("lightning", "deepspeed", "torch", "wrapt"):
-        releases = sorted(Version(getattr(cell, package).split()[-1]) for cell in served)
+    for package in ("lightning", "deepspeed", "torch", "wrapt", *cells.OWNERS):
+        releases = sorted(released(package, served))
         oldest, newest[package] = releases[0], releases[-1]
         # wrapt has semantic versions; of the others each minor release can break something.
         line = f"{newest[package].major}.{newest[package].minor + 1}"
         limit = newest[package].major + 1 if package == "wrapt" else line
         wanted = f"    {package}>={oldest},<{limit}{MALICIOUS.get(package, '')}"
-        setup = re.sub(rf"(?m)^    {package}>=.*$", wanted, setup)
-    tested = f'TESTED = {{"lightning": "{newest["lightning"]}", "deepspeed": "{newest["deepspeed"]}"}}'
-    probe = re.sub(r"(?m)^TESTED = .*$", tested, PROBE.read_text(encoding="utf-8"))
+        # What the tests need has no limit, or no newer release could come into a lock.
+        setup = re.sub(rf"(?m)^    {package}>=.*,<.*$", wanted, setup)
+    tested = {package: str(newest[package]) for package in ("lightning", "deepspeed", *cells.OWNERS)}
+    probe = re.sub(r"(?m)^TESTED = .*$", f"TESTED = {json.dumps(tested)}", PROBE.read_text(encoding="utf-8"))
     return {SETUP: setup, PROBE: probe}
+
+
+def released(package: str, served: Iterable[cells.Cell]) -> list[Version]:
+    """Return the releases of a package in these cells, whether the matrix names them or their locks."""
+    named = package not in cells.OWNERS
+    releases = [getattr(cell, package).split()[-1] if named else cell.locked(package) for cell in served]
+    return [Version(release) for release in releases if release]  # a new cell has no lock yet
 
 
 def write() -> list[Path]:

@@ -17,12 +17,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import nox
-from matrix.cells import Cell
+from matrix.cells import LOCKS, Cell
 from matrix.programs import Program
 from series.folder import PATCHES, apply_to_package
 
 ROOT = Path(__file__).resolve().parents[2]
-LOCKS = ROOT / "ci" / "locks"
 PROGRAMS = ROOT / ".nox" / "programs"
 PIPS_OWN = ("tools", "release", "docs")
 BUILDS_OF_TORCH = re.compile(r"(torch|torchvision|triton|nvidia-.*|cuda-.*)==")

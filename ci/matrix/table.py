@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,13 @@ from tables import ROOT, Block, markdown, ranges
 LAST_RUN = Path(__file__).with_name("last-run.json")
 BLOCK = Block("table", ROOT / "docs" / "compatibility.md")
 HEADER = ("cell", "Lightning", "DeepSpeed", "torch", "Python", "wrapt", "state", "promises", "tests", "s")
+HEADER_OF_OWNERS = ("cell", *cells.OWNERS, "DeepSpeed", "Trainer", "Accelerate", "DeepSpeed alone")
+OF_OWNERS = """\
+Promise 19 by the owner of the engine: how many tests passed, and in brackets what these releases cannot do, with or
+without `patch()`. The tests show that checkpoints leave the base out and resume strictly and bit for bit, that another
+base is an error, that another number of ranks can resume, that a killed save leaves the previous checkpoint as it was,
+and that an error of one rank is raised on every rank."""
+OWNERS = ("trainer", "accelerate", "deepspeed")
 
 
 def collect(results: Path, last_run: dict[str, Any], chosen: Collection[str] = ()) -> dict[str, Any]:
@@ -76,11 +83,29 @@ def render(outcomes: dict[str, Any]) -> str:
                 str(outcome["seconds"]),
             )
         )
+    of_owners = [(name, outcome) for name, outcome in outcomes.items() if outcome.get("owners")]
     dates = [outcome["date"] for outcome in outcomes.values()]
     run = f"last full run was on {max(dates)}"
     if max(dates) != min(dates):
         run = f"cells were last run between {min(dates)} and {max(dates)}"
-    return f"The {run}:\n\n{markdown(HEADER, rows, notes)}"
+    of_all = f"The {run}:\n\n{markdown(HEADER, rows, notes)}"
+    return f"{of_all}\n{owners_table(of_owners)}" if of_owners else of_all
+
+
+def owners_table(outcomes: Iterable[tuple[str, dict[str, Any]]]) -> str:
+    """Return the table of those that own engines beside Lightning: how many of their tests passed, and what cannot."""
+    notes: list[str] = []
+    rows = []
+    for name, outcome in outcomes:
+        counts = []
+        for owner in OWNERS:
+            found = outcome["owners"][owner]
+            notes += [why for why in found["cannot"] if why not in notes]
+            marks = "".join(f" [{notes.index(why) + 1}]" for why in found["cannot"])
+            counts.append(f"{found['passed']}{marks}")
+        releases = [outcome["releases"][package] for package in cells.OWNERS]
+        rows.append((name, *releases, outcome["entry"]["deepspeed"], *counts))
+    return f"{OF_OWNERS}\n\n{markdown(HEADER_OF_OWNERS, rows, notes)}"
 
 
 def main() -> None:

@@ -30,7 +30,9 @@ import ds_frozen_patch
 from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.engine.attached import attached
 
-pytestmark = [pytest.mark.promise(19), pytest.mark.everyday]
+pytestmark = pytest.mark.promise(19)
+EVERYDAY = pytest.mark.everyday  # the others, once for each owner, run in every cell
+ACCELERATE, TRAINERS = pytest.mark.promise(19, by="accelerate"), pytest.mark.promise(19, by="trainer")
 BY = owners.OWNERS
 ROOT = Path(__file__).parents[2]
 PAGES = "".join((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/huggingface.md"))
@@ -47,11 +49,11 @@ def whole_and_resumed(by: str, out: str, stage: int, kind: str) -> Any:
         return first, resumed.train(whole.at(0)), owners.trained(whole.module)
 
 
-SHORT = ((2, PEFT), (3, BY_HAND))
+IN_EVERY_CELL = ((2, PEFT), (3, BY_HAND))
 CASES = [
-    pytest.param(*case, marks=pytest.mark.short if case in SHORT else ())
-    for case in product((0, 2, 3), (PEFT, BY_HAND))
+    pytest.param(*case, marks=() if case in IN_EVERY_CELL else EVERYDAY) for case in product((0, 2, 3), (PEFT, BY_HAND))
 ]
+STAGES = [2, pytest.param(3, marks=EVERYDAY)]
 
 
 @pytest.mark.parametrize(("stage", "kind"), CASES)
@@ -80,7 +82,7 @@ def loaded_otherwise(by: str, out: str, stage: int, kind: str, other: dict[str, 
     return said
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("by", BY)
 def test_another_base_and_another_model_are_errors(ranks: Any, tmp_path: Path, by: str, stage: int) -> None:
     other = {"kind": BY_HAND}
@@ -102,6 +104,7 @@ def full_ones(by: str, out: str, stage: int) -> None:
             run.train(epochs=1)
 
 
+@EVERYDAY
 @pytest.mark.parametrize("by", BY)
 def test_full_checkpoints_on_demand(ranks: Any, tmp_path: Path, by: str) -> None:
     ranks(2, full_ones, by=by, out=str(tmp_path), stage=2)
@@ -120,7 +123,7 @@ def resumed_at_one(by: str, out: str, stage: int, elastic: bool) -> Any:
         return run.train(run.at(0, out)) if elastic else runs.refusal(run.train, run.at(0, out))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("by", BY)
 def test_another_world_size(ranks: Any, tmp_path: Path, by: str, stage: int) -> None:
     everyone = ranks(2, saved_at_two, by=by, out=str(tmp_path), stage=stage)
@@ -129,7 +132,8 @@ def test_another_world_size(ranks: Any, tmp_path: Path, by: str, stage: int) -> 
     assert "was saved at world size 2, and DeepSpeed cannot load it at 1" in said
     ((losses, _),) = ranks(1, resumed_at_one, by=by, out=str(tmp_path), stage=stage, elastic=True)
     expected = torch.tensor([losses for losses, _ in everyone]).mean(dim=0)[owners.STEPS :]
-    assert torch.allclose(torch.tensor(losses), expected, atol=2e-5)
+    of_steps = torch.tensor(losses).view(owners.STEPS, -1).mean(dim=1)
+    assert torch.allclose(of_steps, expected, atol=2e-5)
     (file,) = tmp_path.glob("*[04]/**/trainable.safetensors")
     with safe_open(file, "pt") as exported:
         assert sum("lora_" in name for name in exported.keys()) == 8  # noqa: SIM118
@@ -154,7 +158,13 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize(("by", "at"), [(by, at) for by in BY for at in PARTS[by]])
+def files(without: str = "") -> list[Any]:
+    """Those of each owner, the last of them in every cell."""
+    chosen = {by: [at for at in PARTS[by] if at != without] for by in BY}
+    return [pytest.param(by, at, marks=() if at == ats[-1] else EVERYDAY) for by, ats in chosen.items() for at in ats]
+
+
+@pytest.mark.parametrize(("by", "at"), files())
 def test_killed_within_a_save(ranks: Any, tmp_path: Path, by: str, at: str) -> None:
     with pytest.raises(RankError) as error:
         ranks(2, killed, by=by, out=str(tmp_path), stage=2, at=at)
@@ -184,7 +194,7 @@ def failing(by: str, out: str, stage: int, at: str) -> Any:
         return said, left
 
 
-@pytest.mark.parametrize(("by", "at"), [(by, at) for by in BY for at in PARTS[by][:4] if at != "latest"])
+@pytest.mark.parametrize(("by", "at"), files(without="latest"))
 def test_a_write_error_is_raised_on_every_rank(ranks: Any, tmp_path: Path, by: str, at: str) -> None:
     for (kind, said), left in ranks(2, failing, by=by, out=str(tmp_path), stage=2, at=at):
         assert kind == "CheckpointError"
@@ -208,6 +218,7 @@ def with_files_of_others(by: str, out: str) -> None:
         run.save(place)
 
 
+@EVERYDAY
 @pytest.mark.parametrize("by", BY)
 def test_files_of_others_stay_in_a_folder_that_is_saved_again(ranks: Any, tmp_path: Path, by: str) -> None:
     ranks(2, with_files_of_others, by=by, out=str(tmp_path))
@@ -233,6 +244,7 @@ def served_badly() -> list[Any]:
     return [*said, state, type(before.owner).__name__, before.owner.logger.name]
 
 
+@EVERYDAY
 def test_serve_takes_engines_once(ranks: Any) -> None:
     for (kind, said), state, owner, logger in ranks(2, served_badly):
         assert kind == "TypeError"
@@ -248,6 +260,7 @@ def left_alone(out: str) -> None:
     run.train(epochs=1)
 
 
+@EVERYDAY
 def test_engines_that_are_not_served_are_left_alone(ranks: Any, tmp_path: Path) -> None:
     ranks(2, left_alone, out=str(tmp_path))
     for file in owners.model_files(tmp_path):
@@ -265,6 +278,7 @@ def begun_with_a_load(out: str, patched: bool) -> Any:
         return loaded, run.engine.load_checkpoint(out)[1]["epoch"], run.seen()
 
 
+@EVERYDAY
 def test_nothing_to_load(ranks: Any, tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     plain = ranks(2, begun_with_a_load, out=str(tmp_path / "plain"), patched=False)
@@ -288,6 +302,7 @@ def one_moved_away(out: str) -> Any:
         return Path(path).relative_to(out).parts[1:3], again.seen()[1] == expected
 
 
+@EVERYDAY
 def test_a_checkpoint_that_a_killed_save_has_moved(ranks: Any, tmp_path: Path) -> None:
     for place, is_same in ranks(2, one_moved_away, out=str(tmp_path)):
         assert (place, is_same) == (("old", "epoch0"), True)
@@ -301,6 +316,7 @@ def weights_saved(out: str, stage: int) -> None:
         ds_frozen_patch.serve(run.engine)
 
 
+@EVERYDAY
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_save_16bit_model_is_not_changed(ranks: Any, tmp_path: Path, stage: int) -> None:
     ranks(2, weights_saved, out=str(tmp_path), stage=stage)
@@ -321,6 +337,7 @@ def configured_by_a_file(out: str) -> Any:
         return again.first
 
 
+@EVERYDAY
 def test_a_configuration_in_a_file(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2, configured_by_a_file, out=str(tmp_path)) == [1, 1]
     ((losses, _),) = ranks(1, resumed_at_one, by="deepspeed", out=str(tmp_path), stage=2, elastic=True)
@@ -347,7 +364,10 @@ def numbered(out: str, limit: int | None) -> Any:
         return str(said), len(hooked), again.seen()[1] == run.seen()[1], project.iteration
 
 
-@pytest.mark.parametrize(("limit", "kept"), [(None, 4), (0, 1), (1, 1), (2, 2)])
+@ACCELERATE
+@pytest.mark.parametrize(
+    ("limit", "kept"), [(2, 2), *(pytest.param(*case, marks=EVERYDAY) for case in ((None, 4), (0, 1), (1, 1)))]
+)
 def test_numbered_by_accelerate(ranks: Any, tmp_path: Path, limit: int | None, kept: int) -> None:
     for said, hooked, is_same, iteration in ranks(2, numbered, out=str(tmp_path), limit=limit):
         assert said == str(tmp_path / "checkpoints" / "checkpoint_3")
@@ -371,6 +391,8 @@ def asked_of_accelerate(out: str) -> Any:
         return strict, said, runs.refusal(run.load, Path(out, "empty"))
 
 
+@EVERYDAY
+@ACCELERATE
 def test_what_the_program_says_to_accelerate_counts(ranks: Any, tmp_path: Path) -> None:
     for strict, nothing, empty in ranks(2, asked_of_accelerate, out=str(tmp_path)):
         assert strict[0] == "CheckpointMismatchError"
@@ -398,16 +420,22 @@ def kept(out: str, patched: bool, options: dict[str, Any]) -> Any:
 EACH = {"eval_strategy": "epoch", "save_strategy": "epoch"}
 
 
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "steps": {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 2},
+    "limit": {"save_total_limit": 1},
+    "best-limit": {**EACH, "load_best_model_at_end": True, "save_total_limit": 1, "learning_rate": 0.2},
+    "best": {**EACH, "save_strategy": "best", "metric_for_best_model": "loss", "learning_rate": 0.2},
+    "model": {"save_only_model": True},
+}
+
+
+@TRAINERS
 @pytest.mark.parametrize(
     "options",
     [
-        {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 2},
-        {"save_total_limit": 1},
-        {**EACH, "load_best_model_at_end": True, "save_total_limit": 1, "learning_rate": 0.2},
-        {**EACH, "save_strategy": "best", "metric_for_best_model": "loss", "learning_rate": 0.2},
-        {"save_only_model": True},
+        pytest.param(options, id=name, marks=() if name == "best-limit" else EVERYDAY)
+        for name, options in STRATEGIES.items()
     ],
-    ids=["steps", "limit", "best-limit", "best", "model"],
 )
 def test_trainer_keeps_what_it_would(ranks: Any, tmp_path: Path, options: dict[str, Any]) -> None:
     results, names = [], []
@@ -430,6 +458,8 @@ def without_the_model(out: str, stage: int, kind: str, options: dict[str, Any]) 
         return not options and resumed != (losses[owners.STEPS :], state)
 
 
+@EVERYDAY
+@TRAINERS
 @pytest.mark.parametrize(
     ("stage", "kind", "options", "left"),
     [
@@ -516,8 +546,9 @@ def by_both(out: str, stage: int, kind: str) -> Any:
     return resumed == (losses[owners.STEPS :], state), heard, back
 
 
+@TRAINERS
 @pytest.mark.parametrize("kind", [PEFT, BY_HAND])
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_plain_trainer_and_ours(ranks: Any, tmp_path: Path, stage: int, kind: str) -> None:
     for rank, (is_same, heard, back) in enumerate(ranks(2, by_both, out=str(tmp_path), stage=stage, kind=kind)):
         assert is_same
@@ -551,6 +582,7 @@ MISSING = {
 }
 
 
+@EVERYDAY
 def test_a_checkpoint_of_another_owner(ranks: Any, tmp_path: Path) -> None:
     for said in ranks(2, of_others, out=str(tmp_path)):
         for loading, (kind, text) in said.items():

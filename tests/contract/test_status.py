@@ -16,14 +16,15 @@ PROGRAM = """
 import importlib, json, sys
 import ds_frozen_patch
 
+INNER = {"deepspeed": "runtime.engine", "accelerate": "accelerator", "transformers": "trainer"}
+
 def import_all():
     for name, state in EXPECTED.items():
         if state != "not installed":
-            inner = "runtime.engine" if name == "deepspeed" else "strategies.deepspeed"
-            importlib.import_module(f"{name}.{inner}")
+            importlib.import_module(f"{name}.{INNER.get(name, 'strategies.deepspeed')}")
 
-def states():  # test_owners has the others
-    return {name: (item.state, item.wrapped) for name, item in ds_frozen_patch.status().items() if name in EXPECTED}
+def states():
+    return {name: (item.state, item.wrapped) for name, item in ds_frozen_patch.status().items()}
 
 EXPECTED = json.loads(sys.argv[1])
 if "import first" in sys.argv:

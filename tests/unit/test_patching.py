@@ -333,6 +333,17 @@ def test_beside_lightning_an_accelerate_that_cannot_be_patched_is_left_alone(sit
 
 
 @pytest.mark.promise(12)
+@pytest.mark.parametrize("is_imported", [False, True])
+def test_a_trainer_that_renames_its_folder_is_refused(site: Site, is_imported: bool) -> None:
+    """As in transformers 4.36 to 4.38."""
+    look = "import transformers.trainer" if is_imported else ""
+    site.transformers("4.38.2", "; os.rename(folder, folder[4:])")
+    assert states(site, look)["transformers"] == "refused False"
+    site.transformers("4.39.3")
+    assert states(site, look)["transformers"] == "patchable False"
+
+
+@pytest.mark.promise(12)
 def test_wrong_targets(site: Site) -> None:
     program = """
 def refused(error, *words, **arguments):
@@ -423,6 +434,22 @@ for one in caught: print(one.filename, one.message)
     lines = site.run(LOOK + program).splitlines()
     assert len(lines) == bool(named)
     assert all(name in lines[0] and lines[0].startswith("<string>") for name in named)
+
+
+@pytest.mark.parametrize(("beside_lightning", "named"), [(True, 0), (False, 1)])
+def test_a_trainer_newer_than_the_tested_ones(site: Site, beside_lightning: bool, named: int) -> None:
+    """Not beside Lightning, whose programs have it with PEFT."""
+    site.transformers("99.1.0")
+    if not beside_lightning:
+        shutil.rmtree(site.root / "lightning")
+    program = """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    dfp.patch()
+print(sum("transformers 99.1.0 (tested: up to " in str(one.message) for one in caught))
+"""
+    assert site.run(program) == f"{named}\n"
 
 
 @pytest.mark.promise(12)

@@ -41,6 +41,7 @@ TARGET = Target(
     ("accelerate",),
     judge,
     "install a tested release of accelerate, or leave it out of patch(targets=[...])",
+    "accelerate",
 )
 
 

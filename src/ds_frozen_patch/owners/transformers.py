@@ -30,7 +30,9 @@ _USES = ("_get_output_dir", "save_to_json", "PREFIX_CHECKPOINT_DIR")
 
 
 def judge(version: str | None, seen: Seen) -> Finding:
-    """Where it saves to, and how it writes its state, must be possible to replace."""
+    """Where it saves to, and how it writes its state, must be possible to replace. Up to 4.38 it renames the folder."""
+    if not seen.unused("_save_checkpoint", ["rename"]):
+        return TARGET.refused(version, "Trainer._save_checkpoint renames the folder of the checkpoint itself")
     reason = "leaves frozen parameters out for PEFT alone, and then loads non-strictly"
     return TARGET.refused_without(version, seen, {"_save_checkpoint": _USES}) or Finding("patchable", version, reason)
 
@@ -42,7 +44,8 @@ TARGET = Target(
     ("_save_checkpoint", "_get_output_dir", *_WRITERS),
     ("transformers",),
     judge,
-    "install a tested release of transformers, or leave it out of patch(targets=[...])",
+    "install a tested release of transformers (4.40.2 is the oldest), or leave it out of patch(targets=[...])",
+    "transformers",
 )
 LOAD = Target("transformers", TARGET.module, "", ("deepspeed_load_checkpoint",))
 

@@ -172,10 +172,13 @@ def _to_be_served(findings: dict[str, Finding], names: frozenset[str]) -> dict[s
 
 
 def _warn_of_untested(findings: dict[str, Finding], names: frozenset[str]) -> None:
+    served = {name for name in names if findings[name].verdict in ("patchable", "native")}
     newer = {
         f"{what.distributions[0]} {findings[what.name].version} (tested: up to {tested})"
         for what in (*OWNERS, ENGINE)
-        if what.name in names and (tested := newer_than_tested(what, findings[what.name].version))
+        # A program of Lightning's may have nothing to do with Accelerate and Trainer.
+        if what.name in names and not may_be_left_alone(what.name, served)
+        if (tested := newer_than_tested(what, findings[what.name].version))
     }
     if newer:
         _warn_caller(
