@@ -517,6 +517,8 @@ def uploaded(out: str, patched: bool) -> Any:
     return hub.calls
 
 
+@EVERYDAY
+@TRAINERS
 @pytest.mark.skipif(not HAS_HUB, reason="this transformers uploads by functions, and not by an object")
 def test_uploads(ranks: Any, tmp_path: Path) -> None:
     """What is uploaded is what plain Trainer uploads, even by an upload that still runs when the next save begins."""
