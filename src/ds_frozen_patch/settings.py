@@ -29,6 +29,7 @@ class Settings:
     sync: bool = True
     trust: bool | None = None
     whole_model: bool = True
+    async_save: bool = False
 
     def keeps(self, names: Iterable[str]) -> bool:
         """Whether something frozen with these names is saved all the same."""
@@ -165,4 +166,5 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "sync": _bool,
     "trust": _bool,
     "whole_model": _bool,
+    "async_save": _bool,
 }

@@ -159,6 +159,9 @@ def _add_run_arguments(command: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="let Hugging Face's Trainer add the file of the whole model to a checkpoint (default: yes)",
     )
+    command.add_argument(
+        "--async-save", action="store_true", default=None, help="let training go on while a save is being written"
+    )
     command.add_argument("--cpu", action="store_true", default=None, help="train on CPU, to test without a GPU")
     command.add_argument("--env", action="store_true", help="print the environment variables instead, for a shell")
 

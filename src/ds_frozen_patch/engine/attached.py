@@ -29,6 +29,7 @@ class Attached:
         loss_factor: what each loss is multiplied by, see `engine.loss`.
         disks: by the file systems of the ranks, see `disks.find_disks`.
         published: the identity of the last few checkpoints, by path.
+        recorder: of saves that training does not wait for (`save.recording.Recorder`), once there was one.
         remover: the thread that removes the previous save's work folder.
         logged: what is logged only once and has been.
     """
@@ -42,6 +43,7 @@ class Attached:
     loss_factor: float = 1.0
     disks: dict[tuple[int, ...], Disks] = field(default_factory=dict)
     published: dict[Path, tuple[int, ...]] = field(default_factory=dict)
+    recorder: Any = None
     remover: threading.Thread | None = None
     logged: set[str] = field(default_factory=set)
 

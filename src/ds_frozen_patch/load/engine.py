@@ -16,7 +16,7 @@ from ..checkpoint.zero.labels import ELASTIC_KEY, LABEL, UNIVERSAL_INFO
 from ..checkpoint.zero.layout import latest_tag
 from ..common.errors import CheckpointError
 from ..common.overrides import overridden, set_to
-from ..engine import frozen
+from ..engine import frozen, in_flight
 from ..engine.attached import Attached, attach, attached
 from ..engine.owner import warn
 from ..manifest import KEY, Manifest
@@ -31,6 +31,7 @@ from .trust import trust
 
 def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`DeepSpeedEngine.load_checkpoint`: checks the files first, and works in ZeRO-3 without an optimizer."""
+    in_flight.wait()
     load, known = current.get(), attached(engine)
     is_alone = load is None
     if load is None:

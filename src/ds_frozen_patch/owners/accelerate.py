@@ -9,13 +9,14 @@ import inspect
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..common.overrides import overridden
 from ..common.probing import Finding, Seen, Target
 from ..common.work_folder import entries
-from ..engine import handshake
+from ..engine import handshake, in_flight
 from ..engine.attached import attached
 from ..engine.owner import is_first
 from ..engine.serving import begin_serving
@@ -85,7 +86,7 @@ def save_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, .
             call.arguments["output_dir"] = str(save.destination)
             wrapped(*call.args, **call.kwargs)
     if place is not None and is_first(known.owner):
-        _remove_oldest(Path(path).parent, project.total_limit)
+        in_flight.afterwards(partial(_remove_oldest, Path(path).parent, project.total_limit))
     return Path(path)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from ..common.overrides import overridden
 from ..common.probing import Finding, Seen, Target
 from ..cures import Attributes
+from ..engine import in_flight
 from ..engine.attached import attached
 from ..save.save import Save
 from ..save.saving import saving
@@ -41,7 +42,7 @@ TARGET = Target(
     "transformers",
     "transformers.trainer",
     "Trainer",
-    ("_save_checkpoint", "_get_output_dir", *_WRITERS),
+    ("train", "_save_checkpoint", "_get_output_dir", *_WRITERS),
     ("transformers",),
     judge,
     "install a tested release of transformers (4.40.2 is the oldest), or leave it out of patch(targets=[...])",
@@ -82,12 +83,21 @@ def save_checkpoint(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, 
             result = wrapped(*args, **kwargs)
         _name_best(trainer.state, save, final)
     if place is not None:
+        in_flight.wait()
         if known.remover is not None:
             known.remover.join()
         with suppress(OSError):
             place.rmdir()
     for call in later:
-        call()
+        in_flight.afterwards(call)
+    return result
+
+
+def train(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`Trainer.train`: begins and ends with no save in flight."""
+    in_flight.wait()
+    result = wrapped(*args, **kwargs)
+    in_flight.wait()
     return result
 
 

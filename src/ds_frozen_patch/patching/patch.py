@@ -18,6 +18,7 @@ import wrapt
 from .. import settings as _settings
 from ..common.errors import PatchError
 from ..common.probing import Finding, Target, imported_class, probe
+from ..engine import in_flight
 from ..engine.attached import restore_methods
 from ..engine.target import ENGINE
 from ..owners.targets import BESIDE, OWNERS, chosen, may_be_left_alone
@@ -66,6 +67,7 @@ def patch(
     sync: bool | None = None,
     trust: bool | None = None,
     whole_model: bool | None = None,
+    async_save: bool | None = None,
     targets: Iterable[str] | None = None,
 ) -> Status:
     """Make the checkpoints of every installed Lightning, of Accelerate and of Trainer trainable-only, and loadable.
@@ -97,6 +99,9 @@ def patch(
         whole_model: whether Hugging Face's Trainer adds the file of the whole model, frozen parameters included, to
             each `checkpoint-N`, as it does without `patch()` (True by default). PEFT's adapters, what Trainer uploads
             and checkpoints of `save_only_model=True` do not change.
+        async_save: let training go on as soon as a save has copied what it writes into memory. The files are written
+            meanwhile, and the checkpoint gets its name when they are whole. The next save, a load and the end of the
+            program wait for that, and raise its errors.
         targets: what to serve, by the names that `status()` has: all that is installed by default. "deepspeed" is
             always served, and with "transformers" "accelerate" is, too. They can only be chosen anew after `unpatch()`.
 
@@ -116,7 +121,7 @@ def patch(
     before = _settings.current() if _current else None
     given: dict[str, Any] = {"verify_base": verify_base, "keep": keep, "leave_out": leave_out, "export": export}
     given |= {"fp32_weights": fp32_weights, "elastic": elastic, "sync": sync, "trust": trust}
-    given |= {"whole_model": whole_model}
+    given |= {"whole_model": whole_model, "async_save": async_save}
     new_settings = _settings.checked(given, before)
     names = chosen(targets)
     _finish_imports()
@@ -219,7 +224,18 @@ def _refuse_half_imported(current: _Patch) -> None:
 
 
 def unpatch() -> None:
-    """Restore everything that was wrapped. Without `patch()` before, it does nothing."""
+    """Restore everything that was wrapped. Without `patch()` before, it does nothing.
+
+    Raises:
+        CheckpointError: on every rank, if a save was still in flight, and has failed.
+    """
+    try:
+        in_flight.wait()
+    finally:
+        _unpatch()
+
+
+def _unpatch() -> None:
     global _current
     for patch_now in _waiting():
         patch_now()  # else it would patch at the import of a framework
@@ -244,6 +260,7 @@ def patched(
     sync: bool | None = None,
     trust: bool | None = None,
     whole_model: bool | None = None,
+    async_save: bool | None = None,
     targets: Iterable[str] | None = None,
 ) -> Iterator[Status]:
     """`patch(...)` while this lasts, and the previous state afterwards, for tests and notebooks.
@@ -261,6 +278,7 @@ def patched(
         sync=sync,
         trust=trust,
         whole_model=whole_model,
+        async_save=async_save,
         targets=targets,
     )
     try:

@@ -14,7 +14,7 @@ from ..common.probing import Target
 from ..engine.target import ENGINE
 from ..load import engine as load_engine
 from ..owners import accelerate, transformers
-from ..owners.lightning import converter, strategy
+from ..owners.lightning import converter, in_flight, strategy
 from ..owners.lightning.targets import TARGETS
 from ..save import engine as save_engine
 from ..settings import FLAG
@@ -33,7 +33,10 @@ _WRAPPERS: dict[str, dict[str, Callable[..., Any]]] = {
         "_prepare_deepspeed": accelerate.prepare,
         "save_state": accelerate.save_state,
     },
-    transformers.TARGET.class_name: {"_save_checkpoint": transformers.save_checkpoint},
+    transformers.TARGET.class_name: {
+        "_save_checkpoint": transformers.save_checkpoint,
+        "train": transformers.train,
+    },
     ENGINE.class_name: {
         "save_checkpoint": save_engine.save_checkpoint,
         "load_checkpoint": load_engine.load_checkpoint,
@@ -45,6 +48,9 @@ _WRAPPERS: dict[str, dict[str, Callable[..., Any]]] = {
 _WRAPPERS_BESIDE: dict[str, Callable[..., Any]] = {
     "convert_zero_checkpoint_to_fp32_state_dict": converter.convert,
     "_find_last_checkpoints": strategy.find_last,
+    "_link_checkpoint": in_flight.link_checkpoint,
+    "remove_checkpoint": in_flight.remove_checkpoint,
+    "teardown": in_flight.teardown,
     "deepspeed_load_checkpoint": transformers.load_checkpoint,
 }
 

@@ -17,7 +17,7 @@ import shutil
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -34,6 +34,7 @@ from ..engine.attached import Attached
 from ..engine.disks import Disks, find_disks
 from ..engine.owner import Owner
 from ..parameters import Held
+from .recording import Recorder
 
 UNCHANGED = "The previous checkpoint there is unchanged."
 _REMEMBERED = 4
@@ -65,6 +66,7 @@ class Save:
         of_ranks: folders in which each rank has synced its own files.
         keeps_others: whether what others have put into the folder of the previous checkpoint stays there.
         place: the folder of the work folder, if not the target's own; on the same disk.
+        recorder: of what the engine writes, to be written later; None if the save writes it.
         goes_on_after_engine: whether ranks write more once the engine, whose save ends in a barrier, has saved.
     """
 
@@ -87,6 +89,7 @@ class Save:
     keeps_others: bool = False
     place: Path | None = None
     goes_on_after_engine: bool = False
+    recorder: Recorder | None = None
     _before: tuple[int, ...] = ()
     _old: Path | None = None
     _is_swapped: bool = False
@@ -172,7 +175,8 @@ class Save:
     def _deferring(self, write: Callable[..., Any], sync: bool) -> Callable[..., None]:
         def attempt(*args: Any, **kwargs: Any) -> None:
             paths = [item for item in (*args, *kwargs.values()) if isinstance(item, str | os.PathLike)]
-            with self.deferring_errors(paths[0] if paths else "a file"):
+            recording = self.recorder.recording() if self.recorder is not None else nullcontext()
+            with self.deferring_errors(paths[0] if paths else "a file"), recording:
                 write(*args, **kwargs)
                 if sync and paths and Path(paths[0]).is_file():
                     sync_file(Path(paths[0]))
@@ -183,20 +187,35 @@ class Save:
         """Raise on every rank if one has recorded an error; every rank must call it."""
         if not any(failed for (failed,) in gather_numbers([bool(self.failed)], self.owner.device)):
             return
-        if self._is_swapped:
-            with suppress(OSError):
-                swap_back(self.target, self._old, self.new)
-                self._is_swapped, self._old = False, None
+        self.undo_rename()
         own = str(self.failed[0]) if self.failed else None
         found = gather((own, self.state_of_target()[0] if self.publishes else None))
         self.discard()
         errors = [f"Rank {rank}: {text.removesuffix('.')}." for rank, (text, _) in enumerate(found) if text]
-        more = f" And {len(errors) - 2} more ranks." if len(errors) > 2 else ""
         states = " ".join(dict.fromkeys(text for _, text in found if text))
-        raise CheckpointError(
-            f"{self.target} was not saved. {' '.join(errors[:2])}{more} {states} The run can go on, and save again once"
+        raise self.failure(errors[:2], len(errors), states) from (self.failed[0] if self.failed else None)
+
+    def failure(self, errors: list[str], count: int, states: str) -> CheckpointError:
+        """The error that every rank raises.
+
+        Args:
+            errors: those of the first two ranks, as sentences.
+            count: of all ranks with an error.
+            states: of the target on each disk, as sentences.
+        """
+        more = f" And {count - 2} more ranks." if count > 2 else ""
+        return CheckpointError(
+            f"{self.target} was not saved. {' '.join(errors)}{more} {states} The run can go on, and save again once"
             " the cause is removed."
-        ) from (self.failed[0] if self.failed else None)
+        )
+
+    def write_recorded(self) -> None:
+        """Write and sync what the recorder has; an error is recorded."""
+        assert self.recorder is not None
+        with self.deferring_errors(self.target):
+            for path in self.recorder.write():
+                if self.sync:
+                    sync_file(path)
 
     # The final name
 
@@ -230,26 +249,47 @@ class Save:
             CheckpointError: a rank has recorded an error.
         """
         if not self.anyone_failed(self.publishes) and self.publishes and not self.failed:
-            with self.deferring_errors(self.target):
-                marker(self.work, self.owner.rank).stat()  # raises if somebody has removed the folder meanwhile
-                if self.sync:
-                    self._sync_new()
-                if self.keeps_others and self.target.is_dir():
-                    link_missing(self.target, self.new)
-                self._old = swap(self.new, self.target, self.work / "old")
-                self._is_swapped = True
-                if finish is not None:
-                    finish(self)
-                if self.sync:
-                    sync_folder(self.target.parent)
+            self.rename(finish)
         self.raise_on_all_ranks()
         if self.publishes:
-            published = self.attached.published
-            published.pop(self.target, None)
-            published[self.target] = identity(self.target)
-            if len(published) > _REMEMBERED:
-                published.pop(next(iter(published)))
+            self._note_published()
             self._remove()
+
+    def rename(self, finish: Callable[[Save], None] | None) -> None:
+        """Give the checkpoint its final name on this rank's disk; an error is recorded."""
+        with self.deferring_errors(self.target):
+            marker(self.work, self.owner.rank).stat()  # raises if somebody has removed the folder meanwhile
+            if self.sync:
+                self._sync_new()
+            if self.keeps_others and self.target.is_dir():
+                link_missing(self.target, self.new)
+            self._old = swap(self.new, self.target, self.work / "old")
+            self._is_swapped = True
+            if finish is not None:
+                finish(self)
+            if self.sync:
+                sync_folder(self.target.parent)
+
+    def undo_rename(self) -> None:
+        """Put what was at the target back, if this rank has renamed."""
+        if self._is_swapped:
+            with suppress(OSError):
+                swap_back(self.target, self._old, self.new)
+                self._is_swapped, self._old = False, None
+
+    def close(self) -> None:
+        """Remove what is no longer needed, once the checkpoint has its name."""
+        if self.publishes:
+            self._note_published()
+            self._unlock()
+            self._remove_all()
+
+    def _note_published(self) -> None:
+        published = self.attached.published
+        published.pop(self.target, None)
+        published[self.target] = identity(self.target)
+        if len(published) > _REMEMBERED:
+            published.pop(next(iter(published)))
 
     def discard(self) -> None:
         """Remove what was written, unless another rank may have published its part."""

@@ -5,20 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..common.collectives import default_store, world_size
 from ..common.errors import named
 from ..common.overrides import set_to
-from ..engine import frozen
+from ..engine import frozen, in_flight
 from ..engine.attached import Attached
 from ..engine.owner import is_first, warn
 from ..settings import FLAG
 from ..settings import current as settings
 from .agreement import agree, explaining_errors
+from .background import Votes, publish
+from .recording import Recorder
 from .save import Save, current
 
-_MUST_BE_EQUAL = ("keep", "leave_out", "export", "fp32_weights", "sync", "whole_model")
+_MUST_BE_EQUAL = ("keep", "leave_out", "export", "fp32_weights", "sync", "whole_model", "async_save")
 """The settings that change what the ranks do together in a save."""
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
@@ -59,13 +63,22 @@ def saving(
             _choose_destination(save)
         else:
             save.is_in_place = True
+        if settings().async_save and not save.is_in_place and (default_store() is not None or world_size() == 1):
+            known.recorder = save.recorder = known.recorder or Recorder()
+            save.recorder.begin()
         try:
             with set_to(current, save):
                 yield save
         except BaseException:
             save.discard()
             raise
-        save.raise_on_all_ranks() if save.is_in_place else save.publish(finish)
+        if save.recorder is not None:
+            save.raise_on_all_ranks()  # and every rank has recorded its files
+            in_flight.start(partial(publish, save, finish, Votes(save)), known)
+        elif save.is_in_place:
+            save.raise_on_all_ranks()
+        else:
+            save.publish(finish)
 
 
 def begin(engine: Any, known: Attached, path: Any, what: str, exclude: bool) -> Save:
@@ -79,8 +92,10 @@ def begin(engine: Any, known: Attached, path: Any, what: str, exclude: bool) -> 
         exclude: whether frozen parameters are left out.
 
     Raises:
+        CheckpointError: on every rank, if the save before was still in flight, and has failed.
         CheckpointMismatchError: on every rank, if the ranks differ in what they save.
     """
+    in_flight.wait()
     now = settings()
     options = {name: getattr(now, name) for name in _MUST_BE_EQUAL}
     candidates = frozen.to_leave_out(known, engine) if exclude else None

@@ -13,7 +13,7 @@ from typing import Any
 from ...common.overrides import overridden, set_to
 from ...common.work_folder import moved_away
 from ...cures import moved_in_deepspeed, unwrapped
-from ...engine import handshake
+from ...engine import handshake, in_flight
 from ...engine.attached import attach
 from ...engine.serving import begin_serving
 from ...load.load import Load, where_it_is
@@ -82,7 +82,10 @@ def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
     with saving(engine, known, path, "a checkpoint", owner.excludes(None)) as save:
         if is_local(path):
             call.arguments[name] = save.destination
-        return wrapped(*call.args, **call.kwargs)
+        result = wrapped(*call.args, **call.kwargs)
+    if Path(path).name.startswith("hpc_ckpt"):  # Lightning's handler of Slurm's signals lets the job end after it
+        in_flight.wait()
+    return result
 
 
 def load_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -143,6 +146,7 @@ def find_last(wrapped: Callable[..., set[str]], callback: Any, args: tuple[Any, 
     Where the file system cannot exchange two names in one step, a save that is killed in between has moved the last
     checkpoint away, and `fit` would start from nothing.
     """
+    in_flight.wait()
     found = wrapped(*args, **kwargs)
     folder = getattr(callback, "_ModelCheckpoint__resolve_ckpt_dir", lambda _: callback.dirpath)(*args, **kwargs)
     last = str(getattr(callback, "CHECKPOINT_NAME_LAST", "last"))

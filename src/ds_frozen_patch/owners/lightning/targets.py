@@ -1,4 +1,4 @@
-"""What of Lightning is wrapped: the strategies of its four packages, and two functions beside them."""
+"""What of Lightning is wrapped: the strategies of its four packages, and functions beside them."""
 
 from __future__ import annotations
 
@@ -43,6 +43,9 @@ BESIDE = tuple(
     for module, class_name, attribute in (
         ("utilities.deepspeed", "", "convert_zero_checkpoint_to_fp32_state_dict"),
         ("callbacks.model_checkpoint", "ModelCheckpoint", "_find_last_checkpoints"),
+        ("callbacks.model_checkpoint", "ModelCheckpoint", "_link_checkpoint"),
+        ("strategies.strategy", "Strategy", "remove_checkpoint"),
+        ("strategies.strategy", "Strategy", "teardown"),
     )
 )
 """Functions that are wrapped beside their package's target, where they exist."""

@@ -1,0 +1,117 @@
+"""What `torch.save` writes, recorded with the values of this moment, to be written to its file later.
+
+torch writes a file by one call for each storage, and a few more. Made again with copies of the data, these calls write
+the same bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..common.overrides import overridden
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class Recorder:
+    """Records files of one rank. The memory for their data is kept, and used again for the next save.
+
+    Attributes:
+        files: the recorded calls for each file, in order.
+        copies: the addresses of the copies made for this save.
+    """
+
+    files: list[tuple[Path, list[tuple[str, tuple[Any, ...]]]]] = field(default_factory=list)
+    copies: set[int] = field(default_factory=set)
+    _buffers: list[torch.UntypedStorage] = field(default_factory=list)
+    _used: int = 0
+
+    def begin(self) -> None:
+        """Forget what was recorded."""
+        self.files, self.copies, self._used = [], set(), 0
+
+    def recording(self) -> AbstractContextManager[None]:
+        """While this lasts, `torch.save` of this thread writes nothing; what it would write is recorded."""
+        import torch
+
+        module: Any = torch.serialization
+        storages: Any = torch.UntypedStorage
+        thread = threading.get_ident()
+        open_writer, to_cpu = module._open_zipfile_writer, storages.cpu
+
+        def open_recorder(file: Any) -> Any:
+            return self._file(file) if threading.get_ident() == thread else open_writer(file)
+
+        def to_buffer(storage: Any) -> Any:
+            return self._copy(storage) if threading.get_ident() == thread else to_cpu(storage)
+
+        return overridden([(module, "_open_zipfile_writer", open_recorder), (storages, "cpu", to_buffer)])
+
+    def write(self) -> Iterator[Path]:
+        """Write the files, one for each step."""
+        import torch
+
+        serialization: Any = torch.serialization
+        for path, calls in self.files:
+            with serialization._open_zipfile_writer(str(path)) as writer:
+                for name, arguments in calls:
+                    getattr(writer, name)(*arguments)
+            yield path
+
+    @contextmanager
+    def _file(self, file: Any) -> Iterator[_Calls]:
+        calls = _Calls(self)
+        yield calls
+        self.files.append((Path(file), calls.made))
+
+    def _copy(self, storage: Any) -> Any:
+        """A copy on the CPU, of a storage on any device."""
+        buffer = self._buffer(storage.nbytes(), storage.device.type == "cuda")
+        buffer.copy_(storage)
+        return buffer
+
+    def _copy_from(self, address: int, size: int) -> Any:
+        """A copy of memory of the CPU."""
+        buffer = self._buffer(size, False)
+        if size:
+            ctypes.memmove(buffer.data_ptr(), address, size)
+        return buffer
+
+    def _buffer(self, size: int, pinned: bool) -> Any:
+        import torch
+
+        if self._used == len(self._buffers) or self._buffers[self._used].nbytes() != size:
+            made = torch.empty(size, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
+            self._buffers[self._used : self._used + 1] = [made]
+        buffer = self._buffers[self._used]
+        self._used += 1
+        self.copies.add(buffer.data_ptr())
+        return buffer
+
+
+class _Calls:
+    """In the place of torch's writer: records the calls of its methods."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.made: list[tuple[str, tuple[Any, ...]]] = []
+
+    def write_record(self, name: str, data: Any, size: int) -> None:
+        """Record data: text, bytes, a storage, or before torch 2.3 the address of one."""
+        if not isinstance(data, str | bytes):
+            address = data if isinstance(data, int) else data.data_ptr()
+            if address not in self._recorder.copies:
+                copy = self._recorder._copy_from(address, size)
+                data = copy.data_ptr() if isinstance(data, int) else copy
+        self.made.append(("write_record", (name, data, size)))
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: self.made.append((name, arguments))

@@ -1,0 +1,262 @@
+"""Promise 20: saves that training does not wait for."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import owners
+import pytest
+import runs
+import torch
+from owners import OWNERS, PEFT, Run
+from under_test import ModelCheckpoint
+
+import ds_frozen_patch
+from ds_frozen_patch.common.overrides import overridden
+from ds_frozen_patch.engine import in_flight
+from ds_frozen_patch.engine.attached import attached
+from ds_frozen_patch.save import agreement
+from ds_frozen_patch.save.recording import Recorder
+
+pytestmark = [pytest.mark.promise(20), pytest.mark.everyday]
+by_each = pytest.mark.parametrize("by", OWNERS)
+WRITE = Recorder.write
+
+
+def writing(seconds: float = 0, fails: bool = False, rank: int | None = None) -> AbstractContextManager[None]:
+    """While this lasts, a rank's files, or all, take so many seconds to be written, or cannot be."""
+
+    def write(recorder: Recorder) -> Iterator[Path]:
+        if rank in (None, torch.distributed.get_rank()):
+            time.sleep(seconds)
+            if fails:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        yield from WRITE(recorder)
+
+    return overridden([(Recorder, "write", write)])
+
+
+def whole_and_resumed(by: str, out: str, stage: int) -> Any:
+    with owners.served(async_save=True):
+        whole = Run(by, out, 2, stage, PEFT)
+        first = whole.train()
+        again = Run(by, f"{out}/again", 2, stage, PEFT)
+        resumed = again.train(whole.at(0))
+    return first, resumed
+
+
+SHORT = [("deepspeed", 0), ("accelerate", 3), ("trainer", 2)]
+CASES = [pytest.param(by, n, marks=pytest.mark.short if (by, n) in SHORT else ()) for by in OWNERS for n in (0, 2, 3)]
+
+
+@pytest.mark.parametrize(("by", "stage"), CASES)
+def test_resumed_bit_for_bit(ranks: Any, tmp_path: Path, by: str, stage: int) -> None:
+    for (losses, state), resumed in ranks(2, whole_and_resumed, by=by, out=str(tmp_path), stage=stage):
+        assert resumed == (losses[owners.STEPS :], state)
+    assert not list(tmp_path.rglob(".ds_frozen_patch-*"))
+
+
+def saved_in_both_ways(out: str, stage: int) -> Any:
+    """A save that returns when its files are written, and one in flight while everything changes."""
+    one_id = overridden([(agreement, "uuid4", lambda: UUID(int=1 << 100))])
+    with owners.served(), one_id:
+        run = Run("deepspeed", out, 2, stage, PEFT)
+        run.train_epoch()
+        mine: dict[str, Any] = {"list": [1, 2], "tensor": torch.ones(3)}
+        run.engine.save_checkpoint(f"{out}/sync", tag="a", client_state={"mine": mine})
+        ds_frozen_patch.patch(async_save=True)
+        with writing(seconds=1):
+            run.engine.save_checkpoint(f"{out}/async", tag="a", client_state={"mine": mine})
+            mine["list"].append(3)
+            mine["tensor"].zero_()
+            run.train_epoch()
+            torch.distributed.barrier()
+            is_there = Path(out, "async", "a").exists()
+            torch.distributed.barrier()
+            in_flight.wait()
+        return is_there
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_same_bytes(ranks: Any, tmp_path: Path, stage: int) -> None:
+    """What is written later is the state at the moment of the call."""
+    assert ranks(2, saved_in_both_ways, out=str(tmp_path), stage=stage) == [False, False]
+    files = {file.relative_to(tmp_path / "sync") for file in (tmp_path / "sync").rglob("*") if file.is_file()}
+    assert len([file for file in files if file.name.endswith("_states.pt")]) == (3 if stage == 2 else 4)
+    for file in files:
+        assert (tmp_path / "sync" / file).read_bytes() == (tmp_path / "async" / file).read_bytes(), file
+
+
+def on_a_slow_disk(out: str) -> Any:
+    """Rank 1 writes slowly, twice, and both ranks train meanwhile."""
+    with owners.served(async_save=True), writing(seconds=1.5, rank=1):
+        run = Run("deepspeed", out, 2, 2)
+        found = []
+        for tag in ("a", "b"):
+            run.engine.save_checkpoint(out, tag=tag)
+            run.train_epoch()
+            torch.distributed.barrier()
+            found.append(sorted(item.name for item in Path(out).glob("[!.]*")))
+            torch.distributed.barrier()
+        with runs.heard() as said:
+            in_flight.wait()
+        known = attached(run.engine)
+        assert known is not None
+        size = sum(buffer.nbytes() for buffer in known.recorder._buffers)
+        return found, sorted(item.name for item in Path(out, "b").iterdir()), size, said
+
+
+def test_training_goes_on_while_one_rank_writes(ranks: Any, tmp_path: Path) -> None:
+    """The second save waits for the first, and one copy is in memory."""
+    for found, files, size, _ in ranks(2, on_a_slow_disk, out=str(tmp_path)):
+        assert found[0] == []
+        assert "a" in found[1]
+        assert "b" not in found[1]
+        largest = max(file.stat().st_size for file in (tmp_path / "a").iterdir())
+        assert size <= sum(file.stat().st_size for file in (tmp_path / "a").iterdir())
+        assert size > largest / 2
+        assert len(files) == 3
+    assert (tmp_path / "latest").read_text() == "b"
+
+
+def failed(by: str, out: str, heard_at: str) -> Any:
+    """Rank 1 cannot write the second checkpoint; where every rank hears of it, and what is there then."""
+    with owners.served(async_save=True):
+        options: dict[str, Any] = {"save_strategy": "no"} if by == "trainer" else {}
+        run = Run(by, out, 2, 2, **options)
+        if by == "trainer":
+            run.trainer.train()
+            run.save(run.at(0))
+        else:
+            run.train(epochs=1)
+        with writing(fails=True, rank=1):
+            run.save(Path(out, "bad") if by != "trainer" else run.at(1), 1)
+            in_flight.join()
+        if heard_at == "save":
+            said = runs.refusal(run.save, Path(out, "good"))
+            run.save(Path(out, "good"))
+        elif heard_at == "load":
+            said = runs.refusal(run.load, run.at(0))
+            run.load(run.at(0))
+        else:
+            said = runs.refusal(ds_frozen_patch.unpatch)
+    return said
+
+
+@pytest.mark.short
+@pytest.mark.parametrize(
+    ("by", "heard_at"), [("deepspeed", "save"), ("accelerate", "load"), ("deepspeed", "unpatch"), ("trainer", "save")]
+)
+def test_a_failure_is_raised_on_every_rank(ranks: Any, tmp_path: Path, by: str, heard_at: str) -> None:
+    for kind, said in ranks(2, failed, by=by, out=str(tmp_path), heard_at=heard_at):
+        assert kind == "CheckpointError"
+        assert "was not saved. Rank 1" in said
+        assert "No space left" in said
+    names = {item.name for item in tmp_path.iterdir() if not item.name.startswith(".")}
+    assert "bad" not in names
+    if heard_at == "save" and by == "deepspeed":
+        assert {"epoch0", "good"} <= names
+
+
+# What removes older checkpoints
+
+
+def kept_by_lightning(out: str, options: dict[str, Any], async_save: bool, fails: bool) -> Any:
+    with ds_frozen_patch.patched(async_save=async_save):
+        callback = ModelCheckpoint(dirpath=out, filename="{step}", **options)
+        trainer = runs.trainer(out, 2, 2, epochs=3, callbacks=[callback])
+        if not fails:
+            trainer.fit(runs.LoraRun(), runs.batches(2))
+            return callback.best_model_path, callback.last_model_path
+
+        def fail_second(recorder: Recorder) -> Iterator[Path]:
+            if trainer.global_step > runs.BATCHES:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            yield from WRITE(recorder)
+
+        with overridden([(Recorder, "write", fail_second)]):
+            return runs.refusal(trainer.fit, runs.LoraRun(), runs.batches(2))
+
+
+LAST = {"save_last": True, "save_top_k": 1}
+
+
+@pytest.mark.parametrize(
+    "options", [{"save_top_k": 1}, LAST, {**LAST, "save_last": "link"}], ids=["top", "last", "link"]
+)
+def test_lightning_keeps_what_it_would(ranks: Any, tmp_path: Path, options: dict[str, Any]) -> None:
+    results, names = [], []
+    for way in (True, False):
+        out = tmp_path / "run"
+        results.append(ranks(2, kept_by_lightning, out=str(out), options=options, async_save=way, fails=False))
+        names.append(sorted((str(item.relative_to(out)), item.is_symlink()) for item in out.rglob("*")))
+        for item in out.glob("*.ckpt"):
+            assert not ds_frozen_patch.verify(item).problems
+        out.rename(tmp_path / str(way))
+    assert results[0] == results[1]
+    assert names[0] == names[1]
+
+
+@pytest.mark.short
+def test_what_failed_replaces_nothing(ranks: Any, tmp_path: Path) -> None:
+    """The checkpoint before is removed only once the next has its name; the error is raised by the save after it."""
+    options = {**LAST, "save_last": "link"}
+    for kind, said in ranks(2, kept_by_lightning, out=str(tmp_path), options=options, async_save=True, fails=True):
+        assert kind == "CheckpointError"
+        assert "No space left" in said
+    (first,) = (item for item in tmp_path.glob("step*.ckpt"))
+    assert (tmp_path / "last.ckpt").resolve() == first
+    assert not ds_frozen_patch.verify(first).problems
+
+
+# The end of the process
+
+
+PROGRAM = """
+import sys, time, os, signal
+sys.path[:0] = {path!r}
+import torch, deepspeed, owners, runs
+import ds_frozen_patch
+from test_async import writing
+os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0", PATCHED="1")
+ds_frozen_patch.patch(async_save=True)
+run = owners.Run("deepspeed", {out!r}, 1, 2)
+run.engine.save_checkpoint({out!r}, tag="first")
+run.train_epoch()
+slow = writing(seconds=1.5, fails={fails!r})
+slow.__enter__()
+run.engine.save_checkpoint({out!r}, tag="second")
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "fails", "status", "newest"),
+    [
+        ("", False, 0, "second"),
+        ("", True, 1, "first"),
+        ("raise KeyError('mine')", False, 1, "second"),
+        ("raise KeyboardInterrupt", False, -signal.SIGINT, "second"),
+        ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)", False, -signal.SIGTERM, "second"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", False, -signal.SIGKILL, "first"),
+    ],
+    ids=["normal", "failed", "exception", "interrupt", "SIGTERM", "kill -9"],
+)
+def test_the_end_of_the_process(tmp_path: Path, end: str, fails: bool, status: int, newest: str) -> None:
+    program = PROGRAM.format(path=[*sys.path, str(Path(__file__).parent)], out=str(tmp_path), fails=fails, end=end)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == status, done.stderr[-3000:]
+    assert (tmp_path / "latest").read_text() == newest
+    assert not ds_frozen_patch.verify(tmp_path).problems
+    assert (tmp_path / "second").exists() == (newest == "second")
+    assert ("No space left" in done.stderr) == fails
