@@ -110,6 +110,11 @@ def join() -> None:
     is_ending.clear()
 
 
+def is_any() -> bool:
+    """Whether there is a save in flight, or one whose end nobody has waited for."""
+    return _in_flight is not None
+
+
 def afterwards(call: Callable[[], Any]) -> None:
     """Call something once the save in flight has succeeded; now, if there is none."""
     _in_flight.afterwards(call) if _in_flight is not None else call()

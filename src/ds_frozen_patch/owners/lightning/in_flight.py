@@ -20,14 +20,16 @@ def remove_checkpoint(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...]
     in_flight.afterwards(partial(wrapped, *args, **kwargs))
 
 
-def link_checkpoint(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def link_checkpoint(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`ModelCheckpoint._link_checkpoint`, for `save_last="link"`: links to a checkpoint once it has its name."""
+    if not in_flight.is_any():
+        return wrapped(*args, **kwargs)
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     trainer = call.arguments["trainer"]
     no_barrier = SimpleNamespace(barrier=lambda *_: None)  # a thread must not enter a collective
     call.arguments["trainer"] = SimpleNamespace(is_global_zero=trainer.is_global_zero, strategy=no_barrier)
     in_flight.afterwards(partial(wrapped, *call.args, **call.kwargs))
-    trainer.strategy.barrier()
+    return trainer.strategy.barrier()
 
 
 def teardown(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
