@@ -128,14 +128,21 @@ def resumed(by: str, out: str, stage: int, world_size: int, place: str) -> Any:
         return Run(by, f"{out}/again", world_size, stage, BY_HAND).train(Path(place))
 
 
+def saved_to(
+    ranks: Any, run: Path, by: str, stage: int, patched: bool, epoch: int
+) -> tuple[Any, Path, str | None, str]:
+    """What each rank has seen of a run of two epochs, and its checkpoint of one: directory, tag, and folder's name."""
+    run.mkdir()
+    seen = ranks(2, saved_fully, by=by, out=str(run), stage=stage, patched=patched)
+    names = f"epoch{epoch}", f"checkpoint-{owners.STEPS * (epoch + 1)}"
+    place = next(run / name for name in names if (run / name).exists())
+    return (seen, run, place.name, place.name) if by == "deepspeed" else (seen, place, None, place.name)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 @by_each
 def test_the_tools_read_what_each_writes(ranks: Any, tmp_path: Path, by: str, stage: int) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    seen = ranks(2, saved_fully, by=by, out=str(run), stage=stage, patched=True)
-    last = next(place for place in (run / "epoch1", run / "checkpoint-8") if place.exists())
-    folder, tag = (run, last.name) if by == "deepspeed" else (last, None)
+    seen, folder, tag, name = saved_to(ranks, tmp_path / "run", by, stage, patched=True, epoch=1)
     assert not ds_frozen_patch.verify(folder, tag).problems
     assert ds_frozen_patch.inspect(folder, tag).zero_stage == stage
     ds_frozen_patch.consolidate(folder, tmp_path / "trained.safetensors", tag)
@@ -145,12 +152,12 @@ def test_the_tools_read_what_each_writes(ranks: Any, tmp_path: Path, by: str, st
     with safe_open(tmp_path / "trained.safetensors", "pt") as weights:
         assert sorted(weights.keys()) == trained
         own = module.state_dict()
-        for name in trained:
-            assert torch.equal(own[name], weights.get_tensor(name)), name
+        for key in trained:
+            assert torch.equal(own[key], weights.get_tensor(key)), key
             if stage == 2:
-                assert torch.equal(own[name], seen[0][2][name]), name
-    ds_frozen_patch.reshard(folder, tmp_path / "one" / last.name, tag, ranks=1)
-    place = tmp_path / "one" / last.name / (tag or "")
+                assert torch.equal(own[key], seen[0][2][key]), key
+    ds_frozen_patch.reshard(folder, tmp_path / "one" / name, tag, ranks=1)
+    place = tmp_path / "one" / name / (tag or "")
     ((losses, _),) = ranks(1, goes_on, by=by, out=str(tmp_path), stage=stage, place=str(place))
     assert losses == []
 
@@ -164,12 +171,8 @@ def goes_on(by: str, out: str, stage: int, place: str) -> Any:
 @by_each
 def test_a_full_checkpoint_pruned(ranks: Any, tmp_path: Path, by: str, stage: int) -> None:
     """What was saved without us, pruned, is resumed bit for bit."""
-    run = tmp_path / "run"
-    run.mkdir()
-    plain = ranks(2, saved_fully, by=by, out=str(run), stage=stage, patched=False)
-    first = next(place for place in (run / "epoch0", run / "checkpoint-4") if place.exists())
-    folder, tag = (run, first.name) if by == "deepspeed" else (first, None)
-    target = tmp_path / "small" / first.name
+    plain, folder, tag, name = saved_to(ranks, tmp_path / "run", by, stage, patched=False, epoch=0)
+    target = tmp_path / "small" / name
     target.parent.mkdir()
     ds_frozen_patch.prune(folder, target, tag)
     found = ranks(2, resumed, by=by, out=str(tmp_path), stage=stage, world_size=2, place=str(target / (tag or "")))

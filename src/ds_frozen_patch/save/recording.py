@@ -105,7 +105,7 @@ class _Calls:
         self.made: list[tuple[str, tuple[Any, ...]]] = []
 
     def write_record(self, name: str, data: Any, size: int) -> None:
-        """Record data: text, bytes, a storage, or before torch 2.3 the address of one."""
+        """Record data: text, bytes, a storage, or in old releases of torch the address of one."""
         if not isinstance(data, str | bytes):
             address = data if isinstance(data, int) else data.data_ptr()
             if address not in self._recorder.copies:

@@ -20,8 +20,8 @@ from ...common.errors import CheckpointError, named
 from ..format.zip_directory import open_regular
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-_ASK_FOR_TAG = "Pass the name of one as `tag`, or --tag on the command line."
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_ASK_FOR_TAG = "Pass the name of one as `tag`, or --tag on the command line."
 
 
 class UnknownLayoutError(CheckpointError):
