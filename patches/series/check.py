@@ -15,9 +15,10 @@ from datetime import date
 from pathlib import Path
 
 from series.folder import (
-    PREFIXES,
+    OF_DEEPSPEED,
     ROOT,
     Line,
+    Repository,
     SeriesError,
     already_applied,
     apply_to_package,
@@ -26,14 +27,15 @@ from series.folder import (
     git,
     read,
     read_index,
+    repository_of,
     subject,
     texts,
 )
 from series.trial import Landing, contents, format_series, landing, syntax_error, try_series, unlike
 
 FIELDS = ("Origin", "Forwarded", "Applied-Upstream", "Bug", "Last-Update")
-OWN = ("series", "__pycache__")  # the program itself
-TOUCHED = ("src/lightning/", "tests/", "docs/")
+OWN = ("series", "__pycache__", OF_DEEPSPEED)  # the program itself, and what has an index of its own
+WHEELS = ("lightning", "pytorch_lightning")
 EXPORT_ANEW = "export the series anew: python patches export"
 # What a patch must match or must not, and what is wrong otherwise.
 FORM = (
@@ -46,7 +48,6 @@ FORM = (
     (r"(?m)^(GIT binary patch|Binary files )", False, "changes a binary file, which a series must not"),
     (r"(?m)^diff --git ", True, "changes nothing, remove it"),
     (r"(?m)^diff --git a/tests/", True, "changes nothing in tests/, add a test to the commit"),
-    (r"(?m)^diff --git .*/CHANGELOG\.md$", True, "changes no CHANGELOG.md, add an entry to the commit"),
 )
 
 
@@ -75,7 +76,8 @@ class Report:
 
 
 def lint(patches: Path) -> list[str]:
-    """Return what is wrong with the files in `patches/`: "file: what, what to do"."""
+    """Return what is wrong with the files in a folder with an index: "file: what, what to do"."""
+    repository = repository_of(patches)
     try:
         lines = read_index(patches)
     except SeriesError as error:
@@ -86,7 +88,9 @@ def lint(patches: Path) -> list[str]:
         if not files:
             problems.append(f"{folder.name}: has no patches, export them: python patches export")
         for number, file in enumerate(files, 1):
-            problems += [f"{folder.name}/{file.name}: {problem}" for problem in _patch_problems(file, number)]
+            problems += [
+                f"{folder.name}/{file.name}: {problem}" for problem in _patch_problems(file, number, repository)
+            ]
     return problems
 
 
@@ -107,7 +111,7 @@ def _index_problems(patches: Path, lines: list[Line]) -> Iterator[str]:
             yield f"says that {line.folder.name} was made on {line.made_on}, which is not one of its tags, name one"
 
 
-def _patch_problems(file: Path, number: int) -> Iterator[str]:
+def _patch_problems(file: Path, number: int, repository: Repository) -> Iterator[str]:
     if not re.fullmatch(r"\d{4}-.+\.patch", file.name):
         yield "is not a patch named like 0001-slug.patch, remove it"
         return
@@ -118,13 +122,16 @@ def _patch_problems(file: Path, number: int) -> Iterator[str]:
     for pattern, wanted, problem in FORM:
         if bool(re.search(pattern, text)) != wanted:
             yield problem
+    pattern, problem = repository.required
+    if not re.search(pattern, text):
+        yield problem
     message, _, changes = text.partition("\ndiff --git ")
     yield from _message_problems(message.partition("\n\n")[2])
     for line in re.findall(r"(?m)^\+.*[ \t\r]$", changes):
         yield f"adds trailing whitespace in {line.strip()!r}, remove it in the commit"
-    paths = [path for path, _ in diffs(text)]
+    own = (repository.source, *repository.beside)
     yield from (
-        f"changes {path}, a series is for {', '.join(TOUCHED)}" for path in paths if not path.startswith(TOUCHED)
+        f"changes {path}, a series is for {', '.join(own)}" for path, _ in diffs(text) if not path.startswith(own)
     )
 
 
@@ -150,11 +157,11 @@ def _message_problems(body: str) -> Iterator[str]:
 
 
 def check_clone(lines: list[Line], repo: Path, say: Callable[[str], None]) -> Report:
-    """Apply each series to each tag of its line that a clone of Lightning's repository has."""
+    """Apply each series to each tag of its line that a clone of the repository has."""
     try:
         repo = Path(git(repo, "rev-parse", "--absolute-git-dir").strip())
     except SeriesError:
-        raise SeriesError(f"{repo} is no git repository; name a clone of Lightning's with --repo") from None
+        raise SeriesError(f"{repo} is no git repository; name a clone with --repo") from None
     report = Report(("tag", "folder", "applies", "same places", "compiles", "detected", "re-export"))
     for line in lines:
         checked: dict[str, Checks] = {}
@@ -177,7 +184,7 @@ def _check_tag(line: Line, tag: str, made: Landing | None, repo: Path, scratch: 
         return [["is not in this clone, fetch it: git fetch --tags"]], None
     trial = try_series(repo, tag, line.patches, scratch)
     if trial.failed:
-        return [[f"patches/{line.folder.name} does not apply: {trial.failed}"]], None
+        return [[f"{line.place} does not apply: {trial.failed}"]], None
     checks: Checks = [
         [],
         _elsewhere(line, trial.landing if tag == line.made_on else made, trial.landing),
@@ -187,7 +194,7 @@ def _check_tag(line: Line, tag: str, made: Landing | None, repo: Path, scratch: 
     if tag == line.made_on:
         files = format_series(trial.root, trial.base, "HEAD", scratch.with_name("export"))
         same = contents(files) == contents(line.patches)
-        checks.append([] if same else [f"patches/{line.folder.name} is not what git would export, {EXPORT_ANEW}"])
+        checks.append([] if same else [f"{line.place} is not what git would export, {EXPORT_ANEW}"])
     return checks, trial.landing
 
 
@@ -244,10 +251,10 @@ def _check_release(
 ) -> dict[str, Outcome]:
     """Install both packages of a release into a folder and apply the series to them."""
     say(f"{line.folder.name} on the wheels of {release}")
-    wanted = [f"{package.replace('_', '-')}=={release}" for package in PREFIXES]
+    wanted = [f"{package.replace('_', '-')}=={release}" for package in WHEELS]
     done = subprocess.run([*install, "--target", str(site), *wanted], capture_output=True, text=True, check=False)
     outcomes = {}
-    for package in PREFIXES:
+    for package in WHEELS:
         outcome = outcomes[package] = Outcome()
         try:
             if done.returncode:

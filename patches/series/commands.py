@@ -1,6 +1,6 @@
-"""The patch series for Lightning's own repository, in `patches/`: `python patches --help`.
+"""The patch series for the repositories of Lightning and DeepSpeed, in `patches/`: `python patches --help`.
 
-For who keeps a fork of Lightning: `apply`. For who keeps the series: `lint`, `check`, `export` and `new`.
+For who keeps a fork: `apply`. For who keeps the series: `lint`, `check`, `export` and `new`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from pathlib import Path
 from packaging.version import Version
 from series import check as series_check
 from series.folder import (
+    DEEPSPEED,
+    LIGHTNING,
+    OF_DEEPSPEED,
     PATCHES,
     Line,
     SeriesError,
@@ -22,6 +25,7 @@ from series.folder import (
     git,
     read,
     read_index,
+    repository_of,
     subject,
     version,
     write_index,
@@ -34,7 +38,8 @@ COMMAND = "python patches"
 def apply(patches: Path, checkout: Path) -> str:
     """Apply the series that is for a checkout's release to it, completely or not at all; returns what was done."""
     root = clean_checkout(checkout)
-    line = line_of(read_index(patches), root)
+    patches = patches_for(patches, root)
+    line = line_of(patches, root)
     if not line.patches:
         raise SeriesError(f"{line.folder} has no patches; get them from the repository that this program is from")
     refuse_applied(root, line)
@@ -42,9 +47,8 @@ def apply(patches: Path, checkout: Path) -> str:
     with tempfile.TemporaryDirectory() as scratch:
         trial = try_series(root, "HEAD", line.patches, Path(scratch, "trial"))
         if trial.failed:
-            what = (
-                f"this checkout differs from Lightning there: apply them by hand with git am -3 {line.folder}/*.patch"
-            )
+            name = repository_of(patches).name
+            what = f"this checkout differs from {name} there: apply them by hand with git am -3 {line.folder}/*.patch"
             raise SeriesError(f"the patches do not apply, nothing was changed: {trial.failed}; {what}")
         if not has_commit(root, line.made_on):
             note = f"; {line.made_on} is not in this clone, so the places of the changes were not compared with it"
@@ -64,14 +68,17 @@ def apply(patches: Path, checkout: Path) -> str:
 
 
 def clean_checkout(checkout: Path) -> Path:
-    """Return the root of a checkout of Lightning's repository without unfinished work; SeriesError if it is none."""
+    """Return the root of a checkout without unfinished work; SeriesError if it is none."""
     try:
         root = Path(git(checkout, "rev-parse", "--show-toplevel").strip())
     except SeriesError:
-        raise SeriesError(f"{checkout} is no git checkout; name a clone of Lightning's repository") from None
-    if not (root / "src" / "lightning").is_dir():
         raise SeriesError(
-            f"{root} has no src/lightning; name a clone of Lightning's repository, at release 2.0 or newer"
+            f"{checkout} is no git checkout; name a clone of Lightning's or DeepSpeed's repository"
+        ) from None
+    if not any((root / repository.source).is_dir() for repository in (LIGHTNING, DEEPSPEED)):
+        raise SeriesError(
+            f"{root} has no src/lightning and no deepspeed; name a clone of Lightning's repository, at release 2.0 or"
+            " newer, or of DeepSpeed's"
         )
     for started in ("rebase-apply", "rebase-merge"):
         if (root / git(root, "rev-parse", "--git-path", started).strip()).exists():
@@ -81,20 +88,31 @@ def clean_checkout(checkout: Path) -> Path:
     return root
 
 
-def line_of(lines: list[Line], root: Path) -> Line:
+def patches_for(patches: Path, clone: Path) -> Path:
+    """Return the folder with the series for the repository of a clone, which may be bare."""
+    try:
+        is_deepspeed = bool(git(clone, "ls-tree", "HEAD", DEEPSPEED.source.rstrip("/")))
+    except SeriesError:
+        return patches  # it is said elsewhere what is wrong with it
+    return patches / OF_DEEPSPEED if is_deepspeed else patches
+
+
+def line_of(patches: Path, root: Path) -> Line:
     """Return the line of the release that a checkout is at: by its commit, its tags, or what it says of itself."""
+    lines, repository = read_index(patches), repository_of(patches)
     head, *tags = git(root, "rev-parse", "HEAD").split() + git(root, "tag", "--points-at", "HEAD").split()
-    own = read(root / "src" / "version.info").strip()
+    own = read(root / repository.version).strip()
     parsed = version(own)
-    for name in (head, *tags, own, parsed.public if parsed else own):  # a fork may call it 2.5.2+fork
+    public = parsed.public if parsed else own  # a fork may call it 2.5.2+fork
+    for name in (head, *tags, own, public, f"v{public}"):  # DeepSpeed's tags are v0.19.5
         for line in lines:
             if name in (*line.tags, *line.untagged):
                 return line
     tag = next((tag for tag in tags if version(tag)), None)
-    near = nearest(lines, tag or own).folder.name
+    near = nearest(lines, tag or own)
     raise SeriesError(
-        f"there is no series for Lightning {tag or own or head}, the release of {root}; the nearest is patches/{near}. "
-        f"Try it: {COMMAND} new {root} {tag or head} --from {near}"
+        f"there is no series for {repository.name} {tag or own or head}, the release of {root}; the nearest is"
+        f" {near.place}. Try it: {COMMAND} new {root} {tag or head} --from {near.folder.name}"
     )
 
 
@@ -146,6 +164,7 @@ def abort_am(root: Path) -> None:
 def export(patches: Path, checkout: Path, folder: str, since: str | None = None) -> str:
     """Write the commits of a checkout as the series of a line, which is new if the index has no such folder."""
     root = clean_checkout(checkout)
+    patches = patches_for(patches, root)
     lines = read_index(patches)
     line = next((line for line in lines if line.folder.name == folder), None)
     if line is None and since is None:
@@ -189,13 +208,14 @@ def new(patches: Path, checkout: Path, tag: str, source: str | None = None) -> s
     `source` is the folder to begin with; without it, that of the nearest line is taken.
     """
     root = clean_checkout(checkout)
+    patches = patches_for(patches, root)
     lines = read_index(patches)
     if not has_commit(root, tag):
         raise SeriesError(f"{root} has no {tag}; fetch it with git fetch --tags")
     if version(tag) is None or not has_commit(root, f"refs/tags/{tag}"):
         tag = git(root, "rev-parse", f"{tag}^{{commit}}").strip()
-    if found := [line.folder.name for line in lines if tag in line.tags]:
-        raise SeriesError(f"patches/{found[0]} is for {tag} already; there is nothing to do")
+    if found := [line.place for line in lines if tag in line.tags]:
+        raise SeriesError(f"{found[0]} is for {tag} already; there is nothing to do")
     line = next((line for line in lines if line.folder.name == source), None) if source else nearest(lines, tag)
     if line is None:
         raise SeriesError(f"there is no line {source}; there are {', '.join(line.folder.name for line in lines)}")
@@ -214,7 +234,7 @@ def new(patches: Path, checkout: Path, tag: str, source: str | None = None) -> s
             untagged = tuple(name for name in line.untagged if name != tag)
             more = replace(line, tags=tags, untagged=untagged)
             write_index(patches, [more if one == line else one for one in lines])
-            return f"patches/{line.folder.name} applies to {tag} unchanged; added {tag} to patches/index.json"
+            return f"{line.place} applies to {tag} unchanged; added {tag} to {line.place.rpartition('/')[0]}/index.json"
         # With these, git am -3 finds the files that the patches were made from.
         git(root, "fetch", "--quiet", "--no-tags", str(made.root), "HEAD")
     return begin_series(root, line, lines, tag, trial.failed or f"it changes other places: {places}")
@@ -235,7 +255,7 @@ def begin_series(root: Path, line: Line, lines: list[Line], tag: str, why: str) 
     except SeriesError as error:
         left = f"git am stopped there ({error}): resolve, git add, git am --continue, until all patches are applied"
     return (
-        f"patches/{line.folder.name} does not apply to {tag} unchanged ({why}).\n"
+        f"{line.place} does not apply to {tag} unchanged ({why}).\n"
         f"{tree} has the branch series-{folder} for a series of its own; {left}.\n"
         f"Then: {COMMAND} export {tree} --line {folder} --since {tag}"
     )
@@ -247,8 +267,8 @@ def say(text: str) -> None:
 
 
 def check(patches: Path, repo: Path | None) -> str:
-    """Check every series on all releases of its line, in a clone or else in the wheels."""
-    lines = read_index(patches)
+    """Check every series on all releases of its line, in a clone or else in Lightning's wheels."""
+    lines = read_index(patches_for(patches, repo) if repo else patches)
     report = series_check.check_clone(lines, repo, say) if repo else series_check.check_wheels(lines, say)
     print(report, flush=True)
     if report.problems:
@@ -258,7 +278,10 @@ def check(patches: Path, repo: Path | None) -> str:
 
 def lint(patches: Path) -> str:
     """Check the form of the files in `patches/`."""
-    if problems := series_check.lint(patches):
+    problems = series_check.lint(patches)
+    if (patches / OF_DEEPSPEED).is_dir():
+        problems += [f"{OF_DEEPSPEED}/{problem}" for problem in series_check.lint(patches / OF_DEEPSPEED)]
+    if problems:
         raise SeriesError("\n".join(problems))
     return "all patches are in order"
 
@@ -275,7 +298,7 @@ def parser(patches: Path) -> argparse.ArgumentParser:
 
     add("lint", "check the form of the files in patches/", lambda _: lint(patches))
     one = add("check", "check each series on all releases of its line", lambda g: check(patches, g.repo))
-    clone = "a clone of Lightning's repository; without it the wheels are checked"
+    clone = "a clone of Lightning's or DeepSpeed's repository; without it Lightning's wheels are checked"
     one.add_argument("--repo", type=Path, metavar="CLONE", help=clone)
     about = "apply the series that is for a checkout's release to it"
     one = add("apply", about, lambda g: apply(patches, g.checkout))

@@ -1,6 +1,6 @@
 """The patch series of `patches/`: a folder for each line of Lightning's releases, and `patches/index.json`.
 
-What is here reads them and applies them.
+Those of DeepSpeed are in `patches/deepspeed/` in the same way. What is here reads them and applies them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ from packaging.version import InvalidVersion, Version
 
 ROOT = Path(__file__).resolve().parents[2]
 PATCHES = ROOT / "patches"
+OF_DEEPSPEED = "deepspeed"
+"""The folder in `patches/` that has the series of DeepSpeed, and their index."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 MALICIOUS = ("2.6.2", "2.6.3")
-# By which names a wheel has the code of Lightning's repository.
+# By which names a wheel has the code of a repository.
 PREFIXES = {
     "lightning": {"src/lightning/": "lightning/"},
     "pytorch_lightning": {
         "src/lightning/pytorch/": "pytorch_lightning/",
         "src/lightning/fabric/": "lightning_fabric/",
     },
+    "deepspeed": {"deepspeed/": "deepspeed/"},
 }
 # What tells git which repository it is in, where it was started by another git.
 INHERITED = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX", "GIT_COMMON_DIR")
@@ -40,10 +43,41 @@ class SeriesError(Exception):
 
 
 @dataclass(frozen=True)
+class Repository:
+    """What is different in the repositories that there are series for.
+
+    `source` is where the code is, `version` the file that has it, and `beside` what else a series can change.
+    `required` are what each patch must match beyond `check.FORM`: a pattern, and what is wrong without it.
+    """
+
+    name: str
+    source: str
+    version: str
+    beside: tuple[str, ...]
+    required: tuple[str, str]
+
+
+LIGHTNING = Repository(
+    "Lightning",
+    "src/lightning/",
+    "src/version.info",
+    ("tests/", "docs/"),
+    (r"(?m)^diff --git .*/CHANGELOG\.md$", "changes no CHANGELOG.md, add an entry to the commit"),
+)
+DEEPSPEED = Repository(
+    "DeepSpeed",
+    "deepspeed/",
+    "version.txt",
+    ("tests/",),
+    (r"(?m)^Signed-off-by: .+ <.+>$", "has no Signed-off-by: line, commit it with --signoff"),
+)
+
+
+@dataclass(frozen=True)
 class Line:
     """A line of releases that one series is for: a line of the index.
 
-    `tags` are tags or commits of Lightning's repository, from old to new; the series was made on one of them.
+    `tags` are tags or commits of the repository, from old to new; the series was made on one of them.
     `untagged` are releases on the package index that have no tag.
     """
 
@@ -58,9 +92,19 @@ class Line:
         return sorted(self.folder.glob("*.patch"))
 
     @property
+    def place(self) -> str:
+        """Its folder, as messages name it: "patches/2.5.0"."""
+        return "/".join(self.folder.parts[-3 if self.folder.parent.name == OF_DEEPSPEED else -2 :])
+
+    @property
     def releases(self) -> list[str]:
         """The releases of it that the package index has."""
         return [name for name in (*self.tags, *self.untagged) if not COMMIT.fullmatch(name)]
+
+
+def repository_of(patches: Path) -> Repository:
+    """Return the repository that the series in a folder with an index are for."""
+    return DEEPSPEED if patches.name == OF_DEEPSPEED else LIGHTNING
 
 
 def read_index(patches: Path) -> list[Line]:
@@ -186,7 +230,7 @@ def for_package(patch: str, package: str) -> str:
     """
     found = []
     for path, text in diffs(patch):
-        if not path.startswith("src/") or path.endswith("/CHANGELOG.md"):
+        if path.startswith(("tests/", "docs/")) or path.endswith("/CHANGELOG.md"):
             continue
         prefix = next((prefix for prefix in PREFIXES[package] if path.startswith(prefix)), None)
         if prefix is None:
@@ -202,7 +246,7 @@ def for_package(patch: str, package: str) -> str:
 
 
 def apply_to_package(folder: Path, site_packages: Path, package: str) -> list[str]:
-    """Apply a series to an installed "lightning" or "pytorch_lightning", completely or not at all.
+    """Apply a series to an installed "lightning", "pytorch_lightning" or "deepspeed", completely or not at all.
 
     Returns the paths in `site_packages` that it changed.
     """
