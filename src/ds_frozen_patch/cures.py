@@ -210,6 +210,25 @@ def remember_module(receive: Callable[[Mapping[str, Any]], None]) -> Attributes:
     return [(SDLoaderFactory, "get_sd_loader", staticmethod(loader))]
 
 
+def weights_of_the_tag(tag: Callable[[], Any]) -> Attributes:
+    """In ZeRO-3 without an optimizer, DeepSpeed loads the weights of the checkpoint that `latest` names.
+
+    It does so whatever tag it is asked for. Every release since 0.10.2, to at least 0.19.8 (issue 8499).
+    """
+    from deepspeed.runtime import engine
+
+    name = "get_fp32_state_dict_from_zero_checkpoint"
+    merge = getattr(engine, name, None)
+    if merge is None:
+        return []
+
+    def merge_tag(folder: str, own: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        wanted = tag() if own is None else own
+        return merge(folder, None if wanted is None else str(wanted), *args, **kwargs)
+
+    return [(engine, name, merge_tag)]
+
+
 @contextmanager
 def on_the_accelerator(parameter: Any) -> Iterator[None]:
     """Lightning moves a model to the CPU after a fit, where DeepSpeed's collectives over NCCL fail.

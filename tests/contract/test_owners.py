@@ -308,6 +308,26 @@ def test_a_checkpoint_that_a_killed_save_has_moved(ranks: Any, tmp_path: Path) -
         assert (place, is_same) == (("old", "epoch0"), True)
 
 
+def weights_of_an_earlier_tag(out: str, stage: int) -> Any:
+    """Loaded without the optimizer, where `latest` names a later checkpoint."""
+    with owners.served():
+        run = Run("deepspeed", out, 2, stage)
+        expected = []
+        for epoch in range(2):
+            run.train_epoch()
+            run.save(run.at(epoch), epoch)
+            expected.append(run.seen()[1])
+        again = Run("deepspeed", out, 2, stage)
+        again.load(run.at(0), load_optimizer_states=False)
+        return [again.seen()[1] == state for state in expected]
+
+
+@EVERYDAY
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_weights_of_an_earlier_tag(ranks: Any, tmp_path: Path, stage: int) -> None:
+    assert ranks(2, weights_of_an_earlier_tag, out=str(tmp_path), stage=stage) == [[True, False]] * 2
+
+
 def weights_saved(out: str, stage: int) -> None:
     run = Run("deepspeed", out, 2, stage)
     for who in ("plain", "ours"):

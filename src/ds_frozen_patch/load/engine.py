@@ -112,6 +112,7 @@ def _cures(load: Load) -> cures.Attributes:
     found += cures.load_plain_optimizer(engine, lambda: load.state)
     if not load.restores_optimizer and engine.zero_optimization_partition_weights():
         found += cures.remember_module(lambda module: setattr(load, "module", module))
+        found += cures.weights_of_the_tag(lambda: load.tag)
     return found
 
 
