@@ -1,9 +1,10 @@
 """A network disk that several nodes mount, each with its own cache of names and attributes, as with NFS.
 
-`python -m caching_disk BACKING MOUNTPOINT SECONDS` serves one mount over FUSE until it is unmounted. For that many
-seconds, a name that one node renames or removes still exists for the other nodes, and a new name does not exist yet for
-a node that has looked it up before. Listing a directory always asks the server. As with NFS, two names cannot be
-exchanged, and a file that a program on the same node has open is hidden instead of removed.
+`python -m caching_disk BACKING MOUNTPOINT SECONDS SPEED` serves one mount over FUSE until it is unmounted, and takes so
+many bytes per second. For that many seconds, a name that one node renames or removes still exists for the other nodes,
+and a new name does not exist yet for a node that has looked it up before. Listing a directory always asks the server.
+As with NFS, two names cannot be exchanged, and a file that a program on the same node has open is hidden instead of
+removed.
 
 Two things differ from NFS. A node that uses a stale name gets what has that name on the server now, not the directory
 that it led to before. And listing a directory or opening a file does not refresh the node's cache.
@@ -15,10 +16,12 @@ import ctypes.util
 import errno
 import fcntl
 import importlib.util
+import math
 import os
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,11 +46,18 @@ def why_unsupported() -> str:
 
 
 @contextmanager
-def mounted(backing: Path, at: Path, seconds: float = SECONDS) -> Iterator[None]:
-    """Mount the disk, whose files are in `backing`, at `at` for one node, as a context manager."""
+def mounted(backing: Path, at: Path, seconds: float = SECONDS, speed: float = math.inf) -> Iterator[None]:
+    """Mount the disk, whose files are in `backing`, at `at` for one node, as a context manager.
+
+    Args:
+        backing: a folder.
+        at: the mount point.
+        seconds: how long a node keeps a name.
+        speed: at most so many bytes per second are written.
+    """
     at.mkdir(exist_ok=True)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "caching_disk", str(backing), str(at), str(seconds)]
+    command = [sys.executable, "-m", "caching_disk", str(backing), str(at), str(seconds), str(speed)]
     server = subprocess.Popen(command, env=environment)
     try:
         deadline = time.monotonic() + 30
@@ -72,9 +82,11 @@ def kind(entry: os.DirEntry[str]) -> int:
     return stat.S_IFDIR if entry.is_dir() else stat.S_IFREG
 
 
-def serve(backing: str, at: str, seconds: float) -> None:
+def serve(backing: str, at: str, seconds: float, speed: float) -> None:
     """Serve the mount until it is unmounted."""
     import mfusepy
+
+    lock, free = threading.Lock(), 0.0  # when the disk has written what it has got
 
     class Mount(mfusepy.FUSE):  # type: ignore[misc]
         def rename_fuse_3(self, old: bytes, new: bytes, flags: int) -> int:
@@ -156,6 +168,11 @@ def serve(backing: str, at: str, seconds: float) -> None:
             return os.pread(fh, size, offset)
 
         def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
+            nonlocal free
+            with lock:
+                free = max(free, time.monotonic()) + len(data) / speed
+                wait = free - time.monotonic()
+            time.sleep(max(wait, 0))
             return os.pwrite(fh, data, offset)
 
         def flock(self, path: str, fh: int, op: int) -> int:
@@ -183,4 +200,4 @@ def serve(backing: str, at: str, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], sys.argv[2], float(sys.argv[3]))
+    serve(sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4]))

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bench import fingerprint, growth, imports, inspect, resume, saves, sync, tools
+from bench import fingerprint, growth, imports, inspect, resume, saves, stalls, sync, tools
 from machine import described, machine
 from tables import ROOT, Block
 
@@ -28,6 +28,7 @@ RESULTS = Path(__file__).with_name("bench.json")
 PARTS: dict[str, tuple[str, ModuleType | tools.Tool]] = {
     "saves": ("Saves", saves),
     "sync": ("Sync", sync),
+    "stalls": ("Stalls: saves that training does not wait for", stalls),
     "growth": ("As the model grows", growth),
     "resume": ("Resume, and test from a checkpoint", resume),
     "import": ("Import", imports),

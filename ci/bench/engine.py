@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,6 +23,7 @@ from memory import memory, reset_peak_memory
 OURS = "Lightning, `patch()`"
 NATIVE = "Lightning, `exclude_frozen_parameters=True`"
 OURS_UNSYNCED = "Lightning, `patch(sync=False)`"
+OURS_ASYNC = "Lightning, `patch(async_save=True)`"
 NATIVE_SYNCED = "Lightning, `exclude_frozen_parameters=True`, and then fsync"
 FULL = "Lightning"
 DEEPSPEED = "DeepSpeed's `save_checkpoint`, with the flag"
@@ -31,6 +33,7 @@ NOTHING = "without a checkpoint"
 FLOOR = "floor: one `write` and fsync"
 UNSYNCED = "floor without fsync"
 PASS = "fingerprints of the whole base"
+COPY = "a copy of the trained bytes in memory"
 
 OPTIMIZER_BYTES = 12  # of each trained parameter: its fp32 value and Adam's two moments
 RANKS = 2
@@ -63,11 +66,20 @@ class Model:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a save, or the way to the first batch, cost on one rank: seconds, and memory at its peak."""
+    """What a save, or the way to the first batch, cost on one rank: seconds, and memory at its peak.
+
+    Attributes:
+        beside: seconds of each training step while files were still written, after the save had returned.
+        until: seconds until they were written.
+    """
 
     seconds: float
     memory: int
+    beside: tuple[float, ...] = ()
+    until: float = 0.0
 
+
+SETTINGS: dict[str, dict[str, Any]] = {OURS: {}, OURS_UNSYNCED: {"sync": False}, OURS_ASYNC: {"async_save": True}}
 
 _now: dict[str, Any] = {}  # what this rank has in memory between two calls
 
@@ -119,15 +131,46 @@ def save(way: str, path: str) -> Cost:
     gc.collect()
     _give_back_memory()
     # patch() and unpatch() are outside of what is measured: a run calls the one once, and the other never.
-    options: dict[str, Any] = {"sync": False} if way == OURS_UNSYNCED else {}
-    with ds_frozen_patch.patched(**options) if way in (OURS, OURS_UNSYNCED) else nullcontext():
+    with ds_frozen_patch.patched(**SETTINGS[way]) if way in SETTINGS else nullcontext():
         torch.distributed.barrier()
         reset_peak_memory()
         before = memory("VmRSS")
         begun = time.perf_counter()
         work(path)
         torch.distributed.barrier()
-        return Cost(time.perf_counter() - begun, memory("VmHWM") - before)
+        taken = time.perf_counter() - begun
+        beside = _steps_beside() if way == OURS_ASYNC else ()
+        return Cost(taken, memory("VmHWM") - before, beside, time.perf_counter() - begun)
+
+
+def steps(count: int) -> tuple[float, ...]:
+    """Return the seconds of so many training steps, with nothing beside them."""
+    return tuple(_step() for _ in range(count))
+
+
+def _steps_beside() -> tuple[float, ...]:
+    """Train until every rank has written its files."""
+    import torch
+
+    found: list[float] = []
+    while True:
+        is_writing = any(thread.name == "ds_frozen_patch: save" for thread in threading.enumerate())
+        flag = torch.tensor(int(is_writing))
+        torch.distributed.all_reduce(flag)
+        if not flag:
+            return tuple(found[:-1])  # the last one may have been beside it only in part
+        found.append(_step())
+
+
+def _step() -> float:
+    import torch
+
+    engine = _now["lightning"].strategy.model
+    torch.distributed.barrier()
+    begun = time.perf_counter()
+    engine.backward(engine(torch.arange(16).reshape(2, 8)))
+    engine.step()
+    return time.perf_counter() - begun
 
 
 def _ways() -> dict[str, Callable[[str], object]]:
@@ -156,7 +199,7 @@ def _ways() -> dict[str, Callable[[str], object]]:
         fingerprints(frozen, trainer.strategy.root_device, Memory())
 
     return {
-        **dict.fromkeys((OURS, OURS_UNSYNCED, NATIVE), by_lightning),
+        **dict.fromkeys((*SETTINGS, NATIVE), by_lightning),
         NATIVE_SYNCED: by_lightning_synced,
         FULL: lambda path: by_lightning(path, exclude=False),
         DEEPSPEED: by_deepspeed,
@@ -164,22 +207,40 @@ def _ways() -> dict[str, Callable[[str], object]]:
         FLOOR: lambda path: _write(path, sync=True),
         UNSYNCED: lambda path: _write(path, sync=False),
         PASS: fingerprints_of_base,
+        COPY: lambda _: _copy(),
     }
+
+
+def _trained_bytes() -> int:
+    """What this rank saves of the trained bytes."""
+    import torch
+
+    size: int = OPTIMIZER_BYTES * _now["trainable"] // torch.distributed.get_world_size()
+    if torch.distributed.get_rank() == 0:
+        size += weight_bytes(_now["stage"], _now["precision"]) * _now["trainable"]
+    return size
+
+
+def _copy() -> None:
+    """Copy as much as this rank saves, into memory that was used before."""
+    import torch
+
+    if "copied" not in _now:
+        _now["copied"] = [torch.full((_trained_bytes(),), number, dtype=torch.uint8) for number in (1, 2)]
+        torch.distributed.barrier()
+    source, target = _now["copied"]
+    target.copy_(source)
 
 
 def _write(path: str, sync: bool) -> None:
     """What this rank has of the trainable bytes, from memory to a file, once."""
     import torch
 
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if "bytes" not in _now:
-        size = OPTIMIZER_BYTES * _now["trainable"] // world_size
-        if rank == 0:
-            size += weight_bytes(_now["stage"], _now["precision"]) * _now["trainable"]
-        _now["bytes"] = memoryview(b"1" * size)
+        _now["bytes"] = memoryview(b"1" * _trained_bytes())
         torch.distributed.barrier()
     Path(path).mkdir(parents=True, exist_ok=True)
-    file = os.open(f"{path}/{rank}", os.O_WRONLY | os.O_CREAT)
+    file = os.open(f"{path}/{torch.distributed.get_rank()}", os.O_WRONLY | os.O_CREAT)
     left = _now["bytes"]
     while left:  # the kernel takes 2 GiB at once
         left = left[os.write(file, left) :]
@@ -249,9 +310,12 @@ def module(shape: Shape, precision: str) -> Any:
             super().__init__()
             self.model = lora(shape, torch.bfloat16 if precision == "bf16-true" else torch.float32)
 
+        def forward(self, batch: Any) -> Any:
+            return self.model(input_ids=batch, labels=batch).loss
+
         def training_step(self, batch: Any, index: int) -> Any:
             self.begun = self.begun or (time.perf_counter(), memory("VmHWM"))
-            return self.model(input_ids=batch, labels=batch).loss
+            return self(batch)
 
         def test_step(self, batch: Any, index: int) -> None:
             self.begun = self.begun or (time.perf_counter(), memory("VmHWM"))

@@ -24,7 +24,6 @@ from bench.engine import (
     NATIVE_SYNCED,
     OPTIMIZER_BYTES,
     OURS,
-    OURS_UNSYNCED,
     RANKS,
     UNSYNCED,
     Shape,
@@ -108,7 +107,7 @@ def saves(pool: Ranks, place: Path, ways: tuple[str, ...], rounds: int) -> dict[
 
 def check(way: str, place: Path) -> None:
     """Raise unless a manifest is there where it was saved under `patch()`, and nowhere else."""
-    ours = way in (OURS, OURS_UNSYNCED)
+    ours = way in engine.SETTINGS
     if (ours or way in (NATIVE, NATIVE_SYNCED, FULL, DEEPSPEED)) and (inspect(place).manifest is None) == ours:
         raise AssertionError(f"{way} has{' no' if ours else ' a'} manifest")
 

@@ -28,14 +28,15 @@ from ds_frozen_patch import CheckpointError
 from ds_frozen_patch.checkpoint.format import records
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.common import work_folder
+from ds_frozen_patch.engine import in_flight
 
-WAYS = ("trainer", "fabric", "weights", "export", "direct")
+WAYS = ("trainer", "fabric", "weights", "export", "direct", "async")
 ROOT = os.geteuid() == 0
 SIZE = 64 * 2**20
 ROOMS = 12  # how full a disk can be, in the long part
 
 CASES = [(way, stage) for way in WAYS for stage in (0, 1, 2, 3)]
-SHORT = [("trainer", 2), ("fabric", 3), ("weights", 3), ("export", 2)]
+SHORT = [("trainer", 2), ("fabric", 3), ("weights", 3), ("export", 2), ("async", 3)]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -199,7 +200,7 @@ def faults(way: str, stage: int, rooms: list[int]) -> list[Fault]:
         found += [(f"torch.save fails on rank {rank}", partial(_broken_save, rank), f"Rank {rank}: ")]
     found += [("a swap fails", lambda *_: broken(work_folder, "exchange", 0), "Rank 0: ")]
     found += [("the first rename fails", lambda *_: without_exchange(1), "Rank 0: ")]
-    if way in ("trainer", "fabric"):
+    if way in ("trainer", "fabric", "async"):
         states = [0, 1] if stage == 3 else [0]  # who writes the module's state
         found += [(f"a state of rank {rank}", partial(_unpicklable, rank), f"Rank {rank}: ") for rank in states]
         found += [
@@ -298,6 +299,7 @@ class Faults(Callback):
                 trainer.strategy.model.save_checkpoint(str(path), tag="checkpoint")
             else:
                 trainer.save_checkpoint(path, weights_only=way == "weights")
+            in_flight.wait_on_all_ranks()
 
         if trainer.current_epoch == 0:
             self.tried = tried(*self.arguments, self.note, trainer.strategy.model, save)
@@ -305,7 +307,7 @@ class Faults(Callback):
 
 def train_through(out: str, disk: str, way: str, stage: int, rooms: list[float]) -> Any:
     """Return the faults that were injected, and whether the run ended as it does without them."""
-    ds_frozen_patch.patch(export="safetensors" if way == "export" else None)
+    ds_frozen_patch.patch(export="safetensors" if way == "export" else None, async_save=way == "async")
     callback = Faults(Path(disk), way, stage, rooms)
     ends = []
     for callbacks in ([callback], []):
@@ -313,7 +315,7 @@ def train_through(out: str, disk: str, way: str, stage: int, rooms: list[float])
         module = runs.LoraRun()
         trainer.fit(module, runs.batches(2))
         ends.append((module.losses, runs.trained_state(module)))
-    if way == "trainer":
+    if way in ("trainer", "async"):
         trainer = runs.trainer(out, 2, stage, enable_checkpointing=False)
         module = runs.LoraRun()
         trainer.fit(module, runs.batches(2), ckpt_path=f"{disk}/checkpoints/last.ckpt")
@@ -359,8 +361,9 @@ def test_write_errors_in_saves(
     assert one == other
     titles, same = one
     assert same, "the run came to another end than without the saves that failed"
-    what = "write error in a save (on one rank, or a full, read-only or missing disk): Trainer, Fabric, ZeRO 0-3"
-    counted(what, len(titles))
+    what = "a save that training does not wait for" if way == "async" else "a save"
+    by = "Trainer" if way == "async" else "Trainer, Fabric"
+    counted(f"write error in {what} (on one rank, or a full, read-only or missing disk): {by}, ZeRO 0-3", len(titles))
 
 
 def test_write_errors_in_tools(

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,46 +25,69 @@ from under_test import Callback, ModelCheckpoint, pl
 import ds_frozen_patch
 from ds_frozen_patch.checkpoint.tools.reshard import reshard_inside
 from ds_frozen_patch.cli import main
+from ds_frozen_patch.engine import in_flight
 
 EPOCHS = 8
+STEPS_BESIDE = 3
 
 
 class Diary(Callback):
     """Records what a run has done before it is killed: the loss of each step, and each completed save."""
 
-    def __init__(self, file: str) -> None:
-        self.file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    def __init__(self, file: str, on_step: Callable[[], None]) -> None:
+        self.file, self.on_step = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), on_step
 
     def note(self, line: str) -> None:
         os.write(self.file, f"{line}\n".encode())
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         self.note(f"step {trainer.global_step} {module.losses[-1]!r}")
+        self.on_step()
 
 
-def train(this: ThisProcess, out: str, stage: int, save_last: Any, at: int, resume: str | None) -> dict[str, Any]:
-    """Train, and keep the two best checkpoints and the last; the run can be killed in its `at`-th save."""
-    ds_frozen_patch.patch()
-    diary = Diary(f"{out}.rank{os.environ['RANK']}")
-    original, saves, seconds = pl.Trainer.save_checkpoint, 0, 0.0
+def train(
+    this: ThisProcess, out: str, stage: int, save_last: Any, at: int, resume: str | None, async_save: bool
+) -> dict[str, Any]:
+    """Train, and keep the two best checkpoints and the last.
+
+    The run can be killed in its `at`-th save, or, if training does not wait for that, until it is over.
+    """
+    ds_frozen_patch.patch(async_save=async_save)
+    in_flight._GRACE_SECONDS = 3
+    saves, steps, begun, seconds = 0, 0, 0.0, 0.0
+
+    def disarm() -> None:
+        nonlocal begun, seconds
+        if begun:
+            this.disarm()
+            begun, seconds = 0.0, time.perf_counter() - begun
+
+    def on_step() -> None:
+        nonlocal steps
+        steps += bool(begun)
+        if steps == STEPS_BESIDE:
+            disarm()
+
+    diary = Diary(f"{out}.rank{os.environ['RANK']}", on_step)
+    original = pl.Trainer.save_checkpoint
 
     def save(trainer: Any, path: Any, *args: Any, **kwargs: Any) -> None:
-        nonlocal saves, seconds
+        nonlocal saves, begun
         saves += 1
-        begun = time.perf_counter()
         if saves == at:
+            begun = time.perf_counter()
             this.arm()
         original(trainer, path, *args, **kwargs)
-        if saves == at:
-            this.disarm()
-            seconds = time.perf_counter() - begun
-        diary.note(f"saved {trainer.global_step}")
+        if not async_save:
+            disarm()
+        in_flight.afterwards(partial(diary.note, f"saved {trainer.global_step}"))
 
     pl.Trainer.save_checkpoint = save  # type: ignore[assignment,method-assign]
     kept = ModelCheckpoint(out, filename="{epoch}", save_top_k=2, monitor="epoch", mode="max", save_last=save_last)
     trainer = runs.trainer(out, 2, stage, epochs=EPOCHS, callbacks=[kept, diary])
     module = runs.LoraRun()
     trainer.fit(module, runs.batches(2), ckpt_path=resume)
+    disarm()
     return {"state": runs.trained_state(module), "calls": this.calls, "seconds": seconds}
 
 
@@ -74,6 +98,7 @@ class Chain:
     out: Path
     stage: int
     save_last: Any
+    async_save: bool
     drawn: random.Random
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -85,6 +110,7 @@ class Chain:
 
     def _train(self, points: tuple[KillPoint | None, ...], at: int, resume: Path | None) -> list[tuple[str, Any]]:
         arguments = {"out": str(self.out), "stage": self.stage, "save_last": self.save_last, "at": at}
+        arguments["async_save"] = self.async_save
         log = self.out.with_name(f"{self.out.name}.log")
         return forked.run_ranks(train, log, points, **arguments, resume=str(resume) if resume else None)
 
@@ -102,6 +128,8 @@ class Chain:
             for point, (what, why) in zip(points, said, strict=True):
                 if what == "killed":
                     assert point is not None
+                elif what == "returned":
+                    assert self.async_save  # the other was killed when the run had ended
                 else:
                     # It must not hang, and knows what it could not save; after its last word in a save, it is Lightning
                     # that waits for the other.
@@ -142,20 +170,22 @@ class Chain:
 
 
 CHAINS = [(stage, save_last) for stage in (2, 3, 1, 2, 3, 0, 1) for save_last in (True, "link")]
+SAVES = {False: "a save", True: "a save that training does not wait for"}
 
 
-@pytest.mark.timeout(1800)
-def test_kills_in_saves(tmp_path: Path, long: bool, counted: Callable[[str, int], None]) -> None:
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("async_save", SAVES)
+def test_kills_in_saves(tmp_path: Path, long: bool, counted: Callable[[str, int], None], async_save: bool) -> None:
     """Kill one rank or both, in a save over an existing checkpoint or to a new name."""
     counts: Counter[str] = Counter()
     alone: dict[Any, tuple[list[dict[str, Any]], Chain]] = {}
     for number, (stage, save_last) in enumerate(CHAINS if long else CHAINS[:1]):
         key = (stage, save_last)
         if key not in alone:
-            chain = Chain(tmp_path / f"alone{number}", stage, save_last, random.Random(0))
+            chain = Chain(tmp_path / f"alone{number}", stage, save_last, async_save, random.Random(0))
             alone[key] = chain.whole(), chain
         expected, one = alone[key]
-        killed = Chain(tmp_path / f"killed{number}", stage, save_last, random.Random(number))
+        killed = Chain(tmp_path / f"killed{number}", stage, save_last, async_save, random.Random(number))
         ended = killed.run(expected, 10 if long else 6)
         assert ended["state"] == expected[0]["state"]
         for rank in (0, 1):
@@ -166,7 +196,7 @@ def test_kills_in_saves(tmp_path: Path, long: bool, counted: Callable[[str, int]
         print(key, dict(killed.counts), [(one["calls"], round(one["seconds"], 3)) for one in expected])
         shutil.rmtree(killed.out)
     assert counts["in the midst"] > counts["kills"] / 4, counts
-    counted("`kill -9` of one or both of two ranks during a save: Trainer, ZeRO 0-3", counts["kills"])
+    counted(f"`kill -9` of one or both of two ranks during {SAVES[async_save]}: Trainer, ZeRO 0-3", counts["kills"])
 
 
 def work(this: ThisProcess, words: list[str], source: str, target: str) -> dict[str, Any]:

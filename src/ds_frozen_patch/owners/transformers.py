@@ -83,7 +83,7 @@ def save_checkpoint(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, 
             result = wrapped(*args, **kwargs)
         _name_best(trainer.state, save, final)
     if place is not None:
-        in_flight.wait()
+        in_flight.wait_on_all_ranks()
         if known.remover is not None:
             known.remover.join()
         with suppress(OSError):
@@ -95,9 +95,9 @@ def save_checkpoint(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, 
 
 def train(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`Trainer.train`: begins and ends with no save in flight."""
-    in_flight.wait()
+    in_flight.wait_on_all_ranks()
     result = wrapped(*args, **kwargs)
-    in_flight.wait()
+    in_flight.wait_on_all_ranks()
     return result
 
 

@@ -6,6 +6,7 @@ asks from time to time.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,16 +14,14 @@ from typing import Any
 
 from ..common.collectives import default_store, world_size
 from ..common.errors import CheckpointError
-from ..engine.in_flight import is_ending
+from ..engine import in_flight
 from ..engine.owner import is_first
 from .save import Save
 
 _POLL_SECONDS = (0.01, 0.5)
 """How long a rank waits before it asks the store again: at first, and at most."""
-_LOST_SECONDS = 600.0
-"""After this time without another rank's part, that rank is taken for dead."""
-_GRACE_SECONDS = 30.0
-"""The same where an error or a signal ends the process, and how long rank 0, which may hold the store, stays."""
+_STAY_SECONDS = 30.0
+"""How long rank 0, which may hold the store, waits until all others have seen the outcome."""
 
 
 def publish(save: Save, finish: Callable[[Save], None] | None, votes: Votes) -> CheckpointError | None:
@@ -63,7 +62,7 @@ def _publish(save: Save, finish: Callable[[Save], None] | None, votes: Votes) ->
     votes.give("seen", save)
     if is_first(save.owner):
         with suppress(CheckpointError):
-            votes.wait("seen", _GRACE_SECONDS)
+            votes.wait("seen", _STAY_SECONDS)
     return error
 
 
@@ -95,8 +94,8 @@ class Votes:
             self._store.add(f"{self._prefix}failed", 1)
         self._store.add(self._prefix + name, 1)
 
-    def wait(self, name: str, seconds: float = _LOST_SECONDS) -> None:
-        """Wait until every rank has been counted.
+    def wait(self, name: str, seconds: float = math.inf) -> None:
+        """Wait until every rank has been counted, at most so many seconds, and `in_flight.patience`.
 
         Raises:
             CheckpointError: that takes too long.
@@ -104,7 +103,7 @@ class Votes:
         begun, pause = time.monotonic(), _POLL_SECONDS[0]
         while (count := self._store.add(self._prefix + name, 0)) < self._ranks:
             passed = time.monotonic() - begun
-            if passed > (min(seconds, _GRACE_SECONDS) if is_ending.is_set() else seconds):
+            if passed > min(seconds, in_flight.patience):
                 raise CheckpointError(f"only {count} of {self._ranks} ranks have reported after {passed:.0f} s")
             time.sleep(pause)
             pause = min(2 * pause, _POLL_SECONDS[1])

@@ -78,12 +78,12 @@ class Recorder:
         buffer.copy_(storage)
         return buffer
 
-    def _copy_from(self, address: int, size: int) -> Any:
-        """A copy of memory of the CPU."""
+    def _copy_from(self, address: int, size: int) -> int:
+        """The address of a copy of memory of the CPU."""
         buffer = self._buffer(size, False)
         if size:
             ctypes.memmove(buffer.data_ptr(), address, size)
-        return buffer
+        return int(buffer.data_ptr())
 
     def _buffer(self, size: int, pinned: bool) -> Any:
         import torch
@@ -109,8 +109,7 @@ class _Calls:
         if not isinstance(data, str | bytes):
             address = data if isinstance(data, int) else data.data_ptr()
             if address not in self._recorder.copies:
-                copy = self._recorder._copy_from(address, size)
-                data = copy.data_ptr() if isinstance(data, int) else copy
+                data = self._recorder._copy_from(data, size) if isinstance(data, int) else self._recorder._copy(data)
         self.made.append(("write_record", (name, data, size)))
 
     def __getattr__(self, name: str) -> Any:
