@@ -139,8 +139,9 @@ def save(way: str, path: str) -> Cost:
         work(path)
         torch.distributed.barrier()
         taken = time.perf_counter() - begun
+        peak = memory("VmHWM") - before
         beside = _steps_beside() if way == OURS_ASYNC else ()
-        return Cost(taken, memory("VmHWM") - before, beside, time.perf_counter() - begun)
+        return Cost(taken, peak, beside, time.perf_counter() - begun)
 
 
 def steps(count: int) -> tuple[float, ...]:

@@ -23,8 +23,8 @@ from bench.words import judged, ratios, seconds, size, spread
 from ranks import Ranks
 from tables import markdown
 
-ROUNDS = 7
-SHAPE = Shape(hidden=1024, intermediate=4096, layers=8, vocabulary=32000, lora=128, tied=False)
+ROUNDS = 5
+SHAPE = Shape(hidden=1024, intermediate=2816, layers=6, vocabulary=8000, lora=160, tied=False)
 SPEED = 50e6
 STAGES = (2, 3)
 FAST, SLOW = "this disk", f"a disk of {SPEED / 1e6:.0f} MB/s"

@@ -81,7 +81,7 @@ def train(run: Run, made: type[Loop] = Loop) -> Seen:
     loop = made(run)
     if run.resume or run.last:
         loop.load(run.resume, load_module_strict=run.strict)
-    with task.halting(run):
+    with task.disturbed(run):
         while loop.epoch < EPOCHS:
             loop.engine.train()
             for batch in loop.batches():

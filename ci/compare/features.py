@@ -213,3 +213,14 @@ def killed(trial: Trial) -> Outcome:
         if trial.goes_on(named):
             return Outcome("no", f"{_said(again) or 'a different run'}; it resumes if given the previous folder")
     return _yes(trial.goes_on(again), _said(again))
+
+
+@feature("training goes on while a checkpoint is written to a slow disk", [[2]])
+def does_not_wait(trial: Trial) -> Outcome:
+    saved = trial.run("train", "slow", slow=True)
+    if isinstance(saved, str):
+        raise RuntimeError(f"{trial.system.title} does not train: {saved}")
+    if not all(seen.beside for seen in saved):
+        return Outcome("no")
+    again = trial.run("train", "slow-again", resume=trial.checkpoint(1, "slow"), strict=trial.strict)
+    return _yes(trial.goes_on(again), _said(again) or "with `patch(async_save=True)`")

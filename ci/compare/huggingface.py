@@ -15,7 +15,7 @@ def train(run: Run) -> Seen:
     """Train, and evaluate what is in memory then."""
     model = task.model(run)
     trainer = _trainer(run, model)
-    with task.halting(run):
+    with task.disturbed(run):
         trainer.train(resume_from_checkpoint=True if run.last else run.resume)
     seen = task.seen(model, 0.0)  # first: it evaluates by another engine, or none
     return replace(seen, evaluated=trainer.evaluate()["eval_loss"])

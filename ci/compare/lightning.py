@@ -38,7 +38,7 @@ class Module(pl.LightningModule):
 def train(run: Run) -> Seen:
     """Fit, and test what is in memory then."""
     module, trainer = Module(run), _trainer(run)
-    with task.halting(run):
+    with task.disturbed(run):
         trainer.fit(module, _data(run), ckpt_path=f"{run.out}/last.ckpt" if run.last else run.resume)
     (evaluated,) = trainer.test(module, _data(run), verbose=False)
     return task.seen(module.model, evaluated["loss"])

@@ -9,9 +9,10 @@ import hashlib
 import importlib
 import io
 import shutil
+import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ class Run:
     export: bool = False
     halt: bool = False  # copy what is on disk half-way through the second save
     last: bool = False  # go on from what the system finds to be the last checkpoint
+    slow: bool = False  # the disk takes half a second more for each file that torch writes
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,10 @@ class Seen:
     trainable: int  # elements
     frozen: int
     evaluated: float  # the loss on all data at the end
+    beside: int  # steps begun while torch wrote a file, if `slow`
+
+
+_counts = {"steps": 0, "beside": 0}  # of this rank
 
 
 def attempt(module: str, verb: str, run: Run, **options: Any) -> tuple[str, Any]:
@@ -87,6 +93,7 @@ def base(seed: int) -> Any:
         def forward(self, input_ids: Any = None, labels: Any = None) -> Any:
             given = super().forward(input_ids=input_ids, labels=labels)
             if self.training:
+                _counts["steps"] += 1
                 self.count += 1
                 self.losses.append(given.loss.item())
                 self.batches.append(int(input_ids[0, 0]))
@@ -113,7 +120,7 @@ def patch(run: Run) -> None:
 
     if run.kind == OURS:
         # elastic only matters where the number of ranks has changed.
-        ds_frozen_patch.patch(elastic=True, export="peft" if run.export else None)
+        ds_frozen_patch.patch(elastic=True, export="peft" if run.export else None, async_save=run.slow)
 
 
 def flag(run: Run) -> dict[str, Any]:
@@ -144,7 +151,9 @@ def seen(trained: Any, evaluated: float) -> Seen:
             sum(value.numel() for value in trained.parameters() if value.requires_grad == wanted)
             for wanted in (True, False)
         )
-    return Seen(counting.losses, counting.batches, values, int(counting.count), trainable, frozen, evaluated)
+    return Seen(
+        counting.losses, counting.batches, values, int(counting.count), trainable, frozen, evaluated, _counts["beside"]
+    )
 
 
 def digest(tensor: Any) -> str:
@@ -152,9 +161,37 @@ def digest(tensor: Any) -> str:
     return hashlib.sha256(tensor.detach().float().contiguous().numpy().tobytes()).hexdigest()
 
 
+def disturbed(run: Run) -> AbstractContextManager[None]:
+    """Disturb what is saved while this lasts, if the run asks for that."""
+    return _halting(run) if run.halt else _slow() if run.slow else nullcontext()
+
+
 @contextmanager
-def halting(run: Run) -> Iterator[None]:
-    """If `run.halt`: half-way through the first file that is saved for the second time, what is on disk is copied.
+def _slow() -> Iterator[None]:
+    """torch writes slowly, and the steps that begin meanwhile are counted."""
+    import torch
+
+    module: Any = torch.serialization
+    writer = module._open_zipfile_writer_file
+
+    class Slow(writer):  # type: ignore[misc, valid-type]
+        def __exit__(self, *args: Any) -> None:
+            before = _counts["steps"]
+            time.sleep(0.5)
+            super().__exit__(*args)
+            _counts["beside"] += _counts["steps"] - before
+
+    _counts["beside"] = 0
+    module._open_zipfile_writer_file = Slow
+    try:
+        yield
+    finally:
+        module._open_zipfile_writer_file = writer
+
+
+@contextmanager
+def _halting(run: Run) -> Iterator[None]:
+    """Half-way through the first file that is saved for the second time, what is on disk is copied.
 
     That is what a kill at this moment would leave, of this rank's files and the others'.
     """
@@ -173,8 +210,7 @@ def halting(run: Run) -> Iterator[None]:
         saved.add(name)
         save(value, file, *args, **kwargs)
 
-    if run.halt:
-        torch.save = halt  # type: ignore[assignment]
+    torch.save = halt  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import subprocess
 import sys
@@ -18,13 +19,14 @@ import pytest
 import runs
 import torch
 from owners import OWNERS, PEFT, Run
+from ranks import RankError
 from under_test import ModelCheckpoint
 
 import ds_frozen_patch
 from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.engine import in_flight
 from ds_frozen_patch.engine.attached import attached
-from ds_frozen_patch.save import agreement
+from ds_frozen_patch.save import agreement, background
 from ds_frozen_patch.save.recording import Recorder
 
 pytestmark = [pytest.mark.promise(20), pytest.mark.everyday]
@@ -166,6 +168,86 @@ def test_a_failure_is_raised_on_every_rank(ranks: Any, tmp_path: Path, by: str, 
     assert "bad" not in names
     if heard_at == "save" and by == "deepspeed":
         assert {"epoch0", "good"} <= names
+
+
+def dead_while_others_write(out: str) -> Any:
+    """Rank 1 dies when it should write, and rank 0 waits for that, with no collective that would notice."""
+
+    def write(recorder: Recorder) -> Iterator[Path]:
+        if torch.distributed.get_rank() == 1:
+            os._exit(9)
+        yield from WRITE(recorder)
+
+    short = [(background, "_LOST_SECONDS", 1.5), (background, "_BEAT_SECONDS", 0.2)]
+    with owners.served(async_save=True), overridden([(Recorder, "write", write), *short]):
+        run = Run("deepspeed", out, 2, 2)
+        run.engine.save_checkpoint(out, tag="a")
+        in_flight.wait()
+
+
+def test_a_rank_that_is_gone(ranks: Any, tmp_path: Path) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2, dead_while_others_write, out=str(tmp_path))
+    assert caught.value.raised[0] is not None
+    kind, said = caught.value.raised[0]
+    assert kind == "CheckpointError"
+    assert "rank 1 is gone" in said
+    assert not (tmp_path / "a").exists()
+
+
+def slow_but_there(out: str) -> None:
+    """Rank 1 writes for longer than a rank may be silent."""
+    short = [(background, "_LOST_SECONDS", 1.0), (background, "_BEAT_SECONDS", 0.1)]
+    with owners.served(async_save=True), writing(seconds=3, rank=1), overridden(short):
+        Run("deepspeed", out, 2, 2).engine.save_checkpoint(out, tag="a")
+        in_flight.wait()
+
+
+def test_a_rank_that_writes_for_long(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, slow_but_there, out=str(tmp_path))
+    assert (tmp_path / "latest").read_text() == "a"
+
+
+# What looks for a checkpoint by itself
+
+
+def loaded_at_once(out: str) -> Any:
+    with owners.served(async_save=True), writing(seconds=1):
+        run = Run("accelerate", out, 2, 2)
+        before = run.train(epochs=1)[1]
+        run.accelerator.load_state(str(run.at(0)))
+        return before == run.seen()[1]
+
+
+def test_accelerate_loads_what_was_just_saved(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2, loaded_at_once, out=str(tmp_path)) == [True, True]
+
+
+def best_at_the_end(out: str, best: int, goes_back: bool, seconds: float) -> Any:
+    """Trainer removes the checkpoint that is not the best, and may load the best; the last save is still in flight."""
+    options: dict[str, Any] = {"eval_strategy": "epoch", "save_total_limit": 1, "metric_for_best_model": "score"}
+    scores = iter([0.0, 1.0] if best else [1.0, 0.0])
+    with owners.served(async_save=True), writing(seconds=seconds):
+        run = Run("trainer", out, 2, 3, PEFT, load_best_model_at_end=goes_back, greater_is_better=True, **options)
+        evaluate = run.trainer.evaluate
+
+        def scored(*args: Any, **kwargs: Any) -> Any:
+            return {**evaluate(*args, **kwargs), "eval_score": next(scores)}
+
+        run.trainer.evaluate = scored
+        run.trainer.train()
+        return run.seen()[1]
+
+
+@pytest.mark.parametrize(("best", "goes_back"), [(0, True), (1, True), (1, False)])
+def test_trainer_keeps_the_best(ranks: Any, tmp_path: Path, best: int, goes_back: bool) -> None:
+    ended = [
+        ranks(2, best_at_the_end, out=str(tmp_path / str(seconds)), best=best, goes_back=goes_back, seconds=seconds)
+        for seconds in (0, 1)
+    ]
+    assert ended[0] == ended[1]
+    kept = [sorted(item.name for item in (tmp_path / str(seconds)).iterdir()) for seconds in (0, 1)]
+    assert kept == [[f"checkpoint-{owners.STEPS * (best + 1)}"]] * 2
 
 
 # What removes older checkpoints

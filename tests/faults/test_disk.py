@@ -299,7 +299,7 @@ class Faults(Callback):
                 trainer.strategy.model.save_checkpoint(str(path), tag="checkpoint")
             else:
                 trainer.save_checkpoint(path, weights_only=way == "weights")
-            in_flight.wait_on_all_ranks()
+            in_flight.wait()
 
         if trainer.current_epoch == 0:
             self.tried = tried(*self.arguments, self.note, trainer.strategy.model, save)

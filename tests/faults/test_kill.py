@@ -26,6 +26,7 @@ import ds_frozen_patch
 from ds_frozen_patch.checkpoint.tools.reshard import reshard_inside
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.engine import in_flight
+from ds_frozen_patch.save import background
 
 EPOCHS = 8
 STEPS_BESIDE = 3
@@ -53,7 +54,8 @@ def train(
     The run can be killed in its `at`-th save, or, if training does not wait for that, until it is over.
     """
     ds_frozen_patch.patch(async_save=async_save)
-    in_flight._GRACE_SECONDS = 3
+    background._GRACE_SECONDS = 3
+    background._LOST_SECONDS, background._BEAT_SECONDS = 10, 1
     saves, steps, begun, seconds = 0, 0, 0.0, 0.0
 
     def disarm() -> None:

@@ -1,13 +1,11 @@
 """The save in flight: at most one in a process, which training does not wait for.
 
-The next save, a load, and the end of a run wait for it on all ranks at once, and raise its error. The end of the
-process waits for it too.
+The next save, a load, and the end of the process wait for it, and raise its error.
 """
 
 from __future__ import annotations
 
 import atexit
-import math
 import os
 import signal
 import sys
@@ -17,31 +15,19 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from ..common.collectives import gather_numbers
 from ..common.errors import CheckpointError
 from .attached import Attached
 from .owner import warn
 
 _NOTABLE_SECONDS = 0.5
-_SLICE_SECONDS = 1.0
-"""How often the ranks that wait ask whether all others are still there."""
-_AT_EXIT_SECONDS = 600.0
-_GRACE_SECONDS = 30.0
 
 
 class InFlight:
-    """Work in a thread, and what follows it if it succeeds.
-
-    Attributes:
-        known: of the engine that is saved.
-        error: what every rank is to raise, until it has.
-        has_failed: whether there was an error.
-    """
+    """Work in a thread, and what follows it if it succeeds."""
 
     def __init__(self, work: Callable[[], CheckpointError | None], known: Attached) -> None:
         self.known = known
         self.error: CheckpointError | None = None
-        self.has_failed = False
         self._work = work
         self._afterwards: list[Callable[[], Any]] = []
         self._lock = threading.Lock()
@@ -55,21 +41,21 @@ class InFlight:
             if not self._is_over:
                 self._afterwards.append(call)
                 return
-        if not self.has_failed:
+        if self.error is None:
             call()
 
-    def join(self, seconds: float | None = None) -> bool:
-        """Wait until it is over, or at most so many seconds; return whether it is over."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+    def join(self) -> float:
+        """Wait until it is over; return the seconds that this took."""
+        begun = time.monotonic()
+        self._thread.join()
+        return time.monotonic() - begun
 
     def _run(self) -> None:
         self.error = self._work()
-        self.has_failed = self.error is not None
         del self._work  # and the engine that it holds
         while True:
             with self._lock:
-                if self.has_failed or not self._afterwards:
+                if self.error is not None or not self._afterwards:
                     self._is_over = True
                     return
                 call = self._afterwards.pop(0)
@@ -80,10 +66,8 @@ class InFlight:
 
 
 _in_flight: InFlight | None = None
-patience = math.inf
-"""For how many seconds the thread of a rank waits for the other ranks.
-
-A run that goes on notices by itself that one is gone. A process that ends does not."""
+is_ending = threading.Event()
+"""Set while an error or a signal ends the process: other ranks may be gone."""
 
 
 def start(work: Callable[[], CheckpointError | None], known: Attached) -> None:
@@ -104,57 +88,30 @@ def wait() -> None:
     Raises:
         CheckpointError: on every rank, if it has failed on one.
     """
-    if _in_flight is not None:
-        _wait(_in_flight, lambda flying: flying.join())
-
-
-def wait_on_all_ranks() -> None:
-    """Wait for the save in flight on every rank; every rank must call it, else a rank may wait for one that is gone.
-
-    Raises:
-        CheckpointError: on every rank, if it has failed on one.
-        RuntimeError: by the process group, if another rank is gone.
-    """
     global _in_flight
     if _in_flight is None:
         return
-
-    def join(flying: InFlight) -> None:
-        device = flying.known.owner.device
-        while not all(is_over for (is_over,) in gather_numbers([flying.join(_SLICE_SECONDS)], device)):
-            pass
-
-    try:
-        _wait(_in_flight, join)
-    finally:
-        if _in_flight.join(0):  # not before: an interrupt ends the wait, and the process waits at its end
-            _in_flight = None
-
-
-def _wait(flying: InFlight, join: Callable[[InFlight], object]) -> None:
-    begun = time.monotonic()
-    join(flying)
-    seconds = time.monotonic() - begun
+    flying = _in_flight
+    seconds = flying.join()
+    _in_flight = None  # not before: an interrupt ends the join, and the process waits at its end
     if seconds > _NOTABLE_SECONDS:
         text = f"Waited {seconds:.1f} s for the previous save to be written. Save less often, or to a faster disk."
-        if flying.known.is_first_time("a wait for the previous save"):
+        if flying.known.owner.is_alive and flying.known.is_first_time("a wait for the previous save"):
             warn(flying.known.owner, text)
     if flying.error is not None:
-        error, flying.error = flying.error, None
-        raise error
+        raise flying.error
 
 
 def join() -> None:
     """Wait for the save in flight, if there is one, though a run has failed; its own error is raised later."""
-    global patience
+    is_ending.set()
     if _in_flight is not None:
-        patience = _GRACE_SECONDS
         _in_flight.join()
-        patience = math.inf
+    is_ending.clear()
 
 
 def is_any() -> bool:
-    """Whether there is a save in flight, or one whose end the ranks have not waited for."""
+    """Whether there is a save in flight, or one whose end nobody has waited for."""
     return _in_flight is not None
 
 
@@ -173,8 +130,8 @@ def _end_with_process() -> None:
 
 
 def _at_exit() -> None:
-    global patience
-    patience = _AT_EXIT_SECONDS if getattr(sys, "last_value", None) is None else _GRACE_SECONDS
+    if getattr(sys, "last_value", None) is not None:
+        is_ending.set()
     try:
         wait()
     except CheckpointError as error:

@@ -31,7 +31,7 @@ from .trust import trust
 
 def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`DeepSpeedEngine.load_checkpoint`: checks the files first, and works in ZeRO-3 without an optimizer."""
-    in_flight.wait_on_all_ranks()
+    in_flight.wait()
     load, known = current.get(), attached(engine)
     is_alone = load is None
     if load is None:

@@ -1,4 +1,4 @@
-"""Accelerate as the owner of engines: the wrappers of two methods of `Accelerator`.
+"""Accelerate as the owner of engines: the wrappers of methods of `Accelerator`.
 
 A wrapper takes wrapt's four arguments: the wrapped method (bound), its instance, args and kwargs.
 """
@@ -38,7 +38,7 @@ TARGET = Target(
     "accelerate",
     "accelerate.accelerator",
     "Accelerator",
-    ("_prepare_deepspeed", "save_state"),
+    ("_prepare_deepspeed", "save_state", "load_state"),
     ("accelerate",),
     judge,
     "install a tested release of accelerate, or leave it out of patch(targets=[...])",
@@ -88,6 +88,12 @@ def save_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, .
     if place is not None and is_first(known.owner):
         in_flight.afterwards(partial(_remove_oldest, Path(path).parent, project.total_limit))
     return Path(path)
+
+
+def load_state(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`Accelerator.load_state`, which looks for the folder itself: it may not have its name yet."""
+    in_flight.wait()
+    return wrapped(*args, **kwargs)
 
 
 def _remove_oldest(folder: Path, limit: int | None) -> None:

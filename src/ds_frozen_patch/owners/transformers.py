@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, whose engines are Accelerate's: the wrappers of one method and one function.
+"""Hugging Face's Trainer, whose engines are Accelerate's: the wrappers of its methods and of one function.
 
 A wrapper takes wrapt's four arguments: the wrapped method (bound), its instance, args and kwargs.
 """
@@ -52,7 +52,11 @@ LOAD = Target("transformers", TARGET.module, "", ("deepspeed_load_checkpoint",))
 
 
 def load_checkpoint(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`deepspeed_load_checkpoint`: strict for PEFT too, since what may be missing is known."""
+    """`deepspeed_load_checkpoint`: strict for PEFT too, since what may be missing is known.
+
+    It looks for the folder itself, which may not have its name yet.
+    """
+    in_flight.wait()
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     if "load_module_strict" in call.arguments and attached(call.arguments["deepspeed_engine"]) is not None:
         call.arguments["load_module_strict"] = True
@@ -83,7 +87,7 @@ def save_checkpoint(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, 
             result = wrapped(*args, **kwargs)
         _name_best(trainer.state, save, final)
     if place is not None:
-        in_flight.wait_on_all_ranks()
+        in_flight.wait()
         if known.remover is not None:
             known.remover.join()
         with suppress(OSError):
@@ -93,11 +97,17 @@ def save_checkpoint(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, 
     return result
 
 
+def get_output_dir(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`Trainer._get_output_dir`: once training has ended, Trainer lists this folder, and removes from it."""
+    in_flight.wait()
+    return wrapped(*args, **kwargs)
+
+
 def train(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`Trainer.train`: begins and ends with no save in flight."""
-    in_flight.wait_on_all_ranks()
+    in_flight.wait()
     result = wrapped(*args, **kwargs)
-    in_flight.wait_on_all_ranks()
+    in_flight.wait()
     return result
 
 

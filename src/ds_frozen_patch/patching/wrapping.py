@@ -32,10 +32,12 @@ _WRAPPERS: dict[str, dict[str, Callable[..., Any]]] = {
     accelerate.TARGET.class_name: {
         "_prepare_deepspeed": accelerate.prepare,
         "save_state": accelerate.save_state,
+        "load_state": accelerate.load_state,
     },
     transformers.TARGET.class_name: {
         "_save_checkpoint": transformers.save_checkpoint,
         "train": transformers.train,
+        "_get_output_dir": transformers.get_output_dir,
     },
     ENGINE.class_name: {
         "save_checkpoint": save_engine.save_checkpoint,

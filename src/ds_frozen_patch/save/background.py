@@ -7,21 +7,25 @@ asks from time to time.
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ..common.collectives import default_store, world_size
 from ..common.errors import CheckpointError
-from ..engine import in_flight
+from ..engine.in_flight import is_ending
 from ..engine.owner import is_first
 from .save import Save
 
 _POLL_SECONDS = (0.01, 0.5)
 """How long a rank waits before it asks the store again: at first, and at most."""
-_STAY_SECONDS = 30.0
-"""How long rank 0, which may hold the store, waits until all others have seen the outcome."""
+_BEAT_SECONDS = 10.0
+_LOST_SECONDS = 300.0
+"""A rank reports as often as the first says, however long it writes; after so long without, it is taken for dead."""
+_GRACE_SECONDS = 30.0
+"""How long a rank waits where an error or a signal ends the process, and how long rank 0, with the store, stays."""
 
 
 def publish(save: Save, finish: Callable[[Save], None] | None, votes: Votes) -> CheckpointError | None:
@@ -36,7 +40,8 @@ def publish(save: Save, finish: Callable[[Save], None] | None, votes: Votes) -> 
         What every rank is to raise.
     """
     try:
-        return _publish(save, finish, votes)
+        with votes.reporting():
+            return _publish(save, finish, votes)
     except Exception as error:  # of the store, or a rank is gone
         return CheckpointError(
             f"Not every rank has confirmed that {save.target} was saved ({error}). {save.state_of_target()[0]}"
@@ -62,7 +67,7 @@ def _publish(save: Save, finish: Callable[[Save], None] | None, votes: Votes) ->
     votes.give("seen", save)
     if is_first(save.owner):
         with suppress(CheckpointError):
-            votes.wait("seen", _STAY_SECONDS)
+            votes.wait("seen", _GRACE_SECONDS)
     return error
 
 
@@ -72,8 +77,10 @@ class Votes:
     def __init__(self, save: Save) -> None:
         self._prefix = f"ds_frozen_patch/{save.id}/"
         self._store = default_store() or Alone()
-        self._ranks = world_size()
+        self._rank, self._ranks = save.owner.rank, world_size()
         self._has_failed = False
+        self._next_look = 0.0
+        self._reports: dict[int, tuple[int, float]] = {}  # of each rank: how many, and when that was new
 
     @property
     def failures(self) -> int:
@@ -90,23 +97,59 @@ class Votes:
             self._has_failed = True
             number = self._store.add(f"{self._prefix}errors", 1)
             text = str(save.failed[0]).removesuffix(".")
-            self._store.set(f"{self._prefix}error{number}", f"Rank {save.owner.rank}: {text}.")
+            self._store.set(f"{self._prefix}error{number}", f"Rank {self._rank}: {text}.")
             self._store.add(f"{self._prefix}failed", 1)
         self._store.add(self._prefix + name, 1)
+        self._store.add(f"{self._prefix}{name}/{self._rank}", 1)
 
     def wait(self, name: str, seconds: float = math.inf) -> None:
-        """Wait until every rank has been counted, at most so many seconds, and `in_flight.patience`.
+        """Wait until every rank has been counted.
 
         Raises:
-            CheckpointError: that takes too long.
+            CheckpointError: that takes too long, or a rank is gone.
         """
         begun, pause = time.monotonic(), _POLL_SECONDS[0]
         while (count := self._store.add(self._prefix + name, 0)) < self._ranks:
             passed = time.monotonic() - begun
-            if passed > min(seconds, in_flight.patience):
+            if passed > (min(seconds, _GRACE_SECONDS) if is_ending.is_set() else seconds):
                 raise CheckpointError(f"only {count} of {self._ranks} ranks have reported after {passed:.0f} s")
+            if self._rank == 0:
+                self._look_for_lost(name)
+            if lost := self._store.add(f"{self._prefix}lost", 0):
+                raise CheckpointError(f"rank {lost - 1} is gone")
             time.sleep(pause)
             pause = min(2 * pause, _POLL_SECONDS[1])
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """While this lasts, a thread reports that this rank is there."""
+        is_over = threading.Event()
+
+        def report() -> None:
+            with suppress(Exception):  # the store is gone; who waits gets that error too
+                while not is_over.wait(_BEAT_SECONDS):
+                    self._store.add(f"{self._prefix}there/{self._rank}", 1)
+
+        threading.Thread(target=report, name="ds_frozen_patch: report", daemon=True).start()
+        try:
+            yield
+        finally:
+            is_over.set()
+
+    def _look_for_lost(self, name: str) -> None:
+        """Tell all ranks of one that is missing, and has not reported for too long; for rank 0."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + _BEAT_SECONDS
+        for rank in range(1, self._ranks):
+            if not self._store.add(f"{self._prefix}{name}/{rank}", 0):
+                reports = self._store.add(f"{self._prefix}there/{rank}", 0)
+                before, since = self._reports.get(rank, (-1, now))
+                self._reports[rank] = reports, since if reports == before else now
+                if now - self._reports[rank][1] > _LOST_SECONDS:
+                    self._store.add(f"{self._prefix}lost", rank + 1)
+                    return
 
 
 class Alone:

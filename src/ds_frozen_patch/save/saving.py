@@ -95,7 +95,7 @@ def begin(engine: Any, known: Attached, path: Any, what: str, exclude: bool) -> 
         CheckpointError: on every rank, if the save before was still in flight, and has failed.
         CheckpointMismatchError: on every rank, if the ranks differ in what they save.
     """
-    in_flight.wait_on_all_ranks()
+    in_flight.wait()
     now = settings()
     options = {name: getattr(now, name) for name in _MUST_BE_EQUAL}
     candidates = frozen.to_leave_out(known, engine) if exclude else None

@@ -35,5 +35,5 @@ def link_checkpoint(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], 
 def teardown(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`Strategy.teardown`, at the end of a run: waits, and raises the error of a save unless there is one already."""
     result = wrapped(*args, **kwargs)
-    in_flight.join() if sys.exc_info()[1] is not None else in_flight.wait_on_all_ranks()
+    in_flight.join() if sys.exc_info()[1] is not None else in_flight.wait()
     return result

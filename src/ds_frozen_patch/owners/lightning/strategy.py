@@ -84,7 +84,7 @@ def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
             call.arguments[name] = save.destination
         result = wrapped(*call.args, **call.kwargs)
     if Path(path).name.startswith("hpc_ckpt"):  # Lightning's handler of Slurm's signals lets the job end after it
-        in_flight.wait_on_all_ranks()
+        in_flight.wait()
     return result
 
 
@@ -146,7 +146,7 @@ def find_last(wrapped: Callable[..., set[str]], callback: Any, args: tuple[Any, 
     Where the file system cannot exchange two names in one step, a save that is killed in between has moved the last
     checkpoint away, and `fit` would start from nothing.
     """
-    in_flight.wait_on_all_ranks()
+    in_flight.wait()
     found = wrapped(*args, **kwargs)
     folder = getattr(callback, "_ModelCheckpoint__resolve_ckpt_dir", lambda _: callback.dirpath)(*args, **kwargs)
     last = str(getattr(callback, "CHECKPOINT_NAME_LAST", "last"))
