@@ -223,6 +223,20 @@ def test_accelerate_loads_what_was_just_saved(ranks: Any, tmp_path: Path) -> Non
     assert ranks(2, loaded_at_once, out=str(tmp_path)) == [True, True]
 
 
+def fabric_loaded_at_once(out: str) -> Any:
+    with ds_frozen_patch.patched(async_save=True), writing(seconds=1):
+        fabric = runs.fabric(2, 2)
+        model, optimizer = runs.fabric_setup(fabric)
+        fabric.save(f"{out}/a.ckpt", {"model": model, "optimizer": optimizer, "note": 1})
+        state = {"model": model, "optimizer": optimizer, "note": 0}
+        fabric.load(f"{out}/a.ckpt", state)
+        return state["note"]
+
+
+def test_fabric_loads_what_was_just_saved(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2, fabric_loaded_at_once, out=str(tmp_path)) == [1, 1]
+
+
 def best_at_the_end(out: str, best: int, goes_back: bool, seconds: float) -> Any:
     """Trainer removes the checkpoint that is not the best, and may load the best; the last save is still in flight."""
     options: dict[str, Any] = {"eval_strategy": "epoch", "save_total_limit": 1, "metric_for_best_model": "score"}

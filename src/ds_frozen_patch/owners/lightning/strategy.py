@@ -90,6 +90,7 @@ def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
 
 def load_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A strategy's `load_checkpoint`: finds the checkpoint, and loads single files that Trainer has saved."""
+    in_flight.wait()
     with trust(), overridden(moved_in_deepspeed()):
         return _load(wrapped, strategy, inspect.signature(wrapped).bind(*args, **kwargs))
 
