@@ -82,11 +82,19 @@ def train(
         original(trainer, path, *args, **kwargs)
         if not async_save:
             disarm()
-        in_flight.afterwards(partial(diary.note, f"saved {trainer.global_step}"))
+        in_flight.afterwards(partial(diary.note, f"saved {trainer.global_step} {Path(path).name}"))
 
     pl.Trainer.save_checkpoint = save  # type: ignore[assignment,method-assign]
     kept = ModelCheckpoint(out, filename="{epoch}", save_top_k=2, monitor="epoch", mode="max", save_last=save_last)
     trainer = runs.trainer(out, 2, stage, epochs=EPOCHS, callbacks=[kept, diary])
+    disk: Any = trainer.strategy.checkpoint_io
+    remove = disk.remove_checkpoint
+
+    def remove_checkpoint(path: Any) -> None:
+        diary.note(f"removes {Path(path).name}")
+        remove(path)
+
+    disk.remove_checkpoint = remove_checkpoint
     module = runs.LoraRun()
     trainer.fit(module, runs.batches(2), ckpt_path=resume)
     disarm()
@@ -150,15 +158,22 @@ class Chain:
         return self.drawn.choice([drawn, (drawn[0], None), (None, drawn[1])])
 
     def _newest(self) -> Path | None:
-        """Return the newest checkpoint: all with a final name are whole, and none that was saved is lost."""
+        """Return the newest checkpoint: all with a final name are whole, and none that was saved is lost.
+
+        One that Lightning was about to remove, because it had a newer one, may be gone in part.
+        """
         found: dict[Path, int] = {}
+        lines = re.findall(r"^(saved \d+|removes) (.*)$", self._diary(0), re.MULTILINE)
+        outdated = {name for name, what in {name: what for what, name in lines}.items() if what == "removes"}
         for path in self.out.glob("[!.]*"):
             if path.is_symlink() and not path.exists():
                 continue  # Lightning removes what its link to the last one leads to, and then links anew
             problems = ds_frozen_patch.verify(path).problems
-            assert not problems, problems
+            if problems:
+                assert path.resolve().name in outdated, problems
+                continue
             found[path] = model_states(path)[0]["global_step"]
-        saved = [int(step) for step in re.findall(r"^saved (\d+)$", self._diary(0), re.MULTILINE)]
+        saved = [int(what.split()[1]) for what, _ in lines if what != "removes"]
         assert max(found.values(), default=0) >= max(saved, default=0)
         return max(found, key=lambda path: (found[path], path.name), default=None)
 
