@@ -37,6 +37,8 @@ class DeepSpeedEngine:
 ACCELERATOR = """
 class Accelerator:
     def _prepare_deepspeed(self, *args): self.{models}.append(args)
+    def load_state(self, input_dir=None): ...
+
     def save_state(self, output_dir=None):
         save_accelerator_state(output_dir)
         save_custom_state(output_dir)

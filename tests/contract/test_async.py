@@ -141,6 +141,7 @@ def failed(by: str, out: str, heard_at: str) -> Any:
             run.save(run.at(0))
         else:
             run.train(epochs=1)
+        in_flight.join()
         with writing(fails=True, rank=1):
             run.save(Path(out, "bad") if by != "trainer" else run.at(1), 1)
             in_flight.join()
@@ -275,8 +276,11 @@ def kept_by_lightning(out: str, options: dict[str, Any], async_save: bool, fails
             trainer.fit(runs.LoraRun(), runs.batches(2))
             return callback.best_model_path, callback.last_model_path
 
+        writes = []
+
         def fail_second(recorder: Recorder) -> Iterator[Path]:
-            if trainer.global_step > runs.BATCHES:
+            writes.append(recorder)
+            if len(writes) > 1:
                 raise OSError(errno.ENOSPC, "No space left on device")
             yield from WRITE(recorder)
 

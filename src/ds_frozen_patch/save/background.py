@@ -24,6 +24,8 @@ _POLL_SECONDS = (0.01, 0.5)
 _BEAT_SECONDS = 10.0
 _LOST_SECONDS = 300.0
 """A rank reports as often as the first says, however long it writes; after so long without, it is taken for dead."""
+_THERE = "ds_frozen_patch/there/"
+"""With the number of a rank: the key of its reports, the same in all saves, since a store keeps all keys."""
 _GRACE_SECONDS = 30.0
 """How long a rank waits where an error or a signal ends the process, and how long rank 0, with the store, stays."""
 
@@ -100,7 +102,6 @@ class Votes:
             self._store.set(f"{self._prefix}error{number}", f"Rank {self._rank}: {text}.")
             self._store.add(f"{self._prefix}failed", 1)
         self._store.add(self._prefix + name, 1)
-        self._store.add(f"{self._prefix}{name}/{self._rank}", 1)
 
     def wait(self, name: str, seconds: float = math.inf) -> None:
         """Wait until every rank has been counted.
@@ -114,7 +115,7 @@ class Votes:
             if passed > (min(seconds, _GRACE_SECONDS) if is_ending.is_set() else seconds):
                 raise CheckpointError(f"only {count} of {self._ranks} ranks have reported after {passed:.0f} s")
             if self._rank == 0:
-                self._look_for_lost(name)
+                self._look_for_lost()
             if lost := self._store.add(f"{self._prefix}lost", 0):
                 raise CheckpointError(f"rank {lost - 1} is gone")
             time.sleep(pause)
@@ -128,7 +129,7 @@ class Votes:
         def report() -> None:
             with suppress(Exception):  # the store is gone; who waits gets that error too
                 while not is_over.wait(_BEAT_SECONDS):
-                    self._store.add(f"{self._prefix}there/{self._rank}", 1)
+                    self._store.add(f"{_THERE}{self._rank}", 1)
 
         threading.Thread(target=report, name="ds_frozen_patch: report", daemon=True).start()
         try:
@@ -136,20 +137,22 @@ class Votes:
         finally:
             is_over.set()
 
-    def _look_for_lost(self, name: str) -> None:
-        """Tell all ranks of one that is missing, and has not reported for too long; for rank 0."""
+    def _look_for_lost(self) -> None:
+        """Tell all ranks of one that has not reported for too long; for rank 0.
+
+        As long as it waits for the others, all of them report.
+        """
         now = time.monotonic()
         if now < self._next_look:
             return
         self._next_look = now + _BEAT_SECONDS
         for rank in range(1, self._ranks):
-            if not self._store.add(f"{self._prefix}{name}/{rank}", 0):
-                reports = self._store.add(f"{self._prefix}there/{rank}", 0)
-                before, since = self._reports.get(rank, (-1, now))
-                self._reports[rank] = reports, since if reports == before else now
-                if now - self._reports[rank][1] > _LOST_SECONDS:
-                    self._store.add(f"{self._prefix}lost", rank + 1)
-                    return
+            reports = self._store.add(f"{_THERE}{rank}", 0)
+            before, since = self._reports.get(rank, (-1, now))
+            self._reports[rank] = reports, since if reports == before else now
+            if now - self._reports[rank][1] > _LOST_SECONDS:
+                self._store.add(f"{self._prefix}lost", rank + 1)
+                return
 
 
 class Alone:
