@@ -1,4 +1,4 @@
-"""Workarounds for faults of DeepSpeed and Lightning, one function each, and nowhere else.
+"""Workarounds for faults of DeepSpeed, Lightning and Trainer, one function each, and nowhere else.
 
 Each says what is broken, in which releases, and where it was mended upstream. It recognises the fault by a feature of
 the installed release wherever there is one.
@@ -297,3 +297,16 @@ def moved_in_deepspeed() -> Attributes:
 def unwrapped(item: Any) -> Any:
     """Fabric of Lightning 2.0 passes optimizers to the strategy in its own wrapper, and so restores none."""
     return item.optimizer if any(cls.__name__ == "_FabricOptimizer" for cls in type(item).__mro__) else item
+
+
+# Trainer
+
+
+def saves_the_best(trainer: Any) -> bool:
+    """Whether the checkpoint that Trainer saves is the best so far, which not every rank may see.
+
+    Each rank looks for the folder, which rank 0 makes, and in transformers 4.50 does not wait for it: a rank that sees
+    none goes back to another checkpoint with `load_best_model_at_end`, or fails. transformers 5 has a barrier there.
+    """
+    state, strategy = trainer.state, trainer.args.save_strategy
+    return strategy in ("steps", "epoch") and getattr(state, "best_global_step", None) == state.global_step

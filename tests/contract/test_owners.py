@@ -469,6 +469,27 @@ def test_trainer_keeps_what_it_would(ranks: Any, tmp_path: Path, options: dict[s
         assert ".ds_frozen_patch" not in file.read_text()
 
 
+def best_unseen(out: str) -> Any:
+    """What each rank says of the best checkpoint, if rank 1 looks for its folder before rank 0 has made it."""
+    exists = os.path.exists
+
+    def not_yet(path: Any) -> bool:
+        return exists(path) and not (".ds_frozen_patch" in str(path) and torch.distributed.get_rank() == 1)
+
+    with owners.served(), overridden([(os.path, "exists", not_yet)]):
+        run = Run("trainer", out, 2, 2, load_best_model_at_end=True, learning_rate=0.2, **EACH)
+        run.train()
+        return Path(run.trainer.state.best_model_checkpoint).name
+
+
+@EVERYDAY
+@TRAINERS
+def test_a_rank_that_does_not_see_the_best_checkpoint(ranks: Any, tmp_path: Path) -> None:
+    first, second = ranks(2, best_unseen, out=str(tmp_path))
+    assert first == second
+    assert (tmp_path / first).is_dir()
+
+
 def without_the_model(out: str, stage: int, kind: str, options: dict[str, Any]) -> Any:
     with owners.served(whole_model=False):
         whole = Run("trainer", out, 2, stage, kind, **options)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..common.overrides import overridden
 from ..common.probing import Finding, Seen, Target
-from ..cures import Attributes
+from ..cures import Attributes, saves_the_best
 from ..engine import in_flight
 from ..engine.attached import attached
 from ..save.save import Save
@@ -85,7 +85,7 @@ def save_checkpoint(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, 
         save.base_is_known = False  # Trainer saves the model first, which writes to all parameters in ZeRO-3
         with overridden(_redirections(trainer, save, final, later)):
             result = wrapped(*args, **kwargs)
-        _name_best(trainer.state, save, final)
+        _name_best(trainer, save, final)
     if place is not None:
         in_flight.wait()
         if known.remover is not None:
@@ -117,7 +117,7 @@ def _redirections(trainer: Any, save: Save, final: str, later: list[Callable[[],
     write_state = trainer.state.save_to_json
 
     def save_to_json(path: str) -> None:
-        _name_best(trainer.state, save, final)
+        _name_best(trainer, save, final)
         with save.deferring_errors(path):
             write_state(path)
 
@@ -159,7 +159,7 @@ def _save_without_weights(trainer: Any, output_dir: str, **_: Any) -> None:
         Path(output_dir, name).unlink(missing_ok=True)
 
 
-def _name_best(state: Any, save: Save, final: str) -> None:
-    """Let the state name the best checkpoint by its final name, if it is this one."""
-    if state.best_model_checkpoint == str(save.destination):
-        state.best_model_checkpoint = final
+def _name_best(trainer: Any, save: Save, final: str) -> None:
+    """Let Trainer's state name the best checkpoint by its final name, if it is this one."""
+    if trainer.state.best_model_checkpoint == str(save.destination) or saves_the_best(trainer):
+        trainer.state.best_model_checkpoint = final
