@@ -437,7 +437,7 @@ def kept(out: str, patched: bool, options: dict[str, Any]) -> Any:
         return losses, state, best and Path(best).name, run.trainer.state.best_metric
 
 
-EACH = {"eval_strategy": "epoch", "save_strategy": "epoch"}
+EACH: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "epoch"}
 
 
 STRATEGIES: dict[str, dict[str, Any]] = {
