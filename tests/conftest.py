@@ -89,6 +89,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--programs", type=Path, help="where clones of the programs of ci/matrix/programs.py are; runs these alone"
     )
     parser.addoption("--faults", action="store_true", help="run all of tests/faults, not the short part alone")
+    parser.addoption("--rounds", type=int, default=1, help="how often --faults kills saves, with other seeds each time")
     parser.addoption("--outcome", type=Path, help="write what became of each promise into this JSON file")
 
 

@@ -190,13 +190,19 @@ CHAINS = [(stage, save_last) for stage in (2, 3, 1, 2, 3, 0, 1) for save_last in
 SAVES = {False: "a save", True: "a save that training does not wait for"}
 
 
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(0)
 @pytest.mark.parametrize("async_save", SAVES)
-def test_kills_in_saves(tmp_path: Path, long: bool, counted: Callable[[str, int], None], async_save: bool) -> None:
+def test_kills_in_saves(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    long: bool,
+    counted: Callable[[str, int], None],
+    async_save: bool,
+) -> None:
     """Kill one rank or both, in a save over an existing checkpoint or to a new name."""
     counts: Counter[str] = Counter()
     alone: dict[Any, tuple[list[dict[str, Any]], Chain]] = {}
-    for number, (stage, save_last) in enumerate(CHAINS if long else CHAINS[:1]):
+    for number, (stage, save_last) in enumerate(CHAINS * request.config.getoption("rounds") if long else CHAINS[:1]):
         key = (stage, save_last)
         if key not in alone:
             chain = Chain(tmp_path / f"alone{number}", stage, save_last, async_save, random.Random(0))

@@ -110,6 +110,12 @@ def join() -> None:
     is_ending.clear()
 
 
+def after_it(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A wrapper, with wrapt's arguments, of what looks for a checkpoint by itself: waits for the save in flight."""
+    wait()
+    return wrapped(*args, **kwargs)
+
+
 def is_any() -> bool:
     """Whether there is a save in flight, or one whose end nobody has waited for."""
     return _in_flight is not None

@@ -90,12 +90,6 @@ def save_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, .
     return Path(path)
 
 
-def load_state(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`Accelerator.load_state`, which looks for the folder itself: it may not have its name yet."""
-    in_flight.wait()
-    return wrapped(*args, **kwargs)
-
-
 def _remove_oldest(folder: Path, limit: int | None) -> None:
     """Remove the checkpoints with the lowest numbers, down to a limit, but never the newest."""
     if limit is None:

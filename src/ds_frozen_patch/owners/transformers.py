@@ -97,12 +97,6 @@ def save_checkpoint(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, 
     return result
 
 
-def get_output_dir(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`Trainer._get_output_dir`: once training has ended, Trainer lists this folder, and removes from it."""
-    in_flight.wait()
-    return wrapped(*args, **kwargs)
-
-
 def train(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`Trainer.train`: begins and ends with no save in flight."""
     in_flight.wait()

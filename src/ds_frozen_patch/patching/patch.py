@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,9 +20,8 @@ from ..engine import in_flight
 from ..engine.attached import restore_methods
 from ..engine.target import ENGINE
 from ..owners.targets import BESIDE, OWNERS, chosen, may_be_left_alone
-from ..settings import FLAG
+from .findings import probe_all, refusal, to_be_served, warn_of_complete, warn_of_refused, warn_of_untested
 from .status import Status, TargetStatus
-from .tested import newer_than_tested
 from .wrapping import Wrapping, wrap, wrap_beside
 
 
@@ -125,14 +122,14 @@ def patch(
     new_settings = _settings.checked(given, before)
     names = chosen(targets)
     _finish_imports()
-    findings = _probe_all(names, targets is not None) if _current is None else {}
+    findings = probe_all(names, targets is not None) if _current is None else {}
     with _lock:
         if _current is None:
-            findings = findings or _probe_all(names, targets is not None)
-            _current = _Patch(findings, _to_be_served(findings, names))
-            _warn_of_untested(findings, names)
-            _warn_of_complete(findings, names)
-            _warn_of_refused(findings, names)
+            findings = findings or probe_all(names, targets is not None)
+            _current = _Patch(findings, to_be_served(findings, names))
+            warn_of_untested(findings, names)
+            warn_of_complete(findings, names)
+            warn_of_refused(findings, names)
         elif targets is not None and (other := names ^ _current.names):
             raise PatchError(
                 f"patch() is in force for other targets ({', '.join(sorted(other))}): call unpatch() first."
@@ -165,52 +162,6 @@ def patch_quietly(refuse: Callable[[str], None]) -> None:
 def is_in_force() -> bool:
     """Whether `patch()` has been called, and `unpatch()` not since."""
     return _current is not None
-
-
-def _to_be_served(findings: dict[str, Finding], names: frozenset[str]) -> dict[str, list[Target]]:
-    modules: dict[str, list[Target]] = {}
-    for what in (*OWNERS, ENGINE, *BESIDE):
-        finding = findings[what.name]
-        if what.name in names and finding.verdict in ("patchable", "native") and not finding.complete:
-            modules.setdefault(what.module, []).append(what)
-    return modules
-
-
-def _warn_of_untested(findings: dict[str, Finding], names: frozenset[str]) -> None:
-    served = {name for name in names if findings[name].verdict in ("patchable", "native")}
-    newer = {
-        f"{what.distributions[0]} {findings[what.name].version} (tested: up to {tested})"
-        for what in (*OWNERS, ENGINE)
-        # A program of Lightning's may have nothing to do with Accelerate and Trainer.
-        if what.name in names and not may_be_left_alone(what.name, served)
-        if (tested := newer_than_tested(what, findings[what.name].version))
-    }
-    if newer:
-        _warn_caller(
-            f"ds_frozen_patch is applied to a release that is newer than all tested ones: {', '.join(sorted(newer))}."
-            " It has everything that the shim relies on. Look for a newer ds_frozen_patch."
-        )
-
-
-def _warn_of_complete(findings: dict[str, Finding], names: frozenset[str]) -> None:
-    complete = [f"{name} {finding.version}" for name, finding in findings.items() if finding.complete and name in names]
-    if complete:
-        _warn_caller(
-            f"patch() does not touch what our patch series is applied to: {', '.join(complete)}. Its checkpoints are"
-            f" full unless you pass DeepSpeedStrategy({FLAG}=True), and it does not verify the base."
-        )
-
-
-def _warn_of_refused(findings: dict[str, Finding], names: frozenset[str]) -> None:
-    """Warn of those that are left alone; any other is an error."""
-    if refused := [(name, findings[name]) for name in sorted(names) if findings[name].verdict == "refused"]:
-        _warn_caller(f"patch() leaves some frameworks as they are. {_reasons(refused)}")
-
-
-def _warn_caller(message: str) -> None:
-    """Warn the caller of `patch()`, once per node; to be called by functions that `patch()` calls."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        warnings.warn(message, stacklevel=4)
 
 
 def _refuse_half_imported(current: _Patch) -> None:
@@ -317,30 +268,6 @@ def _status_of(what: Target, patch: _Patch | None) -> TargetStatus:
     return TargetStatus(state, finding.version, wrapped, finding.reason, finding.remedy)
 
 
-def _probe_all(names: frozenset[str], must_be_there: bool) -> dict[str, Finding]:
-    findings = {what.name: probe(what) for what in (*OWNERS, ENGINE)}
-    served = {name: finding for name, finding in findings.items() if name in names}
-    if findings[ENGINE.name].verdict == "not installed":
-        raise PatchError("DeepSpeed is not installed. Install it: pip install 'deepspeed>=0.10.1'.")
-    if must_be_there and (absent := [name for name, finding in served.items() if finding.verdict == "not installed"]):
-        raise PatchError(f"patch(targets=[...]) names what is not installed: {', '.join(absent)}.")
-    refused = [(name, finding) for name, finding in served.items() if finding.verdict == "refused"]
-    others = [name for name, finding in served.items() if finding.verdict in ("patchable", "native")]
-    if refused and (must_be_there or not all(may_be_left_alone(name, others) for name, _ in refused)):
-        raise PatchError(_refusal(refused))
-    return findings
-
-
-def _refusal(refused: list[tuple[str, Finding]]) -> str:
-    return f"ds_frozen_patch cannot patch what is installed; nothing is patched.\n{_reasons(refused)}"
-
-
-def _reasons(refused: list[tuple[str, Finding]]) -> str:
-    return "\n".join(
-        f"{name} {finding.version or ''}: {finding.reason}. To do: {finding.remedy}." for name, finding in refused
-    )
-
-
 def _finish_imports() -> None:
     """Wait until another thread has finished its imports.
 
@@ -392,8 +319,8 @@ def _on_import(module: ModuleType) -> None:
         if finding.verdict == "refused":
             if not may_be_left_alone(what.name, _current.names):
                 unpatch()
-                raise PatchError(_refusal([(what.name, finding)]))
-            _warn_of_refused({what.name: finding}, frozenset([what.name]))
+                raise PatchError(refusal([(what.name, finding)]))
+            warn_of_refused({what.name: finding}, frozenset([what.name]))
             _current.findings[what.name] = finding
             _current.modules[module.__name__] = []
             break

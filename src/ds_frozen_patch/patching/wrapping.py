@@ -11,6 +11,7 @@ from typing import Any
 import wrapt
 
 from ..common.probing import Target
+from ..engine.in_flight import after_it
 from ..engine.target import ENGINE
 from ..load import engine as load_engine
 from ..owners import accelerate, transformers
@@ -32,12 +33,12 @@ _WRAPPERS: dict[str, dict[str, Callable[..., Any]]] = {
     accelerate.TARGET.class_name: {
         "_prepare_deepspeed": accelerate.prepare,
         "save_state": accelerate.save_state,
-        "load_state": accelerate.load_state,
+        "load_state": after_it,
     },
     transformers.TARGET.class_name: {
         "_save_checkpoint": transformers.save_checkpoint,
         "train": transformers.train,
-        "_get_output_dir": transformers.get_output_dir,
+        "_get_output_dir": after_it,  # once training has ended, Trainer lists this folder, and removes from it
     },
     ENGINE.class_name: {
         "save_checkpoint": save_engine.save_checkpoint,

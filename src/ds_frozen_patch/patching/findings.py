@@ -1,0 +1,96 @@
+"""What probing finds of all targets: what is served, and what the caller of `patch()` is told of it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+from ..common.errors import PatchError
+from ..common.probing import Finding, Target, probe
+from ..engine.target import ENGINE
+from ..owners.targets import BESIDE, OWNERS, may_be_left_alone
+from ..settings import FLAG
+from .tested import newer_than_tested
+
+
+def probe_all(names: frozenset[str], must_be_there: bool) -> dict[str, Finding]:
+    """Probe every target.
+
+    Args:
+        names: of the targets that `patch()` is to serve.
+        must_be_there: whether its caller has named them.
+
+    Raises:
+        PatchError: one of them cannot be patched and must not be left alone, or is not installed.
+    """
+    findings = {what.name: probe(what) for what in (*OWNERS, ENGINE)}
+    served = {name: finding for name, finding in findings.items() if name in names}
+    if findings[ENGINE.name].verdict == "not installed":
+        raise PatchError("DeepSpeed is not installed. Install it: pip install 'deepspeed>=0.10.1'.")
+    if must_be_there and (absent := [name for name, finding in served.items() if finding.verdict == "not installed"]):
+        raise PatchError(f"patch(targets=[...]) names what is not installed: {', '.join(absent)}.")
+    refused = [(name, finding) for name, finding in served.items() if finding.verdict == "refused"]
+    others = [name for name, finding in served.items() if finding.verdict in ("patchable", "native")]
+    if refused and (must_be_there or not all(may_be_left_alone(name, others) for name, _ in refused)):
+        raise PatchError(refusal(refused))
+    return findings
+
+
+def refusal(refused: list[tuple[str, Finding]]) -> str:
+    """The message of an error that names what cannot be patched, and why."""
+    return f"ds_frozen_patch cannot patch what is installed; nothing is patched.\n{_reasons(refused)}"
+
+
+def _reasons(refused: list[tuple[str, Finding]]) -> str:
+    return "\n".join(
+        f"{name} {finding.version or ''}: {finding.reason}. To do: {finding.remedy}." for name, finding in refused
+    )
+
+
+def to_be_served(findings: dict[str, Finding], names: frozenset[str]) -> dict[str, list[Target]]:
+    """What to wrap, by the name of its module."""
+    modules: dict[str, list[Target]] = {}
+    for what in (*OWNERS, ENGINE, *BESIDE):
+        finding = findings[what.name]
+        if what.name in names and finding.verdict in ("patchable", "native") and not finding.complete:
+            modules.setdefault(what.module, []).append(what)
+    return modules
+
+
+def warn_of_untested(findings: dict[str, Finding], names: frozenset[str]) -> None:
+    """Warn of releases that are newer than all tested ones."""
+    served = {name for name in names if findings[name].verdict in ("patchable", "native")}
+    newer = {
+        f"{what.distributions[0]} {findings[what.name].version} (tested: up to {tested})"
+        for what in (*OWNERS, ENGINE)
+        # A program of Lightning's may have nothing to do with Accelerate and Trainer.
+        if what.name in names and not may_be_left_alone(what.name, served)
+        if (tested := newer_than_tested(what, findings[what.name].version))
+    }
+    if newer:
+        _warn_caller(
+            f"ds_frozen_patch is applied to a release that is newer than all tested ones: {', '.join(sorted(newer))}."
+            " It has everything that the shim relies on. Look for a newer ds_frozen_patch."
+        )
+
+
+def warn_of_complete(findings: dict[str, Finding], names: frozenset[str]) -> None:
+    """Warn of what our patch series is applied to."""
+    complete = [f"{name} {finding.version}" for name, finding in findings.items() if finding.complete and name in names]
+    if complete:
+        _warn_caller(
+            f"patch() does not touch what our patch series is applied to: {', '.join(complete)}. Its checkpoints are"
+            f" full unless you pass DeepSpeedStrategy({FLAG}=True), and it does not verify the base."
+        )
+
+
+def warn_of_refused(findings: dict[str, Finding], names: frozenset[str]) -> None:
+    """Warn of those that are left alone; any other is an error."""
+    if refused := [(name, findings[name]) for name in sorted(names) if findings[name].verdict == "refused"]:
+        _warn_caller(f"patch() leaves some frameworks as they are. {_reasons(refused)}")
+
+
+def _warn_caller(message: str) -> None:
+    """Warn the caller of `patch()`, once per node; to be called by functions that `patch()` calls."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        warnings.warn(message, stacklevel=4)
