@@ -258,9 +258,10 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
-    """Draw the charts, and build the documentation into `.nox/site`; a warning is an error."""
+    """Write what is generated in `docs/`, and build it into `.nox/site`; a warning is an error."""
     session.chdir(ROOT)
     session.run(tools_python(session, "docs"), "ci/charts.py", external=True)
+    session.run(tools_python(session, "docs"), "ci/upstream.py", env={"PYTHONPATH": str(ROOT / "src")}, external=True)
     build = ("-m", "sphinx", "--quiet", "--fail-on-warning", "--fresh-env", "docs", str(ROOT / ".nox" / "site"))
     session.run(tools_python(session, "docs"), *build, env={"PYTHONPATH": str(ROOT / "src")}, external=True)
     session.log("open .nox/site/index.html")

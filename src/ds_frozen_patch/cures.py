@@ -299,6 +299,14 @@ def unwrapped(item: Any) -> Any:
     return item.optimizer if any(cls.__name__ == "_FabricOptimizer" for cls in type(item).__mro__) else item
 
 
+def clips_unasked(engine: Any, config: Mapping[str, Any]) -> bool:
+    """Whether DeepSpeed clips gradients though its configuration says nothing of that: from 0.19.3 on, to a norm of 1.
+
+    Trainer sets `gradient_clipping` to what it was asked for, or to 0. Fabric leaves it to DeepSpeed, in every release.
+    """
+    return "gradient_clipping" not in config and bool(engine.optimizer) and engine.gradient_clipping() > 0
+
+
 # Trainer
 
 

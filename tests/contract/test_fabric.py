@@ -6,11 +6,14 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import provider
 import pytest
 import runs
+import torch
 from disk import model_states
-from under_test import CELL, PRECISION, PRECISIONS
+from packaging.version import Version
+from under_test import CELL, PRECISION, PRECISIONS, Fabric, FabricDeepSpeed
 
 pytestmark = [pytest.mark.promise(2), pytest.mark.series]
 
@@ -92,3 +95,38 @@ def test_explicit_false_wins(ranks: Any, tmp_path: Path) -> None:
     for choice in CHOICES:
         (saved,) = model_states(tmp_path / f"{choice}.ckpt")
         assert ("model.base_model.model.lm_head.weight" in saved["module"]) == (choice is False)
+
+
+def clipped(clipping: float | None) -> tuple[list[str], float]:
+    """Return what is heard at setup, and by how much one step of SGD with a learning rate of 1 moves the weights."""
+    provider.trainable_only()
+    given = {} if clipping is None else {"gradient_clipping": clipping}
+    made = Fabric(
+        accelerator="cpu",
+        devices=2,
+        precision="32-true",
+        strategy=FabricDeepSpeed(config=runs.config(2) | given),
+    )
+    made.launch()
+    module = runs.LoraRun()
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    with runs.heard() as messages:
+        model, optimizer = made.setup(module, torch.optim.SGD(trained, lr=1.0))
+    before = [parameter.detach().clone() for parameter in trained]
+    made.backward(1000 * model(next(iter(made.setup_dataloaders(runs.batches(2))))))
+    optimizer.step()
+    moved = sum(
+        float((parameter.detach() - old).square().sum()) for parameter, old in zip(trained, before, strict=True)
+    )
+    return [text for text in messages if "clips gradients" in text], moved**0.5
+
+
+@pytest.mark.short
+def test_fabric_says_that_deepspeed_clips_gradients(ranks: Any) -> None:
+    clips = Version(deepspeed.__version__) >= Version("0.19.3") and not CELL.patches  # which mend it
+    for rank, (messages, moved) in enumerate(ranks(2, clipped, clipping=None)):
+        assert (moved < 1.01) == clips
+        assert len(messages) == (clips and rank == 0)
+    for messages, moved in ranks(2, clipped, clipping=0.0):
+        assert not messages
+        assert moved > 2

@@ -88,7 +88,7 @@ class Target:
 
 def probe(what: Target) -> Finding:
     """Judge a class as it is installed, without importing its module if its source is enough."""
-    root = _package_folder(what.name)
+    root = package_folder(what.name)
     cls = imported_class(what)
     if root is None and cls is None:
         return Finding("not installed")
@@ -118,7 +118,7 @@ def _judge(what: Target, version: str | None, seen: Seen | None) -> Finding:
     return what.judge(version, seen)
 
 
-def _package_folder(name: str) -> Path | None:
+def package_folder(name: str) -> Path | None:
     """The folder of a package that may have a parent, found without importing either."""
     top, *rest = name.split(".")
     try:

@@ -19,6 +19,7 @@ from ..common.probing import Finding, Target, imported_class, probe
 from ..engine import in_flight
 from ..engine.attached import restore_methods
 from ..engine.target import ENGINE
+from ..faults import worked_around
 from ..owners.targets import BESIDE, OWNERS, chosen, may_be_left_alone
 from .findings import probe_all, refusal, to_be_served, warn_of_complete, warn_of_refused, warn_of_untested
 from .status import Status, TargetStatus
@@ -265,7 +266,9 @@ def _status_of(what: Target, patch: _Patch | None) -> TargetStatus:
     wrapped = patch is not None and what.name in patch.names and what.module in patch.wrappings
     if state == "patchable" and (what.name in patch.names if patch else _waiting()):
         state = "applied" if wrapped else "armed"
-    return TargetStatus(state, finding.version, wrapped, finding.reason, finding.remedy)
+    is_served = state in ("native", "patchable", "armed", "applied") and not finding.complete
+    faults = worked_around(what.name, finding.version) if is_served else ()
+    return TargetStatus(state, finding.version, wrapped, finding.reason, finding.remedy, faults)
 
 
 def _finish_imports() -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 from ...common.overrides import overridden, set_to
 from ...common.work_folder import moved_away
-from ...cures import moved_in_deepspeed, unwrapped
+from ...cures import clips_unasked, moved_in_deepspeed, unwrapped
 from ...engine import handshake, in_flight
 from ...engine.attached import attach
+from ...engine.owner import warn
 from ...engine.serving import begin_serving
 from ...load.load import Load, where_it_is
 from ...load.load import current as current_load
@@ -57,6 +58,13 @@ def setup(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwa
     handshake.check(owner.rank)
     if strategy.model is not None:
         begin_serving(strategy.model, owner)
+        if clips_unasked(strategy.model, owner.config):
+            warn(
+                owner,
+                "DeepSpeed clips gradients to a norm of 1.0, which nothing has asked for: it is the default since"
+                ' DeepSpeed 0.19.3, and Fabric does not change it. Put "gradient_clipping": 0.0 into the config of'
+                " DeepSpeedStrategy to train without clipping, as before, or 1.0 to train with it.",
+            )
     return result
 
 
