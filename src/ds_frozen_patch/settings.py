@@ -30,6 +30,7 @@ class Settings:
     trust: bool | None = None
     whole_model: bool = True
     async_save: bool = False
+    verify_files: bool = True
 
     def keeps(self, names: Iterable[str]) -> bool:
         """Whether something frozen with these names is saved all the same."""
@@ -167,4 +168,5 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "trust": _bool,
     "whole_model": _bool,
     "async_save": _bool,
+    "verify_files": _bool,
 }

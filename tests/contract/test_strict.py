@@ -95,6 +95,30 @@ def resume(out: str) -> tuple[str, str]:
     return runs.refusal(trainer.fit, runs.LoraRun(), runs.batches(2), ckpt_path=f"{out}/epoch=0.ckpt")
 
 
+def resume_unverified(out: str) -> tuple[str, str]:
+    ds_frozen_patch.patch(verify_files=False)
+    trainer = runs.trainer(out, 2, epochs=2)
+    return runs.outcome(trainer.fit, runs.LoraRun(), runs.batches(2), ckpt_path=f"{out}/epoch=0.ckpt")
+
+
+@pytest.mark.short
+def test_files_are_verified_unless_told_otherwise(ranks: Any, tmp_path: Path) -> None:
+    """A flipped bit is loaded with `verify_files=False`; a truncated file is refused all the same."""
+    ranks(2, train, out=str(tmp_path))
+    file = max(Path(tmp_path, "epoch=0.ckpt", "checkpoint").glob("*optim_states.pt"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1  # most of it are the optimizer's numbers
+    file.write_bytes(content)
+    for name, text in ranks(2, resume, out=str(tmp_path)):
+        assert name == "CheckpointError"
+        assert f"{file.name} is damaged" in text
+    assert ranks(2, resume_unverified, out=str(tmp_path)) == [("", "")] * 2
+    file.write_bytes(content[: len(content) // 2])
+    for name, text in ranks(2, resume_unverified, out=str(tmp_path)):
+        assert name == "CheckpointError"
+        assert f"{file.name} cannot be read, is truncated or damaged" in text
+
+
 def test_a_damaged_checkpoint_is_refused(ranks: Any, tmp_path: Path) -> None:
     """A missing trainable parameter or an unexpected key is a strict error, under the module's own names."""
     ranks(2, train, out=str(tmp_path))

@@ -162,6 +162,11 @@ def _add_run_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--async-save", action="store_true", default=None, help="let training go on while a save is being written"
     )
+    command.add_argument(
+        "--verify-files",
+        action=argparse.BooleanOptionalAction,
+        help="compare the files of a checkpoint with their checksums at load (default: yes)",
+    )
     command.add_argument("--cpu", action="store_true", default=None, help="train on CPU, to test without a GPU")
     command.add_argument("--env", action="store_true", help="print the environment variables instead, for a shell")
 

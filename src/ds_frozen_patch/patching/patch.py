@@ -66,6 +66,7 @@ def patch(
     trust: bool | None = None,
     whole_model: bool | None = None,
     async_save: bool | None = None,
+    verify_files: bool | None = None,
     targets: Iterable[str] | None = None,
 ) -> Status:
     """Make the checkpoints of every installed Lightning, of Accelerate and of Trainer trainable-only, and loadable.
@@ -100,6 +101,9 @@ def patch(
         async_save: let training go on as soon as a save has copied what it writes into memory. The files are written
             meanwhile, and the checkpoint gets its name when they are whole. The next save, a load and the end of the
             program wait for that, and raise its errors.
+        verify_files: whether a load first reads every file once more, to compare it with the checksums that it contains
+            (True by default). With False a flipped bit may be loaded; a truncated file, or one of another save or
+            rank, is still an error.
         targets: what to serve, by the names that `status()` has: all that is installed by default. "deepspeed" is
             always served, and with "transformers" "accelerate" is, too. They can only be chosen anew after `unpatch()`.
 
@@ -119,7 +123,7 @@ def patch(
     before = _settings.current() if _current else None
     given: dict[str, Any] = {"verify_base": verify_base, "keep": keep, "leave_out": leave_out, "export": export}
     given |= {"fp32_weights": fp32_weights, "elastic": elastic, "sync": sync, "trust": trust}
-    given |= {"whole_model": whole_model, "async_save": async_save}
+    given |= {"whole_model": whole_model, "async_save": async_save, "verify_files": verify_files}
     new_settings = _settings.checked(given, before)
     names = chosen(targets)
     _finish_imports()
@@ -213,6 +217,7 @@ def patched(
     trust: bool | None = None,
     whole_model: bool | None = None,
     async_save: bool | None = None,
+    verify_files: bool | None = None,
     targets: Iterable[str] | None = None,
 ) -> Iterator[Status]:
     """`patch(...)` while this lasts, and the previous state afterwards, for tests and notebooks.
@@ -231,6 +236,7 @@ def patched(
         trust=trust,
         whole_model=whole_model,
         async_save=async_save,
+        verify_files=verify_files,
         targets=targets,
     )
     try:

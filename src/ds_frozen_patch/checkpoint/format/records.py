@@ -89,22 +89,21 @@ def map_into_memory(tensors: Mapping[str, TensorSource]) -> dict[str, torch.Tens
 
 
 def check_file(
-    file: Path, progressed: Callable[[int], object] = lambda _: None, *, first: int = 0, step: int = 1
+    file: Path, progressed: Callable[[int], object] = lambda _: None, *, records: slice = slice(None)
 ) -> None:
-    """Verify the checksum of every record of a file of `torch.save`, or of every `step`-th from the `first` on.
+    """Verify that a file of `torch.save` is not truncated, and the checksums of its records.
 
     Args:
         file: the file.
         progressed: called with the number of bytes that were read.
-        first: the index of the first record.
-        step: the distance to the next one.
+        records: which of them.
 
     Raises:
         CheckpointError: a checksum is wrong, or the file cannot be read.
     """
     try:
         with open_regular(file) as opened:
-            for record in list(read_directory(opened).values())[first::step]:
+            for record in list(read_directory(opened).values())[records]:
                 checksum = 0
                 for chunk in read_chunks(opened, record):
                     checksum = zlib.crc32(chunk, checksum)
