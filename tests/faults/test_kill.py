@@ -214,7 +214,8 @@ def test_kills_in_saves(
         for rank in (0, 1):
             assert killed.losses(rank) == one.losses(rank)
             assert len(one.losses(rank)) == EPOCHS * runs.BATCHES
-        assert {item.name for item in killed.out.iterdir() if item.name[0] != "."} >= {"last.ckpt"}
+        if save_last != "link":  # Lightning removes its link before it makes the new one, and may be killed in between
+            assert (killed.out / "last.ckpt").is_dir()
         counts += killed.counts
         print(key, dict(killed.counts), [(one["calls"], round(one["seconds"], 3)) for one in expected])
         shutil.rmtree(killed.out)
