@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, partial
 from importlib import metadata
+from pathlib import Path
 
 from .common.probing import package_folder
 
@@ -208,22 +210,23 @@ def worked_around(target: str, version: str | None) -> tuple[str, ...]:
         version: the release that is installed; None, if it is unknown, has the faults of all releases.
     """
     package = "fabric" if target in ("lightning.fabric", "lightning_fabric") else target
-    return tuple(fault.name for fault in FAULTS if fault.package == package and _has(target, version, fault))
+    of_release = [fault for fault in FAULTS if fault.package == package and _is_of_release(fault, version)]
+    read = cache(partial(_source, package_folder(target)))  # several faults are in one file
+    return tuple(fault.name for fault in of_release if fault.mark is None or fault.mark[1] not in read(fault.mark[0]))
 
 
-def _has(target: str, version: str | None, fault: Fault) -> bool:
-    if not _is_between(version, fault.since, fault.mended):
-        return False
+def _is_of_release(fault: Fault, version: str | None) -> bool:
     if fault.with_deepspeed and not _is_between(_version("deepspeed"), fault.with_deepspeed, ""):
         return False
-    folder = package_folder(target)
-    if fault.mark is None or folder is None:
-        return True
-    file, text = fault.mark
+    return _is_between(version, fault.since, fault.mended)
+
+
+def _source(folder: Path | None, file: str) -> str:
+    """The text of a file of a package, or an empty one if it cannot be read."""
     try:
-        return text not in (folder / file).read_text(encoding="utf-8")
+        return (folder / file).read_text(encoding="utf-8") if folder is not None else ""
     except OSError:
-        return True
+        return ""
 
 
 def _version(distribution: str) -> str | None:

@@ -13,7 +13,7 @@ import runs
 import torch
 from disk import model_states
 from packaging.version import Version
-from under_test import CELL, PRECISION, PRECISIONS, Fabric, FabricDeepSpeed
+from under_test import CELL, PRECISION, PRECISIONS
 
 pytestmark = [pytest.mark.promise(2), pytest.mark.series]
 
@@ -100,14 +100,9 @@ def test_explicit_false_wins(ranks: Any, tmp_path: Path) -> None:
 def clipped(clipping: float | None) -> tuple[list[str], float]:
     """Return what is heard at setup, and by how much one step of SGD with a learning rate of 1 moves the weights."""
     provider.trainable_only()
-    given = {} if clipping is None else {"gradient_clipping": clipping}
-    made = Fabric(
-        accelerator="cpu",
-        devices=2,
-        precision="32-true",
-        strategy=FabricDeepSpeed(config=runs.config(2) | given),
-    )
-    made.launch()
+    made = runs.fabric(2, 2, "32-true")
+    strategy: Any = made.strategy
+    strategy.config |= {} if clipping is None else {"gradient_clipping": clipping}
     module = runs.LoraRun()
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     with runs.heard() as messages:

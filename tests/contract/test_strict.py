@@ -89,14 +89,9 @@ def train(out: str) -> None:
     runs.trainer(out, 2, epochs=1).fit(runs.LoraRun(), runs.batches(2))
 
 
-def resume(out: str) -> tuple[str, str]:
-    ds_frozen_patch.patch()
-    trainer = runs.trainer(out, 2, epochs=2)
-    return runs.refusal(trainer.fit, runs.LoraRun(), runs.batches(2), ckpt_path=f"{out}/epoch=0.ckpt")
-
-
-def resume_unverified(out: str) -> tuple[str, str]:
-    ds_frozen_patch.patch(verify_files=False)
+def resume(out: str, verify_files: bool = True) -> tuple[str, str]:
+    """Return the name and the text of what is raised, or two empty ones."""
+    ds_frozen_patch.patch(verify_files=verify_files)
     trainer = runs.trainer(out, 2, epochs=2)
     return runs.outcome(trainer.fit, runs.LoraRun(), runs.batches(2), ckpt_path=f"{out}/epoch=0.ckpt")
 
@@ -112,9 +107,9 @@ def test_files_are_verified_unless_told_otherwise(ranks: Any, tmp_path: Path) ->
     for name, text in ranks(2, resume, out=str(tmp_path)):
         assert name == "CheckpointError"
         assert f"{file.name} is damaged" in text
-    assert ranks(2, resume_unverified, out=str(tmp_path)) == [("", "")] * 2
+    assert ranks(2, resume, out=str(tmp_path), verify_files=False) == [("", "")] * 2
     file.write_bytes(content[: len(content) // 2])
-    for name, text in ranks(2, resume_unverified, out=str(tmp_path)):
+    for name, text in ranks(2, resume, out=str(tmp_path), verify_files=False):
         assert name == "CheckpointError"
         assert f"{file.name} cannot be read, is truncated or damaged" in text
 
