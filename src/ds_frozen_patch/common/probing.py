@@ -168,9 +168,10 @@ def _read_source(what: Target, root: Path | None) -> Seen | None:
 
 def _methods(source: str, what: Target) -> dict[str, ast.FunctionDef]:
     """The methods of a class that are asked for, each parsed by itself: all of DeepSpeed's engine takes 70 ms."""
-    its_lines = re.search(rf"^class {what.class_name}\b.*?(?=^[A-Za-z@]|\Z)", source, re.MULTILINE | re.DOTALL)
+    begin = re.search(rf"^class {what.class_name}\b", source, re.MULTILINE)
+    its_lines = re.split(r"\n(?=[A-Za-z@])", source[begin.start() :], maxsplit=1)[0] if begin else ""
     # What begins a statement of the class, and not the bracket that ends a list of arguments.
-    statements = re.split(r"^(?= {4}[A-Za-z@#])", its_lines[0] if its_lines else "", flags=re.MULTILINE)
+    statements = re.split(r"^(?= {4}[A-Za-z@#])", its_lines, flags=re.MULTILINE)
     found = {}
     for statement in statements:
         if (said := re.match(r" {4}def (\w+)\(", statement)) and said[1] in what.methods:
