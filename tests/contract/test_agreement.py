@@ -143,7 +143,7 @@ def test_different_settings_on_one_rank(ranks: Any, tmp_path: Path, how: str) ->
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("odd", [0, pytest.param(1, marks=pytest.mark.short)])
 def test_an_unpatched_rank(ranks: Any, tmp_path: Path, odd: int) -> None:
     """The patched rank raises; the other, which waits for it in its first step, loses the connection."""
     with pytest.raises(AssertionError) as raised:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -47,6 +48,17 @@ def writing(seconds: float = 0, fails: bool = False, rank: int | None = None) ->
     return overridden([(Recorder, "write", write)])
 
 
+def writing_when(told: threading.Event) -> AbstractContextManager[None]:
+    """While this lasts, files are written once that is set; those of rank 1 after those of rank 0."""
+
+    def write(recorder: Recorder) -> Iterator[Path]:
+        told.wait(60)
+        time.sleep(0.5 * torch.distributed.get_rank())
+        yield from WRITE(recorder)
+
+    return overridden([(Recorder, "write", write)])
+
+
 def whole_and_resumed(by: str, out: str, stage: int) -> Any:
     with owners.served(async_save=True):
         whole = Run(by, out, 2, stage, PEFT)
@@ -69,14 +81,16 @@ def test_resumed_bit_for_bit(ranks: Any, tmp_path: Path, by: str, stage: int) ->
 
 def saved_in_both_ways(out: str, stage: int) -> Any:
     """A save that returns when its files are written, and one in flight while everything changes."""
-    one_id = overridden([(agreement, "uuid4", lambda: UUID(int=1 << 100))])
+    # Another one for each stage, since the ranks go on with the same store, where they vote under it.
+    one_id = overridden([(agreement, "uuid4", lambda: UUID(int=stage << 100))])
+    told = threading.Event()
     with owners.served(), one_id:
         run = Run("deepspeed", out, 2, stage, PEFT)
         run.train_epoch()
         mine: dict[str, Any] = {"list": [1, 2], "tensor": torch.ones(3)}
         run.engine.save_checkpoint(f"{out}/sync", tag="a", client_state={"mine": mine})
         ds_frozen_patch.patch(async_save=True)
-        with writing(seconds=1):
+        with writing_when(told):
             run.engine.save_checkpoint(f"{out}/async", tag="a", client_state={"mine": mine})
             mine["list"].append(3)
             mine["tensor"].zero_()
@@ -84,6 +98,7 @@ def saved_in_both_ways(out: str, stage: int) -> Any:
             torch.distributed.barrier()
             is_there = Path(out, "async", "a").exists()
             torch.distributed.barrier()
+            told.set()
             in_flight.wait()
         return is_there
 
@@ -91,7 +106,7 @@ def saved_in_both_ways(out: str, stage: int) -> Any:
 @pytest.mark.short
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_same_bytes(ranks: Any, tmp_path: Path, stage: int) -> None:
-    """What is written later is the state at the moment of the call."""
+    """What is written later is the state at the moment of the call, and has a name once all ranks have written."""
     assert ranks(2, saved_in_both_ways, out=str(tmp_path), stage=stage) == [False, False]
     files = {file.relative_to(tmp_path / "sync") for file in (tmp_path / "sync").rglob("*") if file.is_file()}
     assert len([file for file in files if file.name.endswith("_states.pt")]) == (3 if stage == 2 else 4)
@@ -320,6 +335,27 @@ def test_what_failed_replaces_nothing(ranks: Any, tmp_path: Path) -> None:
 
 
 # The end of the process
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_process_ends_after_its_save(tmp_path: Path, fails: bool) -> None:
+    """With an engine that is gone already, since DeepSpeed takes long to import."""
+    program = (
+        "import pathlib, sys, time\n"
+        "from ds_frozen_patch import CheckpointError\n"
+        "from ds_frozen_patch.engine import attached, in_flight\n"
+        "from ds_frozen_patch.owners.engine import EngineOwner\n"
+        "class Engine: pass\n"
+        "def save():\n"
+        "    time.sleep(0.5)\n"
+        f"    pathlib.Path({str(tmp_path / 'saved')!r}).touch()\n"
+        f"    return CheckpointError('no space') if {fails} else None\n"
+        "in_flight.start(save, attached.Attached(EngineOwner(Engine())))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (tmp_path / "saved").exists()
+    assert (done.returncode, done.stderr) == ((1, "ds_frozen_patch: no space\n") if fails else (0, ""))
 
 
 PROGRAM = """

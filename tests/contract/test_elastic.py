@@ -273,7 +273,9 @@ def test_a_full_checkpoint(ranks: Any, tmp_path: Path, number: int) -> None:
         assert found["state"] == same[0]["state"]
 
 
-@pytest.mark.parametrize(("at_batch", "number", "left"), [(1, 1, 2), (3, 3, 1), (2, 3, None)])
+@pytest.mark.parametrize(
+    ("at_batch", "number", "left"), [pytest.param(1, 1, 2, marks=pytest.mark.short), (3, 3, 1), (2, 3, None)]
+)
 def test_resume_within_an_epoch(ranks: Any, tmp_path: Path, at_batch: int, number: int, left: int | None) -> None:
     """Of 6 batches of 2 x 3 samples: how many of the new ranks' remain, or that this cannot be determined."""
     ranks(2, save_by_two, out=str(tmp_path), stage=2, at_batch=at_batch, batch=3)

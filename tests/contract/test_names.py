@@ -67,6 +67,12 @@ def test_resume_under_another_wrapper(ranks: Any, tmp_path: Path, one: str, othe
     ds_frozen_patch.verify(tmp_path / "epoch=0.ckpt")
 
 
+@pytest.mark.short
+@pytest.mark.parametrize("way", ["compiled", "checkpointed"])
+def test_names_are_those_of_the_plain_module(way: str) -> None:
+    assert [one.names for one in contents(Wrapped(way))] == [one.names for one in contents(runs.LoraRun())]
+
+
 class Renames(torch.nn.Module):
     """A module whose state dict has another name for its weight."""
 
@@ -80,6 +86,7 @@ def _rename(_: torch.nn.Module, state: dict[str, Any], prefix: str, __: Any) -> 
     state[f"{prefix}w"] = state.pop(f"{prefix}weight")
 
 
+@pytest.mark.short
 def test_parameters_are_found_by_their_state_dict_names() -> None:
     (held,) = contents(torch.nn.Sequential(Renames()))
     assert held.names == ("0.weight", "0.w")

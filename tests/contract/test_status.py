@@ -6,10 +6,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 from under_test import CELL
+
+import ds_frozen_patch
+from ds_frozen_patch.cli import main
 
 pytestmark = [pytest.mark.promise(12), pytest.mark.series]
 PROGRAM = """
@@ -79,3 +83,14 @@ def test_status(order: list[str], record_property: Callable[[str, object], None]
     assert answer["imported"] == {name: [state, state not in left_alone] for name, state in CELL.states.items()}
     complete = {name for name, said in answer["found"].items() if said.startswith("complete")}
     assert complete == {name for name, state in CELL.states.items() if CELL.patches and state == "native"}
+
+
+@pytest.mark.short
+@pytest.mark.everyday
+@pytest.mark.once
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    found = ds_frozen_patch.status()
+    assert main(["status"]) == 0
+    assert capsys.readouterr().out == f"{found}\n"
+    assert main(["status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps({k: asdict(one) for k, one in found.items()}))

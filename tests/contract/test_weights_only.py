@@ -158,11 +158,19 @@ def test_fp32_masters(ranks: Any, tmp_path: Path, stage: int) -> None:
             assert torch.equal(start[name], value), name
 
 
+class OneMore(runs.LoraRun):
+    """A buffer more than the run's model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("more", torch.zeros(1))
+
+
 def load_onto(out: str, stage: int) -> list[str]:
     ds_frozen_patch.patch()
     train_and_save(out, stage)
     raised = []
-    for module in (runs.LoraRun(seed=2), runs.LoraRun(rank=8)):
+    for module in (runs.LoraRun(seed=2), runs.LoraRun(rank=8), OneMore()):
         try:
             trainer = runs.trainer(out, 2, strategy=strategy(stage), enable_checkpointing=False)
             trainer.test(module, runs.batches(2), ckpt_path=f"{out}/weights.ckpt", verbose=False)
@@ -173,9 +181,10 @@ def load_onto(out: str, stage: int) -> list[str]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_weights_of_another_model(ranks: Any, tmp_path: Path, stage: int) -> None:
-    for other_base, other_shape in ranks(2, load_onto, out=str(tmp_path), stage=stage):
+    for other_base, other_shape, more in ranks(2, load_onto, out=str(tmp_path), stage=stage):
         assert "The base is not the one that the checkpoint was saved with: 15 of 20" in other_base  # not the norms
         assert "weights.ckpt does not fit this module: other shapes:" in other_shape
+        assert "weights.ckpt does not fit this module: missing keys: 'more'" in more
 
 
 def export_at_save(out: str, stage: int, masters: bool) -> None:

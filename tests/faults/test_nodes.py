@@ -497,7 +497,7 @@ def save_twice(this: ThisProcess, at: str, stage: int) -> list[str]:
     return [text for text in said if "use_node_local_storage" in text]
 
 
-@pytest.mark.parametrize("disks", ["own", "shared"])
+@pytest.mark.parametrize("disks", [pytest.param("own", marks=pytest.mark.short), "shared"])
 def test_local_disks_that_deepspeed_is_not_configured_for(tmp_path: Path, disks: str) -> None:
     """The first save warns, once."""
     cluster = (nodes.own_disks if disks == "own" else nodes.shared_disk)(tmp_path, 2)

@@ -422,31 +422,34 @@ def test_power_cuts_during_and_after_tools(
     counted("power cut during or after a tool: ext4 and xfs", sum(counts.values()))
 
 
-def synced_calls(out: str, stage: int, options: dict[str, Any]) -> list[tuple[int, int]]:
-    """Count this rank's calls of fsync in a save, of a checkpoint and of weights alone."""
+SYNCED = ("small.ckpt", "weights.ckpt")
+
+
+def synced_paths(out: str, stage: int, options: dict[str, Any]) -> list[list[tuple[str, bool]]]:
+    """What this rank syncs in a save, of a checkpoint and of weights alone: each path, and if that has its name yet."""
     ds_frozen_patch.patch(**options)
     trainer = runs.trainer(out, 2, stage, epochs=1, enable_checkpointing=False)
     trainer.fit(runs.LoraRun(), runs.batches(2))
     originals = {name: getattr(os, name) for name in ("fsync", "fdatasync", "sync")}
-    called: list[str] = []
+    called: list[tuple[str, bool]] = []
     found = []
 
-    def counting(name: str) -> Callable[..., None]:
+    def recording(name: str) -> Callable[..., None]:
         def call(*args: Any) -> None:
-            called.append(name)
+            path = str(Path(f"/proc/self/fd/{args[0]}").readlink()) if args else "all"
+            called.append((path, Path(out, saved).exists()))
             originals[name](*args)
 
         return call
 
     for name in originals:
-        setattr(os, name, counting(name))
+        setattr(os, name, recording(name))
     try:
-        for alone in (False, True):
-            trainer.save_checkpoint(f"{out}/{'weights' if alone else 'small'}.ckpt", weights_only=alone)
+        for saved in SYNCED:
+            trainer.save_checkpoint(f"{out}/{saved}", weights_only=saved == "weights.ckpt")
             settle()
             meet()
-            files = [item for item in Path(out).rglob("*") if item.suffix == ".pt" or item.name == "weights.ckpt"]
-            found.append((len(called), len(files)))
+            found.append(called.copy())
             called.clear()
     finally:
         for name, original in originals.items():
@@ -457,15 +460,18 @@ def synced_calls(out: str, stage: int, options: dict[str, Any]) -> list[tuple[in
 @pytest.mark.short
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_save_is_synced(ranks: Any, tmp_path: Path, stage: int) -> None:
-    (small, alone), other = ranks(2, synced_calls, out=str(tmp_path), stage=stage, options={})
-    assert small[0] + other[0][0] > small[1] > 1, "fewer calls of fsync than files, or no file"
-    assert small[0] > 0
-    assert other[0][0] > 0, "rank 1 writes files too, and on another node rank 0 could not sync them"
-    assert alone[0] >= 2, "the file and its folder"
+    """Every file and folder before the checkpoint gets its name, and then the folder of that name."""
+    one, other = ranks(2, synced_paths, out=str(tmp_path), stage=stage, options={})
+    for name, own, others in zip(SYNCED, one, other, strict=True):
+        before = {Path(path).name for path, is_named in (*own, *others) if f"/new/{name}" in path and not is_named}
+        assert {item.name for item in ((tmp_path / name), *(tmp_path / name).rglob("*"))} <= before
+        assert (str(tmp_path.resolve()), True) in own
+    written = [path for path, _ in other[0] if path.endswith("optim_states.pt")]
+    assert written, "rank 1 writes files too, and on another node rank 0 could not sync them"
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_sync_can_be_turned_off(ranks: Any, tmp_path: Path, stage: int) -> None:
-    for found in ranks(2, synced_calls, out=str(tmp_path), stage=stage, options={"sync": False}):
-        assert [calls for calls, _ in found] == [0, 0]
-        assert found[0][1] > 1
+    for found in ranks(2, synced_paths, out=str(tmp_path), stage=stage, options={"sync": False}):
+        assert found == [[], []]
+    assert len(list(tmp_path.rglob("*.pt"))) > 1

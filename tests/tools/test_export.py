@@ -604,6 +604,7 @@ def test_the_command_line(made: Made, tmp_path: Path, capsys: pytest.CaptureFixt
     assert main([*asked, "-q"]) == 0
     assert capsys.readouterr() == ("", "")
     assert same(load_file(target / "adapter_model.safetensors"), pefts_own(run.module().model, "default"))
+    assert json.loads((target / "adapter_config.json").read_text())["peft_type"] == "LORA"
     shutil.rmtree(target)
     assert main([*asked, "--tag", "checkpoint"]) == 0
     assert capsys.readouterr().out == f"Wrote {target}: 8 tensors, 4.1 kB.\n"

@@ -120,6 +120,7 @@ def test_the_command_line(made: Made) -> None:
     assert f"ZeRO stage 2, ranks: 2, epoch 1, step {runs.BATCHES}" in text.stdout
     assert "fp32 master weights" in text.stdout
     assert "Without its frozen weights it would be" in text.stdout
+    assert min(inspect(out / "full.ckpt").kinds.values()) > 0, "tied weights were counted twice"
     assert "Trainable-only: 20 frozen parameters" in command("inspect", out / "small.ckpt").stdout
     found = json.loads(command("inspect", out / "small.ckpt", "--tag", "checkpoint", "--json").stdout)
     assert found["kinds"] == inspect(out / "small.ckpt").kinds

@@ -34,7 +34,15 @@ BASES = [kind for kind in AVAILABLE if kind != "bf16"]
 OF_SUBCLASSES = [kind for kind in BASES if kind.startswith(("quanto", "torchao"))]
 OF_TORCHAO = [kind for kind in BASES if kind.startswith("torchao")]
 UNQUANTIZED = ["nf4", "nf4-double", "nf4-in-bf16", "int8"]
-SAVED = [*((kind, 2) for kind in BASES), ("nf4", 1), ("hqq", 1), ("gptq", 1), ("quanto-int8", 1), ("nf4-in-bf16", 3)]
+SHORT = {"gptq": pytest.mark.short}  # it needs no library
+SAVED = [
+    *(pytest.param(kind, 2, marks=SHORT.get(kind, ())) for kind in BASES),
+    ("nf4", 1),
+    ("hqq", 1),
+    ("gptq", 1),
+    ("quanto-int8", 1),
+    ("nf4-in-bf16", 3),
+]
 NAMES = {
     "nf4": "bitsandbytes nf4",
     "nf4-double": "bitsandbytes nf4, double quantization",

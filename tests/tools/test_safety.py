@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -331,6 +332,26 @@ def test_an_uncreatable_folder(source: Callable[..., Path], tmp_path: Path, tool
     assert f"{tmp_path / 'a file' / name} cannot be written (" in said
     run(path, tmp_path / "new" / "folder" / name)  # but this is made
     assert (tmp_path / "new" / "folder" / name).exists()
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("tool", [tool for tool in TOOLS if tool not in ("export to a folder", "reshard")])
+def test_tensors_are_streamed(tmp_path: Path, tool: str) -> None:
+    """Memory holds a few of 32 tensors of 1 MiB at a time."""
+    run, name, _ = TOOLS[tool]
+    weights = {f"{kind}.{number}": torch.ones(512, 512) for kind in ("trained", "frozen") for number in range(16)}
+    trained = {name: tensor.shape for name, tensor in weights.items() if name.startswith("trained")}
+    state = {"module": weights, "param_shapes": [trained], "dp_world_size": 1, "ds_config": {}, "ds_version": "0.17.6"}
+    folder = tmp_path / "in.ckpt" / "checkpoint"
+    folder.mkdir(parents=True)
+    (folder.parent / "latest").write_text(folder.name)
+    torch.save(state, folder / "mp_rank_00_model_states.pt")
+    tracemalloc.start()
+    try:
+        run(folder.parent, tmp_path / name)
+        assert tracemalloc.get_traced_memory()[1] < 6 * 2**20
+    finally:
+        tracemalloc.stop()
 
 
 SLOWLY = """

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.promise(10), pytest.mark.everyday]
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(("stage", "kind"), [(1, "full"), (3, "small")])
+@pytest.mark.parametrize(("stage", "kind"), [(1, "full"), pytest.param(3, "small", marks=pytest.mark.short)])
 def test_it_contains_the_trained_state(checkpoints: Checkpoints, tmp_path: Path, stage: int, kind: str) -> None:
     many_groups = stage == 3 and CELL.releases[1].release < (0, 18)
     source = checkpoints(stage, module="lora" if many_groups else "uneven") / f"{kind}.ckpt"
