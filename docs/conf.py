@@ -17,11 +17,13 @@ myst_heading_anchors = 4
 html_theme = "furo"
 html_title = f"ds_frozen_patch {version}"
 html_copy_source = False
+html_show_copyright = False
 html_static_path = ["_static"]
 html_css_files = ["narrow.css"]
 autodoc_typehints = "description"
 autodoc_member_order = "bysource"
 default_role = "code"
+smartquotes_action = "qe"  # no dashes: an option begins with two hyphens
 nitpicky = True
 nitpick_ignore_regex = [("py:class", r"(collections\.abc|pathlib|torch)\..*|Path")]  # of other packages
 

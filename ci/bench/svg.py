@@ -39,7 +39,8 @@ def plot(x: int, y: int, title: str, curves: Sequence[Curve], unit: Point) -> li
     ]
     for share in (0, 0.5, 1):
         across, up = share * right / unit[0], share * top / unit[1]
-        lines.append(f'<text x="{x - 6}" y="{y + (1 - share) * HEIGHT + 4:.0f}" text-anchor="end">{up:.3g}</text>')
+        label = f"{up:.0f}" if up >= 100 else f"{up:.3g}"
+        lines.append(f'<text x="{x - 6}" y="{y + (1 - share) * HEIGHT + 4:.0f}" text-anchor="end">{label}</text>')
         place = f'x="{x + share * WIDTH:.0f}" y="{y + HEIGHT + 16}"'
         lines.append(f'<text {place} text-anchor="middle">{across:.0f}</text>')
     for curve in curves:
