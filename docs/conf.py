@@ -8,7 +8,7 @@ from typing import Any
 
 _METADATA = ConfigParser()
 _METADATA.read(Path(__file__).parent.parent / "setup.cfg")
-_OUTSIDE = {"SECURITY.md": "security.md", "patches/README.md": "patches.md"}
+_OUTSIDE = {"SECURITY.md": "security.md", "CHANGELOG.md": "changelog.md", "patches/README.md": "patches.md"}
 
 project = "ds_frozen_patch"
 version = release = _METADATA["metadata"]["version"]
