@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from ..checkpoint.zero.labels import get_save_id
 from ..checkpoint.zero.layout import Layout, NothingSavedError, UnknownLayoutError, find_layout, latest_tag
 from ..checkpoint.zero.states import as_integer, configured_stage
 from ..common.errors import CheckpointError
+
+_KINDS = ("model", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -43,15 +46,27 @@ class Look:
         return Layout(Path(root), self.tag or "", *files)
 
     def to_bytes(self) -> bytes:
-        """As short as possible, because every rank fetches it: a thousand ranks have two thousand files."""
-        return zlib.compress(json.dumps(asdict(self)).encode())
+        """As short as possible, because every rank fetches it from rank 0: files of ranks are one name and a count."""
+        return zlib.compress(
+            json.dumps({**asdict(self), **{kind: _shorten(getattr(self, kind)) for kind in _KINDS}}).encode()
+        )
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Look:
         """The look that `to_bytes` was called on."""
         values = json.loads(zlib.decompress(content))
         values["saved"] = Saved(**values["saved"]) if values["saved"] else None
-        return cls(**values | {name: tuple(values[name]) for name in ("model", "optimizer")})
+        return cls(**values | {kind: _expand(*values[kind]) for kind in _KINDS})
+
+
+def _shorten(names: tuple[str, ...]) -> tuple[tuple[str, ...], int]:
+    """The arguments of `_expand`: the first name and the number of ranks if the others follow from it, or all names."""
+    return (names[:1], len(names)) if names == _expand(names[:1], len(names)) else (names, 1)
+
+
+def _expand(names: Sequence[str], ranks: int) -> tuple[str, ...]:
+    """These names, or those of the files of so many ranks, given that of rank 0."""
+    return tuple(name.replace("_rank_0_", f"_rank_{rank}_", 1) for rank in range(ranks) for name in names)
 
 
 def look_at_all(source: str, tag: str | None) -> Look:

@@ -21,6 +21,8 @@ from .save import Save
 
 _POLL_SECONDS = (0.01, 0.5)
 """How long a rank waits before it asks the store again: at first, and at most."""
+_MANY_RANKS = 512
+"""More ranks ask less often, so that the one process that serves the store does not get more requests a second."""
 _BEAT_SECONDS = 10.0
 _LOST_SECONDS = 300.0
 """A rank reports as often as the first says, however long it writes; after so long without, it is taken for dead."""
@@ -109,7 +111,8 @@ class Votes:
         Raises:
             CheckpointError: that takes too long, or a rank is gone.
         """
-        begun, pause = time.monotonic(), _POLL_SECONDS[0]
+        begun = time.monotonic()
+        pause, longest = (seconds * max(self._ranks / _MANY_RANKS, 1) for seconds in _POLL_SECONDS)
         while (count := self._store.add(self._prefix + name, 0)) < self._ranks:
             passed = time.monotonic() - begun
             if passed > (min(seconds, _GRACE_SECONDS) if is_ending.is_set() else seconds):
@@ -119,7 +122,7 @@ class Votes:
             if lost := self._store.add(f"{self._prefix}lost", 0):
                 raise CheckpointError(f"rank {lost - 1} is gone")
             time.sleep(pause)
-            pause = min(2 * pause, _POLL_SECONDS[1])
+            pause = min(2 * pause, longest)
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
