@@ -169,6 +169,14 @@ def faults(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def scale(session: nox.Session) -> None:
+    """Count what saves and loads do on 1 to 8 ranks, and make the tables of docs/scale.md."""
+    results = f"{RESULTS}/scale.xml"
+    run_pytest(session, "everyday", f"--junitxml={results}", "tests/contract/test_scale.py")
+    run_part(session, "everyday", "matrix.results", "scale", results)
+
+
+@nox.session(venv_backend="none")
 def nfs(session: nox.Session) -> None:
     """Save on real NFS in a virtual machine: `-- --saves 200 --nodes 2,4 --versions 4.2,4.1,3`."""
     run(session, "everyday", "tests/faults/nfs", *session.posargs, CELL="everyday")

@@ -19,6 +19,7 @@ BLOCKS = {
     "settings": Block("settings", ROOT / "docs" / "settings.md"),
     "quantized": Block("quantized", ROOT / "docs" / "qlora.md"),
     "faults": Block("faults", ROOT / "docs" / "faults.md"),
+    "scale": Block("scale", ROOT / "docs" / "scale.md"),
 }
 
 
@@ -90,12 +91,38 @@ def faults_table(results: dict[str, Any]) -> str:
     return "\n\n".join([*results["runs"], markdown(["fault", "times", "lost, hung, or accepted silently"], rows)])
 
 
-COLLECT: dict[str, Callable[..., dict[str, Any]]] = {"settings": settings, "quantized": quantized, "faults": faults}
-RENDER = {"settings": settings_table, "quantized": quantized_table, "faults": faults_table}
+def scale(before: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Return a row for each count of a save and of a load."""
+    rows: dict[str, list[str]] = {}
+    for properties, _ in cases(ElementTree.parse(file).getroot()):
+        for step, row in properties:
+            rows.setdefault(step, []).append(row)
+    cell = cells.read()["everyday"]
+    return {"releases": f"{cell.lightning} and deepspeed {cell.deepspeed}", "rows": rows}
+
+
+def scale_table(results: dict[str, Any]) -> str:
+    """Return a table for each kind of save, and of a load."""
+    numbers = ["1", "2", "4", "8", "grows", "64", "512", "4096", "4096 without `patch()`"]
+    titles = {"save": "a save", "first save": "the first save of a process, where it differs"}
+    titles |= {"async save": "`async_save=True`, where it differs", "load": "a load"}
+    tables = [f"Counted with {results['releases']}, in ZeRO-3."]
+    for step, title in titles.items():
+        tables.append(markdown([title, *numbers], [row.split(" | ") for row in results["rows"][step]]).strip())
+    return "\n\n".join(tables)
+
+
+COLLECT: dict[str, Callable[..., dict[str, Any]]] = {
+    "settings": settings,
+    "quantized": quantized,
+    "faults": faults,
+    "scale": scale,
+}
+RENDER = {"settings": settings_table, "quantized": quantized_table, "faults": faults_table, "scale": scale_table}
 
 if __name__ == "__main__":
     session, *files = sys.argv[1:]
     results = json.loads(RESULTS.read_text())
-    results[session] = COLLECT[session](results[session], *map(Path, files))
+    results[session] = COLLECT[session](results.get(session, {}), *map(Path, files))
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     BLOCKS[session].write(RENDER[session](results[session]))

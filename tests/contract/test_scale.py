@@ -1,0 +1,215 @@
+"""What a save and a load cost as ranks are added: counted on 1 to 8 ranks, and worked out for thousands.
+
+Each rank is a node of its own, which is the worst case. `nox -s scale` makes the tables of docs/scale.md.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import runs
+from counting import counted
+from disk import model_states
+
+import ds_frozen_patch
+from ds_frozen_patch import CheckpointError
+from ds_frozen_patch.common.overrides import overridden
+from ds_frozen_patch.engine import in_flight
+from ds_frozen_patch.engine.attached import attached
+from ds_frozen_patch.save import background
+
+pytestmark = [pytest.mark.promise(18), pytest.mark.everyday]
+
+COUNTED, WORKED_OUT = (1, 2, 4, 8), (64, 512, 4096)
+STEPS = ("first save", "save", "async save", "load")
+SLACK = 3
+"""By so much, stat calls differ between runs: ranks race for a folder."""
+
+Counts = dict[str, Counter[str]]
+Row = Callable[[list[Counter[str]]], int]
+
+
+def most(key: str) -> Row:
+    return lambda ranks: max(counts[key] for counts in ranks)
+
+
+def first(key: str) -> Row:
+    return lambda ranks: ranks[0][key]
+
+
+def others(key: str) -> Row:
+    return lambda ranks: max((counts[key] for counts in ranks[1:]), default=0)
+
+
+def total(key: str) -> Row:
+    return lambda ranks: sum(counts[key] for counts in ranks)
+
+
+def most_read(ranks: list[Counter[str]]) -> int:
+    counts = sum(ranks, Counter())
+    return max((count for key, count in counts.items() if key.startswith("read ")), default=0)
+
+
+ROWS: dict[str, tuple[int, Row]] = {
+    "collectives, each rank": (0, most("collectives")),
+    "bytes that rank 0 receives in collectives": (1, first("collective bytes")),
+    "pickled objects received, all ranks": (1, total("objects")),
+    "store requests, all ranks": (1, total("requests")),
+    "bytes of store requests, all ranks": (1, total("request bytes")),
+    "files written, rank 0": (0, first("written")),
+    "files written, each other rank": (0, others("written")),
+    "files opened to read or sync, rank 0": (0, first("read")),
+    "files opened to read or sync, each other rank": (0, others("read")),
+    "opens of the most-opened file, all ranks": (1, most_read),
+    "folders listed, rank 0": (0, first("listed")),
+    "folders listed, each other rank": (0, others("listed")),
+    "folder entries listed, all ranks": (1, total("names listed")),
+    "stat calls, rank 0": (1, first("looked up")),
+    "stat calls, each other rank": (0, others("looked up")),
+    "names changed (mkdir, rename, remove), rank 0": (1, first("changed")),
+    "names changed (mkdir, rename, remove), each other rank": (0, others("changed")),
+}
+"""What is shown, how it may grow (not at all, with the ranks), and how it is found in the counts of all ranks."""
+GROWTH = ("no", "with the ranks", "with their square")
+
+
+def growth(values: Sequence[int]) -> int:
+    """How a count grows that has these values at 2, 4 and 8 ranks: its degree as a polynomial, at most 2."""
+    two, four, eight = values
+    if max(values) - min(values) <= SLACK:
+        return 0
+    return 1 if eight - four <= 2 * (four - two) + max(SLACK, eight // 50) else 2
+
+
+def is_near(values: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether two rows do not differ, but for the slack."""
+    return bool(others) and all(abs(one - other) <= SLACK for one, other in zip(values, others, strict=True))
+
+
+def at(ranks: int, values: Sequence[int]) -> int:
+    """Its value at so many ranks."""
+    two, four, eight = values
+    slope = (eight - four) / 4
+    bend = (slope - (four - two) / 2) / 6 * (ranks - 4)
+    return round((eight, eight + slope * (ranks - 8), eight + (slope + bend) * (ranks - 8))[growth(values)])
+
+
+LAWS: list[tuple[int, Callable[[int], int]]] = [(0, lambda n: 7), (1, lambda n: 3 * n + 5), (2, lambda n: n * n + n)]
+
+
+@pytest.mark.parametrize(("degree", "law"), LAWS)
+def test_growth(degree: int, law: Callable[[int], int]) -> None:
+    counts = [law(ranks) for ranks in COUNTED[1:]]
+    assert growth(counts) == degree
+    assert at(4096, counts) == law(4096)
+
+
+def saves_and_loads(out: str, world_size: int) -> dict[str, Counts]:
+    """Return the counts of this rank by ZeRO stage and step, without and with `patch()`."""
+    os.environ.update(NODE_RANK=os.environ["RANK"], LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", LOCAL_SIZE="1")
+    found: dict[str, Counts] = {}
+    for stage in (2, 3):
+        for who in ("plain", "patched"):
+            if who == "patched":
+                ds_frozen_patch.patch()
+            path = f"{out}/zero{stage}/{who}.ckpt"
+            nodes: dict[str, Any] = {"num_nodes": world_size, "limit_train_batches": 1, "enable_checkpointing": False}
+            trainer = runs.trainer(f"{out}/logs", 1, stage, epochs=1, **nodes)
+            trainer.fit(runs.LoraRun(), runs.batches(world_size))
+            counts = found[f"{who} {stage}"] = {}
+            for step in STEPS:
+                if step == "async save" and who == "patched":
+                    ds_frozen_patch.patch(async_save=True)
+                with counted(out) as counts[step]:
+                    if step == "load":
+                        trainer.strategy.load_checkpoint(path)
+                    else:
+                        trainer.strategy.save_checkpoint({"epoch": 1}, path)
+                        finish(trainer.strategy.model)
+                if step != "async save":  # how often these ask depends on the time
+                    counts[step]["requests"] += counts[step]["polls"]
+            ds_frozen_patch.unpatch()
+    return found
+
+
+def finish(engine: Any) -> None:
+    """Wait for a save in flight, and for the removal of what it has replaced."""
+    in_flight.wait()
+    known = attached(engine)
+    if known is not None and known.remover is not None:
+        known.remover.join()
+
+
+@pytest.fixture(scope="module")
+def found(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, list[dict[str, Counts]]]]:
+    """The folder, and the counts of each rank, by the number of ranks."""
+    folders = {size: tmp_path_factory.mktemp(f"scale{size}") for size in COUNTED}
+    for out in folders.values():
+        (out / "zero2").mkdir()
+        (out / "zero3").mkdir()
+    return {
+        size: (out, ranks(size, saves_and_loads, alone=size == max(COUNTED), out=str(out), world_size=size))
+        for size, out in folders.items()
+    }
+
+
+def values(found: Any, who: str, stage: int, step: str, row: Row) -> list[int]:
+    """Return a row at each number of ranks."""
+    return [row([counts[f"{who} {stage}"][step] for counts in found[size][1]]) for size in COUNTED]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("step", STEPS)
+def test_nothing_grows_faster_than_the_ranks(found: Any, stage: int, step: str, record_property: Any) -> None:
+    too_fast = {}
+    for name, (allowed, row) in ROWS.items():
+        ours, plain = (values(found, who, stage, step, row) for who in ("patched", "plain"))
+        added = [one - other for one, other in zip(ours, plain, strict=True)][1:]
+        if growth(added) > allowed:
+            too_fast[name] = added
+        usual = values(found, "patched", stage, "save", row) if step in ("first save", "async save") else []
+        if stage == 3 and any([*ours, *plain]) and not is_near(ours, usual):
+            more = [*(at(ranks, ours[1:]) for ranks in WORKED_OUT), at(max(WORKED_OUT), plain[1:])]
+            shown = [*map("{:,}".format, ours), GROWTH[growth(ours[1:])], *map("{:,}".format, more)]
+            record_property(step, " | ".join([name, *shown]))
+    assert not too_fast
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_collectives_that_are_added(found: Any, stage: int) -> None:
+    """Two to a save and one to a load; up to four more to the first save of a process, and no object."""
+    for step, most_added in {"first save": 6, "save": 2, "async save": 2, "load": 1}.items():
+        for what, allowed in {"collectives": most_added, "objects": 0}.items():
+            ours, plain = (values(found, who, stage, step, most(what)) for who in ("patched", "plain"))
+            assert all(one <= other + allowed for one, other in zip(ours, plain, strict=True)), (step, what)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("size", COUNTED)
+def test_one_manifest_for_all_ranks(found: Any, stage: int, size: int) -> None:
+    states = model_states(found[size][0] / f"zero{stage}" / "patched.ckpt")
+    assert len(states) == (size if stage == 3 else 1)
+    assert ["left_out" in state["ds_frozen_patch"] for state in states] == [True] + [False] * (len(states) - 1)
+
+
+def longest_pause(ranks: int) -> float:
+    """Return how long one of so many ranks, which waits for a save in flight, lets pass between two requests."""
+    pauses: list[float] = []
+    save: Any = SimpleNamespace(id="a save", owner=SimpleNamespace(rank=1))
+    votes = background.Votes(save)
+    votes._ranks = ranks
+    clock = SimpleNamespace(monotonic=lambda: sum(pauses), sleep=pauses.append)
+    with overridden([(background, "time", clock)]), pytest.raises(CheckpointError, match=f"0 of {ranks} ranks"):
+        votes.wait("written", seconds=60)
+    return max(pauses)
+
+
+def test_more_ranks_ask_less_often() -> None:
+    assert longest_pause(2) == longest_pause(512) == 0.5
+    assert longest_pause(4096) == 8 * 0.5
