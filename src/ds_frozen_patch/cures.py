@@ -254,6 +254,11 @@ def config_by_content(engine: Any) -> Attributes:
     return [] if isinstance(engine.config, Mapping) else [(engine, "config", engine._config._param_dict)]
 
 
+def loads_no_frozen_state(engine: Any) -> bool:
+    """With `load_universal`, DeepSpeed loads neither buffers nor frozen parameters. Every release, up to 0.19.8."""
+    return not hasattr(engine, "_load_universal_frozen_state")
+
+
 # Files: these are about the release that a tool runs, or that has saved a checkpoint, so its version is all there is
 
 

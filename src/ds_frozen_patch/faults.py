@@ -139,6 +139,23 @@ FAULTS = (
         mark=("runtime/engine.py", "_check_zero3_param_shapes"),
     ),
     Fault(
+        "frozen state of universal checkpoints",
+        "deepspeed",
+        "a load with `load_universal` leaves buffers and frozen parameters as the program built them",
+        "a warning says so; `patch(elastic=True)` and `reshard` load both, without a universal checkpoint",
+        patch="0011-Load-buffers-and-frozen-parameters-from-universal-ch.patch",
+        mark=("runtime/engine.py", "_load_universal_frozen_state"),
+    ),
+    Fault(
+        "zero_to_fp32 without huggingface_hub",
+        "deepspeed",
+        "`zero_to_fp32` raises ImportError, although it needs the library only to split models larger than 5 GB",
+        "`consolidate` and `export` do not need it",
+        since="0.15.3",
+        patch="0012-Need-huggingface_hub-in-zero_to_fp32.py-only-to-spli.patch",
+        mark=("utils/zero_to_fp32.py", "fits_into_one_shard"),
+    ),
+    Fault(
         "plain optimizers in bf16",
         "deepspeed",
         "in stage 0, and in stage 1 with `grad_accum_dtype` fp32, a checkpoint lacks the optimizer's state",

@@ -81,10 +81,11 @@ def _load_universal(
     wrapped: Callable[..., Any], engine: Any, known: Attached, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Let DeepSpeed load a universal checkpoint by itself."""
+    lost = "DeepSpeed loads neither buffers nor frozen parameters, and " if cures.loads_no_frozen_state(engine) else ""
     known.warn_once(
-        'With "load_universal", DeepSpeed loads neither buffers nor frozen parameters, and ds_frozen_patch does not'
-        " verify the base. To have both, remove it from the configuration, and load the checkpoint that the universal"
-        " one was made from: with patch(elastic=True) that works at any world size."
+        f'With "load_universal", {lost}ds_frozen_patch does not verify the base. To avoid this, remove it from the'
+        " configuration, and load the checkpoint that the universal one was made from: with patch(elastic=True) that"
+        " works at any world size."
     )
     with set_to(current, None), _noticing_another_base(known, engine):
         path, client_state = wrapped(*args, **kwargs)
