@@ -156,6 +156,15 @@ FAULTS = (
         mark=("utils/zero_to_fp32.py", "fits_into_one_shard"),
     ),
     Fault(
+        "optimizer on NVMe",
+        "deepspeed",
+        "a load restores neither its step counts and settings, nor sub-groups that are too small for NVMe",
+        "a warning says so",
+        since="0.13.0",
+        patch="0013-Restore-the-optimizer-from-checkpoints-with-NVMe-off.patch",
+        mark=("runtime/engine.py", "if not success and not self.zero_nvme_offload_optimizer():"),
+    ),
+    Fault(
         "plain optimizers in bf16",
         "deepspeed",
         "in stage 0, and in stage 1 with `grad_accum_dtype` fp32, a checkpoint lacks the optimizer's state",
