@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import tempfile
 from pathlib import Path
 
 import nox
@@ -277,9 +278,13 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def release(session: nox.Session) -> None:
-    """Build what is to be published into `dist/`, and try it as users get it; `-- TAG` is compared with the version."""
+    """Build what is to be published into `dist/`, and try it as users get it; `-- TAG` must be that of the version."""
     session.chdir(ROOT)
     session.run(tools_python(session, "release"), "ci/release.py", *session.posargs, external=True)
+    (wheel,) = (ROOT / "dist").glob("*.whl")
+    with tempfile.TemporaryDirectory() as folder:
+        run(session, "everyday", "-m", "zipfile", "-e", str(wheel), folder)
+        run(session, "everyday", "-m", "ds_frozen_patch.demo", PYTHONPATH=folder)
 
 
 def log_written(session: nox.Session, files: list[Path]) -> None:

@@ -11,8 +11,8 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ OURS_UNSYNCED = "Lightning, `patch(sync=False)`"
 OURS_ASYNC = "Lightning, `patch(async_save=True)`"
 NATIVE_SYNCED = "Lightning, `exclude_frozen_parameters=True`, and then fsync"
 FULL = "Lightning"
+FULL_SYNCED = "Lightning, and then fsync"
 DEEPSPEED = "DeepSpeed's `save_checkpoint`, with the flag"
 HUGGING_FACE = "Hugging Face's Trainer, PEFT"
 MENDED = "Lightning, with the method that DeepSpeed lacks"
@@ -33,6 +34,7 @@ NOTHING = "without a checkpoint"
 FLOOR = "floor: one `write` and fsync"
 UNSYNCED = "floor without fsync"
 PASS = "fingerprints of the whole base"
+READ = "a plain read of the whole base"
 COPY = "a copy of the trained bytes in memory"
 
 OPTIMIZER_BYTES = 12  # of each trained parameter: its fp32 value and Adam's two moments
@@ -175,14 +177,16 @@ def _step() -> float:
 
 
 def _ways() -> dict[str, Callable[[str], object]]:
+    import torch
+
     trainer = _now["lightning"]
 
     def by_lightning(path: str, exclude: bool = True) -> None:
         trainer.strategy.exclude_frozen_parameters = exclude
         trainer.save_checkpoint(path)
 
-    def by_lightning_synced(path: str) -> None:
-        by_lightning(path)
+    def by_lightning_synced(path: str, exclude: bool = True) -> None:
+        by_lightning(path, exclude)
         _sync(Path(path))
 
     def by_deepspeed(path: str) -> None:
@@ -196,20 +200,42 @@ def _ways() -> dict[str, Callable[[str], object]]:
     def fingerprints_of_base(_: str) -> None:
         from ds_frozen_patch.fingerprint import Memory, fingerprints
 
-        frozen = [value for value in trainer.lightning_module.parameters() if not value.requires_grad]
-        fingerprints(frozen, trainer.strategy.root_device, Memory())
+        with _two_threads():
+            fingerprints(frozen(), trainer.strategy.root_device, Memory())
+
+    def read_base(_: str) -> None:
+        with _two_threads():
+            for value in frozen():
+                value.view(-1).view(torch.int64).sum()
+
+    def frozen() -> list[Any]:
+        return [value.detach() for value in trainer.lightning_module.parameters() if not value.requires_grad]
 
     return {
         **dict.fromkeys((*SETTINGS, NATIVE), by_lightning),
         NATIVE_SYNCED: by_lightning_synced,
         FULL: lambda path: by_lightning(path, exclude=False),
+        FULL_SYNCED: lambda path: by_lightning_synced(path, exclude=False),
         DEEPSPEED: by_deepspeed,
         HUGGING_FACE: by_hugging_face,
         FLOOR: lambda path: _write(path, sync=True),
         UNSYNCED: lambda path: _write(path, sync=False),
         PASS: fingerprints_of_base,
+        READ: read_base,
         COPY: lambda _: _copy(),
     }
+
+
+@contextmanager
+def _two_threads() -> Iterator[None]:
+    """Let torch compute with both cores; the ranks have one thread each."""
+    import torch
+
+    torch.set_num_threads(2)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(1)
 
 
 def _trained_bytes() -> int:

@@ -158,6 +158,17 @@ def prune(source: Path, target: Path) -> Iterator[None]:
     prune(source, target / "pruned")
 
 
+def write_and_sync(source: Path, target: Path) -> Iterator[None]:
+    """Only what `prune` writes: the same bytes, from memory to the disk."""
+    content = {file.name: file.read_bytes() for file in source.rglob("*.pt")}
+    yield
+    for name, data in content.items():
+        with (target / name).open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+
 def zero_to_fp32(source: Path, target: Path) -> Iterator[None]:
     """DeepSpeed's converter. It leaves frozen weights in their dtype."""
     from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
@@ -192,16 +203,17 @@ def ds_to_universal(source: Path, target: Path) -> Iterator[None]:
     training.convert_to_universal(ds_to_universal, source / "checkpoint", target / "out.ckpt" / "checkpoint")
 
 
-BY_HAND, FAST = "load, delete, save", "prune --no-fingerprints"
+BY_HAND, FAST, FLOOR = "load, delete, save", "prune --no-fingerprints", "floor: one `write` and fsync of each file"
 THEIRS, SMALL, FULL = "zero_to_fp32, full", "consolidate, trainable-only", "consolidate, full"
 RESHARD, RESHARD_FULL = "reshard, trainable-only", "reshard, full"
 CONVERT, CONVERT_FULL = "ds_to_universal, trainable-only", "ds_to_universal, full"
 PRUNES = {BY_HAND: (prune_by_hand, "full"), FAST: (prune_without_fingerprints, "full"), "prune": (prune, "full")}
+PRUNES |= {FLOOR: (write_and_sync, "small")}
 CONSOLIDATES = {THEIRS: (zero_to_fp32, "full"), SMALL: (consolidate, "small"), FULL: (consolidate, "full")}
 RESHARDS = {RESHARD: (reshard, "small"), RESHARD_FULL: (reshard, "full")}
 RESHARDS |= {CONVERT: (ds_to_universal, "small"), CONVERT_FULL: (ds_to_universal, "full")}
 TOOLS = {
-    "prune": Tool("prune", PRUNES, ((FAST, BY_HAND, 20, 0.1), ("prune", BY_HAND, 20, 0.1))),
+    "prune": Tool("prune", PRUNES, ((FAST, BY_HAND, 20, 0.1), ("prune", BY_HAND, 20, 0.1), (FLOOR, BY_HAND, 20, 0.1))),
     "consolidate": Tool("consolidate", CONSOLIDATES, ((SMALL, THEIRS, 10, 0.1), (FULL, THEIRS, 1, 0.5))),
     "reshard": Tool(
         "reshard",

@@ -178,8 +178,8 @@ def block_sums(piece: torch.Tensor, offset: int) -> tuple[int, torch.Tensor]:
     first, last = offset // per_block, max(offset + len(piece) - 1, offset) // per_block
     sums = torch.zeros(last - first + 1, dtype=torch.int64, device=piece.device)
     low, high = (weights.to(piece.device) for weights in _weights())
-    # 1 MiB fits into a CPU's cache, and is enough for its threads; a GPU needs more work at once.
-    at_once = min(4 if piece.device.type == "cpu" else 64, len(sums))
+    # 2 MiB fit into a CPU's cache, and are enough for its threads; a GPU needs more work at once.
+    at_once = min(8 if piece.device.type == "cpu" else 64, len(sums))
     words = torch.empty(at_once, BLOCK_WORDS, dtype=torch.int64, device=piece.device)
     weighed = torch.empty_like(words)
     elements = words.view(-1).view(piece.dtype)
