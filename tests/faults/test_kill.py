@@ -17,10 +17,10 @@ from typing import Any
 import forked
 import pytest
 import runs
-from disk import model_states
 from forked import KillPoint, ThisProcess
+from interrupted import Diary, newest
 from tools_checkpoints import TOOLS, Checkpoints, contents, snapshot
-from under_test import Callback, ModelCheckpoint, pl
+from under_test import ModelCheckpoint, pl
 
 import ds_frozen_patch
 from ds_frozen_patch.checkpoint.tools.reshard import reshard_inside
@@ -30,20 +30,6 @@ from ds_frozen_patch.save import background
 
 EPOCHS = 8
 STEPS_BESIDE = 3
-
-
-class Diary(Callback):
-    """Records what a run has done before it is killed: the loss of each step, and each completed save."""
-
-    def __init__(self, file: str, on_step: Callable[[], None]) -> None:
-        self.file, self.on_step = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), on_step
-
-    def note(self, line: str) -> None:
-        os.write(self.file, f"{line}\n".encode())
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        self.note(f"step {trainer.global_step} {module.losses[-1]!r}")
-        self.on_step()
 
 
 def train(
@@ -87,14 +73,7 @@ def train(
     pl.Trainer.save_checkpoint = save  # type: ignore[assignment,method-assign]
     kept = ModelCheckpoint(out, filename="{epoch}", save_top_k=2, monitor="epoch", mode="max", save_last=save_last)
     trainer = runs.trainer(out, 2, stage, epochs=EPOCHS, callbacks=[kept, diary])
-    disk: Any = trainer.strategy.checkpoint_io
-    remove = disk.remove_checkpoint
-
-    def remove_checkpoint(path: Any) -> None:
-        diary.note(f"removes {Path(path).name}")
-        remove(path)
-
-    disk.remove_checkpoint = remove_checkpoint
+    diary.note_removals(trainer)
     module = runs.LoraRun()
     trainer.fit(module, runs.batches(2), ckpt_path=resume)
     disarm()
@@ -162,24 +141,7 @@ class Chain:
         return self.drawn.choice([drawn, (drawn[0], None), (None, drawn[1])])
 
     def _newest(self) -> Path | None:
-        """Return the newest checkpoint: all with a final name are whole, and none that was saved is lost.
-
-        One that Lightning was about to remove, because it had a newer one, may be gone in part.
-        """
-        found: dict[Path, int] = {}
-        lines = re.findall(r"^(saved \d+|removes) (.*)$", self._diary(0), re.MULTILINE)
-        outdated = {name for name, what in {name: what for what, name in lines}.items() if what == "removes"}
-        for path in self.out.glob("[!.]*"):
-            if path.is_symlink() and not path.exists():
-                continue  # Lightning removes what its link to the last one leads to, and then links anew
-            problems = ds_frozen_patch.verify(path).problems
-            if problems:
-                assert path.resolve().name in outdated, problems
-                continue
-            found[path] = model_states(path)[0]["global_step"]
-        saved = [int(what.split()[1]) for what, _ in lines if what != "removes"]
-        assert max(found.values(), default=0) >= max(saved, default=0)
-        return max(found, key=lambda path: (found[path], path.name), default=None)
+        return newest(self.out, self._diary(0))
 
     def _diary(self, rank: int) -> str:
         file = self.out.with_name(f"{self.out.name}.rank{rank}")

@@ -1,0 +1,251 @@
+"""A soak: one loop of training, saves, kills and resumes, at the same and at another world size.
+
+`nox -s faults -- tests/faults/test_soak.py --soak 120` runs it for 120 minutes. Every choice is drawn from a seed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import statistics
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import forked
+import pytest
+import runs
+import torch
+from disk import model_states
+from forked import KillPoint, ThisProcess
+from interrupted import Diary, newest
+from memory import memory
+from torch.utils.data import DataLoader
+from under_test import ModelCheckpoint, pl
+
+import ds_frozen_patch
+from ds_frozen_patch.engine import in_flight
+from ds_frozen_patch.save import background
+
+SAMPLES = 4  # of a step, on all ranks together
+STEPS = 2  # in an epoch
+EPOCHS = 16
+WORLD_SIZES = (1, 2, 4)
+CALLS, SECONDS = 80, 0.5
+"""How late in a save, or in a load, a rank is killed at most: at this call that concerns files, or after so long."""
+WARM = 5
+"""The runs of a process after which it has everything that is made once."""
+RAISED = ("CheckpointError", "RuntimeError", "Dist")
+"""How the type of what a rank raises begins, if another one is gone: ours, or torch's."""
+GROWTH = 96 * 2**20
+"""Bytes that a process may grow by, in all of its runs after those: DeepSpeed and Lightning keep something of each."""
+
+
+def data(world_size: int) -> DataLoader[Any]:
+    tokens = torch.randint(runs.VOCABULARY, (SAMPLES * STEPS, 8), generator=torch.Generator().manual_seed(0))
+    return DataLoader(tokens, batch_size=SAMPLES // world_size)  # type: ignore[arg-type]
+
+
+def train(
+    this: ThisProcess | None,
+    diary: str,
+    out: str,
+    world_size: int,
+    stage: int,
+    epochs: int,
+    resume: str | None,
+    async_save: bool,
+    at: int,
+) -> dict[str, Any]:
+    """Resume a run, and train it up to an epoch; save after each.
+
+    If the process can be killed, that is in the load (`at` is 0), or in the save of that number.
+    """
+    ds_frozen_patch.patch(elastic=True, async_save=async_save)
+    background._GRACE_SECONDS = 3
+    background._LOST_SECONDS, background._BEAT_SECONDS = 10, 1
+    noted = Diary(f"{diary}.rank{os.environ['RANK']}")
+    original, saves = pl.Trainer.save_checkpoint, 0
+
+    def save(trainer: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal saves
+        saves += 1
+        if this is not None and saves == at:
+            this.arm()
+        original(trainer, path, *args, **kwargs)
+        if this is not None and saves == at and not async_save:
+            this.disarm()
+        in_flight.afterwards(partial(noted.note, f"saved {trainer.global_step} {Path(path).name}"))
+
+    pl.Trainer.save_checkpoint = save  # type: ignore[assignment,method-assign]
+    try:
+        kept = ModelCheckpoint(out, filename="{epoch}", save_top_k=2, monitor="epoch", mode="max", save_last=True)
+        trainer = runs.trainer(out, world_size, stage, epochs=epochs, callbacks=[kept, noted], precision="32-true")
+        noted.note_removals(trainer)
+        module = runs.LoraRun()
+        if this is not None and not at:
+            _armed_in_load(this, trainer.strategy)
+        trainer.fit(module, data(world_size), ckpt_path=resume)
+        if this is not None:
+            this.disarm()
+        ds_frozen_patch.unpatch()
+    finally:
+        pl.Trainer.save_checkpoint = original  # type: ignore[method-assign]
+        os.close(noted.file)
+    state = runs.trained_state(module)
+    for thread in threading.enumerate():
+        if thread.name.startswith("ds_frozen_patch"):  # it removes what a save has replaced
+            thread.join()
+    return {"state": state, "files": len([*Path("/proc/self/fd").iterdir()]), "bytes": memory("VmRSS")}
+
+
+def _armed_in_load(this: ThisProcess, strategy: Any) -> None:
+    load = strategy.load_checkpoint
+
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        this.arm()
+        return load(*args, **kwargs)
+
+    strategy.load_checkpoint = load_checkpoint
+
+
+class Soak:
+    """The loop, what it has counted, and what each process that is never killed has held after each of its runs."""
+
+    def __init__(self, ranks: Any, folder: Path) -> None:
+        self.ranks, self.folder = ranks, folder
+        self.counts: Counter[str] = Counter()
+        self.held: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+        self.whole: dict[int, tuple[Any, dict[int, list[float]]]] = {}
+
+    def train_whole(self, stage: int) -> None:
+        """Train without an interruption, for comparison."""
+        folder = self.folder / f"whole{stage}"
+        folder.mkdir()
+        state = self._lasting(folder, 2, stage=stage, epochs=EPOCHS, resume=None, async_save=False)
+        self.whole[stage] = state, losses(folder)
+
+    def train_in_turns(self, seed: int) -> None:
+        """Train from the beginning to the end by processes that take turns: some are killed, others never are."""
+        drawn = Random(seed)
+        stage, sizes = drawn.choice((1, 2, 3)), drawn.choice((WORLD_SIZES, (2,)))
+        if stage not in self.whole:
+            self.train_whole(stage)
+        folder = self.folder / f"{seed}"
+        folder.mkdir()
+        resume, done, before = None, 0, 0
+        while done < EPOCHS:
+            world_size = drawn.choice(sizes)
+            epochs = min(EPOCHS, done + drawn.randint(1, 4))
+            asked = {"stage": stage, "epochs": epochs, "resume": resume, "async_save": drawn.random() < 0.5}
+            self.counts["resumes at another world size"] += resume is not None and world_size != before
+            if drawn.random() < 0.5:
+                self._killed(folder, world_size, drawn, epochs - done, **asked)
+            else:
+                self._lasting(folder, world_size, **asked)
+            found = newest(folder / "out", diaries(folder, 0))
+            before = world_size
+            resume, done = (str(found), model_states(found)[0]["global_step"] // STEPS) if found else (None, 0)
+        state = self._lasting(folder, 2, stage=stage, epochs=EPOCHS, resume=resume, async_save=False)
+        expected = self.whole[stage]
+        for step, means in losses(folder).items():
+            assert means == pytest.approx(expected[1][step] * len(means), rel=1e-4), (seed, step)
+            if len(sizes) == 1:
+                assert set(means) == set(expected[1][step]), (seed, step)
+        assert losses(folder).keys() == expected[1].keys()
+        assert len(sizes) > 1 or state == expected[0], seed
+        self.counts["runs to the end"] += 1
+        self.counts["saves"] += diaries(folder, 0).count("saved ")
+        shutil.rmtree(folder)
+
+    def _lasting(self, folder: Path, world_size: int, **asked: Any) -> Any:
+        """Train in processes that go on afterwards; return what they have trained."""
+        diary = str(self._diary(folder, world_size))
+        asked |= {"this": None, "diary": diary, "out": f"{folder}/out", "world_size": world_size, "at": 0}
+        found = self.ranks(world_size, train, **asked)
+        for rank, one in enumerate(found):
+            self.held[world_size, rank].append(one)
+        return found[0]["state"]
+
+    def _killed(self, folder: Path, world_size: int, drawn: Random, saves: int, **asked: Any) -> None:
+        """Train in processes of which at least one is killed."""
+        points: list[KillPoint | None] = [KillPoint.random(drawn, CALLS, SECONDS) for _ in range(world_size)]
+        if world_size > 1 and drawn.random() < 0.5:
+            points = [point if rank == 0 else None for rank, point in enumerate(points)]
+            drawn.shuffle(points)
+        at = drawn.randint(0 if asked["resume"] else 1, saves)
+        asked |= {"diary": str(self._diary(folder, world_size)), "out": f"{folder}/out", "world_size": world_size}
+        said = forked.run_ranks(train, self.folder / "log", tuple(points), **asked, at=at)
+        assert "killed" in [what for what, _ in said], said
+        for what, why in said:
+            assert what in ("killed", "returned") or (what == "raised" and why[0].startswith(RAISED)), (
+                points,
+                at,
+                asked,
+                said,
+            )
+        self.counts["kills in a save" if at else "kills in a load"] += 1
+
+    def _diary(self, folder: Path, world_size: int) -> Path:
+        """A new file; each rank has one of its own, with its number."""
+        self.counts["starts"] += 1
+        return folder / f"{self.counts['starts']}.{world_size}"
+
+    def grown(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """By how many files and bytes each process has grown since its first runs."""
+        looks = {key: found for key, found in self.held.items() if len(found) > WARM}
+        return {
+            key: tuple(found[-1][what] - found[WARM][what] for what in ("files", "bytes"))
+            for key, found in looks.items()
+        }
+
+
+def diaries(folder: Path, rank: int) -> str:
+    """What a rank of each run has noted, in the order of the runs."""
+    files = sorted(folder.glob(f"*.rank{rank}"), key=lambda file: int(file.name.partition(".")[0]))
+    return "".join(file.read_text() for file in files)
+
+
+def losses(folder: Path) -> dict[int, list[float]]:
+    """The mean loss of all ranks in each step, as often as it was made and noted by all of them."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for first in folder.glob("*.rank0"):
+        files = [first.with_suffix(f".rank{rank}") for rank in range(int(first.suffixes[0][1:]))]
+        steps = [
+            dict(re.findall(r"^step (\d+) (.*)$", file.read_text(), re.MULTILINE)) for file in files if file.exists()
+        ]
+        for step in set.intersection(*map(set, steps)) if len(steps) == len(files) else ():
+            found[int(step)].append(statistics.fmean(float(one[step]) for one in steps))
+    return found
+
+
+@pytest.mark.timeout(0)
+def test_a_soak(
+    request: pytest.FixtureRequest,
+    ranks: Any,
+    tmp_path: Path,
+    counted: Callable[[str, int], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    minutes, begun, seed = request.config.getoption("soak"), time.monotonic(), int(os.environ.get("SEED0", "0"))
+    soak = Soak(ranks, tmp_path)
+    while not seed or time.monotonic() < begun + 60 * minutes:
+        soak.train_in_turns(seed)
+        seed += 1
+        with capsys.disabled():
+            past = (time.monotonic() - begun) / 60
+            print(f"\nsoak: {past:.0f} of {minutes} minutes: {dict(soak.counts)}", file=sys.stderr, flush=True)
+    grown = soak.grown()
+    print(f"{seed} seeds, and by process (world size, rank) files and bytes more: {grown}")
+    for process, (files, size) in grown.items():
+        assert files <= 0, process
+        assert size < GROWTH, process
+    for what, times in soak.counts.items():
+        counted(f"soak of {minutes} minutes: {what}", times)
