@@ -11,6 +11,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -219,14 +220,22 @@ def _all_names(
 def _quantized_layers(module: torch.nn.Module) -> Iterator[tuple[str, Collection[str]]]:
     """The quantized layers, by plain path, and which of their buffers belong to the base."""
     for path, layer in module.named_modules(remove_duplicate=False):
-        for cls in type(layer).__mro__:
-            if cls.__module__.startswith(_TRAINING):
-                break
-            package = next((p for p in _QUANTIZED if f"{cls.__module__}.".startswith(f"{p}.")), None)
-            if package is not None:
-                if not any(p.requires_grad for p in layer.parameters(recurse=False)):
-                    yield plain(f"{path}.").removesuffix("."), _QUANTIZED[package]
-                break
+        cls: Any = type(layer)
+        package = _package_of(cls)
+        if package is not None and not any(p.requires_grad for p in layer.parameters(recurse=False)):
+            yield plain(f"{path}.").removesuffix("."), _QUANTIZED[package]
+
+
+@cache
+def _package_of(layer: type) -> str | None:
+    """The package of a class of quantized layers; None for other layers, and for those whose scales are trained."""
+    for cls in layer.__mro__:
+        if cls.__module__.startswith(_TRAINING):
+            return None
+        package = next((p for p in _QUANTIZED if f"{cls.__module__}.".startswith(f"{p}.")), None)
+        if package is not None:
+            return package
+    return None
 
 
 def _owner(name: str, first: Mapping[str, str], quantized: Mapping[str, Any]) -> tuple[str, str] | None:

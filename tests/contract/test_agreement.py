@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import runs
+import torch
 from disk import model_states
 
 import ds_frozen_patch
@@ -77,6 +79,25 @@ def test_an_unpatched_rank(ranks: Any, tmp_path: Path, odd: int) -> None:
     assert one is not None
     assert one[0] == PatchError.__name__
     assert f"patch() was called on this rank, but not on rank {odd}:" in one[1]
+
+
+@pytest.mark.once
+def test_a_rank_that_was_killed_is_not_taken_for_unpatched(ranks: Any) -> None:
+    """Rank 0 serves the store. If it is gone, the others get torch's error, and not the advice to call patch()."""
+    with pytest.raises(AssertionError) as raised:
+        ranks(2, die_in_the_handshake, alone=True)
+    other = raised.value.raised[1]  # type: ignore[attr-defined]
+    assert other is not None
+    assert other[0].startswith("Dist"), other
+
+
+def die_in_the_handshake() -> None:
+    torch.distributed.init_process_group("gloo")
+    ds_frozen_patch.patch()
+    if os.environ["RANK"] == "0":
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    handshake.check(1, wait_seconds=10)
 
 
 def set_up_and_end(out: str, odd: int) -> None:

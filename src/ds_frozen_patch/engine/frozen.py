@@ -62,7 +62,7 @@ def to_leave_out(attached: Attached, engine: Any) -> list[Held]:
 
 
 def _optimized(attached: Attached, engine: Any) -> set[str]:
-    """The parameters that the optimizer trains, or did: one that was frozen after training began is not base.
+    """The frozen parameters that the optimizer has trained: one that was frozen after training began is not base.
 
     In ZeRO stage 0, an optimizer made of all parameters of a module also holds those that were frozen from the start.
     """
@@ -74,7 +74,9 @@ def _optimized(attached: Attached, engine: Any) -> set[str]:
         ),
         [group["params"] for group in getattr(engine.optimizer, "param_groups", [])],
     )
-    held = {parameter for group in groups for parameter in group}
+    held = {parameter for group in groups for parameter in group if not parameter.requires_grad}
+    if not held:
+        return set()  # as a rule, and without a walk through the module
     names = {names[0] for parameter, names in names_by_parameter(engine.module).items() if parameter in held}
     return names if attached.trained is None else names & attached.trained
 

@@ -90,15 +90,17 @@ def _verdict(store: Any, seconds: float, call: str) -> str:
 
 
 def _missing(store: Any, ranks: list[int], seconds: float) -> list[int]:
-    """The ranks that have written nothing after so many seconds."""
+    """The ranks that have written nothing after so many seconds; raises torch's error if the store is gone."""
     deadline = time.monotonic() + seconds
     missing = []
     for rank in ranks:
         try:
             left = max(deadline - time.monotonic(), 0.01)
             store.wait([f"{_KEY}{rank}"], timedelta(seconds=left))
-        except RuntimeError:  # a timeout
-            missing.append(rank)
+        except RuntimeError as error:
+            if type(error).__name__ == "DistNetworkError":
+                raise  # rank 0, which serves the store, is gone
+            missing.append(rank)  # a timeout
     return missing
 
 

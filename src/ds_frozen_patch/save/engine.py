@@ -179,7 +179,7 @@ def _kept_fragments(save: Save) -> dict[str, Any]:
     It does so from stage 2 on, for all of them or, with its flag, for none; in ZeRO-3 they are nowhere else.
     """
     engine = save.engine
-    if not engine.zero_optimization_partition_gradients():
+    if not engine.zero_optimization_partition_gradients() or not (save.attached.changed or settings().keep):
         return {}
     actual = {plain(name): name for name, _ in engine.module.named_parameters()}
     kept = {
