@@ -183,6 +183,7 @@ FAULTS = (
         "one rank fails in a save of an optimizer on NVMe, and the others wait for it",
         "every rank raises, and says what to do",
         mended="0.18.0",
+        thread=f"{_DEEPSPEED}/issues/7549",
     ),
     Fault(
         "configuration in a file",
