@@ -10,6 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tables import code
+
 PACKAGES = ("lightning", "deepspeed", "torch", "transformers", "peft", "accelerate")
 
 
@@ -29,8 +31,8 @@ def machine(folder: Path) -> dict[str, Any]:
 
 
 def releases() -> dict[str, str]:
-    """Return the installed release of each package."""
-    return {package: version(package) for package in PACKAGES}
+    """Return the installed release of each package, and the commit of ours."""
+    return {"ds_frozen_patch": code(), **{package: version(package) for package in PACKAGES}}
 
 
 def disk(folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,16 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def code() -> str:
+    """Return the last commit that changed `src/`, with a "+" if it has changed since: what a table is about."""
+    log, status = (("log", "-1", "--format=%h"), ("status", "--porcelain"))
+    commit, changes = (
+        subprocess.run(["git", *command, "--", "src"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+        for command in (log, status)
+    )
+    return commit.strip() + ("+" if changes else "")
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from matrix import cells
 from ranks import GRACE_SECONDS, Ranks
+from tables import code
 from under_test import CELL
 
 if TYPE_CHECKING:
@@ -195,6 +196,7 @@ class Outcome:
         outcome = {
             "entry": cells.entries()[CELL.name],
             "date": time.strftime("%Y-%m-%d"),
+            "code": code(),
             "failed": bool(session.exitstatus),
             "found": self.found,
             "promises": self.promises,

@@ -6,7 +6,6 @@ differs. Hugging Face's Trainer has one of its own beside it. All here but the d
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import threading
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import training
-from memory import memory, reset_peak_memory
+from memory import give_back_memory, memory, reset_peak_memory
 
 OURS = "Lightning, `patch()`"
 NATIVE = "Lightning, `exclude_frozen_parameters=True`"
@@ -119,7 +118,7 @@ def end() -> None:
     _now.clear()
     gc.unfreeze()  # the pool froze them between two calls
     gc.collect()
-    _give_back_memory()
+    give_back_memory()
     torch.distributed.barrier()
 
 
@@ -131,7 +130,7 @@ def save(way: str, path: str) -> Cost:
 
     work = _ways()[way]
     gc.collect()
-    _give_back_memory()
+    give_back_memory()
     # patch() and unpatch() are outside of what is measured: a run calls the one once, and the other never.
     with ds_frozen_patch.patched(**SETTINGS[way]) if way in SETTINGS else nullcontext():
         torch.distributed.barrier()
@@ -408,8 +407,3 @@ def begin(verb: str, way: str, shape: Shape, stage: int, path: str | None) -> Co
     getattr(_trainer(stage, "bf16-true", steps=2), verb)(model, data(), ckpt_path=path)
     first, peak = model.begun
     return Cost(first - begun, peak)
-
-
-def _give_back_memory() -> None:
-    """What was freed goes back to the kernel, else the next one works in it and seems to need none."""
-    ctypes.CDLL(None).malloc_trim(0)

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 from machine import described, machine
 from matrix import cells
-from tables import ROOT, Block, cases, markdown, ranges
+from tables import ROOT, Block, cases, code, markdown, ranges
 
 RESULTS = Path(__file__).with_name("results.json")
 BLOCKS = {
@@ -33,7 +33,11 @@ def settings(before: dict[str, Any], *files: Path) -> dict[str, Any]:
             note = f"not run: {skipped}" if skipped else said.get("note", "")
             by_note = found.setdefault(said["setting"], [{} for _ in files])[place]
             by_note.setdefault(note, []).append(int(said["stage"]))
-    return {"releases": [f"DeepSpeed {cells.read()[name].deepspeed}" for name in names], "stages": found}
+    return {
+        "code": code(),
+        "releases": [f"DeepSpeed {cells.read()[name].deepspeed}" for name in names],
+        "stages": found,
+    }
 
 
 def settings_table(results: dict[str, Any]) -> str:
@@ -45,7 +49,8 @@ def settings_table(results: dict[str, Any]) -> str:
         marks = {note: f" [{notes.index(note) + 1}]" if note else "" for note in by_note}
         return ", ".join(ranges(by_note[note]) + marks[note] for note in sorted(by_note, key=bool))
 
-    return markdown(["setting", *results["releases"]], [[name, *map(entry, row)] for name, row in found.items()], notes)
+    rows = [[name, *map(entry, row)] for name, row in found.items()]
+    return said_of(results) + markdown(["setting", *results["releases"]], rows, notes)
 
 
 def quantized(before: dict[str, Any], file: Path) -> dict[str, Any]:
@@ -58,13 +63,13 @@ def quantized(before: dict[str, Any], file: Path) -> dict[str, Any]:
             sizes = [f"{int(said[name]) / 1000:,.0f} kB" for name in ("full", "bytes")]
             ratio = f"{int(said['bytes']) / int(said['control']):.2f}"
             rows.append([said["kind"], said["stage"], *sizes, ratio, refused.get(said["kind"], "")])
-    return {"rows": rows}
+    return {"code": code(), "rows": rows}
 
 
 def quantized_table(results: dict[str, Any]) -> str:
-    """Return these rows."""
+    """Return these rows, and of which commit they are."""
     header = ["base", "ZeRO", "full", "trainable-only", "against bf16", "refused if another"]
-    return markdown(header, results["rows"])
+    return said_of(results) + markdown(header, results["rows"])
 
 
 def faults(before: dict[str, Any], file: Path) -> dict[str, Any]:
@@ -98,7 +103,7 @@ def scale(before: dict[str, Any], file: Path) -> dict[str, Any]:
         for step, row in properties:
             rows.setdefault(step, []).append(row)
     cell = cells.read()["everyday"]
-    return {"releases": f"{cell.lightning} and deepspeed {cell.deepspeed}", "rows": rows}
+    return {"code": code(), "releases": f"{cell.lightning} and deepspeed {cell.deepspeed}", "rows": rows}
 
 
 def scale_table(results: dict[str, Any]) -> str:
@@ -106,10 +111,15 @@ def scale_table(results: dict[str, Any]) -> str:
     numbers = ["1", "2", "4", "8", "grows", "64", "512", "4096", "4096 without `patch()`"]
     titles = {"save": "a save", "first save": "the first save of a process, where it differs"}
     titles |= {"async save": "`async_save=True`, where it differs", "load": "a load"}
-    tables = [f"Counted with {results['releases']}, in ZeRO-3."]
+    tables = [f"Counted with {results['releases']}, in ZeRO-3, at commit {results['code']}."]
     for step, title in titles.items():
         tables.append(markdown([title, *numbers], [row.split(" | ") for row in results["rows"][step]]).strip())
     return "\n\n".join(tables)
+
+
+def said_of(results: dict[str, Any]) -> str:
+    """Return the line above a table that says of which commit it is."""
+    return f"Measured at commit {results['code']}.\n\n"
 
 
 COLLECT: dict[str, Callable[..., dict[str, Any]]] = {

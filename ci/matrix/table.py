@@ -88,7 +88,8 @@ def render(outcomes: dict[str, Any]) -> str:
     run = f"last full run was on {max(dates)}"
     if max(dates) != min(dates):
         run = f"cells were last run between {min(dates)} and {max(dates)}"
-    of_all = f"The {run}:\n\n{markdown(HEADER, rows, notes)}"
+    commits = ", ".join(sorted({outcome["code"] for outcome in outcomes.values()}))
+    of_all = f"The {run}, at commit {commits}:\n\n{markdown(HEADER, rows, notes)}"
     return f"{of_all}\n{owners_table(of_owners)}" if of_owners else of_all
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import deepspeed
 import pytest
 import runs
-from memory import memory
+from memory import memory, open_files
+from ranks import wait_for_removals
 from under_test import Callback, DeepSpeedStrategy, ModelCheckpoint
 
 import ds_frozen_patch
@@ -27,7 +28,7 @@ def held(module: Any) -> Counter[str]:
     """Count everything that a save could leave behind in this process."""
     gc.collect()
     found = Counter(f"objects of {type(item).__module__}.{type(item).__name__}" for item in gc.get_objects())
-    found["files"] = len([*Path("/proc/self/fd").iterdir()])
+    found["files"] = open_files()
     found["threads"] = max(threading.active_count(), len([*Path("/proc/self/task").iterdir()]))
     for owner in (*module.modules(), *module.parameters()):
         for name, value in vars(owner).items():
@@ -53,9 +54,7 @@ class Looks(Callback):
 
     def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
         if trainer.global_step in self.at:
-            for thread in threading.enumerate():
-                if thread.name.startswith("ds_frozen_patch"):  # it removes what a save has replaced
-                    thread.join()
+            wait_for_removals()
             self.found.append((held(module), memory("VmRSS")))
 
 

@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import re
 import shutil
 import statistics
 import sys
-import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -28,7 +26,8 @@ import torch
 from disk import model_states
 from forked import KillPoint, ThisProcess
 from interrupted import Diary, newest
-from memory import memory
+from memory import give_back_memory, memory, open_files
+from ranks import wait_for_removals
 from torch.utils.data import DataLoader
 from under_test import ModelCheckpoint, pl
 
@@ -47,7 +46,7 @@ WARM = 5
 RAISED = ("CheckpointError", "RuntimeError", "Dist")
 """How the type of what a rank raises begins, if another one is gone: ours, or torch's."""
 GROWTH = 96 * 2**20
-"""Bytes that a process may grow by, in all of its runs after those: DeepSpeed and Lightning keep something of each."""
+"""Bytes that a process may grow by, in all of its runs after those."""
 
 
 def data(world_size: int) -> DataLoader[Any]:
@@ -104,11 +103,9 @@ def train(
         pl.Trainer.save_checkpoint = original  # type: ignore[method-assign]
         os.close(noted.file)
     state = runs.trained_state(module)
-    for thread in threading.enumerate():
-        if thread.name.startswith("ds_frozen_patch"):  # it removes what a save has replaced
-            thread.join()
-    ctypes.CDLL(None).malloc_trim(0)
-    return {"state": state, "files": len([*Path("/proc/self/fd").iterdir()]), "bytes": memory("VmRSS")}
+    wait_for_removals()
+    give_back_memory()
+    return {"state": state, "files": open_files(), "bytes": memory("VmRSS")}
 
 
 def _armed_in_load(this: ThisProcess, strategy: Any) -> None:
@@ -155,16 +152,17 @@ class Soak:
                 self._killed(folder, world_size, drawn, epochs - done, **asked)
             else:
                 self._lasting(folder, world_size, **asked)
-            found = newest(folder / "out", diaries(folder, 0))
+            last = newest(folder / "out", diaries(folder, 0))
             before = world_size
-            resume, done = (str(found), model_states(found)[0]["global_step"] // STEPS) if found else (None, 0)
+            resume, done = (str(last), model_states(last)[0]["global_step"] // STEPS) if last else (None, 0)
         state = self._lasting(folder, 2, stage=stage, epochs=EPOCHS, resume=resume, async_save=False)
         expected = self.whole[stage]
-        for step, means in losses(folder).items():
+        found = losses(folder)
+        assert found.keys() == expected[1].keys()
+        for step, means in found.items():
             assert means == pytest.approx(expected[1][step] * len(means), rel=1e-4), (seed, step)
             if len(sizes) == 1:
                 assert set(means) == set(expected[1][step]), (seed, step)
-        assert losses(folder).keys() == expected[1].keys()
         assert len(sizes) > 1 or state == expected[0], seed
         self.counts["runs to the end"] += 1
         self.counts["saves"] += diaries(folder, 0).count("saved ")
@@ -190,12 +188,8 @@ class Soak:
         said = forked.run_ranks(train, self.folder / "log", tuple(points), **asked, at=at)
         assert "killed" in [what for what, _ in said], said
         for what, why in said:
-            assert what in ("killed", "returned") or (what == "raised" and why[0].startswith(RAISED)), (
-                points,
-                at,
-                asked,
-                said,
-            )
+            ended = what in ("killed", "returned") or (what == "raised" and why[0].startswith(RAISED))
+            assert ended, (points, at, asked, said)
         self.counts["kills in a save" if at else "kills in a load"] += 1
 
     def _diary(self, folder: Path, world_size: int) -> Path:

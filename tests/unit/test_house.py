@@ -14,7 +14,8 @@ pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 ROOT = Path(ds_frozen_patch.__file__).parent
 ROOMS = (
     ("common", "settings", "testing"),
-    ("cures", "faults"),
+    ("faults",),
+    ("cures",),
     ("parameters",),
     ("fingerprint",),
     ("manifest",),

@@ -223,14 +223,19 @@ def last_run() -> dict[str, Any]:
 
 def test_one_row_is_updated(tmp_path: Path, last_run: dict[str, Any]) -> None:
     """Its outcome is replaced, even if its entry's `why` has changed; the rest stay, and the table gives both dates."""
-    newer = last_run["newest"] | {"date": "2031-01-01", "entry": last_run["newest"]["entry"] | {"why": "another"}}
+    newer = last_run["newest"] | {
+        "date": "2031-01-01",
+        "code": "f00",
+        "entry": last_run["newest"]["entry"] | {"why": "another"},
+    }
     (tmp_path / "newest.json").write_text(json.dumps(newer))
     found = table.collect(tmp_path, last_run, ["newest"])
     assert list(found) == list(cells.entries())
     assert found["newest"] == newer | {"entry": cells.entries()["newest"]}
     assert {**found, "newest": last_run["newest"]} == last_run
     oldest = min(outcome["date"] for outcome in last_run.values())
-    assert table.render(found).startswith(f"The cells were last run between {oldest} and 2031-01-01:")
+    run = f"The cells were last run between {oldest} and 2031-01-01, at commit "
+    assert re.match(run + r".*\bf00\b.*:", table.render(found))
 
 
 def test_a_row_needs_a_successful_run(tmp_path: Path, last_run: dict[str, Any]) -> None:

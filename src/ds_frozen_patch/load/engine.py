@@ -19,7 +19,6 @@ from ..common.overrides import overridden, set_to
 from ..engine import frozen, in_flight
 from ..engine.attached import Attached, attach, attached
 from ..engine.owner import warn
-from ..faults import worked_around
 from ..manifest import KEY, Manifest
 from ..parameters import names_by_parameter, parameters_by_name, plain, prefix_of
 from . import elastic
@@ -64,7 +63,7 @@ def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
         with _noticing_another_base(known, engine):
             path, client_state = wrapped(*call.args, **call.kwargs)
     cures.forget_second_copies(engine)
-    if load.restores_optimizer and cures.keeps_optimizer_on_nvme(engine) and _forgets_optimizer_on_nvme():
+    if load.restores_optimizer and cures.forgets_optimizer_on_nvme(engine):
         warn(
             load.owner,
             "The optimizer is on NVMe: DeepSpeed restores neither its step count nor sub-groups that are too small to"
@@ -76,11 +75,6 @@ def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
         if load.restores_optimizer and load.state:
             load.owner.after_load(engine, load.state, client_state)
     return path, client_state
-
-
-def _forgets_optimizer_on_nvme() -> bool:
-    """Whether DeepSpeed's load copies the files from NVMe, and skips what else there is of the optimizer."""
-    return "optimizer on NVMe" in worked_around("deepspeed", None)
 
 
 def _load_universal(
