@@ -45,8 +45,10 @@ WARM = 5
 """The runs of a process after which it has everything that is made once."""
 RAISED = ("CheckpointError", "RuntimeError", "Dist")
 """How the type of what a rank raises begins, if another one is gone: ours, or torch's."""
-GROWTH = 96 * 2**20
-"""Bytes that a process may grow by, in all of its runs after those."""
+GROWTH = 32 * 2**20
+"""Bytes that a process may grow by, in all of its runs after those together, beside what DeepSpeed keeps."""
+KEPT_IN_ZERO_3 = 3 * 2**20
+"""Bytes that DeepSpeed keeps of each run in ZeRO-3: in plain Lightning 2.2 MB with 0.17.6, and nothing in ZeRO-2."""
 
 
 def data(world_size: int) -> DataLoader[Any]:
@@ -174,7 +176,7 @@ class Soak:
         asked |= {"this": None, "diary": diary, "out": f"{folder}/out", "world_size": world_size, "at": 0}
         found = self.ranks(world_size, train, **asked)
         for rank, one in enumerate(found):
-            self.held[world_size, rank].append(one)
+            self.held[world_size, rank].append(one | {"kept": KEPT_IN_ZERO_3 if asked["stage"] == 3 else 0})
         return found[0]["state"]
 
     def _killed(self, folder: Path, world_size: int, drawn: Random, saves: int, **asked: Any) -> None:
@@ -197,12 +199,16 @@ class Soak:
         self.counts["starts"] += 1
         return folder / f"{self.counts['starts']}.{world_size}"
 
-    def grown(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """By how many files and bytes each process has grown since its first runs."""
-        looks = {key: found for key, found in self.held.items() if len(found) > WARM}
+    def grown(self) -> dict[tuple[int, int], tuple[int, int, int]]:
+        """By how many files and bytes each process has grown since its first runs, and what DeepSpeed may have kept."""
+        looks = {process: found for process, found in self.held.items() if len(found) > WARM}
         return {
-            key: tuple(found[-1][what] - found[WARM][what] for what in ("files", "bytes"))
-            for key, found in looks.items()
+            process: (
+                found[-1]["files"] - found[WARM]["files"],
+                found[-1]["bytes"] - found[WARM]["bytes"],
+                sum(one["kept"] for one in found[WARM + 1 :]),
+            )
+            for process, found in looks.items()
         }
 
 
@@ -242,9 +248,10 @@ def test_a_soak(
             past = (time.monotonic() - begun) / 60
             print(f"\nsoak: {past:.0f} of {minutes} minutes: {dict(soak.counts)}", file=sys.stderr, flush=True)
     grown = soak.grown()
-    print(f"{seed} seeds, and by process (world size, rank) files and bytes more: {grown}")
-    for process, (files, size) in grown.items():
+    with capsys.disabled():
+        print(f"{seed} seeds, and by process (world size, rank) files and bytes more, and bytes allowed: {grown}")
+    for process, (files, size, kept) in grown.items():
         assert files <= 0, process
-        assert size < GROWTH, process
+        assert size < GROWTH + kept, process
     for what, times in soak.counts.items():
         counted(f"soak of {minutes} minutes: {what}", times)
