@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import caching_disk
 from bench import fingerprint, growth, imports, inspect, resume, saves, stalls, sync, tools
 from machine import described, machine
 from tables import ROOT, Block
@@ -47,6 +48,8 @@ def main() -> None:
     given = parser.parse_args()
     if unknown := set(given.parts) - set(PARTS):
         parser.error(f"no part is named {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if "stalls" in (given.parts or PARTS) and (why := caching_disk.why_unsupported()):
+        parser.error(f"stalls needs a slow disk, and {why}; install it, or name the other parts")
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process compiles anew what it imports
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that what is on disk is removed then too
     results = json.loads(RESULTS.read_text())
