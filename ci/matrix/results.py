@@ -72,18 +72,20 @@ def quantized_table(results: dict[str, Any]) -> str:
     return said_of(results) + markdown(header, results["rows"])
 
 
-def faults(before: dict[str, Any], file: Path) -> dict[str, Any]:
+def faults(before: dict[str, Any], *files: Path) -> dict[str, Any]:
     """Return how often each fault was injected, and when; the counts of tests that did not run stay.
 
-    Nothing was lost, or the tests would have failed.
+    The files are those of one run in parts, on one day. Nothing was lost, or the tests would have failed.
     """
-    suite = next(ElementTree.parse(file).iter("testsuite"))
+    suites = [next(ElementTree.parse(file).iter("testsuite")) for file in files]
     tried: Counter[str] = Counter()
-    for properties, _ in cases(suite):
-        for what, times in properties:
-            tried[what] += int(times)
-    minutes = float(suite.get("time", "")) / 60
-    when = f"on {suite.get('timestamp', '')[:10]}, for {minutes:.0f} minutes, on {described(machine(file))}"
+    for suite in suites:
+        for properties, _ in cases(suite):
+            for what, times in properties:
+                tried[what] += int(times)
+    minutes = sum(float(suite.get("time", "")) for suite in suites) / 60
+    day, where = suites[0].get("timestamp", "")[:10], described(machine(files[0]))
+    when = f"on {day}, for {minutes:.0f} minutes, on {where}"
     runs = [f"Run {when}."]
     if not before["times"].keys() <= tried.keys():
         runs = [before["runs"][0], f"Rerun {when}: {'; '.join(tried)}."]

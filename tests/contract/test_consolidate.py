@@ -11,9 +11,10 @@ import provider
 import pytest
 import runs
 import torch
-from under_test import TRAINER
+from under_test import CELL, TRAINER
 
 pytestmark = [pytest.mark.promise(9), pytest.mark.series]
+RETURNS = CELL.patches != "2.0"  # in Lightning 2.0 the converter returns nothing, and its series keeps that
 
 
 def save_both_ways(out: str, stage: int) -> dict[str, Any]:
@@ -43,10 +44,13 @@ def test_lightnings_own_converter(ranks: Any, convert: Callable[..., Any], tmp_p
         (tmp_path / f"{kind}.pt").write_text("what is replaced")
         given = convert(tmp_path / f"{kind}.ckpt", tmp_path / f"{kind}.pt", tag="checkpoint")
         single = torch.load(tmp_path / f"{kind}.pt", weights_only=False)
-        assert given.keys() == single.keys()
-        assert {n: runs.digest(v) for n, v in given["state_dict"].items()} == {
-            n: runs.digest(v) for n, v in single["state_dict"].items()
-        }
+        if RETURNS:
+            assert given.keys() == single.keys()
+            assert {n: runs.digest(v) for n, v in given["state_dict"].items()} == {
+                n: runs.digest(v) for n, v in single["state_dict"].items()
+            }
+        else:
+            assert given is None
         module = runs.LoraRun(seed=1 if kind == "small" else 2)
         missing, unexpected = module.load_state_dict(single["state_dict"], strict=kind == "full")
         assert not unexpected

@@ -143,6 +143,22 @@ def test_the_tables_show_the_results(session: str) -> None:
     assert results.BLOCKS[session].read() == results.RENDER[session](found).strip()
 
 
+def test_a_run_of_faults_in_parts(tmp_path: Path) -> None:
+    files = [tmp_path / "kills.xml", tmp_path / "soak.xml"]
+    for file in files:
+        case = f'<testcase><properties><property name="{file.stem}" value="3"/></properties></testcase>'
+        suite = f'<testsuite time="600" timestamp="2026-11-24T01:02:03">{case}</testsuite>'
+        file.write_text(f"<testsuites>{suite}</testsuites>")
+    before = {"runs": ["Run long ago."], "times": {"kills": 1, "soak": 1}}
+    whole = results.faults(before, *files)
+    assert whole["times"] == {"kills": 3, "soak": 3}
+    assert whole["runs"][0].startswith("Run on 2026-11-24, for 20 minutes, on ")
+    part = results.faults(before, files[0])
+    assert part["times"] == {"kills": 3, "soak": 1}
+    assert part["runs"][0] == "Run long ago."
+    assert part["runs"][1].startswith("Rerun on 2026-11-24, for 10 minutes, on ")
+
+
 def test_the_table_shows_the_comparison() -> None:
     result = json.loads(compare.RESULTS.read_text())
     assert list(result["features"]) == list(features.FEATURES), "compare again"
