@@ -111,6 +111,7 @@ def lock(session: nox.Session) -> None:
             write_program_lock(session, of_programs[name], program, CELLS[program.cell])
         else:
             write_lock(session, CELLS[name])
+    log_written(session, declared.write())  # a new lock can have a newer transformers or Accelerate
 
 
 @nox.session(venv_backend="none")
@@ -133,6 +134,7 @@ def propose(session: nox.Session) -> None:
     for test, why in like.cannot.items():
         session.log(f"{like.name} cannot run {test}: {why}. If it fails here too, add {entry['name']} to that cannot")
     write_lock(session, CELLS[entry["name"]])
+    log_written(session, declared.write())
     run_promises(session, entry["name"])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..common.probing import Target
 
-TESTED = {"lightning": "2.6.6", "deepspeed": "0.19.8", "accelerate": "1.15.0", "transformers": "5.23.0"}
+TESTED = {"lightning": "2.6.6", "deepspeed": "0.19.8", "accelerate": "1.15.0", "transformers": "5.24.0"}
 """The newest releases in `ci/matrix.json`, and in the locks of its cells."""
 
 
