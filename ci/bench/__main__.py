@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import caching_disk
-from bench import fingerprint, growth, imports, inspect, resume, saves, stalls, sync, tools
+from bench import fingerprint, growth, imports, inspect, resume, saves, stalls, steps, sync, tools
 from machine import described, machine
 from tables import ROOT, Block
 
@@ -28,6 +28,7 @@ RESULTS = Path(__file__).with_name("bench.json")
 # Each has a title, and `measure(folder, rounds)`, which returns JSON, `render(found)`, and `ROUNDS`.
 PARTS: dict[str, tuple[str, ModuleType | tools.Tool]] = {
     "saves": ("Saves", saves),
+    "steps": ("What a save does beyond the flag's", steps),
     "sync": ("Sync", sync),
     "stalls": ("Stalls: saves that training does not wait for", stalls),
     "growth": ("As the model grows", growth),

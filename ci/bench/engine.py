@@ -34,6 +34,7 @@ FLOOR = "floor: one `write` and fsync"
 UNSYNCED = "floor without fsync"
 PASS = "fingerprints of the whole base"
 READ = "a plain read of the whole base"
+MULTIPLY = "its two multiplications alone, in the cache"
 COPY = "a copy of the trained bytes in memory"
 
 OPTIMIZER_BYTES = 12  # of each trained parameter: its fp32 value and Adam's two moments
@@ -207,6 +208,14 @@ def _ways() -> dict[str, Callable[[str], object]]:
             for value in frozen():
                 value.view(-1).view(torch.int64).sum()
 
+    def multiply(_: str) -> None:
+        words = torch.arange(1 << 18)  # 2 MiB, as many as a pass takes at once
+        product = torch.empty_like(words)
+        with _two_threads():
+            for _again in range(sum(value.nbytes for value in frozen()) // words.nbytes):
+                torch.mul(words, words, out=product)
+                torch.mul(words, words, out=product)
+
     def frozen() -> list[Any]:
         return [value.detach() for value in trainer.lightning_module.parameters() if not value.requires_grad]
 
@@ -221,6 +230,7 @@ def _ways() -> dict[str, Callable[[str], object]]:
         UNSYNCED: lambda path: _write(path, sync=False),
         PASS: fingerprints_of_base,
         READ: read_base,
+        MULTIPLY: multiply,
         COPY: lambda _: _copy(),
     }
 

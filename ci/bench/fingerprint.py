@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bench.engine import FULL, FULL_SYNCED, NATIVE, OURS_UNSYNCED, PASS, READ, Shape
+from bench.engine import FULL, FULL_SYNCED, MULTIPLY, NATIVE, OURS_UNSYNCED, PASS, READ, Shape
 from bench.saves import measured, ranks
 from bench.words import judged, ratios, spread
 from tables import markdown
@@ -21,6 +21,7 @@ WAYS = {
     OURS_UNSYNCED: "the same, a later one under `patch(sync=False)`",
     PASS: f"{PASS}, two threads",
     READ: f"{READ}, two threads",
+    MULTIPLY: f"{MULTIPLY}, two threads",
 }
 
 
@@ -39,10 +40,12 @@ def render(found: dict[str, Any]) -> str:
     lines = [[name, spread(values, ".3f")] for name, values in seconds.items()]
     full = ratios(seconds, WAYS[PASS], WAYS[FULL_SYNCED])
     read = ratios(seconds, WAYS[PASS], WAYS[READ])
+    limit = ratios(seconds, WAYS[MULTIPLY], WAYS[READ])
     later = ratios(seconds, WAYS[OURS_UNSYNCED], WAYS[NATIVE])
     aims = [
         ["fingerprints / full save that reaches the disk", judged(full, 0.5, ".3f"), "at most 0.5"],
         ["fingerprints / plain read", judged(read, 1 / READS, ".2f"), f"at most {1 / READS:.2f}"],
+        [f"{MULTIPLY} / plain read", spread(limit), ""],
         ["a later save under `patch(sync=False)` / DeepSpeed's flag", judged(later, 1.05, ".3f"), "at most 1.05"],
         ["MiB of memory that the pass over the base adds", judged([found["added"] / 2**20], 64, ".1f"), "at most 64"],
     ]

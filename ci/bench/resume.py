@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import sys
 from dataclasses import asdict
@@ -15,7 +16,7 @@ from bench.words import ratios, size, spread
 from ranks import RankError
 from tables import markdown
 
-ROUNDS = 4
+ROUNDS = 10
 SHAPE = Shape(hidden=1024, intermediate=4096, layers=16, vocabulary=32000, lora=64, tied=False)
 VERBS = {"fit": "resume `fit`", "test": "`test`"}
 TRIED = {
@@ -34,8 +35,9 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
         for verb in VERBS:
             ways: dict[str, dict[str, Any]] = {way: {"seconds": [], "memory": []} for way in TRIED[stage, verb]}
             for number in range(rounds):
-                for way, cost in ways.items():
-                    if "failed" in cost or (way == NOTHING and number):
+                for way in random.Random(number).sample(TRIED[stage, verb], len(ways)):
+                    cost = ways[way]
+                    if "failed" in cost:
                         continue
                     print(f"  {verb}, ZeRO-{stage}, {way}", file=sys.stderr, flush=True)
                     given = {"verb": verb, "way": way, "shape": SHAPE, "stage": stage, "path": paths[way]}

@@ -25,6 +25,14 @@ without `patch()`. The tests show that checkpoints leave the base out and resume
 base is an error, that another number of ranks can resume, that a killed save leaves the previous checkpoint as it was,
 and that an error of one rank is raised on every rank."""
 OWNERS = ("trainer", "accelerate", "deepspeed")
+PROMISES = (
+    "save", "resume", "test", "strictness", "base", "no lock-in", "the argument", "weights only", "one fp32 file",
+    "another world size", "patch and unpatch", "refusal", "upgrades", "tools", "no harm", "quantized bases",
+    "power cuts", "several nodes", "Trainer, Accelerate and DeepSpeed alone", "asynchronous saves",
+)  # fmt: skip
+OF_PROMISES = """\
+Each promise, and the cells in which its tests passed. Every test runs in `everyday`, nearly every one in `newest`, and
+in the other cells those that depend on releases and are not slow."""
 
 
 def collect(results: Path, last_run: dict[str, Any], chosen: Collection[str] = ()) -> dict[str, Any]:
@@ -89,8 +97,29 @@ def render(outcomes: dict[str, Any]) -> str:
     if max(dates) != min(dates):
         run = f"cells were last run between {min(dates)} and {max(dates)}"
     commits = ", ".join(sorted({outcome["code"] for outcome in outcomes.values()}))
-    of_all = f"The {run}, at commit {commits}:\n\n{markdown(HEADER, rows, notes)}"
+    of_all = f"The {run}, at commit {commits}:\n\n{markdown(HEADER, rows, notes)}\n{promises_table(outcomes)}"
     return f"{of_all}\n{owners_table(of_owners)}" if of_owners else of_all
+
+
+def promises_table(outcomes: dict[str, Any]) -> str:
+    """Return the table of promises: the cells in which each was tested, with `patch()` and with a patch series."""
+    rows = []
+    for number, promise in enumerate(PROMISES, 1):
+        passed = {name: found["promises"].get(str(number), {}).get("passed", 0) for name, found in outcomes.items()}
+        by_kind = [
+            _cells({name: passed[name] for name in passed if ("patches" in outcomes[name]["entry"]) == is_patched})
+            for is_patched in (False, True)
+        ]
+        rows.append((f"{number} {promise}", *by_kind, str(sum(passed.values()))))
+    return f"{OF_PROMISES}\n\n{markdown(('promise', 'with `patch()`', 'with a patch series', 'tests'), rows)}"
+
+
+def _cells(passed: dict[str, int]) -> str:
+    """Return in words in which of these cells tests passed."""
+    without = [name for name, count in passed.items() if not count]
+    if len(without) <= len(passed) / 2:
+        return f"all but {', '.join(without)}" if without else "all"
+    return ", ".join(name for name, count in passed.items() if count)
 
 
 def owners_table(outcomes: Iterable[tuple[str, dict[str, Any]]]) -> str:

@@ -187,6 +187,19 @@ def test_every_promise_in_every_cell() -> None:
         assert outcome["found"] == ({} if CELLS[name].quantizers else states), name
 
 
+def test_each_promise_is_shown_with_its_cells() -> None:
+    outcomes = {
+        "oldest": {"entry": {}, "promises": {"1": {"passed": 2, "skipped": 1}, "20": {"skipped": 1}}},
+        "everyday": {"entry": {}, "promises": {"1": {"passed": 3}, "20": {"passed": 4}}},
+        "refused": {"entry": {}, "promises": {"12": {"passed": 1}}},
+        "everyday-patched": {"entry": {"patches": "2.5.0"}, "promises": {"1": {"passed": 5}}},
+    }
+    rows = {line.split(" ")[1]: line for line in table.promises_table(outcomes).splitlines() if line.startswith("| ")}
+    assert rows["1"] == "| 1 save | all but refused | all | 10 |"
+    assert rows["12"] == "| 12 refusal | refused |  | 1 |"
+    assert rows["20"] == "| 20 asynchronous saves | everyday |  | 4 |"
+
+
 def test_the_file_is_as_the_propose_command_writes_it() -> None:
     own = [entry for entry in cells.entries().values() if "patches" not in entry]
     assert ",\n".join(map(cells.formatted, own)) in cells.MATRIX.read_text(encoding="utf-8")
