@@ -1,7 +1,8 @@
-"""Which steps a small save has that the flag's has not, and how long each takes: a part of `nox -s bench`."""
+"""Which steps a save has that the flag's has not, and how long each takes: a part of `nox -s bench`."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import statistics
 import sys
@@ -15,11 +16,11 @@ from typing import Any
 import wrapt
 from bench import engine
 from bench.engine import NATIVE, OURS_UNSYNCED
-from bench.saves import SMALL, ranks
+from bench.saves import LARGE, SMALL, ranks
 from tables import markdown
 
 ROUNDS = 30
-STAGES = (2, 3)
+CASES = [(title, shape, stage) for title, shape in (("small", SMALL), ("large", LARGE)) for stage in (2, 3)]
 STEPS = {
     "find what is frozen, in all of the module": ("ds_frozen_patch.engine.frozen", "to_leave_out"),
     "agree on the save, in a collective": ("ds_frozen_patch.save.saving", "agree"),
@@ -33,21 +34,22 @@ STEPS = {
 
 
 def measure(folder: Path, rounds: int) -> list[dict[str, Any]]:
-    """Return the seconds of each step on rank 0, and of whole saves by us and by the flag in turn, by ZeRO stage."""
+    """Return the seconds of each step, and of whole saves with and without us in turn, on rank 0 of each case."""
     found = []
     with ranks(folder) as pool:
-        for stage in STAGES:
-            print(f"  ZeRO-{stage}", file=sys.stderr, flush=True)
-            pool(engine.start, shape=replace(SMALL, tied=False), stage=stage, precision="bf16-true")
+        for title, shape, stage in CASES:
+            print(f"  {title}, ZeRO-{stage}", file=sys.stderr, flush=True)
+            pool(engine.start, shape=replace(shape, tied=False), stage=stage, precision="bf16-true")
             taken: dict[str, list[float]] = defaultdict(list)
             for number in range(rounds + 1):
                 for way in (NATIVE, OURS_UNSYNCED):
+                    os.sync()  # so that neither waits for what the other has written
                     costs = pool(save, way=way, path=str(folder / "saved"))[0]
                     shutil.rmtree(folder / "saved")
                     for step, cost in costs.items() if number else ():
                         taken[step].append(cost)
             pool(engine.end)
-            found.append({"stage": stage, "seconds": dict(taken)})
+            found.append({"title": f"{title}, ZeRO-{stage}", "seconds": dict(taken)})
     return found
 
 
@@ -81,9 +83,8 @@ def render(found: list[dict[str, Any]]) -> str:
         [step, *(f"{1000 * statistics.median(case['seconds'][step]):.1f} ms" for case in found)]
         for step in (*STEPS, OURS_UNSYNCED, NATIVE)
     ]
-    header = ["", *(f"ZeRO-{case['stage']}" for case in found)]
     return (
-        "The small model in bf16 with untied embeddings, saved by two ranks that only save, one save after the other:"
+        "The same models in bf16 with untied embeddings, saved by two ranks that only save, one save after the other:"
         " medians on rank 0. What a step waits for the other rank is part of it. The rest of a save is DeepSpeed's and"
-        f" Lightning's own.\n\n{markdown(header, lines)}"
+        f" Lightning's own.\n\n{markdown(['', *(case['title'] for case in found)], lines)}"
     )
