@@ -16,7 +16,7 @@ from bench.words import ratios, size, spread
 from ranks import RankError
 from tables import markdown
 
-ROUNDS = 10
+ROUNDS = 8
 SHAPE = Shape(hidden=1024, intermediate=4096, layers=16, vocabulary=32000, lora=64, tied=False)
 VERBS = {"fit": "resume `fit`", "test": "`test`"}
 TRIED = {

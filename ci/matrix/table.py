@@ -110,7 +110,9 @@ def promises_table(outcomes: dict[str, Any]) -> str:
             _cells({name: passed[name] for name in passed if ("patches" in outcomes[name]["entry"]) == is_patched})
             for is_patched in (False, True)
         ]
-        rows.append((f"{number} {promise}", *by_kind, str(sum(passed.values()))))
+        if not any(by_kind):
+            by_kind[0] = "[fault injection](faults.md) alone"
+        rows.append((f"{number} {promise}", *by_kind, str(sum(passed.values()) or "")))
     return f"{OF_PROMISES}\n\n{markdown(('promise', 'with `patch()`', 'with a patch series', 'tests'), rows)}"
 
 

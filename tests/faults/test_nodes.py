@@ -38,6 +38,7 @@ from ds_frozen_patch.common.work_folder import is_dead, marker
 from ds_frozen_patch.common.work_folder import lock as lock_file
 
 pytestmark = [
+    pytest.mark.promise(18),
     pytest.mark.skipif(bool(nodes.why_unsupported()), reason=nodes.why_unsupported() or "-"),
     pytest.mark.timeout(1800),
 ]

@@ -33,6 +33,8 @@ import ds_frozen_patch
 from ds_frozen_patch import CheckpointError
 from ds_frozen_patch.cli import main
 
+pytestmark = pytest.mark.promise(17)
+
 STAGES = {"trainer": (1, 2, 3), "fabric": (2, 3), "weights": (2, 3), "export": (2, 3), "engine": (2, 3)}
 CASES = [(way, stage, kind) for kind in KINDS for way, stages in STAGES.items() for stage in stages]
 SHORT = [("trainer", 2, "ext4"), ("fabric", 3, "xfs"), ("weights", 3, "xfs"), ("export", 2, "ext4")]
