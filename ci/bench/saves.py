@@ -142,8 +142,8 @@ def render(found: list[dict[str, Any]]) -> str:
         " has its seconds and memory beyond those of the later ones. Ratios are medians of each round's, and their"
         " spread; those against the flag are of twice as many rounds of these two alone. Where embeddings are tied, the"
         " flag writes the tied weights all the same, but in ZeRO-3: its time is for more bytes. Beyond what the flag"
-        " does, ours makes the manifest, and waits at the barriers that give a checkpoint its name only once it is"
-        f" whole: {1000 * min(slower):.0f} to {1000 * max(slower):.0f} ms in the median where the bytes are the same,"
+        " does, ours finds what is frozen, makes the manifest, and waits for all ranks before the checkpoint gets its"
+        f" name: {1000 * min(slower):.0f} to {1000 * max(slower):.0f} ms in the median where the bytes are the same,"
         " which shows where a save is short.\n\n"
         f"{markdown(header, [aims(case) for case in found])}"
     )
