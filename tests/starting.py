@@ -31,7 +31,8 @@ def start(
         ranks: the environment of each process to start; else one starts the others.
         environment: the environment of all of them.
     """
-    variables = os.environ | {"HF_HUB_OFFLINE": "1"} | environment
+    # Some launchers set the number of threads, DeepSpeed's does not; the last bits of a loss depend on it.
+    variables = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | environment
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, (variables.get("PYTHONPATH"), str(path or ""))))
     run = [sys.executable, "-m", "ds_frozen_patch.cli", "run", "--cpu", "--strict", "--verify-base=error", *options]
     with (folder / "output.txt").open("w+") as output:

@@ -26,7 +26,7 @@ DSUC = (f"{GITHUB}/hongshanli23/DSUC", "b1d44c0cec13d6e813deb41f55c096d8e31b91bd
 OPENTHAIGPT = (f"{GITHUB}/OpenThaiGPT/openthaigpt-pretraining", "5f6a31fbcf0a4dbdbc557c41c4b5f8c067339a7e")
 LLAMA = (f"{GITHUB}/facebookresearch/llama", "54c22c0d63a3f3c9e77f43a6a3041c00018f4964")
 PEFT = (f"{GITHUB}/huggingface/peft", "v0.20.0")
-TRANSFORMERS = (f"{GITHUB}/huggingface/transformers", "d6a6c82680cba9c51decdacac6dd6315ea4a766a")
+TRANSFORMERS = (f"{GITHUB}/huggingface/transformers", "00d481d18f914b55e65faa31e82321629691eadb")
 
 PROGRAMS = {
     "dsuc": Program("everyday", {"dsuc": DSUC}),
