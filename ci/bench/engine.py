@@ -151,6 +151,19 @@ def steps(count: int) -> tuple[float, ...]:
     return tuple(_step() for _ in range(count))
 
 
+def walk() -> float:
+    """Return the seconds of what torch does at least to find all that a module contains."""
+    import torch
+
+    module = _now["lightning"].strategy.model.module
+    torch.distributed.barrier()
+    begun = time.perf_counter()
+    module.state_dict(keep_vars=True)
+    for walk in (module.named_parameters, module.named_buffers, module.named_modules):
+        list(walk(remove_duplicate=False))
+    return time.perf_counter() - begun
+
+
 def _steps_beside() -> tuple[float, ...]:
     """Train until every rank has written its files."""
     import torch

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 GUEST = Path(__file__).resolve().with_name("guest.sh")
+MODULES = Path("/lib/modules")  # must exist here, for the virtual machine to mount its own over it
 PACKAGES = "apt-get install --no-install-recommends user-mode-linux nfs-kernel-server iproute2 e2fsprogs kmod"
 PROGRAMS = {"linux.uml": "User-mode Linux", "rpc.nfsd": "an NFS server", "mount.nfs": "an NFS client"}
 PROGRAMS |= {"rpcbind": "rpcbind", "ip": "iproute2", "mkfs.ext4": "e2fsprogs", "modprobe": "kmod"}
@@ -40,7 +41,10 @@ def main() -> int:
     parser.add_argument("--memory", type=int, default=6, help="GiB for the machine")
     arguments = parser.parse_args()
     if missing := what_is_missing():
-        print(f"This machine lacks {', '.join(missing)}. On Debian as root: {PACKAGES}", file=sys.stderr)
+        print(
+            f"This machine lacks {', '.join(missing)}. On Debian as root: mkdir -p {MODULES} && {PACKAGES}",
+            file=sys.stderr,
+        )
         return 2
     if os.geteuid():
         print("The virtual machine reads this machine's files as the user who starts it: be root.", file=sys.stderr)
@@ -52,7 +56,8 @@ def main() -> int:
 
 def what_is_missing() -> list[str]:
     os.environ["PATH"] += ":/usr/sbin:/sbin"
-    return [name for program, name in PROGRAMS.items() if not shutil.which(program)]
+    programs = [name for program, name in PROGRAMS.items() if not shutil.which(program)]
+    return programs + ([] if MODULES.is_dir() else [str(MODULES)])
 
 
 def boot(arguments: argparse.Namespace) -> list[dict[str, Any]]:
