@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import training
-from memory import give_back_memory, memory, reset_peak_memory
+from memory import give_back_memory, memory, release, reset_peak_memory
 
 OURS = "Lightning, `patch()`"
 NATIVE = "Lightning, `exclude_frozen_parameters=True`"
@@ -110,12 +110,10 @@ def start(shape: Shape, stage: int, precision: str, hugging_face: bool = False) 
 
 
 def end() -> None:
-    """Forget them, and the weights at once: DeepSpeed keeps hold of the engine for as long as the process lives."""
+    """Forget them."""
     import torch
 
-    for parameter in _now["lightning"].lightning_module.parameters():
-        for held in (parameter, getattr(parameter, "ds_tensor", parameter)):
-            held.data = torch.empty(0)
+    release(_now["lightning"].strategy.model)
     _now.clear()
     gc.unfreeze()  # the pool froze them between two calls
     gc.collect()
@@ -152,15 +150,15 @@ def steps(count: int) -> tuple[float, ...]:
 
 
 def walk() -> float:
-    """Return the seconds of what torch does at least to find all that a module contains."""
+    """Return the seconds of torch's own walks through the module: the least that finding its contents takes."""
     import torch
 
     module = _now["lightning"].strategy.model.module
     torch.distributed.barrier()
     begun = time.perf_counter()
     module.state_dict(keep_vars=True)
-    for walk in (module.named_parameters, module.named_buffers, module.named_modules):
-        list(walk(remove_duplicate=False))
+    for named in (module.named_parameters, module.named_buffers, module.named_modules):
+        list(named(remove_duplicate=False))
     return time.perf_counter() - begun
 
 

@@ -26,7 +26,7 @@ import torch
 from disk import model_states
 from forked import KillPoint, ThisProcess
 from interrupted import Diary, newest
-from memory import give_back_memory, memory, open_files
+from memory import give_back_memory, memory, open_files, release
 from ranks import wait_for_removals
 from torch.utils.data import DataLoader
 from under_test import ModelCheckpoint, pl
@@ -105,23 +105,11 @@ def train(
         pl.Trainer.save_checkpoint = original  # type: ignore[method-assign]
         os.close(noted.file)
     state = runs.trained_state(module)
-    _release(trainer.strategy)
+    release(trainer.strategy.model)  # how much of it is resident varies too much to notice anything smaller beside it
     del trainer, module
     wait_for_removals()
     give_back_memory()
     return {"state": state, "files": open_files(), "bytes": memory("VmRSS"), **_alive()}
-
-
-def _release(strategy: Any) -> None:
-    """Undo what makes DeepSpeed keep an engine in ZeRO-3 for as long as the process lives: hooks, a list of modules.
-
-    In plain Lightning each such run stays in memory, too. How much of it is resident differs from run to run, so that
-    nothing smaller could be noticed beside it.
-    """
-    from deepspeed.runtime.zero import parameter_offload
-
-    strategy.deepspeed_engine.destroy()
-    parameter_offload.FWD_MODULE_STACK.clear()
 
 
 def _alive() -> dict[str, int]:
