@@ -23,7 +23,10 @@ ROUNDS = 30
 CASES = [(title, shape, stage) for title, shape in (("small", SMALL), ("large", LARGE)) for stage in (2, 3)]
 STEPS = {
     "find what is frozen, in all of the module": ("ds_frozen_patch.engine.frozen", "to_leave_out"),
-    "compare a sample of it with one at the start": ("ds_frozen_patch.engine.frozen", "changed_since_start"),
+    "compare a sample of the frozen values with the one at the start": (
+        "ds_frozen_patch.engine.frozen",
+        "changed_since_start",
+    ),
     "agree on the save, in a collective": ("ds_frozen_patch.save.saving", "agree"),
     "make the work folder": ("ds_frozen_patch.save.save", "Save.begin"),
     "make the manifest": ("ds_frozen_patch.save.engine", "make_manifest"),
@@ -32,7 +35,7 @@ STEPS = {
         "Save.publish",
     ),
 }
-WALKS = "torch's own four walks alone: state dict, parameters, buffers, modules"
+FLOOR = "floor of the first step: torch's own walks for state dict, parameters, buffers, modules"
 
 
 def measure(folder: Path, rounds: int) -> list[dict[str, Any]]:
@@ -48,7 +51,7 @@ def measure(folder: Path, rounds: int) -> list[dict[str, Any]]:
                     os.sync()  # so that neither waits for what the other has written
                     costs = pool(save, way=way, path=str(folder / "saved"))[0]
                     shutil.rmtree(folder / "saved")
-                    costs[WALKS] = pool(engine.walk)[0]
+                    costs[FLOOR] = pool(engine.walk)[0]
                     for step, cost in costs.items() if number else ():
                         taken[step].append(cost)
             pool(engine.end)
@@ -84,7 +87,7 @@ def render(found: list[dict[str, Any]]) -> str:
     """Return a line for each step."""
     lines = [
         [step, *(f"{1000 * statistics.median(case['seconds'][step]):.1f} ms" for case in found)]
-        for step in (*STEPS, WALKS, OURS_UNSYNCED, NATIVE)
+        for step in (*STEPS, FLOOR, OURS_UNSYNCED, NATIVE)
     ]
     return (
         "The same models in bf16 with untied embeddings, saved by two ranks that only save, one save after the other:"

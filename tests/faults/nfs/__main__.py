@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 GUEST = Path(__file__).resolve().with_name("guest.sh")
-MODULES = Path("/lib/modules")  # must exist here, for the virtual machine to mount its own over it
+MODULES = Path("/lib/modules")  # must exist here: the virtual machine mounts its own over it
 PACKAGES = "apt-get install --no-install-recommends user-mode-linux nfs-kernel-server iproute2 e2fsprogs kmod"
 PROGRAMS = {"linux.uml": "User-mode Linux", "rpc.nfsd": "an NFS server", "mount.nfs": "an NFS client"}
 PROGRAMS |= {"rpcbind": "rpcbind", "ip": "iproute2", "mkfs.ext4": "e2fsprogs", "modprobe": "kmod"}
