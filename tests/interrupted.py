@@ -12,6 +12,7 @@ from disk import model_states
 from under_test import Callback
 
 import ds_frozen_patch
+from ds_frozen_patch.common.work_folder import is_not_whole
 
 
 class Diary(Callback):
@@ -40,7 +41,7 @@ class Diary(Callback):
 
 
 def newest(out: Path, diary: str) -> Path | None:
-    """Return the newest checkpoint: all with a final name are whole, and none that was saved is lost.
+    """Return the newest checkpoint: all are whole, but for a new one that was being saved, and none is lost.
 
     One that Lightning was about to remove, because it had a newer one, may be gone in part.
 
@@ -56,7 +57,8 @@ def newest(out: Path, diary: str) -> Path | None:
             continue  # Lightning removes what its link to the last one leads to, and then links anew
         problems = ds_frozen_patch.verify(path).problems
         if problems:
-            assert path.resolve().name in outdated, problems
+            was_saved = any(name == path.name for what, name in lines if what != "removes")
+            assert path.resolve().name in outdated or (is_not_whole(path) and not was_saved), problems
             continue
         found[path] = model_states(path)[0]["global_step"]
     saved = [int(what.split()[1]) for what, _ in lines if what != "removes"]

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -112,13 +111,6 @@ class Ranks:
         self.processes, self.pipes = [], []
 
 
-def wait_for_removals() -> None:
-    """Wait until what a save has replaced is removed, which a thread does after the save."""
-    for thread in threading.enumerate():
-        if thread.name.startswith("ds_frozen_patch"):
-            thread.join()
-
-
 def _serve(pipe: Connection, rank: int, world_size: int, port: int, log: str, accelerator: str) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -160,7 +152,6 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, log: str, ac
         except BaseException as error:
             answer = ("raised", (type(error).__name__, str(error), traceback.format_exc()))
         finally:
-            wait_for_removals()
             provider.stop()
             # LightningCLI leaves a seed there, and with it another order of the data.
             os.environ.clear()

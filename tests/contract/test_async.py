@@ -25,9 +25,11 @@ from under_test import ModelCheckpoint
 
 import ds_frozen_patch
 from ds_frozen_patch.common.overrides import overridden
+from ds_frozen_patch.common.work_folder import is_unfinished
 from ds_frozen_patch.engine import in_flight
 from ds_frozen_patch.engine.attached import attached
-from ds_frozen_patch.save import agreement, background
+from ds_frozen_patch.save import background
+from ds_frozen_patch.save import save as save_module
 from ds_frozen_patch.save.recording import Recorder
 
 pytestmark = [pytest.mark.promise(20), pytest.mark.everyday]
@@ -82,7 +84,7 @@ def test_resumed_bit_for_bit(ranks: Any, tmp_path: Path, by: str, stage: int) ->
 def saved_in_both_ways(out: str, stage: int) -> Any:
     """A save that returns when its files are written, and one in flight while everything changes."""
     # Another one for each stage, since the ranks go on with the same store, where they vote under it.
-    one_id = overridden([(agreement, "uuid4", lambda: UUID(int=stage << 100))])
+    one_id = overridden([(save_module, "uuid4", lambda: UUID(int=stage << 100))])
     told = threading.Event()
     with owners.served(), one_id:
         run = Run("deepspeed", out, 2, stage, PEFT)
@@ -96,7 +98,7 @@ def saved_in_both_ways(out: str, stage: int) -> Any:
             mine["tensor"].zero_()
             run.train_epoch()
             torch.distributed.barrier()
-            is_there = Path(out, "async", "a").exists()
+            is_there = Path(out, "async", "latest").exists() or not is_unfinished(Path(out, "async", "a"))
             torch.distributed.barrier()
             told.set()
             in_flight.wait()
@@ -123,7 +125,7 @@ def on_a_slow_disk(out: str) -> Any:
             run.engine.save_checkpoint(out, tag=tag)
             run.train_epoch()
             torch.distributed.barrier()
-            found.append(sorted(item.name for item in Path(out).glob("[!.]*")))
+            found.append(sorted(item.name for item in Path(out).glob("[ab]") if not is_unfinished(item)))
             torch.distributed.barrier()
         with runs.heard() as said:
             in_flight.wait()
@@ -180,7 +182,8 @@ def test_a_failure_is_raised_on_every_rank(ranks: Any, tmp_path: Path, by: str, 
         assert kind == "CheckpointError"
         assert "was not saved. Rank 1" in said
         assert "No space left" in said
-    names = {item.name for item in tmp_path.iterdir() if not item.name.startswith(".")}
+    assert not list(tmp_path.rglob(".*"))
+    names = {item.name for item in tmp_path.iterdir() if list(item.rglob("*_states.pt"))}
     assert "bad" not in names
     if heard_at == "save" and by == "deepspeed":
         assert {"epoch0", "good"} <= names
@@ -208,7 +211,8 @@ def test_a_rank_that_is_gone(ranks: Any, tmp_path: Path) -> None:
     kind, said = caught.value.raised[0]
     assert kind == "CheckpointError"
     assert "rank 1 is gone" in said
-    assert not (tmp_path / "a").exists()
+    assert is_unfinished(tmp_path / "a")
+    assert not (tmp_path / "latest").exists()
 
 
 def slow_but_there(out: str) -> None:
@@ -394,5 +398,5 @@ def test_the_end_of_the_process(tmp_path: Path, end: str, fails: bool, status: i
     assert done.returncode == status, done.stderr[-3000:]
     assert (tmp_path / "latest").read_text() == newest
     assert not ds_frozen_patch.verify(tmp_path).problems
-    assert (tmp_path / "second").exists() == (newest == "second")
+    assert is_unfinished(tmp_path / "second") == ("SIGKILL" in end)
     assert ("No space left" in done.stderr) == fails

@@ -28,6 +28,7 @@ from under_test import TRAINER, DeepSpeedStrategy
 
 import ds_frozen_patch
 from ds_frozen_patch.common.overrides import overridden
+from ds_frozen_patch.common.work_folder import is_not_whole
 from ds_frozen_patch.engine.attached import attached
 
 pytestmark = pytest.mark.promise(19)
@@ -169,13 +170,15 @@ def test_killed_within_a_save(ranks: Any, tmp_path: Path, by: str, at: str) -> N
     with pytest.raises(RankError) as error:
         ranks(2, killed, by=by, out=str(tmp_path), stage=2, at=at)
     assert "ProcessDied" in {raised[0] for raised in error.value.raised if raised}
-    names = [item.name for item in tmp_path.iterdir() if not item.name.startswith(".")]
-    assert not [name for name in names if name in ("epoch1", "checkpoint-8")]
     if by == "deepspeed":
         assert (tmp_path / "latest").read_text() == "epoch0"
+        (problem,) = ds_frozen_patch.verify(tmp_path, "epoch1").problems
+        assert "epoch1 is not whole" in str(problem)
+    elif at == "model_states.pt":
+        assert is_not_whole(tmp_path / ("epoch1" if by == "accelerate" else "checkpoint-8"))
     for (losses, state), whole in ranks(2, gone_on, by=by, out=str(tmp_path), stage=2):
         assert (losses, state) == (whole[0][owners.STEPS :], whole[1])
-    assert not [item for item in tmp_path.iterdir() if item.name.startswith(".")]
+    assert not list(tmp_path.rglob(".*"))
 
 
 def failing(by: str, out: str, stage: int, at: str) -> Any:
@@ -188,7 +191,7 @@ def failing(by: str, out: str, stage: int, at: str) -> Any:
         with owners.failing(at):
             said = runs.refusal(run.save, run.at(1))
         torch.distributed.barrier()
-        left = sorted(item.name for item in Path(out).rglob("*"))
+        left = sorted(item.name for item in Path(out).rglob("*") if item.is_file())
         torch.distributed.barrier()
         run.save(run.at(1))
         return said, left
@@ -200,7 +203,11 @@ def test_a_write_error_is_raised_on_every_rank(ranks: Any, tmp_path: Path, by: s
         assert kind == "CheckpointError"
         assert "was not saved. Rank 0" in said
         assert "No space left" in said
-        assert left == []
+        if at.endswith("_states.pt"):
+            assert "There is no checkpoint there now." in said
+            assert not [name for name in left if name.endswith("_states.pt") or name == "latest"]
+            assert by == "trainer" or not left
+        assert "trainer_state.json" not in left or at == "trainer_state.json"  # without it, none is whole
     names = {item.name for item in tmp_path.iterdir() if not item.name.startswith(".")}
     assert {"epoch1"} <= names or names == {"checkpoint-8"}
 
@@ -474,7 +481,7 @@ def best_unseen(out: str) -> Any:
     exists = os.path.exists
 
     def not_yet(path: Any) -> bool:
-        return exists(path) and not (".ds_frozen_patch" in str(path) and torch.distributed.get_rank() == 1)
+        return exists(path) and not (Path(path).name.startswith("checkpoint-") and torch.distributed.get_rank() == 1)
 
     with owners.served(), overridden([(os.path, "exists", not_yet)]):
         run = Run("trainer", out, 2, 2, load_best_model_at_end=True, learning_rate=0.2, **EACH)

@@ -63,14 +63,16 @@ def resume_from_last(out: str) -> list[int]:
 def test_a_kill_between_two_renames(ranks: Any, tmp_path: Path) -> None:
     """As it happens where the file system cannot exchange two names, as with NFS."""
     ranks(2, save_at, out=str(tmp_path), world_size=2, stage=2)
-    moved = tmp_path / ".ds_frozen_patch-0123456789ab" / "old"
+    moved = tmp_path / "last.ckpt" / ".ds_frozen_patch-0123456789ab" / "old"
     moved.mkdir(parents=True)
-    (tmp_path / "last.ckpt").rename(moved / "last.ckpt")
+    (tmp_path / "last.ckpt" / "checkpoint").rename(moved / "checkpoint")
     (moved.parent / "rank0").touch()
     expected = [2 * runs.BATCHES, *([2 * runs.BATCHES] if LINKS else [])]  # "last" goes on from the first of 3 epochs
     assert ranks(2, resume_from_last, out=str(tmp_path)) == [expected] * 2
-    if LINKS:  # the last run has saved, and nothing refers to what was moved away
-        assert sorted(item.name for item in tmp_path.iterdir()) == ["epoch=2.ckpt", "last.ckpt"]
+    if LINKS:  # Lightning does not save over what is there
+        assert sorted(item.name for item in tmp_path.iterdir()) == ["epoch=2.ckpt", "last-v1.ckpt", "last.ckpt"]
+    ranks(2, save_at, out=str(tmp_path), world_size=2, stage=2)
+    assert sorted(item.name for item in (tmp_path / "last.ckpt").glob("[!z]*")) == ["checkpoint", "latest"]
 
 
 LIGHTNING = CELL.lightning.split()[-1]
@@ -100,10 +102,14 @@ def test_what_a_callback_keeps(ranks: Any, tmp_path: Path, save_last: Any) -> No
 
 def test_a_killed_requeue_save_is_not_resumed(tmp_path: Path) -> None:
     """Slurm's requeue resumes from the highest `hpc_ckpt_N`: what a killed save leaves must not look like one."""
-    (tmp_path / "hpc_ckpt_1.ckpt").mkdir()
-    (tmp_path / ".ds_frozen_patch-0123456789ab" / "new" / "hpc_ckpt_2.ckpt").mkdir(parents=True)
+    ds_frozen_patch.patch()
+    (tmp_path / "hpc_ckpt_9.ckpt" / "checkpoint").mkdir(parents=True)
+    (tmp_path / "hpc_ckpt_9.ckpt" / "latest").write_text("checkpoint")
+    (tmp_path / "hpc_ckpt_10.ckpt" / "checkpoint" / ".ds_frozen_patch-0123456789ab").mkdir(parents=True)
     connector: Any = pl.Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False)._checkpoint_connector
-    assert connector._hpc_resume_path == str(tmp_path / "hpc_ckpt_1.ckpt")
+    assert connector._hpc_resume_path == str(tmp_path / "hpc_ckpt_9.ckpt")
+    assert connector.hpc_save_path(str(tmp_path)) == str(tmp_path / "hpc_ckpt_11.ckpt")
+    ds_frozen_patch.unpatch()
 
 
 def fabric_over(out: str) -> None:
@@ -124,11 +130,10 @@ def torch_optimizer(module: Any) -> Any:
 
 def test_fabric_saves_over_a_checkpoint(ranks: Any, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "stale").write_text("of before")
+    (tmp_path / "elsewhere" / "mine").write_text("of before")
     (tmp_path / "fabric.ckpt").symlink_to("elsewhere")
     ranks(2, fabric_over, out=str(tmp_path))
-    assert not (tmp_path / "fabric.ckpt").is_symlink()
-    assert not (tmp_path / "fabric.ckpt" / "stale").exists()
-    assert (tmp_path / "elsewhere" / "stale").read_text() == "of before"
+    assert (tmp_path / "fabric.ckpt").is_symlink()
+    assert (tmp_path / "elsewhere" / "mine").read_text() == "of before"
     assert sorted(item.name for item in tmp_path.iterdir()) == ["elsewhere", "fabric.ckpt"]
     assert len(model_states(tmp_path / "fabric.ckpt")[0]["ds_frozen_patch"]["left_out"]) == 20

@@ -116,7 +116,7 @@ class Chain:
                 return dict(said[0][1])
             self.counts["kills"] += 1
             failed = any(what == "raised" and why[0] == "CheckpointError" for what, why in said)
-            self.counts["in the midst"] += failed or any(self.out.glob(".ds_frozen_patch-*"))
+            self.counts["in the midst"] += failed or any(self.out.rglob(".ds_frozen_patch-*"))
             assert "killed" in [what for what, _ in said], said
             for point, (what, why) in zip(points, said, strict=True):
                 if what == "killed":

@@ -14,7 +14,6 @@ import deepspeed
 import pytest
 import runs
 from memory import memory, open_files
-from ranks import wait_for_removals
 from under_test import Callback, DeepSpeedStrategy, ModelCheckpoint
 
 import ds_frozen_patch
@@ -54,7 +53,6 @@ class Looks(Callback):
 
     def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
         if trainer.global_step in self.at:
-            wait_for_removals()
             self.found.append((held(module), memory("VmRSS")))
 
 

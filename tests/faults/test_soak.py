@@ -27,7 +27,6 @@ from disk import model_states
 from forked import KillPoint, ThisProcess
 from interrupted import Diary, newest
 from memory import give_back_memory, memory, open_files, release
-from ranks import wait_for_removals
 from torch.utils.data import DataLoader
 from under_test import ModelCheckpoint, pl
 
@@ -107,7 +106,6 @@ def train(
     state = runs.trained_state(module)
     release(trainer.strategy.model)  # how much of it is resident varies too much to notice anything smaller beside it
     del trainer, module
-    wait_for_removals()
     give_back_memory()
     return {"state": state, "files": open_files(), "bytes": memory("VmRSS"), **_alive()}
 

@@ -22,10 +22,9 @@ from ds_frozen_patch.checkpoint.zero.layout import Layout
 from ds_frozen_patch.checkpoint.zero.masters import check_masters_match
 from ds_frozen_patch.checkpoint.zero.states import read_states
 from ds_frozen_patch.cli import main
-from ds_frozen_patch.engine import disks as _disks
 from ds_frozen_patch.engine.attached import Attached
 from ds_frozen_patch.save import export_trained as _ready
-from ds_frozen_patch.save.save import Save
+from ds_frozen_patch.save.save import Save, Way
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
 
@@ -289,9 +288,19 @@ def test_a_link_as_the_resharded_folder(checkpoints: Checkpoints, tmp_path: Path
 
 
 def a_save(target: Path) -> Save:
-    owner: Any = SimpleNamespace(rank=0, local_rank=0, device=torch.device("cpu"))
-    known = Attached(owner)
-    return Save(owner, None, known, target, "0123456789ab", None, False, False, sync=True, file_systems=None)
+    owner: Any = SimpleNamespace(rank=0, local_rank=0, device=torch.device("cpu"), names_each_save=True)
+    engine = SimpleNamespace(use_node_local_storage=lambda: False)
+    return Save(owner, engine, Attached(owner), target, target.parent, target, Way.NEW, None, sync=True)
+
+
+def exported(folder: Path, file: str, config: str | None = None) -> list[CheckpointError]:
+    """The errors of a save into a folder that writes one file beside the checkpoint."""
+    save = a_save(folder / "checkpoint")
+    save.open()
+    _ready._write(save, save.export / file, {}, {"a": torch.ones(3)}, config)
+    save.give_name()
+    save.close()
+    return save.failures.errors
 
 
 def links(folder: Path, elsewhere: Path, name: str) -> None:
@@ -301,19 +310,17 @@ def links(folder: Path, elsewhere: Path, name: str) -> None:
 
 @pytest.mark.short
 @pytest.mark.parametrize("to", ["a file", "a folder", "nothing"])
-@pytest.mark.parametrize("name", [".trainable.safetensors.partial", "trainable.safetensors"])
-def test_a_save_does_not_write_through_a_link(tmp_path: Path, name: str, to: str) -> None:
+def test_a_save_does_not_write_through_a_link(tmp_path: Path, to: str) -> None:
     elsewhere, folder = tmp_path / "elsewhere", tmp_path / "out"
     elsewhere.mkdir()
     (elsewhere / "precious").write_text("precious")
-    links(folder, {"a file": elsewhere / "precious", "a folder": elsewhere, "nothing": elsewhere / "new"}[to], name)
-    save = a_save(folder)
-    _ready._write(save, folder / "trainable.safetensors", {}, {"a": torch.ones(3)})
-    assert save.failed == []
+    file = "trainable.safetensors"
+    links(folder, {"a file": elsewhere / "precious", "a folder": elsewhere, "nothing": elsewhere / "new"}[to], file)
+    assert exported(folder, file) == []
     assert (names(elsewhere), (elsewhere / "precious").read_text()) == ({"precious"}, "precious")
-    assert names(folder) == {"trainable.safetensors"}
-    assert not (folder / "trainable.safetensors").is_symlink()
-    assert (folder / "trainable.safetensors").stat().st_size > 12
+    assert names(folder) == {file}
+    assert not (folder / file).is_symlink()
+    assert (folder / file).stat().st_size > 12
 
 
 @pytest.mark.parametrize("name", ["adapter", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"])
@@ -322,13 +329,12 @@ def test_an_adapter_is_not_written_through_a_link(tmp_path: Path, name: str) -> 
     elsewhere.mkdir()
     (elsewhere / "precious").write_text("precious")
     links(folder, elsewhere if name == "adapter" else elsewhere / "precious", name)
-    save = a_save(folder)
-    _ready._write(save, folder / "adapter" / "adapter_model.safetensors", {}, {"a": torch.ones(3)}, "{}")
+    errors = exported(folder, "adapter/adapter_model.safetensors", "{}")
     assert (names(elsewhere), (elsewhere / "precious").read_text()) == ({"precious"}, "precious")
     if name == "adapter":
-        assert "is a link" in str(save.failed[0])
+        assert "is a link" in str(errors[0])
     else:
-        assert save.failed == []
+        assert errors == []
         assert names(folder) == {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"}
         assert not any(item.is_symlink() for item in folder.rglob("*"))
 
@@ -336,37 +342,16 @@ def test_an_adapter_is_not_written_through_a_link(tmp_path: Path, name: str) -> 
 def test_the_directory_of_a_save_may_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "disk")
-    save = a_save(tmp_path / "out")
-    _ready._write(save, tmp_path / "out" / "trainable.safetensors", {}, {"a": torch.ones(3)})
-    assert (save.failed, names(tmp_path / "disk")) == ([], {"trainable.safetensors"})
-
-
-def test_leftovers_of_killed_saves_are_removed(tmp_path: Path) -> None:
-    left = tmp_path / ".trainable.safetensors.partial"
-    for inner in ("", "inner"):
-        (left / inner).mkdir(parents=True) if inner else left.write_text("half")
-        _ready._write(a_save(tmp_path), tmp_path / "trainable.safetensors", {}, {"a": torch.ones(3)})
-        assert names(tmp_path) == {"trainable.safetensors"}
-        assert {item.name for item in tmp_path.iterdir()} == {"trainable.safetensors"}
+    assert exported(tmp_path / "out", "trainable.safetensors") == []
+    assert names(tmp_path / "disk") == {"trainable.safetensors"}
 
 
 @pytest.mark.parametrize("make", [lambda work, to: work.symlink_to(to), lambda work, to: work.write_text("mine")])
-def test_a_foreign_work_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path, Path], Any]
-) -> None:
+def test_a_foreign_work_folder(tmp_path: Path, make: Callable[[Path, Path], Any]) -> None:
     (tmp_path / "elsewhere").mkdir()
     save = a_save(tmp_path / "last.ckpt")
+    save.target.mkdir()
     make(save.work, tmp_path / "elsewhere")
-    monkeypatch.setattr("ds_frozen_patch.save.save.find_disks", lambda *_: _disks.Disks((0,)))
-    save.begin()
-    assert str(save.work) in str(save.failed[0])
-    assert names(tmp_path / "elsewhere") == set()
-
-
-def test_a_foreign_marker_in_a_work_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    work = tmp_path / ".ds_frozen_patch-0123456789ab"
-    work.symlink_to(tmp_path / "elsewhere")
-    monkeypatch.setattr(_disks, "gather_numbers", lambda numbers, _: [numbers])
-    _disks.find_disks(a_save(tmp_path / "last.ckpt").owner, work)
+    save.open()
+    assert str(save.work) in str(save.failures.errors[0])
     assert names(tmp_path / "elsewhere") == set()

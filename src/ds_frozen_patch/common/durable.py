@@ -54,9 +54,7 @@ def sync_tree(path: str | Path) -> None:
 
 
 @contextmanager
-def write_beside(
-    target: Path, *, replace: bool = False, sync: bool = True, only_writer: bool = False
-) -> Iterator[Path]:
+def write_beside(target: Path, *, replace: bool = False, sync: bool = True) -> Iterator[Path]:
     """Write a file or folder to a hidden place beside `target`; when the block ends, sync it and rename it to `target`.
 
     After an error nothing is left behind. A killed process may leave a hidden `.NAME.*partial`.
@@ -65,19 +63,12 @@ def write_beside(
         target: the final name.
         replace: replace a file or link that has this name at the end, instead of raising FileExistsError.
         sync: wait until the content and the name are on disk.
-        only_writer: no other process writes to this name: use a fixed hidden name, and remove what a killed process
-            has left there.
 
     Yields:
         The path to write to. Other files may be put beside it; they are removed.
     """
     make_folder(target.parent, sync)
-    if only_writer:
-        hidden = target.with_name(f".{target.name}.partial")
-        _remove(hidden)
-        hidden.mkdir()
-    else:
-        hidden = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+    hidden = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
     try:
         yield hidden / target.name
         if sync:
@@ -89,14 +80,6 @@ def write_beside(
             sync_folder(target.parent)
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _remove(path: Path) -> None:
-    """Remove a file, a folder or a link (not its target), if there is one."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def listed(folder: Path) -> list[str]:
@@ -125,41 +108,6 @@ def make_folder(path: Path, sync: bool = True) -> None:
         folder.mkdir(exist_ok=True)
         if sync:
             sync_folder(folder.parent)
-
-
-def make_own_folder(path: Path, sync: bool = True) -> None:
-    """Make a folder, unless another rank has made it already.
-
-    Raises:
-        OSError: it cannot be made; FileExistsError if the name is taken by something else, such as a link to a folder.
-    """
-    make_folder(path.parent, sync)
-    try:
-        path.mkdir()
-    except FileExistsError:
-        if path.is_symlink() or not path.is_dir():
-            raise
-    if sync:
-        sync_folder(path.parent)
-
-
-def link_missing(source: Path, target: Path) -> None:
-    """Link into the folder `target` what only the folder `source` has, but for DeepSpeed's files of ranks."""
-    for item in source.iterdir():
-        new = target / item.name
-        if new.exists() or new.is_symlink() or item.name.endswith("_states.pt"):
-            continue
-        if item.is_dir() and not item.is_symlink():
-            shutil.copytree(item, new, symlinks=True, copy_function=_link)
-        else:
-            _link(item, new)
-
-
-def _link(source: str | Path, target: str | Path) -> None:
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:  # this file system has no hard links
-        shutil.copy2(source, target, follow_symlinks=False)
 
 
 def exchange(one: Path, other: Path) -> bool:

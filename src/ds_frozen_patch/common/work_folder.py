@@ -1,14 +1,18 @@
-"""Work folders: where a save writes before its checkpoint gets its final name.
+"""Work folders: what is there while a save runs, inside the folder that the program has named.
 
-    out/
-    ├── last.ckpt                       the previous checkpoint, untouched
-    └── .ds_frozen_patch-3f2a9c01d4e8/
-        ├── rank0                       a marker (see `engine.disks`), locked while the save runs
-        ├── new/last.ckpt               the new checkpoint
-        └── old/last.ckpt               the previous one, after the swap
+    last.ckpt/                                  named by the program
+    ├── latest                                  renamed into place last
+    ├── checkpoint/                             of the tag
+    │   └── .ds_frozen_patch-3f2a9c01d4e8/      a mark: what is written here is not whole yet
+    │       └── lock                            locked while the save runs
+    └── .ds_frozen_patch-9b1e77c20a55/          where a folder of that tag exists
+        ├── lock
+        ├── new/checkpoint/                     the new one
+        └── old/checkpoint/                     the previous one, once the two are exchanged
 
-Where the file system cannot swap two names in one step (NFS), there is an instant in which only the work folder holds a
-checkpoint of that name. `left_behind` finds it there after a kill.
+A tag's folder that is new is written in place, with a mark in it until it is whole. One that exists is exchanged. Where
+the file system cannot exchange two names in one step (NFS), there is an instant in which only the work folder holds a
+folder of that name. `left_behind` finds it there after a kill.
 """
 
 from __future__ import annotations
@@ -16,53 +20,34 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
 
 from .durable import exchange, listed
 
-WORK = ".ds_frozen_patch-"
-"""The prefix of the names of work folders. It contains nothing that Lightning searches for ("last", "ckpt_")."""
+OURS = ".ds_frozen_patch"
+"""The prefix of all names that are only there while a save runs."""
 
-MARKER = "rank"
-"""The prefix of the names of markers."""
+WORK = f"{OURS}-"
+"""The prefix of the names of work folders. It contains nothing that Lightning searches for ("last", "ckpt_")."""
 
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR)
 _YOUNG_SECONDS = 60.0
 _OLD_SECONDS = 86400.0
 
 
-def marker(folder: Path, rank: int) -> Path:
-    """The file that a rank puts into a folder."""
-    return folder / f"{MARKER}{rank}"
-
-
-def marked(folder: Path) -> list[int]:
-    """The ranks that have a marker in a folder; none if it cannot be listed."""
-    try:
-        names = listed(folder)
-    except OSError:
-        return []
-    return [int(number) for name in names if (number := name.removeprefix(MARKER)) != name and number.isdecimal()]
-
-
 def left_behind(path: Path) -> list[Path]:
-    """Copies of a checkpoint in the work folders of killed saves, previous checkpoints first."""
+    """Copies of a tag's folder in the work folders of killed saves, previous ones first."""
     folders = work_folders(path.parent)
     copies = [folder / inner / path.name for inner in ("old", "new") for folder in folders]
     return [copy for copy in copies if copy.exists()]
 
 
-def moved_away(folder: Path) -> list[Path]:
-    """What killed saves have moved out of a folder, where nothing else has taken the name since."""
-    names = {item.name for item in entries(folder)}
-    return [item for work in work_folders(folder) for item in entries(work / "old") if item.name not in names]
-
-
-def is_left_behind(path: Path) -> bool:
-    """Whether a path is in a work folder."""
-    return path.parent.parent.name.startswith(WORK)
+def is_in_work_folder(path: Path) -> bool:
+    """Whether a path is that of `old` or `new` in a work folder."""
+    return path.parent.name.startswith(WORK)
 
 
 def work_folders(parent: Path) -> list[Path]:
@@ -87,39 +72,117 @@ def identity(path: Path) -> tuple[int, ...]:
     return found.st_dev, found.st_ino
 
 
-def lock(file: Path) -> int:
-    """Create a file and lock it until the descriptor returned is closed, so that other jobs see its folder in use."""
-    opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+# Which saves run
+
+
+def lock(folder: Path) -> int:
+    """Lock a work folder until the descriptor returned is closed, so that other jobs see that it is in use."""
+    opened = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     with suppress(OSError):  # not every file system has locks
-        fcntl.flock(opened, fcntl.LOCK_EX)  # another job may hold it for a moment, in `is_dead`
+        fcntl.flock(opened, fcntl.LOCK_EX)  # another job may hold it for a moment, in `is_locked`
     return opened
 
 
+def is_locked(folder: Path) -> bool | None:
+    """Whether a running process uses a work folder; None if the file system has no locks."""
+    try:
+        opened = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(opened)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    return False
+
+
 def is_dead(folder: Path) -> bool:
-    """Whether no running process uses a work folder."""
-    markers = [marker(folder, rank) for rank in marked(folder)]
-    age = 0.0
+    """Whether no running process uses a work folder, so that it may be removed."""
     try:
         age = time.time() - folder.stat().st_mtime
-        for file in markers:
-            opened = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            finally:
-                os.close(opened)
-    except (FileNotFoundError, BlockingIOError):
+    except OSError:
         return False
-    except OSError:  # this file system has no locks
-        return age > _OLD_SECONDS
-    has_begun = any((folder / name).is_dir() for name in ("new", "old"))  # `begin` locks its marker, then makes these
-    return bool(markers and has_begun) or age > _YOUNG_SECONDS
+    has_begun = any((folder / name).is_dir() for name in ("new", "old"))  # `Save.open` makes these once it is locked
+    in_use = is_locked(folder)
+    return age > _OLD_SECONDS if in_use is None else not in_use and (has_begun or age > _YOUNG_SECONDS)
 
 
-def swap(new: Path, target: Path, folder: Path) -> Path | None:
-    """Put `new` in the place of `target`, and move what was there into `folder`.
+# What is whole
 
-    Returns:
-        The new path of what was at the target, or None if there was nothing.
+
+def is_unfinished(tag: Path) -> bool:
+    """Whether a tag's folder has the mark of a save that is still running, or was killed."""
+    return bool(work_folders(tag))
+
+
+def is_not_whole(folder: Path) -> bool:
+    """Whether a folder has nothing but what a save leaves that was killed, or still runs.
+
+    Folders of checkpoints that DeepSpeed has not written are never of that kind, unless they are empty.
+    """
+    try:
+        inside = {item.name: item for item in map(folder.joinpath, listed(folder))}
+    except OSError:
+        return False
+    if "latest" not in inside:
+        others = {name for name in inside if not name.startswith((WORK, "zero_to_"))}
+        return others <= {"checkpoint"} or any(map(is_unfinished, inside.values()))
+    with suppress(OSError):
+        tag = folder / (folder / "latest").read_text(errors="replace").strip()
+        return is_unfinished(tag) or not (tag.is_dir() or left_behind(tag))
+    return False
+
+
+# Names
+
+
+def is_state(name: str) -> bool:
+    """Whether DeepSpeed has written what has this name, in the folder of a tag."""
+    return name.endswith("_states.pt") or name == "offloaded_tensors"
+
+
+def remove_states(tag: Path, but: Path | None = None) -> None:
+    """Remove what DeepSpeed has written into a tag's folder, then our marks, and the folder if nothing else is in it.
+
+    A mark `but` stays.
+    """
+    for item in entries(tag):
+        if is_state(item.name):
+            _remove(item)
+    for mark in work_folders(tag):
+        if mark != but:
+            shutil.rmtree(mark, ignore_errors=True)
+    with suppress(OSError):
+        tag.rmdir()
+
+
+def _remove(item: Path) -> None:
+    try:
+        item.unlink()
+    except IsADirectoryError:
+        shutil.rmtree(item, ignore_errors=True)
+    except OSError:
+        pass
+
+
+def give_back(old: Path, new: Path) -> None:
+    """Move into the folder `new` what only the folder `old` has, but for what DeepSpeed has written."""
+    for item in entries(old):
+        place = new / item.name
+        if is_state(item.name) or item.name.startswith(WORK):
+            continue
+        if not identity(place):
+            item.rename(place)
+        elif item.is_dir() and not item.is_symlink() and place.is_dir():
+            give_back(item, place)
+
+
+def swap(new: Path, target: Path, folder: Path) -> None:
+    """Put `new` in the place of `target`, and move what was there, if anything, into `folder`.
 
     Raises:
         OSError: it cannot be done; what was at the target is there again.
@@ -127,44 +190,29 @@ def swap(new: Path, target: Path, folder: Path) -> Path | None:
     old = folder / target.name
     with suppress(FileNotFoundError):  # there is nothing at the target
         if exchange(new, target):
-            with suppress(OSError):
-                new.rename(old)
-                return old
-            return new
+            new.rename(old)
+            return
     if target.is_file() and not target.is_symlink():
-        with suppress(OSError):
-            os.link(target, old)
         new.replace(target)
-        return old if old.exists() else None
-    return _rename_both(new, target, old)
+        return
+    _rename_both(new, target, old)
 
 
-def _rename_both(new: Path, target: Path, old: Path) -> Path | None:
+def _rename_both(new: Path, target: Path, old: Path) -> None:
     """`swap` in two steps, where the file system cannot exchange names."""
     for attempt in range(200):
         aside = old if not attempt else old.with_name(f"{attempt}.{old.name}")
         listed(target.parent)  # refreshes the cache of a network disk's client
-        try:
+        with suppress(FileNotFoundError):
             target.rename(aside)
-        except FileNotFoundError:
-            aside = None  # type: ignore[assignment]
         try:
             new.rename(target)
         except OSError as error:
             if error.errno in _NOT_EMPTY:
                 time.sleep(attempt / 100)  # clients of network disks cache a name for up to a minute
                 continue  # another job has saved there meanwhile
-            if aside is not None:
+            if aside.exists():
                 aside.rename(target)
             raise
-        return aside
+        return
     raise OSError(errno.EBUSY, "other programs go on saving there", str(target))
-
-
-def swap_back(target: Path, old: Path | None, new: Path) -> None:
-    """Undo `swap`."""
-    if old is None:
-        target.rename(new)
-    elif not exchange(old, target):
-        target.rename(new)
-        old.rename(target)

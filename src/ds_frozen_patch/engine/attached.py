@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from .owner import Owner, warn
-
-if TYPE_CHECKING:
-    from .disks import Disks
 
 
 @dataclass
@@ -27,10 +22,8 @@ class Attached:
         changed: the groups that are frozen and yet not part of the base, the same on every rank.
         prints: the fingerprints at the last save, by name.
         loss_factor: what each loss is multiplied by, see `engine.loss`.
-        disks: by the file systems of the ranks, see `disks.find_disks`.
-        published: the identity of the last few checkpoints, by path.
+        publishes: whether this rank has published the last checkpoint on its disk.
         recorder: of saves that training does not wait for (`save.recording.Recorder`), once there was one.
-        remover: the thread that removes the previous save's work folder.
         logged: what is logged only once and has been.
     """
 
@@ -41,10 +34,8 @@ class Attached:
     changed: set[str] = field(default_factory=set)
     prints: Mapping[str, str | None] = field(default_factory=dict)
     loss_factor: float = 1.0
-    disks: dict[tuple[int, ...], Disks] = field(default_factory=dict)
-    published: dict[Path, tuple[int, ...]] = field(default_factory=dict)
+    publishes: bool = False
     recorder: Any = None
-    remover: threading.Thread | None = None
     logged: set[str] = field(default_factory=set)
 
     def warn_once(self, message: str) -> None:

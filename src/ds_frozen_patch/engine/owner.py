@@ -38,6 +38,10 @@ class Owner(Protocol):
     def config(self) -> Mapping[str, Any]:
         """DeepSpeed's configuration as the program gave it; an engine for tests may have less of it."""
 
+    @property
+    def names_each_save(self) -> bool:
+        """Whether each save has a folder of its own, and not only a tag in a folder of many."""
+
     def excludes(self, requested: bool | None) -> bool:
         """Whether a save leaves frozen parameters out.
 

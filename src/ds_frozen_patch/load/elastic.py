@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
-from uuid import uuid4
 
 from ..checkpoint.zero.labels import ELASTIC_KEY
 from ..common.collectives import gather
 from ..common.errors import CheckpointError, CheckpointMismatchError
-from ..common.work_folder import WORK
 from ..cures import has_plain_optimizer
-from ..engine.disks import find_disks
 from ..engine.owner import is_first
 from ..settings import current
 from .load import Load
@@ -76,18 +72,14 @@ def _offer(load_dir: str, saved: Saved, ranks: int) -> str:
 
 
 def _reshard(load: Load, saved: Saved, ranks: int) -> str:
-    """Reshard once on each disk, and raise an error of one rank on all."""
+    """Reshard once, and raise an error of rank 0 on all."""
     from ..checkpoint.tools.reshard import reshard_inside
 
     owner, source = load.owner, Path(load.source)
     folder, error = "", ""
-    work = source.with_name(f"{WORK}{gather(uuid4().hex[:12])[0]}")
-    disks = find_disks(owner, work)
-    if disks.publishers[owner.rank] == owner.rank:
-        shutil.rmtree(work, ignore_errors=True)
+    if is_first(owner):
         try:
-            quiet, trust = not is_first(owner), not runs_nothing()
-            folder = reshard_inside(source, load.tag, ranks=ranks, quiet=quiet, trust=trust)
+            folder = reshard_inside(source, load.tag, ranks=ranks, quiet=False, trust=not runs_nothing())
         except Exception as failure:  # the other ranks wait for this one
             error = str(failure) if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}."
     everyone = gather((folder, error))

@@ -16,6 +16,7 @@ from ..checkpoint.zero.labels import ELASTIC_KEY, LABEL, UNIVERSAL_INFO
 from ..checkpoint.zero.layout import latest_tag
 from ..common.errors import CheckpointError
 from ..common.overrides import overridden, set_to
+from ..common.work_folder import entries, is_in_work_folder
 from ..engine import frozen, in_flight
 from ..engine.attached import Attached, attach, attached
 from ..engine.owner import warn
@@ -48,8 +49,7 @@ def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
         call.arguments["load_optimizer_states"] = True  # see `cures.unwrapped`
     load.restores_optimizer = call.arguments["load_optimizer_states"] and not call.arguments["load_module_only"]
     load.source, load.tag = str(call.arguments["load_dir"]), call.arguments["tag"]
-    if is_alone:
-        _find_folder(load)
+    _find_folder(load)
     with trust(), set_to(current, load), overridden(_cures(load)):
         look = load.look()
         if is_alone and look.is_empty:  # DeepSpeed returns None, and a run may begin like this
@@ -99,10 +99,13 @@ def _remove_ours(client_state: dict[str, Any]) -> None:
 
 
 def _find_folder(load: Load) -> None:
-    """Let a load that no framework has begun find the folder of its tag where a killed save has left it."""
+    """Find the folder of the tag where a killed save has left it."""
+    source = Path(load.source)
+    if load.tag is None and is_in_work_folder(source):  # where a strategy has found it
+        load.tag = next((item.name for item in entries(source) if item.is_dir()), None)
     with suppress(CheckpointError):  # `Load.look` finds the same problem, and shares it
-        tag = latest_tag(Path(load.source)) if load.tag is None else load.tag
-        place = where_it_is(load.owner, Path(load.source, tag))
+        tag = latest_tag(source) if load.tag is None else load.tag
+        place = where_it_is(load.owner, source / tag)
         if place.name == tag:
             load.source, load.tag = str(place.parent), tag
 

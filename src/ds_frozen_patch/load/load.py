@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.format.archive import read_archive
+from ..checkpoint.zero.layout import latest_tag
 from ..checkpoint.zero.states import FileDigests, check_digests_agree
 from ..common.collectives import default_store, digest, gather, gather_numbers, world_size
 from ..common.durable import wait_for_name
 from ..common.errors import CheckpointError, CheckpointMismatchError
-from ..common.work_folder import is_left_behind, left_behind
+from ..common.work_folder import left_behind
 from ..engine.frozen import frozen
 from ..engine.owner import Owner, is_first, warn
 from ..fingerprint import process_memory
@@ -35,18 +36,16 @@ _KINDS = ("model", "optimizer")
 _numbers = count()
 
 
-def where_it_is(owner: Owner, path: Path) -> Path:
-    """A path, or where a save that was killed while it renamed has left the checkpoint of that name, with a warning."""
-    wait_for_name(path)
-    if not path.exists() and (copies := left_behind(path)):
-        path = copies[0]
-    if is_left_behind(path):
+def where_it_is(owner: Owner, tag: Path) -> Path:
+    """The folder of a tag, or with a warning where a killed save has left the previous one."""
+    wait_for_name(tag)
+    if not tag.exists() and (copies := left_behind(tag)):
         warn(
             owner,
-            f"A save was killed while it renamed its checkpoint. The previous checkpoint {path.name} is loaded from"
-            f" {path}.",
+            f"A save was killed while it renamed its checkpoint. The previous {tag} is loaded from {copies[0]}.",
         )
-    return path
+        return copies[0]
+    return tag
 
 
 @dataclass
@@ -214,9 +213,11 @@ class Load:
             CheckpointError: there is none.
         """
         copies: dict[str, tuple[int, str]] = {}
-        for copy in (Path(self.source), *left_behind(Path(self.source))):
-            if (found := save_and_step(look_at_own(self.engine, str(copy), self.tag), copy)) is not None:
-                copies.setdefault(found[0], (found[1], str(copy)))
+        self.tag = latest_tag(Path(self.source)) if self.tag is None else self.tag
+        tag = Path(self.source, self.tag)
+        for copy in (self.source, *(str(copy.parent) for copy in left_behind(tag))):
+            if (found := save_and_step(look_at_own(self.engine, copy, self.tag), Path(copy))) is not None:
+                copies.setdefault(found[0], (found[1], copy))
         everyone = gather((next(iter(copies), None), copies))
         named = {first for first, _ in everyone}
         common = [save for save in copies if save in named and all(save in others for _, others in everyone)]

@@ -14,6 +14,7 @@ from ..checkpoint.zero.labels import get_save_id
 from ..checkpoint.zero.layout import Layout, NothingSavedError, UnknownLayoutError, find_layout, latest_tag
 from ..checkpoint.zero.states import as_integer, configured_stage
 from ..common.errors import CheckpointError
+from ..common.work_folder import is_unfinished
 
 _KINDS = ("model", "optimizer")
 
@@ -87,6 +88,8 @@ def look_at_own(engine: Any, source: str, tag: str | None) -> Look:
         name = latest_tag(Path(source)) if tag is None else tag
     except CheckpointError as error:
         return Look(problem=str(error), is_empty=isinstance(error, NothingSavedError))
+    if is_unfinished(folder := Path(source, name)):
+        return Look(problem=f"{folder} is not whole: the save that wrote it was interrupted, or still runs.")
     model = Path(engine._get_ckpt_name(source, name))
     optimizer = []
     if hasattr(engine.optimizer, "dp_process_group") and engine.zero_optimization():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import shutil
 import sys
+import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,14 +16,14 @@ from typing import Any
 
 from ..common.overrides import overridden
 from ..common.probing import Finding, Seen, Target
-from ..common.work_folder import entries
+from ..common.work_folder import entries, is_not_whole
 from ..engine import handshake, in_flight
 from ..engine.attached import attached
 from ..engine.owner import is_first
 from ..engine.serving import begin_serving
-from ..save.saving import saving
-from ..settings import FLAG
-from .engine import EngineOwner
+from ..save.around import Around
+from .engine import EngineOwner, logger_of
+from .newest import last_whole
 
 _WRITERS = ("save_accelerator_state", "save_custom_state")
 """The functions that `save_state` calls once the engines are saved, each by a path; no rank waits in them."""
@@ -60,7 +61,7 @@ def prepare(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, ...]
 
 
 def save_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`Accelerator.save_state`: the folder gets its name once all of it is written.
+    """`Accelerator.save_state`: an error of one rank is raised on all, and what it writes is synced.
 
     With `ProjectConfiguration(automatic_checkpoint_naming=True)`, what exceeds its `total_limit` is removed after that;
     Accelerate would remove it before.
@@ -69,31 +70,50 @@ def save_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, .
     known = attached(engine) if engine is not None else None
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     project = accelerator.project_configuration
-    path, place = call.arguments.get("output_dir"), None
-    if project.automatic_checkpoint_naming and accelerator.project_dir is not None:
-        # A listing of its folder must not show the work folder.
-        place = Path(accelerator.project_dir)
-        path = str(place / "checkpoints" / f"checkpoint_{accelerator.save_iteration}")
-    if known is None or path is None or (place and Path(path).exists()):
+    folder = call.arguments.get("output_dir")
+    is_numbered = project.automatic_checkpoint_naming and accelerator.project_dir is not None
+    if is_numbered:
+        folder = Path(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}")
+    if known is None or folder is None:
         return wrapped(*args, **kwargs)
-    exclude = known.owner.excludes(kwargs.get(FLAG))
-    target = Path(path).resolve() if Path(path).is_symlink() else path
-    how: dict[str, Any] = {"keeps_others": True, "place": place, "goes_on_after_engine": True}
-    with saving(engine, known, target, "accelerator.save_state()", exclude, **how) as save:
-        writers = [(sys.modules[TARGET.module], name) for name in _WRITERS]
-        changes = [(module, name, save.deferring(getattr(module, name))) for module, name in writers]
-        with overridden([*changes, (project, "automatic_checkpoint_naming", False)]):
-            call.arguments["output_dir"] = str(save.destination)
-            wrapped(*call.args, **call.kwargs)
-    if place is not None and is_first(known.owner):
-        in_flight.afterwards(partial(_remove_oldest, Path(path).parent, project.total_limit))
-    return Path(path)
+    around, limit = Around(known.owner, Path(folder)), project.total_limit
+    writers = [(sys.modules[TARGET.module], name) for name in _WRITERS]
+    changes = [(module, name, around.failures.deferring(getattr(module, name))) for module, name in writers]
+    with overridden([*changes, (project, "total_limit", None)]):
+        saved = wrapped(*args, **kwargs)
+    around.end(known)
+    if is_numbered and is_first(known.owner):
+        in_flight.afterwards(partial(_remove_oldest, Path(folder).parent, limit))
+    return saved
+
+
+def load_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`Accelerator.load_state`: of the numbered checkpoints, it loads the newest one that is whole."""
+    in_flight.wait()
+    call = inspect.signature(wrapped).bind(*args, **kwargs)
+    if call.arguments.get("input_dir") is None and accelerator.project_configuration.automatic_checkpoint_naming:
+        folders = _numbered(Path(accelerator.project_dir or ".", "checkpoints"))
+        newest = last_whole(folders, _is_whole, logger_of("accelerate"))
+        if folders and newest is not None and newest != folders[-1]:
+            call.arguments["input_dir"] = str(newest)
+    return wrapped(*call.args, **call.kwargs)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether all files of a checkpoint are there: Accelerate writes the random states and custom objects last."""
+    last = [*folder.glob("random_states_*.pkl"), *folder.glob("custom_checkpoint_*.pkl")]
+    return not is_not_whole(folder) and bool(last) and all(map(zipfile.is_zipfile, last))
+
+
+def _numbered(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, by their numbers."""
+    found = [(int(number), item) for item in entries(folder) if (number := item.name.rpartition("_")[2]).isdecimal()]
+    return [item for _, item in sorted(found)]
 
 
 def _remove_oldest(folder: Path, limit: int | None) -> None:
     """Remove the checkpoints with the lowest numbers, down to a limit, but never the newest."""
     if limit is None:
         return
-    numbered = [(int(number), item) for item in entries(folder) if (number := item.name.rpartition("_")[2]).isdecimal()]
-    for _, item in sorted(numbered)[: -max(limit, 1)]:
+    for item in _numbered(folder)[: -max(limit, 1)]:
         shutil.rmtree(item)

@@ -11,6 +11,11 @@ from ..engine.batch import own_batch, saved_batch, warn_of_another_batch
 from ..settings import full_is_requested
 
 
+def logger_of(package: str) -> logging.Logger:
+    """Ours, as a child of a framework's."""
+    return logging.getLogger(f"{package}.ds_frozen_patch" if package else "ds_frozen_patch")
+
+
 class EngineOwner:
     """The owner of an engine of Accelerate, or of a program that has created it itself. It holds the engine weakly."""
 
@@ -41,13 +46,18 @@ class EngineOwner:
     @property
     def logger(self) -> logging.Logger:
         """See `Owner`."""
-        return logging.getLogger(f"{self.package}.ds_frozen_patch" if self.package else "ds_frozen_patch")
+        return logger_of(self.package)
 
     @property
     def config(self) -> Mapping[str, Any]:
         """See `Owner`."""
         config = getattr(self._engine()._config, "_param_dict", None)  # type: ignore[union-attr]
         return config if isinstance(config, Mapping) else {}
+
+    @property
+    def names_each_save(self) -> bool:
+        """See `Owner`."""
+        return bool(self.package)
 
     def excludes(self, requested: bool | None) -> bool:
         """See `Owner`."""

@@ -12,7 +12,7 @@ from .lightning.targets import TARGETS as LIGHTNING
 OPTIONAL = (accelerate.TARGET, transformers.TARGET)
 """If one of these cannot be patched, a program of Lightning's works nevertheless: PEFT installs both."""
 OWNERS = (*LIGHTNING, *OPTIONAL)
-BESIDE = (*BESIDE_LIGHTNING, transformers.LOAD)
+BESIDE = (*BESIDE_LIGHTNING, *transformers.BESIDE)
 
 
 def may_be_left_alone(name: str, names: Iterable[str]) -> bool:

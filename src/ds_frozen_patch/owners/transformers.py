@@ -6,28 +6,30 @@ A wrapper takes wrapt's four arguments: the wrapped method (bound), its instance
 from __future__ import annotations
 
 import inspect
-import os
+import json
+import re
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..common.overrides import overridden
 from ..common.probing import Finding, Seen, Target
+from ..common.work_folder import entries, is_not_whole
 from ..cures import Attributes, saves_the_best
 from ..engine import in_flight
 from ..engine.attached import attached
-from ..save.save import Save
-from ..save.saving import saving
+from ..save.around import Around
 from ..settings import current as settings
+from .engine import logger_of
+from .newest import last_whole
 
 _WRITERS = ("_save", "_save_rng_state")
 """Methods that write a part of a checkpoint, none of which waits for other ranks."""
 _WRITERS_OF_SOME = ("_save_scaler",)
 """More of them, which not every release has."""
-_USES = ("_get_output_dir", "save_to_json", "PREFIX_CHECKPOINT_DIR")
+_USES = ("save_to_json", "PREFIX_CHECKPOINT_DIR")
 
 
 def judge(version: str | None, seen: Seen) -> Finding:
@@ -48,7 +50,11 @@ TARGET = Target(
     "install a tested release of transformers (4.40.2 is the oldest), or leave it out of patch(targets=[...])",
     "transformers",
 )
-LOAD = Target("transformers", TARGET.module, "", ("deepspeed_load_checkpoint",))
+BESIDE = (
+    Target("transformers", TARGET.module, "", ("deepspeed_load_checkpoint",)),
+    Target("transformers", "transformers.trainer_utils", "", ("get_last_checkpoint",)),
+    Target("transformers", TARGET.module, "", ("get_last_checkpoint",)),
+)
 
 
 def load_checkpoint(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -64,34 +70,22 @@ def load_checkpoint(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], 
 
 
 def save_checkpoint(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`Trainer._save_checkpoint`: `checkpoint-N` gets its name once all that Trainer writes into it is there.
+    """`Trainer._save_checkpoint`: an error of one rank is raised on all, and what it writes is synced.
 
-    Uploads, and the removal of older checkpoints, follow after that.
+    The removal of older checkpoints follows after that, and uploads after a save in flight.
     """
-    engine = trainer.model_wrapped
-    known = attached(engine)
+    known = attached(trainer.model_wrapped)
     if known is None:
         return wrapped(*args, **kwargs)
     trial = inspect.signature(wrapped).bind(*args, **kwargs).arguments.get("trial")
     prefix = sys.modules[TARGET.module].PREFIX_CHECKPOINT_DIR
-    final = os.path.join(trainer._get_output_dir(trial=trial), f"{prefix}-{trainer.state.global_step}")  # noqa: PTH118
-    target = Path(final).resolve() if Path(final).is_symlink() else final
-    later: list[Callable[[], Any]] = []
-    exclude = known.owner.excludes(None)
-    # An upload may still run when the next save begins, and leaves out names such as this one.
-    place = Path(final).parent / "_ds_frozen_patch" if trainer.args.push_to_hub and target == final else None
-    how: dict[str, Any] = {"keeps_others": True, "place": place, "goes_on_after_engine": True}
-    with saving(engine, known, target, "a checkpoint of Trainer", exclude, **how) as save:
-        save.base_is_known = False  # Trainer saves the model first, which writes to all parameters in ZeRO-3
-        with overridden(_redirections(trainer, save, final, later)):
-            result = wrapped(*args, **kwargs)
-        _name_best(trainer, save, final)
-    if place is not None:
-        in_flight.wait()
-        if known.remover is not None:
-            known.remover.join()
-        with suppress(OSError):
-            place.rmdir()
+    folder = Path(trainer._get_output_dir(trial=trial), f"{prefix}-{trainer.state.global_step}")
+    around, later = Around(known.owner, folder), list[Callable[[], Any]]()
+    with overridden(_replacements(trainer, around, later)):
+        result = wrapped(*args, **kwargs)
+    if saves_the_best(trainer):
+        trainer.state.best_model_checkpoint = str(folder)
+    around.end(known)
     for call in later:
         in_flight.afterwards(call)
     return result
@@ -105,36 +99,28 @@ def train(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: di
     return result
 
 
-def _redirections(trainer: Any, save: Save, final: str, later: list[Callable[[], Any]]) -> Attributes:
-    """What lets Trainer write to another place, and puts off what must see the final one."""
-    parent = save.destination.parent
-    write_state = trainer.state.save_to_json
+def _replacements(trainer: Any, around: Around, later: list[Callable[[], Any]]) -> Attributes:
+    """What records the errors of Trainer's writers, and puts off what must see a checkpoint that is whole."""
+    defer, write_state = around.failures.deferring, trainer.state.save_to_json
 
     def save_to_json(path: str) -> None:
-        _name_best(trainer, save, final)
-        with save.deferring_errors(path):
-            write_state(path)
+        """The last file; without it, the checkpoint is not taken for a whole one."""
+        if not around.failures.errors:
+            defer(write_state)(path)
 
     def put_off(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        places = {str(parent): os.path.dirname(final), str(save.destination): final}  # noqa: PTH120
-        args = tuple(places.get(str(arg), arg) for arg in args)
-        kwargs = {name: places.get(str(value), value) for name, value in kwargs.items()}
-        if "best_model_checkpoint" in kwargs:
-            kwargs["best_model_checkpoint"] = trainer.state.best_model_checkpoint
         later.append(partial(call, *args, **kwargs))
 
-    attributes: Attributes = [(trainer, "_get_output_dir", lambda *_, **__: str(parent))]
-    attributes += [(trainer.state, "save_to_json", save_to_json)]
+    attributes: Attributes = [(trainer.state, "save_to_json", save_to_json)]
     writers = [name for name in (*_WRITERS, *_WRITERS_OF_SOME) if hasattr(trainer, name)]
-    attributes += [(trainer, name, save.deferring(getattr(trainer, name))) for name in writers]
-    module = sys.modules[TARGET.module]
+    attributes += [(trainer, name, defer(getattr(trainer, name))) for name in writers]
     if not settings().whole_model and _may_leave_out_the_model(trainer):
-        attributes += [(trainer, "save_model", save.deferring(partial(_save_without_weights, trainer)))]
+        attributes += [(trainer, "save_model", defer(partial(_save_without_weights, trainer)))]
+    module = sys.modules[TARGET.module]
     after = [(trainer, "_push_from_checkpoint"), (trainer, "_rotate_checkpoints"), (module, "rotate_checkpoints")]
-    attributes += [
+    return attributes + [
         (owner, name, partial(put_off, getattr(owner, name))) for owner, name in after if hasattr(owner, name)
     ]
-    return attributes
 
 
 def _may_leave_out_the_model(trainer: Any) -> bool:
@@ -153,7 +139,25 @@ def _save_without_weights(trainer: Any, output_dir: str, **_: Any) -> None:
         Path(output_dir, name).unlink(missing_ok=True)
 
 
-def _name_best(trainer: Any, save: Save, final: str) -> None:
-    """Let Trainer's state name the best checkpoint by its final name, if it is this one."""
-    if trainer.state.best_model_checkpoint == str(save.destination) or saves_the_best(trainer):
-        trainer.state.best_model_checkpoint = final
+def find_last(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`get_last_checkpoint`, for `resume_from_checkpoint=True`: the newest one that is whole."""
+    in_flight.wait()
+    found = wrapped(*args, **kwargs)
+    if found is None or _is_whole(Path(found)):
+        return found
+    names = Path(found).name.rpartition("-")[0]
+    folders = [item for item in entries(Path(found).parent) if re.fullmatch(rf"{names}-\d+", item.name)]
+    folders.sort(key=lambda item: int(item.name.rpartition("-")[2]))
+    newest = last_whole(folders, _is_whole, logger_of("transformers"))
+    if newest is None and not is_not_whole(Path(found)):
+        return found  # one without DeepSpeed, of which we know nothing
+    return str(newest) if newest is not None else None
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a checkpoint has the file that Trainer writes last."""
+    try:
+        json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return not is_not_whole(folder)

@@ -15,7 +15,7 @@ from ..engine.in_flight import after_it
 from ..engine.target import ENGINE
 from ..load import engine as load_engine
 from ..owners import accelerate, transformers
-from ..owners.lightning import converter, in_flight, strategy
+from ..owners.lightning import converter, in_flight, newest, strategy
 from ..owners.lightning.targets import TARGETS
 from ..save import engine as save_engine
 from ..settings import FLAG
@@ -33,7 +33,7 @@ _WRAPPERS: dict[str, dict[str, Callable[..., Any]]] = {
     accelerate.TARGET.class_name: {
         "_prepare_deepspeed": accelerate.prepare,
         "save_state": accelerate.save_state,
-        "load_state": after_it,
+        "load_state": accelerate.load_state,
     },
     transformers.TARGET.class_name: {
         "_save_checkpoint": transformers.save_checkpoint,
@@ -50,11 +50,13 @@ _WRAPPERS: dict[str, dict[str, Callable[..., Any]]] = {
 """What wraps the methods of each class; others of its target's methods are only needed."""
 _WRAPPERS_BESIDE: dict[str, Callable[..., Any]] = {
     "convert_zero_checkpoint_to_fp32_state_dict": converter.convert,
-    "_find_last_checkpoints": strategy.find_last,
+    "_find_last_checkpoints": newest.find_last,
+    "_CheckpointConnector__max_ckpt_version_in_folder": newest.find_requeued,
     "_link_checkpoint": in_flight.link_checkpoint,
     "remove_checkpoint": in_flight.remove_checkpoint,
     "teardown": in_flight.teardown,
     "deepspeed_load_checkpoint": transformers.load_checkpoint,
+    "get_last_checkpoint": transformers.find_last,
 }
 
 

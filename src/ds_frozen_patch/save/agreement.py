@@ -6,57 +6,34 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from ..common.collectives import digest, gather, gather_numbers
 from ..common.errors import CheckpointError, CheckpointMismatchError
-from ..engine.attached import Attached
-from ..engine.disks import file_system
 from ..fingerprint import process_memory
-from ..parameters import Held
-from ..settings import current as settings
-from .save import UNCHANGED, Save
+from .save import UNCHANGED, Save, Way
 
 
-def agree(
-    engine: Any,
-    known: Attached,
-    path: Any,
-    request: Mapping[str, Any],
-    left_out: list[Held] | None,
-    base_has_changed: bool,
-) -> Save:
-    """Let the ranks agree on a save; every rank must call it.
+def agree(save: Save, request: Mapping[str, Any], base_has_changed: bool) -> None:
+    """Let the ranks agree on a save, in one collective; every rank must call it. What rank 0 says of it counts.
 
     Args:
-        engine: to be saved.
-        known: what is known of it.
-        path: of the checkpoint; that of rank 0 counts.
+        save: of this rank.
         request: what this rank is to save, which must be the same on every rank.
-        left_out: see `Save`.
-        base_has_changed: whether this rank has seen training change some of that.
+        base_has_changed: whether this rank has seen training change some of what is left out.
 
     Raises:
         CheckpointMismatchError: the requests differ.
     """
-    base_is_known = all(process_memory().holds(one.tensor) for one in left_out or ())
-    own = [digest(sorted(request.items())), digest(str(path)), uuid4().int >> 65, base_is_known]
-    numbers = gather_numbers([*own, file_system(Path(path)), base_has_changed], known.owner.device)
+    base_is_known = all(process_memory().holds(one.tensor) for one in save.left_out or ())
+    own = [digest(sorted(request.items())), digest(str(save.target)), int(save.id, 16), base_is_known]
+    numbers = gather_numbers([*own, base_has_changed, save.way], save.owner.device)
     if len({one[0] for one in numbers}) > 1:
-        raise CheckpointMismatchError(f"{path} was not saved. {_difference(gather(dict(request)))}")
-    is_one_path = len({one[1] for one in numbers}) == 1
-    return Save(
-        known.owner,
-        engine,
-        known,
-        Path(path if is_one_path else gather(str(path))[0]),
-        f"{numbers[0][2]:016x}"[-12:],
-        left_out,
-        base_is_known=all(one[3] for one in numbers),
-        base_has_changed=any(one[5] for one in numbers),
-        sync=settings().sync,
-        file_systems=tuple(one[4] for one in numbers) if is_one_path else None,
-    )
+        raise CheckpointMismatchError(f"{save.shown} was not saved. {_difference(gather(dict(request)))}")
+    if len({one[1] for one in numbers}) > 1:
+        save.target, save.folder, save.shown = map(Path, gather(tuple(map(str, save.paths)))[0])
+    save.id, save.way = f"{numbers[0][2]:012x}", Way(numbers[0][5])
+    save.base_is_known = all(one[3] for one in numbers)
+    save.base_has_changed = any(one[4] for one in numbers)
 
 
 def _difference(requests: list[dict[str, Any]]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..common.collectives import default_store, world_size
 from ..common.errors import CheckpointError
 from ..engine.in_flight import is_ending
 from ..engine.owner import is_first
+from .failures import failure
 from .save import Save
 
 _POLL_SECONDS = (0.01, 0.5)
@@ -32,12 +33,11 @@ _GRACE_SECONDS = 30.0
 """How long a rank waits where an error or a signal ends the process, and how long rank 0, with the store, stays."""
 
 
-def publish(save: Save, finish: Callable[[Save], None] | None, votes: Votes) -> CheckpointError | None:
+def publish(save: Save, votes: Votes) -> CheckpointError | None:
     """Write what was recorded, and give the checkpoint its name on every disk, or on none; on every rank.
 
     Args:
         save: with a recorder.
-        finish: see `Save.publish`.
         votes: of this save.
 
     Returns:
@@ -45,28 +45,29 @@ def publish(save: Save, finish: Callable[[Save], None] | None, votes: Votes) -> 
     """
     try:
         with votes.reporting():
-            return _publish(save, finish, votes)
+            return _publish(save, votes)
     except Exception as error:  # of the store, or a rank is gone
         return CheckpointError(
-            f"Not every rank has confirmed that {save.target} was saved ({error}). {save.state_of_target()[0]}"
+            f"Not every rank has confirmed that {save.shown} was saved ({error}). {save.state_of_target()[0]}"
         )
 
 
-def _publish(save: Save, finish: Callable[[Save], None] | None, votes: Votes) -> CheckpointError | None:
+def _publish(save: Save, votes: Votes) -> CheckpointError | None:
     save.write_recorded()
     votes.give("written", save)
     if save.publishes:
         votes.wait("written")
         if not votes.failures:
-            save.rename(finish)
+            save.give_name()
     votes.give("decided", save)
     votes.wait("decided")
     error = None
     if failures := votes.failures:
-        save.undo_rename()
-        error = save.failure(votes.errors(), failures, save.state_of_target()[0])
         save.discard()
-    else:
+        votes.give("discarded", save)
+        votes.wait("discarded")
+        error = failure(save.shown, votes.errors(), failures, save.state_of_target()[0])
+    elif save.publishes:
         save.close()
     votes.give("seen", save)
     if is_first(save.owner):
@@ -97,10 +98,10 @@ class Votes:
 
     def give(self, name: str, save: Save) -> None:
         """Count this rank, and report its error."""
-        if save.failed and not self._has_failed:
+        if save.failures.errors and not self._has_failed:
             self._has_failed = True
             number = self._store.add(f"{self._prefix}errors", 1)
-            text = str(save.failed[0]).removesuffix(".")
+            text = str(save.failures.errors[0]).removesuffix(".")
             self._store.set(f"{self._prefix}error{number}", f"Rank {self._rank}: {text}.")
             self._store.add(f"{self._prefix}failed", 1)
         self._store.add(self._prefix + name, 1)

@@ -12,69 +12,39 @@ from typing import Any
 
 from .. import manifest
 from ..checkpoint.zero.labels import ELASTIC_KEY, UNIVERSAL_INFO, label_saves
-from ..common.durable import sync_file, sync_folder
 from ..common.errors import named
 from ..common.overrides import overridden
 from ..common.text import human_bytes
-from ..common.work_folder import entries
 from ..cures import check_nvme, check_step_counts, config_by_content, explaining_nvme_errors, forgets_optimizer
-from ..engine import frozen
-from ..engine.attached import Attached, attach, attached
+from ..engine.attached import attached
 from ..engine.owner import is_first, warn
 from ..parameters import frozen_names, plain
 from ..settings import FLAG
 from ..settings import current as settings
-from .save import Save, current
+from .save import Save, Way, current
 from .saving import keep_changed, saving, writes_before_it_returns
 
 
 def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`DeepSpeedEngine.save_checkpoint`: sets the flag and adds the manifest."""
-    save, known = current.get(), attached(engine)
-    if save is None and known is None:
+    """`DeepSpeedEngine.save_checkpoint`, which every framework calls: sets the flag, and adds the manifest.
+
+    The tag's folder is there once it is whole, and then `latest` names it.
+    """
+    known = attached(engine)
+    if known is None:
         return wrapped(*args, **kwargs)
     check_nvme(engine)
     check_step_counts(engine)
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     tag = call.arguments.get("tag")
     call.arguments["tag"] = f"global_step{engine.global_steps}" if tag is None else str(tag)  # as DeepSpeed does
-    if save is None:
-        assert known is not None  # for mypy: else this has returned
-        return _save_alone(wrapped, call, engine, known)
-    if save.engine is not engine:  # Fabric and Accelerate have several
-        save.engine, save.attached = engine, attach(engine, save.owner)
-        save.left_out = frozen.to_leave_out(save.attached, engine) if save.left_out is not None else None
-        save.base_is_known = False
-    return _save(wrapped, call, save)
-
-
-def _save_alone(wrapped: Callable[..., Any], call: inspect.BoundArguments, engine: Any, known: Attached) -> Any:
-    """A save that no framework has begun: the tag's folder gets its name once it is whole, and then `latest` names it.
-
-    What DeepSpeed writes beside that folder follows it.
-    """
-    tag = call.arguments["tag"]
-    path = f"{call.arguments['save_dir']}/{tag}"
     exclude = known.owner.excludes(call.arguments.get(FLAG))
-    in_place = Path(tag).name != tag  # a path of folders
-    with saving(
-        engine, known, path, "engine.save_checkpoint()", exclude, keeps_others=True, in_place=in_place, finish=_finish
-    ) as save:
-        if not save.is_in_place:
-            call.arguments["save_dir"] = str(save.new.parent)
+    with saving(engine, known, Path(call.arguments["save_dir"]), call.arguments["tag"], exclude) as save:
         return _save(wrapped, call, save)
 
 
-def _finish(save: Save) -> None:
-    """Move what DeepSpeed has written beside the folder of the tag to its final place: `latest`, and scripts."""
-    for item in sorted(entries(save.new.parent), key=lambda item: item.name == "latest"):
-        if save.sync:
-            sync_file(item)
-        item.replace(save.target.parent / item.name)
-
-
 def _save(wrapped: Callable[..., Any], call: inspect.BoundArguments, save: Save) -> Any:
-    engine, folder, exclude = save.engine, Path(call.arguments["save_dir"]), save.left_out is not None
+    engine, exclude = save.engine, save.left_out is not None
     call.arguments[FLAG] = exclude
     ours: dict[str, Any] = {}
     if forgets_optimizer(engine):
@@ -91,42 +61,33 @@ def _save(wrapped: Callable[..., Any], call: inspect.BoundArguments, save: Save)
     if settings().export:
         from . import export_trained
 
-        export_trained.write(save, save.destination)
+        export_trained.write(save, save.export)
     with explaining_nvme_errors(), overridden(config_by_content(engine)):
-        saved = _write(wrapped, call, save, folder)
+        saved = _write(wrapped, call, save)
     if exclude:
         _log_once(save, left_out)
     return saved
 
 
-def _write(wrapped: Callable[..., Any], call: inspect.BoundArguments, save: Save, folder: Path) -> Any:
-    """Let DeepSpeed write all of its files, and then `latest`."""
-    engine = save.engine
-    if not writes_before_it_returns(engine):
+def _write(wrapped: Callable[..., Any], call: inspect.BoundArguments, save: Save) -> Any:
+    """Let DeepSpeed write all of its files, but for `latest`."""
+    if not writes_before_it_returns(save.engine):
+        if save.attached.is_first_time("an engine that writes later"):
+            warn(
+                save.owner,
+                f"DeepSpeed's {type(save.engine.checkpoint_engine).__name__} writes after a save has returned. A"
+                f" save to {save.folder} that is killed or fails leaves an incomplete checkpoint. Use DeepSpeed's"
+                " default checkpoint engine to prevent that.",
+            )
         return wrapped(*call.args, **call.kwargs)
-    call.apply_defaults()
-    latest, tag = call.arguments["save_latest"], call.arguments["tag"]
-    call.arguments["save_latest"] = False  # DeepSpeed writes it in a way whose errors cannot be deferred
-    save.of_ranks.add(folder / tag)
-    with label_saves(engine, save.id), save.deferring_write_errors():
-        saved = wrapped(*call.args, **call.kwargs)
-    writes = save.publishes
-    if save.is_in_place:
-        rank = save.owner.local_rank if engine.use_node_local_storage() else save.owner.rank
-        failed = save.anyone_failed(rank == 0)
-        writes = rank == 0 and not failed
-    if writes:
-        with save.deferring_errors(folder / "latest"):
-            if latest:
-                (folder / "latest").write_text(tag)
-            if save.sync and save.is_in_place:
-                sync_folder(folder / tag)
-                if latest:
-                    sync_file(folder / "latest")
-                sync_folder(folder)
-    if save.is_in_place:
-        save.raise_on_all_ranks()
-    return saved
+    if save.way is not Way.UNMANAGED:
+        call.apply_defaults()
+        save.latest = call.arguments["tag"] if call.arguments["save_latest"] else None
+        call.arguments["save_latest"] = False  # DeepSpeed writes it in a way whose errors cannot be deferred
+        if save.way is Way.EXCHANGED:
+            call.arguments.update(save_dir=str(save.destination.parent), tag=save.destination.name)
+    with label_saves(save.engine, save.id), save.deferring_write_errors():
+        return wrapped(*call.args, **call.kwargs)
 
 
 def _manifest_or_reference(save: Save, left_out: manifest.Manifest) -> dict[str, Any]:
@@ -134,8 +95,7 @@ def _manifest_or_reference(save: Save, left_out: manifest.Manifest) -> dict[str,
     rank, engine = save.owner.rank, save.engine
     own = Path(engine._get_ckpt_name("", "")).name
     part = f"zero_pp_rank_{rank}_"
-    is_known = save.disks is not None or not engine.use_node_local_storage()
-    if save.publisher != rank and is_known and engine.zero_optimization_partition_weights() and part in own:
+    if save.publisher != rank and engine.zero_optimization_partition_weights() and part in own:
         return left_out.to_reference(own.replace(part, f"zero_pp_rank_{save.publisher}_"))
     return left_out.to_state()
 

@@ -28,7 +28,7 @@ def write(save: Save, folder: Path) -> None:
     """Write what `patch(export=...)` requests, from the weights in memory; every rank must call it.
 
     Rank 0 gathers and writes one parameter after another, so memory does not grow with their number. A write error is
-    kept in `save.failed`: every rank first takes part in all gathers.
+    kept in `save.failures`: every rank first takes part in all gathers.
 
     Args:
         save: the save.
@@ -95,16 +95,16 @@ def _write(
     tensors = {name: (_dtype(parameter), shape_of(parameter)) for name, parameter in parameters.items()}
     tensors |= {name: (dtype_of(buffer), tuple(buffer.shape)) for name, buffer in buffers.items()}
     values = _gather_values(parameters, buffers, is_first(save.owner))
-    if is_first(save.owner) and not save.failed:
-        with save.deferring_errors(file):
+    if is_first(save.owner) and not save.failures.errors:
+        with save.failures.deferred(save.final(file)):
             if config is not None and file.parent.is_symlink():  # the checkpoint's own directory may be a link
                 raise CheckpointError(f"{file.parent} is a link, and saves do not write through links. Remove it.")
             contents = (_to_bytes(value, tensors[name][0]) for name, value in values)
-            with write_beside(file, replace=True, sync=save.sync, only_writer=True) as hidden:
+            with write_beside(file, replace=True, sync=save.sync) as hidden:
                 write_file(hidden, tensors, contents, {})
             if config is not None:
                 config_file = file.with_name("adapter_config.json")
-                with write_beside(config_file, replace=True, sync=save.sync, only_writer=True) as hidden:
+                with write_beside(config_file, replace=True, sync=save.sync) as hidden:
                     hidden.write_text(config, encoding="utf-8")
     for _ in values:
         pass  # the other ranks gather all parameters, even if rank 0 can no longer write

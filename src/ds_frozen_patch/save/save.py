@@ -1,46 +1,77 @@
-"""One save, from the agreement of the ranks to the final name of the checkpoint.
+"""One save of one engine, from the agreement of the ranks to the final name of its files.
 
-1. The ranks agree on what is saved, in one collective. If their requests differ, all of them raise.
-2. They write into a work folder beside the target (see `common.work_folder`), and each syncs what it has written.
-3. Once every rank has written its part, one rank per disk swaps the names and syncs the folder.
-4. One more collective: an error of one rank is raised on every rank, and the swap is undone. If there is none, the work
-   folder is removed in the background.
+1. The ranks agree on what is saved, and where to, in one collective. If their requests differ, all of them raise.
+2. They write into the folder of the tag, which has a mark meanwhile; or, if a checkpoint is there, into a work folder
+   (see `common.work_folder`). Each syncs what it has written.
+3. Once every rank has written its part, one rank per disk removes the mark, or exchanges the two folders, and writes
+   `latest`.
+4. One more collective: an error of one rank is raised on every rank, and what was done is undone.
 
-So whenever a process is killed or the power fails, a whole checkpoint has the final name.
+So whenever a process is killed or the power fails, what has the name of the tag is a whole checkpoint, or has a mark.
+Nothing else in the folder that the program has named is touched, and nothing changes there after the save.
 """
 
 from __future__ import annotations
 
 import fcntl
+import glob
 import os
 import shutil
-import threading
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
-from ..common.collectives import default_store, gather, gather_numbers
-from ..common.durable import link_missing, listed, make_folder, make_own_folder, sync_file, sync_folder, sync_tree
+from ..common.collectives import default_store, gather_numbers
+from ..common.durable import listed, make_folder, sync_file, sync_folder, sync_tree
 from ..common.errors import CheckpointError
 from ..common.overrides import overridden
-from ..common.text import human_bytes
-from ..common.work_folder import WORK, entries, identity, is_dead, lock, marker, swap, swap_back, work_folders
+from ..common.work_folder import (
+    WORK,
+    entries,
+    give_back,
+    identity,
+    is_dead,
+    is_locked,
+    is_state,
+    lock,
+    remove_states,
+    swap,
+    work_folders,
+)
 from ..engine.attached import Attached
-from ..engine.disks import Disks, find_disks
 from ..engine.owner import Owner
 from ..parameters import Held
+from .failures import Failures
 from .recording import Recorder
 
 UNCHANGED = "The previous checkpoint there is unchanged."
-_REMEMBERED = 4
+NOTHING = "There is no checkpoint there now."
+INCOMPLETE = "What is there now is incomplete."
+_WAIT_SECONDS = 60.0
+"""How long a save waits for another job that is writing the folder which it is about to replace."""
 
 current: ContextVar[Save | None] = ContextVar("ds_frozen_patch_save", default=None)
 """The save that is running, for what upstream's code calls back."""
+
+
+class Way(IntEnum):
+    """How a target is written."""
+
+    NEW = 0
+    """In place, with a mark until it is whole: no checkpoint is there."""
+    EXCHANGED = 1
+    """In a work folder, and exchanged with what is there."""
+    OVER = 2
+    """In place, with a mark, over what is there: a link or a mount point, which cannot be exchanged."""
+    UNMANAGED = 3
+    """By DeepSpeed alone: it may return before it has written, or the path is an address."""
 
 
 @dataclass
@@ -51,74 +82,79 @@ class Save:
         owner: of the engine.
         engine: that is saved.
         attached: what is known of it.
-        target: the final path of the checkpoint, the same on every rank.
-        id: unique among all saves, the same on every rank.
+        target: the folder of the tag, or a file; the same on every rank.
+        folder: that the program has named, in which the target is.
+        shown: what messages name: the target, or the folder.
+        way: how the target is written.
         left_out: what is left out; None for a full checkpoint.
-        base_is_known: whether every rank knows the fingerprints of that.
-        base_has_changed: whether a rank has seen training change some of it.
         sync: whether files are synced.
-        file_systems: of each rank, if all ranks have the same path; else None.
-        failed: the errors of this rank.
-        disks: which rank publishes, once it is known.
-        is_in_place: whether the checkpoint is written to the target itself, without a work folder.
+        id: unique among all saves, the same on every rank: 12 hexadecimal digits.
+        base_is_known: whether every rank knows the fingerprints of what is left out.
+        base_has_changed: whether a rank has seen training change some of it.
+        publishes: whether this rank gives the files their names on its disk.
+        before: the identity of what is at the target as the save begins.
+        latest: what the file `latest` is to say; None to leave it.
         names_left_out: the names in the manifest, once there is one.
         removed: those of them that were in the module's state dict.
-        of_ranks: folders in which each rank has synced its own files.
-        keeps_others: whether what others have put into the folder of the previous checkpoint stays there.
-        place: the folder of the work folder, if not the target's own; on the same disk.
         recorder: of what the engine writes, to be written later; None if the save writes it.
-        goes_on_after_engine: whether ranks write more once the engine, whose save ends in a barrier, has saved.
     """
 
     owner: Owner
     engine: Any
     attached: Attached
     target: Path
-    id: str
+    folder: Path
+    shown: Path
+    way: Way
     left_out: list[Held] | None
-    base_is_known: bool
-    base_has_changed: bool
     sync: bool
-    file_systems: tuple[int, ...] | None
-    failed: list[CheckpointError] = field(default_factory=list)
-    disks: Disks | None = None
-    is_in_place: bool = False
+    id: str = field(default_factory=lambda: uuid4().hex[:12])
+    base_is_known: bool = False
+    base_has_changed: bool = False
+    publishes: bool = False
+    before: tuple[int, ...] = ()
+    latest: str | None = None
     names_left_out: frozenset[str] | None = None
     removed: set[str] = field(default_factory=set)
-    of_ranks: set[Path] = field(default_factory=set)
-    keeps_others: bool = False
-    place: Path | None = None
-    goes_on_after_engine: bool = False
     recorder: Recorder | None = None
-    _before: tuple[int, ...] = ()
-    _old: Path | None = None
-    _is_swapped: bool = False
+    _created: list[Path] = field(default_factory=list)
+    _had_states: bool = True
+    _scripts: set[Path] = field(default_factory=set)
+    _is_named: bool = False
     _lock: int | None = None
 
     @property
-    def work(self) -> Path:
-        """The work folder."""
-        return (self.place or self.target.parent) / f"{WORK}{self.id}"
+    def paths(self) -> tuple[Path, Path, Path]:
+        """The target, the folder, and what messages name."""
+        return self.target, self.folder, self.shown
 
     @property
-    def new(self) -> Path:
-        """Where the checkpoint is written."""
-        return self.work / "new" / self.target.name
+    def work(self) -> Path:
+        """The work folder, which is the mark as long as the target is not whole."""
+        is_mark = self.way is Way.OVER or (self.way is Way.NEW and not self._is_named)
+        return (self.target if is_mark else self.target.parent) / f"{WORK}{self.id}"
 
     @property
     def destination(self) -> Path:
-        """Where to write: the target itself, or `new`."""
-        return self.target if self.is_in_place else self.new
+        """Where the target is written."""
+        return self.work / "new" / self.target.name if self.way is Way.EXCHANGED else self.target
+
+    @property
+    def export(self) -> Path:
+        """Where to write what is to be beside the target; or in it, if the folder has many."""
+        if self.way is Way.UNMANAGED:
+            return self.folder if self.owner.names_each_save else self.target
+        return self.work / "export"
 
     @property
     def publisher(self) -> int:
-        """The rank that publishes on this rank's disk."""
-        return self.disks.publishers[self.owner.rank] if self.disks is not None else 0
+        """The rank that publishes on this rank's disk, by DeepSpeed's configuration."""
+        return self.owner.rank - self.owner.local_rank if self.engine.use_node_local_storage() else 0
 
-    @property
-    def publishes(self) -> bool:
-        """Whether this rank publishes on its disk."""
-        return self.publisher == self.owner.rank
+    @cached_property
+    def failures(self) -> Failures:
+        """The errors of this rank."""
+        return Failures(self.owner, self.shown, on_first=self._report_failure)
 
     @cached_property
     def _store(self) -> Any:
@@ -126,43 +162,18 @@ class Save:
 
     # Errors
 
-    def fail(self, error: CheckpointError) -> None:
-        """Record an error of this rank, so that no rank publishes."""
-        self.failed.append(error)
-        if len(self.failed) == 1 and self._store is not None:
+    def _report_failure(self) -> None:
+        if self._store is not None:
             self._store.add(f"ds_frozen_patch/{self.id}", 1)
 
     def anyone_failed(self, asks: bool) -> bool:
         """Whether a rank has recorded an error; every rank must call it, and only one that `asks` gets the answer.
 
-        What the ranks have written before is complete then.
+        What the ranks have written before is complete then: the engine's save ends in a barrier.
         """
-        if self._store is None or self.goes_on_after_engine:
-            return any(failed for (failed,) in gather_numbers([bool(self.failed)], self.owner.device))
+        if self._store is None:
+            return self.failures.any()
         return asks and int(self._store.add(f"ds_frozen_patch/{self.id}", 0)) > 0
-
-    @contextmanager
-    def deferring_errors(self, path: Any) -> Iterator[None]:
-        """Record an error in place of raising it: this rank must not miss the collectives that follow."""
-        try:
-            yield
-        except Exception as error:
-            if not isinstance(error, CheckpointError):
-                cause = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-                recorded = CheckpointError(f"{path} cannot be written ({cause}){_free_space(Path(path))}")
-                _release_files(error)
-                recorded.__cause__ = error
-                error = recorded
-            self.fail(error)
-
-    def deferring(self, write: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that writes, with its errors recorded: one that rank 0 alone may raise."""
-
-        def attempt(*args: Any, **kwargs: Any) -> Any:
-            with self.deferring_errors(self.target):
-                return write(*args, **kwargs)
-
-        return attempt
 
     def deferring_write_errors(self) -> AbstractContextManager[None]:
         """While this lasts, DeepSpeed goes on if it cannot write a file or create a folder, and files are synced."""
@@ -176,194 +187,228 @@ class Save:
         def attempt(*args: Any, **kwargs: Any) -> None:
             paths = [item for item in (*args, *kwargs.values()) if isinstance(item, str | os.PathLike)]
             recording = self.recorder.recording() if self.recorder is not None else nullcontext()
-            with self.deferring_errors(paths[0] if paths else "a file"), recording:
+            with self.failures.deferred(self.final(paths[0]) if paths else "a file"), recording:
                 write(*args, **kwargs)
                 if sync and paths and Path(paths[0]).is_file():
                     sync_file(Path(paths[0]))
 
         return attempt
 
+    def final(self, path: str | os.PathLike[str]) -> Path:
+        """Where a file is to be that this save writes elsewhere, for messages."""
+        places = [place for place in (self.export, self.destination.parent) if place in Path(path).parents]
+        return self.folder / Path(path).relative_to(places[0]) if places else Path(path)
+
     def raise_on_all_ranks(self) -> None:
         """Raise on every rank if one has recorded an error; every rank must call it."""
-        if not any(failed for (failed,) in gather_numbers([bool(self.failed)], self.owner.device)):
-            return
-        self.undo_rename()
-        own = str(self.failed[0]) if self.failed else None
-        found = gather((own, self.state_of_target()[0] if self.publishes else None))
-        self.discard()
-        errors = [f"Rank {rank}: {text.removesuffix('.')}." for rank, (text, _) in enumerate(found) if text]
-        states = " ".join(dict.fromkeys(text for _, text in found if text))
-        raise self.failure(errors[:2], len(errors), states) from (self.failed[0] if self.failed else None)
-
-    def failure(self, errors: list[str], count: int, states: str) -> CheckpointError:
-        """The error that every rank raises.
-
-        Args:
-            errors: those of the first two ranks, as sentences.
-            count: of all ranks with an error.
-            states: of the target on each disk, as sentences.
-        """
-        more = f" And {count - 2} more ranks." if count > 2 else ""
-        return CheckpointError(
-            f"{self.target} was not saved. {' '.join(errors)}{more} {states} The run can go on, and save again once"
-            " the cause is removed."
-        )
+        if self.failures.any():
+            self.discard()
+            raise self.failures.error(self.state_of_target()[0] if self.publishes else None)
 
     def write_recorded(self) -> None:
         """Write and sync what the recorder has; an error is recorded."""
         assert self.recorder is not None
-        with self.deferring_errors(self.target):
+        with self.failures.deferred(self.shown):
             for path in self.recorder.write():
                 if self.sync:
                     sync_file(path)
 
     # The final name
 
-    def begin(self) -> None:
-        """Find out who publishes, and create the work folder; every rank must call it."""
-        self._before = identity(self.target)
-        self.disks = self._known_disks()
-        if self.publishes:
-            with self.deferring_errors(self.target):
-                make_own_folder(self.work, self.sync)
-                make_folder(self.target.parent, self.sync)
-                self._lock = lock(marker(self.work, self.owner.rank))
-                for folder in (self.new.parent, self.work / "old"):
-                    folder.mkdir(exist_ok=True)
+    def is_on_own_disk(self) -> bool:
+        """Whether rank 0, which has opened the save, has done so on another disk than this rank's; with a warning."""
+        self._created = missing_folders(self.target)
+        with suppress(OSError):
+            make_folder(self.work.parent, self.sync)  # which also renews what a network disk's client has cached
+            if self.work.name in listed(self.work.parent):
+                return False
+        if not self.engine.use_node_local_storage() and self.attached.is_first_time("disks that are not configured"):
+            self.owner.logger.warning(
+                "This node writes %s to a disk of its own, but DeepSpeed is configured for a shared one: it will not"
+                ' find all files at a resume. Set "checkpoint": {"use_node_local_storage": true} in its configuration,'
+                " or save to a disk that all nodes share.",
+                self.folder,
+            )
+        return True
 
-    def _known_disks(self) -> Disks:
-        known = self.attached.disks
-        if self.file_systems is None:
-            return find_disks(self.owner, self.work)
-        if self.file_systems not in known:
-            known[self.file_systems] = find_disks(self.owner, self.work)
-        return known[self.file_systems]
-
-    def publish(self, finish: Callable[[Save], None] | None = None) -> None:
-        """Give the checkpoint its final name on every disk, or on none; every rank must call it.
+    def open(self, is_tag: bool = False) -> None:
+        """Prepare where this rank, and those that share its disk, write; an error is recorded.
 
         Args:
-            finish: is called on the ranks that publish, once the checkpoint has its name.
+            is_tag: whether to choose the way, for the folder of a tag.
+        """
+        self.publishes = self.attached.publishes = True
+        self._created = self._created or missing_folders(self.target)
+        if is_tag:
+            self.way = choose_way(self.target, self.folder)
+        self._had_states = self.target.is_file() or any(is_state(item.name) for item in entries(self.target))
+        self._scripts = set(self._recovery_scripts())
+        self._warn()
+        with self.failures.deferred(self.shown):
+            make_folder(self.work.parent, self.sync)
+            self.work.mkdir()
+            if self.sync:
+                sync_folder(self.work.parent)
+            self._lock = lock(self.work)
+            for name in ("new", "old"):
+                (self.work / name).mkdir()
+            if self.way is Way.EXCHANGED:
+                _make_like(self.target, self.destination)
+            else:
+                remove_states(self.target, but=self.work)  # there are none, unless it can only be written over
+
+    def _warn(self) -> None:
+        """Warn of another job that saves to the same path, and of a target that can only be written over."""
+        beside = (item for item in work_folders(self.target.parent) if identity(item / "new" / self.target.name))
+        if any(map(is_locked, (*beside, *work_folders(self.target)))):
+            self.owner.logger.warning(
+                "Another job is saving %s at the same time, and the later one of the two will replace the other. Give"
+                " each run a directory of its own.",
+                self.shown,
+            )
+        if self.way is Way.OVER and self.attached.is_first_time("a target that cannot be exchanged"):
+            self.owner.logger.warning(
+                "%s is a link or a mount point, so its files are overwritten in place: a save that is killed or fails"
+                " leaves none that can be loaded. Let it be a directory to keep the previous ones until then.",
+                self.target,
+            )
+
+    def publish(self) -> None:
+        """Give the checkpoint its final name on every disk; every rank must call it.
 
         Raises:
             CheckpointError: a rank has recorded an error.
         """
-        if not self.anyone_failed(self.publishes) and self.publishes and not self.failed:
-            self.rename(finish)
+        several = self.engine.use_node_local_storage()
+        if not self.anyone_failed(self.publishes) and self.publishes and not self.failures.errors:
+            self.give_name()
+            if not several and not self.failures.errors:
+                self.close()  # before the others go on
         self.raise_on_all_ranks()
-        if self.publishes:
-            self._note_published()
-            self._remove()
+        if several:
+            if self.publishes:
+                self.close()
+            gather_numbers([0], self.owner.device)
 
-    def rename(self, finish: Callable[[Save], None] | None) -> None:
+    def give_name(self) -> None:
         """Give the checkpoint its final name on this rank's disk; an error is recorded."""
-        with self.deferring_errors(self.target):
-            marker(self.work, self.owner.rank).stat()  # raises if somebody has removed the folder meanwhile
+        with self.failures.deferred(self.shown):
+            (self.work / "lock").stat()  # raises if somebody has removed the folder meanwhile
             if self.sync:
-                self._sync_new()
-            if self.keeps_others and self.target.is_dir():
-                link_missing(self.target, self.new)
-            self._old = swap(self.new, self.target, self.work / "old")
-            self._is_swapped = True
-            if finish is not None:
-                finish(self)
+                self._sync_written()
+            if self.latest is not None:
+                (self.work / "latest").write_text(self.latest)  # here, where a full disk has changed nothing yet
+            for item in entries(self.export):
+                _put(item, (self.folder if self.owner.names_each_save else self.destination) / item.name)
+            self._rename()
             if self.sync:
+                sync_folder(self.target if self.target.is_dir() else self.target.parent)
                 sync_folder(self.target.parent)
+            if self.latest is not None:
+                self._name_latest(self.latest)
 
-    def undo_rename(self) -> None:
-        """Put what was at the target back, if this rank has renamed."""
-        if self._is_swapped:
-            with suppress(OSError):
-                swap_back(self.target, self._old, self.new)
-                self._is_swapped, self._old = False, None
+    def _rename(self) -> None:
+        """Exchange the target, or take the mark out of it."""
+        if self.way is Way.EXCHANGED:
+            self._wait_for_other_job()
+            swap(self.destination, self.target, self.work / "old")
+            self._is_named = True
+            for item in entries(self.work / "new"):
+                _put(item, self.folder / item.name)
+            return
+        for mark in work_folders(self.target):
+            if mark != self.work or self.way is Way.OVER:
+                shutil.rmtree(mark)
+        if self.way is Way.NEW:
+            self.work.rename(self.target.parent / self.work.name)
+        self._is_named = True
+
+    def _name_latest(self, tag: str) -> None:
+        note, latest = self.work / "latest", self.folder / "latest"
+        if self.way is Way.OVER:
+            latest.write_text(tag)  # its folder may be on another disk
+        else:
+            if self.sync:
+                sync_file(note)
+            note.replace(latest)
+        if self.sync:
+            sync_file(latest)
+            sync_folder(self.folder)
 
     def close(self) -> None:
         """Remove what is no longer needed, once the checkpoint has its name."""
-        if self.publishes:
-            self._note_published()
-            self._unlock()
-            self._remove_all()
-
-    def _note_published(self) -> None:
-        published = self.attached.published
-        published.pop(self.target, None)
-        published[self.target] = identity(self.target)
-        if len(published) > _REMEMBERED:
-            published.pop(next(iter(published)))
+        self._unlock()
+        for folder in (self.work, *self._leftovers()):
+            _remove_work(folder)
+        for folder in self.target.parent.glob(f"{glob.escape(self.target.name)}.ranks*"):  # of `reshard_inside`
+            remove_states(folder)
 
     def discard(self) -> None:
-        """Remove what was written, unless another rank may have published its part."""
-        if self.is_in_place or self.disks is None or not self.publishes:
+        """Remove what was written, unless it has its name: on several disks, a load may then need what was there."""
+        if not self.publishes:
             return
         self._unlock()
-        if not self._is_swapped and self._old is None:
+        if self._is_named:
+            if not self.engine.use_node_local_storage():
+                _remove_work(self.work)
+            return
+        if self.way is Way.EXCHANGED:
             shutil.rmtree(self.work, ignore_errors=True)
+        elif self.way is Way.NEW:
+            remove_states(self.target)
+            for script in {*self._recovery_scripts()} - self._scripts:
+                script.unlink()
+        for folder in reversed(self._created):
+            with suppress(OSError):  # a framework has written there too
+                folder.rmdir()
 
     def state_of_target(self) -> tuple[str, bool]:
         """What is at the target now, as a sentence, and whether it is the new checkpoint."""
-        if self.is_in_place:
-            return "What is there now is incomplete.", False
+        names = [item.name for item in entries(self.target)]  # which refreshes the cache of a network disk's client
+        if self.way in (Way.OVER, Way.UNMANAGED) or self.work.name in names:
+            return INCOMPLETE, False
         with suppress(OSError):
-            listed(self.target.parent)  # refreshes the cache of a network disk's client
+            listed(self.target.parent)
         now = identity(self.target)
-        if now == self._before:
-            return UNCHANGED, False
-        if now and self.publishes and not self._is_swapped:
-            return f"Another program has saved {self.target} in the meantime.", False
-        if now:
-            return f"{self.target} is the new checkpoint already, and complete.", True
-        return f"The previous checkpoint is {self._old}; rename it to {self.target.name}.", False
+        if self.way is Way.EXCHANGED and now == self.before != ():
+            return (UNCHANGED if self._had_states else NOTHING), False
+        if not now or (self.way is Way.NEW and not any(map(is_state, names))):
+            return NOTHING, False
+        return f"{self.shown} is the new checkpoint already, and complete.", True
 
-    def _sync_new(self) -> None:
+    def _sync_written(self) -> None:
         """Sync everything but the ranks' own files, which they have synced themselves."""
-        folders = {self.new.parent, *([self.new] if self.new.is_dir() else []), *self.of_ranks}
-        # What is beside the files of the ranks in the same folder has been synced too (`save.export_trained`).
-        inside = [] if self.new in self.of_ranks else entries(self.new) or [self.new]
-        others = [item for item in inside if item not in self.of_ranks]
-        copies = [path for folder in self.of_ranks if (path := folder / "offloaded_tensors").exists()]  # from NVMe
-        for item in (*others, *copies):
+        if self.destination.is_dir():
+            written = [item for item in entries(self.destination) if item.name == "offloaded_tensors"]
+        else:
+            written = [self.destination]
+        for item in (*written, *self._recovery_scripts()):
             sync_tree(item)
-        for folder in folders:
-            sync_folder(folder)
+        sync_folder(self.destination if self.destination.is_dir() else self.destination.parent)
 
-    def other_job(self) -> str | None:
-        """A warning if another job has saved to the same path, or is about to; for rank 0."""
-        known = self.attached.published.get(self.target)
-        if known is not None and (now := identity(self.target)) and now != known:
-            return (
-                f"Another program has saved {self.target} since this run did; this save replaces it. Give each run a"
-                " directory of its own."
-            )
-        for folder in work_folders(self.work.parent):
-            if folder != self.work and identity(folder / "new" / self.target.name) and not is_dead(folder):
-                return (
-                    f"Another job is saving {self.target} at the same time, and the later one of the two will replace"
-                    " the other. Give each run a directory of its own."
+    def _recovery_scripts(self) -> list[Path]:
+        """The scripts that DeepSpeed writes beside the folder of a tag."""
+        return list((self.work / "new" if self.way is Way.EXCHANGED else self.folder).glob("zero_to_*.py"))
+
+    # Other saves to the same place
+
+    def _wait_for_other_job(self) -> None:
+        """Wait for another job that writes the target in place; its files must not come into ours."""
+        deadline = time.monotonic() + _WAIT_SECONDS
+        while any(map(is_locked, work_folders(self.target))):
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"Another job has been saving {self.shown} for more than {_WAIT_SECONDS:.0f} s. Give each run a"
+                    " directory of its own."
                 )
-        return None
+            time.sleep(0.1)
 
     def _leftovers(self) -> list[Path]:
-        """Work folders of killed saves that contain nothing that is needed."""
-        found = []
-        for folder in work_folders(self.work.parent):
-            names = {item.name for inner in ("new", "old") for item in entries(folder / inner)}
-            only = {item.name for item in entries(folder / "old")} - {item.name for item in entries(folder.parent)}
-            mine = names <= {self.target.name} or not (self.disks and self.disks.are_several)
-            if folder != self.work and mine and not only and is_dead(folder):
-                found.append(folder)
-        return found
-
-    def _remove(self) -> None:
-        """Remove what is no longer needed while training goes on: a thousand ranks leave thousands of files."""
-        self._unlock()
-        if self.attached.remover is not None:
-            self.attached.remover.join()
-        self.attached.remover = threading.Thread(target=self._remove_all, name="ds_frozen_patch: remove old files")
-        self.attached.remover.start()
-
-    def _remove_all(self) -> None:
-        for folder in (self.work, *self._leftovers()):
-            shutil.rmtree(folder, ignore_errors=True)
+        """Work folders of killed saves; on several disks those of this target alone, since loads may need others."""
+        dead = [folder for folder in work_folders(self.target.parent) if is_dead(folder)]
+        if not self.engine.use_node_local_storage():
+            return dead
+        return [folder for folder in dead if not any(item.name != self.target.name for item in entries(folder / "old"))]
 
     def _unlock(self) -> None:
         if self._lock is not None:
@@ -374,17 +419,69 @@ class Save:
             self._lock = None
 
 
-def _release_files(error: BaseException | None) -> None:
-    """Close the file that could not be written: while the frames of an error keep it open, it takes up space."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__context__
+def choose_way(target: Path, folder: Path) -> Way:
+    """How to write a target, the folder of a tag; it is created where it is new.
 
-
-def _free_space(path: Path) -> str:
-    """The free space, since torch reports a full disk only by a line of its own source code."""
+    Args:
+        target: the folder of a tag.
+        folder: that the program has named.
+    """
+    if target.is_symlink() or target == folder or ".." in target.parts or os.path.ismount(target):
+        return Way.OVER
     try:
-        folder = next((folder for folder in path.absolute().parents if folder.is_dir()), Path("/"))
-        return f", with {human_bytes(shutil.disk_usage(folder).free)} free on its disk"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.mkdir()
+    except FileExistsError:
+        inside = [item.name for item in entries(target)]
+        is_in_use = any(map(is_state, inside)) or any(map(is_locked, work_folders(target)))
+        has_others = not all(name.startswith(WORK) for name in inside)
+        # Another job may have created an empty one at this moment.
+        return Way.NEW if has_others and not is_in_use else Way.EXCHANGED
     except OSError:
-        return ""
+        pass  # the save will report it
+    return Way.NEW
+
+
+def missing_folders(path: Path) -> list[Path]:
+    """Those of a path and its parents that do not exist, outermost first."""
+    missing = []
+    while not path.exists() and path != path.parent:
+        missing.append(path)
+        path = path.parent
+    return missing[::-1]
+
+
+def _make_like(target: Path, new: Path) -> None:
+    """Make a folder with the mode, the owner and the attributes of another, if that is one."""
+    if not target.is_dir():
+        return
+    new.mkdir()
+    with suppress(OSError):
+        shutil.copystat(target, new)
+        found = target.stat()
+        os.chown(new, found.st_uid, found.st_gid)
+
+
+def _put(source: Path, target: Path) -> None:
+    """Move a file over another, and the files of a folder into another."""
+    if not source.is_dir():
+        source.replace(target)
+        return
+    if target.is_symlink():  # the checkpoint's own directory may be a link
+        raise CheckpointError(f"{target} is a link, and saves do not write through links. Remove it.")
+    target.mkdir(exist_ok=True)
+    for item in entries(source):
+        _put(item, target / item.name)
+
+
+def _remove_work(folder: Path) -> None:
+    """Remove a work folder, once what others have put into the tag's folder is back where it was."""
+    try:
+        for old in entries(folder / "old"):
+            if not identity(folder.parent / old.name):
+                return  # a load finds it here
+            give_back(old, folder.parent / old.name)
+            remove_states(old)
+    except OSError:
+        return  # the files of others stay here
+    shutil.rmtree(folder, ignore_errors=True)

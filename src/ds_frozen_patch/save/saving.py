@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 from ..common.collectives import default_store, world_size
 from ..common.errors import named
 from ..common.overrides import set_to
+from ..common.work_folder import identity
 from ..engine import frozen, in_flight
 from ..engine.attached import Attached
 from ..engine.owner import is_first, warn
@@ -20,7 +21,7 @@ from ..settings import current as settings
 from .agreement import agree, explaining_errors
 from .background import Votes, publish
 from .recording import Recorder
-from .save import Save, current
+from .save import Save, Way, current
 
 _MUST_BE_EQUAL = ("keep", "leave_out", "export", "fp32_weights", "sync", "whole_model", "async_save")
 """The settings that change what the ranks do together in a save."""
@@ -28,42 +29,28 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 @contextmanager
-def saving(
-    engine: Any,
-    known: Attached,
-    path: Any,
-    what: str,
-    exclude: bool,
-    *,
-    keeps_others: bool = False,
-    in_place: bool = False,
-    place: Path | None = None,
-    goes_on_after_engine: bool = False,
-    finish: Callable[[Save], None] | None = None,
-) -> Iterator[Save]:
-    """Save an engine, and what its framework adds, by what is called meanwhile; every rank must enter it.
+def saving(engine: Any, known: Attached, folder: Path, tag: str, exclude: bool) -> Iterator[Save]:
+    """Save an engine by what is called meanwhile; every rank must enter it.
 
     Args:
-        engine, known, path, what, exclude: see `begin`.
-        keeps_others, place, goes_on_after_engine: see `Save`.
-        in_place: write to the path itself, as to an address.
-        finish: see `Save.publish`.
+        engine, known, exclude: see `begin`.
+        folder: that the program has named.
+        tag: the name of the folder in it that DeepSpeed writes.
 
     Yields:
-        The save. What is written to its `destination` is at `path` afterwards, on every disk or on none.
+        The save. What is written to its `destination` is at its `target` afterwards, on every disk or on none.
 
     Raises:
         CheckpointError: on every rank, if one has recorded an error.
     """
-    with explaining_errors(path) as saves:
-        save = begin(engine, known, path, what, exclude)
+    target = folder / tag
+    shown = folder if known.owner.names_each_save else target
+    with explaining_errors(shown) as saves:
+        is_managed = is_local(target) and writes_before_it_returns(engine)
+        where: dict[str, Any] = {"shown": shown, "folder": folder, "is_managed": is_managed}
+        save = begin(engine, known, target, "a checkpoint", exclude, **where)
         saves.append(save)
-        save.keeps_others, save.place, save.goes_on_after_engine = keeps_others, place, goes_on_after_engine
-        if is_local(path) and not in_place:
-            _choose_destination(save)
-        else:
-            save.is_in_place = True
-        if settings().async_save and not save.is_in_place and (default_store() is not None or world_size() == 1):
+        if is_managed and settings().async_save and (default_store() is not None or world_size() == 1):
             known.recorder = save.recorder = known.recorder or Recorder()
             save.recorder.begin()
         try:
@@ -74,22 +61,35 @@ def saving(
             raise
         if save.recorder is not None:
             save.raise_on_all_ranks()  # and every rank has recorded its files
-            in_flight.start(partial(publish, save, finish, Votes(save)), known)
-        elif save.is_in_place:
+            in_flight.start(partial(publish, save, Votes(save)), known)
+        elif save.way is Way.UNMANAGED:
             save.raise_on_all_ranks()
         else:
-            save.publish(finish)
+            save.publish()
 
 
-def begin(engine: Any, known: Attached, path: Any, what: str, exclude: bool) -> Save:
-    """Let the ranks agree on a save.
+def begin(
+    engine: Any,
+    known: Attached,
+    path: Path,
+    what: str,
+    exclude: bool,
+    *,
+    shown: Path,
+    folder: Path | None = None,
+    is_managed: bool = True,
+) -> Save:
+    """Let the ranks agree on a save, and prepare where it is written.
 
     Args:
         engine: to be saved.
         known: what is known of it.
-        path: of the checkpoint.
+        path: of the folder of the tag, or of a file.
         what: the kind of save, as messages name it.
         exclude: whether frozen parameters are left out.
+        shown: what messages name.
+        folder: that the program has named, if the path is one of a tag.
+        is_managed: whether we give the files their names; else whoever writes them does.
 
     Raises:
         CheckpointError: on every rank, if the save before was still in flight, and has failed.
@@ -100,8 +100,18 @@ def begin(engine: Any, known: Attached, path: Any, what: str, exclude: bool) -> 
     options = {name: getattr(now, name) for name in _MUST_BE_EQUAL}
     candidates = frozen.to_leave_out(known, engine) if exclude else None
     changed = frozen.changed_since_start(known, candidates or ())
-    request = {"what is saved": what, FLAG: exclude, **options}
-    save = agree(engine, known, path, request, candidates, bool(changed))
+    way = Way.EXCHANGED if is_managed else Way.UNMANAGED
+    save = Save(known.owner, engine, known, path, folder or path.parent, shown, way, candidates, now.sync)
+    if is_managed and is_first(known.owner):
+        save.open(is_tag=folder is not None)
+    try:
+        agree(save, {"what is saved": what, FLAG: exclude, **options}, bool(changed))
+    except BaseException:
+        save.discard()
+        raise
+    save.before = identity(save.target)
+    if is_managed and known.owner.local_rank == 0 and not is_first(known.owner) and save.is_on_own_disk():
+        save.open()
     if candidates and save.base_has_changed:
         keep_changed(save, frozen.on_all_ranks(changed, candidates, engine.device))
     return save
@@ -125,27 +135,6 @@ def keep_changed(save: Save, changed: set[str]) -> None:
 def is_local(path: Any) -> bool:
     """Whether a path is one of a mounted file system, and not an address such as s3://bucket/name, a `Path` or not."""
     return _ADDRESS.match(str(path)) is None
-
-
-def _choose_destination(save: Save) -> None:
-    if not writes_before_it_returns(save.engine):
-        save.is_in_place = True
-        save.attached.warn_once(
-            f"DeepSpeed's {type(save.engine.checkpoint_engine).__name__} writes after a save has returned. So a"
-            f" checkpoint is written to {save.target.parent} in place: a save that is killed or fails leaves an"
-            " incomplete one. Use DeepSpeed's default checkpoint engine to prevent that."
-        )
-        return
-    save.begin()
-    if is_first(save.owner) and (other := save.other_job()):
-        warn(save.owner, other)
-    assert save.disks is not None
-    if save.disks.are_several and not save.engine.use_node_local_storage():
-        save.attached.warn_once(
-            f"The nodes write {save.target.parent} to disks of their own, but DeepSpeed is configured for a shared"
-            ' one: it will not find all files at a resume. Set "checkpoint": {"use_node_local_storage": true} in its'
-            " configuration, or save to a disk that all nodes share.",
-        )
 
 
 def writes_before_it_returns(engine: Any) -> bool:

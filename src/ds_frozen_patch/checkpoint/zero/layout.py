@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...common.errors import CheckpointError, named
+from ...common.work_folder import WORK
 from ..format.zip_directory import open_regular
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -71,6 +72,11 @@ def find_layout(path: str | Path, tag: str | None = None) -> Layout:
         raise CheckpointError(f"{root} has no subdirectory {folder.name!r}; it has {it_has}") from None
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from None
+    if any(name.startswith(WORK) for name in files):
+        raise CheckpointError(
+            f"{folder} is not whole: the save that wrote it was interrupted, or still runs. Use another checkpoint; the"
+            " next save to this path replaces it."
+        )
     states = [name for name in files if name.endswith("_states.pt")]
     if unknown := [name for name in states if not (_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))]:
         raise UnknownLayoutError(

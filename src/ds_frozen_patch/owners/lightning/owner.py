@@ -60,6 +60,11 @@ class LightningOwner:
         config = getattr(self.strategy, "config", None)
         return config if isinstance(config, Mapping) else {}
 
+    @property
+    def names_each_save(self) -> bool:
+        """See `Owner`."""
+        return True
+
     def excludes(self, requested: bool | None) -> bool:
         """See `Owner`."""
         if settings.full_is_requested():

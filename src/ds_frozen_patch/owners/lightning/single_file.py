@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
+from ...common.durable import exchange, sync_folder
 from ...common.errors import CheckpointMismatchError, named
+from ...common.work_folder import WORK, remove_states
 from ...cures import forget_second_copies
 from ...engine.gathering import gathered
+from ...engine.owner import is_first
 from ...load.base_check import check_base
 from ...load.load import Load
 from ...load.quantized import by_name, check_parts, is_part, without_own_values
@@ -17,13 +24,58 @@ from ...load.trust import inspect_file
 from ...manifest import KEY, Manifest
 from ...parameters import names_by_parameter, plain
 from ...save.engine import make_manifest
-from ...save.save import Save
+from ...save.save import Save, Way
 from .owner import LightningOwner
+
+IN_FOLDER = "ds_frozen_patch-weights.ckpt"
+"""The name of a single file in a folder that has the name it was to get."""
 
 
 def is_weights_only(checkpoint: Mapping[str, Any]) -> bool:
     """Whether Trainer has dumped this with `weights_only=True`; else it has the optimizers' states."""
     return "state_dict" in checkpoint and "optimizer_states" not in checkpoint
+
+
+def place_of(path: Path) -> Path:
+    """Where to write a single file for a path: in the folder of that name, if there is one, and through links."""
+    return path / IN_FOLDER if path.is_dir() else Path(os.path.realpath(path))
+
+
+def file_in(path: Path) -> Path:
+    """The single file in a folder, if it is newer than the folder's checkpoint; else the path."""
+    return path / IN_FOLDER if not (path / "latest").is_file() and (path / IN_FOLDER).is_file() else path
+
+
+def make_way(path: Path) -> None:
+    """Move a single file that Lightning has saved into a folder of its name, since an engine saves to a folder.
+
+    It stays what is loaded from the path until a checkpoint is there.
+    """
+    if not path.is_file() or not _is_single_file(path):
+        return  # DeepSpeed says what is wrong
+    file = Path(os.path.realpath(path))
+    folder = file.with_name(f"{WORK}{uuid4().hex[:12]}")
+    folder.mkdir()
+    try:
+        shutil.copy2(file, folder / IN_FOLDER)
+        if not exchange(folder, file):
+            file.unlink()
+            folder.rename(file)
+    finally:
+        folder.unlink() if folder.is_file() else shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_from(folder: Path) -> None:
+    """Remove the single file that a checkpoint in a folder has replaced."""
+    if (folder / IN_FOLDER).is_file() and (folder / "latest").is_file():
+        (folder / IN_FOLDER).unlink()
+
+
+def _is_single_file(path: Path) -> bool:
+    with suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+        pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        return any(b"pytorch-lightning_version" in archive.read(name) for name in pickles)
+    return False
 
 
 def save(save: Save, checkpoint: Mapping[str, Any], storage_options: Any = None) -> None:
@@ -34,10 +86,7 @@ def save(save: Save, checkpoint: Mapping[str, Any], storage_options: Any = None)
     """
     strategy = _strategy(save.owner)
     module, writer = strategy.lightning_module, strategy.checkpoint_io
-    save.is_in_place = not _writes_locally(writer)
-    if not save.is_in_place:
-        save.begin()
-    writes = save.publishes
+    writes = save.publishes or (save.way is Way.UNMANAGED and is_first(save.owner))
     manifest = make_manifest(save) if save.left_out is not None else None
     left_out = manifest.names if manifest else frozenset()
     # A module's own `state_dict` may return only a part.
@@ -48,13 +97,16 @@ def save(save: Save, checkpoint: Mapping[str, Any], storage_options: Any = None)
     for name, value in gathered(firsts, writes):
         dumped.update(dict.fromkeys(aliases[name], value))
     if writes:
-        with save.deferring_errors(save.target):
+        with save.failures.deferred(save.target):
             dumped = {name: value.cpu() if hasattr(value, "cpu") else value for name, value in dumped.items()}
             ours = {KEY: manifest.to_state()} if manifest else {}
             content = {**checkpoint, "state_dict": dumped, **ours}
-            file = save.target if save.is_in_place else save.new
-            writer.save_checkpoint(content, file, storage_options=storage_options)
-    save.raise_on_all_ranks() if save.is_in_place else save.publish()
+            writer.save_checkpoint(content, save.destination, storage_options=storage_options)
+    save.raise_on_all_ranks() if save.way is Way.UNMANAGED else save.publish()
+    if writes and save.target.name == IN_FOLDER:  # what it replaces
+        (save.folder / "latest").unlink(missing_ok=True)
+        sync_folder(save.folder)
+        remove_states(save.folder / "checkpoint")
 
 
 def _strategy(owner: Any) -> Any:
@@ -62,7 +114,7 @@ def _strategy(owner: Any) -> Any:
     return owner.strategy
 
 
-def _writes_locally(writer: Any) -> bool:
+def writes_locally(writer: Any) -> bool:
     """Whether this is Lightning's default `CheckpointIO`; others may be remote or asynchronous."""
     default: Any = next((cls for cls in type(writer).__mro__ if cls.__name__ == "TorchCheckpointIO"), None)
     return default is not None and writer.save_checkpoint.__func__ is default.save_checkpoint

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...common.overrides import overridden, set_to
-from ...common.work_folder import moved_away
 from ...cures import clips_unasked, moved_in_deepspeed, unwrapped
 from ...engine import handshake, in_flight
 from ...engine.attached import attach
@@ -22,7 +22,7 @@ from ...load.load import current as current_load
 from ...load.look import Look
 from ...load.trust import trust
 from ...save.agreement import explaining_errors
-from ...save.saving import begin, is_local, saving
+from ...save.saving import begin, is_local
 from ...settings import FLAG
 from . import single_file
 from .owner import BUILT, LightningOwner
@@ -69,9 +69,9 @@ def setup(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwa
 
 
 def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A strategy's `save_checkpoint`: writes beside the final path, and publishes.
+    """A strategy's `save_checkpoint`: lets the engine save, or with `weights_only=True` writes a single file.
 
-    With `weights_only=True`, Lightning would let the engine save everything all the same.
+    With that, Lightning would let the engine save everything all the same.
     """
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     name = next((name for name in ("filepath", "path") if name in call.arguments), None)  # Trainer's and Fabric's
@@ -84,13 +84,20 @@ def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
         return wrapped(*args, **kwargs)  # the strategy has been changed: its engine saves to wherever it says
     path = call.arguments[name]
     if is_local(path) and single_file.is_weights_only(call.arguments.get("checkpoint", {})):
+        path = strategy.broadcast(path)  # as Lightning does before the engine saves
+        file, shown = single_file.place_of(Path(path)), Path(path)
         with explaining_errors(path) as saves:
-            saves.append(begin(engine, known, path, "the weights alone", owner.excludes(None)))
-            return single_file.save(saves[0], call.arguments["checkpoint"], call.arguments.get("storage_options"))
-    with saving(engine, known, path, "a checkpoint", owner.excludes(None)) as save:
-        if is_local(path):
-            call.arguments[name] = save.destination
-        result = wrapped(*call.args, **call.kwargs)
+            where: dict[str, Any] = {"shown": shown, "is_managed": single_file.writes_locally(strategy.checkpoint_io)}
+            saves.append(begin(engine, known, file, "the weights alone", owner.excludes(None), **where))
+            single_file.save(saves[0], call.arguments["checkpoint"], call.arguments.get("storage_options"))
+        return None
+    is_first_on_disk = owner.rank == 0 or (owner.local_rank == 0 and engine.use_node_local_storage())
+    if is_local(path) and is_first_on_disk:
+        single_file.make_way(Path(path))
+    with overridden([(strategy, FLAG, owner.excludes(None))] if hasattr(strategy, FLAG) else []):
+        result = wrapped(*args, **kwargs)
+    if is_local(path) and is_first_on_disk:
+        in_flight.afterwards(partial(single_file.remove_from, Path(path)))
     if Path(path).name.startswith("hpc_ckpt"):  # Lightning's handler of Slurm's signals lets the job end after it
         in_flight.wait()
     return result
@@ -113,12 +120,13 @@ def _load(wrapped: Callable[..., Any], strategy: Any, call: inspect.BoundArgumen
         return wrapped(*call.args, **call.kwargs)
     load = Load(owner, tuple(map(unwrapped, state.values())) if isinstance(state, Mapping) else (), engine)
     path, content, problem = Path(call.arguments[name]), None, None
+    path = single_file.file_in(path)
     try:
         if name == "checkpoint_path" and path.is_file() and path.parent.name != "checkpoint":
             options = {key: value for key, value in call.arguments.items() if key not in (name, "kwargs")}
             content = single_file.read(strategy, path, **options, **call.arguments.get("kwargs", {}))
         if content is None:
-            call.arguments[name] = where_it_is(owner, path)
+            call.arguments[name] = where_it_is(owner, path / "checkpoint").parent  # where Lightning looks
             _check_path(call.arguments[name])
     except Exception as error:  # raised below, on all ranks
         problem = error
@@ -147,19 +155,3 @@ def _check_path(path: Path) -> None:
             " has saved, Fabric does not: load the weights into the module before you pass it on, with"
             " ds_frozen_patch.load_trainable(module, path)."
         )
-
-
-def find_last(wrapped: Callable[..., set[str]], callback: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`ModelCheckpoint._find_last_checkpoints`, for `ckpt_path="last"`: also finds one that a killed save has moved.
-
-    Where the file system cannot exchange two names in one step, a save that is killed in between has moved the last
-    checkpoint away, and `fit` would start from nothing.
-    """
-    in_flight.wait()
-    found = wrapped(*args, **kwargs)
-    folder = getattr(callback, "_ModelCheckpoint__resolve_ckpt_dir", lambda _: callback.dirpath)(*args, **kwargs)
-    last = str(getattr(callback, "CHECKPOINT_NAME_LAST", "last"))
-    if not folder or not is_local(folder):
-        return found
-    moved = (copy for copy in moved_away(Path(folder)) if copy.name.startswith(last) and copy.suffix == ".ckpt")
-    return found | {str(copy) for copy in moved}

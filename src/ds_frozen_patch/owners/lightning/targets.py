@@ -44,6 +44,11 @@ BESIDE = tuple(
         ("utilities.deepspeed", "", "convert_zero_checkpoint_to_fp32_state_dict"),
         ("callbacks.model_checkpoint", "ModelCheckpoint", "_find_last_checkpoints"),
         ("callbacks.model_checkpoint", "ModelCheckpoint", "_link_checkpoint"),
+        (
+            "trainer.connectors.checkpoint_connector",
+            "_CheckpointConnector",
+            "_CheckpointConnector__max_ckpt_version_in_folder",
+        ),
         ("strategies.strategy", "Strategy", "remove_checkpoint"),
         ("strategies.strategy", "Strategy", "teardown"),
     )

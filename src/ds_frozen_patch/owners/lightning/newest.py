@@ -1,0 +1,46 @@
+"""Where Lightning looks for a checkpoint by itself, one that is not whole is passed over: wrappers of that."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ...common.work_folder import entries, is_not_whole
+from ...engine import in_flight
+from ...save.saving import is_local
+from ..newest import last_whole
+
+_REQUEUED = "hpc_ckpt_"
+
+
+def find_last(wrapped: Callable[..., set[str]], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`ModelCheckpoint._find_last_checkpoints`, for `ckpt_path="last"`."""
+    in_flight.wait()
+    found = wrapped(*args, **kwargs)
+    return {path for path in found if not is_local(path) or last_whole([Path(path)], _is_whole, _logger(wrapped))}
+
+
+def find_requeued(wrapped: Callable[..., int | None], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The number of the newest `hpc_ckpt_N.ckpt`, from which Lightning resumes in Slurm."""
+    found = wrapped(*args, **kwargs)
+    folder, *prefix = *args, *kwargs.values()
+    if found is None or prefix != [_REQUEUED] or not is_local(folder):
+        return found  # it is about to choose the name of the next
+    numbers = {int(number): item for item in entries(Path(folder)) if (number := _number(item)).isdecimal()}
+    newest = last_whole([numbers[number] for number in sorted(numbers)], _is_whole, _logger(wrapped))
+    return int(_number(newest)) if newest is not None else None
+
+
+def _number(item: Path) -> str:
+    return item.name.removeprefix(_REQUEUED).removesuffix(".ckpt")
+
+
+def _is_whole(path: Path) -> bool:
+    return not is_not_whole(path)
+
+
+def _logger(wrapped: Callable[..., Any]) -> logging.Logger:
+    package = "lightning.pytorch" if wrapped.__module__.startswith("lightning.") else "pytorch_lightning"
+    return logging.getLogger(f"{package}.ds_frozen_patch")

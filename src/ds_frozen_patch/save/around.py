@@ -1,0 +1,59 @@
+"""What a framework writes beside the files of its engines: it stays where the framework puts it, and gets synced."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from ..common.durable import sync_folder, sync_tree
+from ..common.work_folder import OURS, entries, is_state
+from ..engine.attached import Attached
+from ..engine.owner import Owner
+from ..settings import current as settings
+from .failures import Failures
+
+_CLOCKS_DIFFER = 60.0
+"""Seconds by which the clock of a file server may be behind."""
+
+
+class Around:
+    """One save by a framework, from before its first file to after its last.
+
+    Attributes:
+        failures: in what the framework writes.
+    """
+
+    def __init__(self, owner: Owner, folder: Path) -> None:
+        self.failures = Failures(owner, folder)
+        self._folder = folder
+        self._since = time.time() - _CLOCKS_DIFFER
+
+    def end(self, known: Attached) -> None:
+        """Sync what is new in the folder, and raise an error of one rank on all; every rank must call it.
+
+        Args:
+            known: of an engine that was saved there, whose own files are synced already.
+
+        Raises:
+            CheckpointError: a rank could not write or sync its files.
+        """
+        self._raise()
+        if not settings().sync:
+            return
+        if known.publishes:
+            with self.failures.deferred(self._folder):
+                for item in filter(self._is_new, entries(self._folder)):
+                    sync_tree(item)
+                sync_folder(self._folder)
+        self._raise()
+
+    def _is_new(self, item: Path) -> bool:
+        """Whether the framework has written it in this save; an engine syncs its files itself."""
+        names = [item.name, *(inner.name for inner in entries(item))]
+        if item.is_symlink() or any(is_state(name) or name.startswith(OURS) for name in names):
+            return False
+        return item.stat().st_mtime >= self._since
+
+    def _raise(self) -> None:
+        if self.failures.any():
+            raise self.failures.error("It lacks these files now.")
