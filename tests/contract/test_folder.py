@@ -268,6 +268,21 @@ def test_modes_and_links(ranks: Any, tmp_path: Path) -> None:
         assert len(list((real / "epoch0").glob("*_states.pt"))) == 3
 
 
+def saved_beside_a_link(out: str) -> None:
+    with owners.served():
+        run = Run("deepspeed", out, 2, 2)
+        for _ in range(2):
+            run.save(run.at(0))
+
+
+@EVERYDAY
+def test_a_link_named_latest_stays(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "latest").symlink_to("newest.txt")
+    ranks(2, saved_beside_a_link, out=str(tmp_path))
+    assert (tmp_path / "latest").is_symlink()
+    assert (tmp_path / "newest.txt").read_text() == "epoch0"
+
+
 @EVERYDAY
 @pytest.mark.parametrize("tag", ["a/b", "0.25", "global step 3"])
 def test_tags(ranks: Any, tmp_path: Path, tag: str) -> None:

@@ -5,7 +5,7 @@
    (see `common.work_folder`). Each syncs what it has written.
 3. Once every rank has written its part, one rank per disk removes the mark, or exchanges the two folders, and writes
    `latest`.
-4. One more collective: an error of one rank is raised on every rank, and what was done is undone.
+4. One more collective: an error of one rank is raised on every rank.
 
 So whenever a process is killed or the power fails, what has the name of the tag is a whole checkpoint, or has a mark.
 Nothing else in the folder that the program has named is touched, and nothing changes there after the save.
@@ -238,13 +238,13 @@ class Save:
             is_tag: whether to choose the way, for the folder of a tag.
         """
         self.publishes = self.attached.publishes = True
-        self._created = self._created or missing_folders(self.target)
-        if is_tag:
-            self.way = choose_way(self.target, self.folder)
-        self._had_states = self.target.is_file() or any(is_state(item.name) for item in entries(self.target))
-        self._scripts = set(self._recovery_scripts())
-        self._warn()
         with self.failures.deferred(self.shown):
+            self._created = self._created or missing_folders(self.target)
+            if is_tag:
+                self.way = choose_way(self.target, self.folder)
+            self._had_states = self.target.is_file() or any(is_state(item.name) for item in entries(self.target))
+            self._scripts = set(self._recovery_scripts())
+            self._warn()
             make_folder(self.work.parent, self.sync)
             self.work.mkdir()
             if self.sync:
@@ -254,8 +254,8 @@ class Save:
                 (self.work / name).mkdir()
             if self.way is Way.EXCHANGED:
                 _make_like(self.target, self.destination)
-            else:
-                remove_states(self.target, but=self.work)  # there are none, unless it can only be written over
+            elif self.way is Way.OVER or not is_tag:  # this node's own disk may have what rank 0's has not
+                remove_states(self.target, but=self.work)
 
     def _warn(self) -> None:
         """Warn of another job that saves to the same path, and of a target that can only be written over."""
@@ -325,8 +325,8 @@ class Save:
 
     def _name_latest(self, tag: str) -> None:
         note, latest = self.work / "latest", self.folder / "latest"
-        if self.way is Way.OVER:
-            latest.write_text(tag)  # its folder may be on another disk
+        if self.way is Way.OVER or latest.is_symlink():
+            latest.write_text(tag)  # its folder may be on another disk, and a link stays
         else:
             if self.sync:
                 sync_file(note)
