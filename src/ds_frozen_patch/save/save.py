@@ -338,10 +338,11 @@ class Save:
     def close(self) -> None:
         """Remove what is no longer needed, once the checkpoint has its name."""
         self._unlock()
-        for folder in (self.work, *self._leftovers()):
-            _remove_work(folder)
-        for folder in self.target.parent.glob(f"{glob.escape(self.target.name)}.ranks*"):  # of `reshard_inside`
-            remove_states(folder)
+        with suppress(OSError):  # what stays is removed by a later save
+            for folder in (self.work, *self._leftovers()):
+                _remove_work(folder)
+            for folder in self.target.parent.glob(f"{glob.escape(self.target.name)}.ranks*"):  # of `reshard_inside`
+                remove_states(folder)
 
     def discard(self) -> None:
         """Remove what was written, unless it has its name: on several disks, a load may then need what was there."""
@@ -356,8 +357,9 @@ class Save:
             shutil.rmtree(self.work, ignore_errors=True)
         elif self.way is Way.NEW:
             remove_states(self.target)
-            for script in {*self._recovery_scripts()} - self._scripts:
-                script.unlink()
+            with suppress(OSError):
+                for script in {*self._recovery_scripts()} - self._scripts:
+                    script.unlink()
         for folder in reversed(self._created):
             with suppress(OSError):  # a framework has written there too
                 folder.rmdir()

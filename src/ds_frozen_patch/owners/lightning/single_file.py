@@ -38,7 +38,7 @@ def is_weights_only(checkpoint: Mapping[str, Any]) -> bool:
 
 def place_of(path: Path) -> Path:
     """Where to write a single file for a path: in the folder of that name, if there is one, and through links."""
-    return path / IN_FOLDER if path.is_dir() else Path(os.path.realpath(path))
+    return path / IN_FOLDER if os.path.isdir(path) else Path(os.path.realpath(path))  # noqa: PTH112  -- it never raises
 
 
 def file_in(path: Path) -> Path:
@@ -67,8 +67,9 @@ def make_way(path: Path) -> None:
 
 def remove_from(folder: Path) -> None:
     """Remove the single file that a checkpoint in a folder has replaced."""
-    if (folder / IN_FOLDER).is_file() and (folder / "latest").is_file():
-        (folder / IN_FOLDER).unlink()
+    with suppress(OSError):  # it is not loaded, where `latest` is
+        if (folder / IN_FOLDER).is_file() and (folder / "latest").is_file():
+            (folder / IN_FOLDER).unlink()
 
 
 def _is_single_file(path: Path) -> bool:

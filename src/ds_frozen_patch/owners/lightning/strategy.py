@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,8 @@ def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
         return None
     is_first_on_disk = owner.rank == 0 or (owner.local_rank == 0 and engine.use_node_local_storage())
     if is_local(path) and is_first_on_disk:
-        single_file.make_way(Path(path))
+        with suppress(OSError):  # the engine's save says what is wrong, on every rank
+            single_file.make_way(Path(path))
     with overridden([(strategy, FLAG, owner.excludes(None))] if hasattr(strategy, FLAG) else []):
         result = wrapped(*args, **kwargs)
     if is_local(path) and is_first_on_disk:
