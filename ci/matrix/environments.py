@@ -108,6 +108,7 @@ def write_program_lock(session: nox.Session, name: str, program: Program, cell: 
     wanted = (LOCKS / f"program-{name}.in").read_text().splitlines()
     pins = [f"torch=={cell.torch}", *program.beside_torch, *cell.pins, *wanted]
     blocks = _resolve(session, cell.python, pins, preferred="".join(below.values()), sources=())
+    blocks += _resolve(session, cell.python, list(program.alone), sources=("--no-deps",)) if program.alone else []
     (LOCKS / f"program-{name}.txt").write_text("".join(block for block in blocks if block not in below.values()))
 
 

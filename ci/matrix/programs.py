@@ -13,12 +13,13 @@ class Program:
     """A program that runs over the environment of a cell.
 
     `clones` gives, by the name of a folder, the address of a repository and a commit or a tag of it. `beside_torch` is
-    what must be of one build with torch, and so has no hash.
+    what must be of one build with torch, and so has no hash. `alone` is in the lock without what it requires.
     """
 
     cell: str
     clones: dict[str, tuple[str, str]] = field(default_factory=dict)
     beside_torch: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()
 
 
 GITHUB = "https://github.com"
@@ -31,8 +32,12 @@ TRANSFORMERS = (f"{GITHUB}/huggingface/transformers", "00d481d18f914b55e65faa31e
 PROGRAMS = {
     "dsuc": Program("everyday", {"dsuc": DSUC}),
     "lightning-ir": Program("everyday"),
+    "llamafactory": Program("everyday"),
+    "ms-swift": Program("everyday"),
+    "openrlhf": Program("everyday", alone=("openrlhf==0.11.2",)),
     "openthaigpt": Program("lightning-2.4", {"openthaigpt": OPENTHAIGPT, "llama": LLAMA}),
     "peft-sft": Program("newest", {"peft": PEFT}),
     "run-clm": Program("newest", {"transformers": TRANSFORMERS}),
     "torchgeo": Program("lightning-2.4", beside_torch=("torchvision==0.19.1",)),
+    "trl": Program("everyday"),
 }
