@@ -233,6 +233,17 @@ def test_a_mount_point_and_the_current_folder(ranks: Any, tmp_path: Path, by: st
 
 @EVERYDAY
 @pytest.mark.skipif(not ROOT, reason="mounts need root")
+def test_a_parent_that_cannot_be_written(ranks: Any, tmp_path: Path) -> None:
+    above = tmp_path / "above"
+    with mounted(above), mounted(above / "volume"):
+        subprocess.run(["mount", "-o", "remount,ro", str(above)], check=True)
+        place = str(above / "volume")
+        assert ranks(2, saved_at, out=str(tmp_path), by="deepspeed", place=place, times=2) == [True, True]
+        subprocess.run(["mount", "-o", "remount,rw", str(above)], check=True)
+
+
+@EVERYDAY
+@pytest.mark.skipif(not ROOT, reason="mounts need root")
 @pytest.mark.parametrize("kind", ["link", "mount point"])
 def test_a_tag_that_cannot_be_exchanged(ranks: Any, tmp_path: Path, kind: str) -> None:
     """Its files are overwritten in place."""

@@ -24,7 +24,8 @@ from ds_frozen_patch.checkpoint.zero.states import read_states
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.engine.attached import Attached
 from ds_frozen_patch.save import export_trained as _ready
-from ds_frozen_patch.save.save import Save, Way
+from ds_frozen_patch.save.save import Save
+from ds_frozen_patch.save.ways import Way
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
 

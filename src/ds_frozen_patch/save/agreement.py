@@ -10,7 +10,8 @@ from typing import Any
 from ..common.collectives import digest, gather, gather_numbers
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..fingerprint import process_memory
-from .save import UNCHANGED, Save, Way
+from .save import UNCHANGED, Save
+from .ways import Way
 
 
 def agree(save: Save, request: Mapping[str, Any], base_has_changed: bool) -> None:

@@ -21,8 +21,9 @@ from ..engine.owner import is_first, warn
 from ..parameters import frozen_names, plain
 from ..settings import FLAG
 from ..settings import current as settings
-from .save import Save, Way, current
+from .save import Save, current
 from .saving import keep_changed, saving, writes_before_it_returns
+from .ways import Way
 
 
 def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -22,7 +22,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ from ..common.overrides import overridden
 from ..common.work_folder import (
     WORK,
     entries,
-    give_back,
     identity,
     is_dead,
     is_locked,
@@ -50,6 +48,7 @@ from ..engine.owner import Owner
 from ..parameters import Held
 from .failures import Failures
 from .recording import Recorder
+from .ways import Way, choose_way, make_like, missing_folders, put, remove_work
 
 UNCHANGED = "The previous checkpoint there is unchanged."
 NOTHING = "There is no checkpoint there now."
@@ -59,19 +58,6 @@ _WAIT_SECONDS = 60.0
 
 current: ContextVar[Save | None] = ContextVar("ds_frozen_patch_save", default=None)
 """The save that is running, for what upstream's code calls back."""
-
-
-class Way(IntEnum):
-    """How a target is written."""
-
-    NEW = 0
-    """In place, with a mark until it is whole: no checkpoint is there."""
-    EXCHANGED = 1
-    """In a work folder, and exchanged with what is there."""
-    OVER = 2
-    """In place, with a mark, over what is there: a link or a mount point, which cannot be exchanged."""
-    UNMANAGED = 3
-    """By DeepSpeed alone: it may return before it has written, or the path is an address."""
 
 
 @dataclass
@@ -253,7 +239,7 @@ class Save:
             for name in ("new", "old"):
                 (self.work / name).mkdir()
             if self.way is Way.EXCHANGED:
-                _make_like(self.target, self.destination)
+                make_like(self.target, self.destination)
             elif self.way is Way.OVER or not is_tag:  # this node's own disk may have what rank 0's has not
                 remove_states(self.target, but=self.work)
 
@@ -299,7 +285,7 @@ class Save:
             if self.latest is not None:
                 (self.work / "latest").write_text(self.latest)  # here, where a full disk has changed nothing yet
             for item in entries(self.export):
-                _put(item, (self.folder if self.owner.names_each_save else self.destination) / item.name)
+                put(item, (self.folder if self.owner.names_each_save else self.destination) / item.name)
             self._rename()
             if self.sync:
                 sync_folder(self.target if self.target.is_dir() else self.target.parent)
@@ -314,7 +300,7 @@ class Save:
             swap(self.destination, self.target, self.work / "old")
             self._is_named = True
             for item in entries(self.work / "new"):
-                _put(item, self.folder / item.name)
+                put(item, self.folder / item.name)
             return
         for mark in work_folders(self.target):
             if mark != self.work or self.way is Way.OVER:
@@ -340,7 +326,7 @@ class Save:
         self._unlock()
         with suppress(OSError):  # what stays is removed by a later save
             for folder in (self.work, *self._leftovers()):
-                _remove_work(folder)
+                remove_work(folder)
             for folder in self.target.parent.glob(f"{glob.escape(self.target.name)}.ranks*"):  # of `reshard_inside`
                 remove_states(folder)
 
@@ -351,7 +337,7 @@ class Save:
         self._unlock()
         if self._is_named:
             if not self.engine.use_node_local_storage():
-                _remove_work(self.work)
+                remove_work(self.work)
             return
         if self.way is Way.EXCHANGED:
             shutil.rmtree(self.work, ignore_errors=True)
@@ -419,71 +405,3 @@ class Save:
             with suppress(OSError):
                 os.close(self._lock)
             self._lock = None
-
-
-def choose_way(target: Path, folder: Path) -> Way:
-    """How to write a target, the folder of a tag; it is created where it is new.
-
-    Args:
-        target: the folder of a tag.
-        folder: that the program has named.
-    """
-    if target.is_symlink() or target == folder or ".." in target.parts or os.path.ismount(target):
-        return Way.OVER
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.mkdir()
-    except FileExistsError:
-        inside = [item.name for item in entries(target)]
-        is_in_use = any(map(is_state, inside)) or any(map(is_locked, work_folders(target)))
-        has_others = not all(name.startswith(WORK) for name in inside)
-        # Another job may have created an empty one at this moment.
-        return Way.NEW if has_others and not is_in_use else Way.EXCHANGED
-    except OSError:
-        pass  # the save will report it
-    return Way.NEW
-
-
-def missing_folders(path: Path) -> list[Path]:
-    """Those of a path and its parents that do not exist, outermost first."""
-    missing = []
-    while not path.exists() and path != path.parent:
-        missing.append(path)
-        path = path.parent
-    return missing[::-1]
-
-
-def _make_like(target: Path, new: Path) -> None:
-    """Make a folder with the mode, the owner and the attributes of another, if that is one."""
-    if not target.is_dir():
-        return
-    new.mkdir()
-    with suppress(OSError):
-        shutil.copystat(target, new)
-        found = target.stat()
-        os.chown(new, found.st_uid, found.st_gid)
-
-
-def _put(source: Path, target: Path) -> None:
-    """Move a file over another, and the files of a folder into another."""
-    if not source.is_dir():
-        source.replace(target)
-        return
-    if target.is_symlink():  # the checkpoint's own directory may be a link
-        raise CheckpointError(f"{target} is a link, and saves do not write through links. Remove it.")
-    target.mkdir(exist_ok=True)
-    for item in entries(source):
-        _put(item, target / item.name)
-
-
-def _remove_work(folder: Path) -> None:
-    """Remove a work folder, once what others have put into the tag's folder is back where it was."""
-    try:
-        for old in entries(folder / "old"):
-            if not identity(folder.parent / old.name):
-                return  # a load finds it here
-            give_back(old, folder.parent / old.name)
-            remove_states(old)
-    except OSError:
-        return  # the files of others stay here
-    shutil.rmtree(folder, ignore_errors=True)

@@ -21,7 +21,8 @@ from ..settings import current as settings
 from .agreement import agree, explaining_errors
 from .background import Votes, publish
 from .recording import Recorder
-from .save import Save, Way, current
+from .save import Save, current
+from .ways import Way
 
 _MUST_BE_EQUAL = ("keep", "leave_out", "export", "fp32_weights", "sync", "whole_model", "async_save")
 """The settings that change what the ranks do together in a save."""

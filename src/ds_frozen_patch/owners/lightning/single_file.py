@@ -24,7 +24,8 @@ from ...load.trust import inspect_file
 from ...manifest import KEY, Manifest
 from ...parameters import names_by_parameter, plain
 from ...save.engine import make_manifest
-from ...save.save import Save, Way
+from ...save.save import Save
+from ...save.ways import Way
 from .owner import LightningOwner
 
 IN_FOLDER = "ds_frozen_patch-weights.ckpt"
