@@ -40,7 +40,7 @@ def sync_folder(path: str | Path) -> None:
 
 
 def sync_tree(path: str | Path) -> None:
-    """Return once a file, or a folder and everything in it, is on disk. Links are not followed."""
+    """Return once a file, or a folder and all files in it, is on disk. Links are not followed, nor pipes opened."""
     folders = [Path(path)] if Path(path).is_dir() else []
     if not folders:
         sync_file(path)
@@ -48,7 +48,10 @@ def sync_tree(path: str | Path) -> None:
         for item in folder.iterdir():
             if item.is_symlink():
                 continue
-            folders.append(item) if item.is_dir() else sync_file(item)
+            if item.is_dir():
+                folders.append(item)
+            elif item.is_file():
+                sync_file(item)
     for folder in folders:
         sync_folder(folder)
 

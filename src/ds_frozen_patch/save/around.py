@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from ..common.durable import sync_folder, sync_tree
@@ -42,8 +43,10 @@ class Around:
             return
         if known.publishes:
             with self.failures.deferred(self._folder):
-                for item in filter(self._is_new, entries(self._folder)):
-                    sync_tree(item)
+                for item in entries(self._folder):
+                    with suppress(FileNotFoundError, PermissionError):  # other programs have files here too
+                        if self._is_new(item):
+                            sync_tree(item)
                 sync_folder(self._folder)
         self._raise()
 
@@ -52,7 +55,7 @@ class Around:
         names = [item.name, *(inner.name for inner in entries(item))]
         if item.is_symlink() or any(is_state(name) or name.startswith(OURS) for name in names):
             return False
-        return item.stat().st_mtime >= self._since
+        return (item.is_dir() or item.is_file()) and item.stat().st_mtime >= self._since
 
     def _raise(self) -> None:
         if self.failures.any():
