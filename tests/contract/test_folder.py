@@ -393,7 +393,8 @@ def copied_at_once(out: str, copies: int) -> list[str]:
 def test_nothing_changes_after_a_save(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2, copied_at_once, out=str(tmp_path), copies=8) == [[], []]
     for copy in tmp_path.glob("copy*"):
-        assert sorted(item.name for item in copy.iterdir()) == ["epoch0", "latest", "zero_to_fp32.py"]
+        assert {"epoch0", "latest"} <= {item.name for item in copy.iterdir()}
+        assert not list(copy.rglob(".*"))
 
 
 def removed_within(out: str, exists: bool) -> Any:
