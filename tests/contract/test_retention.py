@@ -100,16 +100,20 @@ def test_what_a_callback_keeps(ranks: Any, tmp_path: Path, save_last: Any) -> No
     assert (tmp_path / "last.ckpt").is_symlink() == (save_last in LINKS_LAST)
 
 
-def test_a_killed_requeue_save_is_not_resumed(tmp_path: Path) -> None:
-    """Slurm's requeue resumes from the highest `hpc_ckpt_N`: what a killed save leaves must not look like one."""
+def requeued(out: str) -> tuple[str, str]:
+    """What Slurm's requeue resumes from, and what the next save before one is to."""
     ds_frozen_patch.patch()
+    connector: Any = pl.Trainer(default_root_dir=out, accelerator="cpu", logger=False)._checkpoint_connector
+    return connector._hpc_resume_path, connector.hpc_save_path(out)
+
+
+def test_a_killed_requeue_save_is_not_resumed(ranks: Any, tmp_path: Path) -> None:
+    """Slurm's requeue resumes from the highest `hpc_ckpt_N` that is whole."""
     (tmp_path / "hpc_ckpt_9.ckpt" / "checkpoint").mkdir(parents=True)
     (tmp_path / "hpc_ckpt_9.ckpt" / "latest").write_text("checkpoint")
     (tmp_path / "hpc_ckpt_10.ckpt" / "checkpoint" / ".ds_frozen_patch-0123456789ab").mkdir(parents=True)
-    connector: Any = pl.Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False)._checkpoint_connector
-    assert connector._hpc_resume_path == str(tmp_path / "hpc_ckpt_9.ckpt")
-    assert connector.hpc_save_path(str(tmp_path)) == str(tmp_path / "hpc_ckpt_11.ckpt")
-    ds_frozen_patch.unpatch()
+    expected = str(tmp_path / "hpc_ckpt_9.ckpt"), str(tmp_path / "hpc_ckpt_11.ckpt")
+    assert ranks(1, requeued, out=str(tmp_path)) == [expected]
 
 
 def fabric_over(out: str) -> None:
