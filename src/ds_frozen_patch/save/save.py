@@ -14,7 +14,6 @@ Nothing else in the folder that the program has named is touched, and nothing ch
 from __future__ import annotations
 
 import fcntl
-import glob
 import os
 import shutil
 import time
@@ -327,8 +326,9 @@ class Save:
         with suppress(OSError):  # what stays is removed by a later save
             for folder in (self.work, *self._leftovers()):
                 remove_work(folder)
-            for folder in self.target.parent.glob(f"{glob.escape(self.target.name)}.ranks*"):  # of `reshard_inside`
-                remove_states(folder)
+            for item in entries(self.target.parent):
+                if item.name.startswith(f"{self.target.name}.ranks"):  # of `reshard_inside`, from what was there
+                    remove_states(item)
 
     def discard(self) -> None:
         """Remove what was written, unless it has its name: on several disks, a load may then need what was there."""
