@@ -28,7 +28,7 @@ STEPS = {
         "changed_since_start",
     ),
     "agree on the save, in a collective": ("ds_frozen_patch.save.saving", "agree"),
-    "make the work folder": ("ds_frozen_patch.save.save", "Save.begin"),
+    "make the work folder": ("ds_frozen_patch.save.save", "Save.open"),
     "make the manifest": ("ds_frozen_patch.save.engine", "make_manifest"),
     "wait for all ranks, give the name, and tell of errors, in a collective": (
         "ds_frozen_patch.save.save",

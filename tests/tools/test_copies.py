@@ -22,6 +22,7 @@ from ds_frozen_patch.checkpoint.zero.layout import Layout
 from ds_frozen_patch.checkpoint.zero.masters import check_masters_match
 from ds_frozen_patch.checkpoint.zero.states import read_states
 from ds_frozen_patch.cli import main
+from ds_frozen_patch.common.work_folder import swap
 from ds_frozen_patch.engine.attached import Attached
 from ds_frozen_patch.save import export_trained as _ready
 from ds_frozen_patch.save.save import Save
@@ -356,3 +357,19 @@ def test_a_foreign_work_folder(tmp_path: Path, make: Callable[[Path, Path], Any]
     save.open()
     assert str(save.work) in str(save.failures.errors[0])
     assert names(tmp_path / "elsewhere") == set()
+
+
+def test_what_cannot_be_moved_aside_is_there_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two are exchanged, and then the old one cannot be renamed."""
+    new, target, folder = tmp_path / "new" / "checkpoint", tmp_path / "checkpoint", tmp_path / "old"
+    for place in (new, target):
+        place.mkdir(parents=True)
+        (place / "whose").write_text(place.parent.name)
+
+    def fail(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        swap(new, target, folder)
+    assert [(place / "whose").read_text() for place in (new, target)] == ["new", tmp_path.name]

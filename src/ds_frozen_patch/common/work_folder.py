@@ -190,7 +190,11 @@ def swap(new: Path, target: Path, folder: Path) -> None:
     old = folder / target.name
     with suppress(FileNotFoundError):  # there is nothing at the target
         if exchange(new, target):
-            new.rename(old)
+            try:
+                new.rename(old)
+            except OSError:
+                exchange(new, target)
+                raise
             return
     if target.is_file() and not target.is_symlink():
         new.replace(target)

@@ -340,7 +340,7 @@ class Save:
                 remove_work(self.work)
             return
         if self.way is Way.EXCHANGED:
-            shutil.rmtree(self.work, ignore_errors=True)
+            remove_work(self.work)  # which keeps what could not be renamed back
         elif self.way is Way.NEW:
             remove_states(self.target)
             with suppress(OSError):
