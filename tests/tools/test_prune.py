@@ -36,7 +36,7 @@ from tools_checkpoints import (
 )
 from under_test import CELL, PRECISIONS
 
-from ds_frozen_patch import CheckpointError, prune
+from ds_frozen_patch import CheckpointError, prune, verify
 from ds_frozen_patch.checkpoint.format.archive import read_archive
 from ds_frozen_patch.checkpoint.format.records import Piece, Records, TensorSource
 from ds_frozen_patch.checkpoint.format.stored import ITEM_SIZES, Storage
@@ -156,6 +156,32 @@ def test_stage_0_with_ambiguous_shapes(checkpoints: Checkpoints, tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
     prune(full, pruned, trainable=["*.layers.0.*lora_A*", "*.layers.0.*lora_B*"])
     assert_pruned(pruned, out / "small.ckpt")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_named_is_kept(checkpoints: Checkpoints, tmp_path: Path, stage: int) -> None:
+    full, pruned = checkpoints(stage) / "full.ckpt", tmp_path / "pruned.ckpt"
+    done = prune(full, pruned, keep=["*.k_proj.weight"])
+    assert not [name for name in done.manifest.names if "k_proj" in name]
+    assert [name for name in done.manifest.names if "o_proj" in name]
+    for file in sorted((full / "checkpoint").glob("*model_states.pt")):
+        ours, theirs = loaded(pruned / "checkpoint" / file.name), loaded(file)
+        for key in ("module", "frozen_param_fragments"):
+            saved, before = ours.get(key) or {}, theirs.get(key) or {}
+            kept = [name for name in before if name.endswith("k_proj.weight")]
+            assert [name for name in saved if "base_layer" in name or "k_proj" in name] == kept
+            assert all(torch.equal(saved[name], before[name]) for name in kept)
+    assert verify(pruned, base=full).problems == ()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_pattern_without_effect(checkpoints: Checkpoints, tmp_path: Path, stage: int) -> None:
+    full = checkpoints(stage) / "full.ckpt"
+    with pytest.raises(CheckpointError, match=r"have no effect: '\*lora_A\*'.*--keep"):
+        prune(full, tmp_path / "pruned.ckpt", trainable=["*lora_A*"])
+    with pytest.raises(CheckpointError, match=r"match nothing that would be left out: '\*lora_A\*'"):
+        prune(full, tmp_path / "pruned.ckpt", keep=["*lora_A*", "*.k_proj.weight"])
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -86,6 +86,13 @@ def make_parser() -> argparse.ArgumentParser:
     _add_writing(command, "the directory to create")
     _add_trainable(command)
     command.add_argument(
+        "--keep",
+        metavar="PATTERN",
+        action="append",
+        default=[],
+        help="names of frozen parameters that no base has, such as an average of the weights (repeatable)",
+    )
+    command.add_argument(
         "--no-fingerprints",
         action="store_true",
         help="do not read the frozen parameters: faster, but loads cannot verify the base",

@@ -50,7 +50,7 @@ def run_inspect(given: argparse.Namespace) -> int:
 
 def run_prune(given: argparse.Namespace) -> int:
     """Prune a checkpoint."""
-    options = {"trainable": given.trainable, "fingerprints": not given.no_fingerprints}
+    options = {"trainable": given.trainable, "keep": given.keep, "fingerprints": not given.no_fingerprints}
     return _report(given, prune(given.source, given.target, given.tag, **options, **_common_options(given)))
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ...common.errors import CheckpointError
+from ...common.errors import CheckpointError, named
 from ...common.progress import progress
 from ...common.text import human_bytes, printable_lines
 from ...fingerprint import of_stream
 from ...manifest import KEY, LeftOut, Manifest
 from ...parameters import BUFFER, PART, plain
+from ...settings import matches
 from ..format.records import Piece, Records, TensorSource
 from ..format.stored import Storage
 from ..format.writing import write_archive
@@ -55,6 +56,7 @@ def prune(
     tag: str | None = None,
     *,
     trainable: Sequence[str] = (),
+    keep: Sequence[str] = (),
     fingerprints: bool = True,
     trust: bool = False,
     dry_run: bool = False,
@@ -71,6 +73,8 @@ def prune(
         tag: the subdirectory to read; by default the one named in `latest`.
         trainable: patterns (as in `fnmatch`) of the names of trained parameters, for a checkpoint of ZeRO stage 0 that
             does not tell.
+        keep: patterns of the names of frozen parameters that no base has, such as an average of the weights, or what
+            was trained for a while and then frozen.
         fingerprints: read the frozen parameters, so that loads can verify the base. Otherwise loads warn that they
             cannot.
         trust: accept files that name unexpected classes, and links out of the checkpoint. No code of theirs is run.
@@ -81,14 +85,15 @@ def prune(
         What was left out, and the sizes before and after.
 
     Raises:
-        CheckpointError: the source is not a full checkpoint, or is damaged; the target exists, or cannot be written.
-            Nothing is left there.
+        CheckpointError: the source is not a full checkpoint, or is damaged; a pattern has no effect; the target exists,
+            or cannot be written. Nothing is left there.
         CheckpointMismatchError: it has a manifest, which is damaged or has a format that this release does not know.
     """
     checkpoint = open_checkpoint(source, tag, trainable=trainable, trust=trust)
     states, found = checkpoint.states, checkpoint.weights
     if states.manifest or not (found.base or found.subclasses):
         raise CheckpointError(f"{source} contains no frozen parameters, so there is nothing to prune.")
+    found = _without_kept(found, keep)
     layout = states.layout
     size = sum(file.stat().st_size for file in layout.files)
     prints: Mapping[str, str] = {}
@@ -114,6 +119,23 @@ def prune(
         copy_other_files(layout, made)
         size_after = sum(file.stat().st_size for file in folder.iterdir())
     return Pruned(str(source), str(target), size, size_after, manifest)
+
+
+def _without_kept(found: Weights, patterns: Sequence[str]) -> Weights:
+    """The weights without the base's that are to be kept."""
+    names = {name: found.names_of(name) for name in (*found.frozen, *found.subclasses, *found.packed)}
+    if idle := [pattern for pattern in patterns if not any(matches(own, [pattern]) for own in names.values())]:
+        raise CheckpointError(f"The patterns of what to keep match nothing that would be left out: {named(idle)}.")
+    kept = {name for name, own in names.items() if matches(own, patterns)}
+    owners = {name: owner for name, owner in found.owners.items() if owner not in kept}
+    return replace(
+        found,
+        frozen={name: item for name, item in found.frozen.items() if name not in kept},
+        subclasses={name: item for name, item in found.subclasses.items() if name not in kept},
+        packed={name: item for name, item in found.packed.items() if name not in kept},
+        parts={name: item for name, item in found.parts.items() if name in owners},
+        owners=owners,
+    )
 
 
 def _compute_fingerprints(
@@ -159,8 +181,12 @@ def _remove_from_state(state: Mapping[str, Any], left_out: Container[str], entry
     kept = type(module)((name, item) for name, item in module.items() if plain(name) not in left_out)
     if hasattr(module, "_metadata"):
         kept._metadata = module._metadata
-    changed = {"module": kept, "frozen_param_shapes": None, "frozen_param_fragments": None}
-    return {**state, **{key: value for key, value in changed.items() if key in state}, KEY: entry}
+    changed: dict[str, Any] = {"module": kept}
+    for key in ("frozen_param_shapes", "frozen_param_fragments"):
+        if key in state:
+            items = (state[key] or {}).items()
+            changed[key] = {name: item for name, item in items if plain(name) not in left_out} or None
+    return {**state, **changed, KEY: entry}
 
 
 def _make_reader(

@@ -118,6 +118,11 @@ def verify(
         wrong, compared, unknown = _compare_base(manifest, opened, quiet)
         problems += wrong
         unverified = list(dict.fromkeys([*unverified, *unknown]))
+        if manifest is not None and manifest.left_out and not wrong and len(unverified) == len(manifest.left_out):
+            problems.append(
+                "Nothing could be compared with the base: the manifest has no fingerprints (prune wrote none), or none"
+                " of a tensor that the base has."
+            )
     return Verified(
         path=str(path),
         problems=tuple(dict.fromkeys(problems)),  # one damage may be found twice

@@ -95,7 +95,7 @@ def locate_weights(states: States, trainable: Sequence[str] = ()) -> Weights:
     first = _first_names(module, model, states.zero_stage)
     packed = base_buffers(buffers, parts)
     masters = locate_masters(states, parameter_groups(model))
-    if missing := [name for name in listed if name not in module]:
+    if missing := [name for name in listed if name not in module and name not in masters]:
         raise CheckpointError(
             f"{states.layout.model[0]} lacks the weights of {named(missing)}. Get a complete copy of it."
         )
@@ -109,7 +109,7 @@ def locate_weights(states: States, trainable: Sequence[str] = ()) -> Weights:
     if not trained and not states.manifest and not lists_frozen:
         trained = {name: from_stored(module[name]) for name in _infer_trained(candidates, module, model, trainable)}
     frozen = _locate_frozen(states, models, module) if lists_frozen else {}
-    trained = dict(trained)
+    trained, unclear = dict(trained), [*trained] if not masters else []
     for name in candidates:
         if name in trained:
             frozen.pop(name, None)
@@ -117,6 +117,13 @@ def locate_weights(states: States, trainable: Sequence[str] = ()) -> Weights:
             # Neither trained nor known to be frozen: a parameter that no optimizer contains.
             kept = states.manifest or lists_frozen or _matches(name, trainable)
             (trained if kept else frozen)[name] = from_stored(module[name])
+            unclear += [] if states.manifest or lists_frozen else [name]
+    if idle := [p for p in trainable if p != "*" and not any(_matches(name, [p]) for name in unclear)]:
+        raise CheckpointError(
+            f"The patterns of trained parameters have no effect: {named(idle)} match nothing, or only what"
+            f" {states.layout.root} tells of itself. Leave them out. For prune, name frozen parameters that no base has"
+            " with --keep."
+        )
     # A tied parameter has its parts under each of its names.
     same = {n: first.get(o, o) + n.removeprefix(o) for n, o in parts.items() if n.startswith(f"{o}.")}
     same = {name: to for name, to in same.items() if name != to and to in parts}
@@ -179,7 +186,8 @@ def _locate_frozen(
     """The frozen parameters that DeepSpeed lists, from ZeRO-2 on."""
     shapes = models[0].get("frozen_param_shapes") or {}
     if states.zero_stage < 3:
-        return {name: from_stored(module[name]) for name in shapes if name in module}
+        own = {**(models[0].get("frozen_param_fragments") or {}), **module}
+        return {name: from_stored(own[name]) for name in shapes if isinstance(own.get(name), StoredTensor)}
     found = {}
     for name, shape in shapes.items():
         shards: list[Any] = [(model.get("frozen_param_fragments") or {}).get(name) for model in models]
