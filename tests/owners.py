@@ -81,6 +81,7 @@ class Run:
     Args:
         by: one of `OWNERS`.
         config: more of DeepSpeed's configuration.
+        module: by default a new one.
         options: of the owner's save, or of `TrainingArguments`.
     """
 
@@ -93,11 +94,12 @@ class Run:
         kind: str = PEFT,
         seed: int = 1,
         config: dict[str, Any] | None = None,
+        module: Any = None,
         **options: Any,
     ) -> None:
         self.by, self.out, self.world_size, self.stage, self.options = by, out, world_size, stage, options
         self.config = config or {}
-        self.module = model(kind, seed)
+        self.module = module or model(kind, seed)
         self.engine: Any = None
         self.first = 0
         {"deepspeed": self._alone, "accelerate": self._accelerate, "trainer": self._trainer}[by]()

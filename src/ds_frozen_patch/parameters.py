@@ -179,6 +179,27 @@ def contents(module: torch.nn.Module) -> list[Held]:
     return [*(one for ones in found.values() for one in ones), *others]
 
 
+def names_in_state_dict(module: torch.nn.Module) -> dict[torch.nn.Parameter, tuple[str, ...]]:
+    """The parameters that a module's state dict contains, each with all its plain names there.
+
+    These can be others than in `named_parameters()`. They are found by identity, or by storage and name where the
+    module has a `state_dict` of its own that copies.
+    """
+    state = _state_dict(module)
+    found: dict[torch.nn.Parameter, tuple[str, ...]] = {}
+    at: dict[int, list[str]] = {}
+    for name, value in state.items():
+        at.setdefault(id(value), []).append(name)
+        if hasattr(value, "data_ptr") and value.numel():
+            at.setdefault(value.data_ptr(), []).append(name)
+    for parameter, names in names_by_parameter(module).items():
+        by_storage = at.get(parameter.data_ptr(), ()) if parameter.numel() else ()
+        by_name = [name for name in names if name in state]
+        if own := at.get(id(parameter)) or by_storage or by_name:
+            found[parameter] = tuple(own)
+    return found
+
+
 def part_name(name: str, suffix: str) -> str:
     """The name of a part of a parameter: below the parameter's name (".absmax") or beside it ("SCB")."""
     layer = name.rpartition(".")[0]

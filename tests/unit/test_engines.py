@@ -13,6 +13,7 @@ import ds_frozen_patch
 from ds_frozen_patch.engine.attached import attach, attached
 from ds_frozen_patch.engine.frozen import sample_at_start
 from ds_frozen_patch.engine.loss import scale_loss
+from ds_frozen_patch.engine.origins import origins, replacing
 from ds_frozen_patch.save.saving import writes_before_it_returns
 
 pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
@@ -52,7 +53,8 @@ def test_unpatch_removes_the_loss_factor() -> None:
 
 def test_unpatch_removes_the_sampling() -> None:
     engine = Engine()
-    sample_at_start(attach(engine, owner()), engine)
+    attach(engine, owner())
+    sample_at_start(engine)
     ds_frozen_patch.patch()
     ds_frozen_patch.unpatch()
     assert "forward" not in vars(engine)
@@ -92,3 +94,19 @@ class Unknown:
 def test_which_checkpoint_engines_write_before_they_return(kind: Any, expected: bool) -> None:
     engine = SimpleNamespace(checkpoint_engine=kind.__new__(kind))
     assert writes_before_it_returns(engine) == expected
+
+
+@pytest.mark.promise(15)
+def test_what_a_checkpoint_replaces_is_no_base() -> None:
+    module: Any = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).requires_grad_(False))
+    frozen: Any = module[1]
+    with replacing(module), torch.no_grad():
+        frozen.weight.add_(1)
+    found = {name for name, one in origins(module).items() if not one.is_base}
+    assert found == {"0.weight", "0.bias", "1.weight"}
+    built = torch.nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    frozen.weight = built
+    assert origins(torch.nn.ModuleList([frozen]))["0.weight"].is_base
+    other = torch.nn.Linear(2, 2)
+    other.weight = module[0].weight
+    assert not origins(other)["weight"].is_base

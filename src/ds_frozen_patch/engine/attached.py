@@ -16,10 +16,6 @@ class Attached:
 
     Attributes:
         owner: that made it. It must not hold the engine.
-        trained: the first names of the parameters that were trainable when it was made; None if that was not seen.
-        at_start: a sample of the frozen values when training began, as `frozen.sample` returns it.
-        loaded: the groups (see `parameters.Held`) of frozen values that a checkpoint has replaced, on this rank.
-        changed: the groups that are frozen and yet not part of the base, the same on every rank.
         prints: the fingerprints at the last save, by name.
         loss_factor: what each loss is multiplied by, see `engine.loss`.
         publishes: whether this rank has published the last checkpoint on its disk.
@@ -28,10 +24,6 @@ class Attached:
     """
 
     owner: Owner
-    trained: frozenset[str] | None = None
-    at_start: Mapping[str, tuple[str, bytes]] = field(default_factory=dict)
-    loaded: set[str] = field(default_factory=set)
-    changed: set[str] = field(default_factory=set)
     prints: Mapping[str, str | None] = field(default_factory=dict)
     loss_factor: float = 1.0
     publishes: bool = False
@@ -53,11 +45,11 @@ class Attached:
 _engines: WeakKeyDictionary[Any, Attached] = WeakKeyDictionary()
 
 
-def attach(engine: Any, owner: Owner, trained: frozenset[str] | None = None) -> Attached:
-    """Serve an engine from now on; what is known of one that is attached already is kept, unless `trained` is given."""
+def attach(engine: Any, owner: Owner) -> Attached:
+    """Serve an engine from now on; what is known of one that is attached already is kept."""
     known = attached(engine)
-    if known is None or trained is not None:
-        _engines[engine] = known = Attached(owner, trained)
+    if known is None:
+        _engines[engine] = known = Attached(owner)
     return known
 
 

@@ -7,25 +7,23 @@ leaves no trace.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from ..common.collectives import on_any_rank
-from ..fingerprint import is_readable, own_values
-from ..parameters import BUFFER, PART, Held, contents, names_by_parameter
+from ..cures import has_plain_optimizer
+from ..parameters import BUFFER, PART, Held, contents, parameters_by_name
 from ..settings import current as settings
-from .attached import Attached, override
+from .attached import override
+from .origins import Origin, changed, origins, remember
 
 if TYPE_CHECKING:
     import torch
 
-SAMPLE = 64
-"""How many values of each tensor are compared, evenly spaced from its first to its last."""
 
-
-def sample_at_start(attached: Attached, engine: Any) -> None:
-    """Take a sample when training begins; changes before that are part of how the program builds its base."""
+def sample_at_start(engine: Any) -> None:
+    """Remember the values of the engine's module when training begins."""
     reference = ref(engine)
 
     def forward(*inputs: Any, **kwargs: Any) -> Any:
@@ -33,7 +31,7 @@ def sample_at_start(attached: Attached, engine: Any) -> None:
         assert engine is not None
         if engine.module.training:
             del engine.forward  # once is enough
-            attached.at_start = sample(frozen(engine.module))
+            remember(engine.module)
         return type(engine).forward(engine, *inputs, **kwargs)
 
     override(engine, "forward", forward)
@@ -46,74 +44,68 @@ def frozen(module: torch.nn.Module) -> list[Held]:
     ]
 
 
-def to_leave_out(attached: Attached, engine: Any) -> list[Held]:
-    """What a save leaves out, as far as this rank knows."""
-    optimized = _optimized(attached, engine)
+def optimized(engine: Any) -> set[torch.nn.Parameter]:
+    """The parameters that the engine's optimizer has."""
+    names = ("bit16_groups", "fp16_groups", "bf16_groups")
+    found = next((getattr(engine.optimizer, name) for name in names if hasattr(engine.optimizer, name)), None)
+    groups = found or [group["params"] for group in getattr(engine.optimizer, "param_groups", [])]
+    return {parameter for group in groups for parameter in group}
+
+
+def in_partitions(engine: Any) -> set[torch.nn.Parameter]:
+    """The parameters whose values are in the files of ZeRO's optimizer."""
+    return set() if has_plain_optimizer(engine) else optimized(engine)
+
+
+def is_expert(parameter: Any) -> bool:
+    """Whether it belongs to an expert of `deepspeed.moe`, whose files have everything, frozen or not."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def mark_trained(engine: Any) -> None:
+    """Remember what the optimizer of a new engine trains, so that it is no base even if it is frozen later.
+
+    In ZeRO stage 0, an optimizer made of all parameters of a module also has those that are frozen from the start.
+    """
+    trained, known = optimized(engine), origins(engine.module)
+    for name, parameter in parameters_by_name(engine.module).items():
+        if parameter in trained and parameter.requires_grad:
+            known[name].is_trained = True
+
+
+def to_leave_out(engine: Any) -> list[Held]:
+    """What a save leaves out, as far as all ranks know."""
+    own, known = optimized(engine), origins(engine.module)
     chosen: list[Held] = []
     kept: set[str] = set()
     for one in frozen(engine.module):
-        is_kept = one.group in kept if one.kind == PART else one.group in optimized
-        is_changed = one.group in attached.changed and not settings().leaves_out(one.names)
-        if is_kept or is_changed or settings().keeps(one.names):
+        is_kept = one.group in kept if one.kind == PART else _is_kept(one, known.get(one.group), own)
+        if is_kept or settings().keeps(one.names):
             kept.add(one.group)
         else:
             chosen.append(one)
     return chosen
 
 
-def _optimized(attached: Attached, engine: Any) -> set[str]:
-    """The frozen parameters that the optimizer has trained: one that was frozen after training began is not base.
-
-    In ZeRO stage 0, an optimizer made of all parameters of a module also holds those that were frozen from the start.
-    """
-    groups = next(
-        (
-            getattr(engine.optimizer, name)
-            for name in ("bit16_groups", "fp16_groups", "bf16_groups")
-            if hasattr(engine.optimizer, name)
-        ),
-        [group["params"] for group in getattr(engine.optimizer, "param_groups", [])],
-    )
-    held = {parameter for group in groups for parameter in group if not parameter.requires_grad}
-    if not held:
-        return set()  # as a rule, and without a walk through the module
-    names = {names[0] for parameter, names in names_by_parameter(engine.module).items() if parameter in held}
-    return names if attached.trained is None else names & attached.trained
+def _is_kept(one: Held, origin: Origin | None, optimized: set[torch.nn.Parameter]) -> bool:
+    if is_expert(one.tensor):
+        return True
+    if origin is None:
+        return False
+    if origin.is_trained and one.tensor in optimized:
+        return True
+    return (origin.is_trained or origin.is_changed) and not settings().leaves_out(one.names)
 
 
-def changed_since_start(attached: Attached, candidates: Iterable[Held]) -> set[str]:
+def changed_since_start(engine: Any, candidates: Iterable[Held]) -> set[str]:
     """The groups that training or a checkpoint has changed, as far as this rank has seen."""
     compared = [one for one in candidates if not settings().leaves_out(one.names)]
-    by_training = differing(attached.at_start, sample(compared)) if attached.at_start else set()
-    return (by_training | attached.loaded) & {one.group for one in compared}
+    known = origins(engine.module) if compared else {}
+    suspected = {one.group for one in compared if one.group in known and known[one.group].is_suspected}
+    return suspected | changed(known, compared)
 
 
 def on_all_ranks(changed: set[str], candidates: Sequence[Held], device: Any) -> set[str]:
     """The groups that any rank has seen changed; every rank must call it with the same candidates."""
     flags = on_any_rank([one.group in changed for one in candidates], device)
     return {one.group for one, is_changed in zip(candidates, flags, strict=True) if is_changed}
-
-
-def differing(before: Mapping[str, tuple[str, bytes]], now: Mapping[str, tuple[str, bytes]]) -> set[str]:
-    """The groups whose values differ between two samples."""
-    return {group for name, (group, content) in now.items() if name in before and before[name][1] != content}
-
-
-def sample(held: Iterable[Held]) -> dict[str, tuple[str, bytes]]:
-    """The group and some values, as bytes, of each tensor by name; with one transfer for each device."""
-    import torch
-
-    picked: dict[torch.device, list[tuple[Held, torch.Tensor]]] = {}
-    for one in held:
-        if is_readable(one.tensor):
-            values = own_values(one.tensor)
-            some = values[:: max(len(values) // SAMPLE, 1)].contiguous().view(torch.uint8)
-            picked.setdefault(some.device, []).append((one, some))
-    found: dict[str, tuple[str, bytes]] = {}
-    for ones in picked.values():
-        content = torch.cat([some for _, some in ones]).cpu().numpy().tobytes()
-        begin = 0
-        for one, some in ones:
-            found[one.name] = one.group, f"{one.shape}{one.dtype}".encode() + content[begin : begin + len(some)]
-            begin += len(some)
-    return found

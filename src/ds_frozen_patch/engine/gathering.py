@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..cures import on_the_accelerator
+from ..parameters import names_by_parameter, plain
 from ..settings import current
 
 if TYPE_CHECKING:
@@ -41,3 +42,20 @@ def _master(parameter: torch.nn.Parameter) -> Any:
         return None
     with on_the_accelerator(parameter):
         return safe_get_full_fp32_param(parameter)
+
+
+def put(module: torch.nn.Module, weights: Mapping[str, Any]) -> None:
+    """Copy weights into a module's parameters and buffers, by plain name; every rank must call it."""
+    import torch
+    from deepspeed import zero
+
+    with torch.no_grad():
+        for parameter, names in names_by_parameter(module).items():
+            value = next((weights[name] for name in names if name in weights), None)
+            if value is not None:
+                with zero.GatheredParameters([parameter], modifier_rank=0):
+                    if parameter.shape == value.shape:  # a rank that does not gather has an empty one
+                        parameter.copy_(value)
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            if plain(name) in weights:
+                buffer.copy_(weights[plain(name)])

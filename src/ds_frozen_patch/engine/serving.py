@@ -1,23 +1,36 @@
-"""The setup of a new engine."""
+"""The setup of a new engine.
+
+A wrapper takes wrapt's four arguments: the wrapped method (bound), its instance, args and kwargs.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 from ..common.errors import named
-from ..parameters import names_by_parameter
 from ..settings import current as settings
 from ..settings import matches
 from . import frozen
 from .attached import attach
+from .origins import notice_earlier_training
 from .owner import Owner, warn
+
+
+def init(wrapped: Callable[..., None], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """`DeepSpeedEngine(args, model, ...)`, which changes the dtypes of the module, and partitions it."""
+    module = inspect.signature(wrapped).bind_partial(*args, **kwargs).arguments.get("model")
+    if module is not None:
+        notice_earlier_training(module)
+    wrapped(*args, **kwargs)
 
 
 def begin_serving(engine: Any, owner: Owner) -> None:
     """Attach a new engine, before training."""
-    by_parameter = names_by_parameter(engine.module)
-    trained = frozenset(names[0] for parameter, names in by_parameter.items() if parameter.requires_grad)
-    frozen.sample_at_start(attach(engine, owner, trained), engine)
+    attach(engine, owner)
+    frozen.mark_trained(engine)
+    frozen.sample_at_start(engine)
     _check_patterns(owner, engine.module)
 
 

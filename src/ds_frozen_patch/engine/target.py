@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..common.probing import Finding, Seen, Target
 from ..settings import FLAG
 
-METHODS = ("save_checkpoint", "load_checkpoint", "module_state_dict", "load_module_state_dict")
+METHODS = ("__init__", "save_checkpoint", "load_checkpoint", "module_state_dict", "load_module_state_dict")
 REMEDY = "install DeepSpeed 0.10.1 or newer: pip install -U 'deepspeed>=0.10.1'"
 
 

@@ -17,8 +17,10 @@ from ..checkpoint.zero.layout import latest_tag
 from ..common.errors import CheckpointError
 from ..common.overrides import overridden, set_to
 from ..common.work_folder import entries, is_in_work_folder
-from ..engine import frozen, in_flight
+from ..engine import in_flight
 from ..engine.attached import Attached, attach, attached
+from ..engine.gathering import put
+from ..engine.origins import replacing
 from ..engine.owner import warn
 from ..manifest import KEY, Manifest
 from ..parameters import names_by_parameter, parameters_by_name, plain, prefix_of
@@ -26,7 +28,7 @@ from . import elastic
 from .base_check import check_base
 from .load import Load, current, where_it_is
 from .quantized import by_name, check_parts, is_part, without_own_values
-from .strictness import check_optimizer_layout, check_optimizer_state, forgiving
+from .strictness import check_optimizer_layout, check_optimizer_state, forgiving, saved_elsewhere
 from .trust import trust
 
 
@@ -122,12 +124,9 @@ def _cures(load: Load) -> cures.Attributes:
 
 @contextmanager
 def _noticing_another_base(known: Attached, engine: Any) -> Iterator[None]:
-    """Remember the frozen values that a checkpoint replaces: they are no longer the base that the program builds."""
-    before = frozen.sample(frozen.frozen(engine.module))
-    yield
-    after = frozen.sample(frozen.frozen(engine.module))
-    known.loaded |= frozen.differing(before, after)
-    known.at_start = after if known.at_start else {}
+    """Remember what a checkpoint replaces: it is no longer the base that the program builds."""
+    with replacing(engine.module):
+        yield
     known.prints = {}
 
 
@@ -159,11 +158,15 @@ def load_module_state_dict(
     checkpoint = _with_own_buffers(checkpoint, load) if load.module else checkpoint
     state = without_own_values(checkpoint["module"], held, manifest, load)
     may_be_missing |= {plain(name) for name in checkpoint["module"].keys() - state.keys()}
+    fragments, in_partitions = saved_elsewhere(checkpoint, engine.module)
     parts = {plain(name): value for name, value in state.items() if is_part(held.get(plain(name)))}
     checkpoint = _with_all_fragments({**checkpoint, "module": state}, engine)
     call.arguments["checkpoint"] = _renamed(checkpoint, engine.module)
-    with forgiving(engine.module, may_be_missing, parts), _gathered(call, load):
+    forgiven = may_be_missing | fragments | in_partitions
+    with forgiving(engine.module, forgiven, parts), _gathered(call, load), _frozen_meanwhile(engine, checkpoint):
         result = wrapped(*call.args, **call.kwargs)
+    if in_partitions and not (load.restores_optimizer and engine.zero_optimization_partition_weights()):
+        put(engine.module, {plain(n): value for n, value in _whole(load).items() if plain(n) in in_partitions})
     check_parts(parts, by_name(engine.module) if parts else {}, load)
     return result
 
@@ -176,13 +179,31 @@ def _gathered(call: inspect.BoundArguments, load: Load) -> Iterator[None]:
     if not needed or load.restores_optimizer:
         yield
         return
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    whole = get_fp32_state_dict_from_zero_checkpoint(load.source, load.tag)
-    checkpoint = _with_own_buffers({**call.arguments["checkpoint"], "module": whole}, load)
+    checkpoint = _with_own_buffers({**call.arguments["checkpoint"], "module": _whole(load)}, load)
     call.arguments["checkpoint"] = _renamed(checkpoint, engine.module)
     with cures.gathered_for_load(engine):
         yield
+
+
+def _whole(load: Load) -> dict[str, Any]:
+    """The trained parameters of a checkpoint, from the optimizer's partitions."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    return dict(get_fp32_state_dict_from_zero_checkpoint(load.source, load.tag))
+
+
+@contextmanager
+def _frozen_meanwhile(engine: Any, checkpoint: Mapping[str, Any]) -> Iterator[None]:
+    """Let DeepSpeed load all fragments, also of parameters that are no longer frozen."""
+    fragments = set(map(plain, checkpoint.get("frozen_param_fragments") or {}))
+    thawed = [p for p, names in names_by_parameter(engine.module).items() if p.requires_grad and names[0] in fragments]
+    for parameter in thawed:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in thawed:
+            parameter.requires_grad_(True)
 
 
 def _with_own_buffers(checkpoint: Mapping[str, Any], load: Load) -> Mapping[str, Any]:
@@ -195,19 +216,19 @@ def _with_own_buffers(checkpoint: Mapping[str, Any], load: Load) -> Mapping[str,
 
 
 def _with_all_fragments(checkpoint: Mapping[str, Any], engine: Any) -> Mapping[str, Any]:
-    """The checkpoint with a fragment for each parameter that is frozen now, if it has fragments at all.
+    """The checkpoint with a fragment for each parameter that is frozen now, if it needs fragments at all.
 
-    Below ZeRO-3, fragments are second copies of what is in the state dict. In ZeRO-3, DeepSpeed looks up one for each
-    frozen parameter, and raises KeyError if there is none: it was left out, or frozen since a full save. Such a
-    parameter gets its own value, which the state dict may have set before.
+    Below ZeRO-3, fragments are second copies, but of what the state dict lacks. DeepSpeed looks up one for each frozen
+    parameter, and raises KeyError if there is none: it was left out, or frozen since a full save. Such a parameter gets
+    its own value, which the state dict may have set before.
     """
-    fragments = checkpoint.get("frozen_param_fragments")
-    if not fragments:
-        return checkpoint
+    saved = {plain(name): value for name, value in (checkpoint.get("frozen_param_fragments") or {}).items()}
     if not engine.zero_optimization_partition_weights():
+        in_state = set(map(plain, checkpoint["module"]))
+        saved = {name: value for name, value in saved.items() if name not in in_state}
+    if not saved:
         return {**checkpoint, "frozen_param_fragments": None}
     own = {names[0]: getattr(p, "ds_tensor", p) for p, names in names_by_parameter(engine.module).items()}
-    saved = {plain(name): value for name, value in fragments.items()}
     return {**checkpoint, "frozen_param_fragments": {**own, **saved}}
 
 

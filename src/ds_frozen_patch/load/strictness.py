@@ -9,7 +9,7 @@ from typing import Any
 from ..common.errors import CheckpointMismatchError, named
 from ..cures import has_plain_optimizer
 from ..manifest import Manifest
-from ..parameters import PARAMETER, PART, Held, frozen_names, plain
+from ..parameters import PARAMETER, PART, Held, frozen_names, names_by_parameter, names_in_state_dict, plain
 
 
 def check_left_out(manifest: Manifest, held: Mapping[str, Held]) -> None:
@@ -69,6 +69,18 @@ def left_out_by_others(checkpoint: Mapping[str, Any], module: Any) -> frozenset[
     if any(names[0] in saved for names in frozen):
         return frozenset()
     return frozenset(name for names in frozen for name in names)
+
+
+def saved_elsewhere(checkpoint: Mapping[str, Any], module: Any) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that a module's own `state_dict` leaves out: those among the fragments, and in partitions alone."""
+    in_state = frozenset(map(plain, checkpoint["module"]))
+    fragments = frozenset(map(plain, checkpoint.get("frozen_param_fragments") or {})) - in_state
+    groups = checkpoint.get("param_shapes") or ()
+    partitioned = frozenset(plain(name) for group in groups for name in group) - in_state - fragments
+    if not partitioned:
+        return fragments, partitioned  # as a rule
+    named, lacking = names_by_parameter(module), names_by_parameter(module).keys() - names_in_state_dict(module).keys()
+    return fragments, partitioned & {name for parameter in lacking for name in named[parameter]}
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 import wrapt
 
 from ..common.probing import Target
+from ..engine import serving
 from ..engine.in_flight import after_it
 from ..engine.target import ENGINE
 from ..load import engine as load_engine
@@ -41,6 +42,7 @@ _WRAPPERS: dict[str, dict[str, Callable[..., Any]]] = {
         "_get_output_dir": after_it,  # once training has ended, Trainer lists this folder, and removes from it
     },
     ENGINE.class_name: {
+        "__init__": serving.init,
         "save_checkpoint": save_engine.save_checkpoint,
         "load_checkpoint": load_engine.load_checkpoint,
         "module_state_dict": save_engine.module_state_dict,
@@ -127,7 +129,7 @@ def wrap(what: Target, cls: Any, enabled: Callable[[], bool]) -> list[Wrapping]:
     wrappers = _WRAPPERS[what.class_name]
     wrappings = []
     for method in (name for name in what.methods if name in wrappers):
-        make = _InitWrapper if method == "__init__" else wrapt.FunctionWrapper
+        make = _InitWrapper if wrappers[method] is strategy.init else wrapt.FunctionWrapper
         _, attribute, original = wrapt.resolve_path(cls, method)
         wrapper = make(original, wrappers[method], enabled=enabled)
         wrappings.append(Wrapping(cls, attribute, original, method not in cls.__dict__, wrapper))

@@ -6,6 +6,7 @@ A wrapper takes wrapt's four arguments: the wrapped method (bound), its instance
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from ..common.overrides import overridden
 from ..common.text import human_bytes
 from ..cures import check_nvme, check_step_counts, config_by_content, explaining_nvme_errors, forgets_optimizer
 from ..engine.attached import attached
+from ..engine.frozen import in_partitions, is_expert
 from ..engine.owner import is_first, warn
-from ..parameters import frozen_names, plain
+from ..parameters import PARAMETER, contents, names_by_parameter, names_in_state_dict, plain
 from ..settings import FLAG
 from ..settings import current as settings
+from .copies import warn_of_copies
 from .save import Save, current
 from .saving import keep_changed, saving, writes_before_it_returns
 from .ways import Way
@@ -51,6 +54,7 @@ def _save(wrapped: Callable[..., Any], call: inspect.BoundArguments, save: Save)
     if forgets_optimizer(engine):
         ours["optimizer"] = engine.optimizer.state_dict()
     if exclude:
+        warn_of_copies(save, call.arguments.get("client_state") or {})
         left_out = make_manifest(save)
         save.names_left_out = left_out.names
         ours |= {manifest.KEY: _manifest_or_reference(save, left_out)} | _kept_fragments(save)
@@ -135,18 +139,30 @@ def make_manifest(save: Save) -> manifest.Manifest:
 
 
 def _kept_fragments(save: Save) -> dict[str, Any]:
-    """The frozen parameters that are saved, where DeepSpeed saves frozen values apart from the module's.
+    """The parameters that DeepSpeed would save nowhere, and frozen ones where it has a place for these.
 
-    It does so from stage 2 on, for all of them or, with its flag, for none; in ZeRO-3 they are nowhere else.
+    It has one from stage 2 on, for all of them or, with its flag, for none. What no optimizer has is nowhere else in
+    ZeRO-3; below that, what the module's own `state_dict` leaves out.
     """
-    engine = save.engine
-    if not engine.zero_optimization_partition_gradients() or not (save.attached.changed or settings().keep):
-        return {}
+    engine, partitioned = save.engine, in_partitions(save.engine)
+    left_out = {one.name for one in save.left_out or ()}
+    in_state = set(names_in_state_dict(engine.module))
+    saved = {p: names[0] for p, names in names_by_parameter(engine.module).items() if names[0] not in left_out}
+    if lacking := [name for p, name in saved.items() if p in partitioned and p not in in_state]:
+        save.attached.warn_once(
+            f"{type(engine.module).__name__}.state_dict() lacks {len(lacking)} trained parameters ({named(lacking)}),"
+            " which only ds_frozen_patch can load: it takes them from the optimizer's partitions."
+        )
+    if engine.zero_optimization_partition_weights():
+        in_state = set()  # it has only placeholders
+    has_place = engine.zero_optimization_partition_gradients()
     actual = {plain(name): name for name, _ in engine.module.named_parameters()}
     kept = {
-        actual[names[0]]: parameter
-        for parameter, names in frozen_names(engine.module).items()
-        if names[0] in save.attached.changed or settings().keeps(names)
+        actual[name]: parameter
+        for parameter, name in saved.items()
+        if parameter not in partitioned
+        and not is_expert(parameter)
+        and (parameter not in in_state or (has_place and not parameter.requires_grad))
     }
     if not kept:
         return {}
@@ -183,13 +199,19 @@ def _log_once(save: Save, left_out: manifest.Manifest) -> None:
         return
     count = len(left_out.parameters)
     if not count:
-        owner.logger.info("No parameter is frozen, so checkpoints leave nothing out.")
+        owner.logger.info("ds_frozen_patch: no parameter is frozen, so checkpoints leave nothing out.")
         return
+    everything = contents(save.engine.module)
     removed = sum(one.nbytes for one in save.left_out or () if save.removed.intersection(one.names))
-    owner.logger.info(
-        "Checkpoints leave out %d frozen parameters, which saves %s each%s. A load needs them to be there: build the"
+    is_shown = owner.logger.isEnabledFor(logging.INFO)  # not by Trainer and Accelerate, as they come
+    owner.logger.log(
+        logging.INFO if is_shown else logging.WARNING,
+        "ds_frozen_patch: checkpoints leave out %d of %d parameters, %s of %s (%s%s). A resume needs them: build the"
         " model as in this run.",
         count,
+        sum(one.kind == PARAMETER for one in everything),
         human_bytes(removed),
-        f" ({', '.join(p.name for p in left_out.parameters[:2])}{', ...' if count > 2 else ''})",
+        human_bytes(sum(one.nbytes for one in everything)),
+        ", ".join(p.name for p in left_out.parameters[:2]),
+        ", ..." if count > 2 else "",
     )

@@ -15,6 +15,7 @@ from ..common.overrides import set_to
 from ..common.work_folder import identity
 from ..engine import frozen, in_flight
 from ..engine.attached import Attached
+from ..engine.origins import origins
 from ..engine.owner import is_first, warn
 from ..settings import FLAG
 from ..settings import current as settings
@@ -99,8 +100,8 @@ def begin(
     in_flight.wait()
     now = settings()
     options = {name: getattr(now, name) for name in _MUST_BE_EQUAL}
-    candidates = frozen.to_leave_out(known, engine) if exclude else None
-    changed = frozen.changed_since_start(known, candidates or ())
+    candidates = frozen.to_leave_out(engine) if exclude else None
+    changed = frozen.changed_since_start(engine, candidates or ())
     way = Way.EXCHANGED if is_managed else Way.UNMANAGED
     save = Save(known.owner, engine, known, path, folder or path.parent, shown, way, candidates, now.sync)
     if is_managed and is_first(known.owner):
@@ -123,7 +124,9 @@ def keep_changed(save: Save, changed: set[str]) -> None:
     assert save.left_out is not None
     overruled = {one.group for one in save.left_out if settings().leaves_out(one.names)}
     if changed := changed - overruled:
-        save.attached.changed |= changed
+        known = origins(save.engine.module)
+        for name in changed & known.keys():
+            known[name].is_changed = True
         save.left_out = [one for one in save.left_out if one.group not in changed]
         warn(
             save.owner,

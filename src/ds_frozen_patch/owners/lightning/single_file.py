@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,14 @@ from ...common.durable import exchange, sync_folder
 from ...common.errors import CheckpointMismatchError, named
 from ...common.work_folder import WORK, remove_states
 from ...cures import forget_second_copies
-from ...engine.gathering import gathered
+from ...engine.gathering import gathered, put
 from ...engine.owner import is_first
 from ...load.base_check import check_base
 from ...load.load import Load
 from ...load.quantized import by_name, check_parts, is_part, without_own_values
 from ...load.trust import inspect_file
 from ...manifest import KEY, Manifest
-from ...parameters import names_by_parameter, plain
+from ...parameters import names_by_parameter, names_in_state_dict, plain
 from ...save.engine import make_manifest
 from ...save.save import Save
 from ...save.ways import Way
@@ -91,13 +91,17 @@ def save(save: Save, checkpoint: Mapping[str, Any], storage_options: Any = None)
     writes = save.publishes or (save.way is Way.UNMANAGED and is_first(save.owner))
     manifest = make_manifest(save) if save.left_out is not None else None
     left_out = manifest.names if manifest else frozenset()
-    # A module's own `state_dict` may return only a part.
+    # A module's own `state_dict` may return only a part, and use other names.
     dumped = {name: value for name, value in checkpoint["state_dict"].items() if plain(name) not in left_out}
-    parameters = {p: [n for n in names if n in dumped] for p, names in names_by_parameter(module).items()}
-    firsts = {names[0]: parameter for parameter, names in parameters.items() if names}
-    aliases = {names[0]: names for names in parameters.values() if names}
+    parameters = {p: [n for n in own if n in dumped] for p, own in names_in_state_dict(module).items()}
+    firsts = {own[0]: parameter for parameter, own in parameters.items() if own}
+    aliases = {own[0]: own for own in parameters.values() if own}
     for name, value in gathered(firsts, writes):
         dumped.update(dict.fromkeys(aliases[name], value))
+    if save.engine.zero_optimization_partition_weights():
+        known = {name for own in aliases.values() for name in own}
+        placeholders = [name for name, value in dumped.items() if name not in known and _is_empty(value)]
+        dumped.update(_from_whole_module(module, left_out, placeholders, writes))
     if writes:
         with save.failures.deferred(save.target):
             dumped = {name: value.cpu() if hasattr(value, "cpu") else value for name, value in dumped.items()}
@@ -109,6 +113,22 @@ def save(save: Save, checkpoint: Mapping[str, Any], storage_options: Any = None)
         (save.folder / "latest").unlink(missing_ok=True)
         sync_folder(save.folder)
         remove_states(save.folder / "checkpoint")
+
+
+def _is_empty(value: Any) -> bool:
+    return hasattr(value, "numel") and value.numel() == 0
+
+
+def _from_whole_module(module: Any, left_out: frozenset[str], names: Collection[str], writes: bool) -> dict[str, Any]:
+    """What a `state_dict` of the module's own makes of its parameters, all of which it needs at once."""
+    from deepspeed import zero
+
+    if not names:
+        return {}
+    parameters = [p for p, own in names_by_parameter(module).items() if left_out.isdisjoint(own)]
+    with zero.GatheredParameters(parameters):
+        state = module.state_dict() if writes else {}
+        return {name: state[name].detach().to("cpu", copy=True) for name in names if name in state}
 
 
 def _strategy(owner: Any) -> Any:
@@ -145,7 +165,7 @@ def load(load: Load, file: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
     manifest, held = Manifest.from_checkpoint(checkpoint), by_name(module)
     _check(load, module, weights, manifest, file)
     checkpoint.pop(KEY, None)
-    _put(module, without_own_values(weights, held, manifest, load))
+    put(module, without_own_values(weights, held, manifest, load))
     forget_second_copies(engine)
     if module.trainer.state.fn != "fit":
         return checkpoint
@@ -178,22 +198,6 @@ def _check(load: Load, module: Any, weights: Mapping[str, Any], manifest: Manife
     found = [f"{what}: {named(names)}" for what, names in problems.items() if names]
     if found:
         raise CheckpointMismatchError(f"{file} does not fit this module: {'; '.join(found)}.")
-
-
-def _put(module: Any, weights: Mapping[str, Any]) -> None:
-    import torch
-    from deepspeed import zero
-
-    with torch.no_grad():
-        for parameter, names in names_by_parameter(module).items():
-            value = next((weights[name] for name in names if name in weights), None)
-            if value is not None:
-                with zero.GatheredParameters([parameter], modifier_rank=0):
-                    if parameter.shape == value.shape:  # a rank that does not gather has an empty one
-                        parameter.copy_(value)
-        for name, buffer in module.named_buffers(remove_duplicate=False):
-            if plain(name) in weights:
-                buffer.copy_(weights[plain(name)])
 
 
 def _put_masters(module: Any, weights: Mapping[str, Any]) -> None:

@@ -1,0 +1,196 @@
+"""Where the values of a parameter come from: from the program that built it, or from a served engine.
+
+What an engine has optimized, seen changed, or replaced from a checkpoint is no base, for every later engine of this
+process too, until the program builds a new parameter. It is kept by the modules that hold the parameters: torch does
+not swap tensors that have weak references, and an attribute of a tensor would be in the program's pickles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from ..fingerprint import is_readable, own_values
+from ..parameters import PARAMETER, PART, Held, contents, part_suffix, plain, shape_of
+
+if TYPE_CHECKING:
+    import torch
+
+_Key = TypeVar("_Key")
+VALUES = 64
+"""About how many values of each tensor are compared, evenly spaced from its first to its last."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Some values of a tensor, in CPU memory.
+
+    Attributes:
+        values: one-dimensional, in the tensor's dtype.
+        layout: the shape of the whole tensor, and the number of elements that this rank has of it.
+    """
+
+    values: torch.Tensor
+    layout: tuple[Any, ...]
+
+    @property
+    def content(self) -> Any:
+        """What is equal for copies; None if all values are equal, as those of new parameters can be."""
+        import torch
+
+        if not len(self.values) or bool((self.values == self.values[0]).all()):
+            return None
+        return self.layout, self.values.dtype, self.values.view(torch.uint8).numpy().tobytes()
+
+    def differs_from(self, now: Sample) -> bool:
+        """Whether the tensor has changed since; a program that builds it again would round it as was done here.
+
+        Other partitions than before cannot be compared, so they count as equal.
+        """
+        import torch
+
+        before, after = self.values, now.values
+        if self.layout != now.layout:
+            return False
+        if before.dtype.is_floating_point and after.dtype.is_floating_point and after.itemsize <= before.itemsize:
+            before = before.to(after.dtype)
+        return before.dtype != after.dtype or not torch.equal(before.view(torch.uint8), after.view(torch.uint8))
+
+
+@dataclass
+class Origin:
+    """What is known of a parameter or buffer, and of the parts of a parameter.
+
+    Attributes:
+        is_trained: an optimizer has been made for it.
+        is_changed: training has changed it though it was frozen, or a checkpoint has replaced it; all ranks know.
+        is_suspected: as `is_changed`, as far as this rank has seen.
+        samples: of it and its parts when training began: by an empty string or by the part's suffix.
+    """
+
+    is_trained: bool = False
+    is_changed: bool = False
+    is_suspected: bool = False
+    samples: dict[str, Sample] = field(default_factory=dict)
+
+    @property
+    def is_base(self) -> bool:
+        """Whether the program builds it."""
+        return not (self.is_trained or self.is_changed or self.is_suspected)
+
+
+_known: WeakKeyDictionary[Any, dict[str, tuple[int, Origin]]] = WeakKeyDictionary()
+"""By module: for each of its own parameters and buffers, by name, its identity and what is known of it."""
+
+
+def origins(module: torch.nn.Module) -> dict[str, Origin]:
+    """What is known of each parameter and buffer of a module, by all plain names."""
+    by_identity = {id(tensor): origin for _, tensor, origin in _living()}
+    found: dict[str, Origin] = {}
+    for path, inner in module.named_modules(remove_duplicate=False):
+        own: dict[str, tuple[int, Origin]] = {}
+        for name, tensor in _held_by(inner):
+            origin = by_identity.setdefault(id(tensor), Origin())
+            own[name] = id(tensor), origin
+            found[plain(f"{path}.{name}" if path else name)] = origin
+        if own:
+            _known[inner] = own
+    return found
+
+
+def _living() -> Iterator[tuple[Any, Any, Origin]]:
+    """The known tensors that are still where they were, each with its module."""
+    for module, own in list(_known.items()):
+        for name, tensor in _held_by(module):
+            identity, origin = own.get(name, (None, None))
+            if identity == id(tensor) and origin is not None:
+                yield module, tensor, origin
+
+
+def _held_by(module: Any) -> Iterator[tuple[str, Any]]:
+    """A module's own parameters and buffers."""
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)
+
+
+def sample(tensors: Mapping[_Key, torch.Tensor]) -> dict[_Key, Sample]:
+    """Samples of what can be read; with one transfer for each device and dtype."""
+    import torch
+
+    picked: dict[tuple[Any, Any], list[tuple[_Key, torch.Tensor, tuple[int, ...]]]] = {}
+    for key, tensor in tensors.items():
+        if is_readable(tensor):
+            values = own_values(tensor)
+            some = values[:: max(len(values) // VALUES, 1)]
+            picked.setdefault((some.device, some.dtype), []).append((key, some, (*shape_of(tensor), len(values))))
+    found: dict[_Key, Sample] = {}
+    for ones in picked.values():
+        together = torch.cat([some for _, some, _ in ones]).cpu()
+        split = torch.split(together, [len(some) for _, some, _ in ones])
+        found |= {key: Sample(values, layout) for (key, _, layout), values in zip(ones, split, strict=True)}
+    return found
+
+
+def remember(module: torch.nn.Module) -> None:
+    """Take samples of a whole module when training begins; changes before that are how the program builds it."""
+    known = origins(module)
+    for one, taken in sample({one: one.tensor for one in contents(module)}).items():
+        if one.group in known:
+            known[one.group].samples[_part(one)] = taken
+
+
+def changed(known: Mapping[str, Origin], held: Iterable[Held]) -> set[str]:
+    """The groups (see `parameters.Held`) that differ from what training began with, as far as this rank sees."""
+    before = {one: known[one.group].samples.get(_part(one)) for one in held if one.group in known}
+    taken = sample({one: one.tensor for one, then in before.items() if then is not None})
+    return {one.group for one, now in taken.items() if (then := before[one]) is not None and then.differs_from(now)}
+
+
+def notice_earlier_training(module: torch.nn.Module) -> None:
+    """Before a new engine is made for a module: what earlier engines of this process have changed is no base.
+
+    The same is true of copies of what they have trained, such as a teacher, or an adapter to compare with.
+    """
+    trained = {id(tensor): (tensor, origin) for _, tensor, origin in _living() if origin.is_trained}
+    known = origins(module)
+    if not any(origin.samples for origin in known.values()) and not trained:
+        return
+    held = contents(module)
+    suspected = changed(known, held)
+    now = sample({key: tensor for key, (tensor, _) in trained.items()})
+    copied = {
+        one.content
+        for key, one in now.items()
+        if (then := trained[key][1].samples.get("")) is not None and then.differs_from(one)
+    }
+    if copied := copied - {None}:
+        frozen = sample({one: one.tensor for one in held if one.is_frozen})
+        suspected |= {one.group for one, its in frozen.items() if its.content in copied}
+    for name in suspected & known.keys():
+        known[name].is_suspected = True
+
+
+@contextmanager
+def replacing(module: torch.nn.Module) -> Iterator[None]:
+    """Remember what a checkpoint replaces meanwhile: what was trainable, and frozen values that differ afterwards."""
+    before = sample({one: one.tensor for one in contents(module) if one.is_frozen})
+    yield
+    known, held = origins(module), contents(module)
+    names = {(one.group, _part(one)): then for one, then in before.items()}
+    after = sample({one: one.tensor for one in held if one.is_frozen})
+    replaced = {one.group for one in held if one.kind == PARAMETER and not one.is_frozen}
+    for one, now in after.items():
+        then = names.get((one.group, _part(one)))
+        if then is not None and then.differs_from(now):
+            replaced.add(one.group)
+        if one.group in known and (taken := known[one.group].samples):
+            taken[_part(one)] = now
+    for name in replaced & known.keys():
+        known[name].is_suspected = True
+
+
+def _part(one: Held) -> str:
+    return part_suffix(one.name, one.group) if one.kind == PART else ""
