@@ -349,13 +349,13 @@ def test_the_process_ends_after_its_save(tmp_path: Path, fails: bool) -> None:
         "import pathlib, sys, time\n"
         "from ds_frozen_patch import CheckpointError\n"
         "from ds_frozen_patch.engine import attached, in_flight\n"
-        "from ds_frozen_patch.owners.engine import EngineOwner\n"
-        "class Engine: pass\n"
+        "from ds_frozen_patch.owners.engine import owner_of\n"
+        "class Engine: global_rank, local_rank, device, _config = 0, 0, None, None\n"
         "def save():\n"
         "    time.sleep(0.5)\n"
         f"    pathlib.Path({str(tmp_path / 'saved')!r}).touch()\n"
         f"    return CheckpointError('no space') if {fails} else None\n"
-        "in_flight.start(save, attached.Attached(EngineOwner(Engine())))\n"
+        "in_flight.start(save, attached.Attached(owner_of(Engine())))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (tmp_path / "saved").exists()

@@ -10,7 +10,7 @@ import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 import ds_frozen_patch
-from ds_frozen_patch.engine.attached import attach, attached
+from ds_frozen_patch.engine.attached import attach
 from ds_frozen_patch.engine.frozen import sample_at_start
 from ds_frozen_patch.engine.loss import scale_loss
 from ds_frozen_patch.engine.origins import origins, replacing
@@ -33,8 +33,8 @@ class Engine:
         self.losses.append(loss)
 
 
-def owner(is_alive: bool = True) -> Any:
-    return SimpleNamespace(is_alive=is_alive)
+def owner() -> Any:
+    return SimpleNamespace()
 
 
 def test_unpatch_removes_the_loss_factor() -> None:
@@ -67,12 +67,6 @@ def test_a_user_method_is_kept() -> None:
     ds_frozen_patch.patch()
     ds_frozen_patch.unpatch()
     assert "forward" in vars(engine)
-
-
-def test_an_engine_without_an_owner_is_ignored() -> None:
-    engine = Engine()
-    attach(engine, owner(is_alive=False))
-    assert attached(engine) is None
 
 
 class Own(TorchCheckpointEngine):  # type: ignore[misc]

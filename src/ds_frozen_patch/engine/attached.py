@@ -1,4 +1,4 @@
-"""The engines that are served, and what is known of each. Engines without a known owner are left alone."""
+"""The engines that are served, and what is known of each; others are left alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Attached:
     """What is known of an engine.
 
     Attributes:
-        owner: that made it. It must not hold the engine.
+        owner: that made it.
         prints: the fingerprints at the last save, by name.
         loss_factor: what each loss is multiplied by, see `engine.loss`.
         publishes: whether this rank has published the last checkpoint on its disk.
@@ -54,9 +54,8 @@ def attach(engine: Any, owner: Owner) -> Attached:
 
 
 def attached(engine: Any) -> Attached | None:
-    """What is known of an engine; None if it is not served, or its owner is gone."""
-    known = _engines.get(engine)
-    return known if known is not None and known.owner.is_alive else None
+    """What is known of an engine; None if it is not served."""
+    return _engines.get(engine)
 
 
 def override(engine: Any, method: str, replacement: Callable[..., Any]) -> None:

@@ -96,7 +96,7 @@ def wait() -> None:
     _in_flight = None  # not before: an interrupt ends the join, and the process waits at its end
     if seconds > _NOTABLE_SECONDS:
         text = f"Waited {seconds:.1f} s for the previous save to be written. Save less often, or to a faster disk."
-        if flying.known.owner.is_alive and flying.known.is_first_time("a wait for the previous save"):
+        if flying.known.is_first_time("a wait for the previous save"):
             warn(flying.known.owner, text)
     if flying.error is not None:
         raise flying.error

@@ -1,46 +1,44 @@
 """What a save and a load need of whoever made an engine.
 
-The engine is the centre of this package. A framework that makes engines, such as Lightning, is described by one class
-with these members (see `owners`).
+The engine is the centre of this package. Each framework that makes engines, such as Lightning, has a function that
+describes itself in this way (see `owners`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..settings import full_is_requested
 
 
-class Owner(Protocol):
-    """The owner of one engine or more, on one rank."""
+@dataclass(frozen=True)
+class Owner:
+    """Whoever made an engine, on one rank. It must hold neither the engine nor what holds that.
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether its framework still holds it; if not, its engines are no longer served."""
+    Attributes:
+        rank: of all ranks.
+        local_rank: of the node's ranks.
+        device: where the process group's backend can reach a tensor, a `torch.device`.
+        logger: ours, as a child of the framework's, so that its settings count.
+        config: DeepSpeed's configuration as the program gave it; an engine for tests may have less of it.
+        names_each_save: whether each save has a folder of its own, and not only a tag in a folder of many.
+        leaves_out: returns whether saves leave frozen parameters out, if the call does not say.
+        after_load: called on every rank after the optimizer has been restored. It gets the engine; the checkpoint's own
+            state, reduced to `load.elastic.NEEDED`; and what the framework restores itself from, which it may change.
+            It raises CheckpointMismatchError if the framework cannot resume at this world size.
+    """
 
-    @property
-    def rank(self) -> int:
-        """Of all ranks."""
-
-    @property
-    def local_rank(self) -> int:
-        """Of the node's ranks."""
-
-    @property
-    def device(self) -> Any:
-        """Where the process group's backend can reach a tensor: a `torch.device`."""
-
-    @property
-    def logger(self) -> logging.Logger:
-        """Ours, as a child of the framework's, so that its settings count."""
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """DeepSpeed's configuration as the program gave it; an engine for tests may have less of it."""
-
-    @property
-    def names_each_save(self) -> bool:
-        """Whether each save has a folder of its own, and not only a tag in a folder of many."""
+    rank: int
+    local_rank: int
+    device: Any
+    logger: logging.Logger
+    config: Mapping[str, Any]
+    names_each_save: bool
+    leaves_out: Callable[[], bool]
+    after_load: Callable[[Owner, Any, Mapping[str, Any], dict[str, Any]], None]
 
     def excludes(self, requested: bool | None) -> bool:
         """Whether a save leaves frozen parameters out.
@@ -48,18 +46,9 @@ class Owner(Protocol):
         Args:
             requested: `exclude_frozen_parameters` of `engine.save_checkpoint`; None if it was not given.
         """
-
-    def after_load(self, engine: Any, state: Mapping[str, Any], client_state: dict[str, Any]) -> None:
-        """Called on every rank after the optimizer has been restored.
-
-        Args:
-            engine: that has loaded.
-            state: the checkpoint's own state, reduced to `load.elastic.NEEDED`.
-            client_state: what the framework restores itself from. It may be changed.
-
-        Raises:
-            CheckpointMismatchError: the framework cannot resume from it at this world size.
-        """
+        if full_is_requested():
+            return False
+        return self.leaves_out() if requested is None else requested
 
 
 def is_first(owner: Owner) -> bool:

@@ -49,8 +49,13 @@ def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
     load.engine = engine
     if engine.optimizer is not None and any(item is engine.optimizer for item in load.requested):
         call.arguments["load_optimizer_states"] = True  # see `cures.unwrapped`
-    load.restores_optimizer = call.arguments["load_optimizer_states"] and not call.arguments["load_module_only"]
-    load.source, load.tag = str(call.arguments["load_dir"]), call.arguments["tag"]
+    load.restores_optimizer = (
+        engine.optimizer is not None
+        and call.arguments["load_optimizer_states"]
+        and not call.arguments["load_module_only"]
+    )
+    tag = call.arguments["tag"]
+    load.source, load.tag = str(call.arguments["load_dir"]), None if tag is None else str(tag)
     _find_folder(load)
     with trust(), set_to(current, load), overridden(_cures(load)):
         look = load.look()
@@ -75,7 +80,7 @@ def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
     if client_state is not None:
         _remove_ours(client_state)
         if load.restores_optimizer and load.state:
-            load.owner.after_load(engine, load.state, client_state)
+            load.owner.after_load(load.owner, engine, load.state, client_state)
     return path, client_state
 
 
@@ -96,8 +101,11 @@ def _load_universal(
 
 
 def _remove_ours(client_state: dict[str, Any]) -> None:
-    for key in (KEY, LABEL, ELASTIC_KEY, *UNIVERSAL_INFO):
+    for key in (KEY, LABEL, ELASTIC_KEY):
         client_state.pop(key, None)
+    for key, value in UNIVERSAL_INFO.items():
+        if client_state.get(key) == value:
+            del client_state[key]
 
 
 def _find_folder(load: Load) -> None:
@@ -105,11 +113,10 @@ def _find_folder(load: Load) -> None:
     source = Path(load.source)
     if load.tag is None and is_in_work_folder(source):  # where a strategy has found it
         load.tag = next((item.name for item in entries(source) if item.is_dir()), None)
-    with suppress(CheckpointError):  # `Load.look` finds the same problem, and shares it
+    with suppress(CheckpointError, OSError):  # `Load.look` finds the same problem, and shares it
         tag = latest_tag(source) if load.tag is None else load.tag
         place = where_it_is(load.owner, source / tag)
-        if place.name == tag:
-            load.source, load.tag = str(place.parent), tag
+        load.source, load.tag = str(place.parent), place.name  # a tag can be a path
 
 
 def _cures(load: Load) -> cures.Attributes:

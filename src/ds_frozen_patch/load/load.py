@@ -14,7 +14,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.format.archive import read_archive
 from ..checkpoint.zero.layout import latest_tag
 from ..checkpoint.zero.states import FileDigests, check_digests_agree
 from ..common.collectives import default_store, digest, gather, gather_numbers, world_size
@@ -28,6 +27,7 @@ from ..manifest import KEY, Manifest, digest_of, reference
 from ..settings import current as settings
 from .integrity import check_own_files, check_share, is_zip
 from .look import Look, look_at_all, look_at_own, save_and_step
+from .trust import read_file
 
 current: ContextVar[Load | None] = ContextVar("ds_frozen_patch_load", default=None)
 """The load that is running, for what upstream's code calls back."""
@@ -132,6 +132,8 @@ class Load:
                 self.manifest = self._read_manifest(look.tag)
             except (CheckpointError, CheckpointMismatchError) as error:
                 problem = error
+            except Exception as error:  # which the other ranks would wait for
+                problem = CheckpointError(f"{self.source} cannot be read: {type(error).__name__}: {error}")
         return digests, self.agree("a checkpoint", problem, digests)
 
     def _check_share(self, look: Look) -> list[FileDigests]:
@@ -145,14 +147,14 @@ class Load:
         file = Path(self.engine._get_ckpt_name(self.source, tag))
         if not self.engine.zero_optimization_partition_weights() or not is_zip(file):
             return None
-        state = read_archive(file, trust=True).state
+        state = read_file(file).state
         found = reference(state.get(KEY)) if isinstance(state, dict) else None
         if found is None:
             Manifest.from_checkpoint(state)
             return None
         name, expected = found
         first = file.with_name(Path(name).name)
-        other = read_archive(first, trust=True).state if first.is_file() else {}
+        other = read_file(first).state if first.is_file() else {}
         if not isinstance(other, dict) or KEY not in other or digest_of(other[KEY]) != expected:
             raise CheckpointMismatchError(
                 f"{file} refers to a manifest in {name!r}, which has none of this save. Get a complete copy."

@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.format.archive import read_archive
 from ..checkpoint.zero.labels import get_save_id
 from ..checkpoint.zero.layout import Layout, NothingSavedError, UnknownLayoutError, find_layout, latest_tag
 from ..checkpoint.zero.states import as_integer, configured_stage
 from ..common.errors import CheckpointError
 from ..common.work_folder import is_unfinished
+from .trust import read_file
 
 _KINDS = ("model", "optimizer")
 
@@ -78,6 +78,8 @@ def look_at_all(source: str, tag: str | None) -> Look:
         return Look()
     except CheckpointError as error:
         return Look(problem=str(error), is_empty=isinstance(error, NothingSavedError))
+    except OSError as error:  # the other ranks wait for this one
+        return Look(problem=f"{source} cannot be read: {error}.")
     model, optimizer = ([file.name for file in files] for files in (layout.model, layout.optimizer))
     return Look(layout.tag, tuple(model), tuple(optimizer), _saved(layout))
 
@@ -103,7 +105,7 @@ def look_at_own(engine: Any, source: str, tag: str | None) -> Look:
 
 def _saved(layout: Layout) -> Saved | None:
     try:
-        model = read_archive(layout.model[0], trust=True).state
+        model = read_file(layout.model[0]).state
     except CheckpointError:
         return None
     ranks = as_integer(model.get("dp_world_size")) if isinstance(model, dict) else None
@@ -115,7 +117,7 @@ def save_and_step(look: Look, source: Path) -> tuple[str, int] | None:
     if look.tag is None:
         return None
     try:
-        state = read_archive(look.layout(source).model[0], trust=True).state
+        state = read_file(look.layout(source).model[0]).state
     except CheckpointError:
         return None
     save, step = get_save_id(state), state.get("global_steps") if isinstance(state, dict) else None

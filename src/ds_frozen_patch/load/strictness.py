@@ -66,6 +66,8 @@ def left_out_by_others(checkpoint: Mapping[str, Any], module: Any) -> frozenset[
     """
     saved = {plain(name) for name in checkpoint["module"]}
     frozen = frozen_names(module).values()
+    if checkpoint.get("frozen_param_shapes") is not None:
+        return frozenset()  # it is full, with or without frozen parameters; DeepSpeed says so from ZeRO-2 on
     if any(names[0] in saved for names in frozen):
         return frozenset()
     return frozenset(name for names in frozen for name in names)

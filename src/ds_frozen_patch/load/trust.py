@@ -15,7 +15,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from ..checkpoint.format.allowed import OF_DEEPSPEED
-from ..checkpoint.format.archive import Contents, read_archive
+from ..checkpoint.format.archive import Contents, UnreadableError, read_archive
 from ..common.errors import CheckpointError, named
 from ..common.overrides import overridden
 from ..common.text import printable
@@ -54,8 +54,27 @@ def _safe() -> list[Any]:
     return [resolve_name(name) for name in OF_DEEPSPEED]
 
 
+def read_file(file: Path) -> Contents:
+    """The contents of a file that torch is about to load: as torch reads it, if our own reader cannot.
+
+    Raises:
+        CheckpointError: neither can.
+    """
+    try:
+        return read_archive(file, trust=True)
+    except UnreadableError as error:
+        if runs_nothing():
+            raise
+        import torch
+
+        try:
+            return Contents(torch.load(file, map_location="cpu", mmap=True, weights_only=False), 0)
+        except Exception:  # whatever a damaged pickle leads to
+            raise error from None
+
+
 def inspect_file(file: Path) -> Contents | None:
-    """The contents of a file that torch is about to load, or None if only torch can read it; within `trust()`.
+    """The contents of a file that torch is about to load, or None if it is too old for that; within `trust()`.
 
     It logs classes and functions that are not expected in a checkpoint, unless `patch(trust=...)` was given.
 
@@ -63,7 +82,7 @@ def inspect_file(file: Path) -> Contents | None:
         CheckpointError: with `trust=False`, the file cannot be read here, or names something that could run.
     """
     try:
-        contents = read_archive(file, trust=True)
+        contents = read_file(file)
     except CheckpointError:
         if runs_nothing():
             raise

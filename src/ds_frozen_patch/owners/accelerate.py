@@ -22,7 +22,7 @@ from ..engine.attached import attached
 from ..engine.owner import is_first
 from ..engine.serving import begin_serving
 from ..save.around import Around
-from .engine import EngineOwner, logger_of
+from .engine import logger_of, owner_of
 from .newest import last_whole
 
 _WRITERS = ("save_accelerator_state", "save_custom_state")
@@ -56,7 +56,7 @@ def prepare(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, ...]
     if engines:
         handshake.check(accelerator.process_index)
     for engine in engines:
-        begin_serving(engine, EngineOwner(engine, "accelerate"))
+        begin_serving(engine, owner_of(engine, "accelerate"))
     return result
 
 

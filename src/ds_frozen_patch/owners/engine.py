@@ -1,14 +1,13 @@
-"""The `Owner` of an engine that no strategy describes: all it needs is read from the engine itself."""
+"""The owner of an engine that no strategy describes: all that is needed is read from the engine itself."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
 from typing import Any
-from weakref import ref
 
 from ..engine.batch import own_batch, saved_batch, warn_of_another_batch
-from ..settings import full_is_requested
+from ..engine.owner import Owner
 
 
 def logger_of(package: str) -> logging.Logger:
@@ -16,53 +15,21 @@ def logger_of(package: str) -> logging.Logger:
     return logging.getLogger(f"{package}.ds_frozen_patch" if package else "ds_frozen_patch")
 
 
-class EngineOwner:
-    """The owner of an engine of Accelerate, or of a program that has created it itself. It holds the engine weakly."""
+def owner_of(engine: Any, package: str = "") -> Owner:
+    """The owner of an engine of Accelerate, or of a program that has created it itself."""
+    config = getattr(engine._config, "_param_dict", None)
+    return Owner(
+        rank=int(engine.global_rank),
+        local_rank=int(engine.local_rank),
+        device=engine.device,
+        logger=logger_of(package),
+        config=config if isinstance(config, Mapping) else {},
+        names_each_save=bool(package),
+        leaves_out=lambda: True,
+        after_load=_after_load,
+    )
 
-    def __init__(self, engine: Any, package: str = "") -> None:
-        self._engine = ref(engine)
-        self.package = package
 
-    @property
-    def is_alive(self) -> bool:
-        """See `Owner`."""
-        return self._engine() is not None
-
-    @property
-    def rank(self) -> int:
-        """See `Owner`."""
-        return int(self._engine().global_rank)  # type: ignore[union-attr]
-
-    @property
-    def local_rank(self) -> int:
-        """See `Owner`."""
-        return int(self._engine().local_rank)  # type: ignore[union-attr]
-
-    @property
-    def device(self) -> Any:
-        """See `Owner`."""
-        return self._engine().device  # type: ignore[union-attr]
-
-    @property
-    def logger(self) -> logging.Logger:
-        """See `Owner`."""
-        return logger_of(self.package)
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """See `Owner`."""
-        config = getattr(self._engine()._config, "_param_dict", None)  # type: ignore[union-attr]
-        return config if isinstance(config, Mapping) else {}
-
-    @property
-    def names_each_save(self) -> bool:
-        """See `Owner`."""
-        return bool(self.package)
-
-    def excludes(self, requested: bool | None) -> bool:
-        """See `Owner`."""
-        return requested is not False and not full_is_requested()
-
-    def after_load(self, engine: Any, state: Mapping[str, Any], client_state: dict[str, Any]) -> None:
-        """See `Owner`. The program, or Trainer, counts its own batches; DeepSpeed divides the loss."""
-        warn_of_another_batch(self, saved_batch(state), own_batch(engine))
+def _after_load(owner: Owner, engine: Any, state: Mapping[str, Any], _: dict[str, Any]) -> None:
+    """The program, or Trainer, counts its own batches; DeepSpeed divides the loss."""
+    warn_of_another_batch(owner, saved_batch(state), own_batch(engine))

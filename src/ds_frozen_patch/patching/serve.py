@@ -8,7 +8,7 @@ from ..common.errors import PatchError
 from ..engine import handshake
 from ..engine.attached import attached
 from ..engine.serving import begin_serving
-from ..owners.engine import EngineOwner
+from ..owners.engine import owner_of
 from .patch import is_in_force, patch
 
 _STATES = ("module_state_dict", "load_module_state_dict")
@@ -44,7 +44,7 @@ def serve(engine: Any) -> None:
     derived = type(engine).__mro__[: type(engine).__mro__.index(DeepSpeedEngine)]
     if replaced := [name for name in _STATES if any(name in vars(cls) for cls in derived)]:
         raise PatchError(f"{type(engine).__name__} cannot be served: it has a {replaced[0]} of its own.")
-    owner = EngineOwner(engine)
+    owner = owner_of(engine)
     handshake.announce(owner.rank)
     handshake.check(owner.rank, _WAIT_SECONDS, "serve()")
     begin_serving(engine, owner)

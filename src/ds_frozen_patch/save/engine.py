@@ -60,9 +60,8 @@ def _save(wrapped: Callable[..., Any], call: inspect.BoundArguments, save: Save)
         ours |= {manifest.KEY: _manifest_or_reference(save, left_out)} | _kept_fragments(save)
     if save.attached.loss_factor != 1:
         ours[ELASTIC_KEY] = {"loss_factor": save.attached.loss_factor}
-    if engine.zero_optimization_stage() in (1, 2):
-        ours |= UNIVERSAL_INFO
-    call.arguments["client_state"] = {**(call.arguments.get("client_state") or {}), **ours}
+    needed = UNIVERSAL_INFO if engine.zero_optimization_stage() in (1, 2) else {}
+    call.arguments["client_state"] = {**needed, **(call.arguments.get("client_state") or {}), **ours}
     if settings().export:
         from . import export_trained
 

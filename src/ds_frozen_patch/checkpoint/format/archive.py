@@ -19,6 +19,10 @@ from .unpickling import unpickle
 from .zip_directory import Record, open_regular, read_chunks, read_directory, storage_records
 
 
+class UnreadableError(CheckpointError):
+    """A pickle has what only torch can read, or is damaged."""
+
+
 @dataclass(frozen=True)
 class Contents:
     """The state in a file, the size of its pickle, and the names in it that are not expected in a checkpoint."""
@@ -41,7 +45,8 @@ def read_archive(path: Path, *, trust: bool = False) -> Contents:
             run their code.
 
     Raises:
-        CheckpointError: the file is missing, truncated, damaged, of another kind, or names an unexpected class.
+        CheckpointError: the file is missing, truncated, damaged, of another kind, or names an unexpected class;
+            UnreadableError: its pickle has values that are not read here.
     """
     try:
         content, sizes = _read_pickle(path)
@@ -60,8 +65,9 @@ def read_archive(path: Path, *, trust: bool = False) -> Contents:
     except CheckpointError:
         raise
     except Exception as error:  # whatever a damaged pickle leads to
-        raise CheckpointError(
-            f"The pickle in {path} is damaged ({type(error).__name__}: {error}). Get a complete copy of the file."
+        raise UnreadableError(
+            f"The pickle in {path} is damaged, or has values that these tools do not read ({type(error).__name__}:"
+            f" {error})."
         ) from None
     return Contents(state, len(content), unexpected)
 

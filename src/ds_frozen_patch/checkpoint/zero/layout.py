@@ -10,6 +10,7 @@ epoch=5.ckpt/
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from ..format.zip_directory import open_regular
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_UNSUPPORTED = re.compile(r"(?:layer_\d+|expp_rank_).*_states\.pt")
 _ASK_FOR_TAG = "Pass the name of one as `tag`, or --tag on the command line."
 
 
@@ -78,10 +80,14 @@ def find_layout(path: str | Path, tag: str | None = None) -> Layout:
             " next save to this path replaces it."
         )
     states = [name for name in files if name.endswith("_states.pt")]
-    if unknown := [name for name in states if not (_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))]:
+    if unknown := [name for name in states if _UNSUPPORTED.fullmatch(name)]:
         raise UnknownLayoutError(
             f"{folder} contains {named(unknown, 3)}: it was saved with pipeline parallelism or a mixture of experts,"
             " which these tools do not support."
+        )
+    if extra := [name for name in states if not (_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))]:
+        logging.getLogger("ds_frozen_patch").warning(
+            "%s contains %s, which DeepSpeed has not written. It is left alone.", folder, named(extra, 3)
         )
     model = _sort_by_rank(folder, files, _MODEL)
     optimizer = _sort_by_rank(folder, files, _OPTIMIZER)

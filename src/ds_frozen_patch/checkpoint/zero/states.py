@@ -247,7 +247,8 @@ def check_digests_agree(found: Sequence[FileDigests]) -> None:
             )
         if one.save != found[0].save:
             raise CheckpointError(
-                f"{one.file} is of another save than {found[0].file.name}. Take all files from one checkpoint."
+                f"{one.file} is of another save than {found[0].file.name}, or is being replaced. Take all"
+                " files from one checkpoint."
             )
         other = first.setdefault(one.kind, one)
         if differ := [key for key in one.alike if one.alike[key] != other.alike[key]]:

@@ -7,6 +7,7 @@ DeepSpeed's second copy of the frozen weights in its output, loses those of ZeRO
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,13 @@ def convert(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: 
     Like the original, it replaces an existing file and returns what it has written. The tensors returned are mapped
     from the file, and objects of classes are stand-ins.
     """
+    from ...checkpoint.format.archive import UnreadableError
     from ...checkpoint.tools.consolidate import consolidate_over
 
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     call.apply_defaults()
-    return consolidate_over(**call.arguments)
+    try:
+        return consolidate_over(**call.arguments)
+    except UnreadableError as error:
+        logging.getLogger("ds_frozen_patch").warning("%s Lightning's own converter goes on.", error)
+        return dict(wrapped(*args, **kwargs))

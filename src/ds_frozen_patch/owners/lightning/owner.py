@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 from weakref import ref
 
-from ... import settings
+from ...engine.owner import Owner
 from ...settings import FLAG
 from . import loops
 from .targets import TARGETS
@@ -16,65 +16,29 @@ BUILT = "_ds_frozen_patch_built"
 """An attribute of strategies that were built under `patch()`: their own flag counts."""
 
 
-class LightningOwner:
-    """A `DeepSpeedStrategy`, of Trainer or Fabric. It holds the strategy weakly, since that holds the engine."""
+def owner_of(strategy: Any) -> Owner:
+    """A `DeepSpeedStrategy`, of Trainer or Fabric, as the owner of its engine."""
+    modules = {cls.__module__ for cls in type(strategy).__mro__}
+    package = next((target.name for target in TARGETS if target.module in modules), "lightning")
+    config = getattr(strategy, "config", None)
+    reference, last = ref(strategy), _leaves_out(strategy)
 
-    def __init__(self, strategy: Any) -> None:
-        self._strategy = ref(strategy)
+    def leaves_out() -> bool:
+        living = reference()
+        return last if living is None else _leaves_out(living)
 
-    @property
-    def strategy(self) -> Any:
-        """The strategy."""
-        return self._strategy()
-
-    @property
-    def is_alive(self) -> bool:
-        """See `Owner`."""
-        return self._strategy() is not None
-
-    @property
-    def rank(self) -> int:
-        """See `Owner`."""
-        return int(self.strategy.global_rank)
-
-    @property
-    def local_rank(self) -> int:
-        """See `Owner`."""
-        return int(self.strategy.local_rank)
-
-    @property
-    def device(self) -> Any:
-        """See `Owner`."""
-        return self.strategy.root_device
-
-    @property
-    def logger(self) -> logging.Logger:
-        """See `Owner`."""
-        modules = {cls.__module__ for cls in type(self.strategy).__mro__}
-        package = next((target.name for target in TARGETS if target.module in modules), "lightning")
-        return logging.getLogger(f"{package}.ds_frozen_patch")
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """See `Owner`."""
-        config = getattr(self.strategy, "config", None)
-        return config if isinstance(config, Mapping) else {}
-
-    @property
-    def names_each_save(self) -> bool:
-        """See `Owner`."""
-        return True
-
-    def excludes(self, requested: bool | None) -> bool:
-        """See `Owner`."""
-        if settings.full_is_requested():
-            return False
-        if requested is not None:
-            return requested  # a direct call of the engine, which means what it says
-        return not hasattr(self.strategy, BUILT) or bool(getattr(self.strategy, FLAG))
-
-    def after_load(self, engine: Any, state: Mapping[str, Any], client_state: dict[str, Any]) -> None:
-        """See `Owner`."""
-        if getattr(self.strategy, "lightning_module", None) is not None:
-            loops.resume(self, engine, state, client_state)
+    return Owner(
+        rank=int(strategy.global_rank),
+        local_rank=int(strategy.local_rank),
+        device=strategy.root_device,
+        logger=logging.getLogger(f"{package}.ds_frozen_patch"),
+        config=config if isinstance(config, Mapping) else {},
+        names_each_save=True,
+        leaves_out=leaves_out,
         # With Fabric, the program divides the loss and counts its batches.
+        after_load=loops.resume if hasattr(strategy, "lightning_module") else lambda *_: None,
+    )
+
+
+def _leaves_out(strategy: Any) -> bool:
+    return not hasattr(strategy, BUILT) or bool(getattr(strategy, FLAG))

@@ -16,7 +16,7 @@ from ...common.errors import CheckpointMismatchError, named
 from ...common.work_folder import WORK, remove_states
 from ...cures import forget_second_copies
 from ...engine.gathering import gathered, put
-from ...engine.owner import is_first
+from ...engine.owner import is_first, warn
 from ...load.base_check import check_base
 from ...load.load import Load
 from ...load.quantized import by_name, check_parts, is_part, without_own_values
@@ -26,7 +26,6 @@ from ...parameters import names_by_parameter, names_in_state_dict, plain
 from ...save.engine import make_manifest
 from ...save.save import Save
 from ...save.ways import Way
-from .owner import LightningOwner
 
 IN_FOLDER = "ds_frozen_patch-weights.ckpt"
 """The name of a single file in a folder that has the name it was to get."""
@@ -80,13 +79,12 @@ def _is_single_file(path: Path) -> bool:
     return False
 
 
-def save(save: Save, checkpoint: Mapping[str, Any], storage_options: Any = None) -> None:
+def save(save: Save, strategy: Any, checkpoint: Mapping[str, Any], storage_options: Any = None) -> None:
     """Write the weights of a run, and what Lightning saves beside them, into one file on each disk.
 
     In ZeRO-3, parameters are gathered one after another, except those that are left out. The ranks that write keep them
     in CPU memory.
     """
-    strategy = _strategy(save.owner)
     module, writer = strategy.lightning_module, strategy.checkpoint_io
     writes = save.publishes or (save.way is Way.UNMANAGED and is_first(save.owner))
     manifest = make_manifest(save) if save.left_out is not None else None
@@ -131,11 +129,6 @@ def _from_whole_module(module: Any, left_out: frozenset[str], names: Collection[
         return {name: state[name].detach().to("cpu", copy=True) for name in names if name in state}
 
 
-def _strategy(owner: Any) -> Any:
-    assert isinstance(owner, LightningOwner)
-    return owner.strategy
-
-
 def writes_locally(writer: Any) -> bool:
     """Whether this is Lightning's default `CheckpointIO`; others may be remote or asynchronous."""
     default: Any = next((cls for cls in type(writer).__mro__ if cls.__name__ == "TorchCheckpointIO"), None)
@@ -151,7 +144,7 @@ def read(strategy: Any, file: Path, **options: Any) -> dict[str, Any] | None:
     return dict(content) if isinstance(content, Mapping) and "state_dict" in content else None
 
 
-def load(load: Load, file: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
+def load(load: Load, strategy: Any, file: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Load the weights of a single file into a running engine, and return the rest of it for Trainer.
 
     A fit starts from these weights with a new optimizer, new schedulers and new loops.
@@ -159,7 +152,6 @@ def load(load: Load, file: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointMismatchError: the weights, or the base that they were trained on, are not the module's.
     """
-    strategy = _strategy(load.owner)
     module, engine = strategy.lightning_module, strategy.model
     weights = {plain(name): value for name, value in checkpoint.pop("state_dict").items()}
     manifest, held = Manifest.from_checkpoint(checkpoint), by_name(module)
@@ -173,11 +165,11 @@ def load(load: Load, file: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
         engine.optimizer.refresh_fp32_params()
         _put_masters(module, weights)
     checkpoint.pop("loops", None)
-    load.owner.logger.info(
-        "Training starts from the weights in %s, which contains nothing else: the optimizer, the schedulers and the"
-        " step count start anew.",
-        file,
-    )
+    said = f"Training starts from the weights in {file}: the optimizer, the schedulers and the step count start anew."
+    if checkpoint.get("optimizer_states"):
+        warn(load.owner, f"{said} The file has their states, but of another strategy, and DeepSpeed cannot load those.")
+    else:
+        load.owner.logger.info("%s The file has none of them.", said)
     return {**checkpoint, "lr_schedulers": [item.scheduler.state_dict() for item in strategy.lr_scheduler_configs]}
 
 

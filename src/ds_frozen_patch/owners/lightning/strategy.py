@@ -26,7 +26,7 @@ from ...save.agreement import explaining_errors
 from ...save.saving import begin, is_local
 from ...settings import FLAG
 from . import single_file
-from .owner import BUILT, LightningOwner
+from .owner import BUILT, owner_of
 
 
 def init(wrapped: Callable[..., None], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -53,11 +53,11 @@ def _checked(choice: Any) -> bool:
 
 def setup(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Trainer's `setup`, Fabric's `setup_module` and `setup_module_and_optimizers`: they create an engine."""
-    owner = LightningOwner(strategy)
-    handshake.announce(owner.rank)
+    handshake.announce(strategy.global_rank)
     result = wrapped(*args, **kwargs)
-    handshake.check(owner.rank)
+    handshake.check(strategy.global_rank)
     if strategy.model is not None:
+        owner = owner_of(strategy)
         begin_serving(strategy.model, owner)
         if clips_unasked(strategy.model, owner.config):
             warn(
@@ -79,7 +79,7 @@ def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
     engine = strategy.model
     if engine is None:
         return wrapped(*args, **kwargs)
-    owner = LightningOwner(strategy)
+    owner = owner_of(strategy)
     known = attach(engine, owner)
     if name is None:
         return wrapped(*args, **kwargs)  # the strategy has been changed: its engine saves to wherever it says
@@ -90,7 +90,7 @@ def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
         with explaining_errors(path) as saves:
             where: dict[str, Any] = {"shown": shown, "is_managed": single_file.writes_locally(strategy.checkpoint_io)}
             saves.append(begin(engine, known, file, "the weights alone", owner.excludes(None), **where))
-            single_file.save(saves[0], call.arguments["checkpoint"], call.arguments.get("storage_options"))
+            single_file.save(saves[0], strategy, call.arguments["checkpoint"], call.arguments.get("storage_options"))
         return None
     is_first_on_disk = owner.rank == 0 or (owner.local_rank == 0 and engine.use_node_local_storage())
     if is_local(path) and is_first_on_disk:
@@ -113,7 +113,7 @@ def load_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
 
 
 def _load(wrapped: Callable[..., Any], strategy: Any, call: inspect.BoundArguments) -> Any:
-    owner, engine = LightningOwner(strategy), strategy.model
+    owner, engine = owner_of(strategy), strategy.model
     if engine is not None:
         attach(engine, owner)
     state = call.arguments.get("state")  # Fabric's: what to restore, by name; or the module alone
@@ -124,7 +124,7 @@ def _load(wrapped: Callable[..., Any], strategy: Any, call: inspect.BoundArgumen
     path, content, problem = Path(call.arguments[name]), None, None
     path = single_file.file_in(path)
     try:
-        if name == "checkpoint_path" and path.is_file() and path.parent.name != "checkpoint":
+        if name == "checkpoint_path" and path.is_file() and not _is_part(path):
             options = {key: value for key, value in call.arguments.items() if key not in (name, "kwargs")}
             content = single_file.read(strategy, path, **options, **call.arguments.get("kwargs", {}))
         if content is None:
@@ -136,7 +136,7 @@ def _load(wrapped: Callable[..., Any], strategy: Any, call: inspect.BoundArgumen
         load.share_look(Look(problem=str(problem or "")))
         load.agree("a checkpoint" if content is None else "a single file", problem)
     if content is not None:
-        return single_file.load(load, path, content)
+        return single_file.load(load, strategy, path, content)
     with set_to(current_load, load):
         return wrapped(*call.args, **call.kwargs)
 
@@ -148,12 +148,18 @@ def _check_path(path: Path) -> None:
             f"There is no checkpoint at {path}. Pass the directory that a save wrote (it contains `latest` and"
             " `checkpoint/`), by a path that is the same on every node."
         )
-    inner = path if path.name == "checkpoint" else path.parent
-    if inner.name == "checkpoint" and (inner.parent / "latest").is_file():
-        raise FileNotFoundError(f"{path} is a part of a DeepSpeed checkpoint. Pass all of it: {inner.parent}")
+    if _is_part(path):
+        whole = path.parent if path.name == "checkpoint" else path.parent.parent
+        raise FileNotFoundError(f"{path} is a part of a DeepSpeed checkpoint. Pass all of it: {whole}")
     if path.is_file():
         raise FileNotFoundError(
             f"{path} is a file, and a DeepSpeed checkpoint is a directory. Trainer loads single files that Lightning"
             " has saved, Fabric does not: load the weights into the module before you pass it on, with"
             " ds_frozen_patch.load_trainable(module, path)."
         )
+
+
+def _is_part(path: Path) -> bool:
+    """Whether a path is of the folder of a checkpoint's tag, or of a file in it."""
+    inner = path if path.name == "checkpoint" else path.parent
+    return inner.name == "checkpoint" and (inner.parent / "latest").is_file()

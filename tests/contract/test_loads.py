@@ -1,0 +1,255 @@
+"""Promise 15: nothing that we saved, and nothing that plain DeepSpeed loads strictly, is refused."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import gc
+from pathlib import Path
+from typing import Any
+from weakref import ref
+
+import deepspeed
+import owners
+import pytest
+import runs
+import torch
+from disk import model_states
+from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
+from owners import Run
+from under_test import ModelCheckpoint
+
+import ds_frozen_patch
+from ds_frozen_patch.checkpoint.zero import layout
+from ds_frozen_patch.common.overrides import overridden
+
+pytestmark = [pytest.mark.promise(15), pytest.mark.everyday, pytest.mark.once]
+
+INFO = {"universal_checkpoint_version": 0.2, "vocabulary_parameter_patterns": ["lm_head"]}
+
+
+def tagged(out: str, tag: Any) -> tuple[bool, Any]:
+    with owners.served():
+        run = Run("deepspeed", out, 2, 2)
+        run.train_epoch()
+        run.engine.save_checkpoint(out, tag=tag, client_state={"universal_checkpoint_info": INFO, "mine": 1})
+        other = Run("deepspeed", out, 2, 2)
+        _, state = other.engine.load_checkpoint(out, tag=tag)
+        return other.seen()[1] == run.seen()[1], state
+
+
+@pytest.mark.parametrize("tag", [5, 0.25, "a/b"])
+def test_any_tag_and_any_key_of_the_client_state(ranks: Any, tmp_path: Path, tag: Any) -> None:
+    for is_same, state in ranks(2, tagged, out=str(tmp_path), tag=tag):
+        assert is_same
+        assert state["universal_checkpoint_info"] == INFO
+        assert not [key for key in state if key.startswith("ds_frozen_patch")]
+
+
+def with_one_more_file(out: str) -> list[str]:
+    with owners.served(), runs.heard() as heard:
+        run = Run("deepspeed", out, 2, 2)
+        run.train(epochs=1)
+        if torch.distributed.get_rank() == 0:
+            (first, *_) = owners.model_files(run.at(0))
+            first.with_name("backup_model_states.pt").write_bytes(first.read_bytes())
+        torch.distributed.barrier()
+        Run("deepspeed", out, 2, 2).load(run.at(0))
+        shard = sorted(run.at(0).glob("*optim_states.pt"))[-1]
+        if torch.distributed.get_rank() == 0:
+            content = bytearray(shard.read_bytes())
+            content[len(content) // 2] ^= 1
+            shard.write_bytes(content)
+        torch.distributed.barrier()
+        _, said = runs.refusal(Run("deepspeed", out, 2, 2).load, run.at(0))
+    return [said, *(message for message in heard if "backup_model_states.pt" in message)]
+
+
+def test_one_more_file_turns_no_check_off(ranks: Any, tmp_path: Path) -> None:
+    (said, *told), _ = ranks(2, with_one_more_file, out=str(tmp_path))
+    assert "is damaged" in said
+    assert told
+
+
+def without_optimizer(out: str, stage: int) -> bool:
+    with owners.served():
+        run = Run("deepspeed", out, 2, stage)
+        run.train(epochs=1)
+        module = owners.model(owners.PEFT, 1)
+        config = {"train_micro_batch_size_per_gpu": 1}
+        engine = deepspeed.initialize(model=module, config=config)[0]
+        ds_frozen_patch.serve(engine)
+        engine.load_checkpoint(out, tag=run.at(0).name)
+        return bool(runs.trained_state(module) == run.seen()[1])
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_engine_without_an_optimizer(ranks: Any, tmp_path: Path, stage: int) -> None:
+    assert ranks(2, without_optimizer, out=str(tmp_path), stage=stage) == [True, True]
+
+
+class Wider(runs.LoraRun):
+    """Nothing is frozen, or a module that no checkpoint of that has."""
+
+    def __init__(self, is_wider: bool) -> None:
+        super().__init__()
+        self.requires_grad_(True)
+        if is_wider:
+            self.added = torch.nn.Linear(2, 2).requires_grad_(False)
+
+
+def onto_a_wider_one(out: str, stage: int) -> tuple[str, str]:
+    data = runs.batches(2)
+    runs.trainer(out, 2, stage, epochs=1).fit(Wider(False), data)
+    ds_frozen_patch.patch()
+    return runs.refusal(runs.trainer(out, 2, stage).fit, Wider(True), data, ckpt_path=f"{out}/epoch=0.ckpt")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_full_checkpoint_may_lack_nothing(ranks: Any, tmp_path: Path, stage: int) -> None:
+    for kind, said in ranks(2, onto_a_wider_one, out=str(tmp_path), stage=stage):
+        assert (kind, "Missing key(s) in state_dict" in said, "added.weight" in said) == ("RuntimeError", True, True)
+
+
+def unreadable_on_one(out: str) -> tuple[str, str]:
+    with owners.served():
+        run = Run("deepspeed", out, 2, 2)
+        run.train(epochs=1)
+
+        def fail(file: Path) -> Any:
+            raise PermissionError(13, "Permission denied", str(file))
+
+        is_first = torch.distributed.get_rank() == 0
+        with overridden([(layout, "open_regular", fail)] if is_first else []):
+            return runs.refusal(Run("deepspeed", out, 2, 2).engine.load_checkpoint, out)
+
+
+def test_an_error_of_one_rank_is_raised_on_all(ranks: Any, tmp_path: Path) -> None:
+    for kind, said in ranks(2, unreadable_on_one, out=str(tmp_path)):
+        assert (kind, "Permission denied" in said) == ("CheckpointError", True)
+
+
+def collected(out: str) -> None:
+    ds_frozen_patch.patch()
+    made = runs.fabric(2, 2)
+    module = owners.model(owners.BY_HAND, 1)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    model, optimizer = made.setup(module, torch.optim.AdamW(trained))
+    strategy: Any = made.strategy
+    engine, gone = strategy.model, ref(strategy)
+    del made, model, optimizer, strategy
+    gc.collect()
+    assert gone() is None
+    engine.save_checkpoint(out, tag="checkpoint")
+
+
+def test_an_engine_outlives_its_fabric(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, collected, out=str(tmp_path))
+    (state, *_) = model_states(tmp_path)
+    assert "count" in state["module"]
+    assert not [name for name in state["module"] if "embed_tokens" in name]
+
+
+def from_files(out: str) -> list[str]:
+    ds_frozen_patch.patch()
+    data = runs.batches(2)
+    files = ModelCheckpoint(f"{out}/checkpoint", filename="{epoch}", save_weights_only=True)
+    runs.trainer(out, 2, 2, epochs=1, callbacks=[files]).fit(runs.LoraRun(), data)
+    other = Path(out, "other.ckpt")
+    if torch.distributed.get_rank() == 0:
+        content = torch.load(f"{out}/checkpoint/epoch=0.ckpt", weights_only=False)
+        torch.save({**content, "optimizer_states": [{}], "lr_schedulers": [{}]}, other)
+    torch.distributed.barrier()
+    with runs.heard() as heard:
+        for file in (f"{out}/checkpoint/epoch=0.ckpt", str(other)):
+            runs.trainer(f"{out}/again", 2, 2, epochs=1).fit(runs.LoraRun(), data, ckpt_path=file)
+    return [said for said in heard if "starts from the weights" in said]
+
+
+def test_single_files(ranks: Any, tmp_path: Path) -> None:
+    """In a folder called as DeepSpeed's tag; and one of another strategy, which has more than the weights."""
+    own, other = ranks(2, from_files, out=str(tmp_path))[0]
+    assert own.startswith("INFO")
+    assert other.startswith("WARNING")
+    assert "of another strategy" in other
+
+
+class Settings:
+    class Kind(enum.Enum):
+        ONE = 1
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Settings) and self.value == other.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def nested(depth: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+VALUES: dict[str, Any] = {
+    "an enum of a class": Settings.Kind.ONE,
+    "an object": Settings(Settings(3)),
+    "merges of a tokenizer": {(str(number), "x"): number for number in range(3000)},
+    "many numbers": set(range(60_000)),
+    "a large number": 7**2000,
+    "a deep list": nested(150),
+    "a function with arguments": [functools.partial(int, base=2)],
+}
+
+
+class Carrying(runs.LoraRun):
+    """Keeps a value of its own in each checkpoint."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.found: Any = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = VALUES[self.what]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.found = checkpoint["mine"]
+
+
+def carried(out: str, stage: int, what: str) -> dict[str, Any]:
+    ds_frozen_patch.patch()
+    data = runs.batches(2)
+    module = Carrying(what)
+    trainer = runs.trainer(out, 2, stage, epochs=1)
+    trainer.fit(module, data)
+    again = Carrying(what)
+    runs.trainer(f"{out}/again", 2, stage, epochs=1).fit(again, data, ckpt_path=f"{out}/epoch=0.ckpt")
+    found = {"same": repr(again.found) == repr(VALUES[what]) or again.found == VALUES[what]}
+    found["state"] = runs.trained_state(module) == runs.trained_state(again)
+    if stage and trainer.is_global_zero:
+        convert = convert_zero_checkpoint_to_fp32_state_dict
+        # Lightning's own, which goes on, cannot load classes before 2.6.0 with torch 2.6.
+        assert runs.outcome(convert, f"{out}/epoch=0.ckpt", f"{out}/whole.ckpt")[0] in ("", "UnpicklingError")
+    shard = sorted(Path(out, "epoch=0.ckpt", "checkpoint").glob("*model_states.pt"))[-1]
+    trainer.strategy.barrier()
+    if trainer.is_global_zero:  # the checks still run
+        state = torch.load(shard, weights_only=False)
+        torch.save({**state, "ds_frozen_patch_label": {"save": "another", "file": shard.name}}, shard)
+    trainer.strategy.barrier()
+    if stage:
+        fit = runs.trainer(f"{out}/again", 2, stage, epochs=1).fit
+        found["said"] = runs.refusal(fit, Carrying(what), data, ckpt_path=f"{out}/epoch=0.ckpt")[1]
+    return found
+
+
+@pytest.mark.parametrize(("stage", "what"), [(number % 4, what) for number, what in enumerate(VALUES, 2)])
+def test_whatever_was_saved_is_loaded(ranks: Any, tmp_path: Path, stage: int, what: str) -> None:
+    for found in ranks(2, carried, out=str(tmp_path), stage=stage, what=what):
+        assert found.pop("same")
+        assert found.pop("state")
+        assert "is of another save" in found.pop("said", "is of another save")
+        assert found == {}
