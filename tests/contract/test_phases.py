@@ -457,3 +457,48 @@ def odd_runs(out: str, stage: int, seeds: list[int]) -> dict[int, str]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_checkpoint_and_base_give_back_every_value(ranks: Any, tmp_path: Path, stage: int) -> None:
     assert ranks(2, odd_runs, out=str(tmp_path), stage=stage, seeds=list(range(8))) == [{}, {}]
+
+
+class Experts(torch.nn.Module):
+    """A frozen layer and frozen experts of DeepSpeed's, and a head that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from deepspeed.moe.layer import MoE
+
+        torch.manual_seed(0)
+        self.base = torch.nn.Linear(8, 8).requires_grad_(False)
+        self.moe = MoE(hidden_size=8, expert=torch.nn.Linear(8, 8), num_experts=2).requires_grad_(False)
+        self.head = torch.nn.Linear(8, 8)
+
+    def forward(self, x: Any) -> Any:
+        return self.head(self.moe(self.base(x))[0]).square().mean()
+
+
+def experts(out: str) -> Any:
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+    modules, saved = [Experts(), Experts()], []
+    for number, module in enumerate(modules):
+        config = runs.config(0) | {"train_micro_batch_size_per_gpu": 1}
+        adam = torch.optim.AdamW(module.head.parameters(), lr=0.1)
+        engine = deepspeed.initialize(model=module, config=config, optimizer=adam)[0]
+        ds_frozen_patch.serve(engine)
+        if number == 0:
+            engine.backward(engine(torch.ones(2, 4, 8)))
+            engine.step()
+            engine.save_checkpoint(out, tag="checkpoint")
+            saved = [parameter.clone() for parameter in module.parameters()]
+        else:
+            with torch.no_grad():
+                next(module.moe.deepspeed_moe.experts.parameters()).zero_()
+            # DeepSpeed cannot load the optimizer of experts in stage 0.
+            engine.load_checkpoint(out, tag="checkpoint", load_optimizer_states=False)
+    return [torch.equal(a, b) for a, b in zip(saved, modules[1].parameters(), strict=True)]
+
+
+def test_frozen_experts_stay_in_their_files(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2, experts, out=str(tmp_path)) == [[True] * 9] * 2
+    state = torch.load(tmp_path / "checkpoint" / "mp_rank_00_model_states.pt", weights_only=False)
+    left_out = [name for names, *_ in state["ds_frozen_patch"]["left_out"] for name in names]
+    assert "base.weight" in left_out
+    assert not [name for name in left_out if ".experts." in name]

@@ -111,6 +111,8 @@ def check_optimizer_state(checkpoint: Mapping[str, Any], engine: Any) -> None:
     Raises:
         CheckpointMismatchError: it does not.
     """
+    if getattr(engine, "has_moe_layers", False):
+        return  # it is in files of its own, of each rank that has experts
     if has_plain_optimizer(engine) and checkpoint.get("optimizer") is None:
         raise CheckpointMismatchError(
             f"The checkpoint, saved with deepspeed {checkpoint.get('ds_version', '(unknown)')}, has no state for the"

@@ -38,12 +38,13 @@ def resharded_save_id(save_id: object, ranks: int) -> str:
 
 
 def label_saves(engine: Any, save_id: str) -> AbstractContextManager[None]:
-    """While the context lasts, add a label to every file that the engine saves."""
+    """While the context lasts, add a label to the files that the engine saves, but not to those of experts."""
     files = engine.checkpoint_engine
     original = files.save
 
     def save_with_label(state_dict: dict[str, Any], path: str) -> Any:
-        return original(add_label(state_dict, save_id, Path(path).name), path)
+        is_of_experts = {"module", "optimizer_state_dict"}.isdisjoint(state_dict)  # its keys are parameters
+        return original(state_dict if is_of_experts else add_label(state_dict, save_id, Path(path).name), path)
 
     return overridden([(files, "save", save_with_label)])
 
