@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import gc
+import importlib
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -15,9 +16,8 @@ import pytest
 import runs
 import torch
 from disk import model_states
-from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 from owners import Run
-from under_test import ModelCheckpoint
+from under_test import TRAINER, ModelCheckpoint
 
 import ds_frozen_patch
 from ds_frozen_patch.checkpoint.zero import layout
@@ -231,7 +231,7 @@ def carried(out: str, stage: int, what: str) -> dict[str, Any]:
     found = {"same": repr(again.found) == repr(VALUES[what]) or again.found == VALUES[what]}
     found["state"] = runs.trained_state(module) == runs.trained_state(again)
     if stage and trainer.is_global_zero:
-        convert = convert_zero_checkpoint_to_fp32_state_dict
+        convert = importlib.import_module(f"{TRAINER}.utilities.deepspeed").convert_zero_checkpoint_to_fp32_state_dict
         # Lightning's own, which goes on, cannot load classes before 2.6.0 with torch 2.6.
         assert runs.outcome(convert, f"{out}/epoch=0.ckpt", f"{out}/whole.ckpt")[0] in ("", "UnpicklingError")
     shard = sorted(Path(out, "epoch=0.ckpt", "checkpoint").glob("*model_states.pt"))[-1]

@@ -239,7 +239,7 @@ def check(ranks: Any, out: Path, program: dict[str, Any]) -> None:
         assert again == first
     small, full = out / "small.ckpt", out / "full.ckpt"
     weights = torch.load(out / "weights.pt")
-    patterns = trained_patterns(program)
+    patterns = trained_patterns(program, full)
     prune(full, out / "pruned.ckpt", trainable=patterns)
     if not ties_what_is_empty(small, program["stage"]):
         assert_pruned(out / "pruned.ckpt", small)
@@ -263,10 +263,13 @@ def ties_what_is_empty(small: Path, stage: int) -> bool:
     return stage < 3 and any(len(p.names) > 1 and 0 in p.shape for p in left_out)
 
 
-def trained_patterns(program: dict[str, Any]) -> list[str]:
-    """Stage 0 does not record what was trained."""
-    module = MadeUp(*(program[name] for name in ("tree", "groups", "seed", "stage")))
-    return [glob.escape(plain(name)) for name, p in module.named_parameters() if p.requires_grad]
+def trained_patterns(program: dict[str, Any], full: Path) -> list[str]:
+    """Stage 0 does not record what was trained, and stage 1 not what no optimizer has."""
+    if program["stage"] > 1:
+        return []
+    recorded = {plain(name) for group in model_states(full)[0].get("param_shapes") or () for name in group}
+    named = MadeUp(*(program[name] for name in ("tree", "groups", "seed", "stage"))).named_parameters()
+    return [glob.escape(plain(name)) for name, p in named if p.requires_grad and plain(name) not in recorded]
 
 
 # What hypothesis has found: DeepSpeed lists one of the ties alone, and that is not the first in the module's order.

@@ -109,7 +109,7 @@ def locate_weights(states: States, trainable: Sequence[str] = ()) -> Weights:
     if not trained and not states.manifest and not lists_frozen:
         trained = {name: from_stored(module[name]) for name in _infer_trained(candidates, module, model, trainable)}
     frozen = _locate_frozen(states, models, module) if lists_frozen else {}
-    trained, unclear = dict(trained), [*trained] if not masters else []
+    trained, unclear = dict(trained), set(() if masters else trained)
     for name in candidates:
         if name in trained:
             frozen.pop(name, None)
@@ -117,8 +117,9 @@ def locate_weights(states: States, trainable: Sequence[str] = ()) -> Weights:
             # Neither trained nor known to be frozen: a parameter that no optimizer contains.
             kept = states.manifest or lists_frozen or _matches(name, trainable)
             (trained if kept else frozen)[name] = from_stored(module[name])
-            unclear += [] if states.manifest or lists_frozen else [name]
-    if idle := [p for p in trainable if p != "*" and not any(_matches(name, [p]) for name in unclear)]:
+            unclear |= set() if states.manifest or lists_frozen else {name}
+    asked = [name for name in module if first[name] in unclear]
+    if idle := [p for p in trainable if p != "*" and not any(_matches(name, [p]) for name in asked)]:
         raise CheckpointError(
             f"The patterns of trained parameters have no effect: {named(idle)} match nothing, or only what"
             f" {states.layout.root} tells of itself. Leave them out. For prune, name frozen parameters that no base has"

@@ -113,13 +113,14 @@ def load_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
 
 
 def _load(wrapped: Callable[..., Any], strategy: Any, call: inspect.BoundArguments) -> Any:
-    owner, engine = owner_of(strategy), strategy.model
+    engine = strategy.model
     if engine is not None:
-        attach(engine, owner)
+        attach(engine, owner_of(strategy))
     state = call.arguments.get("state")  # Fabric's: what to restore, by name; or the module alone
     name = next((name for name in ("checkpoint_path", "path") if name in call.arguments), None)
     if name is None or (strategy.load_full_weights and strategy.zero_stage_3) or not is_local(call.arguments[name]):
         return wrapped(*call.args, **call.kwargs)
+    owner = owner_of(strategy)
     load = Load(owner, tuple(map(unwrapped, state.values())) if isinstance(state, Mapping) else (), engine)
     path, content, problem = Path(call.arguments[name]), None, None
     path = single_file.file_in(path)
