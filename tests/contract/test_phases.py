@@ -16,6 +16,7 @@ from deepspeed import zero
 from disk import model_states
 from owners import Run
 from peft import LoraConfig
+from safetensors.torch import load_file
 from under_test import DeepSpeedStrategy, ModelCheckpoint, pl
 
 import ds_frozen_patch
@@ -51,7 +52,7 @@ def names_left_out(checkpoint: str | Path) -> set[str]:
 
 
 def two_phases(out: str, stage: int) -> Any:
-    ds_frozen_patch.patch()
+    ds_frozen_patch.patch(export="safetensors")
     data = runs.batches(2)
     module = Phases("adapters")
     runs.trainer(f"{out}/first", 2, stage, epochs=1).fit(module, data)
@@ -74,6 +75,9 @@ def test_a_second_training_keeps_what_the_first_one_has_trained(ranks: Any, tmp_
     left_out = names_left_out(tmp_path / "second" / "epoch=0.ckpt")
     assert not [name for name in left_out if "lora_" in name]
     assert [name for name in left_out if "embed_tokens" in name]
+    exported = load_file(tmp_path / "second" / "epoch=0.ckpt" / "trainable.safetensors")
+    assert {name.partition(".")[0] for name in exported} == {"head", "model", "seen"}
+    assert not left_out.intersection(exported)
     assert ranks(2, resumed, out=str(tmp_path), stage=stage) == whole
 
 

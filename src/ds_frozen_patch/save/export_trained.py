@@ -12,7 +12,7 @@ from ..checkpoint.tools.export import Adapter
 from ..common.durable import write_beside
 from ..common.errors import CheckpointError
 from ..engine.attached import Attached
-from ..engine.frozen import frozen
+from ..engine.frozen import frozen, is_expert, to_leave_out
 from ..engine.gathering import gathered
 from ..engine.owner import is_first
 from ..manifest import adapters_of
@@ -36,10 +36,11 @@ def write(save: Save, folder: Path) -> None:
     """
     engine = save.engine
     all_names = names_by_parameter(engine.module)
+    base = {one.name for one in (to_leave_out(engine) if save.left_out is None else save.left_out)}
     chosen = {
         names[0]: parameter
         for parameter, names in all_names.items()
-        if parameter.requires_grad or current().keeps(names)
+        if parameter.requires_grad or not (names[0] in base or is_expert(parameter))
     }
     if current().export == "safetensors":
         left_out = {name for one in frozen(engine.module) for name in one.names}
