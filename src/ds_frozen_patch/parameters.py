@@ -182,20 +182,18 @@ def contents(module: torch.nn.Module) -> list[Held]:
 def names_in_state_dict(module: torch.nn.Module) -> dict[torch.nn.Parameter, tuple[str, ...]]:
     """The parameters that a module's state dict contains, each with all its plain names there.
 
-    These can be others than in `named_parameters()`. They are found by identity, or by storage and name where the
-    module has a `state_dict` of its own that copies.
+    These can be others than in `named_parameters()`. They are found by identity, or by name or storage where
+    the module has a `state_dict` of its own.
     """
     state = _state_dict(module)
     found: dict[torch.nn.Parameter, tuple[str, ...]] = {}
     at: dict[int, list[str]] = {}
     for name, value in state.items():
         at.setdefault(id(value), []).append(name)
-        if hasattr(value, "data_ptr") and value.numel():
-            at.setdefault(value.data_ptr(), []).append(name)
+    storages = {value.data_ptr(): [name] for name, value in state.items() if hasattr(value, "data_ptr")}
     for parameter, names in names_by_parameter(module).items():
-        by_storage = at.get(parameter.data_ptr(), ()) if parameter.numel() else ()
-        by_name = [name for name in names if name in state]
-        if own := at.get(id(parameter)) or by_storage or by_name:
+        own = at.get(id(parameter)) or [name for name in names if name in state]
+        if own := own or (storages.get(parameter.data_ptr(), []) if parameter.numel() else []):
             found[parameter] = tuple(own)
     return found
 

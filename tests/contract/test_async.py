@@ -352,7 +352,7 @@ def test_the_process_ends_after_its_save(tmp_path: Path, fails: bool) -> None:
         "from ds_frozen_patch.owners.engine import owner_of\n"
         "class Engine: global_rank, local_rank, device, _config = 0, 0, None, None\n"
         "def save():\n"
-        "    time.sleep(0.5)\n"
+        "    time.sleep(0.2)\n"
         f"    pathlib.Path({str(tmp_path / 'saved')!r}).touch()\n"
         f"    return CheckpointError('no space') if {fails} else None\n"
         "in_flight.start(save, attached.Attached(owner_of(Engine())))\n"

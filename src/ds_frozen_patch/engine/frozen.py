@@ -7,7 +7,7 @@ leaves no trace.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -73,9 +73,9 @@ def mark_trained(engine: Any) -> None:
             known[name].is_trained = True
 
 
-def to_leave_out(engine: Any) -> list[Held]:
-    """What a save leaves out, as far as all ranks know."""
-    own, known = optimized(engine), origins(engine.module)
+def to_leave_out(engine: Any, known: Mapping[str, Origin]) -> list[Held]:
+    """What a save leaves out, as far as all ranks know; `known` is what `origins` returns."""
+    own = optimized(engine)
     chosen: list[Held] = []
     kept: set[str] = set()
     for one in frozen(engine.module):
@@ -97,10 +97,9 @@ def _is_kept(one: Held, origin: Origin | None, optimized: set[torch.nn.Parameter
     return (origin.is_trained or origin.is_changed) and not settings().leaves_out(one.names)
 
 
-def changed_since_start(engine: Any, candidates: Iterable[Held]) -> set[str]:
+def changed_since_start(known: Mapping[str, Origin], candidates: Iterable[Held]) -> set[str]:
     """The groups that training or a checkpoint has changed, as far as this rank has seen."""
     compared = [one for one in candidates if not settings().leaves_out(one.names)]
-    known = origins(engine.module) if compared else {}
     suspected = {one.group for one in compared if one.group in known and known[one.group].is_suspected}
     return suspected | changed(known, compared)
 

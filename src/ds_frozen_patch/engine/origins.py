@@ -26,38 +26,39 @@ VALUES = 64
 
 @dataclass(frozen=True)
 class Sample:
-    """Some values of a tensor, in CPU memory.
+    """Some values of a tensor.
 
     Attributes:
-        values: one-dimensional, in the tensor's dtype.
+        raw: the values.
+        dtype: of the tensor, a `torch.dtype`.
         layout: the shape of the whole tensor, and the number of elements that this rank has of it.
     """
 
-    values: torch.Tensor
-    layout: tuple[Any, ...]
+    raw: bytes
+    dtype: Any
+    layout: tuple[int, ...]
 
     @property
-    def content(self) -> Any:
-        """What is equal for copies; None if all values are equal, as those of new parameters can be."""
-        import torch
-
-        if not len(self.values) or bool((self.values == self.values[0]).all()):
-            return None
-        return self.layout, self.values.dtype, self.values.view(torch.uint8).numpy().tobytes()
+    def is_constant(self) -> bool:
+        """Whether all values are equal, as those of new parameters can be."""
+        size: int = self.dtype.itemsize
+        return self.raw == self.raw[:size] * (len(self.raw) // size)
 
     def differs_from(self, now: Sample) -> bool:
         """Whether the tensor has changed since; a program that builds it again would round it as was done here.
 
         Other partitions than before cannot be compared, so they count as equal.
         """
+        if self.layout != now.layout or self == now:
+            return False
+        kinds = self.dtype, now.dtype
+        is_rounded = all(kind.is_floating_point for kind in kinds) and now.dtype.itemsize <= self.dtype.itemsize
+        if not is_rounded or self.dtype == now.dtype:
+            return True
         import torch
 
-        before, after = self.values, now.values
-        if self.layout != now.layout:
-            return False
-        if before.dtype.is_floating_point and after.dtype.is_floating_point and after.itemsize <= before.itemsize:
-            before = before.to(after.dtype)
-        return before.dtype != after.dtype or not torch.equal(before.view(torch.uint8), after.view(torch.uint8))
+        rounded = torch.frombuffer(bytearray(self.raw), dtype=self.dtype).to(now.dtype)
+        return rounded.view(torch.uint8).numpy().tobytes() != now.raw
 
 
 @dataclass
@@ -88,49 +89,54 @@ _known: WeakKeyDictionary[Any, dict[str, tuple[int, Origin]]] = WeakKeyDictionar
 
 def origins(module: torch.nn.Module) -> dict[str, Origin]:
     """What is known of each parameter and buffer of a module, by all plain names."""
-    by_identity = {id(tensor): origin for _, tensor, origin in _living()}
     found: dict[str, Origin] = {}
+    elsewhere: dict[int, Origin] | None = None
     for path, inner in module.named_modules(remove_duplicate=False):
-        own: dict[str, tuple[int, Origin]] = {}
+        own = _known.get(inner, {})
         for name, tensor in _held_by(inner):
-            origin = by_identity.setdefault(id(tensor), Origin())
-            own[name] = id(tensor), origin
+            identity, origin = own.get(name, (0, None))
+            if origin is None or identity != id(tensor):
+                if elsewhere is None:
+                    elsewhere = {id(one): its for one, its in _living()}
+                origin = elsewhere.setdefault(id(tensor), Origin())
+                _known.setdefault(inner, {})[name] = id(tensor), origin
             found[plain(f"{path}.{name}" if path else name)] = origin
-        if own:
-            _known[inner] = own
     return found
 
 
-def _living() -> Iterator[tuple[Any, Any, Origin]]:
-    """The known tensors that are still where they were, each with its module."""
+def _living() -> Iterator[tuple[Any, Origin]]:
+    """The known tensors that are still where they were."""
     for module, own in list(_known.items()):
         for name, tensor in _held_by(module):
-            identity, origin = own.get(name, (None, None))
+            identity, origin = own.get(name, (0, None))
             if identity == id(tensor) and origin is not None:
-                yield module, tensor, origin
+                yield tensor, origin
 
 
 def _held_by(module: Any) -> Iterator[tuple[str, Any]]:
     """A module's own parameters and buffers."""
-    yield from module.named_parameters(recurse=False, remove_duplicate=False)
-    yield from module.named_buffers(recurse=False, remove_duplicate=False)
+    for held in (module._parameters, module._buffers):
+        yield from ((name, tensor) for name, tensor in held.items() if tensor is not None)
 
 
 def sample(tensors: Mapping[_Key, torch.Tensor]) -> dict[_Key, Sample]:
-    """Samples of what can be read; with one transfer for each device and dtype."""
+    """Samples of what can be read; with one transfer for each device."""
     import torch
 
-    picked: dict[tuple[Any, Any], list[tuple[_Key, torch.Tensor, tuple[int, ...]]]] = {}
+    picked: dict[torch.device, list[tuple[_Key, torch.Tensor, Any, tuple[int, ...]]]] = {}
     for key, tensor in tensors.items():
         if is_readable(tensor):
             values = own_values(tensor)
-            some = values[:: max(len(values) // VALUES, 1)]
-            picked.setdefault((some.device, some.dtype), []).append((key, some, (*shape_of(tensor), len(values))))
+            some = values[:: max(len(values) // VALUES, 1)].contiguous().view(torch.uint8)
+            one = key, some, values.dtype, (*shape_of(tensor), len(values))
+            picked.setdefault(some.device, []).append(one)
     found: dict[_Key, Sample] = {}
     for ones in picked.values():
-        together = torch.cat([some for _, some, _ in ones]).cpu()
-        split = torch.split(together, [len(some) for _, some, _ in ones])
-        found |= {key: Sample(values, layout) for (key, _, layout), values in zip(ones, split, strict=True)}
+        together = torch.cat([some for _, some, _, _ in ones]).cpu().numpy().tobytes()
+        begin = 0
+        for key, some, dtype, layout in ones:
+            found[key] = Sample(together[begin : begin + len(some)], dtype, layout)
+            begin += len(some)
     return found
 
 
@@ -154,7 +160,7 @@ def notice_earlier_training(module: torch.nn.Module) -> None:
 
     The same is true of copies of what they have trained, such as a teacher, or an adapter to compare with.
     """
-    trained = {id(tensor): (tensor, origin) for _, tensor, origin in _living() if origin.is_trained}
+    trained = {id(tensor): (tensor, origin) for tensor, origin in _living() if origin.is_trained}
     known = origins(module)
     if not any(origin.samples for origin in known.values()) and not trained:
         return
@@ -162,13 +168,13 @@ def notice_earlier_training(module: torch.nn.Module) -> None:
     suspected = changed(known, held)
     now = sample({key: tensor for key, (tensor, _) in trained.items()})
     copied = {
-        one.content
+        one
         for key, one in now.items()
-        if (then := trained[key][1].samples.get("")) is not None and then.differs_from(one)
+        if (then := trained[key][1].samples.get("")) is not None and then.differs_from(one) and not one.is_constant
     }
-    if copied := copied - {None}:
+    if copied:
         frozen = sample({one: one.tensor for one in held if one.is_frozen})
-        suspected |= {one.group for one, its in frozen.items() if its.content in copied}
+        suspected |= {one.group for one, its in frozen.items() if its in copied}
     for name in suspected & known.keys():
         known[name].is_suspected = True
 

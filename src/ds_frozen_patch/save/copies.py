@@ -20,10 +20,11 @@ def warn_of_copies(save: Save, client_state: Mapping[str, Any]) -> None:
     tensors = dict(enumerate(_tensors(client_state, ())))
     if not tensors:
         return
-    base = {one.content for one in sample({one: one.tensor for one in save.left_out or ()}).values()} - {None}
+    left_out = sample({one: one.tensor for one in save.left_out or ()}).values()
+    base = {one for one in left_out if not one.is_constant}
     sizes: dict[str, int] = {}
     for number, one in sample({number: tensor for number, (_, tensor) in tensors.items()}).items():
-        if one.content in base:
+        if one in base:
             path, tensor = tensors[number]
             key = "".join(f"[{name!r}]" for name in path[:2])
             sizes[key] = sizes.get(key, 0) + tensor.numel() * tensor.element_size()

@@ -14,6 +14,7 @@ from ..common.errors import CheckpointError
 from ..engine.attached import Attached
 from ..engine.frozen import frozen, is_expert, to_leave_out
 from ..engine.gathering import gathered
+from ..engine.origins import origins
 from ..engine.owner import is_first
 from ..manifest import adapters_of
 from ..parameters import dtype_of, names_by_parameter, parameters_by_name, plain, shape_of
@@ -36,7 +37,9 @@ def write(save: Save, folder: Path) -> None:
     """
     engine = save.engine
     all_names = names_by_parameter(engine.module)
-    base = {one.name for one in (to_leave_out(engine) if save.left_out is None else save.left_out)}
+    base = {
+        one.name for one in (to_leave_out(engine, origins(engine.module)) if save.left_out is None else save.left_out)
+    }
     chosen = {
         names[0]: parameter
         for parameter, names in all_names.items()

@@ -100,8 +100,9 @@ def begin(
     in_flight.wait()
     now = settings()
     options = {name: getattr(now, name) for name in _MUST_BE_EQUAL}
-    candidates = frozen.to_leave_out(engine) if exclude else None
-    changed = frozen.changed_since_start(engine, candidates or ())
+    known_values = origins(engine.module) if exclude else {}
+    candidates = frozen.to_leave_out(engine, known_values) if exclude else None
+    changed = frozen.changed_since_start(known_values, candidates or ())
     way = Way.EXCHANGED if is_managed else Way.UNMANAGED
     save = Save(known.owner, engine, known, path, folder or path.parent, shown, way, candidates, now.sync)
     if is_managed and is_first(known.owner):
