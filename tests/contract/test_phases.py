@@ -217,6 +217,22 @@ def test_a_base_from_a_checkpoint_is_kept_in_the_next_training(ranks: Any, tmp_p
     assert ranks(2, resumed, out=str(tmp_path), stage=stage) == whole
 
 
+def from_a_file_of_another_base(out: str, stage: int) -> None:
+    ds_frozen_patch.patch()
+    data, file = runs.batches(2), f"{out}/weights.ckpt"
+    first = runs.trainer(out, 2, stage, epochs=1, enable_checkpointing=False)
+    first.fit(Phases("adapters", seed=2), data)
+    with ds_frozen_patch.full_checkpoint():
+        first.save_checkpoint(file, weights_only=True)
+    runs.trainer(f"{out}/second", 2, stage).fit(Phases("adapters", seed=1), data, ckpt_path=file)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_base_from_a_single_file_is_kept(ranks: Any, tmp_path: Path, stage: int) -> None:
+    ranks(2, from_a_file_of_another_base, out=str(tmp_path), stage=stage)
+    assert not [name for name in names_left_out(tmp_path / "second" / "epoch=0.ckpt") if "embed_tokens" in name]
+
+
 class Thawed(runs.LoraRun):
     """Unfreezes a layer once training has begun, so that no optimizer has it."""
 

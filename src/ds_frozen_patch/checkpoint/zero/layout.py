@@ -23,7 +23,7 @@ from ..format.zip_directory import open_regular
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_UNSUPPORTED = re.compile(r"(?:layer_\d+|expp_rank_).*_states\.pt")
+_UNSUPPORTED = re.compile(r"(?:layer_\d+|expert_\d+|expp_rank_).*_states\.pt")
 _ASK_FOR_TAG = "Pass the name of one as `tag`, or --tag on the command line."
 
 

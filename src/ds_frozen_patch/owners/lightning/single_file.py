@@ -16,6 +16,7 @@ from ...common.errors import CheckpointMismatchError, named
 from ...common.work_folder import WORK, remove_states
 from ...cures import forget_second_copies
 from ...engine.gathering import gathered, put
+from ...engine.origins import replacing
 from ...engine.owner import is_first, warn
 from ...load.base_check import check_base
 from ...load.load import Load
@@ -157,7 +158,8 @@ def load(load: Load, strategy: Any, file: Path, checkpoint: dict[str, Any]) -> d
     manifest, held = Manifest.from_checkpoint(checkpoint), by_name(module)
     _check(load, module, weights, manifest, file)
     checkpoint.pop(KEY, None)
-    put(module, without_own_values(weights, held, manifest, load))
+    with replacing(module):
+        put(module, without_own_values(weights, held, manifest, load))
     forget_second_copies(engine)
     if module.trainer.state.fn != "fit":
         return checkpoint
