@@ -26,7 +26,7 @@ def warn_of_copies(save: Save, client_state: Mapping[str, Any]) -> None:
     for number, one in sample({number: tensor for number, (_, tensor) in tensors.items()}).items():
         if one in base:
             path, tensor = tensors[number]
-            key = "".join(f"[{name!r}]" for name in path[:2])
+            key = "".join(f"[{name!r}]" for name in path[:-1][:2])
             sizes[key] = sizes.get(key, 0) + tensor.numel() * tensor.element_size()
     for key, size in sizes.items():
         warn(
