@@ -553,7 +553,7 @@ def test_two_jobs_on_one_path(tmp_path: Path, disks: str, long: bool, counted: C
 
     They run on one node, or on two that cache the names of a server.
     """
-    times = 25 if long else 4
+    times = 25 if long else 20
     with nodes.cached_disk(tmp_path, 2) if disks == "cached" else nullcontext(nodes.shared_disk(tmp_path, 1)) as found:
         two_jobs(found, times, local=2 if long and disks == "shared" else 1)
     kind = "shared disk with cached directory entries" if disks == "cached" else "shared disk"
