@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -142,6 +144,30 @@ def by_owner(out: str, by: str, stage: int) -> Any:
         second = Run(by, f"{out}/second", 2, stage, module=next_adapter(first.module))
         losses, state = second.train()
     return losses[2 * owners.STEPS :], state
+
+
+def told(out: str, by: str) -> list[str]:
+    """What is seen on stderr, of a program that has set no level."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setLevel(logging.WARNING)
+    logger = logging.getLogger("ds_frozen_patch" if by == "deepspeed" else "accelerate.ds_frozen_patch")
+    logger.addHandler(handler)
+    try:
+        with owners.served():
+            Run(by, out, 2, 2).train()
+    finally:
+        logger.removeHandler(handler)
+    return [line for line in stream.getvalue().splitlines() if "checkpoints leave out" in line]
+
+
+@pytest.mark.promise(19)
+@pytest.mark.parametrize("by", owners.OWNERS)
+def test_the_first_save_is_seen(ranks: Any, tmp_path: Path, by: str) -> None:
+    (said,), nothing = ranks(2, told, out=str(tmp_path), by=by)  # once, by rank 0
+    assert said.startswith("ds_frozen_patch: checkpoints leave out ")
+    assert "A resume needs them" in said
+    assert nothing == []
 
 
 def resumed_by_owner(out: str, by: str, stage: int) -> Any:
