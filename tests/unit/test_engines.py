@@ -96,11 +96,11 @@ def test_what_a_checkpoint_replaces_is_no_base() -> None:
     frozen: Any = module[1]
     with replacing(module), torch.no_grad():
         frozen.weight.add_(1)
-    found = {name for name, one in origins(module).items() if not one.is_base}
+    found = {name for name, one in origins(module).items() if one.is_suspected}
     assert found == {"0.weight", "0.bias", "1.weight"}
     built = torch.nn.Parameter(torch.ones(2, 2), requires_grad=False)
     frozen.weight = built
-    assert origins(torch.nn.ModuleList([frozen]))["0.weight"].is_base
+    assert not origins(torch.nn.ModuleList([frozen]))["0.weight"].is_suspected
     other = torch.nn.Linear(2, 2)
     other.weight = module[0].weight
-    assert not origins(other)["weight"].is_base
+    assert origins(other)["weight"].is_suspected

@@ -77,11 +77,6 @@ class Origin:
     is_suspected: bool = False
     samples: dict[str, Sample] = field(default_factory=dict)
 
-    @property
-    def is_base(self) -> bool:
-        """Whether the program builds it."""
-        return not (self.is_trained or self.is_changed or self.is_suspected)
-
 
 _known: WeakKeyDictionary[Any, dict[str, tuple[int, Origin]]] = WeakKeyDictionary()
 """By module: for each of its own parameters and buffers, by name, its identity and what is known of it."""

@@ -81,8 +81,9 @@ def saved_elsewhere(checkpoint: Mapping[str, Any], module: Any) -> tuple[frozens
     partitioned = frozenset(plain(name) for group in groups for name in group) - in_state - fragments
     if not partitioned:
         return fragments, partitioned  # as a rule
-    named, lacking = names_by_parameter(module), names_by_parameter(module).keys() - names_in_state_dict(module).keys()
-    return fragments, partitioned & {name for parameter in lacking for name in named[parameter]}
+    in_state_now = names_in_state_dict(module)
+    lacking = [names for parameter, names in names_by_parameter(module).items() if parameter not in in_state_now]
+    return fragments, partitioned.intersection(name for names in lacking for name in names)
 
 
 @contextmanager

@@ -74,7 +74,7 @@ def read_file(file: Path) -> Contents:
 
 
 def inspect_file(file: Path) -> Contents | None:
-    """The contents of a file that torch is about to load, or None if it is too old for that; within `trust()`.
+    """The contents of a file that torch is about to load, or None if it cannot be read; within `trust()`.
 
     It logs classes and functions that are not expected in a checkpoint, unless `patch(trust=...)` was given.
 

@@ -155,9 +155,8 @@ def _kept_fragments(save: Save) -> dict[str, Any]:
     if engine.zero_optimization_partition_weights():
         in_state = set()  # it has only placeholders
     has_place = engine.zero_optimization_partition_gradients()
-    actual = {plain(name): name for name, _ in engine.module.named_parameters()}
     kept = {
-        actual[name]: parameter
+        name: parameter
         for parameter, name in saved.items()
         if parameter not in partitioned
         and not is_expert(parameter)
@@ -165,10 +164,11 @@ def _kept_fragments(save: Save) -> dict[str, Any]:
     }
     if not kept:
         return {}
+    actual = {plain(name): name for name, _ in engine.module.named_parameters()}
     shape, fragment = engine._get_param_shape_func, engine._get_param_fragment_func
     return {
-        "frozen_param_shapes": {name: shape(parameter) for name, parameter in kept.items()},
-        "frozen_param_fragments": {name: fragment(parameter) for name, parameter in kept.items()},
+        "frozen_param_shapes": {actual[name]: shape(parameter) for name, parameter in kept.items()},
+        "frozen_param_fragments": {actual[name]: fragment(parameter) for name, parameter in kept.items()},
     }
 
 

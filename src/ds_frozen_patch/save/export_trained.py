@@ -37,9 +37,8 @@ def write(save: Save, folder: Path) -> None:
     """
     engine = save.engine
     all_names = names_by_parameter(engine.module)
-    base = {
-        one.name for one in (to_leave_out(engine, origins(engine.module)) if save.left_out is None else save.left_out)
-    }
+    left_out_now = to_leave_out(engine, origins(engine.module)) if save.left_out is None else save.left_out
+    base = {one.name for one in left_out_now}
     chosen = {
         names[0]: parameter
         for parameter, names in all_names.items()

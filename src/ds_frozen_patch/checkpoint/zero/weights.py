@@ -121,9 +121,9 @@ def locate_weights(states: States, trainable: Sequence[str] = ()) -> Weights:
     asked = [name for name in module if first[name] in unclear]
     if idle := [p for p in trainable if p != "*" and not any(_matches(name, [p]) for name in asked)]:
         raise CheckpointError(
-            f"The patterns of trained parameters have no effect: {named(idle)} match nothing, or only what"
-            f" {states.layout.root} tells of itself. Leave them out. For prune, name frozen parameters that no base has"
-            " with --keep."
+            f"The patterns of trained parameters have no effect: {named(idle)} match nothing, or only parameters for"
+            f" which {states.layout.root} itself records this. Remove them. For prune, name frozen parameters that no"
+            " base has with --keep."
         )
     # A tied parameter has its parts under each of its names.
     same = {n: first.get(o, o) + n.removeprefix(o) for n, o in parts.items() if n.startswith(f"{o}.")}
