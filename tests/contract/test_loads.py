@@ -56,6 +56,7 @@ def with_one_more_file(out: str) -> list[str]:
         torch.distributed.barrier()
         Run("deepspeed", out, 2, 2).load(run.at(0))
         shard = sorted(run.at(0).glob("*optim_states.pt"))[-1]
+        torch.distributed.barrier()  # the other rank may still be loading
         if torch.distributed.get_rank() == 0:
             content = bytearray(shard.read_bytes())
             content[len(content) // 2] ^= 1

@@ -55,6 +55,7 @@ engine, adam = accelerator.prepare(model, torch.optim.AdamW(model[1].parameters(
 accelerator.backward(engine(torch.ones(1, 4, device=accelerator.device)).mean())
 adam.step()
 accelerator.save_state("state")
+accelerator.end_training()
 """
 
 
