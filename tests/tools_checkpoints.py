@@ -20,7 +20,9 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from under_test import PRECISION, DeepSpeedStrategy
 
+from ds_frozen_patch.checkpoint.record import read_record, write_record
 from ds_frozen_patch.checkpoint.zero.labels import LABEL
+from ds_frozen_patch.common.work_folder import RECORD
 from ds_frozen_patch.manifest import KEY, Manifest
 
 EMBEDDING = "model.base_model.model.model.embed_tokens.weight"
@@ -338,12 +340,20 @@ def changed(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     state = loaded(file)
     change(state)
     torch.save(state, file)
+    refresh(file.parent)
+
+
+def refresh(folder: Path) -> None:
+    """Let the record, if there is one, describe the files as they are now."""
+    if record := read_record(folder):
+        write_record(folder, record)
 
 
 def unlabel(path: Path) -> None:
-    """Remove the labels from the files of a checkpoint, as if plain Lightning had saved them."""
+    """Remove the labels from the files of a checkpoint, and its record, as if plain Lightning had saved them."""
     for file in path.rglob("*_states.pt"):
         changed(file, lambda state: state.pop(LABEL, None))
+        (file.parent / RECORD).unlink(missing_ok=True)
 
 
 def base_model(seed: int = 1, **options: Any) -> Any:

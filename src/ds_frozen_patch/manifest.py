@@ -309,13 +309,14 @@ def describe(
         total_bytes=sum(one.nbytes for one in left_out),
         zero_stage=zero_stage,
         world_size=world_size,
-        versions=_versions(),
+        versions=versions(),
         adapters=adapters_of(module),
     )
 
 
 @cache
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """The release of each package that takes part, by its name on the package index."""
     found = {}
     for name in ("ds_frozen_patch", "lightning", "pytorch-lightning", "lightning-fabric", "deepspeed", "torch"):
         try:

@@ -27,7 +27,7 @@ class Settings:
     fp32_weights: bool = False
     elastic: bool | None = None
     sync: bool = True
-    trust: bool | None = None
+    trust: bool = True
     whole_model: bool = True
     async_save: bool = False
     verify_files: bool = True

@@ -15,13 +15,17 @@ import owners
 import pytest
 import runs
 import torch
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from disk import model_states
 from owners import Run
+from tools_checkpoints import refresh
 from under_test import TRAINER, ModelCheckpoint
 
 import ds_frozen_patch
+from ds_frozen_patch.checkpoint.format import archive, unpickling
 from ds_frozen_patch.checkpoint.zero import layout
 from ds_frozen_patch.common.overrides import overridden
+from ds_frozen_patch.common.work_folder import RECORD
 
 pytestmark = [pytest.mark.promise(15), pytest.mark.everyday, pytest.mark.once]
 
@@ -101,12 +105,14 @@ class Wider(runs.LoraRun):
 
 def onto_a_wider_one(out: str, stage: int) -> tuple[str, str]:
     data = runs.batches(2)
+    if stage == 1:  # where files of others do not tell whether they are full
+        ds_frozen_patch.patch()
     runs.trainer(out, 2, stage, epochs=1).fit(Wider(False), data)
     ds_frozen_patch.patch()
     return runs.refusal(runs.trainer(out, 2, stage).fit, Wider(True), data, ckpt_path=f"{out}/epoch=0.ckpt")
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_full_checkpoint_may_lack_nothing(ranks: Any, tmp_path: Path, stage: int) -> None:
     for kind, said in ranks(2, onto_a_wider_one, out=str(tmp_path), stage=stage):
         assert (kind, "Missing key(s) in state_dict" in said, "added.weight" in said) == ("RuntimeError", True, True)
@@ -240,6 +246,7 @@ def carried(out: str, stage: int, what: str) -> dict[str, Any]:
     if trainer.is_global_zero:  # the checks still run
         state = torch.load(shard, weights_only=False)
         torch.save({**state, "ds_frozen_patch_label": {"save": "another", "file": shard.name}}, shard)
+        refresh(shard.parent)
     trainer.strategy.barrier()
     if stage:
         fit = runs.trainer(f"{out}/again", 2, stage, epochs=1).fit
@@ -254,3 +261,107 @@ def test_whatever_was_saved_is_loaded(ranks: Any, tmp_path: Path, stage: int, wh
         assert found.pop("state")
         assert "is of another save" in found.pop("said", "is of another save")
         assert found == {}
+
+
+# The record
+
+
+class OfOneRank:
+    """Cannot be unpickled on rank 1, as where a node lacks a package."""
+
+    def __init__(self, raises: bool = False) -> None:
+        assert not raises or torch.distributed.get_rank() == 0, "there is no such package on this node"
+
+    def __reduce__(self) -> Any:
+        return OfOneRank, (True,)
+
+
+def read_by(load: Any) -> list[tuple[str, bool]]:
+    """Load, and return the files that were unpickled meanwhile, and whether the engine's reader did it."""
+    within, found = [False], []
+    read, unpickle = TorchCheckpointEngine.load, torch.load
+
+    def by_the_engine(*args: Any, **kwargs: Any) -> Any:
+        within[0] = True
+        try:
+            return read(*args, **kwargs)
+        finally:
+            within[0] = False
+
+    def by_torch(file: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append((Path(file).name, within[0]))
+        return unpickle(file, *args, **kwargs)
+
+    def by_us(file: Path, *args: Any, **kwargs: Any) -> Any:
+        found.append((file.name, False))
+        return read_archive(file, *args, **kwargs)
+
+    read_archive = unpickling.unpickle
+    with overridden(
+        [(TorchCheckpointEngine, "load", by_the_engine), (torch, "load", by_torch), (archive, "unpickle", by_us)]
+    ):
+        runs.outcome(load)
+    return found
+
+
+def reads(out: str, stage: int) -> Any:
+    with owners.served(), runs.heard() as heard:
+        run = Run("deepspeed", out, 2, stage)
+        run.train(epochs=1)
+        place, rank = run.at(0), torch.distributed.get_rank()
+        found: dict[str, Any] = {"usual": read_by(lambda: Run("deepspeed", out, 2, stage).load(place))}
+        found["another base"] = read_by(lambda: Run("deepspeed", out, 2, stage, seed=7).load(place))
+        torch.distributed.barrier()
+        if rank == 0:
+            (place / RECORD).unlink()
+        torch.distributed.barrier()
+        found["no record"] = read_by(lambda: Run("deepspeed", out, 2, stage).load(place))
+        found["said"] = [message for message in heard if "cannot be verified that they are the ones" in message]
+        found["of another base"] = runs.refusal(Run("deepspeed", out, 2, stage, seed=7).load, place)
+        run.engine.save_checkpoint(out, tag="odd", client_state={"epoch": 1, "mine": OfOneRank()})
+        found["one rank"] = runs.refusal(Run("deepspeed", out, 2, stage).load, Path(out, "odd"))
+        return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_deepspeed_is_the_first_to_unpickle(ranks: Any, tmp_path: Path, stage: int) -> None:
+    """The base is compared before. Without the record, all is verified but the files."""
+    for rank, found in enumerate(ranks(2, reads, out=str(tmp_path), stage=stage)):
+        assert found["usual"]
+        assert {by_the_engine for _, by_the_engine in found["usual"]} == {True}
+        assert found["another base"] == []
+        assert found["no record"] == found["usual"]
+        assert len(found["said"]) == (rank == 0)
+        kind, said = found["of another base"]
+        assert kind == "CheckpointMismatchError"
+        assert "The base is not the one" in said
+        kind, said = found["one rank"]
+        assert kind == "CheckpointError"
+        assert "odd" in said
+        assert "there is no such package on this node" in said
+
+
+def edited_files(out: str) -> Any:
+    """A program that changes a file of states in place, as some do to rename keys."""
+    with owners.served():
+        run = Run("deepspeed", out, 2, 2)
+        run.train(epochs=1)
+        place = run.at(0)
+        if torch.distributed.get_rank() == 0:
+            (file,) = place.glob("*model_states.pt")
+            torch.save({**torch.load(file, weights_only=False), "mine": 5}, file)
+        torch.distributed.barrier()
+        first = runs.refusal(Run("deepspeed", out, 2, 2).load, place)
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
+            (place / RECORD).unlink()
+        torch.distributed.barrier()
+        Run("deepspeed", out, 2, 2).load(place)
+        return first
+
+
+def test_a_changed_file_needs_its_record_removed(ranks: Any, tmp_path: Path) -> None:
+    for kind, said in ranks(2, edited_files, out=str(tmp_path)):
+        assert kind == "CheckpointError"
+        assert "mp_rank_00_model_states.pt is of another save" in said
+        assert "remove that record" in said

@@ -19,6 +19,7 @@ from owners import BY_HAND, OWNERS, PEFT, Run
 from ranks import RankError
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tools_checkpoints import refresh
 
 import ds_frozen_patch
 from ds_frozen_patch.common.overrides import overridden
@@ -106,6 +107,7 @@ def test_trust(ranks: Any, tmp_path: Path, by: str) -> None:
         assert is_same
     file = next(file for file in tmp_path.rglob("*optim_states.pt") if "again" not in file.parts)
     torch.save({**torch.load(file, weights_only=False), "mine": RunsCode(str(tmp_path / "canary"))}, file)
+    refresh(file.parent)
     place = file.parents[by != "deepspeed"]
     for kind, said in ranks(2, resumed_from, by=by, out=str(tmp_path), place=str(place), trust=False):
         assert kind == "CheckpointError"

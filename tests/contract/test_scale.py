@@ -55,6 +55,8 @@ def most_read(ranks: list[Counter[str]]) -> int:
     return max((count for key, count in counts.items() if key.startswith("read ")), default=0)
 
 
+READ = "files opened to read or sync, rank 0"
+"""Rank 0 reads the end of each file for the record of an asynchronous save, while training goes on."""
 ROWS: dict[str, tuple[int, Row]] = {
     "collectives, each rank": (0, most("collectives")),
     "bytes that rank 0 receives in collectives": (1, first("collective bytes")),
@@ -63,7 +65,7 @@ ROWS: dict[str, tuple[int, Row]] = {
     "bytes of store requests, all ranks": (1, total("request bytes")),
     "files written, rank 0": (0, first("written")),
     "files written, each other rank": (0, others("written")),
-    "files opened to read or sync, rank 0": (0, first("read")),
+    READ: (0, first("read")),
     "files opened to read or sync, each other rank": (0, others("read")),
     "opens of the most-opened file, all ranks": (1, most_read),
     "folders listed, rank 0": (0, first("listed")),
@@ -162,7 +164,7 @@ def test_nothing_grows_faster_than_the_ranks(found: Any, stage: int, step: str, 
     for name, (allowed, row) in ROWS.items():
         ours, plain = (values(found, who, stage, step, row) for who in ("patched", "plain"))
         added = [one - other for one, other in zip(ours, plain, strict=True)][1:]
-        if growth(added) > allowed:
+        if growth(added) > allowed + (step == "async save" and name == READ):
             too_fast[name] = added
         usual = values(found, "patched", stage, "save", row) if step in ("first save", "async save") else []
         if stage == 3 and any([*ours, *plain]) and not is_near(ours, usual):
@@ -174,8 +176,8 @@ def test_nothing_grows_faster_than_the_ranks(found: Any, stage: int, step: str, 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_collectives_that_are_added(found: Any, stage: int) -> None:
-    """Two to a save and one to a load; up to two more to the first save of a process, and no object."""
-    for step, most_added in {"first save": 4, "save": 2, "async save": 2, "load": 1}.items():
+    """Three to a save, four to a load; up to two more to the first save of a process, and no object."""
+    for step, most_added in {"first save": 5, "save": 3, "async save": 2, "load": 4}.items():
         for what, allowed in {"collectives": most_added, "objects": 0}.items():
             ours, plain = (values(found, who, stage, step, most(what)) for who in ("patched", "plain"))
             assert all(one <= other + allowed for one, other in zip(ours, plain, strict=True)), (step, what)

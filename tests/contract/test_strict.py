@@ -9,8 +9,10 @@ import pytest
 import runs
 import torch
 from disk import model_states
+from tools_checkpoints import refresh
 
 import ds_frozen_patch
+from ds_frozen_patch.common.work_folder import RECORD
 
 pytestmark = pytest.mark.promise(4)
 
@@ -121,12 +123,14 @@ def test_a_damaged_checkpoint_is_refused(ranks: Any, tmp_path: Path) -> None:
     (saved,) = model_states(tmp_path / "epoch=0.ckpt")
     saved["module"]["stranger"] = saved["module"].pop(f"{Q}.lora_A.default.weight")
     torch.save(saved, file)
+    refresh(file.parent)
     for name, text in ranks(2, resume, out=str(tmp_path)):
         assert name == "RuntimeError"
         assert f'Missing key(s) in state_dict: "{Q}.lora_A.default.weight".' in text
         assert 'Unexpected key(s) in state_dict: "stranger".' in text
         assert "base_layer" not in text
 
+    (file.parent / RECORD).unlink()  # whose manifest would count
     saved["ds_frozen_patch"]["format"] = 99
     torch.save(saved, file)
     for name, text in ranks(2, resume, out=str(tmp_path)):
@@ -179,6 +183,7 @@ def resume_without_optimizer_state(out: str) -> tuple[str, str]:
             (file,) = Path(out, "epoch=0.ckpt", "checkpoint").glob("*model_states.pt")
             (saved,) = model_states(f"{out}/epoch=0.ckpt")
             torch.save({**saved, "optimizer": None}, file)
+            refresh(file.parent)
         torch.distributed.barrier()
         trainer = runs.trainer(out, 2, 0, epochs=2)
         return runs.refusal(trainer.fit, runs.LoraRun(), runs.batches(2), ckpt_path=f"{out}/epoch=0.ckpt")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import runs
 import torch
-from tools_checkpoints import changed, precision_of
+from tools_checkpoints import changed, precision_of, refresh
 
 import ds_frozen_patch
 
@@ -61,7 +61,7 @@ def test_runs_resume_with_trust_false(ranks: Any, tmp_path: Path, stage: int) ->
         assert tested == of_weights
 
 
-def resume_all(out: str, paths: list[str], stage: int, trust: bool | None) -> list[tuple[str, str]]:
+def resume_all(out: str, paths: list[str], stage: int, trust: bool) -> list[tuple[str, str]]:
     """Return the error and the messages of each resume; all in one run, so that the ranks stay in step."""
     ds_frozen_patch.patch(trust=trust)
     found = []
@@ -93,10 +93,10 @@ def of_the_old_format(path: Path, canary: Path) -> None:
         state = torch.load(file, weights_only=False)
         state.pop("ds_frozen_patch", None)  # in ZeRO-3 it would have to be read from another file
         torch.save({**state, "mine": RunsCode(canary)}, file, _use_new_zipfile_serialization=False)
+        refresh(file.parent)
 
 
-def unreadable(path: Path, canary: Path) -> None:
-    """Unreadable for our own reader; torch has no limit on the depth of lists."""
+def deeply_nested(path: Path, canary: Path) -> None:
     deep: list[Any] = [RunsCode(canary)]
     for _ in range(150):
         deep = [deep]
@@ -108,7 +108,7 @@ ATTACKS: dict[str, Callable[[Path, Path], None]] = {
     "optimizer": hostile_optimizer,
     "hyper-parameters": hostile_hyper_parameters,
     "old format": of_the_old_format,
-    "unreadable": unreadable,
+    "deeply nested": deeply_nested,
 }
 
 
@@ -132,38 +132,12 @@ def test_hostile_checkpoints_are_refused_before_anything_runs(ranks: Any, tmp_pa
         for path, (kind, text) in zip(paths, found, strict=True):
             assert kind == "CheckpointError", (path.name, kind, text)
             assert path.name in text
-            assert "system" in text or path.stem in ("old-format", "unreadable"), text
+            assert "system" in text or path.stem in ("old-format",), text
     assert not canary.exists()
     for path in paths[:-1]:  # Lightning 2.6 reads a single file with weights_only=True by itself
         canary.unlink(missing_ok=True)
         ranks(2, resume_all, trust=True, **{**arguments, "paths": [str(path)]})
         assert canary.exists(), f"{path.name} would not have run anything"
-
-
-def test_by_default_a_load_warns_what_it_runs(ranks: Any, tmp_path: Path) -> None:
-    """A load names it before running it; with `trust=True` there is no message."""
-    ranks(2, whole_and_resumed, out=str(tmp_path), world_size=2, stage=2, precision=precision_of(2), trust=True)
-    hostile_model(tmp_path / "epoch=0.ckpt", tmp_path / "canary")
-    shutil.copy(tmp_path / "weights.ckpt", tmp_path / "single.ckpt")
-    changed(tmp_path / "single.ckpt", lambda state: state.update(mine=RunsCode(tmp_path / "canary")))
-    paths = [str(tmp_path / name) for name in ("epoch=0.ckpt", "single.ckpt", "epoch=1.ckpt", "weights.ckpt")]
-    for trust in (None, True):
-        said = ranks(2, warnings_of, out=str(tmp_path / "out"), paths=paths, trust=trust)
-        of_files = [[text for text in found if "not expected in a checkpoint" in text] for found in said[0]]
-        assert [len(texts) for texts in of_files] == [int(trust is None), int(trust is None), 0, 0]
-        for text in (text for texts in of_files for text in texts):
-            assert "system" in text
-            assert "patch(trust=False)" in text
-            assert text.startswith("WARNING: "), "`python -W error` makes a warning an exception of one rank"
-
-
-def warnings_of(out: str, paths: list[str], trust: bool | None) -> list[list[str]]:
-    found = []
-    for path in paths:
-        with runs.heard() as said:
-            resume_all(out, [path], 2, trust)
-        found.append(said)
-    return found
 
 
 def test_fabric_and_torch_load_of_the_program(ranks: Any, tmp_path: Path) -> None:

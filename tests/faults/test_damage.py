@@ -10,7 +10,7 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from tools_checkpoints import changed, precision_of, records_of
 
 import ds_frozen_patch
 from ds_frozen_patch import verify
+from ds_frozen_patch.common.work_folder import RECORD
 from ds_frozen_patch.manifest import KEY
 
 RANKS = 2
@@ -67,12 +68,16 @@ def leaves(value: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Damage:
-    """A change to a checkpoint, what the error must name, and whether it may have no effect."""
+    """A change to a checkpoint, and what the error must name.
+
+    It may have no effect, or an error of DeepSpeed or about the base may come first.
+    """
 
     kind: str
     do: Callable[[Path], object]
     named: str
     may_mean_nothing: bool = False
+    may_be_refused_otherwise: bool = False
 
 
 class Runs:
@@ -95,7 +100,30 @@ class Runs:
 
 
 def damages(made: Runs, chance: random.Random) -> Iterator[Damage]:
-    """Yield all damage that is tried on one run's checkpoint."""
+    """Yield all damage that is tried on one run's checkpoint, with its record and without."""
+    for damage in of_files(made, chance):
+        yield damage
+        yield replace(
+            damage, do=partial(without_record, damage.do), may_be_refused_otherwise="of another" in damage.kind
+        )
+    record = Path("checkpoint") / RECORD
+    yield from of_bytes(made.own, record, chance)
+    for old, new in (('"step": ', '"step": 1'), ('"size": ', '"size": 1'), ('"zero_stage": ', '"zero_stage": 1')):
+        yield Damage("an edited record", partial(edit_record, old, new), RECORD)
+    for what, other in made.others.items():
+        yield Damage(f"the record of {what}", partial(take, record, other), ".ckpt")
+    for text in ("", "nowhere", "../own", "\0", "checkpoint/checkpoint"):
+        # Lightning does not ask it.
+        yield Damage("a wrong tag in `latest`", partial(put, Path("latest"), text), ".ckpt", may_mean_nothing=True)
+    for change in EDITS:
+        yield Damage("an edited manifest", partial(edit_manifest, change), "manifest")
+    for change in REFERENCES if made.stage == 3 else []:
+        # A load looks for the digest, wherever it is.
+        yield Damage("an edited manifest", partial(edit_reference, change), "manifest", may_mean_nothing=True)
+
+
+def of_files(made: Runs, chance: random.Random) -> Iterator[Damage]:
+    """Yield damage to DeepSpeed's files."""
     for file in made.files:
         yield from of_bytes(made.own, file, chance)
         yield Damage("a missing file", partial(remove, file), ".ckpt")
@@ -104,13 +132,6 @@ def damages(made: Runs, chance: random.Random) -> Iterator[Damage]:
             if (other / file).exists() and len(made.files) > 1:
                 yield Damage(f"a file of {what}", partial(take, file, other), ".ckpt")
     yield from swapped(made.files)
-    for text in ("", "nowhere", "../own", "\0", "checkpoint/checkpoint"):
-        # Lightning does not ask it.
-        yield Damage("a wrong tag in `latest`", partial(put, Path("latest"), text), ".ckpt", may_mean_nothing=True)
-    for change in EDITS:
-        yield Damage("an edited manifest", partial(edit_manifest, change), "manifest")
-    for change in REFERENCES if made.stage == 3 else []:
-        yield Damage("an edited manifest", partial(edit_reference, change), "manifest")
 
 
 def of_bytes(own: Path, file: Path, chance: random.Random) -> Iterator[Damage]:
@@ -118,7 +139,8 @@ def of_bytes(own: Path, file: Path, chance: random.Random) -> Iterator[Damage]:
     size = (own / file).stat().st_size
     for length in (0, 1, size // 2, size - 1, *(chance.randrange(size) for _ in range(4))):
         yield Damage("a truncated file", partial(cut, file, length), file.name)
-    places = [place[len(place) // 2] for place in records_of(own / file).values() if place]
+    records = records_of(own / file).values() if file.suffix == ".pt" else []
+    places = [place[len(place) // 2] for place in records if place]
     for place in (*places, *(chance.randrange(size) for _ in range(10))):
         # Of some no one asks: padding, a date.
         yield Damage("a flipped bit", partial(flip, file, place, chance.randrange(8)), file.name, may_mean_nothing=True)
@@ -164,12 +186,27 @@ def swap(some: list[Path], others: list[Path], path: Path) -> None:
 def edit_manifest(change: Callable[[dict[str, Any]], Any], path: Path) -> None:
     first, *_ = sorted(path.rglob("*model_states.pt"))
     changed(first, lambda state: change(state[KEY]))
+    (first.parent / RECORD).unlink()  # its copy of the manifest would count
 
 
 def edit_reference(change: Callable[[dict[str, Any]], Any], path: Path) -> None:
     """Change another rank's reference to the manifest, in ZeRO-3."""
     *_, last = sorted(path.rglob("*model_states.pt"))
     changed(last, lambda state: change(state[KEY]))
+    (last.parent / RECORD).unlink()
+
+
+def edit_record(old: str, new: str, path: Path) -> None:
+    record = path / "checkpoint" / RECORD
+    text = record.read_text()
+    assert old in text
+    record.write_text(text.replace(old, new, 1))
+
+
+def without_record(do: Callable[[Path], object], path: Path) -> None:
+    """Damage a checkpoint that has no record, as releases before 0.3 saved it."""
+    (path / "checkpoint" / RECORD).unlink()
+    do(path)
 
 
 def edit_entry(place: int, value: Callable[[Any], Any]) -> Callable[[dict[str, Any]], None]:
@@ -235,6 +272,8 @@ def test_damage_is_refused_by_name(
             continue
         found = verify(path).problems
         refused = all(kind in BY_NAME and damage.named in text for kind, text in said)
+        if damage.may_be_refused_otherwise:
+            refused = all(kind != "loaded" for kind, _ in said)
         if not refused or not any(damage.named in problem for problem in found):
             wrong.append((damage, [(kind, text[:500]) for kind, text in said], found))
     assert wrong == [], "\n".join(map(repr, wrong))

@@ -26,6 +26,7 @@ from ds_frozen_patch import CheckpointError, consolidate, inspect, reshard, veri
 from ds_frozen_patch.checkpoint.tools.reshard import reshard_inside
 from ds_frozen_patch.checkpoint.zero.labels import ELASTIC_KEY
 from ds_frozen_patch.cli import main
+from ds_frozen_patch.common.work_folder import RECORD
 from ds_frozen_patch.manifest import KEY as MANIFEST
 from ds_frozen_patch.parameters import plain
 
@@ -150,29 +151,29 @@ def test_an_existing_resharded_folder_is_reused(checkpoints: Checkpoints, tmp_pa
     reshard(source, tmp_path / "out.ckpt", ranks=3)
     for file in (source / "checkpoint.ranks3").iterdir():
         assert file.read_bytes() == (tmp_path / "out.ckpt" / "checkpoint" / file.name).read_bytes()
-    (newer := next((source / "checkpoint").iterdir())).write_bytes(newer.read_bytes())  # somebody saves over it
+    changed(max((source / "checkpoint").glob("*model_states.pt")), lambda state: state.update(mine=5))
     reshard_inside(source, None, ranks=3)
     assert all(made[name][1] < said[1] for name, said in snapshot(source).items() if "ranks3" in name)
     assert not verify(source, "checkpoint.ranks3").problems
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("of", ["another save", "no save"])
+@pytest.mark.parametrize("of", ["another save", "no save", "an older release"])
 def test_a_planted_folder_is_replaced(checkpoints: Checkpoints, tmp_path: Path, of: str) -> None:
     """It has the name of one made for world size 3, and is newer than the checkpoint."""
     source, other = tmp_path / "run.ckpt", tmp_path / "other.ckpt"
     shutil.copytree(checkpoints(2) / "small.ckpt", source)
     shutil.copytree(checkpoints(2) / "full.ckpt", other)
-    reshard_inside(other, None, ranks=3)
     if of == "no save":
         unlabel(source)
         unlabel(other)
+    reshard_inside(other, None, ranks=3)
     planted, right = other / "checkpoint.ranks3", tmp_path / "right.ckpt"
+    if of == "an older release":
+        (planted / RECORD).unlink()
     shutil.copytree(planted, source / planted.name)
-    for file in (source / planted.name).iterdir():
-        file.touch()
     reshard(source, right, ranks=3)
-    reshard_inside(source, None, ranks=3, trust=of == "another save")
+    reshard_inside(source, None, ranks=3)
     for file in (source / planted.name).iterdir():
         assert file.read_bytes() == (right / "checkpoint" / file.name).read_bytes(), file.name
 

@@ -33,6 +33,9 @@ OURS = ".ds_frozen_patch"
 WORK = f"{OURS}-"
 """The prefix of the names of work folders. It contains nothing that Lightning searches for ("last", "ckpt_")."""
 
+RECORD = "ds_frozen_patch.json"
+"""The name of the record beside the files of a tag (see `record`)."""
+
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR)
 _YOUNG_SECONDS = 60.0
 _OLD_SECONDS = 86400.0
@@ -141,8 +144,8 @@ def is_not_whole(folder: Path) -> bool:
 
 
 def is_state(name: str) -> bool:
-    """Whether DeepSpeed has written what has this name, in the folder of a tag."""
-    return name.endswith("_states.pt") or name == "offloaded_tensors"
+    """Whether a save has written what has this name, in the folder of a tag."""
+    return name.endswith("_states.pt") or name in ("offloaded_tensors", RECORD)
 
 
 def remove_states(tag: Path, but: Path | None = None) -> None:

@@ -12,7 +12,6 @@ from ..engine.owner import is_first
 from ..settings import current
 from .load import Load
 from .look import Look, Saved
-from .trust import runs_nothing
 
 NEEDED = (ELASTIC_KEY, "ds_config", "dp_world_size")
 """What `Owner.after_load` needs of the checkpoint's own state."""
@@ -79,7 +78,7 @@ def _reshard(load: Load, saved: Saved, ranks: int) -> str:
     folder, error = "", ""
     if is_first(owner):
         try:
-            folder = reshard_inside(source, load.tag, ranks=ranks, quiet=False, trust=not runs_nothing())
+            folder = reshard_inside(source, load.tag, ranks=ranks, quiet=False)
         except Exception as failure:  # the other ranks wait for this one
             error = str(failure) if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}."
     everyone = gather((folder, error))

@@ -28,6 +28,7 @@ from . import elastic
 from .base_check import check_base
 from .load import Load, current, where_it_is
 from .quantized import by_name, check_parts, is_part, without_own_values
+from .reading import check_model, manifest_of, sharing_reads
 from .strictness import check_optimizer_layout, check_optimizer_state, forgiving, saved_elsewhere
 from .trust import trust
 
@@ -66,8 +67,11 @@ def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
             load.tag = folder
             look = load.look()
         load.check(look)
+        if load.record is not None:
+            load.may_be_missing = _check_base(load, {}, load.record.manifest, call.arguments["load_module_strict"])
         call.arguments["load_dir"], call.arguments["tag"] = load.source, load.tag
-        with _noticing_another_base(known, engine):
+        is_shared = look.tag is not None  # else ranks may read different numbers of files
+        with _noticing_another_base(known, engine), overridden(sharing_reads(load) if is_shared else []):
             path, client_state = wrapped(*call.args, **call.kwargs)
     cures.forget_second_copies(engine)
     if load.restores_optimizer and cures.forgets_optimizer_on_nvme(engine):
@@ -147,18 +151,13 @@ def load_module_state_dict(
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     checkpoint = call.arguments["checkpoint"]
     load.state = {key: checkpoint.get(key) for key in ("optimizer", *elastic.NEEDED)}
-    manifest = load.manifest or Manifest.from_checkpoint(checkpoint)
+    check_model(load, checkpoint)
+    if load.record is not None:
+        manifest, may_be_missing = load.record.manifest, load.may_be_missing
+    else:
+        manifest = manifest_of(load, checkpoint)
+        may_be_missing = _check_base(load, checkpoint, manifest, call.arguments.get("strict", True))
     held = by_name(engine.module)
-    may_be_missing = check_base(
-        checkpoint,
-        manifest,
-        engine.module,
-        held,
-        load,
-        strict=call.arguments.get("strict", True),
-        unverifiable="The checkpoint has neither frozen parameters nor a manifest, so it cannot be verified that the"
-        " base is the one that it was trained on.",
-    )
     if load.restores_optimizer:
         check_optimizer_state(checkpoint, engine)
         check_optimizer_layout(checkpoint, engine)
@@ -176,6 +175,18 @@ def load_module_state_dict(
         put(engine.module, {plain(n): value for n, value in _whole(load).items() if plain(n) in in_partitions})
     check_parts(parts, by_name(engine.module) if parts else {}, load)
     return result
+
+
+def _check_base(load: Load, checkpoint: Mapping[str, Any], manifest: Manifest | None, strict: bool) -> frozenset[str]:
+    """As `check_base`, of an engine; with a record, before there is a checkpoint."""
+    if manifest is None and load.record is not None:
+        return frozenset()  # nothing was left out
+    module = load.engine.module
+    unverifiable = (
+        "The checkpoint has neither frozen parameters nor a manifest, so it cannot be verified that the base is the one"
+        " that it was trained on."
+    )
+    return check_base(checkpoint, manifest, module, by_name(module), load, strict=strict, unverifiable=unverifiable)
 
 
 @contextmanager

@@ -7,15 +7,16 @@ store; on disks of their own (`use_node_local_storage`), each rank looks for its
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.zero.layout import latest_tag
-from ..checkpoint.zero.states import FileDigests, check_digests_agree
+from ..checkpoint.record import Record, read_record
+from ..checkpoint.zero.layout import Layout, latest_tag
+from ..checkpoint.zero.states import FileDigests
 from ..common.collectives import default_store, digest, gather, gather_numbers, world_size
 from ..common.durable import wait_for_name
 from ..common.errors import CheckpointError, CheckpointMismatchError
@@ -23,16 +24,13 @@ from ..common.work_folder import left_behind
 from ..engine.frozen import frozen
 from ..engine.owner import Owner, is_first, warn
 from ..fingerprint import process_memory
-from ..manifest import KEY, Manifest, digest_of, reference
 from ..settings import current as settings
-from .integrity import check_own_files, check_share, is_zip
+from .integrity import check_files, own_share, share
 from .look import Look, look_at_all, look_at_own, save_and_step
-from .trust import read_file
 
 current: ContextVar[Load | None] = ContextVar("ds_frozen_patch_load", default=None)
 """The load that is running, for what upstream's code calls back."""
 
-_KINDS = ("model", "optimizer")
 _numbers = count()
 
 
@@ -60,7 +58,9 @@ class Load:
         tag: the folder in it.
         restores_optimizer: whether the optimizer's state is loaded too.
         base_is_known: whether every rank knows the fingerprints of what is frozen.
-        manifest: that of a ZeRO-3 checkpoint, where this rank's file only refers to it.
+        record: of the checkpoint; None if it has none.
+        may_be_missing: the names that the record's manifest allows to be missing.
+        read: what identifies the files that DeepSpeed has read on this rank.
         module: the module's state dict in this rank's file, where DeepSpeed replaces it by another.
         state: the part of the checkpoint's own state that is needed afterwards.
     """
@@ -72,7 +72,9 @@ class Load:
     tag: str | None = None
     restores_optimizer: bool = False
     base_is_known: bool = False
-    manifest: Manifest | None = None
+    record: Record | None = None
+    may_be_missing: frozenset[str] = frozenset()
+    read: list[FileDigests] = field(default_factory=list)
     module: Mapping[str, Any] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
     _number: int = field(default_factory=lambda: next(_numbers))
@@ -108,69 +110,47 @@ class Load:
         return f"ds_frozen_patch/load{self._number}.{self._looks}"
 
     def check(self, look: Look) -> None:
-        """Verify this rank's share of the files, and agree; every rank must call it.
+        """Read the record, verify this rank's share of the files, and agree; every rank must call it.
 
         Raises:
             CheckpointError: on every rank, if one has found a file to be missing, damaged, or of another save.
         """
-        digests, are_alike = self._check_and_agree(look)
-        if not are_alike and self.is_on_own_disks:
+        if self._check_and_agree(look):
+            return
+        if self.is_on_own_disks:
             self._choose_common_save()
-            digests, are_alike = self._check_and_agree(self.look())
-        if not are_alike:
-            check_digests_agree([one for share in gather(digests) for one in share])
-            raise CheckpointError(f"{self.source} has files of more than one save. Take all files from one checkpoint.")
+            if self._check_and_agree(self.look()):
+                return
+        raise CheckpointError(f"{self.source} has files of more than one save. Take all files from one checkpoint.")
 
-    def _check_and_agree(self, look: Look) -> tuple[list[FileDigests], bool]:
-        """The digests of this rank's share, and whether the shares of all ranks are of one save."""
-        digests: list[FileDigests] = []
+    def _check_and_agree(self, look: Look) -> bool:
+        """Whether the ranks have the record of one save, whose files are whole."""
         problem: Exception | None = CheckpointError(look.problem) if look.problem else None
         if problem is None and look.tag is not None:
             try:
-                digests = self._check_share(look)
-                check_digests_agree(digests)
-                self.manifest = self._read_manifest(look.tag)
+                self._check_share(look.layout(self.source))
             except (CheckpointError, CheckpointMismatchError) as error:
                 problem = error
             except Exception as error:  # which the other ranks would wait for
                 problem = CheckpointError(f"{self.source} cannot be read: {type(error).__name__}: {error}")
-        return digests, self.agree("a checkpoint", problem, digests)
+        return self.agree("a checkpoint", problem)
 
-    def _check_share(self, look: Look) -> list[FileDigests]:
-        layout = look.layout(self.source)
+    def _check_share(self, layout: Layout) -> None:
+        self.record = read_record(layout.model[0].parent)
         if self.is_on_own_disks:
-            return check_own_files(layout, self.owner.rank, self.owner.local_rank)
-        return check_share(layout, self.owner.rank, world_size(), self.restores_optimizer)
+            check_files(own_share(layout, self.owner.rank, self.owner.local_rank), self.record)
+            return
+        check_files(share(layout, self.owner.rank, world_size()), self.record)
 
-    def _read_manifest(self, tag: str) -> Manifest | None:
-        """The manifest that this rank's file of ZeRO-3 refers to; None if it does not."""
-        file = Path(self.engine._get_ckpt_name(self.source, tag))
-        if not self.engine.zero_optimization_partition_weights() or not is_zip(file):
-            return None
-        state = read_file(file).state
-        found = reference(state.get(KEY)) if isinstance(state, dict) else None
-        if found is None:
-            Manifest.from_checkpoint(state)
-            return None
-        name, expected = found
-        first = file.with_name(Path(name).name)
-        other = read_file(first).state if first.is_file() else {}
-        if not isinstance(other, dict) or KEY not in other or digest_of(other[KEY]) != expected:
-            raise CheckpointMismatchError(
-                f"{file} refers to a manifest in {name!r}, which has none of this save. Get a complete copy."
-            )
-        return Manifest.from_checkpoint(other)
-
-    def agree(self, what: str, problem: Exception | None = None, digests: Sequence[FileDigests] = ()) -> bool:
+    def agree(self, what: str, problem: Exception | None = None) -> bool:
         """Let the ranks agree on a load; every rank must call it, once for each load.
 
         Args:
             what: this rank has found at the path.
             problem: what this rank would raise.
-            digests: of the files of this rank's share.
 
         Returns:
-            Whether the shares of all ranks are of one save.
+            Whether the ranks have the record of one save.
 
         Raises:
             CheckpointError: another rank has a problem.
@@ -178,20 +158,19 @@ class Load:
         """
         now = settings()
         request = f"{what}, verify_base={now.verify_base!r}, elastic={now.elastic!r}"
-        kinds = {one.kind: digest((one.save, sorted(one.alike.items()))) for one in digests}
-        save = digest(digests[0].save) if digests else 0
-        own = [problem is not None, digest(request), self._knows_base(), save, *map(kinds.get, _KINDS, (0, 0))]
+        save = digest(self.record.save) if self.record is not None else 0
+        own = [problem is not None, digest(request), self._knows_base(), save]
         everyone = gather_numbers(own, self.owner.device)
         self.base_is_known = all(one[2] for one in everyone)
         if any(one[0] for one in everyone):
-            self._raise(problem)
+            self.raise_on_all_ranks(problem)
         if len({one[1] for one in everyone}) > 1:
             found = {text: rank for rank, text in reversed(list(enumerate(gather(request))))}
             differing = "; ".join(f"rank {rank}: {text}" for text, rank in found.items())
             raise CheckpointMismatchError(
                 f"The ranks load different checkpoints ({differing}). Give every rank the same path and settings."
             )
-        return not any(len({one[column] for one in everyone} - {0}) > 1 for column in (3, 4, 5))
+        return len({one[3] for one in everyone}) == 1
 
     def _knows_base(self) -> bool:
         module = getattr(self.engine, "module", None)
@@ -199,8 +178,8 @@ class Load:
             return True
         return all(process_memory().holds(one.tensor) for one in frozen(module))
 
-    def _raise(self, problem: Exception | None) -> None:
-        """Raise this rank's own problem, or those of the others."""
+    def raise_on_all_ranks(self, problem: Exception | None) -> None:
+        """Raise this rank's own problem, or those of the others; every rank must call it."""
         of_a_file = problem is None or isinstance(problem, CheckpointError)
         found = gather((str(problem or ""), of_a_file))
         if problem is not None and not of_a_file:

@@ -9,12 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.zero.labels import get_save_id
+from ..checkpoint.record import Record, read_record
 from ..checkpoint.zero.layout import Layout, NothingSavedError, UnknownLayoutError, find_layout, latest_tag
-from ..checkpoint.zero.states import as_integer, configured_stage
 from ..common.errors import CheckpointError
 from ..common.work_folder import is_unfinished
-from .trust import read_file
 
 _KINDS = ("model", "optimizer")
 
@@ -74,6 +72,9 @@ def look_at_all(source: str, tag: str | None) -> Look:
     """A folder that has the files of all ranks."""
     try:
         layout = find_layout(source, tag)
+        record = read_record(folder := layout.model[0].parent)
+        if record is not None:
+            record.check_names(folder, {file.name for file in layout.files})
     except UnknownLayoutError:
         return Look()
     except CheckpointError as error:
@@ -81,16 +82,17 @@ def look_at_all(source: str, tag: str | None) -> Look:
     except OSError as error:  # the other ranks wait for this one
         return Look(problem=f"{source} cannot be read: {error}.")
     model, optimizer = ([file.name for file in files] for files in (layout.model, layout.optimizer))
-    return Look(layout.tag, tuple(model), tuple(optimizer), _saved(layout))
+    return Look(layout.tag, tuple(model), tuple(optimizer), _saved(layout, record))
 
 
 def look_at_own(engine: Any, source: str, tag: str | None) -> Look:
     """A rank's own files, where nodes have disks of their own."""
     try:
         name = latest_tag(Path(source)) if tag is None else tag
+        record = read_record(folder := Path(source, name))
     except CheckpointError as error:
         return Look(problem=str(error), is_empty=isinstance(error, NothingSavedError))
-    if is_unfinished(folder := Path(source, name)):
+    if is_unfinished(folder):
         return Look(problem=f"{folder} is not whole: the save that wrote it was interrupted, or still runs.")
     model = Path(engine._get_ckpt_name(source, name))
     optimizer = []
@@ -100,25 +102,23 @@ def look_at_own(engine: Any, source: str, tag: str | None) -> Look:
         if not file.is_file():
             return Look(problem=f"There is no {file} on this rank's disk. Get a complete copy of the checkpoint.")
     layout = Layout(Path(source), name, (model,), tuple(optimizer))
-    return Look(name, (model.name,), tuple(file.name for file in optimizer), _saved(layout))
+    saved = None if record is None else _saved(layout, record)
+    return Look(name, (model.name,), tuple(file.name for file in optimizer), saved)
 
 
-def _saved(layout: Layout) -> Saved | None:
-    try:
-        model = read_file(layout.model[0]).state
-    except CheckpointError:
-        return None
-    ranks = as_integer(model.get("dp_world_size")) if isinstance(model, dict) else None
-    return Saved(ranks, configured_stage(model), bool(layout.optimizer)) if ranks else None
+def _saved(layout: Layout, record: Record | None) -> Saved:
+    """How a checkpoint was saved, by its record, or else by the names of its files."""
+    in_parts = bool(layout.optimizer)
+    if record is not None:
+        return Saved(record.world_size, record.zero_stage, in_parts)
+    stage = 3 if "_rank_0_mp_" in layout.model[0].name else 2 if in_parts else 0
+    return Saved(len(layout.optimizer) or len(layout.model), stage, in_parts)
 
 
 def save_and_step(look: Look, source: Path) -> tuple[str, int] | None:
     """The id of the save that a rank's own files are of, and its step."""
-    if look.tag is None:
-        return None
     try:
-        state = read_file(look.layout(source).model[0]).state
+        record = read_record(source / look.tag) if look.tag is not None else None
     except CheckpointError:
         return None
-    save, step = get_save_id(state), state.get("global_steps") if isinstance(state, dict) else None
-    return (save, step) if isinstance(save, str) and isinstance(step, int) else None
+    return None if record is None else (record.save, record.step)

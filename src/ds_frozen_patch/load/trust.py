@@ -7,7 +7,6 @@ loaded, and every `torch.load`, whoever calls it, gets `weights_only=True`.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,16 +14,14 @@ from pkgutil import resolve_name
 from typing import Any
 
 from ..checkpoint.format.allowed import OF_DEEPSPEED
-from ..checkpoint.format.archive import Contents, UnreadableError, read_archive
 from ..common.errors import CheckpointError, named
 from ..common.overrides import overridden
-from ..common.text import printable
 from ..settings import current
 
 
 def runs_nothing() -> bool:
     """Whether a load must not run anything."""
-    return current().trust is False
+    return not current().trust
 
 
 @contextmanager
@@ -54,55 +51,23 @@ def _safe() -> list[Any]:
     return [resolve_name(name) for name in OF_DEEPSPEED]
 
 
-def read_file(file: Path) -> Contents:
-    """The contents of a file that torch is about to load: as torch reads it, if our own reader cannot.
+def refuse_unsafe(file: Path) -> None:
+    """With `trust=False`, raise CheckpointError for a file that torch cannot read, or that names what could run.
 
-    Raises:
-        CheckpointError: neither can.
+    Call it within `trust()`.
     """
-    try:
-        return read_archive(file, trust=True)
-    except UnreadableError as error:
-        if runs_nothing():
-            raise
-        import torch
-
-        try:
-            return Contents(torch.load(file, map_location="cpu", mmap=True, weights_only=False), 0)
-        except Exception:  # whatever a damaged pickle leads to
-            raise error from None
-
-
-def inspect_file(file: Path) -> Contents | None:
-    """The contents of a file that torch is about to load, or None if it cannot be read; within `trust()`.
-
-    It logs classes and functions that are not expected in a checkpoint, unless `patch(trust=...)` was given.
-
-    Raises:
-        CheckpointError: with `trust=False`, the file cannot be read here, or names something that could run.
-    """
-    try:
-        contents = read_file(file)
-    except CheckpointError:
-        if runs_nothing():
-            raise
-        return None
-    if runs_nothing():
-        _refuse_unsafe(file)
-    elif contents.unexpected and current().trust is None:
-        logging.getLogger("ds_frozen_patch").warning(  # `-W error` would turn a warning into an exception of one rank
-            "%s names %s, not expected in a checkpoint, and this load runs what it names. patch(trust=False) refuses"
-            " such files; patch(trust=True) loads them without this warning.",
-            printable(str(file)),
-            named(contents.unexpected),
-        )
-    return contents
-
-
-def _refuse_unsafe(file: Path) -> None:
+    if not runs_nothing():
+        return
     import torch
 
-    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file):
+    try:
+        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    except Exception as error:  # whatever a damaged pickle leads to
+        raise CheckpointError(
+            f"{file} is damaged, or has what torch does not read with weights_only=True ({type(error).__name__}:"
+            f" {error}), and patch(trust=False) loads nothing else. Nothing was run."
+        ) from None
+    if unsafe:
         raise CheckpointError(
             f"{file} names {named(unsafe)}, and patch(trust=False) loads nothing that could run. Nothing was run. If"
             " you know these classes and trust the origin of the file, declare them with"

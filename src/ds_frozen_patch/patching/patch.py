@@ -93,8 +93,7 @@ def patch(
             the machine loses neither it nor the checkpoint that it replaces. With False it can lose both.
         trust: whether a load may run code that a checkpoint names. False: it loads tensors, plain values and
             DeepSpeed's own classes, and refuses anything else before it reads it (torch 2.6 or newer; releases before
-            2.10 have known bypasses). True: it may. Not given: it may, and a warning names what is not expected in a
-            checkpoint.
+            2.10 have known bypasses). True (the default): it may, as without `patch()`.
         whole_model: whether Hugging Face's Trainer adds the file of the whole model, frozen parameters included, to
             each `checkpoint-N`, as it does without `patch()` (True by default). PEFT's adapters, what Trainer uploads
             and checkpoints of `save_only_model=True` do not change.

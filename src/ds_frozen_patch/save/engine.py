@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import manifest
+from ..checkpoint.record import Record
 from ..checkpoint.zero.labels import ELASTIC_KEY, UNIVERSAL_INFO, label_saves
 from ..common.errors import named
 from ..common.overrides import overridden
@@ -51,11 +52,11 @@ def _save(wrapped: Callable[..., Any], call: inspect.BoundArguments, save: Save)
     engine, exclude = save.engine, save.left_out is not None
     call.arguments[FLAG] = exclude
     ours: dict[str, Any] = {}
+    left_out = make_manifest(save) if exclude else None
     if forgets_optimizer(engine):
         ours["optimizer"] = engine.optimizer.state_dict()
-    if exclude:
+    if left_out is not None:
         warn_of_copies(save, call.arguments.get("client_state") or {})
-        left_out = make_manifest(save)
         save.names_left_out = left_out.names
         ours |= {manifest.KEY: _manifest_or_reference(save, left_out)} | _kept_fragments(save)
     if save.attached.loss_factor != 1:
@@ -67,13 +68,15 @@ def _save(wrapped: Callable[..., Any], call: inspect.BoundArguments, save: Save)
 
         export_trained.write(save, save.export)
     with explaining_nvme_errors(), overridden(config_by_content(engine)):
-        saved = _write(wrapped, call, save)
-    if exclude:
+        saved = _write(wrapped, call, save, left_out)
+    if left_out is not None:
         _log_once(save, left_out)
     return saved
 
 
-def _write(wrapped: Callable[..., Any], call: inspect.BoundArguments, save: Save) -> Any:
+def _write(
+    wrapped: Callable[..., Any], call: inspect.BoundArguments, save: Save, left_out: manifest.Manifest | None
+) -> Any:
     """Let DeepSpeed write all of its files, but for `latest`."""
     if not writes_before_it_returns(save.engine):
         if save.attached.is_first_time("an engine that writes later"):
@@ -90,8 +93,23 @@ def _write(wrapped: Callable[..., Any], call: inspect.BoundArguments, save: Save
         call.arguments["save_latest"] = False  # DeepSpeed writes it in a way whose errors cannot be deferred
         if save.way is Way.EXCHANGED:
             call.arguments.update(save_dir=str(save.destination.parent), tag=save.destination.name)
-    with label_saves(save.engine, save.id), save.deferring_write_errors():
+        save.record = _record(save, left_out)
+    with label_saves(save.engine, save.id, has_record=save.record is not None), save.deferring_write_errors():
         return wrapped(*call.args, **call.kwargs)
+
+
+def _record(save: Save, left_out: manifest.Manifest | None) -> Record:
+    """The record of a save, without its files, which are not written yet."""
+    engine = save.engine
+    return Record(
+        save=save.id,
+        world_size=int(engine.dp_world_size),
+        zero_stage=int(engine.zero_optimization_stage()),
+        step=int(engine.global_steps),
+        versions=manifest.versions(),
+        files={},
+        manifest=left_out,
+    )
 
 
 def _manifest_or_reference(save: Save, left_out: manifest.Manifest) -> dict[str, Any]:

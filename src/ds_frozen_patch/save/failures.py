@@ -33,19 +33,11 @@ class Failures:
         owner: of the engine.
         target: the path.
         errors: in the order in which they occurred.
-        on_first: is called at the first.
     """
 
     owner: Owner
     target: Path
     errors: list[CheckpointError] = field(default_factory=list)
-    on_first: Callable[[], Any] | None = None
-
-    def add(self, error: CheckpointError) -> None:
-        """Record an error."""
-        self.errors.append(error)
-        if len(self.errors) == 1 and self.on_first is not None:
-            self.on_first()
 
     @contextmanager
     def deferred(self, path: Any) -> Iterator[None]:
@@ -60,7 +52,7 @@ class Failures:
                 _release_files(error)
                 recorded.__cause__ = error
                 error = recorded
-            self.add(error)
+            self.errors.append(error)
 
     def deferring(self, write: Callable[..., Any]) -> Callable[..., Any]:
         """A function that writes, with its errors recorded."""

@@ -17,7 +17,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -26,11 +26,13 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from ..common.collectives import default_store, gather_numbers
+from ..checkpoint.record import File, Record, describe_file, pack, unpack, write_record
+from ..common.collectives import gather_numbers
 from ..common.durable import listed, make_folder, sync_file, sync_folder, sync_tree
 from ..common.errors import CheckpointError
 from ..common.overrides import overridden
 from ..common.work_folder import (
+    RECORD,
     WORK,
     entries,
     identity,
@@ -79,6 +81,8 @@ class Save:
         publishes: whether this rank gives the files their names on its disk.
         before: the identity of what is at the target as the save begins.
         latest: what the file `latest` is to say; None to leave it.
+        written: what this rank has written, by name.
+        record: of what is saved, to be written beside the files; None if it is not managed.
         names_left_out: the names in the manifest, once there is one.
         removed: those of them that were in the module's state dict.
         recorder: of what the engine writes, to be written later; None if the save writes it.
@@ -99,6 +103,8 @@ class Save:
     publishes: bool = False
     before: tuple[int, ...] = ()
     latest: str | None = None
+    written: dict[str, File] = field(default_factory=dict)
+    record: Record | None = None
     names_left_out: frozenset[str] | None = None
     removed: set[str] = field(default_factory=set)
     recorder: Recorder | None = None
@@ -139,64 +145,63 @@ class Save:
     @cached_property
     def failures(self) -> Failures:
         """The errors of this rank."""
-        return Failures(self.owner, self.shown, on_first=self._report_failure)
-
-    @cached_property
-    def _store(self) -> Any:
-        return default_store()
+        return Failures(self.owner, self.shown)
 
     # Errors
-
-    def _report_failure(self) -> None:
-        if self._store is not None:
-            self._store.add(f"ds_frozen_patch/{self.id}", 1)
-
-    def anyone_failed(self, asks: bool) -> bool:
-        """Whether a rank has recorded an error; every rank must call it, and only one that `asks` gets the answer.
-
-        What the ranks have written before is complete then: the engine's save ends in a barrier.
-        """
-        if self._store is None:
-            return self.failures.any()
-        return asks and int(self._store.add(f"ds_frozen_patch/{self.id}", 0)) > 0
 
     def deferring_write_errors(self) -> AbstractContextManager[None]:
         """While this lasts, DeepSpeed goes on if it cannot write a file or create a folder, and files are synced."""
         engine = self.engine
         writer = engine.checkpoint_engine
-        writes = [(writer, "save", self.sync), (writer, "makedirs", False), (engine, "_copy_recovery_script", False)]
-        found = [(owner, name, getattr(owner, name), sync) for owner, name, sync in writes if hasattr(owner, name)]
-        return overridden([(owner, name, self._deferring(write, sync)) for owner, name, write, sync in found])
+        writes = [(writer, "save"), (writer, "makedirs"), (engine, "_copy_recovery_script")]
+        return overridden(
+            [
+                (owner, name, self._deferring(getattr(owner, name), is_state=name == "save"))
+                for owner, name in writes
+                if hasattr(owner, name)
+            ]
+        )
 
-    def _deferring(self, write: Callable[..., Any], sync: bool) -> Callable[..., None]:
+    def _deferring(self, write: Callable[..., Any], is_state: bool) -> Callable[..., None]:
         def attempt(*args: Any, **kwargs: Any) -> None:
             paths = [item for item in (*args, *kwargs.values()) if isinstance(item, str | os.PathLike)]
             recording = self.recorder.recording() if self.recorder is not None else nullcontext()
             with self.failures.deferred(self.final(paths[0]) if paths else "a file"), recording:
                 write(*args, **kwargs)
-                if sync and paths and Path(paths[0]).is_file():
-                    sync_file(Path(paths[0]))
+                if is_state and paths and (file := Path(paths[0])).is_file():
+                    self._finish(file)
 
         return attempt
+
+    def _finish(self, file: Path) -> None:
+        """Sync a file that this rank has written, and note what it is."""
+        if self.sync:
+            sync_file(file)
+        self.written[file.name] = describe_file(file)
 
     def final(self, path: str | os.PathLike[str]) -> Path:
         """Where a file is to be that this save writes elsewhere, for messages."""
         places = [place for place in (self.export, self.destination.parent) if place in Path(path).parents]
         return self.folder / Path(path).relative_to(places[0]) if places else Path(path)
 
-    def raise_on_all_ranks(self) -> None:
-        """Raise on every rank if one has recorded an error; every rank must call it."""
-        if self.failures.any():
+    def agree(self) -> dict[int, File]:
+        """Raise on every rank if one has recorded an error; every rank must call it. It is a barrier.
+
+        Returns:
+            What the ranks have written, by the digests of the names.
+        """
+        everyone = gather_numbers([bool(self.failures.errors), *pack(self.written)], self.owner.device)
+        if any(one[0] for one in everyone):
             self.discard()
             raise self.failures.error(self.state_of_target()[0] if self.publishes else None)
+        return {name: file for _, *packed in everyone for name, file in unpack(packed).items()}
 
     def write_recorded(self) -> None:
         """Write and sync what the recorder has; an error is recorded."""
         assert self.recorder is not None
         with self.failures.deferred(self.shown):
             for path in self.recorder.write():
-                if self.sync:
-                    sync_file(path)
+                self._finish(path)
 
     # The final name
 
@@ -265,20 +270,27 @@ class Save:
             CheckpointError: a rank has recorded an error.
         """
         several = self.engine.use_node_local_storage()
-        if not self.anyone_failed(self.publishes) and self.publishes and not self.failures.errors:
-            self.give_name()
+        written = self.agree()
+        if self.publishes:
+            self.give_name(written)
             if not several and not self.failures.errors:
                 self.close()  # before the others go on
-        self.raise_on_all_ranks()
+        self.agree()
         if several:
             if self.publishes:
                 self.close()
             gather_numbers([0], self.owner.device)
 
-    def give_name(self) -> None:
-        """Give the checkpoint its final name on this rank's disk; an error is recorded."""
+    def give_name(self, written: Mapping[int, File] | None = None) -> None:
+        """Give the checkpoint its final name on this rank's disk; an error is recorded.
+
+        Args:
+            written: what the ranks have written, as far as it is known.
+        """
         with self.failures.deferred(self.shown):
             (self.work / "lock").stat()  # raises if somebody has removed the folder meanwhile
+            if self.record is not None:
+                write_record(self.destination, self.record, written)
             if self.sync:
                 self._sync_written()
             if self.latest is not None:
@@ -367,7 +379,7 @@ class Save:
     def _sync_written(self) -> None:
         """Sync everything but the ranks' own files, which they have synced themselves."""
         if self.destination.is_dir():
-            written = [item for item in entries(self.destination) if item.name == "offloaded_tensors"]
+            written = [item for item in entries(self.destination) if item.name in ("offloaded_tensors", RECORD)]
         else:
             written = [self.destination]
         for item in (*written, *self._recovery_scripts()):

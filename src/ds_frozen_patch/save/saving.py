@@ -62,10 +62,10 @@ def saving(engine: Any, known: Attached, folder: Path, tag: str, exclude: bool) 
             save.discard()
             raise
         if save.recorder is not None:
-            save.raise_on_all_ranks()  # and every rank has recorded its files
+            save.agree()  # and every rank has recorded its files
             in_flight.start(partial(publish, save, Votes(save)), known)
         elif save.way is Way.UNMANAGED:
-            save.raise_on_all_ranks()
+            save.agree()
         else:
             save.publish()
 

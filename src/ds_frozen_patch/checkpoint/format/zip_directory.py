@@ -15,6 +15,7 @@ import stat
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import IO
 
@@ -111,6 +112,21 @@ def read_chunks(file: IO[bytes], record: Record) -> Iterator[bytes]:
             raise ValueError("it is truncated")
         left -= len(chunk)
         yield chunk
+
+
+def hash_directory(path: Path) -> str | None:
+    """The SHA-256 of a file from its directory on, which has the checksum of each record; None if it is no zip archive.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with open_regular(path) as file:
+        try:
+            size = os.fstat(file.fileno()).st_size
+            begin, _, _ = _find_directory(file, size)
+            return sha256(_read(file, begin, size - begin)).hexdigest()
+        except ValueError:
+            return None
 
 
 def _find_directory(file: IO[bytes], size: int) -> tuple[int, int, int]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from ...common.durable import write_beside
 from ...common.errors import CheckpointError
 from ...common.text import human_bytes
+from ...common.work_folder import RECORD
 from ..format.zip_directory import CHUNK_BYTES
 from ..zero.layout import Layout
 
@@ -80,7 +81,7 @@ def copy_other_files(layout: Layout, target: Path) -> None:
         CheckpointError: a file cannot be read, or together they are larger than the states plus `MAX_OTHER_BYTES`.
     """
     copies = _Copies(sum(file.stat().st_size for file in layout.files) + MAX_OTHER_BYTES)
-    folder, states = layout.model[0].parent, {file.name for file in layout.files}
+    folder, states = layout.model[0].parent, {file.name for file in layout.files} | {RECORD}
     with _opened(folder, os.O_DIRECTORY) as opened:
         copies.folder(folder, opened, target / layout.tag, _names(opened) - states)
     with _opened(layout.root, os.O_DIRECTORY) as opened:

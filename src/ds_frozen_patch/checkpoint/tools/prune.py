@@ -18,6 +18,8 @@ from ...settings import matches
 from ..format.records import Piece, Records, TensorSource
 from ..format.stored import Storage
 from ..format.writing import write_archive
+from ..record import identify, write_record
+from ..zero.labels import get_save_id
 from ..zero.opening import open_checkpoint
 from ..zero.states import States
 from ..zero.weights import Weights
@@ -116,6 +118,8 @@ def prune(
                 # Written from what was checked, not copied: the file may have been replaced since.
                 for file, contents in zip(layout.optimizer, states.contents[len(layout.model) :], strict=True):
                     write_archive(folder / file.name, contents.state, _make_reader(records, done))
+                save = get_save_id(states.models[0]) or identify(layout.files)
+                write_record(folder, states.make_record(save, manifest, states.world_size))
         copy_other_files(layout, made)
         size_after = sum(file.stat().st_size for file in folder.iterdir())
     return Pruned(str(source), str(target), size, size_after, manifest)

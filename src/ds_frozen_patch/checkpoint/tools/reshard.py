@@ -7,15 +7,14 @@ sharded anew; everything else is kept, so nothing is lost that a load restores.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...common.errors import CheckpointError
 from ...common.text import human_bytes, printable
-from ..format.archive import read_archive
-from ..zero.labels import get_save_id, resharded_save_id
-from ..zero.layout import Layout, find_layout
+from ..record import identify, read_record
+from ..zero.labels import resharded_save_id
+from ..zero.layout import find_layout
 from ..zero.repartition import plan_repartition
 from ..zero.states import read_states
 from .output import check_output, copy_other_files, new_output
@@ -98,11 +97,11 @@ def reshard(
     return done
 
 
-def reshard_inside(source: str | Path, tag: str | None, *, ranks: int, quiet: bool = True, trust: bool = True) -> str:
+def reshard_inside(source: str | Path, tag: str | None, *, ranks: int, quiet: bool = True) -> str:
     """Create a subdirectory for `ranks` ranks inside a checkpoint, beside the one of the tag, unless it exists.
 
-    It stays with the checkpoint, wherever that is moved. It is created anew if it is older than the tag's own files or
-    from another save, because these have been overwritten since; without `trust` also if its save is unknown.
+    It stays with the checkpoint, wherever that is moved. It is created anew if it was made from other files, because
+    these have been overwritten since.
 
     Returns:
         The name of the subdirectory, for DeepSpeed to use as the tag.
@@ -115,9 +114,8 @@ def reshard_inside(source: str | Path, tag: str | None, *, ranks: int, quiet: bo
     if folder.is_symlink():
         raise CheckpointError(f"{folder} is a link, not a directory that was created for {ranks} ranks. Remove it.")
     if folder.is_dir():
-        if min(_modification_times(folder.iterdir())) >= max(_modification_times(layout.files)) and _was_made_from(
-            folder, layout, ranks, trust
-        ):
+        record = read_record(folder)
+        if record is not None and record.save == resharded_save_id(identify(layout.files), ranks):
             return folder.name
         shutil.rmtree(folder)
     try:
@@ -129,22 +127,3 @@ def reshard_inside(source: str | Path, tag: str | None, *, ranks: int, quiet: bo
         if not folder.is_dir():  # else another job has just created it
             raise
     return folder.name
-
-
-def _was_made_from(folder: Path, layout: Layout, ranks: int, trust: bool) -> bool:
-    """Whether the label of a resharded folder says that it was created from this checkpoint."""
-    before, made = (_read_save_id(file) for file in (layout.model[0], folder / layout.model[0].name))
-    if before is None and made is None:
-        return trust
-    return made == resharded_save_id(before, ranks)
-
-
-def _read_save_id(file: Path) -> object:
-    try:
-        return get_save_id(read_archive(file, trust=True).state)
-    except CheckpointError:
-        return None
-
-
-def _modification_times(files: Iterable[Path]) -> list[int]:
-    return [file.stat().st_mtime_ns for file in files]

@@ -10,11 +10,13 @@ from pathlib import Path
 from ...common.errors import CheckpointError, CheckpointMismatchError, named
 from ...common.progress import progress
 from ...common.text import human_bytes, printable_lines
+from ...common.work_folder import RECORD
 from ...manifest import Manifest
 from ...parameters import PARAMETER, plain
 from .. import dtypes
 from ..format.records import Records, check_file
 from ..format.stored import ITEM_SIZES
+from ..record import read_record
 from ..zero.masters import check_masters_match
 from ..zero.states import States, check_same_save, read_states
 from ..zero.weights import Weights, locate_weights
@@ -112,6 +114,7 @@ def verify(
             problems.append(str(error))
     if manifest is not None:
         problems += _check_manifest(states, manifest)
+    problems = problems or _check_record(states)
     compared = 0
     unverified = [one.name for one in (manifest.left_out if manifest else ()) if one.fingerprint is None]
     if opened is not None:
@@ -141,6 +144,26 @@ def _locate_weights_of_any(states: States) -> Weights:
         return locate_weights(states)
     except CheckpointError:
         return locate_weights(states, ("*",))
+
+
+def _check_record(states: States) -> list[str]:
+    """What contradicts the record, if there is one."""
+    folder, problems = states.layout.model[0].parent, []
+    try:
+        record = read_record(folder)
+        if record is None:
+            return []
+        record.check_names(folder, {file.name for file in states.layout.files})
+    except CheckpointError as error:
+        return [str(error)]
+    for file in states.layout.files:
+        try:
+            record.check_file(file, with_directory=True)
+        except CheckpointError as error:
+            problems.append(str(error))
+    if record.manifest != states.manifest:
+        problems.append(f"The manifest in {folder / RECORD} is not the one in the files.")
+    return problems
 
 
 def _check_checksums(states: States, progressed: Callable[[int], object]) -> list[str]:

@@ -13,7 +13,10 @@ from typing import Any
 from ...common.overrides import overridden
 
 LABEL = "ds_frozen_patch_label"
-"""The key of the label in a file's state. It has the entries "save" (an id) and "file" (a name)."""
+"""The key of the label in a file's state.
+
+It has the entries "save" (an id), "file" (a name), and from 0.3 on "record": whether there is one beside the file.
+"""
 
 
 ELASTIC_KEY = "ds_frozen_patch_elastic"
@@ -32,23 +35,24 @@ def get_save_id(state: Any) -> Any:
     return label.get("save") if isinstance(label, Mapping) else None
 
 
-def resharded_save_id(save_id: object, ranks: int) -> str:
-    """The save id of a checkpoint that was resharded from this save."""
-    return f"{save_id} for {ranks} ranks"
+def resharded_save_id(origin: str, ranks: int) -> str:
+    """The save id of a checkpoint that was resharded from files with this id (see `record.identify`)."""
+    return f"{origin} for {ranks} ranks"
 
 
-def label_saves(engine: Any, save_id: str) -> AbstractContextManager[None]:
+def label_saves(engine: Any, save_id: str, has_record: bool) -> AbstractContextManager[None]:
     """While the context lasts, add a label to the files that the engine saves, but not to those of experts."""
     files = engine.checkpoint_engine
     original = files.save
 
     def save_with_label(state_dict: dict[str, Any], path: str) -> Any:
         is_of_experts = {"module", "optimizer_state_dict"}.isdisjoint(state_dict)  # its keys are parameters
-        return original(state_dict if is_of_experts else add_label(state_dict, save_id, Path(path).name), path)
+        state = state_dict if is_of_experts else add_label(state_dict, save_id, Path(path).name, has_record)
+        return original(state, path)
 
     return overridden([(files, "save", save_with_label)])
 
 
-def add_label(state: Mapping[str, Any], save_id: str, file: str) -> dict[str, Any]:
+def add_label(state: Mapping[str, Any], save_id: str, file: str, has_record: bool) -> dict[str, Any]:
     """A copy of a file's state with a label."""
-    return {**state, LABEL: {"save": save_id, "file": file}}
+    return {**state, LABEL: {"save": save_id, "file": file, "record": has_record}}

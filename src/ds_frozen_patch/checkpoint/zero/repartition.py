@@ -15,7 +15,8 @@ from ...cures import ignores_round_robin
 from ..format.records import Records
 from ..format.stored import Storage, StoredTensor, iter_tensors, stand_in
 from ..format.writing import write_archive
-from .labels import ELASTIC_KEY, LABEL, add_label, resharded_save_id
+from ..record import Record, identify, write_record
+from .labels import ELASTIC_KEY, add_label, resharded_save_id
 from .masters import check_masters_match
 from .new_tensors import NewTensors
 from .partitions import (
@@ -43,10 +44,11 @@ _MASTERS = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_g
 
 @dataclass(frozen=True)
 class Repartition:
-    """The state of each file to write, by name, and what the new tensors in them consist of."""
+    """The state of each file to write, by name, what the new tensors in them consist of, and the record."""
 
     files: dict[str, Any]
     made: NewTensors
+    record: Record | None = None
 
     @property
     def size(self) -> int:
@@ -67,6 +69,8 @@ class Repartition:
 
             for name, state in self.files.items():
                 write_archive(folder / name, state, content)
+        if self.record is not None:
+            write_record(folder, self.record)
 
 
 def plan_repartition(states: States, ranks: int, sub_group_size: float | None = None) -> Repartition:
@@ -114,10 +118,10 @@ def _repartition(states: States, ranks: int, sub_group_size: float | None) -> Re
     rest = states.contents[len(states.layout.model)].state
     for rank, optimizer in enumerate(optimizers):
         files[_name_for_rank(first[1], rank)] = {**rest, "optimizer_state_dict": optimizer}
-    if isinstance(label := rest.get(LABEL), dict):
-        save = resharded_save_id(label.get("save"), ranks)
-        files = {name: add_label(state, save, name) for name, state in files.items()}
-    return Repartition(files, made)
+    save = resharded_save_id(identify(states.layout.files), ranks)
+    files = {name: add_label(state, save, name, has_record=True) for name, state in files.items()}
+    before = states.manifest
+    return Repartition(files, made, states.make_record(save, before and replace(before, world_size=ranks), ranks))
 
 
 def _name_for_rank(name: str, rank: int) -> str:

@@ -17,6 +17,7 @@ from ..format.archive import Contents, read_archive
 from ..format.records import Records, from_stored
 from ..format.stored import StandIn, StoredTensor, is_shape, iter_tensors
 from ..quantization import parse_subclass
+from ..record import Record
 from .labels import LABEL
 from .layout import Layout, check_links_stay_inside, find_layout
 
@@ -95,6 +96,11 @@ class States:
     def leaves_out_frozen(self) -> bool:
         """Whether DeepSpeed itself left out the frozen parameters; known from ZeRO-2 on."""
         return self.zero_stage >= 2 and self.models[0].get("frozen_param_shapes") is None
+
+    def make_record(self, save: str, manifest: Manifest | None, world_size: int) -> Record:
+        """The record of a checkpoint that is made from this one."""
+        step = as_integer(self.models[0].get("global_steps")) or 0
+        return Record(save, world_size, self.zero_stage, step, self.versions, {}, manifest)
 
     @property
     def versions(self) -> dict[str, str]:
@@ -224,6 +230,7 @@ class FileDigests:
     alike: dict[str, str]
     save: str | None
     name: str | None
+    has_record: bool = False
 
 
 def digest_file(file: Path, contents: Contents) -> FileDigests:

@@ -21,7 +21,7 @@ from ...engine.owner import is_first, warn
 from ...load.base_check import check_base
 from ...load.load import Load
 from ...load.quantized import by_name, check_parts, is_part, without_own_values
-from ...load.trust import inspect_file
+from ...load.trust import refuse_unsafe
 from ...manifest import KEY, Manifest
 from ...parameters import names_by_parameter, names_in_state_dict, plain
 from ...save.engine import make_manifest
@@ -107,7 +107,7 @@ def save(save: Save, strategy: Any, checkpoint: Mapping[str, Any], storage_optio
             ours = {KEY: manifest.to_state()} if manifest else {}
             content = {**checkpoint, "state_dict": dumped, **ours}
             writer.save_checkpoint(content, save.destination, storage_options=storage_options)
-    save.raise_on_all_ranks() if save.way is Way.UNMANAGED else save.publish()
+    save.agree() if save.way is Way.UNMANAGED else save.publish()
     if writes and save.target.name == IN_FOLDER:  # what it replaces
         (save.folder / "latest").unlink(missing_ok=True)
         sync_folder(save.folder)
@@ -140,7 +140,7 @@ def read(strategy: Any, file: Path, **options: Any) -> dict[str, Any] | None:
     """The content of a single file that Lightning has saved; None if it is another kind of file."""
     if not zipfile.is_zipfile(file):  # as those of torch.save are
         return None
-    inspect_file(file)
+    refuse_unsafe(file)
     content = strategy.checkpoint_io.load_checkpoint(file, **options)
     return dict(content) if isinstance(content, Mapping) and "state_dict" in content else None
 

@@ -1,0 +1,140 @@
+"""Whether what DeepSpeed reads on all ranks is of one save: by the labels in the files, or by what a save has alike.
+
+Files that have a record were verified before. For those that have none, this is the only check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.zero.labels import LABEL
+from ..checkpoint.zero.layout import latest_tag
+from ..checkpoint.zero.states import FileDigests, check_digests_agree
+from ..common.collectives import digest, gather, gather_numbers
+from ..common.errors import CheckpointError, CheckpointMismatchError
+from ..common.work_folder import RECORD
+from ..cures import Attributes
+from ..engine.owner import warn
+from ..manifest import KEY, Manifest, digest_of
+from .load import Load
+
+_KINDS = {"model": "module", "optimizer": "optimizer_state_dict"}
+"""The key that the state in a file of each kind has."""
+
+
+def sharing_reads(load: Load) -> Attributes:
+    """Lets the engine's reader raise on all ranks what one of them cannot read, or has read of another save."""
+    reader = load.engine.checkpoint_engine
+    if reader is None:  # for inference, where `check_model` is left
+        return []
+    read = reader.load
+
+    def read_and_agree(path: Any, *args: Any, **kwargs: Any) -> Any:
+        state = problem = None
+        try:
+            state = read(path, *args, **kwargs)
+            _note(load, Path(path), state)
+        except Exception as error:
+            problem = CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}).")
+            problem.__cause__ = error
+        _agree(load, problem)
+        return state
+
+    return [(reader, "load", read_and_agree)]
+
+
+def check_model(load: Load, state: Mapping[str, Any]) -> None:
+    """Check the file of model states, where the engine has no reader; every rank must call it.
+
+    Raises:
+        CheckpointError: on every rank, if one has read a file of another save.
+    """
+    if not load.read:
+        _note(load, Path(load.engine._get_ckpt_name(load.source, load.tag or latest_tag(Path(load.source)))), state)
+        _agree(load)
+
+
+def _note(load: Load, file: Path, state: Any) -> None:
+    if isinstance(state, Mapping):
+        load.read += [_describe(file, kind, state) for kind, key in _KINDS.items() if key in state]
+
+
+def _describe(file: Path, kind: str, state: Mapping[str, Any]) -> FileDigests:
+    keys = ["global_steps", "ds_version", "dp_world_size"]
+    alike = {key: repr(state.get(key)) for key in keys}
+    if kind == "model":
+        alike["the manifest"] = repr(digest_of(state.get(KEY)))
+    else:
+        alike["the number of steps"] = repr(sorted(_steps(state["optimizer_state_dict"])))
+    label = state.get(LABEL)
+    label = label if isinstance(label, Mapping) else {}
+    return FileDigests(file, kind, alike, label.get("save"), label.get("file"), bool(label.get("record")))
+
+
+def _steps(state: Any) -> Iterator[float]:
+    """The step counts in an optimizer's state."""
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            if key == "step" and (isinstance(value, int | float) or getattr(value, "shape", None) == ()):
+                yield float(value)
+            yield from _steps(value)
+    elif isinstance(state, list | tuple):
+        for item in state:
+            yield from _steps(item)
+
+
+def manifest_of(load: Load, checkpoint: Mapping[str, Any]) -> Manifest | None:
+    """The manifest of a checkpoint without a record; every rank must call it.
+
+    In ZeRO-3, where each rank has read a file of its own, one of them has the manifest for all.
+
+    Raises:
+        CheckpointMismatchError: on every rank, if one has no manifest that fits its file, or a damaged one.
+    """
+    own: Any = checkpoint.get(KEY)
+    manifest: Manifest | None = None
+    problem: Exception | None = None
+    if load.engine.zero_optimization_partition_weights():
+        there = [one for one in gather(own) if isinstance(one, dict) and "left_out" in one]
+    else:
+        there = [own]
+    try:
+        if own is not None:
+            manifest = Manifest.from_state(next((one for one in there if digest_of(one) == digest_of(own)), own))
+    except CheckpointMismatchError as error:
+        problem = error
+    _agree(load, problem)
+    if any(one.has_record for one in load.read):
+        warn(
+            load.owner,
+            f"{load.source} has no {RECORD} beside its files, so it cannot be verified that they are the ones that were"
+            " saved. Copy it too.",
+        )
+    return manifest
+
+
+def _problem(load: Load) -> CheckpointError | None:
+    """What is wrong with the files that this rank has read."""
+    try:
+        check_digests_agree(load.read)
+    except CheckpointError as error:
+        return error
+    saves = {one.save: one.file for one in load.read if one.save is not None}
+    if load.record is not None and (others := saves.keys() - {load.record.save}):
+        return CheckpointError(
+            f"{saves[others.pop()]} is of another save than {RECORD} beside it. Take all files from one checkpoint."
+        )
+    return None
+
+
+def _agree(load: Load, problem: Exception | None = None) -> None:
+    """Raise on every rank this problem, or what is wrong with what the ranks have read; every rank must call it."""
+    problem = problem or _problem(load)
+    kinds = {one.kind: digest((one.save, sorted(one.alike.items()))) for one in load.read}
+    everyone = gather_numbers([problem is not None, *(kinds.get(kind, 0) for kind in _KINDS)], load.owner.device)
+    if any(one[0] for one in everyone):
+        load.raise_on_all_ranks(problem)
+    if any(len({one[column] for one in everyone} - {0}) > 1 for column in (1, 2)):
+        check_digests_agree([one for share in gather(load.read) for one in share])

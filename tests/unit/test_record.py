@@ -1,0 +1,137 @@
+"""The record beside the files of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_frozen_patch import CheckpointError
+from ds_frozen_patch.checkpoint.record import Record, describe_file, read_record, write_record
+from ds_frozen_patch.common.work_folder import RECORD
+from ds_frozen_patch.manifest import LeftOut, Manifest
+
+pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
+
+MANIFEST = Manifest(
+    (LeftOut(("base.weight", "tied.weight"), (2, 3), "bfloat16", "0" * 32), LeftOut(("ü",), (), "float32", None)),
+    total_bytes=16,
+    zero_stage=2,
+    world_size=2,
+    versions={"torch": "2.11"},
+    adapters={"": {"default": "{}"}},
+)
+MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+
+
+def written(folder: Path) -> Record:
+    torch.save({"module": {"w": torch.ones(3)}}, folder / MODEL)
+    torch.save({"optimizer_state_dict": {}}, folder / OPTIMIZER, _use_new_zipfile_serialization=False)
+    (folder / "of_the_program.txt").touch()
+    write_record(folder, Record("0123456789ab", 2, 2, 7, {"torch": "2.11"}, {}, MANIFEST))
+    record = read_record(folder)
+    assert record
+    return record
+
+
+def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
+    record = written(tmp_path)
+    assert record.files.keys() == {MODEL, OPTIMIZER}
+    assert record.files[OPTIMIZER].directory is None
+    assert record.files[MODEL].size == (tmp_path / MODEL).stat().st_size
+    assert replace(record, files={}) == Record("0123456789ab", 2, 2, 7, {"torch": "2.11"}, {}, MANIFEST)
+
+
+def test_people_can_read_it(tmp_path: Path) -> None:
+    written(tmp_path)
+    lines = (tmp_path / RECORD).read_text().splitlines()
+    assert '"zero_stage": 2,' in lines
+    assert sum(MODEL in line for line in lines) == 1
+    assert sum("base.weight" in line for line in lines) == 1
+
+
+def test_the_page_on_the_format_computes_the_same(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
+    found: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], found)
+    record = written(tmp_path)
+    assert found["directory_of"](tmp_path / MODEL) == record.files[MODEL].directory
+    with zipfile.ZipFile(tmp_path / "other.pt", "w") as archive:  # as the tools write it
+        archive.writestr("archive/data.pkl", b"x")
+    assert found["directory_of"](tmp_path / "other.pt") == describe_file(tmp_path / "other.pt").directory
+
+
+def test_without_one(tmp_path: Path) -> None:
+    assert read_record(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", [MODEL, OPTIMIZER])
+@pytest.mark.parametrize("with_directory", [True, False])
+def test_other_files(tmp_path: Path, name: str, with_directory: bool) -> None:
+    record = written(tmp_path)
+    record.check_file(tmp_path / name, with_directory=with_directory)
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(content + b"\0")
+    with pytest.raises(CheckpointError, match=f"{name} is of another save than {RECORD} beside it, or was changed"):
+        record.check_file(tmp_path / name, with_directory=with_directory)
+
+
+def test_other_names(tmp_path: Path) -> None:
+    record = written(tmp_path)
+    record.check_names(tmp_path, {MODEL, OPTIMIZER})
+    with pytest.raises(CheckpointError, match=f"{tmp_path} lacks '{OPTIMIZER}'"):
+        record.check_names(tmp_path, {MODEL})
+    with pytest.raises(CheckpointError, match=f"{tmp_path} has 'another.pt', which its save has not written"):
+        record.check_names(tmp_path, {MODEL, OPTIMIZER, "another.pt"})
+    with pytest.raises(CheckpointError, match="of another save"):
+        record.check_file(tmp_path / "of_the_program.txt", with_directory=True)
+
+
+def edited(**changes: Any) -> Callable[[str], str]:
+    return lambda text: json.dumps({**json.loads(text), **changes})
+
+
+def with_digest(**changes: Any) -> Callable[[str], str]:
+    """As a later release, or a person who computes the digest, might write it."""
+
+    def edit(text: str) -> str:
+        from ds_frozen_patch.checkpoint import record
+
+        values = {**json.loads(text), **changes}
+        values = {key: value for key, value in values.items() if value is not ... and key != "digest"}
+        return json.dumps({**values, "digest": record._digest(values)})
+
+    return edit
+
+
+DAMAGED: dict[str, tuple[Callable[[str], str], str]] = {
+    "empty": (lambda text: "", "cannot be read, or is damaged"),
+    "truncated": (lambda text: text[:-1], "cannot be read, or is damaged"),
+    "no object": (lambda text: "[]", "unknown format"),
+    "a later format": (edited(format=2), "unknown format.*pip install -U"),
+    "edited": (edited(world_size=3), "does not match its digest"),
+    "an edited manifest": (lambda text: text.replace("base.weight", "base.other"), "does not match its digest"),
+    "no world size": (with_digest(world_size=...), "is damaged"),
+    "unknown keys": (with_digest(mine=1), "is damaged"),
+    "files of another kind": (with_digest(files=[1]), "is damaged"),
+    "a file of another kind": (with_digest(files={MODEL: 1}), "is damaged"),
+    "a damaged manifest": (with_digest(manifest={"format": 1}), "manifest is damaged"),
+    "a later manifest": (with_digest(manifest={"format": 9}), "has format 9"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGED)
+def test_damage(tmp_path: Path, how: str) -> None:
+    written(tmp_path)
+    change, said = DAMAGED[how]
+    (tmp_path / RECORD).write_text(change((tmp_path / RECORD).read_text()))
+    with pytest.raises(CheckpointError, match=said) as raised:
+        read_record(tmp_path)
+    assert str(tmp_path / RECORD) in str(raised.value)
