@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
+import ds_frozen_patch
 from ds_frozen_patch.common.overrides import overridden
 
 COLLECTIVES: dict[str, int | None] = {"_reduce_scatter_base": 1, "reduce_scatter": 1, "barrier": None}
@@ -47,6 +48,27 @@ def counted(folder: str) -> Iterator[Counter[str]]:
             yield counts
     finally:
         _running.pop()
+
+
+@contextmanager
+def own_calls() -> Iterator[Counter[tuple[str, str]]]:
+    """Count the calls of this package's functions within the block, by module and name; not in other threads.
+
+    Comprehensions and lambdas are not counted; a generator is, each time that it goes on.
+    """
+    root = str(Path(ds_frozen_patch.__file__).parent)
+    counts: Counter[tuple[str, str]] = Counter()
+
+    def hear(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(root) and not code.co_name.startswith("<"):
+            counts[code.co_filename.removeprefix(root), code.co_qualname] += 1
+
+    sys.setprofile(hear)
+    try:
+        yield counts
+    finally:
+        sys.setprofile(None)
 
 
 def _counting(counts: Counter[str], folder: str) -> list[tuple[Any, str, Any]]:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import collections
+import datetime
 import enum
+import fractions
 import functools
 import gc
 import importlib
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from weakref import ref
 
 import deepspeed
+import numpy as np
 import owners
 import pytest
 import runs
@@ -19,7 +25,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from disk import model_states
 from owners import Run
 from tools_checkpoints import refresh
-from under_test import TRAINER, ModelCheckpoint
+from under_test import TRAINER, Callback, ModelCheckpoint
 
 import ds_frozen_patch
 from ds_frozen_patch.checkpoint.format import archive, unpickling
@@ -212,30 +218,95 @@ VALUES: dict[str, Any] = {
 }
 
 
-class Carrying(runs.LoraRun):
-    """Keeps a value of its own in each checkpoint."""
+SIMPLE: list[Callable[[random.Random], Any]] = [
+    lambda chance: chance.choice(
+        [None, True, "", "ü\0\n", b"\0", 1j, ..., int, len, torch.bfloat16, Settings.Kind.ONE]
+    ),
+    lambda chance: chance.randint(-2, 2) * 7 ** chance.choice([1, 30, 300, 3000]),
+    lambda chance: chance.random() * 10 ** chance.randint(-300, 300),
+    lambda chance: Path("/", str(chance.random())),
+    lambda chance: chance.choice([np.float32, np.int64, np.bool_])(chance.randint(0, 9)),
+    lambda chance: functools.partial(int, base=chance.randint(2, 9)),
+    lambda chance: set(chance.sample(range(10**6), chance.choice([0, 3, 60_000]))),
+    lambda chance: {(str(number), chance.random()): number for number in range(chance.choice([3, 3000]))},
+    lambda chance: nested(chance.choice([3, 200])),
+    lambda chance: datetime.date(2026, 1, chance.randint(1, 30)),
+    lambda chance: fractions.Fraction(chance.randint(1, 9), 7),
+]
 
-    def __init__(self, what: str) -> None:
+
+def made_up(chance: random.Random, depth: int = 0) -> Any:
+    """Some value that a program may keep, of values within values."""
+    if depth == 4 or chance.random() < 0.3:
+        return chance.choice(SIMPLE)(chance)
+    inner = [made_up(chance, depth + 1) for _ in range(chance.randint(0, 4))]
+    makers: list[Callable[[list[Any]], Any]] = [
+        list,
+        tuple,
+        lambda items: dict(enumerate(items)),
+        lambda items: {f"key {number}": item for number, item in enumerate(items)},
+        Settings,
+        collections.deque,
+        lambda items: collections.OrderedDict(enumerate(items)),
+        lambda items: collections.defaultdict(list, {Settings.Kind.ONE: items}),
+    ]
+    return chance.choice(makers)(inner)
+
+
+def are_same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, functools.partial):
+        return (one.func, one.args, one.keywords) == (other.func, other.args, other.keywords)
+    if isinstance(one, Settings):
+        return are_same(one.value, other.value)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(are_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple | collections.deque):
+        return len(one) == len(other) and all(map(are_same, one, other))
+    return bool(one == other)
+
+
+class Carrying(runs.LoraRun):
+    """Keeps a value of its own in each checkpoint: in its hyper-parameters, and beside them."""
+
+    def __init__(self, value: Any) -> None:
         super().__init__()
-        self.what = what
-        self.found: Any = None
+        self.save_hyperparameters({"mine": value})
+        self.value = value
+        self.found: list[Any] = []
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["mine"] = VALUES[self.what]
+        checkpoint["mine"] = self.value
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.found = checkpoint["mine"]
+        self.found += [checkpoint["mine"], checkpoint["hyper_parameters"]["mine"]]
+
+
+class Keeping(Callback):
+    """Keeps it too."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mine": self.value}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.value = state_dict["mine"]
 
 
 def carried(out: str, stage: int, what: str) -> dict[str, Any]:
+    value = VALUES[what] if what in VALUES else made_up(random.Random(what))
     ds_frozen_patch.patch()
     data = runs.batches(2)
-    module = Carrying(what)
-    trainer = runs.trainer(out, 2, stage, epochs=1)
+    module, again, callback = Carrying(value), Carrying(None), Keeping(None)
+    kept = ModelCheckpoint(out, filename="{epoch}", save_top_k=-1)
+    trainer = runs.trainer(out, 2, stage, epochs=1, callbacks=[kept, Keeping(value)])
     trainer.fit(module, data)
-    again = Carrying(what)
-    runs.trainer(f"{out}/again", 2, stage, epochs=1).fit(again, data, ckpt_path=f"{out}/epoch=0.ckpt")
-    found = {"same": repr(again.found) == repr(VALUES[what]) or again.found == VALUES[what]}
+    other = runs.trainer(f"{out}/again", 2, stage, epochs=1, callbacks=[callback])
+    other.fit(again, data, ckpt_path=f"{out}/epoch=0.ckpt")
+    found: dict[str, Any] = {"same": [are_same(value, one) for one in (*again.found, callback.value)]}
     found["state"] = runs.trained_state(module) == runs.trained_state(again)
     if stage and trainer.is_global_zero:
         convert = importlib.import_module(f"{TRAINER}.utilities.deepspeed").convert_zero_checkpoint_to_fp32_state_dict
@@ -250,17 +321,27 @@ def carried(out: str, stage: int, what: str) -> dict[str, Any]:
     trainer.strategy.barrier()
     if stage:
         fit = runs.trainer(f"{out}/again", 2, stage, epochs=1).fit
-        found["said"] = runs.refusal(fit, Carrying(what), data, ckpt_path=f"{out}/epoch=0.ckpt")[1]
+        found["said"] = runs.refusal(fit, Carrying(value), data, ckpt_path=f"{out}/epoch=0.ckpt")[1]
     return found
+
+
+def check_carried(ranks: Any, **arguments: Any) -> None:
+    for found in ranks(2, carried, **arguments):
+        assert found.pop("same") == [True] * 3
+        assert found.pop("state")
+        assert "is of another save" in found.pop("said", "is of another save")
+        assert found == {}
 
 
 @pytest.mark.parametrize(("stage", "what"), [(number % 4, what) for number, what in enumerate(VALUES, 2)])
 def test_whatever_was_saved_is_loaded(ranks: Any, tmp_path: Path, stage: int, what: str) -> None:
-    for found in ranks(2, carried, out=str(tmp_path), stage=stage, what=what):
-        assert found.pop("same")
-        assert found.pop("state")
-        assert "is of another save" in found.pop("said", "is of another save")
-        assert found == {}
+    check_carried(ranks, out=str(tmp_path), stage=stage, what=what)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_any_value(ranks: Any, tmp_path: Path, stage: int, pytestconfig: pytest.Config) -> None:
+    for number in range(30 if pytestconfig.getoption("--faults") else 2):
+        check_carried(ranks, out=str(tmp_path / str(number)), stage=stage, what=f"seed {number} in stage {stage}")
 
 
 # The record

@@ -6,6 +6,7 @@ Each rank is a node of its own, which is the worst case. `nox -s scale` makes th
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import runs
-from counting import counted
+from counting import counted, own_calls
 from disk import model_states
 
 import ds_frozen_patch
@@ -206,3 +207,37 @@ def longest_pause(ranks: int) -> float:
 def test_more_ranks_ask_less_often() -> None:
     assert longest_pause(2) == longest_pause(512) == 0.5
     assert longest_pause(4096) == 8 * 0.5
+
+
+# How much of our code one save and one load pass
+
+
+def own_length(out: str, stage: int) -> dict[str, tuple[int, int, int]]:
+    """Return how many functions and modules of ours one save and one load pass, and with how many calls."""
+    ds_frozen_patch.patch()
+    trainer = runs.trainer(out, 2, stage, epochs=1, enable_checkpointing=False)
+    trainer.fit(runs.LoraRun(), runs.batches(2))
+    trainer.save_checkpoint(f"{out}/first.ckpt")
+    found = {}
+    for step in ("save", "load"):
+        with own_calls() as calls:
+            if step == "save":
+                trainer.save_checkpoint(f"{out}/one.ckpt")
+            else:
+                trainer.strategy.load_checkpoint(f"{out}/one.ckpt")
+        found[step] = len(calls), len({module for module, _ in calls}), calls.total()
+    return found
+
+
+LENGTHS = {"save": (153, 28, 2100), "load": (158, 36, 3500)}
+"""The most, of functions, modules and calls. Aims are 80 functions in 12 modules, and 110 in 14 with 4,000 calls."""
+
+
+@pytest.mark.once
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="code has no qualified names")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_one_save_and_one_load_are_short(ranks: Any, tmp_path: Path, stage: int) -> None:
+    for found in ranks(2, own_length, out=str(tmp_path), stage=stage):
+        print(f"ZeRO-{stage}, functions, modules and calls: {found}")
+        for step, most_of_each in LENGTHS.items():
+            assert all(count <= limit for count, limit in zip(found[step], most_of_each, strict=True)), (step, found)
