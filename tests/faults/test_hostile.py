@@ -32,7 +32,9 @@ from safetensors.torch import save_file
 from tools_checkpoints import NORM, Checkpoints, base_model, changed
 
 from ds_frozen_patch import CheckpointError, CheckpointMismatchError, load_trainable
+from ds_frozen_patch.checkpoint.record import _digest
 from ds_frozen_patch.cli import main
+from ds_frozen_patch.common.work_folder import RECORD
 from ds_frozen_patch.manifest import KEY
 
 pytestmark = pytest.mark.promise(14)
@@ -526,6 +528,36 @@ FOLDERS: dict[str, Callable[[Path, Path], Any]] = {
 }
 
 
+def record(change: Callable[[Path], object]) -> Callable[[Path, Path], Any]:
+    return lambda path, _: change(path / "checkpoint" / RECORD)
+
+
+def as_a_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def with_digest(**changes: Any) -> Callable[[Path], object]:
+    def edit(file: Path) -> None:
+        values = {**json.loads(file.read_text()), **changes}
+        del values["digest"]
+        file.write_text(json.dumps({**values, "digest": _digest(values)}))
+
+    return edit
+
+
+RECORDS: dict[str, Callable[[Path, Path], Any]] = {
+    "a record that is a pipe": record(as_a_pipe),
+    "a record of 64 GB": record(lambda file: os.truncate(file, 1 << 36)),
+    "a record that is nested": record(lambda file: file.write_text("[" * 10**6)),
+    "a record of numbers": record(lambda file: file.write_text("[" + "1," * 10**6 + "1]")),
+    "a record of words": record(with_digest(world_size="2", step=[1])),
+    "a record of other files": record(with_digest(files={"../../../etc/passwd": {"size": 1, "directory": None}})),
+    "a record without files": record(with_digest(files=None)),
+    "a record of no manifest": record(with_digest(manifest={"format": 1, "left_out": [[[["x"] * 3] * 3]]})),
+}
+
+
 def commands(small: Path, full: Path, out: Path) -> dict[str, list[str]]:
     """Return each tool's command on a hostile checkpoint, or on a good one with the hostile one as its base."""
     good = small.parent.parent / "good" / "small.ckpt"
@@ -550,6 +582,7 @@ def commands(small: Path, full: Path, out: Path) -> dict[str, list[str]]:
 
 # A base's manifest says nothing, and `inspect` copies no configuration.
 UNREAD = {(name, tool) for name in SAID if name.startswith("a manifest") for tool in ("merge", "verify with a base")}
+UNREAD |= {(name, tool) for name in RECORDS for tool in commands(*[Path("/x/y/z")] * 3) if tool != "verify"}
 UNREAD |= {("a configuration that holds itself", "inspect")}
 
 
@@ -584,7 +617,7 @@ def attacks() -> dict[str, Change]:
         found |= {f"{name} ({kind})": on_file(kind, change) for name, change in FILES.items()}
     for name, change in IN_A_STATE.items():
         found |= {f"os.system in {name}": in_a_state(change, touch), f"eval in {name}": in_a_state(change, evaluated)}
-    return {**found, **{name: said(say) for name, say in SAID.items()}, **FOLDERS}
+    return {**found, **{name: said(say) for name, say in SAID.items()}, **FOLDERS, **RECORDS}
 
 
 ATTACKS = attacks()

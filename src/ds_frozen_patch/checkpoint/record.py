@@ -24,7 +24,7 @@ from ..common.collectives import digest
 from ..common.errors import CheckpointError, CheckpointMismatchError, named
 from ..common.work_folder import RECORD, is_state
 from ..manifest import Manifest
-from .format.zip_directory import hash_directory
+from .format.zip_directory import hash_directory, open_regular
 
 FORMAT = 1
 
@@ -79,26 +79,28 @@ class Record:
         }
         return _lines({**values, "digest": _digest(values)}, 3)
 
-    def check_names(self, folder: Path, names: set[str]) -> None:
-        """Raise CheckpointError if the files in a folder are not those of the save."""
-        if missing := self.files.keys() - names:
+    def check_names(self, folder: Path, names: set[str], *, with_optimizer: bool = True) -> None:
+        """Raise CheckpointError if the files in a folder are not those of the save.
+
+        Args:
+            folder: of the files.
+            names: of what is there.
+            with_optimizer: whether the states of the optimizer must be there too.
+        """
+        needed = {name for name in self.files if with_optimizer or not name.endswith("_optim_states.pt")}
+        if missing := needed - names:
             raise CheckpointError(f"{folder} lacks {named(missing)}. Get a complete copy of the checkpoint.")
         if extra := names - self.files.keys():
             raise CheckpointError(
                 f"{folder} has {named(extra)}, which its save has not written. Take all files from one checkpoint."
             )
 
-    def check_file(self, file: Path, *, with_directory: bool) -> None:
+    def check_file(self, file: Path) -> None:
         """Raise CheckpointError if a file is not the one that was saved."""
-        expected, there = self.files.get(file.name), describe_file(file, with_directory=with_directory)
-        if (
-            expected is None
-            or there.size != expected.size
-            or (with_directory and there.directory != expected.directory)
-        ):
+        if describe_file(file) != self.files.get(file.name):
             raise CheckpointError(
                 f"{file} is of another save than {RECORD} beside it, or was changed. Take all files from one"
-                " checkpoint. (If you have changed it on purpose, remove that record.)"
+                " checkpoint. (If you have changed it on purpose: remove that record, or patch(verify_files=False).)"
             )
 
 
@@ -140,14 +142,14 @@ def identify(files: Iterable[Path]) -> str:
     return sha256(repr([describe_file(file) for file in files]).encode()).hexdigest()[:12]
 
 
-def describe_file(file: Path, *, with_directory: bool = True) -> File:
+def describe_file(file: Path) -> File:
     """What a file is.
 
     Raises:
         CheckpointError: it cannot be read.
     """
     try:
-        return File(file.stat().st_size, hash_directory(file) if with_directory else None)
+        return File(file.stat().st_size, hash_directory(file))
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
 
@@ -160,29 +162,41 @@ def read_record(folder: Path) -> Record | None:
     """
     path = folder / RECORD
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        with open_regular(path) as file:
+            values = json.loads(file.read(_MOST_BYTES))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read, or is damaged ({error}). {_REMEDY}") from None
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} has an unknown format; this release of ds_frozen_patch reads format {FORMAT}. Update it:"
             " pip install -U ds_frozen_patch"
         )
-    if values.pop("digest", None) != _digest(values):
-        raise CheckpointError(f"{path} does not match its digest: it was edited, or is damaged. {_REMEDY}")
     try:
-        manifest = values.pop("manifest")
-        files = {name: File(**file) for name, file in values.pop("files").items()}
-        del values["format"]
-        return Record(**values, files=files, manifest=None if manifest is None else Manifest.from_state(manifest))
-    except CheckpointMismatchError as error:
-        raise CheckpointError(f"{path}: {error}") from None
-    except (AttributeError, LookupError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}). {_REMEDY}") from None
+        if values.pop("digest", None) != _digest(values):
+            raise ValueError("it does not match its digest")
+        return _from_values(values)
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError, CheckpointMismatchError) as error:
+        raise CheckpointError(f"{path} was edited, or is damaged ({error}). {_REMEDY}") from None
 
 
+def _from_values(values: dict[str, Any]) -> Record:
+    del values["format"]
+    manifest, files = values.pop("manifest"), values.pop("files")
+    record = Record(
+        **values,
+        files={name: File(**file) for name, file in files.items()},
+        manifest=None if manifest is None else Manifest.from_state(manifest),
+    )
+    numbers = [record.world_size, record.zero_stage, record.step, *(file.size for file in record.files.values())]
+    if not isinstance(record.save, str) or not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
+        raise ValueError("a value has the wrong type")
+    return record
+
+
+_MOST_BYTES = 1 << 26
+"""Of a record: some 150 for each file, and for each parameter that was left out."""
 _REMEDY = "Get a complete copy of the checkpoint. Without this file, its files load unverified."
 
 

@@ -39,7 +39,7 @@ def own_share(layout: Layout, rank: int, local_rank: int) -> Share:
 
 
 def check_files(files: Share, record: Record | None) -> None:
-    """Verify files against the record, and their checksums unless `verify_files` is False.
+    """Verify that files are not truncated, and unless `verify_files` is False against the record and their checksums.
 
     Raises:
         CheckpointError: a file is damaged, or is not the one that was saved.
@@ -48,8 +48,8 @@ def check_files(files: Share, record: Record | None) -> None:
     for file, records in files.items():
         if _is_zip(file):
             check_file(file, records=records if with_checksums else slice(0))
-        if record is not None:
-            record.check_file(file, with_directory=with_checksums)
+        if record is not None and with_checksums:
+            record.check_file(file)
         refuse_unsafe(file)
 
 

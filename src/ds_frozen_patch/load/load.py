@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.record import Record, read_record
-from ..checkpoint.zero.layout import Layout, latest_tag
+from ..checkpoint.zero.layout import latest_tag
 from ..checkpoint.zero.states import FileDigests
 from ..common.collectives import default_store, digest, gather, gather_numbers, world_size
 from ..common.durable import wait_for_name
@@ -93,9 +93,9 @@ class Load:
             return look_at_own(self.engine, self.source, self.tag)
         store = default_store()
         if is_first(self.owner):
-            return self.share_look(look_at_all(self.source, self.tag))
+            return self.share_look(look_at_all(self.source, self.tag, self.restores_optimizer))
         if store is None:
-            return look_at_all(self.source, self.tag)
+            return look_at_all(self.source, self.tag, self.restores_optimizer)
         return Look.from_bytes(store.get(self._key()))
 
     def share_look(self, look: Look) -> Look:
@@ -128,15 +128,16 @@ class Load:
         problem: Exception | None = CheckpointError(look.problem) if look.problem else None
         if problem is None and look.tag is not None:
             try:
-                self._check_share(look.layout(self.source))
+                self._check_share(look)
             except (CheckpointError, CheckpointMismatchError) as error:
                 problem = error
             except Exception as error:  # which the other ranks would wait for
                 problem = CheckpointError(f"{self.source} cannot be read: {type(error).__name__}: {error}")
         return self.agree("a checkpoint", problem)
 
-    def _check_share(self, layout: Layout) -> None:
-        self.record = read_record(layout.model[0].parent)
+    def _check_share(self, look: Look) -> None:
+        layout = look.layout(self.source)
+        self.record = look.record or read_record(layout.model[0].parent)
         if self.is_on_own_disks:
             check_files(own_share(layout, self.owner.rank, self.owner.local_rank), self.record)
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ class Look:
     problem: str = ""
     is_empty: bool = False
     """Whether the reason is that nothing has been saved there."""
+    record: Record | None = None
+    """On the rank that has looked; the others read it themselves, since with many ranks it is large."""
 
     def layout(self, root: str | Path) -> Layout:
         """As `checkpoint.zero.layout.find_layout` returns it."""
@@ -46,9 +48,8 @@ class Look:
 
     def to_bytes(self) -> bytes:
         """As short as possible, because every rank fetches it from rank 0: files of ranks are one name and a count."""
-        return zlib.compress(
-            json.dumps({**asdict(self), **{kind: _shorten(getattr(self, kind)) for kind in _KINDS}}).encode()
-        )
+        names = {kind: _shorten(getattr(self, kind)) for kind in _KINDS}
+        return zlib.compress(json.dumps(asdict(replace(self, record=None)) | names).encode())
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Look:
@@ -68,13 +69,13 @@ def _expand(names: Sequence[str], ranks: int) -> tuple[str, ...]:
     return tuple(name.replace("_rank_0_", f"_rank_{rank}_", 1) for rank in range(ranks) for name in names)
 
 
-def look_at_all(source: str, tag: str | None) -> Look:
-    """A folder that has the files of all ranks."""
+def look_at_all(source: str, tag: str | None, with_optimizer: bool) -> Look:
+    """A folder that has the files of all ranks; without its optimizer, these may lack."""
     try:
         layout = find_layout(source, tag)
         record = read_record(folder := layout.model[0].parent)
         if record is not None:
-            record.check_names(folder, {file.name for file in layout.files})
+            record.check_names(folder, {file.name for file in layout.files}, with_optimizer=with_optimizer)
     except UnknownLayoutError:
         return Look()
     except CheckpointError as error:
@@ -82,7 +83,7 @@ def look_at_all(source: str, tag: str | None) -> Look:
     except OSError as error:  # the other ranks wait for this one
         return Look(problem=f"{source} cannot be read: {error}.")
     model, optimizer = ([file.name for file in files] for files in (layout.model, layout.optimizer))
-    return Look(layout.tag, tuple(model), tuple(optimizer), _saved(layout, record))
+    return Look(layout.tag, tuple(model), tuple(optimizer), _saved(layout, record), record=record)
 
 
 def look_at_own(engine: Any, source: str, tag: str | None) -> Look:
@@ -103,7 +104,7 @@ def look_at_own(engine: Any, source: str, tag: str | None) -> Look:
             return Look(problem=f"There is no {file} on this rank's disk. Get a complete copy of the checkpoint.")
     layout = Layout(Path(source), name, (model,), tuple(optimizer))
     saved = None if record is None else _saved(layout, record)
-    return Look(name, (model.name,), tuple(file.name for file in optimizer), saved)
+    return Look(name, (model.name,), tuple(file.name for file in optimizer), saved, record=record)
 
 
 def _saved(layout: Layout, record: Record | None) -> Saved:

@@ -158,7 +158,7 @@ def _check_record(states: States) -> list[str]:
         return [str(error)]
     for file in states.layout.files:
         try:
-            record.check_file(file, with_directory=True)
+            record.check_file(file)
         except CheckpointError as error:
             problems.append(str(error))
     if record.manifest != states.manifest:
