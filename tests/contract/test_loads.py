@@ -59,8 +59,14 @@ def test_any_tag_and_any_key_of_the_client_state(ranks: Any, tmp_path: Path, tag
 def with_one_more_file(out: str) -> list[str]:
     with owners.served(), runs.heard() as heard:
         run = Run("deepspeed", out, 2, 2)
-        run.train(epochs=1)
         if torch.distributed.get_rank() == 0:
+            run.at(0).mkdir()
+            run.at(0).joinpath("ema_model_states.pt").touch()  # of the program
+        torch.distributed.barrier()
+        run.train(epochs=1)
+        run.save(run.at(0))  # again, over the first
+        if torch.distributed.get_rank() == 0:
+            run.at(0).joinpath("ema_model_states.pt").unlink()
             (first, *_) = owners.model_files(run.at(0))
             first.with_name("backup_model_states.pt").write_bytes(first.read_bytes())
         torch.distributed.barrier()

@@ -22,7 +22,7 @@ from typing import Any
 
 from ..common.collectives import digest
 from ..common.errors import CheckpointError, CheckpointMismatchError, named
-from ..common.work_folder import RECORD, is_state
+from ..common.work_folder import RECORD, is_state_file
 from ..manifest import Manifest
 from .format.zip_directory import hash_directory, open_regular
 
@@ -113,7 +113,7 @@ def write_record(folder: Path, record: Record, known: Mapping[int, File] | None 
         known: files that need not be read, as `unpack` returns them.
     """
     with os.scandir(folder) as found:
-        names = sorted(item.name for item in found if is_state(item.name) and item.name != RECORD and item.is_file())
+        names = sorted(item.name for item in found if is_state_file(item.name) and item.is_file())
     files = {name: (known or {}).get(digest(name)) or describe_file(folder / name) for name in names}
     (folder / RECORD).write_text(replace(record, files=files).to_json(), encoding="utf-8")
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 import time
 from contextlib import suppress
@@ -36,6 +37,10 @@ WORK = f"{OURS}-"
 RECORD = "ds_frozen_patch.json"
 """The name of the record beside the files of a tag (see `record`)."""
 
+_STATE_FILE = re.compile(
+    r"(?:(?:bf16_|fp16_)?zero_pp_rank_\d+_)?mp_rank_\d+_(?:model|optim)_states\.pt"
+    r"|(?:layer_|expert_|expp_rank_)\d.*_states\.pt"
+)
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR)
 _YOUNG_SECONDS = 60.0
 _OLD_SECONDS = 86400.0
@@ -145,7 +150,12 @@ def is_not_whole(folder: Path) -> bool:
 
 def is_state(name: str) -> bool:
     """Whether a save has written what has this name, in the folder of a tag."""
-    return name.endswith("_states.pt") or name in ("offloaded_tensors", RECORD)
+    return is_state_file(name) or name in ("offloaded_tensors", RECORD)
+
+
+def is_state_file(name: str) -> bool:
+    """Whether DeepSpeed has written the file of this name, in the folder of a tag."""
+    return _STATE_FILE.fullmatch(name) is not None
 
 
 def remove_states(tag: Path, but: Path | None = None) -> None:

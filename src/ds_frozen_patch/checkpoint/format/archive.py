@@ -20,7 +20,7 @@ from .zip_directory import Record, open_regular, read_chunks, read_directory, st
 
 
 class UnreadableError(CheckpointError):
-    """A pickle has what only torch can read, or is damaged."""
+    """A pickle has what only torch can read."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ def read_archive(path: Path, *, trust: bool = False) -> Contents:
         raise
     except Exception as error:  # whatever a damaged pickle leads to
         raise UnreadableError(
-            f"The pickle in {path} is damaged, or has values that these tools do not read ({type(error).__name__}:"
-            f" {error})."
+            f"{path} has a value that these tools do not support ({type(error).__name__}: {error}). A resume may load"
+            " it all the same."
         ) from None
     return Contents(state, len(content), unexpected)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...common.errors import CheckpointError, named
-from ...common.work_folder import WORK
+from ...common.work_folder import WORK, is_state_file
 from ..format.zip_directory import open_regular
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -85,7 +85,7 @@ def find_layout(path: str | Path, tag: str | None = None) -> Layout:
             f"{folder} contains {named(unknown, 3)}: it was saved with pipeline parallelism or a mixture of experts,"
             " which these tools do not support."
         )
-    if extra := [name for name in states if not (_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))]:
+    if extra := [name for name in states if not is_state_file(name)]:
         logging.getLogger("ds_frozen_patch").warning(
             "%s contains %s, which DeepSpeed has not written. It is left alone.", folder, named(extra, 3)
         )
