@@ -19,6 +19,7 @@ from ..engine.in_flight import is_ending
 from ..engine.owner import is_first
 from .failures import failure
 from .save import Save
+from .writing import write_recorded
 
 _POLL_SECONDS = (0.01, 0.5)
 """How long a rank waits before it asks the store again: at first, and at most."""
@@ -53,7 +54,7 @@ def publish(save: Save, votes: Votes) -> CheckpointError | None:
 
 
 def _publish(save: Save, votes: Votes) -> CheckpointError | None:
-    save.write_recorded()
+    write_recorded(save)
     votes.give("written", save)
     if save.publishes:
         votes.wait("written")

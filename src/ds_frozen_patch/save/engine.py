@@ -13,7 +13,7 @@ from typing import Any
 
 from .. import manifest
 from ..checkpoint.record import Record
-from ..checkpoint.zero.labels import ELASTIC_KEY, UNIVERSAL_INFO, label_saves
+from ..checkpoint.zero.labels import ELASTIC_KEY, UNIVERSAL_INFO
 from ..common.errors import named
 from ..common.overrides import overridden
 from ..common.text import human_bytes
@@ -28,6 +28,7 @@ from .copies import warn_of_copies
 from .save import Save, current
 from .saving import keep_changed, saving, writes_before_it_returns
 from .ways import Way
+from .writing import writing
 
 
 def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -94,7 +95,7 @@ def _write(
         if save.way is Way.EXCHANGED:
             call.arguments.update(save_dir=str(save.destination.parent), tag=save.destination.name)
         save.record = _record(save, left_out)
-    with label_saves(save.engine, save.id, has_record=save.record is not None), save.deferring_write_errors():
+    with writing(save):
         return wrapped(*call.args, **call.kwargs)
 
 

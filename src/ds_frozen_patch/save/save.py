@@ -17,8 +17,8 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,11 +26,10 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from ..checkpoint.record import File, Record, describe_file, pack, unpack, write_record
+from ..checkpoint.record import File, Record, pack, unpack, write_record
 from ..common.collectives import gather_numbers
 from ..common.durable import listed, make_folder, sync_file, sync_folder, sync_tree
 from ..common.errors import CheckpointError
-from ..common.overrides import overridden
 from ..common.work_folder import (
     RECORD,
     WORK,
@@ -149,36 +148,6 @@ class Save:
 
     # Errors
 
-    def deferring_write_errors(self) -> AbstractContextManager[None]:
-        """While this lasts, DeepSpeed goes on if it cannot write a file or create a folder, and files are synced."""
-        engine = self.engine
-        writer = engine.checkpoint_engine
-        writes = [(writer, "save"), (writer, "makedirs"), (engine, "_copy_recovery_script")]
-        return overridden(
-            [
-                (owner, name, self._deferring(getattr(owner, name), is_state=name == "save"))
-                for owner, name in writes
-                if hasattr(owner, name)
-            ]
-        )
-
-    def _deferring(self, write: Callable[..., Any], is_state: bool) -> Callable[..., None]:
-        def attempt(*args: Any, **kwargs: Any) -> None:
-            paths = [item for item in (*args, *kwargs.values()) if isinstance(item, str | os.PathLike)]
-            recording = self.recorder.recording() if self.recorder is not None else nullcontext()
-            with self.failures.deferred(self.final(paths[0]) if paths else "a file"), recording:
-                write(*args, **kwargs)
-                if is_state and paths and (file := Path(paths[0])).is_file():
-                    self._finish(file)
-
-        return attempt
-
-    def _finish(self, file: Path) -> None:
-        """Sync a file that this rank has written, and note what it is."""
-        if self.sync:
-            sync_file(file)
-        self.written[file.name] = describe_file(file)
-
     def final(self, path: str | os.PathLike[str]) -> Path:
         """Where a file is to be that this save writes elsewhere, for messages."""
         places = [place for place in (self.export, self.destination.parent) if place in Path(path).parents]
@@ -195,13 +164,6 @@ class Save:
             self.discard()
             raise self.failures.error(self.state_of_target()[0] if self.publishes else None)
         return {name: file for _, *packed in everyone for name, file in unpack(packed).items()}
-
-    def write_recorded(self) -> None:
-        """Write and sync what the recorder has; an error is recorded."""
-        assert self.recorder is not None
-        with self.failures.deferred(self.shown):
-            for path in self.recorder.write():
-                self._finish(path)
 
     # The final name
 

@@ -6,11 +6,7 @@ A file of another rank or run is detected by its label, even if DeepSpeed would 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
-
-from ...common.overrides import overridden
 
 LABEL = "ds_frozen_patch_label"
 """The key of the label in a file's state.
@@ -38,19 +34,6 @@ def get_save_id(state: Any) -> Any:
 def resharded_save_id(origin: str, ranks: int) -> str:
     """The save id of a checkpoint that was resharded from files with this id (see `record.identify`)."""
     return f"{origin} for {ranks} ranks"
-
-
-def label_saves(engine: Any, save_id: str, has_record: bool) -> AbstractContextManager[None]:
-    """While the context lasts, add a label to the files that the engine saves, but not to those of experts."""
-    files = engine.checkpoint_engine
-    original = files.save
-
-    def save_with_label(state_dict: dict[str, Any], path: str) -> Any:
-        is_of_experts = {"module", "optimizer_state_dict"}.isdisjoint(state_dict)  # its keys are parameters
-        state = state_dict if is_of_experts else add_label(state_dict, save_id, Path(path).name, has_record)
-        return original(state, path)
-
-    return overridden([(files, "save", save_with_label)])
 
 
 def add_label(state: Mapping[str, Any], save_id: str, file: str, has_record: bool) -> dict[str, Any]:

@@ -1,0 +1,64 @@
+"""What DeepSpeed writes in a save: each file of states gets a label, is synced and noted, and errors are deferred."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.record import describe_file
+from ..checkpoint.zero.labels import add_label
+from ..common.durable import sync_file
+from ..common.overrides import overridden
+from .save import Save
+
+
+def writing(save: Save) -> AbstractContextManager[None]:
+    """While this lasts, DeepSpeed writes for a save, and goes on if it cannot write a file or create a folder."""
+    writer: Any = save.engine.checkpoint_engine
+    others = [(writer, "makedirs"), (save.engine, "_copy_recovery_script")]
+    return overridden(
+        [
+            (writer, "save", _deferring(save, partial(_write_states, save, writer.save))),
+            *((owner, name, _deferring(save, getattr(owner, name))) for owner, name in others if hasattr(owner, name)),
+        ]
+    )
+
+
+def write_recorded(save: Save) -> None:
+    """Write what the recorder of a save has; an error is recorded."""
+    assert save.recorder is not None
+    with save.failures.deferred(save.shown):
+        for path in save.recorder.write():
+            _finish(save, path)
+
+
+def _deferring(save: Save, write: Callable[..., Any]) -> Callable[..., None]:
+    def attempt(*args: Any, **kwargs: Any) -> None:
+        paths = [item for item in (*args, *kwargs.values()) if isinstance(item, str | os.PathLike)]
+        recording = save.recorder.recording() if save.recorder is not None else nullcontext()
+        with save.failures.deferred(save.final(paths[0]) if paths else "a file"), recording:
+            write(*args, **kwargs)
+
+    return attempt
+
+
+def _write_states(
+    save: Save, write: Callable[..., Any], state_dict: dict[str, Any], path: str, *args: Any, **kwargs: Any
+) -> None:
+    is_of_experts = {"module", "optimizer_state_dict"}.isdisjoint(state_dict)  # its keys are parameters
+    if not is_of_experts:
+        state_dict = add_label(state_dict, save.id, Path(path).name, has_record=save.record is not None)
+    write(state_dict, path, *args, **kwargs)
+    if Path(path).is_file():  # else it is only recorded
+        _finish(save, Path(path))
+
+
+def _finish(save: Save, file: Path) -> None:
+    """Sync a file that this rank has written, and note what it is."""
+    if save.sync:
+        sync_file(file)
+    save.written[file.name] = describe_file(file)
