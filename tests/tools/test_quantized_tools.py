@@ -25,6 +25,7 @@ from ds_frozen_patch.checkpoint.format.records import Records
 from ds_frozen_patch.checkpoint.tools.base import match_base, open_base
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.cli.commands import to_json
+from ds_frozen_patch.common.work_folder import RECORD
 from ds_frozen_patch.fingerprint import fingerprints
 from ds_frozen_patch.manifest import KEY, LeftOut, Manifest
 
@@ -225,6 +226,7 @@ def test_leftover_entries_of_frozen_weights(
             del state[KEY]
 
     changed(model_states(tmp_path / "old.ckpt"), make_old)
+    next((tmp_path / "old.ckpt").rglob(RECORD)).unlink()
     found = verify(tmp_path / "old.ckpt")
     assert found.trained == 8
     assert not [problem for problem in found.problems if "size of the left-out parameters" not in problem]
