@@ -543,7 +543,8 @@ class Hub:
 
     def upload_folder(self, folder_path: str, ignore_patterns: Any = (), **options: Any) -> Any:
         names = sorted(str(item.relative_to(folder_path)) for item in Path(folder_path).rglob("*") if item.is_file())
-        left = [name for name in names if not any(fnmatch(name, pattern) for pattern in ignore_patterns)]
+        ignored = [*ignore_patterns, f"*{RECORD}"]  # the record is uploaded with the checkpoint
+        left = [name for name in names if not any(fnmatch(name, pattern) for pattern in ignored)]
         self.calls.append((Path(folder_path).name, options.get("path_in_repo"), options["commit_message"], left))
         done: Future[None] = Future()
         done.set_result(None)

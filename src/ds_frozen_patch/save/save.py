@@ -157,13 +157,17 @@ class Save:
         """Raise on every rank if one has recorded an error; every rank must call it. It is a barrier.
 
         Returns:
-            What the ranks have written, by the digests of the names.
+            What the ranks have written, by the digests of the names, but for names that several disks have.
         """
         everyone = gather_numbers([bool(self.failures.errors), *pack(self.written)], self.owner.device)
         if any(one[0] for one in everyone):
             self.discard()
             raise self.failures.error(self.state_of_target()[0] if self.publishes else None)
-        return {name: file for _, *packed in everyone for name, file in unpack(packed).items()}
+        written: dict[int, File | None] = {}
+        for name, file in (item for _, *packed in everyone for item in unpack(packed).items()):
+            if written.setdefault(name, file) != file:
+                written[name] = None
+        return {name: file for name, file in written.items() if file is not None}
 
     # The final name
 
