@@ -121,7 +121,7 @@ def prune(
                 save = get_save_id(states.models[0]) or identify(layout.files)
                 write_record(folder, states.make_record(save, manifest, states.world_size))
         copy_other_files(layout, made)
-        size_after = sum(file.stat().st_size for file in folder.glob("*_states.pt"))
+        size_after = sum(file.stat().st_size for file in folder.iterdir())
     return Pruned(str(source), str(target), size, size_after, manifest)
 
 
