@@ -540,7 +540,8 @@ def test_reported_sizes_equal_those_on_disk(
     assert main(["prune", str(path), str(tmp_path / "pruned.ckpt"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["size_before"] == sum(file.stat().st_size for file in path.rglob("*.pt"))
-    assert found["size_after"] == sum(file.stat().st_size for file in (tmp_path / "pruned.ckpt" / "checkpoint").iterdir())
+    files = (tmp_path / "pruned.ckpt" / "checkpoint").iterdir()
+    assert found["size_after"] == sum(file.stat().st_size for file in files)
     assert len(found["manifest"]["left_out"]) == 20
     assert [EMBEDDING, HEAD] in [entry[0] for entry in found["manifest"]["left_out"]]
 
