@@ -79,7 +79,7 @@ def test_other_files(tmp_path: Path, name: str) -> None:
     record.check_file(tmp_path / name)
     content = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(content + b"\0")
-    with pytest.raises(CheckpointError, match=f"{name} is of another save than {RECORD} beside it, or was changed"):
+    with pytest.raises(CheckpointError, match=f"{name} is of another save than {RECORD} beside it, was changed"):
         record.check_file(tmp_path / name)
 
 

@@ -99,8 +99,9 @@ class Record:
         """Raise CheckpointError if a file is not the one that was saved."""
         if describe_file(file) != self.files.get(file.name):
             raise CheckpointError(
-                f"{file} is of another save than {RECORD} beside it, or was changed. Take all files from one"
-                " checkpoint. (If you have changed it on purpose: remove that record, or patch(verify_files=False).)"
+                f"{file} is of another save than {RECORD} beside it, was changed, or is being replaced. Take all files"
+                " from one checkpoint. (If you have changed it on purpose: remove that record, or"
+                " patch(verify_files=False).)"
             )
 
 
