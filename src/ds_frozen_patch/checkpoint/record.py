@@ -197,7 +197,7 @@ def _from_values(values: dict[str, Any]) -> Record:
 
 
 _MOST_BYTES = 1 << 26
-"""Of a record: some 150 for each file, and for each parameter that was left out."""
+"""The largest record that is read. Each file and each left-out parameter takes about 150 bytes."""
 _REMEDY = "Get a complete copy of the checkpoint. Without this file, its files load unverified."
 
 

@@ -26,7 +26,7 @@ from ..engine.owner import Owner, is_first, warn
 from ..fingerprint import process_memory
 from ..settings import current as settings
 from .integrity import check_files, own_share, share
-from .look import Look, look_at_all, look_at_own, save_and_step
+from .look import Look, look_at_all, look_at_own
 
 current: ContextVar[Load | None] = ContextVar("ds_frozen_patch_load", default=None)
 """The load that is running, for what upstream's code calls back."""
@@ -198,8 +198,8 @@ class Load:
         self.tag = latest_tag(Path(self.source)) if self.tag is None else self.tag
         tag = Path(self.source, self.tag)
         for copy in (self.source, *(str(copy.parent) for copy in left_behind(tag))):
-            if (found := save_and_step(look_at_own(self.engine, copy, self.tag), Path(copy))) is not None:
-                copies.setdefault(found[0], (found[1], copy))
+            if (record := look_at_own(self.engine, copy, self.tag).record) is not None:
+                copies.setdefault(record.save, (record.step, copy))
         everyone = gather((next(iter(copies), None), copies))
         named = {first for first, _ in everyone}
         common = [save for save in copies if save in named and all(save in others for _, others in everyone)]

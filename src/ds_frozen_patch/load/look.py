@@ -114,12 +114,3 @@ def _saved(layout: Layout, record: Record | None) -> Saved:
         return Saved(record.world_size, record.zero_stage, in_parts)
     stage = 3 if "_rank_0_mp_" in layout.model[0].name else 2 if in_parts else 0
     return Saved(len(layout.optimizer) or len(layout.model), stage, in_parts)
-
-
-def save_and_step(look: Look, source: Path) -> tuple[str, int] | None:
-    """The id of the save that a rank's own files are of, and its step."""
-    try:
-        record = read_record(source / look.tag) if look.tag is not None else None
-    except CheckpointError:
-        return None
-    return None if record is None else (record.save, record.step)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.zero.labels import LABEL
+from ..checkpoint.zero.labels import get_label
 from ..checkpoint.zero.layout import latest_tag
 from ..checkpoint.zero.states import FileDigests, check_digests_agree
 from ..common.collectives import digest, gather, gather_numbers
@@ -27,7 +27,7 @@ _KINDS = {"model": "module", "optimizer": "optimizer_state_dict"}
 def sharing_reads(load: Load) -> Attributes:
     """Lets the engine's reader raise on all ranks what one of them cannot read, or has read of another save."""
     reader = load.engine.checkpoint_engine
-    if reader is None:  # for inference, where `check_model` is left
+    if reader is None:  # an engine for inference: `check_model` checks what it has read
         return []
     read = reader.load
 
@@ -68,8 +68,7 @@ def _describe(file: Path, kind: str, state: Mapping[str, Any]) -> FileDigests:
         alike["the manifest"] = repr(digest_of(state.get(KEY)))
     else:
         alike["the number of steps"] = repr(sorted(_steps(state["optimizer_state_dict"])))
-    label = state.get(LABEL)
-    label = label if isinstance(label, Mapping) else {}
+    label = get_label(state)
     return FileDigests(file, kind, alike, label.get("save"), label.get("file"), bool(label.get("record")))
 
 

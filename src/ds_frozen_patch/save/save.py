@@ -157,7 +157,8 @@ class Save:
         """Raise on every rank if one has recorded an error; every rank must call it. It is a barrier.
 
         Returns:
-            What the ranks have written, by the digests of the names, but for names that several disks have.
+            What the ranks have written, by the digests of the file names. It lacks names for which ranks differ, as on
+            disks of their own.
         """
         everyone = gather_numbers([bool(self.failures.errors), *pack(self.written)], self.owner.device)
         if any(one[0] for one in everyone):

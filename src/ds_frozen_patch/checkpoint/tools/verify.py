@@ -106,7 +106,7 @@ def verify(
         problems.append(str(error))
     size = sum(file.stat().st_size for file in states.layout.files)
     with progress("reading", size, quiet) as progressed:
-        problems += _check_checksums(states, progressed)
+        problems += _check_each_file(states, lambda file: check_file(file, progressed))
     if found is not None and not problems:
         try:
             check_masters_match(found.trained, found.halves)
@@ -148,7 +148,7 @@ def _locate_weights_of_any(states: States) -> Weights:
 
 def _check_record(states: States) -> list[str]:
     """What contradicts the record, if there is one."""
-    folder, problems = states.layout.model[0].parent, []
+    folder = states.layout.model[0].parent
     try:
         record = read_record(folder)
         if record is None:
@@ -156,22 +156,18 @@ def _check_record(states: States) -> list[str]:
         record.check_names(folder, {file.name for file in states.layout.files})
     except CheckpointError as error:
         return [str(error)]
-    for file in states.layout.files:
-        try:
-            record.check_file(file)
-        except CheckpointError as error:
-            problems.append(str(error))
+    problems = _check_each_file(states, record.check_file)
     if record.manifest != states.manifest:
         problems.append(f"The manifest in {folder / RECORD} is not the one in the files.")
     return problems
 
 
-def _check_checksums(states: States, progressed: Callable[[int], object]) -> list[str]:
-    """The files with wrong checksums."""
+def _check_each_file(states: States, check: Callable[[Path], object]) -> list[str]:
+    """What a check raises, for each file."""
     problems = []
     for file in states.layout.files:
         try:
-            check_file(file, progressed)
+            check(file)
         except CheckpointError as error:
             problems.append(str(error))
     return problems

@@ -27,8 +27,13 @@ UNIVERSAL_INFO = {"universal_checkpoint_info": {"universal_checkpoint_version": 
 
 def get_save_id(state: Any) -> Any:
     """The id of the save in a file's label; None without a label."""
+    return get_label(state).get("save")
+
+
+def get_label(state: Any) -> Mapping[str, Any]:
+    """The label in a file's state; empty without one."""
     label = state.get(LABEL) if isinstance(state, Mapping) else None
-    return label.get("save") if isinstance(label, Mapping) else None
+    return label if isinstance(label, Mapping) else {}
 
 
 def resharded_save_id(origin: str, ranks: int) -> str:

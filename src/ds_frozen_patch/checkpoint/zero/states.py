@@ -18,7 +18,7 @@ from ..format.records import Records, from_stored
 from ..format.stored import StandIn, StoredTensor, is_shape, iter_tensors
 from ..quantization import parse_subclass
 from ..record import Record
-from .labels import LABEL
+from .labels import get_label
 from .layout import Layout, check_links_stay_inside, find_layout
 
 DEEPSPEEDS_OWN = frozenset(
@@ -238,9 +238,8 @@ def digest_file(file: Path, contents: Contents) -> FileDigests:
     is_model = "module" in contents.state
     alike = _model_fields(contents.state) if is_model else _optimizer_fields(contents)
     digests = {key: sha256(value.encode()).hexdigest() for key, value in alike.items()}
-    label = contents.state.get(LABEL)
-    save, name = (label.get("save"), label.get("file")) if isinstance(label, dict) else (None, None)
-    return FileDigests(file, "model" if is_model else "optimizer", digests, save, name)
+    label = get_label(contents.state)
+    return FileDigests(file, "model" if is_model else "optimizer", digests, label.get("save"), label.get("file"))
 
 
 def check_digests_agree(found: Sequence[FileDigests]) -> None:
