@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from starting import PLAIN, WORDS, save_tokenizer, start
 
 import ds_frozen_patch
+from ds_frozen_patch.common.work_folder import RECORD
 
 pytestmark = [pytest.mark.programs]
 
@@ -181,7 +182,8 @@ class Place:
 
 
 def names(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+    """Return what is in a folder, but for our records, which plain checkpoints do not have."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.name != RECORD}
 
 
 def check_states(checkpoint: Path, tag: str = "") -> None:
