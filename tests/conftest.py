@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -108,6 +109,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             raise pytest.UsageError(f"ci/matrix.json lists {test} as one that {CELL.name} cannot run; there is none")
         for item in found:
             item.add_marker(pytest.mark.skip(reason=why))
+    for item in items:
+        if (mark := item.get_closest_marker("synchronous")) and os.environ.get("DS_FROZEN_PATCH_ASYNC_SAVE"):
+            item.add_marker(pytest.mark.skip(reason=mark.args[0]))
     if CELL.refused:
         _deselect(config, items, lambda item: "ranks" in getattr(item, "fixturenames", ()))
     if part := config.getoption("--part"):

@@ -21,6 +21,8 @@ from typing import Any
 
 import forked
 
+from ds_frozen_patch.common import in_flight
+
 START_SECONDS = 180
 CALL_SECONDS = 240
 GRACE_SECONDS = 15  # what the other ranks get to fail in too, once one has failed
@@ -153,6 +155,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, log: str, ac
             answer = ("raised", (type(error).__name__, str(error), traceback.format_exc()))
         finally:
             provider.stop()
+            in_flight.settle()  # the test looks at what is on disk then
             # LightningCLI leaves a seed there, and with it another order of the data.
             os.environ.clear()
             os.environ.update(environment)

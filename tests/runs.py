@@ -166,8 +166,8 @@ def outcome(run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple[str,
 
 
 @contextmanager
-def heard() -> Iterator[list[str]]:
-    """The messages of our loggers and all warnings, while this lasts."""
+def heard(*more: str) -> Iterator[list[str]]:
+    """The messages of our loggers, those of more packages too, and all warnings, while this lasts."""
     messages: list[str] = []
 
     class Listener(logging.Handler):
@@ -175,7 +175,7 @@ def heard() -> Iterator[list[str]]:
             messages.append(f"{record.levelname}: {record.getMessage()}")
 
     listener = Listener()
-    names = ("ds_frozen_patch", *(f"{package}.ds_frozen_patch" for package in (TRAINER, FABRIC)))
+    names = ("ds_frozen_patch", *(f"{package}.ds_frozen_patch" for package in (TRAINER, FABRIC, *more)))
     loggers = [logging.getLogger(name) for name in names]
     for logger in loggers:
         logger.addHandler(listener)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .common.errors import CheckpointError as CheckpointError
     from .common.errors import CheckpointMismatchError as CheckpointMismatchError
     from .common.errors import PatchError as PatchError
+    from .common.in_flight import wait as wait
     from .patching.patch import patch as patch
     from .patching.patch import patched as patched
     from .patching.patch import status as status
@@ -47,6 +48,7 @@ _NAMES = {
     "checkpoint.tools.universal": ("Universal", "universal"),
     "checkpoint.tools.verify": ("Verified", "verify"),
     "common.errors": ("CheckpointError", "CheckpointMismatchError", "PatchError"),
+    "common.in_flight": ("wait",),
     "patching.patch": ("patch", "patched", "status", "unpatch"),
     "patching.serve": ("serve",),
     "patching.status": ("Status", "TargetStatus"),

@@ -5,12 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -21,12 +20,13 @@ import runs
 import torch
 from owners import OWNERS, PEFT, Run
 from ranks import RankError
+from slow_disk import WRITE, writing, writing_when
 from under_test import ModelCheckpoint
 
 import ds_frozen_patch
+from ds_frozen_patch.common import in_flight
 from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.common.work_folder import is_unfinished
-from ds_frozen_patch.engine import in_flight
 from ds_frozen_patch.engine.attached import attached
 from ds_frozen_patch.save import background
 from ds_frozen_patch.save import save as save_module
@@ -34,31 +34,6 @@ from ds_frozen_patch.save.recording import Recorder
 
 pytestmark = [pytest.mark.promise(20), pytest.mark.everyday]
 by_each = pytest.mark.parametrize("by", OWNERS)
-WRITE = Recorder.write
-
-
-def writing(seconds: float = 0, fails: bool = False, rank: int | None = None) -> AbstractContextManager[None]:
-    """While this lasts, a rank's files, or all, take so many seconds to be written, or cannot be."""
-
-    def write(recorder: Recorder) -> Iterator[Path]:
-        if rank in (None, torch.distributed.get_rank()):
-            time.sleep(seconds)
-            if fails:
-                raise OSError(errno.ENOSPC, "No space left on device")
-        yield from WRITE(recorder)
-
-    return overridden([(Recorder, "write", write)])
-
-
-def writing_when(told: threading.Event) -> AbstractContextManager[None]:
-    """While this lasts, files are written once that is set; those of rank 1 after those of rank 0."""
-
-    def write(recorder: Recorder) -> Iterator[Path]:
-        told.wait(60)
-        time.sleep(0.5 * torch.distributed.get_rank())
-        yield from WRITE(recorder)
-
-    return overridden([(Recorder, "write", write)])
 
 
 def whole_and_resumed(by: str, out: str, stage: int) -> Any:
@@ -158,10 +133,10 @@ def failed(by: str, out: str, heard_at: str) -> Any:
             run.save(run.at(0))
         else:
             run.train(epochs=1)
-        in_flight.join()
+        in_flight.settle()
         with writing(fails=True, rank=1):
             run.save(Path(out, "bad") if by != "trainer" else run.at(1), 1)
-            in_flight.join()
+            in_flight.settle()
         if heard_at == "save":
             said = runs.refusal(run.save, Path(out, "good"))
             run.save(Path(out, "good"))
@@ -348,14 +323,15 @@ def test_the_process_ends_after_its_save(tmp_path: Path, fails: bool) -> None:
     program = (
         "import pathlib, sys, time\n"
         "from ds_frozen_patch import CheckpointError\n"
-        "from ds_frozen_patch.engine import attached, in_flight\n"
+        "from ds_frozen_patch.common import in_flight\n"
+        "from ds_frozen_patch.engine import attached\n"
         "from ds_frozen_patch.owners.engine import owner_of\n"
         "class Engine: global_rank, local_rank, device, _config = 0, 0, None, None\n"
         "def save():\n"
         "    time.sleep(0.2)\n"
         f"    pathlib.Path({str(tmp_path / 'saved')!r}).touch()\n"
         f"    return CheckpointError('no space') if {fails} else None\n"
-        "in_flight.start(save, attached.Attached(owner_of(Engine())))\n"
+        "in_flight.start(save, attached.Attached(owner_of(Engine())).log_once)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (tmp_path / "saved").exists()
@@ -367,11 +343,13 @@ import sys, time, os, signal
 sys.path[:0] = {path!r}
 import torch, deepspeed, owners, runs
 import ds_frozen_patch
-from test_async import writing
+from slow_disk import writing
 os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0", PATCHED="1")
 ds_frozen_patch.patch(async_save=True)
 run = owners.Run("deepspeed", {out!r}, 1, 2)
+before = signal.signal(signal.SIGTERM, lambda *_: None)  # as Lightning does while it trains
 run.engine.save_checkpoint({out!r}, tag="first")
+signal.signal(signal.SIGTERM, before)
 run.train_epoch()
 slow = writing(seconds=1.5, fails={fails!r})
 slow.__enter__()
@@ -389,14 +367,51 @@ run.engine.save_checkpoint({out!r}, tag="second")
         ("raise KeyboardInterrupt", False, -signal.SIGINT, "second"),
         ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)", False, -signal.SIGTERM, "second"),
         ("os.kill(os.getpid(), signal.SIGKILL)", False, -signal.SIGKILL, "first"),
+        ("torch.distributed.destroy_process_group(); os._exit(0)", False, 0, "second"),
+        ("torch.distributed.destroy_process_group()", True, 1, "first"),
+        ("deepspeed.comm.destroy_process_group(); os._exit(0)", False, 0, "second"),
     ],
-    ids=["normal", "failed", "exception", "interrupt", "SIGTERM", "kill -9"],
+    ids=["normal", "failed", "exception", "interrupt", "SIGTERM", "kill -9", "destroyed", "failed, destroyed", "comm"],
 )
 def test_the_end_of_the_process(tmp_path: Path, end: str, fails: bool, status: int, newest: str) -> None:
-    program = PROGRAM.format(path=[*sys.path, str(Path(__file__).parent)], out=str(tmp_path), fails=fails, end=end)
+    program = PROGRAM.format(path=sys.path, out=str(tmp_path), fails=fails, end=end)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == status, done.stderr[-3000:]
     assert (tmp_path / "latest").read_text() == newest
     assert not ds_frozen_patch.verify(tmp_path).problems
     assert is_unfinished(tmp_path / "second") == ("SIGKILL" in end)
+    assert ("No space left" in done.stderr) == fails
+
+
+FORKED = """
+import sys, os
+sys.path[:0] = {path!r}
+import torch.multiprocessing, owners
+import ds_frozen_patch
+from slow_disk import writing
+os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="{port}", WORLD_SIZE="2", PATCHED="1")
+
+def train(rank):
+    global slow  # as long as the process lives
+    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank))
+    ds_frozen_patch.patch(async_save=True)
+    run = owners.Run("deepspeed", {out!r}, 2, 2)
+    slow = writing(seconds=1, fails={fails!r} and rank == 1)
+    slow.__enter__()
+    run.engine.save_checkpoint({out!r}, tag="only")
+
+torch.multiprocessing.start_processes(train, nprocs=2, start_method="fork")
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_end_of_forked_ranks(tmp_path: Path, fails: bool) -> None:
+    """Processes that `multiprocessing` starts, as Accelerate's `notebook_launcher` does, run no `atexit`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    program = FORKED.format(path=sys.path, out=str(tmp_path), fails=fails, port=port)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode != 0) == fails, done.stderr[-3000:]
+    assert (tmp_path / "latest").exists() == (not fails)
     assert ("No space left" in done.stderr) == fails

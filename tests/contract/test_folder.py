@@ -26,10 +26,9 @@ from under_test import Callback
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError
-from ds_frozen_patch.common import durable, work_folder
+from ds_frozen_patch.common import durable, in_flight, work_folder
 from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.common.work_folder import RECORD, is_state
-from ds_frozen_patch.engine import in_flight
 
 pytestmark = pytest.mark.promise(22)
 EVERYDAY = pytest.mark.everyday
@@ -390,6 +389,7 @@ def copied_at_once(out: str, copies: int) -> list[str]:
     return failed
 
 
+@pytest.mark.synchronous("it looks at what changes after the call")
 def test_nothing_changes_after_a_save(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2, copied_at_once, out=str(tmp_path), copies=8) == [[], []]
     for copy in tmp_path.glob("copy*"):
@@ -421,6 +421,7 @@ def removed_within(out: str, exists: bool) -> Any:
 
 @EVERYDAY
 @pytest.mark.parametrize("exists", [True, False])
+@pytest.mark.synchronous("it removes files of a save in flight")
 def test_a_program_that_removes_what_it_does_not_know(ranks: Any, tmp_path: Path, exists: bool) -> None:
     for (kind, said), there in ranks(2, removed_within, out=str(tmp_path), exists=exists):
         assert kind == "CheckpointError"

@@ -20,8 +20,8 @@ from disk import model_states
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError
+from ds_frozen_patch.common import in_flight
 from ds_frozen_patch.common.overrides import overridden
-from ds_frozen_patch.engine import in_flight
 from ds_frozen_patch.save import background
 
 pytestmark = [pytest.mark.promise(18), pytest.mark.everyday]
@@ -160,6 +160,7 @@ def values(found: Any, who: str, stage: int, step: str, row: Row) -> list[int]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("step", STEPS)
+@pytest.mark.synchronous("it counts within the call")
 def test_nothing_grows_faster_than_the_ranks(found: Any, stage: int, step: str, record_property: Any) -> None:
     too_fast = {}
     for name, (allowed, row) in ROWS.items():
@@ -236,6 +237,7 @@ LENGTHS = {"save": (155, 30, 2200), "load": (165, 37, 3600)}
 @pytest.mark.once
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="code has no qualified names")
 @pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.synchronous("it counts within the call")
 def test_one_save_and_one_load_are_short(ranks: Any, tmp_path: Path, stage: int) -> None:
     for found in ranks(2, own_length, out=str(tmp_path), stage=stage):
         print(f"ZeRO-{stage}, functions, modules and calls: {found}")

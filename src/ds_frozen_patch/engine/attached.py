@@ -32,7 +32,11 @@ class Attached:
 
     def warn_once(self, message: str) -> None:
         """Log a warning on rank 0, the first time."""
-        if self.is_first_time(message):
+        self.log_once(message, message)
+
+    def log_once(self, kind: str, message: str) -> None:
+        """Log a warning on rank 0, the first of its kind."""
+        if self.is_first_time(kind):
             warn(self.owner, message)
 
     def is_first_time(self, what: str) -> bool:

@@ -14,10 +14,10 @@ from typing import Any
 from .. import cures
 from ..checkpoint.zero.labels import ELASTIC_KEY, LABEL, UNIVERSAL_INFO
 from ..checkpoint.zero.layout import latest_tag
+from ..common import in_flight
 from ..common.errors import CheckpointError
 from ..common.overrides import overridden, set_to
 from ..common.work_folder import entries, is_in_work_folder
-from ..engine import in_flight
 from ..engine.attached import Attached, attach, attached
 from ..engine.gathering import put
 from ..engine.origins import replacing

@@ -14,10 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..common import in_flight
 from ..common.overrides import overridden
 from ..common.probing import Finding, Seen, Target
 from ..common.work_folder import entries, is_not_whole
-from ..engine import handshake, in_flight
+from ..engine import handshake
 from ..engine.attached import attached
 from ..engine.owner import is_first
 from ..engine.serving import begin_serving

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..engine.target import BESIDE as BESIDE_ENGINE
 from ..engine.target import ENGINE
 from . import accelerate, transformers
 from .lightning.targets import BESIDE as BESIDE_LIGHTNING
@@ -12,7 +13,7 @@ from .lightning.targets import TARGETS as LIGHTNING
 OPTIONAL = (accelerate.TARGET, transformers.TARGET)
 """If one of these cannot be patched, a program of Lightning's works nevertheless: PEFT installs both."""
 OWNERS = (*LIGHTNING, *OPTIONAL)
-BESIDE = (*BESIDE_LIGHTNING, *transformers.BESIDE)
+BESIDE = (*BESIDE_LIGHTNING, *transformers.BESIDE, *BESIDE_ENGINE)
 
 
 def may_be_left_alone(name: str, names: Iterable[str]) -> bool:

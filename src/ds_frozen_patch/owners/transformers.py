@@ -14,16 +14,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..common import in_flight
 from ..common.overrides import overridden
 from ..common.probing import Finding, Seen, Target
 from ..common.work_folder import entries, is_not_whole
 from ..cures import Attributes, saves_the_best
-from ..engine import in_flight
 from ..engine.attached import attached
 from ..save.around import Around
 from ..settings import current as settings
 from .engine import logger_of
 from .newest import last_whole
+from .readers import goes_on_after, may_read
 
 _WRITERS = ("_save", "_save_rng_state")
 """Methods that write a part of a checkpoint, none of which waits for other ranks."""
@@ -54,6 +55,7 @@ BESIDE = (
     Target("transformers", TARGET.module, "", ("deepspeed_load_checkpoint",)),
     Target("transformers", "transformers.trainer_utils", "", ("get_last_checkpoint",)),
     Target("transformers", TARGET.module, "", ("get_last_checkpoint",)),
+    Target("transformers", "transformers.trainer_callback", "CallbackHandler", ("on_save",)),
 )
 
 
@@ -88,7 +90,16 @@ def save_checkpoint(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, 
     around.end(known)
     for call in later:
         in_flight.afterwards(call)
+    if goes_on_after(type(trainer), sys.modules[TARGET.module].Trainer, "_save_checkpoint"):
+        in_flight.wait_for_reader(type(trainer).__name__)
     return result
+
+
+def on_save(wrapped: Callable[..., Any], handler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`CallbackHandler.on_save`: callbacks that may read the checkpoint find a finished one."""
+    if reader := next((item for item in handler.callbacks if may_read(item, "on_save")), None):
+        in_flight.wait_for_reader(type(reader).__name__)
+    return wrapped(*args, **kwargs)
 
 
 def train(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -14,9 +14,9 @@ from typing import Any
 import wrapt
 
 from .. import settings as _settings
+from ..common import in_flight
 from ..common.errors import PatchError
 from ..common.probing import Finding, Target, imported_class, probe
-from ..engine import in_flight
 from ..engine.attached import restore_methods
 from ..engine.target import ENGINE
 from ..faults import worked_around
@@ -98,8 +98,8 @@ def patch(
             each `checkpoint-N`, as it does without `patch()` (True by default). PEFT's adapters, what Trainer uploads
             and checkpoints of `save_only_model=True` do not change.
         async_save: let training go on as soon as a save has copied what it writes into memory. The files are written
-            meanwhile, and the checkpoint gets its name when they are whole. The next save, a load and the end of the
-            program wait for that, and raise its errors.
+            meanwhile, and the checkpoint gets its name when they are whole. The next save, a load, `wait()` and the end
+            of the program wait for that, and raise its errors.
         verify_files: whether a load first reads every file once more, to compare it with the checksums that it contains
             (True by default). With False a flipped bit may be loaded; a truncated file, or one of another save or
             rank, is still an error.

@@ -10,9 +10,9 @@ from typing import Any
 
 import wrapt
 
+from ..common.in_flight import after_it, before_end
 from ..common.probing import Target
 from ..engine import serving
-from ..engine.in_flight import after_it
 from ..engine.target import ENGINE
 from ..load import engine as load_engine
 from ..owners import accelerate, transformers
@@ -53,12 +53,18 @@ _WRAPPERS: dict[str, dict[str, Callable[..., Any]]] = {
 _WRAPPERS_BESIDE: dict[str, Callable[..., Any]] = {
     "convert_zero_checkpoint_to_fp32_state_dict": converter.convert,
     "_find_last_checkpoints": newest.find_last,
+    "file_exists": after_it,
+    "_save_checkpoint": in_flight.save_by_callback,
     "_CheckpointConnector__max_ckpt_version_in_folder": newest.find_requeued,
     "_link_checkpoint": in_flight.link_checkpoint,
     "remove_checkpoint": in_flight.remove_checkpoint,
     "teardown": in_flight.teardown,
     "deepspeed_load_checkpoint": transformers.load_checkpoint,
     "get_last_checkpoint": transformers.find_last,
+    "on_save": transformers.on_save,
+    "get_fp32_state_dict_from_zero_checkpoint": after_it,
+    "_get_fp32_state_dict_from_zero_checkpoint": after_it,
+    "destroy_process_group": before_end,
 }
 
 

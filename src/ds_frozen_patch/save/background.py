@@ -15,7 +15,7 @@ from typing import Any
 
 from ..common.collectives import default_store, world_size
 from ..common.errors import CheckpointError
-from ..engine.in_flight import is_ending
+from ..common.in_flight import is_ending
 from ..engine.owner import is_first
 from .failures import failure
 from .save import Save
@@ -27,11 +27,11 @@ _MANY_RANKS = 512
 """More ranks ask less often, so that the one process that serves the store does not get more requests a second."""
 _BEAT_SECONDS = 10.0
 _LOST_SECONDS = 300.0
-"""A rank reports as often as the first says, however long it writes; after so long without, it is taken for dead."""
+"""A rank reports as often as the first says, however long it writes; after so long without, it is given up."""
 _THERE = "ds_frozen_patch/there/"
 """With the number of a rank: the key of its reports, the same in all saves, since a store keeps all keys."""
 _GRACE_SECONDS = 30.0
-"""How long a rank waits where an error or a signal ends the process, and how long rank 0, with the store, stays."""
+"""The same where an error or a signal ends the process of rank 0; and how long that stays, which has the store."""
 
 
 def publish(save: Save, votes: Votes) -> CheckpointError | None:
@@ -117,7 +117,7 @@ class Votes:
         pause, longest = (seconds * max(self._ranks / _MANY_RANKS, 1) for seconds in _POLL_SECONDS)
         while (count := self._store.add(self._prefix + name, 0)) < self._ranks:
             passed = time.monotonic() - begun
-            if passed > (min(seconds, _GRACE_SECONDS) if is_ending.is_set() else seconds):
+            if passed > seconds:
                 raise CheckpointError(f"only {count} of {self._ranks} ranks have reported after {passed:.0f} s")
             if self._rank == 0:
                 self._look_for_lost()
@@ -155,7 +155,7 @@ class Votes:
             reports = self._store.add(f"{_THERE}{rank}", 0)
             before, since = self._reports.get(rank, (-1, now))
             self._reports[rank] = reports, since if reports == before else now
-            if now - self._reports[rank][1] > _LOST_SECONDS:
+            if now - self._reports[rank][1] > (_GRACE_SECONDS if is_ending.is_set() else _LOST_SECONDS):
                 self._store.add(f"{self._prefix}lost", rank + 1)
                 return
 

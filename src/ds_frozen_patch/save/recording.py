@@ -7,6 +7,7 @@ the same bytes.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -33,13 +34,17 @@ class Recorder:
     copies: set[int] = field(default_factory=set)
     _buffers: list[torch.UntypedStorage] = field(default_factory=list)
     _used: int = 0
+    _others: int = 0  # open archives that are not recorded
 
     def begin(self) -> None:
         """Forget what was recorded."""
         self.files, self.copies, self._used = [], set(), 0
 
-    def recording(self) -> AbstractContextManager[None]:
-        """While this lasts, `torch.save` of this thread writes nothing; what it would write is recorded."""
+    def recording(self, folder: Path) -> AbstractContextManager[None]:
+        """While this lasts, `torch.save` of this thread writes nothing to a folder; what it would write is recorded.
+
+        It still writes elsewhere, as does state that pickles itself by `torch.save` into memory.
+        """
         import torch
 
         module: Any = torch.serialization
@@ -48,10 +53,14 @@ class Recorder:
         open_writer, to_cpu = module._open_zipfile_writer, storages.cpu
 
         def open_recorder(file: Any) -> Any:
-            return self._file(file) if threading.get_ident() == thread else open_writer(file)
+            if threading.get_ident() != thread:
+                return open_writer(file)
+            is_inside = isinstance(file, str | os.PathLike) and folder in Path(file).parents
+            return self._file(Path(file)) if is_inside else self._other(open_writer(file))
 
         def to_buffer(storage: Any) -> Any:
-            return self._copy(storage) if threading.get_ident() == thread else to_cpu(storage)
+            is_recorded = threading.get_ident() == thread and not self._others
+            return self._copy(storage) if is_recorded else to_cpu(storage)
 
         return overridden([(module, "_open_zipfile_writer", open_recorder), (storages, "cpu", to_buffer)])
 
@@ -67,10 +76,19 @@ class Recorder:
             yield path
 
     @contextmanager
-    def _file(self, file: Any) -> Iterator[_Calls]:
+    def _file(self, file: Path) -> Iterator[_Calls]:
         calls = _Calls(self)
         yield calls
-        self.files.append((Path(file), calls.made))
+        self.files.append((file.absolute(), calls.made))
+
+    @contextmanager
+    def _other(self, opened: Any) -> Iterator[Any]:
+        self._others += 1
+        try:
+            with opened as writer:
+                yield writer
+        finally:
+            self._others -= 1
 
     def _copy(self, storage: Any) -> Any:
         """A copy on the CPU, of a storage on any device."""

@@ -75,6 +75,7 @@ class Save:
         left_out: what is left out; None for a full checkpoint.
         sync: whether files are synced.
         id: unique among all saves, the same on every rank: 12 hexadecimal digits.
+        is_in_one_place: whether all ranks are on one node, and save to the same path.
         base_is_known: whether every rank knows the fingerprints of what is left out.
         base_has_changed: whether a rank has seen training change some of it.
         publishes: whether this rank gives the files their names on its disk.
@@ -97,6 +98,7 @@ class Save:
     left_out: list[Held] | None
     sync: bool
     id: str = field(default_factory=lambda: uuid4().hex[:12])
+    is_in_one_place: bool = False
     base_is_known: bool = False
     base_has_changed: bool = False
     publishes: bool = False
@@ -169,6 +171,12 @@ class Save:
             if written.setdefault(name, file) != file:
                 written[name] = None
         return {name: file for name, file in written.items() if file is not None}
+
+    def use_absolute_paths(self) -> None:
+        """Let all paths but what messages name be absolute."""
+        self.target, self.folder = self.target.absolute(), self.folder.absolute()
+        self._created = [folder.absolute() for folder in self._created]
+        self._scripts = {script.absolute() for script in self._scripts}
 
     # The final name
 

@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..common import in_flight
 from ..common.collectives import default_store, world_size
 from ..common.errors import named
 from ..common.overrides import set_to
 from ..common.work_folder import identity
-from ..engine import frozen, in_flight
+from ..engine import frozen
 from ..engine.attached import Attached
 from ..engine.origins import origins
 from ..engine.owner import is_first, warn
@@ -63,7 +64,8 @@ def saving(engine: Any, known: Attached, folder: Path, tag: str, exclude: bool) 
             raise
         if save.recorder is not None:
             save.agree()  # and every rank has recorded its files
-            in_flight.start(partial(publish, save, Votes(save)), known)
+            save.use_absolute_paths()  # the program may change its current folder
+            in_flight.start(partial(publish, save, Votes(save)), known.log_once)
         elif save.way is Way.UNMANAGED:
             save.agree()
         else:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ..checkpoint.record import describe_file
 from ..checkpoint.zero.labels import add_label
 from ..common.durable import sync_file
 from ..common.overrides import overridden
+from ..cures import Attributes
+from ..engine.target import ENGINE
 from .save import Save
+from .ways import Way
 
 
 def writing(save: Save) -> AbstractContextManager[None]:
@@ -22,10 +28,26 @@ def writing(save: Save) -> AbstractContextManager[None]:
     others = [(writer, "makedirs"), (save.engine, "_copy_recovery_script")]
     return overridden(
         [
+            *_what_was_agreed(save),
             (writer, "save", _deferring(save, partial(_write_states, save, writer.save))),
             *((owner, name, _deferring(save, getattr(owner, name))) for owner, name in others if hasattr(owner, name)),
         ]
     )
+
+
+def _what_was_agreed(save: Save) -> Attributes:
+    """Let DeepSpeed not agree once more on the tag, nor wait for a folder that is there, nor for the end, as we do."""
+    if save.way is Way.UNMANAGED or not save.is_in_one_place:
+        return []
+    module: Any = sys.modules[ENGINE.module]
+    dist, thread = module.dist, threading.get_ident()
+
+    def barrier(*args: Any, **kwargs: Any) -> None:
+        if threading.get_ident() != thread:
+            dist.barrier(*args, **kwargs)
+
+    without_barriers = SimpleNamespace(**{**vars(dist), "barrier": barrier})
+    return [(save.engine, "_checkpoint_tag_validation", lambda _: None), (module, "dist", without_barriers)]
 
 
 def write_recorded(save: Save) -> None:
@@ -39,7 +61,7 @@ def write_recorded(save: Save) -> None:
 def _deferring(save: Save, write: Callable[..., Any]) -> Callable[..., None]:
     def attempt(*args: Any, **kwargs: Any) -> None:
         paths = [item for item in (*args, *kwargs.values()) if isinstance(item, str | os.PathLike)]
-        recording = save.recorder.recording() if save.recorder is not None else nullcontext()
+        recording = save.recorder.recording(save.destination) if save.recorder is not None else nullcontext()
         with save.failures.deferred(save.final(paths[0]) if paths else "a file"), recording:
             write(*args, **kwargs)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...common.errors import CheckpointError, named
+from ...common.in_flight import settle
 from ...common.work_folder import WORK, is_state_file
 from ..format.zip_directory import open_regular
 
@@ -60,6 +61,7 @@ def find_layout(path: str | Path, tag: str | None = None) -> Layout:
     Raises:
         CheckpointError: there is no checkpoint at the path, or a file of it is missing.
     """
+    settle()
     root = Path(path)
     name = latest_tag(root) if tag is None else tag
     if name != Path(name).name or name == ".." or len(name.encode()) > 255 or "\0" in name:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ...common import in_flight
 from ...common.work_folder import entries, is_not_whole
-from ...engine import in_flight
 from ...save.saving import is_local
 from ..newest import last_whole
 

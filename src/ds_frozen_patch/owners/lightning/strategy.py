@@ -12,9 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ...common import in_flight
 from ...common.overrides import overridden, set_to
 from ...cures import clips_unasked, moved_in_deepspeed, unwrapped
-from ...engine import handshake, in_flight
+from ...engine import handshake
 from ...engine.attached import attach
 from ...engine.owner import warn
 from ...engine.serving import begin_serving

@@ -44,6 +44,8 @@ BESIDE = tuple(
         ("utilities.deepspeed", "", "convert_zero_checkpoint_to_fp32_state_dict"),
         ("callbacks.model_checkpoint", "ModelCheckpoint", "_find_last_checkpoints"),
         ("callbacks.model_checkpoint", "ModelCheckpoint", "_link_checkpoint"),
+        ("callbacks.model_checkpoint", "ModelCheckpoint", "_save_checkpoint"),
+        ("callbacks.model_checkpoint", "ModelCheckpoint", "file_exists"),
         (
             "trainer.connectors.checkpoint_connector",
             "_CheckpointConnector",
