@@ -172,6 +172,14 @@ def faults(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def asynchronous(session: nox.Session) -> None:
+    """The contract with asynchronous saves, but for the tests that look at the moment of a save's return."""
+    save_for(session, "everyday")
+    asked = {"DS_FROZEN_PATCH_ASYNC_SAVE": "1", "OMP_NUM_THREADS": "1", "CELL": "everyday"}
+    run(session, "everyday", "-m", "pytest", f"--saved={SAVED}", *(session.posargs or ["tests/contract"]), **asked)
+
+
+@nox.session(venv_backend="none")
 def scale(session: nox.Session) -> None:
     """Count what saves and loads do on 1 to 8 ranks, and make the tables of docs/scale.md."""
     results = f"{RESULTS}/scale.xml"

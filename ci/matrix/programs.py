@@ -39,5 +39,6 @@ PROGRAMS = {
     "peft-sft": Program("newest", {"peft": PEFT}),
     "run-clm": Program("newest", {"transformers": TRANSFORMERS}),
     "torchgeo": Program("lightning-2.4", beside_torch=("torchvision==0.19.1",)),
+    "trackers": Program("everyday"),
     "trl": Program("everyday"),
 }

@@ -166,6 +166,7 @@ def files(without: str = "") -> list[Any]:
 
 
 @pytest.mark.parametrize(("by", "at"), files())
+@pytest.mark.synchronous("it kills a process within the call")
 def test_killed_within_a_save(ranks: Any, tmp_path: Path, by: str, at: str) -> None:
     with pytest.raises(RankError) as error:
         ranks(2, killed, by=by, out=str(tmp_path), stage=2, at=at)
@@ -198,6 +199,7 @@ def failing(by: str, out: str, stage: int, at: str) -> Any:
 
 
 @pytest.mark.parametrize(("by", "at"), files(without="latest"))
+@pytest.mark.synchronous("the next save raises the error")
 def test_a_write_error_is_raised_on_every_rank(ranks: Any, tmp_path: Path, by: str, at: str) -> None:
     for (kind, said), left in ranks(2, failing, by=by, out=str(tmp_path), stage=2, at=at):
         assert kind == "CheckpointError"
@@ -310,6 +312,7 @@ def one_moved_away(out: str) -> Any:
 
 
 @EVERYDAY
+@pytest.mark.synchronous("it moves files of a save in flight")
 def test_a_checkpoint_that_a_killed_save_has_moved(ranks: Any, tmp_path: Path) -> None:
     for place, is_same in ranks(2, one_moved_away, out=str(tmp_path)):
         assert (place, is_same) == (("old", "epoch0"), True)
