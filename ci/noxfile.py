@@ -174,9 +174,7 @@ def faults(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def asynchronous(session: nox.Session) -> None:
     """The contract with asynchronous saves, but for the tests that look at the moment of a save's return."""
-    save_for(session, "everyday")
-    asked = {"DS_FROZEN_PATCH_ASYNC_SAVE": "1", "OMP_NUM_THREADS": "1", "CELL": "everyday"}
-    run(session, "everyday", "-m", "pytest", f"--saved={SAVED}", *(session.posargs or ["tests/contract"]), **asked)
+    run_tests(session, "everyday", *(session.posargs or ["tests/contract"]), DS_FROZEN_PATCH_ASYNC_SAVE="1")
 
 
 @nox.session(venv_backend="none")
@@ -330,13 +328,13 @@ def save_for(session: nox.Session, cell: str) -> None:
             run(session, other.name, "-m", "pytest", f"--saved={SAVED}", "-q", "-k", "test_saves_for_", CELL=other.name)
 
 
-def run_tests(session: nox.Session, cell: str, *arguments: str) -> None:
+def run_tests(session: nox.Session, cell: str, *arguments: str, **environment: str) -> None:
     """Run pytest in a cell's environment, with the checkpoints of other cells that it loads."""
     save_for(session, cell)
-    run_pytest(session, cell, *arguments)
+    run_pytest(session, cell, *arguments, **environment)
 
 
-def run_pytest(session: nox.Session, cell: str, *arguments: str) -> None:
+def run_pytest(session: nox.Session, cell: str, *arguments: str, **environment: str) -> None:
     """Run pytest in a cell's environment; the tests look up what is expected of it."""
     # One thread each: ranks and tests share the cores.
-    run(session, cell, "-m", "pytest", f"--saved={SAVED}", *arguments, CELL=cell, OMP_NUM_THREADS="1")
+    run(session, cell, "-m", "pytest", f"--saved={SAVED}", *arguments, CELL=cell, OMP_NUM_THREADS="1", **environment)

@@ -1,7 +1,7 @@
 """The save in flight: at most one in a process, which training does not wait for.
 
 The next save, a load, whatever else reads a checkpoint through a framework or through us, and the end of the process
-wait for it. The save itself knows nothing of this module, and this module nothing of what is saved.
+wait for it. This module knows nothing of what is saved.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class InFlight:
 
     @property
     def is_this_thread(self) -> bool:
-        """Whether it is its own thread that asks."""
+        """Whether the caller runs in its thread."""
         return threading.current_thread() is self._thread
 
     def afterwards(self, call: Callable[[], Any]) -> None:
@@ -76,7 +76,10 @@ class InFlight:
 
     def _run(self) -> None:
         try:
-            self.error = self._work()
+            try:
+                self.error = self._work()
+            except Exception as error:  # so that nothing follows it
+                self.error = CheckpointError(f"A save has failed ({type(error).__name__}: {error}).")
             del self._work  # and the engine that it holds
             self._call_what_follows()
         finally:
@@ -131,10 +134,11 @@ def wait() -> None:
     Raises:
         CheckpointError: on every rank, if the save has failed on one; only in the process that saved, and only once.
     """
-    _wait()
+    wait_for(None)
 
 
-def _wait(reader: str | None = None) -> None:
+def wait_for(reader: str | None) -> None:
+    """As `wait`, before code of others that may read the checkpoint; logged once for each, with the seconds."""
     global _in_flight
     flying = _in_flight
     if flying is None or flying.is_this_thread:
@@ -156,11 +160,6 @@ def _wait(reader: str | None = None) -> None:
         )
     if flying.error is not None:
         raise flying.error
-
-
-def wait_for_reader(reader: str) -> None:
-    """As `wait`, before code of others that may read the checkpoint; logged once for each, with the seconds."""
-    _wait(reader)
 
 
 def settle() -> None:
@@ -203,8 +202,15 @@ def is_any() -> bool:
 
 
 def afterwards(call: Callable[[], Any]) -> None:
-    """Call something once the save in flight has succeeded; now, if there is none."""
-    _in_flight.afterwards(call) if _in_flight is not None else call()
+    """Call something once the save in flight has succeeded; now, if there is none.
+
+    A forked process has a copy of what the other one has put off, which it must not call: it waits.
+    """
+    if _in_flight is not None and _in_flight.is_own:
+        _in_flight.afterwards(call)
+    else:
+        wait()
+        call()
 
 
 @cache

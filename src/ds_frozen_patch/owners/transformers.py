@@ -90,15 +90,16 @@ def save_checkpoint(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, 
     around.end(known)
     for call in later:
         in_flight.afterwards(call)
-    if goes_on_after(type(trainer), sys.modules[TARGET.module].Trainer, "_save_checkpoint"):
-        in_flight.wait_for_reader(type(trainer).__name__)
+    if in_flight.is_any() and goes_on_after(type(trainer), sys.modules[TARGET.module].Trainer, "_save_checkpoint"):
+        in_flight.wait_for(type(trainer).__name__)
     return result
 
 
 def on_save(wrapped: Callable[..., Any], handler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`CallbackHandler.on_save`: callbacks that may read the checkpoint find a finished one."""
-    if reader := next((item for item in handler.callbacks if may_read(item, "on_save")), None):
-        in_flight.wait_for_reader(type(reader).__name__)
+    readers = (type(item).__name__ for item in handler.callbacks if may_read(item, "on_save"))
+    if in_flight.is_any() and (reader := next(readers, None)):
+        in_flight.wait_for(reader)
     return wrapped(*args, **kwargs)
 
 

@@ -30,9 +30,10 @@ def agree(save: Save, request: Mapping[str, Any], base_has_changed: bool) -> Non
     numbers = gather_numbers([*own, base_has_changed, save.way, save.owner.local_rank], save.owner.device)
     if len({one[0] for one in numbers}) > 1:
         raise CheckpointMismatchError(f"{save.shown} was not saved. {_difference(gather(dict(request)))}")
-    if len({one[1] for one in numbers}) > 1:
+    targets, nodes = {one[1] for one in numbers}, [one[6] for one in numbers].count(0)
+    if len(targets) > 1:
         save.target, save.folder, save.shown = map(Path, gather(tuple(map(str, save.paths)))[0])
-    save.is_in_one_place = len({one[1] for one in numbers}) == [one[6] for one in numbers].count(0) == 1
+    save.is_in_one_place = len(targets) == nodes == 1
     save.id, save.way = f"{numbers[0][2]:012x}", Way(numbers[0][5])
     save.base_is_known = all(one[3] for one in numbers)
     save.base_has_changed = any(one[4] for one in numbers)

@@ -31,7 +31,7 @@ _LOST_SECONDS = 300.0
 _THERE = "ds_frozen_patch/there/"
 """With the number of a rank: the key of its reports, the same in all saves, since a store keeps all keys."""
 _GRACE_SECONDS = 30.0
-"""The same where an error or a signal ends the process of rank 0; and how long that stays, which has the store."""
+"""The limit instead of `_LOST_SECONDS` while an error or a signal ends rank 0; and how long rank 0 keeps the store."""
 
 
 def publish(save: Save, votes: Votes) -> CheckpointError | None:

@@ -36,7 +36,7 @@ def writing(save: Save) -> AbstractContextManager[None]:
 
 
 def _what_was_agreed(save: Save) -> Attributes:
-    """Let DeepSpeed not agree once more on the tag, nor wait for a folder that is there, nor for the end, as we do."""
+    """Skip DeepSpeed's validation of the tag and its barriers: the ranks have agreed, and agree again at the end."""
     if save.way is Way.UNMANAGED or not save.is_in_one_place:
         return []
     module: Any = sys.modules[ENGINE.module]

@@ -13,6 +13,7 @@ from typing import Any
 
 from ...common import in_flight
 from ...common.overrides import overridden
+from ...settings import current as settings
 from ..readers import goes_on_after, may_read
 
 
@@ -21,6 +22,8 @@ def save_by_callback(wrapped: Callable[..., Any], callback: Any, args: tuple[Any
 
     That is a logger, which it calls on rank 0, or a subclass.
     """
+    if not settings().async_save:
+        return wrapped(*args, **kwargs)
     trainer = inspect.signature(wrapped).bind(*args, **kwargs).arguments["trainer"]
     readers = [type(logger).__name__ for logger in trainer.loggers if _reads(logger)]
     own = next(cls for cls in reversed(type(callback).__mro__) if "_save_checkpoint" in vars(cls))
@@ -31,7 +34,7 @@ def save_by_callback(wrapped: Callable[..., Any], callback: Any, args: tuple[Any
 
     def save_and_wait(*args: Any, **kwargs: Any) -> None:
         save(*args, **kwargs)
-        in_flight.wait_for_reader(readers[0])
+        in_flight.wait_for(readers[0])
 
     save = trainer.save_checkpoint
     with overridden([(trainer, "save_checkpoint", save_and_wait)]):
