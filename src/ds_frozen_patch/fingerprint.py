@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -47,12 +48,32 @@ SMALL_BYTES = 4096
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
+@dataclass(frozen=True)
+class Shard:
+    """What a rank has of a parameter that is divided among ranks, each with a tensor of its own of the same shape.
+
+    The fingerprint of such a parameter is that of all its shards, in order.
+
+    Attributes:
+        index: of the shard.
+        count: of the shards.
+        copy: which copy of the shard this rank has.
+        copies: how many ranks have the same shard.
+    """
+
+    index: int
+    count: int
+    copy: int
+    copies: int
+
+
 def fingerprints(
     parameters: Sequence[torch.Tensor],
     device: Any = None,
     remembered: Any = None,
     *,
     all_known: bool = False,
+    shards: Sequence[Shard | None] = (),
 ) -> list[str | None]:
     """The fingerprint of each parameter, 32 hexadecimal digits; None if its values cannot be read.
 
@@ -66,6 +87,8 @@ def fingerprints(
         device: where the ranks' sums are added up, such as the engine's; by default the CPU.
         remembered: a `Memory`, to compute only what has changed since. By default, everything is computed.
         all_known: every rank is known to remember all fingerprints, so no collective is needed.
+        shards: for each parameter, what this rank has of it; None if every rank has the same, or a partition of
+            ZeRO-3's. By default, all are None.
     """
     import torch
 
@@ -75,19 +98,20 @@ def fingerprints(
     if all_known:
         return [memory.recall(parameter) for parameter in parameters]
     stale = on_any_rank([not memory.holds(parameter) for parameter in parameters], device)
-    todo = [parameter for parameter, is_stale in zip(parameters, stale, strict=True) if is_stale]
+    own_shards = shards or [None] * len(parameters)
+    todo = [(one, shard) for one, shard, is_stale in zip(parameters, own_shards, stale, strict=True) if is_stale]
     if todo:
-        counts = [_block_count(parameter) for parameter in todo]
+        counts = [_block_count(parameter, shard) for parameter, shard in todo]
         sums = torch.zeros(sum(counts), dtype=torch.int64)
         begin = 0
-        for index, (parameter, count) in enumerate(zip(todo, counts, strict=True)):
-            for block, found in _own_sums(parameter, index):
+        for index, ((parameter, shard), count) in enumerate(zip(todo, counts, strict=True)):
+            for block, found in _own_sums(parameter, shard, index):
                 sums[begin + block : begin + block + len(found)] += found.cpu()
             begin += count
         sums = add_up(sums, device)
         memory.forget_what_is_gone()
-        for parameter, own in zip(todo, torch.split(sums, counts), strict=True):
-            size = numel_of(parameter) * parameter.element_size()
+        for (parameter, shard), own in zip(todo, torch.split(sums, counts), strict=True):
+            size = _size(parameter, shard)
             memory.keep(parameter, _digest(size, own) if is_readable(parameter) else None)
     return [memory.recall(parameter) for parameter in parameters]
 
@@ -218,7 +242,7 @@ def _digest(size: int, sums: torch.Tensor) -> str:
     return hashlib.blake2b(content, digest_size=16, person=b"frozen patch 1").hexdigest()
 
 
-def _own_sums(parameter: Any, index: int) -> Iterator[tuple[int, torch.Tensor]]:
+def _own_sums(parameter: Any, shard: Shard | None, index: int) -> Iterator[tuple[int, torch.Tensor]]:
     """This rank's contributions to the sums of a parameter, each as the first block and consecutive sums."""
     if not is_readable(parameter):
         return
@@ -231,14 +255,15 @@ def _own_sums(parameter: Any, index: int) -> Iterator[tuple[int, torch.Tensor]]:
         return
     per_block = BLOCK_BYTES // parameter.element_size()
     # Consecutive blocks for each rank, and a different first rank for each parameter, to distribute small ones too.
-    ranks = world_size()
-    turn = (rank() + index) % ranks
-    blocks = _block_count(parameter)
+    own, ranks = (rank(), world_size()) if shard is None else (shard.copy, shard.copies)
+    start = 0 if shard is None else shard.index * parameter.numel()
+    turn = (own + index) % ranks
+    blocks = _block_count(parameter, None)
     begin, end = (blocks * turn // ranks) * per_block, (blocks * (turn + 1) // ranks) * per_block
     for piece, offset in _pieces(parameter.detach(), 0):
         from_, to = max(begin - offset, 0), min(end - offset, piece.numel())
         if from_ < to:
-            yield block_sums(piece.reshape(-1)[from_:to], offset + from_)
+            yield block_sums(piece.reshape(-1)[from_:to], start + offset + from_)
 
 
 def _pieces(values: torch.Tensor, offset: int) -> Iterator[tuple[torch.Tensor, int]]:
@@ -321,7 +346,10 @@ def _state(tensor: torch.Tensor) -> tuple[Any, ...]:
     return content.data_ptr(), None if content.is_inference() else content._version, content.device
 
 
-def _block_count(parameter: torch.Tensor) -> int:
-    if inner_tensors(parameter):
-        return 0
-    return -(-numel_of(parameter) * parameter.element_size() // BLOCK_BYTES)
+def _block_count(parameter: torch.Tensor, shard: Shard | None) -> int:
+    return 0 if inner_tensors(parameter) else -(-_size(parameter, shard) // BLOCK_BYTES)
+
+
+def _size(parameter: torch.Tensor, shard: Shard | None) -> int:
+    """The size in bytes of a parameter, with all of its shards."""
+    return numel_of(parameter) * parameter.element_size() * (1 if shard is None else shard.count)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from .common.errors import CheckpointMismatchError
 from .common.text import human_bytes
-from .fingerprint import fingerprints, process_memory
+from .fingerprint import Shard, fingerprints, process_memory
 from .parameters import BUFFER, PARAMETER, PART, Held, is_name, part_name, part_suffix, plain
 
 if TYPE_CHECKING:
@@ -289,6 +289,7 @@ def describe(
     zero_stage: int,
     world_size: int,
     all_known: bool = False,
+    shards: Sequence[Shard | None] = (),
 ) -> Manifest:
     """Create the manifest of a checkpoint; every rank must call it.
 
@@ -299,8 +300,10 @@ def describe(
         zero_stage: of the run.
         world_size: of the run.
         all_known: whether every rank has cached all fingerprints.
+        shards: see `fingerprints`.
     """
-    found = fingerprints([one.tensor for one in left_out], device, process_memory(), all_known=all_known)
+    tensors = [one.tensor for one in left_out]
+    found = fingerprints(tensors, device, process_memory(), all_known=all_known, shards=shards)
     return Manifest(
         left_out=tuple(
             LeftOut(one.names, one.shape, one.dtype, print_, one.kind, one.group if one.kind == PART else "")

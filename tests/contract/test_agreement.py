@@ -97,7 +97,7 @@ def die_in_the_handshake() -> None:
     if os.environ["RANK"] == "0":
         time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)
-    handshake.check(1, wait_seconds=10)
+    handshake.check(wait_seconds=10)
 
 
 def set_up_and_end(out: str, odd: int) -> None:

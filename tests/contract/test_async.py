@@ -61,7 +61,7 @@ def saved_in_both_ways(out: str, stage: int) -> Any:
     # Another one for each stage, since the ranks go on with the same store, where they vote under it.
     one_id = overridden([(save_module, "uuid4", lambda: UUID(int=stage << 100))])
     told = threading.Event()
-    with owners.served(), one_id:
+    with owners.served(async_save=False), one_id:
         run = Run("deepspeed", out, 2, stage, PEFT)
         run.train_epoch()
         mine: dict[str, Any] = {"list": [1, 2], "tensor": torch.ones(3)}

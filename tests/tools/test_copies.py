@@ -24,6 +24,7 @@ from ds_frozen_patch.checkpoint.zero.states import read_states
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.common.work_folder import swap
 from ds_frozen_patch.engine.attached import Attached
+from ds_frozen_patch.engine.topology import Topology
 from ds_frozen_patch.save import export_trained as _ready
 from ds_frozen_patch.save.save import Save
 from ds_frozen_patch.save.ways import Way
@@ -292,7 +293,7 @@ def test_a_link_as_the_resharded_folder(checkpoints: Checkpoints, tmp_path: Path
 def a_save(target: Path) -> Save:
     owner: Any = SimpleNamespace(rank=0, local_rank=0, device=torch.device("cpu"), names_each_save=True)
     engine = SimpleNamespace(use_node_local_storage=lambda: False)
-    return Save(owner, engine, Attached(owner), target, target.parent, target, Way.NEW, None, sync=True)
+    return Save(owner, engine, Attached(owner, Topology(2, 1)), target, target.parent, target, Way.NEW, None, sync=True)
 
 
 def exported(folder: Path, file: str, config: str | None = None) -> list[CheckpointError]:

@@ -22,9 +22,15 @@ pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 class Engine:
     """Like DeepSpeed's engine, which has its methods from its class."""
 
+    dp_world_size = 1
+    _config = SimpleNamespace()
+
     def __init__(self) -> None:
         self.module = torch.nn.Linear(2, 2)
         self.losses: list[float] = []
+
+    def zero_optimization_stage(self) -> int:
+        return 0
 
     def forward(self, batch: Any) -> Any:
         return self.module(batch)
@@ -40,6 +46,7 @@ def owner() -> Any:
 def test_unpatch_removes_the_loss_factor() -> None:
     engine = Engine()
     known = attach(engine, owner())
+    assert known is not None
     scale_loss(known, engine, 2.0)
     engine.backward(1.0)
     scale_loss(known, engine, 3.0)

@@ -8,6 +8,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from .owner import Owner, warn
+from .topology import Topology, topology_of
 
 
 @dataclass
@@ -16,6 +17,7 @@ class Attached:
 
     Attributes:
         owner: that made it.
+        topology: what kind of engine it is.
         prints: the fingerprints at the last save, by name.
         loss_factor: what each loss is multiplied by, see `engine.loss`.
         publishes: whether this rank has published the last checkpoint on its disk.
@@ -24,6 +26,7 @@ class Attached:
     """
 
     owner: Owner
+    topology: Topology
     prints: Mapping[str, str | None] = field(default_factory=dict)
     loss_factor: float = 1.0
     publishes: bool = False
@@ -46,15 +49,25 @@ class Attached:
         return is_new
 
 
-_engines: WeakKeyDictionary[Any, Attached] = WeakKeyDictionary()
+_engines: WeakKeyDictionary[Any, Attached | None] = WeakKeyDictionary()
+"""None for those that are passed on: their saves and loads are as without `patch()`."""
 
 
-def attach(engine: Any, owner: Owner) -> Attached:
-    """Serve an engine from now on; what is known of one that is attached already is kept."""
-    known = attached(engine)
-    if known is None:
-        _engines[engine] = known = Attached(owner)
-    return known
+def attach(engine: Any, owner: Owner) -> Attached | None:
+    """Serve an engine from now on; what is known of one that is attached already is kept.
+
+    Every rank must call it. It returns None, the first time with a warning, for a kind of engine that is not served.
+    """
+    if engine not in _engines:
+        topology = topology_of(engine)
+        _engines[engine] = None if topology.unserved else Attached(owner, topology)
+        if topology.unserved:
+            warn(
+                owner,
+                f"ds_frozen_patch does not support {topology.unserved}. Checkpoints of this engine contain frozen"
+                " parameters too, and loads do not verify them, as without patch().",
+            )
+    return _engines[engine]
 
 
 def attached(engine: Any) -> Attached | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..checkpoint.zero.labels import ELASTIC_KEY
 from .owner import Owner, warn
+from .topology import ranks_of
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def saved_batch(state: Mapping[str, Any]) -> Batch:
 
 def own_batch(engine: Any) -> Batch:
     """The batch of a running engine."""
-    ranks, size = int(engine.dp_world_size), int(engine.train_micro_batch_size_per_gpu())
+    ranks, size = ranks_of(engine), int(engine.train_micro_batch_size_per_gpu())
     return Batch(ranks, size, int(engine.gradient_accumulation_steps()))
 
 

@@ -13,10 +13,11 @@ from weakref import ref
 
 from ..common.collectives import on_any_rank
 from ..cures import has_plain_optimizer
-from ..parameters import BUFFER, PART, Held, contents, parameters_by_name
+from ..parameters import BUFFER, PARAMETER, PART, Held, contents, parameters_by_name
 from ..settings import current as settings
 from .attached import override
 from .origins import Origin, changed, origins, remember
+from .topology import is_divided
 
 if TYPE_CHECKING:
     import torch
@@ -57,11 +58,6 @@ def in_partitions(engine: Any) -> set[torch.nn.Parameter]:
     return set() if has_plain_optimizer(engine) else optimized(engine)
 
 
-def is_expert(parameter: Any) -> bool:
-    """Whether it belongs to an expert of `deepspeed.moe`, whose files have everything, frozen or not."""
-    return not getattr(parameter, "allreduce", True)
-
-
 def mark_trained(engine: Any) -> None:
     """Remember what the optimizer of a new engine trains, so that it is no base even if it is frozen later.
 
@@ -77,9 +73,10 @@ def to_leave_out(engine: Any, known: Mapping[str, Origin]) -> list[Held]:
     """What a save leaves out, as far as all ranks know; `known` is what `origins` returns."""
     own = optimized(engine)
     chosen: list[Held] = []
-    kept: set[str] = set()
-    for one in frozen(engine.module):
-        is_kept = one.group in kept if one.kind == PART else _is_kept(one, known.get(one.group), own)
+    held = frozen(engine.module)
+    kept = _not_comparable(engine, held)
+    for one in held:
+        is_kept = one.group in kept or (one.kind != PART and _is_kept(one, known.get(one.group), own))
         if is_kept or settings().keeps(one.names):
             kept.add(one.group)
         else:
@@ -87,9 +84,15 @@ def to_leave_out(engine: Any, known: Mapping[str, Origin]) -> list[Held]:
     return chosen
 
 
+def _not_comparable(engine: Any, held: Iterable[Held]) -> set[str]:
+    """The groups of which ranks have different shards, and whose fingerprints are not made of these: all but plain
+    parameters."""
+    parameters = parameters_by_name(engine.module)
+    others = (one for one in held if one.kind != PARAMETER)
+    return {one.group for one in others if is_divided(engine, parameters.get(one.group, one.tensor))}
+
+
 def _is_kept(one: Held, origin: Origin | None, optimized: set[torch.nn.Parameter]) -> bool:
-    if is_expert(one.tensor):
-        return True
     if origin is None:
         return False
     if origin.is_trained and one.tensor in optimized:

@@ -14,7 +14,7 @@ from datetime import timedelta
 from importlib import metadata
 from typing import Any
 
-from ..common.collectives import default_store, world_size
+from ..common.collectives import default_store, rank, world_size
 from ..common.errors import PatchError
 from ..settings import current
 
@@ -26,31 +26,31 @@ _agreed: list[Any] = []
 """The store through which the ranks have agreed already."""
 
 
-def announce(rank: int) -> None:
-    """Write this rank's settings; called before its engine is created."""
+def announce() -> None:
+    """Write this rank's settings; called before its engine is created, if there is a process group yet."""
     store = default_store()
     if store is None or store in _agreed:
         return
     own = {"version": metadata.version("ds_frozen_patch"), **asdict(current())}
-    store.set(f"{_KEY}{rank}", json.dumps(own))
+    store.set(f"{_KEY}{rank()}", json.dumps(own))
 
 
-def check(rank: int, wait_seconds: float | None = None, call: str = "patch()") -> None:
+def check(wait_seconds: float | None = None, call: str = "patch()") -> None:
     """Compare the settings of all ranks; called after the engine is created.
 
     Args:
-        rank: of all ranks.
         wait_seconds: how much later than this one another rank may write; WAIT_SECONDS by default.
         call: what another rank has not called if it has written nothing.
 
     Raises:
         PatchError: on every patched rank, if one is not patched or has other settings.
     """
+    announce()
     store = default_store()
     if store is None or store in _agreed:
         return
     seconds = WAIT_SECONDS if wait_seconds is None else wait_seconds
-    if rank == 0:
+    if rank() == 0:
         verdict = _verdict(store, seconds, call)
         store.set(_VERDICT, verdict or "agreed")
     elif _missing(store, [0], seconds):
@@ -67,15 +67,15 @@ def _verdict(store: Any, seconds: float, call: str) -> str:
     """What is wrong; empty if nothing is."""
     if missing := _missing(store, list(range(world_size())), seconds):
         return _not_patched(call, missing)
-    settings = [json.loads(store.get(f"{_KEY}{rank}")) for rank in range(world_size())]
+    settings = [json.loads(store.get(f"{_KEY}{number}")) for number in range(world_size())]
     first = settings[0]
     lines = []
-    for rank, own in enumerate(settings):
+    for number, own in enumerate(settings):
         differing = [
             f"{key}={value!r}, not {first.get(key)!r}" for key, value in own.items() if value != first.get(key)
         ]
         if differing:
-            lines.append(f"- rank {rank}: " + ", ".join(differing))
+            lines.append(f"- rank {number}: " + ", ".join(differing))
     if not lines:
         return ""
     more = [f"- and {len(lines) - 10} more ranks"] if len(lines) > 10 else []
@@ -93,14 +93,14 @@ def _missing(store: Any, ranks: list[int], seconds: float) -> list[int]:
     """The ranks that have written nothing after so many seconds; raises torch's error if the store is gone."""
     deadline = time.monotonic() + seconds
     missing = []
-    for rank in ranks:
+    for number in ranks:
         try:
             left = max(deadline - time.monotonic(), 0.01)
-            store.wait([f"{_KEY}{rank}"], timedelta(seconds=left))
+            store.wait([f"{_KEY}{number}"], timedelta(seconds=left))
         except RuntimeError as error:
             if type(error).__name__ == "DistNetworkError":
                 raise  # rank 0, which serves the store, is gone
-            missing.append(rank)  # a timeout
+            missing.append(number)  # a timeout
     return missing
 
 

@@ -28,7 +28,8 @@ def init(wrapped: Callable[..., None], _: Any, args: tuple[Any, ...], kwargs: di
 
 def begin_serving(engine: Any, owner: Owner) -> None:
     """Attach a new engine, before training."""
-    attach(engine, owner)
+    if attach(engine, owner) is None:
+        return
     frozen.mark_trained(engine)
     frozen.sample_at_start(engine)
     _check_patterns(owner, engine.module)

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..common.errors import CheckpointMismatchError, named
 from ..engine.owner import warn
+from ..engine.topology import shard_of
 from ..fingerprint import fingerprints, process_memory
 from ..manifest import LeftOut, Manifest
 from ..parameters import Held
@@ -111,7 +112,9 @@ def _compare(pairs: Mapping[Held, tuple[str, LeftOut]], load: Load) -> tuple[lis
     """
     comparable = [one for one, (_, saved) in pairs.items() if saved.fingerprint and saved.dtype == one.dtype]
     tensors = [one.tensor for one in comparable]
-    prints = fingerprints(tensors, load.engine.device, process_memory(), all_known=load.base_is_known)
+    shards = [shard_of(load.engine, tensor) for tensor in tensors]
+    device, memory = load.engine.device, process_memory()
+    prints = fingerprints(tensors, device, memory, all_known=load.base_is_known, shards=shards)
     found = dict(zip(comparable, prints, strict=True))
     differ, unread = [], []
     for one, (name, saved) in pairs.items():

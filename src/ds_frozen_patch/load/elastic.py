@@ -9,6 +9,7 @@ from ..common.collectives import gather
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..cures import has_plain_optimizer
 from ..engine.owner import is_first
+from ..engine.topology import ranks_of
 from ..settings import current
 from .load import Load
 from .look import Look, Saved
@@ -30,7 +31,7 @@ def resharded(load: Load, look: Look) -> str | None:
     engine, saved = load.engine, look.saved
     if saved is None:
         return None  # `Load.check` reports what is wrong
-    stage, ranks = int(engine.zero_optimization_stage()), int(engine.dp_world_size)
+    stage, ranks = int(engine.zero_optimization_stage()), ranks_of(engine)
     if load.restores_optimizer and not has_plain_optimizer(engine):
         _check_stages(saved, stage)
         fits = saved.ranks == ranks

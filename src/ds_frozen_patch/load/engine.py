@@ -43,6 +43,8 @@ def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
             return wrapped(*args, **kwargs)
         load = Load(known.owner)
     known = attach(engine, load.owner)
+    if known is None:
+        return wrapped(*args, **kwargs)
     if engine.load_universal_checkpoint():
         return _load_universal(wrapped, engine, known, args, kwargs)
     call = inspect.signature(wrapped).bind(*args, **kwargs)
@@ -158,6 +160,7 @@ def load_module_state_dict(
         manifest = manifest_of(load, checkpoint)
         may_be_missing = _check_base(load, checkpoint, manifest, call.arguments.get("strict", True))
     held = by_name(engine.module)
+    checkpoint["module"].pop(LABEL, None)  # releases before 0.3 put it into the files of experts, too
     if load.restores_optimizer:
         check_optimizer_state(checkpoint, engine)
         check_optimizer_layout(checkpoint, engine)

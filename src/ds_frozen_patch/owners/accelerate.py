@@ -51,11 +51,11 @@ TARGET = Target(
 def prepare(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`Accelerator._prepare_deepspeed`, which creates an engine, for Trainer too."""
     before = list(accelerator._models)
-    handshake.announce(accelerator.process_index)
+    handshake.announce()
     result = wrapped(*args, **kwargs)
     engines = [model for model in accelerator._models if not any(model is other for other in before)]
     if engines:
-        handshake.check(accelerator.process_index)
+        handshake.check()
     for engine in engines:
         begin_serving(engine, owner_of(engine, "accelerate"))
     return result

@@ -8,10 +8,10 @@ from ..common.errors import PatchError
 from ..engine import handshake
 from ..engine.attached import attached
 from ..engine.serving import begin_serving
+from ..engine.topology import topology_of
 from ..owners.engine import owner_of
 from .patch import is_in_force, patch
 
-_STATES = ("module_state_dict", "load_module_state_dict")
 _WAIT_SECONDS = 60.0
 """How far apart ranks may call it."""
 
@@ -27,7 +27,8 @@ def serve(engine: Any) -> None:
 
     Raises:
         TypeError: it is not an engine of DeepSpeed's.
-        PatchError: DeepSpeed cannot be patched; or another rank has not called it, or has other settings.
+        PatchError: DeepSpeed cannot be patched; another rank has not called it, or has other settings; or it is a kind
+            of engine that is not supported.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -41,10 +42,8 @@ def serve(engine: Any) -> None:
         patch()
     if attached(engine) is not None:
         return
-    derived = type(engine).__mro__[: type(engine).__mro__.index(DeepSpeedEngine)]
-    if replaced := [name for name in _STATES if any(name in vars(cls) for cls in derived)]:
-        raise PatchError(f"{type(engine).__name__} cannot be served: it has a {replaced[0]} of its own.")
     owner = owner_of(engine)
-    handshake.announce(owner.rank)
-    handshake.check(owner.rank, _WAIT_SECONDS, "serve()")
+    handshake.check(_WAIT_SECONDS, "serve()")
+    if reason := topology_of(engine).unserved:
+        raise PatchError(f"{type(engine).__name__} cannot be served: ds_frozen_patch does not support {reason}.")
     begin_serving(engine, owner)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 import wrapt
@@ -68,6 +68,20 @@ _WRAPPERS_BESIDE: dict[str, Callable[..., Any]] = {
 }
 
 
+def _with_bound(wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    """A wrapper that gets a bound method also where a class's method is called with an instance.
+
+    wrapt passes a partial then, whose signature has `self` in its newest releases.
+    """
+
+    def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(wrapped, wrapt.PartialCallableObjectProxy):
+            wrapped = MethodType(wrapped.__wrapped__, instance)
+        return wrapper(wrapped, instance, args, kwargs)
+
+    return call
+
+
 class _BoundInitWrapper(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
     """The constructor accessed through the class or an instance; wrapt 1.16 ignores the signature of its parent."""
 
@@ -125,7 +139,7 @@ def wrap_beside(what: Target, module: ModuleType, enabled: Callable[[], bool]) -
     original = vars(owner).get(name) if owner is not None else None
     if original is None:
         return []
-    wrapper = wrapt.FunctionWrapper(original, _WRAPPERS_BESIDE[name], enabled=enabled)
+    wrapper = wrapt.FunctionWrapper(original, _with_bound(_WRAPPERS_BESIDE[name]), enabled=enabled)
     setattr(owner, name, wrapper)
     return [Wrapping(owner, name, original, False, wrapper)]
 
@@ -137,7 +151,7 @@ def wrap(what: Target, cls: Any, enabled: Callable[[], bool]) -> list[Wrapping]:
     for method in (name for name in what.methods if name in wrappers):
         make = _InitWrapper if wrappers[method] is strategy.init else wrapt.FunctionWrapper
         _, attribute, original = wrapt.resolve_path(cls, method)
-        wrapper = make(original, wrappers[method], enabled=enabled)
+        wrapper = make(original, _with_bound(wrappers[method]), enabled=enabled)
         wrappings.append(Wrapping(cls, attribute, original, method not in cls.__dict__, wrapper))
     for wrapping in wrappings:
         setattr(wrapping.cls, wrapping.attribute, wrapping.wrapper)

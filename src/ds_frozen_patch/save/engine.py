@@ -19,8 +19,9 @@ from ..common.overrides import overridden
 from ..common.text import human_bytes
 from ..cures import check_nvme, check_step_counts, config_by_content, explaining_nvme_errors, forgets_optimizer
 from ..engine.attached import attached
-from ..engine.frozen import in_partitions, is_expert
+from ..engine.frozen import in_partitions
 from ..engine.owner import is_first, warn
+from ..engine.topology import is_expert, shard_of
 from ..parameters import PARAMETER, contents, names_by_parameter, names_in_state_dict, plain
 from ..settings import FLAG
 from ..settings import current as settings
@@ -62,9 +63,15 @@ def _save(wrapped: Callable[..., Any], call: inspect.BoundArguments, save: Save)
         ours |= {manifest.KEY: _manifest_or_reference(save, left_out)} | _kept_fragments(save)
     if save.attached.loss_factor != 1:
         ours[ELASTIC_KEY] = {"loss_factor": save.attached.loss_factor}
-    needed = UNIVERSAL_INFO if engine.zero_optimization_stage() in (1, 2) else {}
+    topology = save.attached.topology
+    needed = UNIVERSAL_INFO if topology.stage in (1, 2) and topology.has_known_files else {}
     call.arguments["client_state"] = {**needed, **(call.arguments.get("client_state") or {}), **ours}
-    if settings().export:
+    if settings().export and not topology.has_known_files:
+        save.attached.warn_once(
+            "patch(export=...) has no effect on this engine: with experts of deepspeed.moe or tensor parallelism, no"
+            " rank has all weights."
+        )
+    elif settings().export:
         from . import export_trained
 
         export_trained.write(save, save.export)
@@ -94,19 +101,19 @@ def _write(
         call.arguments["save_latest"] = False  # DeepSpeed writes it in a way whose errors cannot be deferred
         if save.way is Way.EXCHANGED:
             call.arguments.update(save_dir=str(save.destination.parent), tag=save.destination.name)
-        save.record = _record(save, left_out)
+        save.record = _record(save, left_out) if save.attached.topology.has_known_files else None
     with writing(save):
         return wrapped(*call.args, **call.kwargs)
 
 
 def _record(save: Save, left_out: manifest.Manifest | None) -> Record:
     """The record of a save, without its files, which are not written yet."""
-    engine = save.engine
+    topology = save.attached.topology
     return Record(
         save=save.id,
-        world_size=int(engine.dp_world_size),
-        zero_stage=int(engine.zero_optimization_stage()),
-        step=int(engine.global_steps),
+        world_size=topology.ranks,
+        zero_stage=topology.stage,
+        step=int(save.engine.global_steps),
         versions=manifest.versions(),
         files={},
         manifest=left_out,
@@ -132,9 +139,10 @@ def make_manifest(save: Save) -> manifest.Manifest:
             save.left_out or (),
             module=engine.module,
             device=engine.device,
-            zero_stage=int(engine.zero_optimization_stage()),
-            world_size=int(engine.dp_world_size),
+            zero_stage=known.topology.stage,
+            world_size=known.topology.ranks,
             all_known=save.base_is_known,
+            shards=[shard_of(engine, one.tensor) for one in save.left_out or ()],
         )
 
     made = describe()

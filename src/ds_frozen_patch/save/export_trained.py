@@ -12,7 +12,7 @@ from ..checkpoint.tools.export import Adapter
 from ..common.durable import write_beside
 from ..common.errors import CheckpointError
 from ..engine.attached import Attached
-from ..engine.frozen import frozen, is_expert, to_leave_out
+from ..engine.frozen import frozen, to_leave_out
 from ..engine.gathering import gathered
 from ..engine.origins import origins
 from ..engine.owner import is_first
@@ -40,9 +40,7 @@ def write(save: Save, folder: Path) -> None:
     left_out_now = to_leave_out(engine, origins(engine.module)) if save.left_out is None else save.left_out
     base = {one.name for one in left_out_now}
     chosen = {
-        names[0]: parameter
-        for parameter, names in all_names.items()
-        if parameter.requires_grad or not (names[0] in base or is_expert(parameter))
+        names[0]: parameter for parameter, names in all_names.items() if parameter.requires_grad or names[0] not in base
     }
     if current().export == "safetensors":
         left_out = {name for one in frozen(engine.module) for name in one.names}

@@ -14,10 +14,13 @@ from typing import Any
 
 from ..checkpoint.record import describe_file
 from ..checkpoint.zero.labels import add_label
+from ..checkpoint.zero.layout import is_of_all
 from ..common.durable import sync_file
 from ..common.overrides import overridden
 from ..cures import Attributes
+from ..engine import experts
 from ..engine.target import ENGINE
+from ..parameters import plain
 from .save import Save
 from .ways import Way
 
@@ -71,9 +74,14 @@ def _deferring(save: Save, write: Callable[..., Any]) -> Callable[..., None]:
 def _write_states(
     save: Save, write: Callable[..., Any], state_dict: dict[str, Any], path: str, *args: Any, **kwargs: Any
 ) -> None:
-    is_of_experts = {"module", "optimizer_state_dict"}.isdisjoint(state_dict)  # its keys are parameters
-    if not is_of_experts:
-        state_dict = add_label(state_dict, save.id, Path(path).name, has_record=save.record is not None)
+    name = Path(path).name
+    if is_of_all(name):
+        state_dict = add_label(state_dict, save.id, name, has_record=save.record is not None)
+    elif save.names_left_out:  # a file of an expert, whose keys are parameters
+        names = experts.names_in_files(save.engine.module)
+        left_out = {key: own for key in state_dict if (own := names.get(plain(key))) in save.names_left_out}
+        save.removed.update(left_out.values())
+        state_dict = {key: value for key, value in state_dict.items() if key not in left_out}
     write(state_dict, path, *args, **kwargs)
     if Path(path).is_file():  # else it is only recorded
         _finish(save, Path(path))

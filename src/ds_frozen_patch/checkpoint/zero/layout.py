@@ -103,6 +103,11 @@ def find_layout(path: str | Path, tag: str | None = None) -> Layout:
     return Layout(root, folder.name, model, optimizer)
 
 
+def is_of_all(name: str) -> bool:
+    """Whether a file is of model or optimizer states, of one rank or of all, and not of an expert or a layer."""
+    return any(kind.fullmatch(name) for kind in (_MODEL, _OPTIMIZER))
+
+
 def check_links_stay_inside(layout: Layout) -> None:
     """Raise CheckpointError if a file of a checkpoint is a link to a place outside of it.
 

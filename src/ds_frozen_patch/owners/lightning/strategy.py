@@ -54,9 +54,9 @@ def _checked(choice: Any) -> bool:
 
 def setup(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Trainer's `setup`, Fabric's `setup_module` and `setup_module_and_optimizers`: they create an engine."""
-    handshake.announce(strategy.global_rank)
+    handshake.announce()
     result = wrapped(*args, **kwargs)
-    handshake.check(strategy.global_rank)
+    handshake.check()
     if strategy.model is not None:
         owner = owner_of(strategy)
         begin_serving(strategy.model, owner)
@@ -82,10 +82,14 @@ def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
         return wrapped(*args, **kwargs)
     owner = owner_of(strategy)
     known = attach(engine, owner)
+    if known is None:
+        with overridden([(strategy, FLAG, False)] if hasattr(strategy, FLAG) else []):
+            return wrapped(*args, **kwargs)
     if name is None:
         return wrapped(*args, **kwargs)  # the strategy has been changed: its engine saves to wherever it says
     path = call.arguments[name]
-    if is_local(path) and single_file.is_weights_only(call.arguments.get("checkpoint", {})):
+    has_all = known.topology.has_known_files  # on each rank; else the engine saves, as without `patch()`
+    if has_all and is_local(path) and single_file.is_weights_only(call.arguments.get("checkpoint", {})):
         path = strategy.broadcast(path)  # as Lightning does before the engine saves
         file, shown = single_file.place_of(Path(path)), Path(path)
         with explaining_errors(path) as saves:
@@ -115,8 +119,8 @@ def load_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
 
 def _load(wrapped: Callable[..., Any], strategy: Any, call: inspect.BoundArguments) -> Any:
     engine = strategy.model
-    if engine is not None:
-        attach(engine, owner_of(strategy))
+    if engine is not None and attach(engine, owner_of(strategy)) is None:
+        return wrapped(*call.args, **call.kwargs)
     state = call.arguments.get("state")  # Fabric's: what to restore, by name; or the module alone
     name = next((name for name in ("checkpoint_path", "path") if name in call.arguments), None)
     if name is None or (strategy.load_full_weights and strategy.zero_stage_3) or not is_local(call.arguments[name]):

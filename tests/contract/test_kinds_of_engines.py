@@ -1,0 +1,465 @@
+"""Every kind of engine that DeepSpeed makes is served on purpose, or passed on as it came."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed
+import pytest
+import runs
+import torch
+import torch.distributed as dist
+import training
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+import ds_frozen_patch
+from ds_frozen_patch.engine.attached import attached
+from ds_frozen_patch.engine.serving import begin_serving
+from ds_frozen_patch.owners.engine import owner_of
+
+pytestmark = [pytest.mark.promise(25), pytest.mark.everyday]
+VOCABULARY = 64
+STEPS = 2
+TENSOR_PARALLEL = {"tensor_parallel": {"autotp_size": 2}}
+LAYER = "base_model.model.model.layers"
+IS_NEW = "checkpoint_mp_rank" in inspect.signature(deepspeed.DeepSpeedEngine._get_expert_ckpt_name).parameters
+"""Before, DeepSpeed cannot load the optimizer of experts in stage 0, save with its own `parallel_state_sp`, or train
+with tensor parallelism on CPUs, with or without us."""
+needs_new = pytest.mark.skipif(not IS_NEW, reason="this DeepSpeed cannot do it by itself")
+
+
+class Expert(LlamaMLP):
+    """A frozen expert but for a scale, which is trained: ZeRO 1 and 2 require experts with a trained parameter."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # type: ignore[no-untyped-call]
+        self.scale = torch.nn.Parameter(torch.ones(config.hidden_size))
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * self.scale  # type: ignore[no-untyped-call]
+
+
+class Experts(torch.nn.Module):
+    """The MLP of a layer of a model like Mixtral."""
+
+    def __init__(self, config: Any, ep_size: int, number: int) -> None:
+        from deepspeed.moe.layer import MoE
+
+        super().__init__()
+        self.moe = MoE(config.hidden_size, Expert(config), num_experts=4, ep_size=ep_size, k=1, capacity_factor=4.0)
+        inner = self.moe.deepspeed_moe.experts.deepspeed_experts
+        first = dist.get_rank() % ep_size * len(inner)
+        for index, expert in enumerate(inner):
+            generator = torch.Generator().manual_seed(100 * number + first + index)
+            for linear in (expert.gate_proj, expert.up_proj, expert.down_proj):
+                torch.nn.init.normal_(linear.weight, std=0.02, generator=generator)
+
+    def forward(self, x: Any) -> Any:
+        return self.moe(x)[0]
+
+
+def like_mixtral(ep_size: int, train_experts: bool) -> Any:
+    torch.manual_seed(1)
+    config = training.llama_config(64, 64, layers=2, vocabulary=VOCABULARY, tied=True)
+    model: Any = LlamaForCausalLM(config)
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp = Experts(config, ep_size, number)
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    for name, parameter in model.named_parameters():
+        if name.endswith(".scale") or (train_experts and ".deepspeed_experts." in name):
+            parameter.requires_grad_(True)
+    return model
+
+
+def plain_llama() -> Any:
+    torch.manual_seed(1)
+    model: Any = LlamaForCausalLM(training.llama_config(128, 64, layers=2, vocabulary=VOCABULARY, tied=True))
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+
+def engine_of(model: Any, stage: int, config: dict[str, Any] | None = None, mpu: Any = None, by: Any = None) -> Any:
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
+
+    group: Any = {"params": [p for p in model.parameters() if p.requires_grad], "name": "all"}
+    has_experts = any(not getattr(p, "allreduce", True) for p in group["params"])
+    adam = torch.optim.AdamW(split(group) if has_experts else [group], lr=0.05)
+    settings = runs.config(stage) | {"train_micro_batch_size_per_gpu": 1} | (config or {})
+    engine = deepspeed.initialize(model=model, config=settings, optimizer=adam, mpu=mpu)[0]
+    (by or ds_frozen_patch.serve)(engine)
+    return engine
+
+
+def train(engine: Any, seed: int, alike: bool = False) -> list[float]:
+    """Two steps, on the same samples on every rank or on others on each."""
+    generator = torch.Generator().manual_seed(seed if alike else 100 * seed + dist.get_rank())
+    losses = []
+    for _ in range(STEPS):
+        tokens = torch.randint(VOCABULARY, (2, 8), generator=generator)
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def values(module: Any) -> dict[str, Any]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def differing(module: Any, saved: dict[str, Any]) -> list[str]:
+    return [name for name, value in module.state_dict().items() if not torch.equal(value, saved[name])]
+
+
+def experts_run(out: str, stage: int, ep_size: int, train_experts: bool) -> Any:
+    """Save, train on, resume in a new engine; then load onto a base of which one value of one rank's expert differs."""
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+    engine = engine_of(like_mixtral(ep_size, train_experts), stage)
+    train(engine, 1)
+    engine.save_checkpoint(out, tag="checkpoint")
+    saved, losses = values(engine.module), train(engine, 2)
+    again = engine_of(like_mixtral(ep_size, train_experts), stage)
+    with_optimizer = stage > 0 or IS_NEW
+    again.load_checkpoint(out, tag="checkpoint", load_optimizer_states=with_optimizer)
+    different = differing(again.module, saved)
+    resumed = train(again, 2)
+    other = like_mixtral(ep_size, train_experts)
+    weight = other.get_submodule(f"{LAYER}.1.mlp.moe.deepspeed_moe.experts.deepspeed_experts.1.up_proj").weight
+    if dist.get_rank() % ep_size == ep_size - 1:  # the last of those that have different experts
+        with torch.no_grad():
+            weight[0, 0] += 1
+    try:
+        engine_of(other, stage).load_checkpoint(out, tag="checkpoint", load_optimizer_states=with_optimizer)
+        error = ""
+    except ds_frozen_patch.CheckpointMismatchError as raised:
+        error = str(raised)
+    return different, resumed == losses or not with_optimizer, error
+
+
+@pytest.mark.parametrize(("world_size", "ep_size"), [(2, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_frozen_experts_are_left_out_of_their_files(
+    ranks: Any, tmp_path: Path, world_size: int, ep_size: int, stage: int
+) -> None:
+    for different, is_same, error in ranks(
+        world_size, experts_run, out=str(tmp_path), stage=stage, ep_size=ep_size, train_experts=False, alone=True
+    ):
+        assert not different
+        assert is_same
+        assert "layers.1.mlp.moe.deepspeed_moe.experts.deepspeed_experts.1.up_proj.weight" in error
+    files = sorted((tmp_path / "checkpoint").glob("layer_*_expert_*.pt"))
+    assert len(files) == 8
+    for file in files:
+        assert [name.rpartition(".")[2] for name in torch.load(file)] == ["scale"]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_trained_experts_are_saved(ranks: Any, tmp_path: Path, stage: int) -> None:
+    for different, is_same, error in ranks(
+        2, experts_run, out=str(tmp_path), stage=stage, ep_size=2, train_experts=True, alone=True
+    ):
+        assert not different
+        assert is_same
+        assert not error  # the checkpoint has the value
+    for file in (tmp_path / "checkpoint").glob("layer_*_expert_*.pt"):
+        assert len(torch.load(file)) == 4
+
+
+def load_labelled(out: str) -> Any:
+    """Give experts' files the label that 0.2.0 put into them, and load."""
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+    engine = engine_of(like_mixtral(2, train_experts=True), 2)
+    engine.save_checkpoint(out, tag="checkpoint")
+    saved = values(engine.module)
+    if dist.get_rank() == 0:
+        for file in Path(out, "checkpoint").glob("layer_*_expert_*.pt"):
+            state = torch.load(file)
+            torch.save({**state, "ds_frozen_patch_label": {"save": "0123456789ab", "file": file.name}}, file)
+    dist.barrier()
+    again = engine_of(like_mixtral(2, train_experts=True), 2)
+    again.load_checkpoint(out, tag="checkpoint")
+    return differing(again.module, saved)
+
+
+def test_experts_with_the_label_of_older_releases_load(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2, load_labelled, out=str(tmp_path), alone=True) == [[], []]
+
+
+class Grid:
+    """A model-parallel unit as a program passes it to `deepspeed.initialize`: sequence parallelism over all ranks."""
+
+    def __init__(self) -> None:
+        groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+        self.one, self.all = groups[dist.get_rank()], dist.new_group()
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_model_parallel_group(self) -> Any:
+        return self.one
+
+    def get_data_parallel_rank(self) -> int:
+        return 0
+
+    def get_data_parallel_world_size(self) -> int:
+        return 1
+
+    def get_data_parallel_group(self) -> Any:
+        return self.one
+
+    def get_sequence_parallel_rank(self) -> int:
+        return dist.get_rank()
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return dist.get_world_size()
+
+    def get_sequence_parallel_group(self) -> Any:
+        return self.all
+
+    def get_sequence_data_parallel_rank(self) -> int:
+        return dist.get_rank()
+
+    def get_sequence_data_parallel_world_size(self) -> int:
+        return dist.get_world_size()
+
+    def get_sequence_data_parallel_group(self) -> Any:
+        return self.all
+
+
+def sequence_run(out: str, stage: int, by: str) -> Any:
+    """Every rank has a part of the same sequences: here all of them, since attention is not what is tested."""
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+    if by == "program":
+        mpu: Any = Grid()
+    else:
+        mpu = import_module("deepspeed.runtime.sequence_parallel.parallel_state_sp")
+        mpu.initialize_sequence_parallel(sequence_parallel_size=2)
+    return resumed_like_uninterrupted(out, stage, plain_llama, mpu=mpu)
+
+
+def resumed_like_uninterrupted(out: str, stage: int, build: Any, **options: Any) -> Any:
+    engine = engine_of(build(), stage, **options)
+    train(engine, 1, alike=True)
+    engine.save_checkpoint(out, tag="checkpoint")
+    saved, losses = values(engine.module), train(engine, 2, alike=True)
+    again = engine_of(build(), stage, **options)
+    again.load_checkpoint(out, tag="checkpoint")
+    different = differing(again.module, saved)
+    return different, train(again, 2, alike=True) == losses
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("by", ["program", pytest.param("deepspeed", marks=needs_new)])
+def test_sequence_parallel_engines_are_served(ranks: Any, tmp_path: Path, stage: int, by: str) -> None:
+    assert ranks(2, sequence_run, out=str(tmp_path), stage=stage, by=by, alone=True) == [([], True)] * 2
+    file = min((tmp_path / "checkpoint").glob("*mp_rank_00_model_states.pt"))
+    assert torch.load(file, weights_only=False)["ds_frozen_patch"]["left_out"]
+
+
+def without_lora(is_frozen: bool, heads: int = 2) -> Any:
+    """A model for tensor parallelism, of which DeepSpeed trains no LoRA: nothing is frozen, or all but the MLPs."""
+    torch.manual_seed(1)
+    model: Any = LlamaForCausalLM(training.llama_config(64 * heads, 64, layers=2, vocabulary=VOCABULARY, tied=True))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not is_frozen or ".mlp." in name)
+    return model
+
+
+def tensor_parallel_run(out: str, stage: int, is_frozen: bool) -> Any:
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+    result = resumed_like_uninterrupted(out, stage, partial(without_lora, is_frozen), config=TENSOR_PARALLEL)
+    other, error = without_lora(is_frozen), ""
+    with torch.no_grad():
+        other.model.layers[1].self_attn.v_proj.weight[-1, -1] += 1  # in the shard of rank 1
+    try:
+        engine_of(other, stage, config=TENSOR_PARALLEL).load_checkpoint(out, tag="checkpoint")
+    except ds_frozen_patch.CheckpointMismatchError as raised:
+        error = str(raised)
+    return *result, error
+
+
+@needs_new
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(("world_size", "is_frozen"), [(2, False), (2, True), (4, True)])
+def test_tensor_parallel_engines_are_served(
+    ranks: Any, tmp_path: Path, world_size: int, is_frozen: bool, stage: int
+) -> None:
+    for different, is_same, error in ranks(
+        world_size, tensor_parallel_run, out=str(tmp_path), stage=stage, is_frozen=is_frozen, alone=True
+    ):
+        assert not different
+        assert is_same
+        assert ("layers.1.self_attn.v_proj" in error) == is_frozen
+    states = [torch.load(file, weights_only=False) for file in (tmp_path / "checkpoint").glob("mp_*_model_states.pt")]
+    assert len(states) == 2
+    for state in states:
+        assert ("model.layers.1.self_attn.v_proj.weight" in state["module"]) != is_frozen
+        # DeepSpeed's own, where it has one, or none: ours would say that nothing is divided.
+        assert state.get("universal_checkpoint_info") != {"universal_checkpoint_version": 0.2}
+
+
+class Sharded(torch.nn.Module):
+    """A LoRA layer of DeepSpeed's, whose frozen weight is divided among the ranks."""
+
+    def __init__(self) -> None:
+        from deepspeed.linear import LoRAConfig as Config
+        from deepspeed.linear import OptimizedLinear
+
+        super().__init__()
+        torch.manual_seed(1)
+        lora = Config(lora_r=2, lora_alpha=2, base_weight_sharding=2)
+        self.inner = OptimizedLinear(64, 64, lora_config=lora, dtype=torch.float32, device="cpu")
+        self.inner.init_lora()
+
+    def forward(self, input_ids: Any, labels: Any) -> Any:
+        return SimpleNamespace(loss=self.inner(input_ids.float().repeat(1, 8)).square().mean())
+
+
+def passed_on(out: str, kind: str) -> Any:
+    """A save and a load by an owner who does not call `serve()`, and what `serve()` raises."""
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+    sharded: dict[str, Any] = {"build": Sharded}
+    uneven = {"build": partial(without_lora, True, heads=1), "config": TENSOR_PARALLEL}
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ds_frozen_patch").addHandler(handler)
+
+    def serve(engine: Any) -> None:
+        ds_frozen_patch.patch()
+        begin_serving(engine, owner_of(engine))
+
+    options: dict[str, Any] = {"sharded": sharded, "uneven": uneven}[kind]
+    if kind == "sharded":  # DeepSpeed cannot load it, plain or not: the shards of other ranks are in no checkpoint
+        engine = engine_of(Sharded(), 2, by=serve)
+        engine.save_checkpoint(out, tag="checkpoint")
+        result: Any = ([], True)
+    else:
+        result = resumed_like_uninterrupted(out, 2, **options, by=serve)
+    with pytest.raises(ds_frozen_patch.PatchError) as raised:
+        engine_of(options["build"](), 2, options.get("config"))
+    return *result, messages, str(raised.value)
+
+
+FROZEN = {"sharded": {"inner.weight"}, "uneven": {"model.norm.weight", "model.layers.0.self_attn.q_proj.weight"}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("sharded", "deepspeed.linear with base_weight_sharding"),
+        pytest.param("uneven", "tensor parallelism whose shards differ", marks=needs_new),
+    ],
+)
+def test_other_engines_are_passed_on_whole(ranks: Any, tmp_path: Path, kind: str, named: str) -> None:
+    first, second = ranks(2, passed_on, out=str(tmp_path), kind=kind, alone=True)
+    assert [first[:2], second[:2]] == [([], True)] * 2
+    warnings = [message for message in first[2] if "does not support" in message]
+    assert len(warnings) == (1 if kind == "sharded" else 2)  # one for each engine
+    assert named in warnings[0]
+    assert named in first[3]
+    for file in (tmp_path / "checkpoint").glob("*_states.pt"):
+        state = torch.load(file, weights_only=False)
+        assert not [key for key in state if key.startswith("ds_frozen_patch")]
+        assert "module" not in state or state["module"].keys() >= FROZEN[kind]
+    assert not (tmp_path / "checkpoint" / "ds_frozen_patch.json").exists()
+
+
+def sequence_by_accelerate(out: str, stage: int, resume: bool) -> list[float]:
+    """Save and train on, or resume, with sequence-parallel attention, which a process can set up once."""
+    from accelerate import Accelerator, ParallelismConfig
+    from accelerate.utils import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig
+
+    ds_frozen_patch.patch()
+    training.on_cpu_ranks()
+    handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa", sp_seq_length_is_variable=True)
+    parallel = ParallelismConfig(sp_backend="deepspeed", sp_size=2, sp_handler=handler)
+    settings = {"zero_optimization": {"stage": 0}, **runs.config(stage), "train_micro_batch_size_per_gpu": 2}
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings), parallelism_config=parallel)
+    model = plain_llama()
+    adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    engine = accelerator.prepare(model, adam)[0]
+    if resume:
+        accelerator.load_state(out)
+    else:
+        train(engine, 1)
+        accelerator.save_state(out)
+    return train(engine, 2)
+
+
+@needs_new
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_sequence_parallelism_of_accelerate(ranks: Any, tmp_path: Path, stage: int) -> None:
+    losses = ranks(2, sequence_by_accelerate, out=str(tmp_path), stage=stage, resume=False, alone=True)
+    assert ranks(2, sequence_by_accelerate, out=str(tmp_path), stage=stage, resume=True, alone=True) == losses
+    file = min(tmp_path.rglob("*mp_rank_00_model_states.pt"))
+    assert torch.load(file, weights_only=False)["ds_frozen_patch"]["left_out"]
+
+
+def sequence_by_trainer(out: str, stage: int, resume: bool, is_patched: bool) -> list[float]:
+    from accelerate import ParallelismConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+    if is_patched:
+        ds_frozen_patch.patch()
+    handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa", sp_seq_length_is_variable=True)
+    options: dict[str, Any] = {
+        "parallelism_config": ParallelismConfig(sp_backend="deepspeed", sp_size=2, sp_handler=handler),
+        "per_device_train_batch_size": 2,
+        "num_train_epochs": 2,
+        "save_strategy": "epoch",  # Trainer cannot resume within an epoch in this way, plain or not
+        "logging_steps": 1,
+        "learning_rate": 0.05,
+    }
+    tokens = torch.randint(VOCABULARY, (16, 8), generator=torch.Generator().manual_seed(0))
+    trainer = training.hugging_face(plain_llama(), tokens, out, runs.config(stage), **options)
+    trainer.args.logging_strategy = "steps"
+    trainer.train_dataset = [{**sample, "position_ids": torch.arange(8)} for sample in trainer.train_dataset]
+    trainer.train(resume_from_checkpoint=f"{out}/checkpoint-8" if resume else None)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry and 9 < entry["step"] < 16]
+
+
+@needs_new
+@pytest.mark.parametrize("stage", [2, 3])
+def test_sequence_parallelism_of_trainer(ranks: Any, tmp_path: Path, stage: int) -> None:
+    losses = []
+    for is_patched in (False, True):  # Trainer resumes with other samples than an uninterrupted run
+        options = {"out": str(tmp_path / str(is_patched)), "stage": stage, "is_patched": is_patched, "alone": True}
+        losses.append([ranks(2, sequence_by_trainer, resume=resume, **options) for resume in (False, True)])
+    assert losses[0] == losses[1]
+    assert len(losses[1][1][0]) == 6
+    file = min((tmp_path / "True" / "checkpoint-8").rglob("*mp_rank_00_model_states.pt"))
+    assert torch.load(file, weights_only=False)["ds_frozen_patch"]["left_out"]
+
+
+def on_unknown_ranks(out: str) -> Any:
+    """Accelerate takes each rank for the only one, as it does with CPU ranks of torch's launcher."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DeepSpeedPlugin
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    ds_frozen_patch.patch()
+    settings = runs.config(2) | {"train_micro_batch_size_per_gpu": 1}
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings))
+    model = plain_llama()
+    engine = accelerator.prepare(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))[0]
+    train(engine, 1)
+    engine.save_checkpoint(out, tag="checkpoint")
+    return accelerator.process_index, attached(engine) is not None
+
+
+def test_ranks_that_accelerate_does_not_know(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2, on_unknown_ranks, out=str(tmp_path), alone=True) == [(0, True)] * 2
+    state = torch.load(tmp_path / "checkpoint" / "mp_rank_00_model_states.pt", weights_only=False)
+    assert state["ds_frozen_patch"]["left_out"]
