@@ -119,9 +119,11 @@ def assert_no_leftovers(cluster: Nodes) -> None:
 # One disk for all.
 
 
-def save_at_each_step(this: ThisProcess, at: str, files: str, stage: int, steps: int) -> dict[str, Any]:
+def save_at_each_step(
+    this: ThisProcess, at: str, files: str, stage: int, steps: int, async_save: bool
+) -> dict[str, Any]:
     """In each step, save to an existing name, to a new name and as the last; rank 0 checks each on the server."""
-    ds_frozen_patch.patch()
+    ds_frozen_patch.patch(async_save=async_save)
     original, saves = pl.Trainer.save_checkpoint, 0
     failed: list[str] = []
     lost: list[str] = []
@@ -131,6 +133,7 @@ def save_at_each_step(this: ThisProcess, at: str, files: str, stage: int, steps:
         saves += 1
         try:
             original(trainer, path, *args, **kwargs)
+            ds_frozen_patch.wait()
         except CheckpointError as error:
             failed.append(str(error))
         if trainer.is_global_zero:
@@ -157,9 +160,9 @@ def save_at_each_step(this: ThisProcess, at: str, files: str, stage: int, steps:
 
 
 @needs_a_cache
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(("count", "async_save"), [(2, False), (2, True), (4, False)])
 def test_saves_of_nodes_that_share_a_disk(
-    tmp_path: Path, count: int, long: bool, counted: Callable[[str, int], None]
+    tmp_path: Path, count: int, async_save: bool, long: bool, counted: Callable[[str, int], None]
 ) -> None:
     """Each node still sees the names that another has renamed or removed."""
     found: Counter[str] = Counter()
@@ -169,7 +172,13 @@ def test_saves_of_nodes_that_share_a_disk(
         folder = tmp_path / str(number)
         folder.mkdir()
         with nodes.cached_disk(folder, count) as cluster:
-            said = cluster.run(save_at_each_step, files=str(cluster.files[0]), stage=stage, steps=steps)
+            asked: dict[str, Any] = {
+                "files": str(cluster.files[0]),
+                "stage": stage,
+                "steps": steps,
+                "async_save": async_save,
+            }
+            said = cluster.run(save_at_each_step, **asked)
             ranks = returned(said, cluster)
             assert [(one["rank"], one["node"], one["local"]) for one in ranks] == [(i, i, 0) for i in range(count)]
             assert all(one["saves"] == 3 * steps for one in ranks)
@@ -181,7 +190,8 @@ def test_saves_of_nodes_that_share_a_disk(
                 assert there == {"again.ckpt", "last.ckpt", f"step={steps}.ckpt", f"step={steps - 1}.ckpt"}
         print(stage, dict(found), messages)
     assert (found["failed"], found["lost"]) == (0, 0), (found, messages)
-    counted(f"saves of {count} nodes that share a disk and cache its directory entries", found["saves"])
+    what = "saves that training does not wait for, of" if async_save else "saves of"
+    counted(f"{what} {count} nodes that share a disk and cache its directory entries", found["saves"])
 
 
 # Disks of their own.
