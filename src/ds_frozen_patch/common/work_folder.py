@@ -49,8 +49,13 @@ _OLD_SECONDS = 86400.0
 def left_behind(path: Path) -> list[Path]:
     """Copies of a tag's folder in the work folders of killed saves, previous ones first."""
     folders = work_folders(path.parent)
-    copies = [folder / inner / path.name for inner in ("old", "new") for folder in folders]
-    return [copy for copy in copies if copy.exists()]
+    copies = [old for folder in folders for old in replaced(folder) if old.name == path.name]
+    return copies + [copy for folder in folders if (copy := folder / "new" / path.name).exists()]
+
+
+def replaced(folder: Path) -> list[Path]:
+    """What a save has moved into its work folder to make room: `swap` may have done that more than once."""
+    return [old for inner in entries(folder) if inner.name.startswith("old") for old in entries(inner)]
 
 
 def is_in_work_folder(path: Path) -> bool:
@@ -218,7 +223,8 @@ def swap(new: Path, target: Path, folder: Path) -> None:
 def _rename_both(new: Path, target: Path, old: Path) -> None:
     """`swap` in two steps, where the file system cannot exchange names."""
     for attempt in range(200):
-        aside = old if not attempt else old.with_name(f"{attempt}.{old.name}")
+        aside = old if not attempt else old.parent.with_name(f"old{attempt}") / old.name
+        aside.parent.mkdir(exist_ok=True)
         listed(target.parent)  # refreshes the cache of a network disk's client
         with suppress(FileNotFoundError):
             target.rename(aside)

@@ -40,6 +40,7 @@ from ..common.work_folder import (
     is_state,
     lock,
     remove_states,
+    replaced,
     swap,
     work_folders,
 )
@@ -274,7 +275,8 @@ class Save:
                 put(item, (self.folder if self.owner.names_each_save else self.destination) / item.name)
             self._rename()
             if self.sync:
-                sync_folder(self.target if self.target.is_dir() else self.target.parent)
+                if self.way is not Way.EXCHANGED:  # then it was synced before, and another job may be replacing it now
+                    sync_folder(self.target if self.target.is_dir() else self.target.parent)
                 sync_folder(self.target.parent)
             if self.latest is not None:
                 self._name_latest(self.latest)
@@ -383,7 +385,7 @@ class Save:
         dead = [folder for folder in work_folders(self.target.parent) if is_dead(folder)]
         if not self.engine.use_node_local_storage():
             return dead
-        return [folder for folder in dead if not any(item.name != self.target.name for item in entries(folder / "old"))]
+        return [folder for folder in dead if not any(old.name != self.target.name for old in replaced(folder))]
 
     def _unlock(self) -> None:
         if self._lock is not None:

@@ -9,7 +9,17 @@ from enum import IntEnum
 from pathlib import Path
 
 from ..common.errors import CheckpointError
-from ..common.work_folder import WORK, entries, give_back, identity, is_locked, is_state, remove_states, work_folders
+from ..common.work_folder import (
+    WORK,
+    entries,
+    give_back,
+    identity,
+    is_locked,
+    is_state,
+    remove_states,
+    replaced,
+    work_folders,
+)
 
 
 class Way(IntEnum):
@@ -83,7 +93,7 @@ def put(source: Path, target: Path) -> None:
 def remove_work(folder: Path) -> None:
     """Remove a work folder, once what others have put into the tag's folder is back where it was."""
     try:
-        for old in entries(folder / "old"):
+        for old in replaced(folder):
             if not identity(folder.parent / old.name):
                 return  # a load finds it here
             give_back(old, folder.parent / old.name)

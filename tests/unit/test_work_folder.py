@@ -1,0 +1,48 @@
+"""A folder is put in the place of another, also where names cannot be exchanged and two jobs save to one path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_frozen_patch.common import work_folder
+from ds_frozen_patch.common.work_folder import left_behind, swap
+from ds_frozen_patch.save.ways import remove_work
+
+
+def folder_of(job: str, at: Path) -> Path:
+    at.mkdir(parents=True)
+    (at / "mp_rank_00_model_states.pt").write_text(job)
+    return at
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_two_jobs_replace_a_folder_in_two_steps(tmp_path: Path, monkeypatch: Any, is_killed: bool) -> None:
+    """Another job is faster once: this one replaces what that has written, and leaves nothing, unless it is killed."""
+    target, work = folder_of("before", tmp_path / "checkpoint"), tmp_path / f"{work_folder.WORK}0123456789ab"
+    new = folder_of("this", work / "new" / "checkpoint")
+    (work / "old").mkdir()
+    rename, attempts = Path.rename, iter(["is faster", "is killed" if is_killed else ""])
+
+    def renamed(path: Path, to: Path) -> Any:
+        happens = next(attempts) if path == new else ""
+        if happens == "is killed":
+            raise KeyboardInterrupt
+        if happens == "is faster":
+            folder_of("other", target)
+        return rename(path, to)
+
+    monkeypatch.setattr(work_folder, "exchange", lambda *_: False)
+    monkeypatch.setattr(Path, "rename", renamed)
+    if is_killed:
+        with pytest.raises(KeyboardInterrupt):
+            swap(new, target, work / "old")
+        found = {(copy / "mp_rank_00_model_states.pt").read_text() for copy in left_behind(target)}
+        assert found == {"before", "other", "this"}
+        return
+    swap(new, target, work / "old")
+    assert (target / "mp_rank_00_model_states.pt").read_text() == "this"
+    remove_work(work)
+    assert [item.name for item in tmp_path.iterdir()] == ["checkpoint"]
