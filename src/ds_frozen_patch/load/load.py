@@ -189,7 +189,9 @@ class Load:
         raise CheckpointError("\n".join(dict.fromkeys(texts))) from problem
 
     def _choose_common_save(self) -> None:
-        """Choose a save that all nodes have, after a kill between two nodes' renames.
+        """Choose the newest save that all nodes have, after a kill between two nodes' renames.
+
+        It is not newer than what has the name on some node: such copies may be of a run that was given up.
 
         Raises:
             CheckpointError: there is none.
@@ -201,8 +203,12 @@ class Load:
             if (record := look_at_own(self.engine, copy, self.tag).record) is not None:
                 copies.setdefault(record.save, (record.step, copy))
         everyone = gather((next(iter(copies), None), copies))
-        named = {first for first, _ in everyone}
-        common = [save for save in copies if save in named and all(save in others for _, others in everyone)]
+        newest = max((others[first][0] for first, others in everyone if first is not None), default=0)
+        common = [
+            save
+            for save, (step, _) in copies.items()
+            if step <= newest and all(save in others for _, others in everyone)
+        ]
         if not common:
             lines = [
                 f"rank {rank}: of step {others[first][0]}" if first else f"rank {rank}: of an unknown save"
