@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -24,8 +25,8 @@ class Setting:
     """What a user sets: keys of the section `zero_optimization`, of the whole `config`, or `options` of the Trainer.
 
     `shows` checks the effect of the setting on an engine, beyond the keys in its configuration. `inexact` says why a
-    resume cannot equal the uninterrupted run bit for bit, whatever was saved. With `alone` it needs processes of its
-    own.
+    resume cannot equal the uninterrupted run bit for bit, whatever was saved. `unlike` says what differs from the model
+    in memory, whatever was saved: "tested" or "consolidated", and why. With `alone` it needs processes of its own.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Setting:
     options: Mapping[str, Any] = field(default_factory=dict)
     shows: Callable[[Any], bool] = lambda engine: True
     inexact: str = ""
+    unlike: tuple[str, str] = ("", "")
     alone: bool = False
 
     def config_for(self, stage: int) -> dict[str, Any]:
@@ -143,10 +145,72 @@ class RecomputedByDeepSpeed(Recomputed):
                 module._gradient_checkpointing_func = deepspeed.checkpointing.checkpoint
 
 
+class ByMpi(runs.LoraRun):
+    """Has the variables of MPI that `checkpoint.writer` needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        os.environ.update(CROSS_SIZE="1", CROSS_RANK="0")
+
+
+class ShorterFirst(runs.LoraRun):
+    """Takes the sequence length that DeepSpeed's curriculum passes."""
+
+    def forward(self, tokens: torch.Tensor, curriculum_seqlen: int | None = None) -> torch.Tensor:
+        return super().forward(tokens[:, :curriculum_seqlen])
+
+    def training_step(self, batch: torch.Tensor, index: int, curriculum_seqlen: int | None = None) -> torch.Tensor:
+        return super().training_step(batch[:, :curriculum_seqlen], index)
+
+
+class Compressed(runs.LoraRun):
+    """Quantizes frozen weights in each forward pass, as `compression_training` configures it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from deepspeed.compression.compress import init_compression
+
+        init_compression(self.model, COMPRESSION)
+        for name, parameter in self.named_parameters():  # it makes new ones, which are trainable
+            parameter.requires_grad_("lora_" in name)
+
+
 def basic_optimizer(name: str) -> Callable[[Any], bool]:
     return lambda engine: type(engine.basic_optimizer).__name__ == name
 
 
+MUON = {"type": "Muon", "params": {"lr": 1e-2, "momentum": 0.9}}
+CURRICULUM = {
+    "enabled": True,
+    "curriculum_type": "seqlen",
+    "min_difficulty": 4,
+    "max_difficulty": 8,
+    "schedule_type": "fixed_linear",
+    "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 2},
+}
+COMPRESSION: dict[str, Any] = {
+    "compression_training": {
+        "weight_quantization": {
+            "shared_parameters": {
+                "enabled": True,
+                "quantizer_kernel": False,
+                "schedule_offset": 0,
+                "quantize_groups": 1,
+                "quantize_verbose": False,
+                "quantization_type": "symmetric",
+                "rounding": "nearest",
+                "quantize_weight_in_forward": True,
+                "fp16_mixed_quantize": {"enabled": False, "quantize_change_ratio": 0.001},
+            },
+            "different_groups": {
+                "all": {
+                    "params": {"start_bits": 8, "target_bits": 8, "quantization_period": 0},
+                    "modules": ["gate_proj"],
+                }
+            },
+        }
+    }
+}
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
 TORCH_ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-2, "warmup_num_steps": 100}}
@@ -185,6 +249,7 @@ SETTINGS = [
         module=InConfig,
         shows=basic_optimizer("DeepSpeedCPUAdam"),
     ),
+    Setting("`optimizer`: Muon", ZERO, {"reduce_scatter": False}, {"optimizer": MUON}, module=InConfig),
     Setting("accumulate_grad_batches=2", ALL, options={"accumulate_grad_batches": 2}),
     Setting("gradient_clip_val=0.1", ALL, options={"gradient_clip_val": 0.1}),
     Setting("gradient checkpointing of transformers", ALL, module=Recomputed),
@@ -229,6 +294,24 @@ SETTINGS = [
         module=OnCpu,
         inexact=NOT_FROM_NVME,
         alone=True,
+    ),
+    Setting(
+        "`zenflow`",
+        ZERO,
+        {
+            "offload_optimizer": CPU,
+            "zenflow": {"topk_ratio": 0.5, "select_strategy": "step", "select_interval": 2, "update_interval": 2},
+        },
+        {"optimizer": ADAMW},
+        module=InConfig,
+        unlike=("consolidated", "the fp32 master weights, which `consolidate` takes, lack ZenFlow's latest steps"),
+    ),
+    Setting(
+        "`super_offload`",
+        PARAMETERS,
+        {"offload_optimizer": {**CPU, "super_offload": True}},
+        {"optimizer": ADAMW},
+        module=InConfig,
     ),
     # how gradients are reduced
     Setting("`round_robin_gradients`", GRADIENTS, {"round_robin_gradients": True}),
@@ -283,7 +366,24 @@ SETTINGS = [
     Setting("`zero_quantized_nontrainable_weights`", PARAMETERS, {"zero_quantized_nontrainable_weights": True}),
     Setting("`zero_quantized_gradients`", PARAMETERS, {"zero_quantized_gradients": True}),
     Setting("`mics_shard_size`: 1", PARAMETERS, {"mics_shard_size": 1}),
+    # what is computed
+    Setting("`curriculum_learning`", ALL, config={"curriculum_learning": CURRICULUM}, module=ShorterFirst),
+    Setting(
+        "`compression_training`",
+        ALL,
+        config=COMPRESSION,
+        module=Compressed,
+        inexact="DeepSpeed compresses from the second step of a process on",
+        unlike=("tested", ""),
+    ),
     # what is saved and loaded
+    Setting(
+        "`checkpoint.writer`: python",
+        ALL,
+        config={"checkpoint": {"writer": {"type": "python"}}},
+        module=ByMpi,
+        alone=True,
+    ),
     Setting(
         "`stage3_gather_16bit_weights_on_model_save`", PARAMETERS, {"stage3_gather_16bit_weights_on_model_save": True}
     ),
@@ -313,7 +413,17 @@ SETTINGS = [
 NOT_TO_NVME = "cannot save an optimizer on NVMe with more than one rank"
 WITH_ELASTIC = "with zero_optimization.elastic_checkpoint"
 NOT_ON_CPU = "This op had not been implemented on CPU backend"
+NOT_FROM_FILE = "Weights only load failed"
 CANNOT = [
+    Cannot("`optimizer`: Muon", PARAMETERS, "Muon optimizer is not yet compatible with ZeRO Stage 3", ("everyday",)),
+    Cannot("`zenflow`", PARAMETERS, "has no attribute '_sync_selective_optimizer_lr'", ("everyday",)),
+    Cannot("`zenflow`", PARAMETERS, "mat1 and mat2 shapes cannot be multiplied", ("newest",)),
+    Cannot("`super_offload`", PARAMETERS, "Extra inputs are not permitted", ("everyday",)),
+    Cannot("`super_offload`", PARAMETERS, "SuperOffload only supports NVIDIA CUDA GPUs", ("newest",)),
+    Cannot("`curriculum_learning`", ALL, "Legacy top-level 'curriculum_learning' has been removed", ("newest",)),
+    Cannot("`compression_training`", ALL, "No module named 'deepspeed.compression.compress'", ("newest",)),
+    Cannot("`checkpoint.writer`: python", (0, 1, 2), "'UniversalParallelInfo' object has no attribute 'dp_rank'"),
+    Cannot("`checkpoint.writer`: python", PARAMETERS, NOT_FROM_FILE),
     Cannot("`offload_optimizer`: nvme", PARAMETERS, NOT_TO_NVME, ("everyday",), ours=True),
     Cannot(
         "`offload_param` and `offload_optimizer`: nvme",

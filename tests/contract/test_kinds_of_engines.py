@@ -19,6 +19,7 @@ import training
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
+from under_test import pl
 
 import ds_frozen_patch
 from ds_frozen_patch.engine.attached import attached
@@ -123,6 +124,7 @@ def experts_run(out: str, stage: int, ep_size: int, train_experts: bool) -> Any:
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
     engine = engine_of(like_mixtral(ep_size, train_experts), stage)
     train(engine, 1)
+    engine.save_checkpoint(f"{out}/full", tag="checkpoint", exclude_frozen_parameters=False)
     engine.save_checkpoint(out, tag="checkpoint")
     saved, losses = values(engine.module), train(engine, 2)
     again = engine_of(like_mixtral(ep_size, train_experts), stage)
@@ -143,6 +145,10 @@ def experts_run(out: str, stage: int, ep_size: int, train_experts: bool) -> Any:
     return different, resumed == losses or not with_optimizer, error
 
 
+def experts_of(checkpoint: Path) -> list[Path]:
+    return sorted((checkpoint / "checkpoint").glob("layer_*_expert_*.pt"))
+
+
 @pytest.mark.parametrize(("world_size", "ep_size"), [(2, 1), (2, 2), (4, 2)])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_frozen_experts_are_left_out_of_their_files(
@@ -154,10 +160,17 @@ def test_frozen_experts_are_left_out_of_their_files(
         assert not different
         assert is_same
         assert "layers.1.mlp.moe.deepspeed_moe.experts.deepspeed_experts.1.up_proj.weight" in error
-    files = sorted((tmp_path / "checkpoint").glob("layer_*_expert_*.pt"))
+    files = experts_of(tmp_path)
     assert len(files) == 8
     for file in files:
         assert [name.rpartition(".")[2] for name in torch.load(file)] == ["scale"]
+    full = experts_of(tmp_path / "full")
+    assert len(torch.load(full[0])) == 4
+    everything = [list(at.glob("checkpoint/*.pt")) for at in (tmp_path, tmp_path / "full")]
+    sizes = [[sum(file.stat().st_size for file in found) for found in pair] for pair in ((files, full), everything)]
+    print(f"ZeRO-{stage}, {world_size} ranks, {ep_size=}: experts, all files: {sizes}")  # for docs/engines.md
+    assert sizes[0][0] < 0.1 * sizes[0][1]
+    assert sizes[1][0] < 0.5 * sizes[1][1]
 
 
 @pytest.mark.parametrize("stage", [0, 2])
@@ -351,6 +364,37 @@ def passed_on(out: str, kind: str) -> Any:
     return *result, messages, str(raised.value)
 
 
+def pipeline_run(out: str) -> Any:
+    """Save and load two stages of a pipeline, by an owner who does not call `serve()`."""
+    from deepspeed.pipe import PipelineModule
+
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+    ds_frozen_patch.patch()
+    engines = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        layers = [torch.nn.Linear(8, 8).requires_grad_(number % 2 > 0) for number in range(4)]
+        module = PipelineModule(layers, num_stages=2, loss_fn=torch.nn.MSELoss())
+        adam = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.1)
+        settings = runs.config(0) | {"train_micro_batch_size_per_gpu": 1, "train_batch_size": 1}
+        engine = deepspeed.initialize(model=module, config=settings, optimizer=adam)[0]
+        begin_serving(engine, owner_of(engine))
+        engines.append(engine)
+    engines[0].save_checkpoint(out, tag="checkpoint")
+    engines[1].load_checkpoint(out, tag="checkpoint")
+    with pytest.raises(ds_frozen_patch.PatchError) as raised:
+        ds_frozen_patch.serve(engines[0])
+    return differing(engines[1].module, values(engines[0].module)), str(raised.value)
+
+
+def test_a_pipeline_is_passed_on(ranks: Any, tmp_path: Path) -> None:
+    for different, error in ranks(2, pipeline_run, out=str(tmp_path), alone=True):
+        assert not different
+        assert "pipeline parallelism" in error
+    layers = [torch.load(file) for file in (tmp_path / "checkpoint").glob("layer_*-model_states.pt")]
+    assert [sorted(layer) for layer in layers] == [["bias", "weight"]] * 4
+
+
 FROZEN = {"sharded": {"inner.weight"}, "uneven": {"model.norm.weight", "model.layers.0.self_attn.q_proj.weight"}}
 
 
@@ -463,3 +507,71 @@ def test_ranks_that_accelerate_does_not_know(ranks: Any, tmp_path: Path) -> None
     assert ranks(2, on_unknown_ranks, out=str(tmp_path), alone=True) == [(0, True)] * 2
     state = torch.load(tmp_path / "checkpoint" / "mp_rank_00_model_states.pt", weights_only=False)
     assert state["ds_frozen_patch"]["left_out"]
+
+
+def experts_by_accelerate(out: str) -> Any:
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
+
+    ds_frozen_patch.patch()
+
+    def accelerated() -> tuple[Any, Any]:
+        training.on_cpu_ranks()
+        settings = runs.config(2) | {"train_micro_batch_size_per_gpu": 1}
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings))
+        model = like_mixtral(2, train_experts=False)
+        group: Any = {"params": [p for p in model.parameters() if p.requires_grad], "name": "all"}
+        return accelerator, accelerator.prepare(model, torch.optim.AdamW(split(group), lr=0.05))[0]
+
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+    accelerator, engine = accelerated()
+    train(engine, 1)
+    accelerator.save_state(out)
+    saved, losses = values(engine.module), train(engine, 2)
+    accelerator, engine = accelerated()
+    accelerator.load_state(out)
+    return differing(engine.module, saved), train(engine, 2) == losses
+
+
+class ExpertsOfLightning(pl.LightningModule):
+    """The same by Trainer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            self.model = like_mixtral(2, train_experts=False)
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = self.model(input_ids=batch, labels=batch).loss
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
+
+        group: Any = {"params": [p for p in self.parameters() if p.requires_grad], "name": "all"}
+        return torch.optim.AdamW(split(group), lr=0.05)
+
+
+def experts_by_lightning(out: str) -> Any:
+    ds_frozen_patch.patch()
+    tokens = torch.randint(VOCABULARY, (8, 8), generator=torch.Generator().manual_seed(0))
+    batches: Any = torch.utils.data.DataLoader(tokens, batch_size=2)  # type: ignore[arg-type]
+    modules = [ExpertsOfLightning(), ExpertsOfLightning()]
+    runs.trainer(out, 2, 2, precision="32-true").fit(modules[0], batches)
+    runs.trainer(f"{out}/again", 2, 2, precision="32-true").fit(modules[1], batches, ckpt_path=f"{out}/epoch=0.ckpt")
+    losses = modules[0].losses[-len(modules[1].losses) :]
+    return differing(modules[1], values(modules[0])), modules[1].losses == losses
+
+
+@pytest.mark.parametrize("run", [experts_by_accelerate, experts_by_lightning])
+def test_frozen_experts_of_other_owners(ranks: Any, tmp_path: Path, run: Any) -> None:
+    assert ranks(2, run, out=str(tmp_path), alone=True) == [([], True)] * 2
+    files = list(tmp_path.rglob("layer_*_expert_*.pt"))
+    assert len(files) >= 8
+    for file in files:
+        assert [name.rpartition(".")[2] for name in torch.load(file)] == ["scale"]

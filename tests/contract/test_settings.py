@@ -121,7 +121,7 @@ def test_saves_resumes_and_tests(
     for answer, again in zip(whole, resumed, strict=True):
         assert answer["learns"]
         assert answer["is set"]
-        assert again["tested"] == answer["tested"]
+        assert again["tested"] == answer["tested"] or setting.unlike[0] == "tested"
     is_exact = [again["run"] for again in resumed] == [answer["run"] for answer in whole]
     if why := setting.inexact or (setting.has_cpu_adam and not is_exact and ROUNDED):
         record_property("note", why)
@@ -131,13 +131,14 @@ def test_saves_resumes_and_tests(
         assert [again["run"] for again in resumed] == [again["run"] for again in from_full]
         assert not is_exact
     else:
+        record_property("note", setting.unlike[1])
         assert is_exact
     for epoch in (0, 1):
         for state in model_states(tmp_path / f"epoch={epoch}.ckpt"):
-            assert all("lora_" in parameter or parameter == "seen" for parameter in state["module"])
+            assert not [name for name in state["module"] if not ("lora_" in name or name == "seen")]
             assert not state.get("frozen_param_fragments")
     check_weights(torch.load(tmp_path / "weights.ckpt", weights_only=False)["state_dict"], whole[0])
-    if not setting.uses_nvme:  # its masters are where no tool reads them
+    if not setting.uses_nvme and setting.unlike[0] != "consolidated":  # its masters are where no tool reads them
         ds_frozen_patch.consolidate(tmp_path / "epoch=1.ckpt", tmp_path / "weights.safetensors")
         check_weights(load_file(tmp_path / "weights.safetensors"), whole[0])
 
