@@ -331,7 +331,7 @@ def test_the_process_ends_after_its_save(tmp_path: Path, fails: bool) -> None:
         "    time.sleep(0.2)\n"
         f"    pathlib.Path({str(tmp_path / 'saved')!r}).touch()\n"
         f"    return CheckpointError('no space') if {fails} else None\n"
-        "in_flight.start(save, attached.Attached(owner_of(Engine())).log_once)\n"
+        "in_flight.start(save, Attached(owner_of(Engine()), Topology(2, 1)).log_once)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (tmp_path / "saved").exists()
