@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable
 from functools import cache
@@ -151,3 +152,31 @@ def test_the_program_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     parameters = dict(names["model"].named_parameters())
     assert {type(p).__name__ for name, p in parameters.items() if "q_proj.base_layer" in name} == {"Params4bit"}
     assert all(p.requires_grad == ("lora_" in name) for name, p in parameters.items())
+
+
+class Optimizer8(runs.LoraRun):
+    """Over a base in bf16; the optimizer keeps its moments in 8 bits."""
+
+    def __init__(self, library: str) -> None:
+        super().__init__()
+        self.library = library
+
+    def configure_optimizers(self) -> Any:
+        optim = importlib.import_module(f"{self.library}.optim")
+        size = {"min_8bit_size": 16} if self.library == "bitsandbytes" else {"block_size": 16}
+        return optim.AdamW8bit([p for p in self.parameters() if p.requires_grad], lr=1e-2, **size)
+
+
+def with_8_bits(out: str, library: str, stage: int) -> Any:
+    ds_frozen_patch.patch()
+    modules = [Optimizer8(library), Optimizer8(library)]
+    trainer(out, stage).fit(modules[0], runs.batches(2))
+    trainer(f"{out}/again", stage).fit(modules[1], runs.batches(2), ckpt_path=f"{out}/epoch=0.ckpt")
+    return modules[1].losses == modules[0].losses[runs.BATCHES :], trained(modules[1]) == trained(modules[0])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("library", ["bitsandbytes", "torchao"])
+def test_optimizers_with_8_bits(ranks: Any, tmp_path: Path, library: str, stage: int) -> None:
+    pytest.importorskip(f"{library}.optim")
+    assert ranks(2, with_8_bits, out=str(tmp_path), library=library, stage=stage) == [(True, True)] * 2

@@ -19,21 +19,15 @@ class Topology:
         stage: of ZeRO, 0 to 3.
         ranks: that share the optimizer's state: the world size that DeepSpeed writes into a checkpoint and compares at
             a load. It is that of data and sequence parallelism together.
-        tensor_parallel: how many ranks share a layer.
-        has_experts: whether it has layers of `deepspeed.moe`.
+        is_divided: whether ranks have different values under one name, as with tensor parallelism and with experts of
+            `deepspeed.moe`. Its checkpoints have files that neither the record nor the tools know.
         unserved: why its checkpoints are saved whole and loaded as without `patch()`; empty if they are not.
     """
 
     stage: int
     ranks: int
-    tensor_parallel: int = 1
-    has_experts: bool = False
+    is_divided: bool = False
     unserved: str = ""
-
-    @property
-    def has_known_files(self) -> bool:
-        """Whether its checkpoints have only files that the record and the tools know."""
-        return self.tensor_parallel == 1 and not self.has_experts
 
 
 def topology_of(engine: Any) -> Topology:
@@ -43,7 +37,7 @@ def topology_of(engine: Any) -> Topology:
     tensor_parallel = int(getattr(engine, "mp_world_size", None) or 1)
     has_experts = bool(getattr(engine, "has_moe_layers", False))
     unserved = _why_unserved(engine, stage, tensor_parallel, has_experts)
-    return Topology(stage, ranks, tensor_parallel, has_experts, unserved)
+    return Topology(stage, ranks, tensor_parallel > 1 or has_experts, unserved)
 
 
 def ranks_of(engine: Any) -> int:

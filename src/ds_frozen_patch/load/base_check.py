@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..common.errors import CheckpointMismatchError, named
+from ..engine.attached import attached
 from ..engine.owner import warn
 from ..engine.topology import shard_of
 from ..fingerprint import fingerprints, process_memory
@@ -112,9 +113,10 @@ def _compare(pairs: Mapping[Held, tuple[str, LeftOut]], load: Load) -> tuple[lis
     """
     comparable = [one for one, (_, saved) in pairs.items() if saved.fingerprint and saved.dtype == one.dtype]
     tensors = [one.tensor for one in comparable]
-    shards = [shard_of(load.engine, tensor) for tensor in tensors]
-    device, memory = load.engine.device, process_memory()
-    prints = fingerprints(tensors, device, memory, all_known=load.base_is_known, shards=shards)
+    engine, known = load.engine, attached(load.engine)
+    is_divided = known is not None and known.topology.is_divided
+    shards = [shard_of(engine, tensor) for tensor in tensors] if is_divided else ()
+    prints = fingerprints(tensors, engine.device, process_memory(), all_known=load.base_is_known, shards=shards)
     found = dict(zip(comparable, prints, strict=True))
     differ, unread = [], []
     for one, (name, saved) in pairs.items():

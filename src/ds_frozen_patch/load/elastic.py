@@ -8,8 +8,8 @@ from ..checkpoint.zero.labels import ELASTIC_KEY
 from ..common.collectives import gather
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..cures import has_plain_optimizer
+from ..engine.attached import attached
 from ..engine.owner import is_first
-from ..engine.topology import ranks_of
 from ..settings import current
 from .load import Load
 from .look import Look, Saved
@@ -28,10 +28,10 @@ def resharded(load: Load, look: Look) -> str | None:
         CheckpointMismatchError: it cannot be loaded, or not without `patch(elastic=True)`.
         CheckpointError: the resharding failed.
     """
-    engine, saved = load.engine, look.saved
-    if saved is None:
+    engine, known, saved = load.engine, attached(load.engine), look.saved
+    if saved is None or known is None:
         return None  # `Load.check` reports what is wrong
-    stage, ranks = int(engine.zero_optimization_stage()), ranks_of(engine)
+    stage, ranks = known.topology.stage, known.topology.ranks
     if load.restores_optimizer and not has_plain_optimizer(engine):
         _check_stages(saved, stage)
         fits = saved.ranks == ranks

@@ -64,9 +64,9 @@ def _save(wrapped: Callable[..., Any], call: inspect.BoundArguments, save: Save)
     if save.attached.loss_factor != 1:
         ours[ELASTIC_KEY] = {"loss_factor": save.attached.loss_factor}
     topology = save.attached.topology
-    needed = UNIVERSAL_INFO if topology.stage in (1, 2) and topology.has_known_files else {}
+    needed = UNIVERSAL_INFO if topology.stage in (1, 2) and not topology.is_divided else {}
     call.arguments["client_state"] = {**needed, **(call.arguments.get("client_state") or {}), **ours}
-    if settings().export and not topology.has_known_files:
+    if settings().export and topology.is_divided:
         save.attached.warn_once(
             "patch(export=...) has no effect on this engine: with experts of deepspeed.moe or tensor parallelism, no"
             " rank has all weights."
@@ -101,7 +101,7 @@ def _write(
         call.arguments["save_latest"] = False  # DeepSpeed writes it in a way whose errors cannot be deferred
         if save.way is Way.EXCHANGED:
             call.arguments.update(save_dir=str(save.destination.parent), tag=save.destination.name)
-        save.record = _record(save, left_out) if save.attached.topology.has_known_files else None
+        save.record = None if save.attached.topology.is_divided else _record(save, left_out)
     with writing(save):
         return wrapped(*call.args, **call.kwargs)
 
@@ -142,7 +142,7 @@ def make_manifest(save: Save) -> manifest.Manifest:
             zero_stage=known.topology.stage,
             world_size=known.topology.ranks,
             all_known=save.base_is_known,
-            shards=[shard_of(engine, one.tensor) for one in save.left_out or ()],
+            shards=[shard_of(engine, one.tensor) for one in save.left_out or ()] if known.topology.is_divided else (),
         )
 
     made = describe()

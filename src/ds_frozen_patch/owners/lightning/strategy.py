@@ -88,8 +88,8 @@ def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
     if name is None:
         return wrapped(*args, **kwargs)  # the strategy has been changed: its engine saves to wherever it says
     path = call.arguments[name]
-    has_all = known.topology.has_known_files  # on each rank; else the engine saves, as without `patch()`
-    if has_all and is_local(path) and single_file.is_weights_only(call.arguments.get("checkpoint", {})):
+    is_divided = known.topology.is_divided  # no rank has all weights, so the engine saves, as without `patch()`
+    if not is_divided and is_local(path) and single_file.is_weights_only(call.arguments.get("checkpoint", {})):
         path = strategy.broadcast(path)  # as Lightning does before the engine saves
         file, shown = single_file.place_of(Path(path)), Path(path)
         with explaining_errors(path) as saves:
