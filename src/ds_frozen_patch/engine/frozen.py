@@ -85,8 +85,10 @@ def to_leave_out(engine: Any, known: Mapping[str, Origin]) -> list[Held]:
 
 
 def _not_comparable(engine: Any, held: Iterable[Held]) -> set[str]:
-    """The groups of which ranks have different shards, and whose fingerprints are not made of these: all but plain
-    parameters."""
+    """The groups of buffers, and of parameters with parts, of which ranks have different shards.
+
+    Only the fingerprint of a plain parameter is made of all its shards.
+    """
     parameters = parameters_by_name(engine.module)
     others = (one for one in held if one.kind != PARAMETER)
     return {one.group for one in others if is_divided(engine, parameters.get(one.group, one.tensor))}
