@@ -304,7 +304,7 @@ SETTINGS = [
         },
         {"optimizer": ADAMW},
         module=InConfig,
-        unlike=("consolidated", "the fp32 master weights, which `consolidate` takes, lack ZenFlow's latest steps"),
+        unlike=("consolidated", "the fp32 master weights, which `consolidate` takes, are not those of the model"),
     ),
     Setting(
         "`super_offload`",
