@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..common.errors import CheckpointMismatchError, named
@@ -11,7 +12,7 @@ from ..engine.owner import warn
 from ..engine.topology import shard_of
 from ..fingerprint import fingerprints, process_memory
 from ..manifest import LeftOut, Manifest
-from ..parameters import Held
+from ..parameters import Held, plain
 from ..settings import current
 from .load import Load
 from .strictness import check_left_out, left_out_by_others
@@ -51,6 +52,9 @@ def check_base(
         if may_be_missing:
             warn(load.owner, unverifiable)
         return may_be_missing
+    in_file = {plain(name) for name in checkpoint.get("module") or ()}
+    if not in_file.isdisjoint(manifest.names):  # release 0.2 named frozen experts, and saved them all the same
+        manifest = replace(manifest, left_out=tuple(one for one in manifest.left_out if one.name not in in_file))
     if strict:
         check_left_out(manifest, held)
     verify_base(manifest, held, load)
