@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import runs
 import torch
@@ -167,3 +168,33 @@ def fabric_life(out: str) -> list[Any]:
             except ds_frozen_patch.CheckpointError as error:
                 found.append(f"refused, by name: {'Mine' in str(error)}")
     return [*found, torch.load is before]
+
+
+def load_by_deepspeed(out: str, way: str) -> str:
+    """What a load says that DeepSpeed does by itself: a universal one, or into an engine that is not served."""
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+    ds_frozen_patch.patch(trust=False)
+    universal = {"checkpoint": {"load_universal": True}} if way == "universal" else {}
+    module = torch.nn.Linear(2, 2)
+    config = runs.config(1) | {"train_micro_batch_size_per_gpu": 1, **universal}
+    engine = deepspeed.initialize(model=module, config=config, optimizer=torch.optim.AdamW(module.parameters()))[0]
+    if way == "universal":
+        ds_frozen_patch.serve(engine)
+    try:
+        engine.load_checkpoint(out)
+    except ds_frozen_patch.CheckpointError as error:
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.parametrize("way", ["universal", "not served"])
+@pytest.mark.parametrize("hidden", ["mp_rank_00_model_states.pt", "zero/weight/fp32.pt"])
+def test_loads_of_deepspeed_run_nothing(ranks: Any, tmp_path: Path, way: str, hidden: str) -> None:
+    canary = tmp_path / "canary"
+    file = tmp_path / "step1" / hidden
+    file.parent.mkdir(parents=True)
+    torch.save({"module": {}, "mine": RunsCode(canary)}, file)
+    (tmp_path / ("latest_universal" if way == "universal" else "latest")).write_text("step1")
+    for said in ranks(2, load_by_deepspeed, out=str(tmp_path), way=way):
+        assert "names 'posix.system'" in said
+    assert not canary.exists()

@@ -94,7 +94,7 @@ def test_a_device_is_not_opened(layout: Layout, tmp_path: Path) -> None:
 def test_modes_and_times_are_not_copied(layout: Layout, tmp_path: Path) -> None:
     """Else a set-uid program of another user, copied by root, would run as root."""
     file = layout.root / "checkpoint" / "tool"
-    file.write_text("#!/bin/sh\n")
+    file.write_text("echo\n")
     file.chmod(0o6777)
     os.utime(file, (1, 1))
     with suppress(OSError):  # not every file system has them
@@ -109,14 +109,15 @@ def test_modes_and_times_are_not_copied(layout: Layout, tmp_path: Path) -> None:
     assert os.listxattr(made) == []
 
 
-def test_deepspeeds_converter_is_not_copied(layout: Layout, tmp_path: Path) -> None:
-    """It is a program that people run, and comes with the checkpoint.
-
-    `python -m deepspeed.utils.zero_to_fp32` is the same.
-    """
-    for name in ("zero_to_fp32.py", "checkpoint/ZERO_to_fp32.py"):
-        (layout.root / name).write_text("import os")
-    assert names(copied(layout, tmp_path)) == {"latest"}
+def test_no_script_is_copied(layout: Layout, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSpeed's converters are programs that people run, and come with the checkpoint."""
+    scripts = ("zero_to_fp32.py", "checkpoint/ZERO_to_fp32.py", "zero_to_torch.py", "run", "modeling.py")
+    for name in scripts:
+        (layout.root / name).write_text("#!/bin/sh\n" if name == "run" else "import os")
+    (layout.root / "rng_state_0.pth").write_text("PK")
+    assert names(copied(layout, tmp_path)) == {"latest", "rng_state_0.pth"}
+    said = capsys.readouterr().err
+    assert all(repr(str(layout.root / name)) in said for name in scripts)
 
 
 def test_there_is_a_limit(layout: Layout, tmp_path: Path) -> None:

@@ -529,3 +529,86 @@ def test_an_unsaved_storage_has_no_file(tmp_path: Path) -> None:
     storage = Storage(None, "0", "float32", 1)
     with pytest.raises(ValueError, match="storage '0' is in no file yet"), Records() as records:
         records.check(storage)
+
+
+# What torch makes of a tensor.
+
+
+class _Forged:
+    """Pickles as a call of a function of torch's with these arguments."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def _forged(kind: str) -> Any:
+    ones, other = torch.ones(4), torch.full((4,), 9.0)
+    hooks: Any = collections.OrderedDict()
+    return {
+        "state of a parameter": lambda: _Forged(
+            torch._utils._rebuild_parameter_with_state, ones, False, hooks, {"data": other}
+        ),
+        "slots of a parameter": lambda: _Forged(
+            torch._utils._rebuild_parameter_with_state, ones, False, hooks, ({}, {"data": other})
+        ),
+        "state of a subclass": lambda: _Forged(
+            torch._tensor._rebuild_from_type_v2, torch._utils._rebuild_tensor_v2,
+            torch.nn.Parameter, (ones.storage(), 0, (4,), (1,), False, hooks), {"data": other},  # type: ignore[no-untyped-call]
+        ),
+        "hooks": lambda: _Forged(torch._utils._rebuild_parameter, ones, False, collections.OrderedDict(a=other)),
+        "a flag": lambda: _Forged(torch._utils._rebuild_parameter, ones, [other, other], hooks),
+    }[kind]()  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind", ["state of a parameter", "slots of a parameter", "state of a subclass", "hooks", "a flag"]
+)
+def test_a_tensor_is_what_torch_loads(tmp_path: Path, kind: str) -> None:
+    """A verified tensor has no second value, which torch would set."""
+    file = tmp_path / "a.pt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.save({"weight": _forged(kind)}, file)
+    with pytest.raises(CheckpointError, match=r"arguments than those that torch writes|change its values"):
+        archive.read_archive(file)
+
+
+def test_ordinary_attributes_of_parameters_are_read(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    parameter.ds_id = 3  # type: ignore[attr-defined]
+    torch.save({"weight": parameter, "complex": torch.ones(2, dtype=torch.complex64)}, tmp_path / "a.pt")
+    state = archive.read_archive(tmp_path / "a.pt").state
+    assert state["weight"].wrapper[1][2] == {"ds_id": 3}
+
+
+def test_a_storage_has_one_dtype(tmp_path: Path) -> None:
+    """torch takes that of the first tensor for all."""
+    file = tmp_path / "a.pt"
+    torch.save({"a": torch.ones(4), "b": torch.ones(4, dtype=torch.int32)}, file)
+    with zipfile.ZipFile(file) as opened:
+        files = {name: opened.read(name) for name in opened.namelist()}
+    with zipfile.ZipFile(file, "w") as opened:
+        for name, content in files.items():
+            opened.writestr(name, content.replace(b"\x01\x00\x00\x001", b"\x01\x00\x00\x000"))
+    with pytest.raises(CheckpointError, match="has two dtypes"):
+        archive.read_archive(file)
+    assert torch.load(file, weights_only=True)["b"].dtype == torch.float32
+
+
+def test_texts_of_tensors_are_short(tmp_path: Path) -> None:
+    """Tensors that hold others, each twice, would take forever to print."""
+    tensor: Any = torch.ones(2)
+    file = tmp_path / "a.pt"
+    torch.save({"weight": tensor}, file)
+    stored: Any = archive.read_archive(file).state["weight"]
+    for _ in range(40):
+        stored = types.SimpleNamespace(tensor=StoredTensor(
+            stored.tensor.storage if hasattr(stored, "tensor") else stored.storage, "float32", 0, (2,), (1,),
+            more=(stored, stored),
+        ))  # fmt: skip
+    begun = time.monotonic()
+    assert len(repr(stored.tensor)) < 100
+    assert time.monotonic() - begun < 1

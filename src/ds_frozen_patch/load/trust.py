@@ -51,6 +51,22 @@ def _safe() -> list[Any]:
     return [resolve_name(name) for name in OF_DEEPSPEED]
 
 
+def refuse_unsafe_in(root: Path, tag: str | None, note: str) -> None:
+    """`refuse_unsafe` for each file in the folder of a tag, whatever DeepSpeed loads of it.
+
+    Args:
+        root: the directory that has the folder.
+        tag: the name of the folder, or None for the one that the file `note` names.
+        note: "latest" or "latest_universal".
+    """
+    if not runs_nothing():
+        return
+    if tag is None and (root / note).is_file():
+        tag = (root / note).read_text(errors="replace").strip()
+    for file in sorted((root / str(tag)).rglob("*.pt")) if tag else ():
+        refuse_unsafe(file)
+
+
 def refuse_unsafe(file: Path) -> None:
     """With `trust=False`, raise CheckpointError for a file that torch cannot read, or that names what could run.
 

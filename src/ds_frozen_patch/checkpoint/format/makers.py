@@ -9,16 +9,49 @@ from typing import Any
 
 from .stored import Size, StandIn, Storage, StoredTensor, is_shape, stand_in
 
+_CHANGE_VALUES = frozenset([
+    "H", "T", "data", "device", "dtype", "grad", "grad_dtype", "grad_fn", "imag", "layout", "mH", "mT", "name", "names",
+    "real", "requires_grad", "retains_grad", "shape",
+])  # fmt: skip
+"""Attributes of torch's own on a tensor. Setting one could change its values; a subclass has others."""
+
 
 def _make_tensor(maker: str, storage: Storage, offset: int, shape: Any, stride: Any, *more: Any) -> StoredTensor:
     if not isinstance(storage, Storage) or not all(map(is_shape, ((offset,), shape, stride))):
         raise ValueError("a tensor has invalid sizes")
-    # The third version of the function has the dtype after the two last arguments of the second.
-    dtype = more[2].stands_for.removeprefix("torch.") if maker.endswith("v3") else storage.dtype
+    dtype = storage.dtype
+    flags, hooks, *rest = more or (False, OrderedDict())
+    if maker.endswith("v3"):  # it has the dtype after these two arguments
+        if not rest or not (isinstance(rest[0], type) and issubclass(rest[0], StandIn)):
+            raise ValueError("a tensor has no dtype")
+        dtype = rest.pop(0).stands_for.removeprefix("torch.")
+    _check_flags(flags, hooks)
+    if any(rest):  # such as a conjugate that torch computes when it loads
+        raise ValueError("a tensor has metadata, which these tools do not support")
     return StoredTensor(storage, dtype, offset, tuple(shape), tuple(stride), maker, more)
 
 
+def _check_flags(requires_grad: Any, hooks: Any) -> None:
+    """Raise ValueError for what torch does not write after the sizes of a tensor."""
+    if not isinstance(requires_grad, bool) or type(hooks) is not OrderedDict or hooks:
+        raise ValueError("a tensor is created with other arguments than those that torch writes")
+
+
+def _check_attributes(state: Any) -> None:
+    """Raise ValueError for attributes that could change the values of a tensor: torch sets whatever is named."""
+    for attributes in state if isinstance(state, tuple) else (state,):
+        if attributes is not None and type(attributes) not in (dict, OrderedDict):
+            raise ValueError("the attributes of a tensor are not in a dictionary")
+        for name in attributes or ():
+            if not isinstance(name, str) or name in _CHANGE_VALUES or name.startswith(("__", "_backward", "_grad")):
+                raise ValueError(f"it sets {name!r:.50} of a tensor, which could change its values")
+
+
 def _make_parameter(maker: str, tensor: StoredTensor, *more: Any) -> StoredTensor:
+    if not isinstance(tensor, StoredTensor) or not 2 <= len(more) <= 3:
+        raise ValueError("a parameter is not created from a tensor")
+    _check_flags(*more[:2])
+    _check_attributes(more[2] if len(more) > 2 else None)
     return replace(tensor, wrapper=(maker, more))
 
 
@@ -31,6 +64,7 @@ def _make_subclass(maker: str, function: Any, cls: Any, arguments: Any, state: A
     if not isinstance(function, partial) or function.func is not _make_tensor or len(arguments) > 10:
         raise ValueError("a tensor is not created by a function of torch")
     made: StoredTensor = function(*arguments)
+    _check_attributes(state)
     return replace(made, wrapper=(maker, (cls, state)))
 
 

@@ -51,7 +51,7 @@ class Storage:
         return self.numel * ITEM_SIZES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class StoredTensor:
     """A tensor of the file: a view of a storage. `offset` and `stride` are in elements of `dtype`.
 
@@ -67,6 +67,10 @@ class StoredTensor:
     maker: str = field(default="torch._utils._rebuild_tensor_v2", compare=False)
     more: tuple[Any, ...] = field(default=(False, OrderedDict()), compare=False)
     wrapper: tuple[str, tuple[Any, ...]] | None = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        # A short one: the other arguments can hold other tensors, more than once.
+        return f"<{self.dtype} tensor of shape {list(self.shape)}>"
 
     def __hash__(self) -> int:
         # The author of a file can choose shapes whose hashes collide, but not strings.

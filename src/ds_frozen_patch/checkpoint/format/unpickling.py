@@ -78,6 +78,7 @@ class _Unpickler(pickle._Unpickler):
         self.path, self.trust = path, trust
         self.room = _BYTES_PER_BYTE * len(content) + _BYTES_FOR_ALL
         self.odd_keys: dict[int, int] = {}
+        self.storages: dict[str, Storage] = {}
         self.unexpected: set[str] = set()
         self.dispatch = _PaidDispatch(self.opcodes, self._pay)  # type: ignore[misc, assignment]
 
@@ -261,7 +262,10 @@ class _Unpickler(pickle._Unpickler):
         kind, dtype, key, _, numel = pid
         if kind != "storage" or not isinstance(dtype, str) or not isinstance(key, str) or not is_shape((numel,)):
             raise ValueError("it has an unknown record")
-        return Storage(self.path, key, dtype, numel)
+        storage = Storage(self.path, key, dtype, numel)
+        if self.storages.setdefault(key, storage) != storage:  # torch would take the first of them for both
+            raise ValueError(f"storage {key!r:.20} has two dtypes or sizes")
+        return storage
 
 
 for _opcode, _load in (

@@ -20,7 +20,7 @@ from ..zero.layout import Layout
 MAX_OTHER_BYTES = 64 << 20
 """How much larger than its states the other files of a checkpoint may be."""
 _MAX_DEPTH = 64
-_CONVERTER = "zero_to_fp32.py"
+_SCRIPTS = (".py", ".pyc", ".sh", ".so", ".ipynb", ".bat", ".ps1")
 
 
 @contextmanager
@@ -70,8 +70,8 @@ def copy_other_files(layout: Layout, target: Path) -> None:
     """Copy the other files of a checkpoint, such as those of the trainer, and write `latest`.
 
     The files are not trusted: only the bytes of regular files are copied, without modes or attributes, and up to a
-    limit. Links and special files are skipped and listed on stderr. DeepSpeed's `zero_to_fp32.py` is skipped too,
-    because people run it and this copy may have been changed; use `python -m deepspeed.utils.zero_to_fp32`.
+    limit. Links, special files and scripts are skipped and listed on stderr. People run scripts such as DeepSpeed's
+    converters, and these may have been changed; use `python -m deepspeed.utils.zero_to_fp32`.
 
     Args:
         layout: of the checkpoint.
@@ -87,10 +87,14 @@ def copy_other_files(layout: Layout, target: Path) -> None:
     with _opened(layout.root, os.O_DIRECTORY) as opened:
         copies.folder(layout.root, opened, target, _names(opened, with_folders=False) - {"latest"})
     (target / "latest").write_text(layout.tag, encoding="utf-8")
-    if copies.skipped:
-        shown = ", ".join(repr(str(path)) for path in copies.skipped[:10])
-        more = f" and {len(copies.skipped) - 10} more" if len(copies.skipped) > 10 else ""
-        print(f"skipped, because they are links or not regular files: {shown}{more}", file=sys.stderr)
+    for skipped, why in (
+        (copies.skipped, "they are links or not regular files"),
+        (copies.scripts, "they are scripts, which could have been changed"),
+    ):
+        if skipped:
+            shown = ", ".join(repr(str(path)) for path in skipped[:10])
+            more = f" and {len(skipped) - 10} more" if len(skipped) > 10 else ""
+            print(f"skipped, because {why}: {shown}{more}", file=sys.stderr)
 
 
 @dataclass
@@ -99,6 +103,7 @@ class _Copies:
 
     room: int
     skipped: list[Path] = field(default_factory=list)
+    scripts: list[Path] = field(default_factory=list)
 
     def folder(self, source: Path, opened: int, target: Path, names: Iterable[str], depth: int = 0) -> None:
         """Copy these names of an open folder. Its path is only for messages: it could lead elsewhere by now."""
@@ -112,7 +117,9 @@ class _Copies:
                     self.folder(item, inner, target / name, _names(inner), depth + 1)
             elif not stat.S_ISREG(kind):
                 self.skipped.append(item)
-            elif name.lower() != _CONVERTER:
+            elif name.lower().endswith(_SCRIPTS):
+                self.scripts.append(item)
+            else:
                 self._file(item, opened, target / name)
 
     def _file(self, source: Path, folder: int, target: Path) -> None:
@@ -122,6 +129,9 @@ class _Copies:
                 self.skipped.append(source)
                 return
             self._take(found.st_size, source)
+            if os.pread(opened, 2, 0) == b"#!":
+                self.scripts.append(source)
+                return
             copied = 0
             with target.open("xb") as made:
                 while chunk := os.read(opened, CHUNK_BYTES):
