@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from .text import printable
+from .text import printable, printable_lines
 
 
 class PatchError(RuntimeError):
     """`patch()` cannot serve what is installed; nothing has been patched."""
 
 
-class CheckpointMismatchError(RuntimeError):
+class _FromFilesError(RuntimeError):
+    """Its message may have names from a file, which must not control a terminal."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable_lines(str(message).split("\n")))
+
+
+class CheckpointMismatchError(_FromFilesError):
     """A checkpoint does not belong to the model, the base or the number of ranks that it is loaded into.
 
     Or its manifest cannot be read by this release.
     """
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(_FromFilesError):
     """A checkpoint, or a file of one, cannot be read or written."""
 
 

@@ -166,11 +166,19 @@ def _read_file(file: Path, trust: bool) -> dict[str, TensorSource]:
 def _unflatten_names(tensors: Mapping[str, TensorSource], about: Mapping[str, str]) -> dict[str, TensorSource]:
     """torchao's inner tensors by the names of parts: `layer._weight_scale` in the file is `layer.weight.scale`."""
     found: dict[str, TensorSource] = {}
-    for name in about.keys() - tensors.keys():
-        layer, _, last = name.rpartition(".")
-        prefix = f"{layer}._{last}_"
-        found |= {f"{name}.{own.removeprefix(prefix)}": tensors[own] for own in tensors if own.startswith(prefix)}
+    flattened = about.keys() - tensors.keys()
+    for own in tensors if flattened else ():
+        layer, _, last = own.rpartition(".")
+        words = last[1:].split("_", _MOST_WORDS) if last.startswith("_") else []
+        for count in range(1, len(words)):
+            name = f"{layer}.{'_'.join(words[:count])}"
+            if name in flattened:
+                found[f"{name}.{'_'.join(words[count:])}"] = tensors[own]
     return found
+
+
+_MOST_WORDS = 8
+"""In how many words the name of an inner tensor is split at most, to find the parameter's."""
 
 
 def match_base(manifest: Manifest, base: Base) -> dict[LeftOut, TensorSource]:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -295,7 +296,8 @@ _LIBRARIES = ("transformers.", "diffusers.")
 
 
 def _check_patterns(config: dict[str, Any]) -> None:
-    """Raise ValueError for regular expressions that could take PEFT forever to match."""
+    """Raise ValueError for regular expressions that could take PEFT forever to match, one by one or together."""
+    total = 0.0
     for key, value in config.items():
         most = 10**7  # at worst, seconds for one name
         patterns = [value] if isinstance(value, str) else []
@@ -305,7 +307,9 @@ def _check_patterns(config: dict[str, Any]) -> None:
         elif not key.endswith(("_modules", "_parameters")):
             continue
         for pattern in patterns:
-            if not isinstance(pattern, str) or count_steps(pattern) > most:
+            steps = count_steps(pattern) if isinstance(pattern, str) else inf
+            total += steps
+            if steps > most or total > 10**7:
                 raise ValueError(f"{key} has {pattern!r:.100}, which could take forever to match")
 
 

@@ -20,6 +20,7 @@ from ..zero.layout import Layout
 MAX_OTHER_BYTES = 64 << 20
 """How much larger than its states the other files of a checkpoint may be."""
 _MAX_DEPTH = 64
+_CONVERTERS = ("zero_to_fp32.py", "zero_to_torch.py")
 _SCRIPTS = (".py", ".pyc", ".sh", ".so", ".ipynb", ".bat", ".ps1")
 
 
@@ -70,8 +71,9 @@ def copy_other_files(layout: Layout, target: Path) -> None:
     """Copy the other files of a checkpoint, such as those of the trainer, and write `latest`.
 
     The files are not trusted: only the bytes of regular files are copied, without modes or attributes, and up to a
-    limit. Links, special files and scripts are skipped and listed on stderr. People run scripts such as DeepSpeed's
-    converters, and these may have been changed; use `python -m deepspeed.utils.zero_to_fp32`.
+    limit. Links, special files and scripts are skipped, because people run scripts, and these may have been changed. All
+    are listed on stderr but DeepSpeed's converters, which each checkpoint has; use `python -m
+    deepspeed.utils.zero_to_fp32`.
 
     Args:
         layout: of the checkpoint.
@@ -118,7 +120,8 @@ class _Copies:
             elif not stat.S_ISREG(kind):
                 self.skipped.append(item)
             elif name.lower().endswith(_SCRIPTS):
-                self.scripts.append(item)
+                if name not in _CONVERTERS:
+                    self.scripts.append(item)
             else:
                 self._file(item, opened, target / name)
 

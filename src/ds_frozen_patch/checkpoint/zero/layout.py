@@ -25,6 +25,7 @@ from ..format.zip_directory import open_regular
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _UNSUPPORTED = re.compile(r"(?:layer_\d+|expert_\d+|expp_rank_).*_states\.pt")
+_PLAIN_TAG = re.compile(r"[\w.-]{1,100}")
 _ASK_FOR_TAG = "Pass the name of one as `tag`, or --tag on the command line."
 
 
@@ -65,7 +66,9 @@ def find_layout(path: str | Path, tag: str | None = None) -> Layout:
     root = Path(path)
     name = latest_tag(root) if tag is None else tag
     if name != Path(name).name or name == ".." or len(name.encode()) > 255 or "\0" in name:
-        raise CheckpointError(f"{name[:100]!r} is not the name of a subdirectory of {root}. {_ASK_FOR_TAG}")
+        # What `latest` has is not shown: it may be a link to a file that nobody else may read.
+        shown = f"{name[:100]!r} is" if tag is not None else f"What {root / 'latest'} contains is"
+        raise CheckpointError(f"{shown} not the name of a subdirectory of {root}. {_ASK_FOR_TAG}")
     folder = root / name
     try:
         with os.scandir(folder) as entries:
@@ -73,7 +76,8 @@ def find_layout(path: str | Path, tag: str | None = None) -> Layout:
     except (FileNotFoundError, NotADirectoryError):
         tags = sorted(item.name for item in root.iterdir() if item.is_dir()) if root.is_dir() else []
         it_has = f"{named(tags)}. {_ASK_FOR_TAG}" if tags else "none."
-        raise CheckpointError(f"{root} has no subdirectory {folder.name!r}; it has {it_has}") from None
+        shown = repr(folder.name) if tag is not None or _PLAIN_TAG.fullmatch(folder.name) else "of the name in `latest`"
+        raise CheckpointError(f"{root} has no subdirectory {shown}; it has {it_has}") from None
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from None
     if any(name.startswith(WORK) for name in files):
