@@ -71,9 +71,8 @@ def copy_other_files(layout: Layout, target: Path) -> None:
     """Copy the other files of a checkpoint, such as those of the trainer, and write `latest`.
 
     The files are not trusted: only the bytes of regular files are copied, without modes or attributes, and up to a
-    limit. Links, special files and scripts are skipped, because people run scripts, and these may have been changed. All
-    are listed on stderr but DeepSpeed's converters, which each checkpoint has; use `python -m
-    deepspeed.utils.zero_to_fp32`.
+    limit. Links, special files and scripts are skipped: people run scripts, and these may have been changed. All are
+    listed on stderr but DeepSpeed's converters, which each checkpoint has (`python -m deepspeed.utils.zero_to_fp32`).
 
     Args:
         layout: of the checkpoint.
