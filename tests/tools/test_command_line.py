@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds_frozen_patch import CheckpointError, CheckpointMismatchError
 from ds_frozen_patch.cli import main
 
 pytestmark = pytest.mark.promise(14)
@@ -111,3 +112,37 @@ def test_unexpected_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     )
     with pytest.raises(ZeroDivisionError):
         main(["inspect", str(tmp_path), "--debug"])
+
+
+@pytest.mark.parametrize("words", [["prune", "a", "b", "--kep", "x"], ["run", "--elastc", "--", "python"]])
+def test_a_misspelt_option_shows_the_usage_of_its_command(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith(f"usage: ds-frozen-patch {words[0]} ")
+    assert "unrecognized arguments: --" in said
+
+
+def test_what_latest_leads_to_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = stage_0(tmp_path)
+    for secret in ("my secret/../x", "a password", "x" * 300):
+        (tmp_path / "elsewhere").write_text(secret)
+        (folder / "latest").unlink(missing_ok=True)
+        (folder / "latest").symlink_to(tmp_path / "elsewhere")
+        assert main(["inspect", str(folder)]) == 1
+        said = capsys.readouterr().err
+        assert secret[:20] not in said
+        assert "subdirectory" in said
+
+
+def test_errors_cannot_control_a_terminal() -> None:
+    for kind in (CheckpointError, CheckpointMismatchError):
+        assert str(kind("- a\x1b[2Jb: saved\n- c")) == "- a\\x1b[2Jb: saved\n- c"
+
+
+def test_a_safetensors_file_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = stage_0(tmp_path)
+    assert main(["export", str(folder), str(tmp_path / "out.ckpt"), "--format", "safetensors"]) == 1
+    assert f"Call it {tmp_path / 'out.safetensors'}." in capsys.readouterr().err
+    assert not (tmp_path / "out.ckpt").exists()

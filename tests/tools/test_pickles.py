@@ -31,6 +31,7 @@ from opcodes import EXPENSIVE, limited, text
 from ds_frozen_patch import CheckpointError, CheckpointMismatchError
 from ds_frozen_patch.checkpoint.format import archive
 from ds_frozen_patch.checkpoint.format.records import Records
+from ds_frozen_patch.checkpoint.format.safetensors import write_file as write_safetensors
 from ds_frozen_patch.checkpoint.format.stored import Storage, StoredTensor, iter_tensors, stand_in
 from ds_frozen_patch.checkpoint.format.writing import write_archive
 from ds_frozen_patch.checkpoint.tools.base import match_base, open_base
@@ -612,3 +613,30 @@ def test_texts_of_tensors_are_short(tmp_path: Path) -> None:
     begun = time.monotonic()
     assert len(repr(stored.tensor)) < 100
     assert time.monotonic() - begun < 1
+
+
+def test_bases_with_much_metadata_take_linear_time(tmp_path: Path) -> None:
+    """Metadata name torchao's tensors, whose inner tensors have names of their own."""
+    count = 8000
+    tensors = {f"x{i}._weight_scale": ("float32", (0,)) for i in range(count)}
+    write_safetensors(
+        tmp_path / "base.safetensors", tensors, [b""] * count, {f"y{i}.weight": "{}" for i in range(count)}
+    )
+    with limited(SECONDS, 2 * MEMORY):
+        assert len(open_base(tmp_path / "base.safetensors").tensors) == count
+    some = {f"x._{inner}": ("float32", (0,)) for inner in ("weight_scale", "in_proj_weight_zero_point")}
+    about = {"x.weight": "{}", "x.in_proj_weight": "{}"}
+    write_safetensors(tmp_path / "some.safetensors", some, [b""] * 2, about)
+    assert open_base(tmp_path / "some.safetensors").tensors.keys() >= {"x.weight.scale", "x.in_proj_weight.zero_point"}
+
+
+def test_patterns_are_limited_together() -> None:
+    from ds_frozen_patch.checkpoint.tools.export import _parse_recorded_config
+
+    def parsed(count: int) -> Any:
+        patterns = {f"a{i}.*b.*": 8 for i in range(count)}
+        return _parse_recorded_config(json.dumps({"peft_type": "LORA", "rank_pattern": patterns}))
+
+    assert len(parsed(100)["rank_pattern"]) == 100
+    with pytest.raises(CheckpointError, match="could take forever to match"):
+        parsed(6000)

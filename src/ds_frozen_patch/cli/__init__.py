@@ -14,7 +14,9 @@ from .arguments import make_parser
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status: 0, or 1 after an error. Wrong usage exits with status 2."""
-    given = make_parser().parse_args(arguments)
+    given, unknown = make_parser().parse_known_args(arguments)
+    if unknown:  # argparse itself would show the usage of no command
+        given.wrong(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         status: int = given.run(given)
         sys.stdout.flush()

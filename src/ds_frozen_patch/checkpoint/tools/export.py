@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -179,7 +180,8 @@ def export(
 
     Raises:
         CheckpointError: a file of the source is missing, damaged or from another run; there is no such adapter or no
-            configuration for it, or a part of it was frozen and left out; the target exists, or cannot be written.
+            configuration for it, or a part of it was frozen and left out; the target exists, cannot be written, or for
+            "safetensors" has another suffix than that.
             Nothing is left there.
         CheckpointMismatchError: its manifest is damaged, or has a format that this release does not know.
         ValueError: the format or the dtype is unknown.
@@ -187,6 +189,11 @@ def export(
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, not {format!r}")
     kind = dtypes.torch_dtype(dtype)
+    if format == "safetensors" and Path(target).suffix != ".safetensors" and not os.path.lexists(target):
+        better = Path(target).with_suffix(".safetensors")
+        raise CheckpointError(
+            f"{target} would be a safetensors file, and programs recognize these by their suffix. Call it {better}."
+        )
     checkpoint = open_checkpoint(source, tag, trainable=trainable, trust=trust)
     states, found = checkpoint.states, checkpoint.weights
     chosen = None

@@ -142,6 +142,8 @@ def latest_tag(root: Path) -> str:
         raise CheckpointError(
             f"{root} is a subdirectory of a checkpoint. Pass the directory that contains it: {root.parent}"
         )
+    if inner := sorted(item.name for item in root.iterdir() if (item / "latest").is_file()):
+        raise NothingSavedError(f"{root} is a folder of checkpoints: {named(inner)}. Pass the path of one of them.")
     raise NothingSavedError(
         f"{root} has no file `latest`: it is not a DeepSpeed checkpoint, or pass its subdirectory with --tag."
     )
