@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from .stored import StandIn, StoredTensor, children
+from .stored import StandIn, StorageType, StoredTensor, children
 
 DEPTH = 100
 """How deeply values may be nested in a file."""
@@ -65,12 +65,14 @@ _MAX_REFERENCES_TO_CYCLES = 4
 
 def _containers(state: Any) -> list[Any]:
     """Python's own containers in a state; raises ValueError if it is too deep, or has a function as a value."""
+    if isinstance(state, StorageType):
+        raise ValueError("a class of torch is a value")
     found, seen = [state], {id(state)}
     waiting = [children(state)]
     while waiting:
         for item in waiting[-1]:
-            if isinstance(item, partial):
-                raise ValueError("a function is a value")
+            if isinstance(item, partial | StorageType):
+                raise ValueError("a function or a class of torch is a value")
             if isinstance(item, (*_CONTAINERS, StandIn, StoredTensor)) and id(item) not in seen:
                 seen.add(id(item))
                 waiting.append(children(item))

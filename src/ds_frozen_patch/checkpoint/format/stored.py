@@ -26,6 +26,10 @@ STORAGES = {
 """The dtype of each of torch's storages."""
 
 
+class StorageType(str):
+    """A class of torch's storages, in a pickle: the name of its dtype. It is no value."""
+
+
 @dataclass(frozen=True, slots=True)
 class Storage:
     """The raw bytes of one or more tensors: the record `key` of a file, of `numel` elements of `dtype`.

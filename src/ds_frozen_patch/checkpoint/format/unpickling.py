@@ -19,7 +19,7 @@ from ...common.errors import CheckpointError
 from .allowed import EXPECTED, LISTS, MAPPINGS, may_be_called, may_have_state
 from .makers import MAKERS, PLAIN
 from .references import check_references
-from .stored import STORAGES, StandIn, Storage, is_shape, stand_in
+from .stored import STORAGES, StandIn, Storage, StorageType, is_shape, stand_in
 
 _BYTES_PER_BYTE = 50
 _BYTES_FOR_ALL = 1 << 25
@@ -241,7 +241,7 @@ class _Unpickler(pickle._Unpickler):
         if full in PLAIN:
             return PLAIN[full]
         if module in ("torch", "torch.storage") and name in STORAGES:
-            return STORAGES[name]
+            return StorageType(STORAGES[name])
         if len(full) > _LONGEST_NAME or not all(part.isidentifier() for part in (*module.split("."), name)):
             # Such as an attribute of a class or function.
             raise ValueError(f"it names {full!r:.200}, which is not a class")
@@ -260,9 +260,14 @@ class _Unpickler(pickle._Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         kind, dtype, key, _, numel = pid
-        if kind != "storage" or not isinstance(dtype, str) or not isinstance(key, str) or not is_shape((numel,)):
+        if (
+            kind != "storage"
+            or not isinstance(dtype, StorageType)
+            or not isinstance(key, str)
+            or not is_shape((numel,))
+        ):
             raise ValueError("it has an unknown record")
-        storage = Storage(self.path, key, dtype, numel)
+        storage = Storage(self.path, key, str(dtype), numel)
         if self.storages.setdefault(key, storage) != storage:  # torch would take the first of them for both
             raise ValueError(f"storage {key!r:.20} has two dtypes or sizes")
         return storage

@@ -181,7 +181,7 @@ def export(
     Raises:
         CheckpointError: a file of the source is missing, damaged or from another run; there is no such adapter or no
             configuration for it, or a part of it was frozen and left out; the target exists, cannot be written, or for
-            "safetensors" has another suffix than that.
+            "safetensors" has the suffix of another format.
             Nothing is left there.
         CheckpointMismatchError: its manifest is damaged, or has a format that this release does not know.
         ValueError: the format or the dtype is unknown.
@@ -189,10 +189,10 @@ def export(
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, not {format!r}")
     kind = dtypes.torch_dtype(dtype)
-    if format == "safetensors" and Path(target).suffix != ".safetensors" and not os.path.lexists(target):
+    if format == "safetensors" and Path(target).suffix in _OTHER_FORMATS and not os.path.lexists(target):
         better = Path(target).with_suffix(".safetensors")
         raise CheckpointError(
-            f"{target} would be a safetensors file, and programs recognize these by their suffix. Call it {better}."
+            f"{target} would be a safetensors file, and programs would take it for one of torch.save. Call it {better}."
         )
     checkpoint = open_checkpoint(source, tag, trainable=trainable, trust=trust)
     states, found = checkpoint.states, checkpoint.weights
@@ -299,6 +299,7 @@ def _parse_recorded_config(text: str) -> dict[str, Any]:
     return config
 
 
+_OTHER_FORMATS = (".ckpt", ".pt", ".pth", ".bin")
 _LIBRARIES = ("transformers.", "diffusers.")
 
 
