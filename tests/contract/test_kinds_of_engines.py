@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import shutil
 from functools import partial
@@ -274,6 +275,15 @@ def sequence_run(out: str, stage: int, by: str) -> Any:
         mpu = import_module("deepspeed.runtime.sequence_parallel.parallel_state_sp")
         mpu.initialize_sequence_parallel(sequence_parallel_size=2)
     return resumed_like_uninterrupted(out, stage, plain_llama, mpu=mpu)
+
+
+@needs_new
+@pytest.mark.parametrize("stage", [2, 3])
+def test_sequence_and_data_parallel_engines_are_served(ranks: Any, tmp_path: Path, stage: int) -> None:
+    """Two groups of two ranks; DeepSpeed counts all four as the world size."""
+    assert ranks(4, sequence_run, out=str(tmp_path), stage=stage, by="deepspeed", alone=True) == [([], True)] * 4
+    assert json.loads((tmp_path / "checkpoint" / "ds_frozen_patch.json").read_text())["world_size"] == 4
+    assert not ds_frozen_patch.verify(tmp_path, "checkpoint").problems
 
 
 def resumed_like_uninterrupted(out: str, stage: int, build: Any, **options: Any) -> Any:
