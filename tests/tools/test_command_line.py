@@ -146,3 +146,11 @@ def test_a_safetensors_file_is_called_so(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["export", str(folder), str(tmp_path / "out.ckpt"), "--format", "safetensors"]) == 1
     assert f"Call it {tmp_path / 'out.safetensors'}." in capsys.readouterr().err
     assert not (tmp_path / "out.ckpt").exists()
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "layer.\ud800"])
+def test_names_that_safetensors_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    folder, target = stage_0(tmp_path, name=name), tmp_path / "out.safetensors"
+    assert main(["consolidate", str(folder), str(target)]) == 1
+    assert "A safetensors file cannot have a tensor called" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))

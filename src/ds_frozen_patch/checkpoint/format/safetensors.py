@@ -102,7 +102,14 @@ def write_file(
         tensors: the dtype (torch's name) and shape of each tensor.
         contents: the bytes of each tensor, in the same order; only one of them is in memory at a time.
         about: the metadata, besides the format.
+
+    Raises:
+        CheckpointError: the format has no such name; nothing was written.
     """
+    if odd := next((name for name in tensors if name == "__metadata__" or not _is_unicode(name)), None):
+        raise CheckpointError(
+            f"A safetensors file cannot have a tensor called {odd!r:.100}. Write a .ckpt, or rename it in the module."
+        )
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -114,6 +121,15 @@ def write_file(
         file.write(len(text).to_bytes(8, "little") + text)
         for content in contents:
             file.write(content)
+
+
+def _is_unicode(name: str) -> bool:
+    """Whether a name can be encoded: JSON has half characters, and the library does not read them."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _torch_dtype(name: str) -> str:
