@@ -278,7 +278,7 @@ def names_of_copy(path: Path) -> list[str]:
     The converter is a program that people run, and the one in a checkpoint from elsewhere may have been replaced, so no
     tool copies it.
     """
-    return sorted(snapshot(path).keys() - {"zero_to_fp32.py"})
+    return sorted(snapshot(path).keys() - {"zero_to_fp32.py", "zero_to_torch.py"})
 
 
 def assert_pruned(pruned: Path, small: Path) -> None:
