@@ -546,7 +546,8 @@ class Hub:
 
     def upload_folder(self, folder_path: str, ignore_patterns: Any = (), **options: Any) -> Any:
         names = sorted(str(item.relative_to(folder_path)) for item in Path(folder_path).rglob("*") if item.is_file())
-        ignored = [*ignore_patterns, f"*{RECORD}"]  # the record is uploaded with the checkpoint
+        # Our record is uploaded with the checkpoint, and plain Trainer does not wait for what rank 1 writes last.
+        ignored = [*ignore_patterns, f"*{RECORD}", "*rng_state_1.pth"]
         left = [name for name in names if not any(fnmatch(name, pattern) for pattern in ignored)]
         self.calls.append((Path(folder_path).name, options.get("path_in_repo"), options["commit_message"], left))
         done: Future[None] = Future()
