@@ -88,7 +88,7 @@ def faults(before: dict[str, Any], *files: Path) -> dict[str, Any]:
     when = f"on {day}, for {minutes:.0f} minutes, on {where}"
     runs = [f"Run {when}."]
     if not before["times"].keys() <= tried.keys():
-        # Those whose rows are all renewed now are gone.
+        # Drop the line of an earlier rerun if this one has measured all of its rows again.
         reruns = [one for one in before["runs"][1:] if not set(one.partition(": ")[2][:-1].split("; ")) <= tried.keys()]
         runs = [before["runs"][0], *reruns, f"Rerun {when}: {'; '.join(tried)}."]
     return {"runs": runs, "times": {**before["times"], **tried}}

@@ -50,7 +50,7 @@ def _why_unserved(engine: Any, stage: int, tensor_parallel: int, has_experts: bo
 
     classes = type(engine).__mro__
     derived = classes[: classes.index(DeepSpeedEngine)] if DeepSpeedEngine in classes else ()
-    modules = [type(inner).__name__ for inner in engine.module.modules()]
+    modules = list(engine.module.modules())
     zero = getattr(engine._config, "zero_config", None)
     if "PipelineEngine" in (cls.__name__ for cls in derived):
         return "pipeline parallelism"
@@ -58,9 +58,9 @@ def _why_unserved(engine: Any, stage: int, tensor_parallel: int, has_experts: bo
         return f"an engine with a {replaced} of its own ({type(engine).__name__})"
     if (getattr(zero, "mics_shard_size", None) or 0) > 0:
         return "MiCS (zero_optimization.mics_shard_size)"
-    if "AutoEPMoELayer" in modules:
+    if any(type(inner).__name__ == "AutoEPMoELayer" for inner in modules):
         return "AutoEP (expert_parallel)"
-    if any(getattr(inner, "zero_shards", 1) > 1 for inner in engine.module.modules()):
+    if any(type(inner).__name__ == "LoRAOptimizedLinear" and inner.zero_shards > 1 for inner in modules):
         return "deepspeed.linear with base_weight_sharding"
     if tensor_parallel > 1 and has_experts:
         return "tensor parallelism together with experts of deepspeed.moe"

@@ -30,7 +30,7 @@ from .load import Load, current, where_it_is
 from .quantized import by_name, check_parts, is_part, without_own_values
 from .reading import check_model, manifest_of, sharing_reads
 from .strictness import check_optimizer_layout, check_optimizer_state, forgiving, saved_elsewhere
-from .trust import refuse_unsafe_in, trust
+from .trust import refuse_unsafe_in, runs_nothing, trust
 
 
 def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -40,11 +40,11 @@ def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
     is_alone = load is None
     if load is None:
         if known is None:
-            return _load_unserved(wrapped, engine, args, kwargs)
+            return _load_by_deepspeed(wrapped, engine, args, kwargs)
         load = Load(known.owner)
     known = attach(engine, load.owner)
     if known is None:
-        return _load_unserved(wrapped, engine, args, kwargs)
+        return _load_by_deepspeed(wrapped, engine, args, kwargs)
     if engine.load_universal_checkpoint():
         return _load_universal(wrapped, engine, known, args, kwargs)
     call = inspect.signature(wrapped).bind(*args, **kwargs)
@@ -101,13 +101,15 @@ def _load_universal(
         " works at any world size."
     )
     with set_to(current, None), _noticing_another_base(known, engine):
-        path, client_state = _load_unserved(wrapped, engine, args, kwargs)
+        path, client_state = _load_by_deepspeed(wrapped, engine, args, kwargs)
     _remove_ours(client_state or {})
     return path, client_state
 
 
-def _load_unserved(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _load_by_deepspeed(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Let DeepSpeed load by itself, and run nothing with `trust=False`."""
+    if not runs_nothing():
+        return wrapped(*args, **kwargs)
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     call.apply_defaults()
     with trust():

@@ -191,7 +191,7 @@ class Load:
     def _choose_common_save(self) -> None:
         """Choose the newest save that all nodes have, after a kill between two nodes' renames.
 
-        It is not newer than what has the name on some node: such copies may be of a run that was given up.
+        Copies that are newer than every named checkpoint are ignored: they may be from an abandoned run.
 
         Raises:
             CheckpointError: there is none.

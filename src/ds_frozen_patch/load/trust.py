@@ -14,6 +14,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from ..checkpoint.format.allowed import OF_DEEPSPEED
+from ..checkpoint.zero.layout import read_tag
 from ..common.errors import CheckpointError, named
 from ..common.overrides import overridden
 from ..settings import current
@@ -52,17 +53,15 @@ def _safe() -> list[Any]:
 
 
 def refuse_unsafe_in(root: Path, tag: str | None, note: str) -> None:
-    """`refuse_unsafe` for each file in the folder of a tag, whatever DeepSpeed loads of it.
+    """Call `refuse_unsafe` for each file in the folder of a tag, since any of them may be loaded.
 
     Args:
         root: the directory that has the folder.
         tag: the name of the folder, or None for the one that the file `note` names.
         note: "latest" or "latest_universal".
     """
-    if not runs_nothing():
-        return
     if tag is None and (root / note).is_file():
-        tag = (root / note).read_text(errors="replace").strip()
+        tag = read_tag(root / note)
     for file in sorted((root / str(tag)).rglob("*.pt")) if tag else ():
         refuse_unsafe(file)
 

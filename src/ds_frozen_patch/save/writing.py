@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,11 +14,11 @@ from typing import Any
 
 from ..checkpoint.record import describe_file
 from ..checkpoint.zero.labels import add_label
-from ..checkpoint.zero.layout import is_of_all
+from ..checkpoint.zero.layout import is_rank_file
 from ..common.durable import sync_file
 from ..common.overrides import overridden
 from ..cures import Attributes
-from ..engine import experts
+from ..engine.experts import names_in_files
 from ..engine.target import ENGINE
 from ..parameters import plain
 from .save import Save
@@ -28,11 +28,13 @@ from .ways import Way
 def writing(save: Save) -> AbstractContextManager[None]:
     """While this lasts, DeepSpeed writes for a save, and goes on if it cannot write a file or create a folder."""
     writer: Any = save.engine.checkpoint_engine
+    is_divided = save.attached.topology.is_divided
+    experts = names_in_files(save.engine.module) if is_divided and save.names_left_out else {}
     others = [(writer, "makedirs"), (save.engine, "_copy_recovery_script")]
     return overridden(
         [
             *_what_was_agreed(save),
-            (writer, "save", _deferring(save, partial(_write_states, save, writer.save))),
+            (writer, "save", _deferring(save, partial(_write_states, save, experts, writer.save))),
             *((owner, name, _deferring(save, getattr(owner, name))) for owner, name in others if hasattr(owner, name)),
         ]
     )
@@ -72,14 +74,19 @@ def _deferring(save: Save, write: Callable[..., Any]) -> Callable[..., None]:
 
 
 def _write_states(
-    save: Save, write: Callable[..., Any], state_dict: dict[str, Any], path: str, *args: Any, **kwargs: Any
+    save: Save,
+    experts: Mapping[str, str],
+    write: Callable[..., Any],
+    state_dict: dict[str, Any],
+    path: str,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     name = Path(path).name
-    if is_of_all(name):
+    if is_rank_file(name):
         state_dict = add_label(state_dict, save.id, name, has_record=save.record is not None)
-    elif save.names_left_out:  # a file of an expert, whose keys are parameters
-        names = experts.names_in_files(save.engine.module)
-        left_out = {key: own for key in state_dict if (own := names.get(plain(key))) in save.names_left_out}
+    elif save.names_left_out:  # an expert's file, whose keys are parameters
+        left_out = {key: own for key in state_dict if (own := experts.get(plain(key))) in save.names_left_out}
         save.removed.update(left_out.values())
         state_dict = {key: value for key, value in state_dict.items() if key not in left_out}
     write(state_dict, path, *args, **kwargs)

@@ -124,7 +124,7 @@ def write_file(
 
 
 def _is_unicode(name: str) -> bool:
-    """Whether a name can be encoded: JSON has half characters, and the library does not read them."""
+    """Whether a name has no lone surrogates, which JSON can represent, and the library cannot read."""
     try:
         name.encode()
     except UnicodeEncodeError:

@@ -27,7 +27,7 @@ STORAGES = {
 
 
 class StorageType(str):
-    """A class of torch's storages, in a pickle: the name of its dtype. It is no value."""
+    """A class of torch's storages, in a pickle, as the name of its dtype. It is not valid as a value."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,8 +107,8 @@ def find_layout(path: str | Path, tag: str | None = None) -> Layout:
     return Layout(root, folder.name, model, optimizer)
 
 
-def is_of_all(name: str) -> bool:
-    """Whether a file is of model or optimizer states, of one rank or of all, and not of an expert or a layer."""
+def is_rank_file(name: str) -> bool:
+    """Whether this is the name of a file of model or optimizer states, and not of an expert's or a layer's file."""
     return any(kind.fullmatch(name) for kind in (_MODEL, _OPTIMIZER))
 
 
@@ -128,6 +128,12 @@ def check_links_stay_inside(layout: Layout) -> None:
             )
 
 
+def read_tag(note: Path) -> str:
+    """Read the tag in a file such as `latest`."""
+    with open_regular(note) as file:
+        return file.read(1000).decode(errors="replace").strip()
+
+
 def latest_tag(root: Path) -> str:
     """Read the tag in a checkpoint's file `latest`; raises CheckpointError if there is none."""
     note = root / "latest"
@@ -136,8 +142,7 @@ def latest_tag(root: Path) -> str:
     if not root.is_dir():
         raise NothingSavedError(f"There is no directory {root}. Check the path.")
     if note.is_file():
-        with open_regular(note) as file:
-            return file.read(1000).decode(errors="replace").strip()
+        return read_tag(note)
     if any(_MODEL.fullmatch(item.name) for item in root.iterdir()):
         raise CheckpointError(
             f"{root} is a subdirectory of a checkpoint. Pass the directory that contains it: {root.parent}"
