@@ -69,13 +69,17 @@ class Experts(torch.nn.Module):
         return self.moe(x)[0]
 
 
+def with_lora(model: Any) -> Any:
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+
 def like_mixtral(ep_size: int, train_experts: bool) -> Any:
     torch.manual_seed(1)
     config = training.llama_config(64, 64, layers=2, vocabulary=VOCABULARY, tied=True)
     model: Any = LlamaForCausalLM(config)
     for number, layer in enumerate(model.model.layers):
         layer.mlp = Experts(config, ep_size, number)
-    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    model = with_lora(model)
     for name, parameter in model.named_parameters():
         if name.endswith(".scale") or (train_experts and ".deepspeed_experts." in name):
             parameter.requires_grad_(True)
@@ -85,17 +89,36 @@ def like_mixtral(ep_size: int, train_experts: bool) -> Any:
 def plain_llama() -> Any:
     torch.manual_seed(1)
     model: Any = LlamaForCausalLM(training.llama_config(128, 64, layers=2, vocabulary=VOCABULARY, tied=True))
-    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    return with_lora(model)
 
 
-def engine_of(model: Any, stage: int, config: dict[str, Any] | None = None, mpu: Any = None, by: Any = None) -> Any:
+def adam_of(model: Any) -> Any:
+    """AdamW on what is trained, with a group for the experts if there are any, as ZeRO needs it."""
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
 
     group: Any = {"params": [p for p in model.parameters() if p.requires_grad], "name": "all"}
     has_experts = any(not getattr(p, "allreduce", True) for p in group["params"])
-    adam = torch.optim.AdamW(split(group) if has_experts else [group], lr=0.05)
+    return torch.optim.AdamW(split(group) if has_experts else [group], lr=0.05)
+
+
+def accelerator_of(stage: int, batch: int = 1, **options: Any) -> Any:
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
+
+    settings = {"zero_optimization": {"stage": 0}, **runs.config(stage), "train_micro_batch_size_per_gpu": batch}
+    return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings), **options)
+
+
+def left_out_by(checkpoint: Path) -> list[Any]:
+    """What the manifest in the first file of model states names."""
+    file = min(checkpoint.rglob("*mp_rank_00_model_states.pt"))
+    found: list[Any] = torch.load(file, weights_only=False)["ds_frozen_patch"]["left_out"]
+    return found
+
+
+def engine_of(model: Any, stage: int, config: dict[str, Any] | None = None, mpu: Any = None, by: Any = None) -> Any:
     settings = runs.config(stage) | {"train_micro_batch_size_per_gpu": 1} | (config or {})
-    engine = deepspeed.initialize(model=model, config=settings, optimizer=adam, mpu=mpu)[0]
+    engine = deepspeed.initialize(model=model, config=settings, optimizer=adam_of(model), mpu=mpu)[0]
     (by or ds_frozen_patch.serve)(engine)
     return engine
 
@@ -301,8 +324,7 @@ def resumed_like_uninterrupted(out: str, stage: int, build: Any, **options: Any)
 @pytest.mark.parametrize("by", ["program", pytest.param("deepspeed", marks=needs_new)])
 def test_sequence_parallel_engines_are_served(ranks: Any, tmp_path: Path, stage: int, by: str) -> None:
     assert ranks(2, sequence_run, out=str(tmp_path), stage=stage, by=by, alone=True) == [([], True)] * 2
-    file = min((tmp_path / "checkpoint").glob("*mp_rank_00_model_states.pt"))
-    assert torch.load(file, weights_only=False)["ds_frozen_patch"]["left_out"]
+    assert left_out_by(tmp_path / "checkpoint")
     if (by, stage) != ("program", 3):  # there DeepSpeed divides parameters and optimizer over different ranks
         assert not ds_frozen_patch.verify(tmp_path, "checkpoint").problems
 
@@ -449,18 +471,15 @@ def test_other_engines_are_passed_on_whole(ranks: Any, tmp_path: Path, kind: str
 
 def sequence_by_accelerate(out: str, stage: int, resume: bool) -> list[float]:
     """Save and train on, or resume, with sequence-parallel attention, which a process can set up once."""
-    from accelerate import Accelerator, ParallelismConfig
-    from accelerate.utils import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig
+    from accelerate import ParallelismConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
 
     ds_frozen_patch.patch()
     training.on_cpu_ranks()
     handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa", sp_seq_length_is_variable=True)
     parallel = ParallelismConfig(sp_backend="deepspeed", sp_size=2, sp_handler=handler)
-    settings = {"zero_optimization": {"stage": 0}, **runs.config(stage), "train_micro_batch_size_per_gpu": 2}
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings), parallelism_config=parallel)
-    model = plain_llama()
-    adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    engine = accelerator.prepare(model, adam)[0]
+    accelerator, model = accelerator_of(stage, batch=2, parallelism_config=parallel), plain_llama()
+    engine = accelerator.prepare(model, adam_of(model))[0]
     if resume:
         accelerator.load_state(out)
     else:
@@ -474,8 +493,7 @@ def sequence_by_accelerate(out: str, stage: int, resume: bool) -> list[float]:
 def test_sequence_parallelism_of_accelerate(ranks: Any, tmp_path: Path, stage: int) -> None:
     losses = ranks(2, sequence_by_accelerate, out=str(tmp_path), stage=stage, resume=False, alone=True)
     assert ranks(2, sequence_by_accelerate, out=str(tmp_path), stage=stage, resume=True, alone=True) == losses
-    file = min(tmp_path.rglob("*mp_rank_00_model_states.pt"))
-    assert torch.load(file, weights_only=False)["ds_frozen_patch"]["left_out"]
+    assert left_out_by(tmp_path)
 
 
 def sequence_by_trainer(out: str, stage: int, resume: bool, is_patched: bool) -> list[float]:
@@ -510,22 +528,17 @@ def test_sequence_parallelism_of_trainer(ranks: Any, tmp_path: Path, stage: int)
         losses.append([ranks(2, sequence_by_trainer, resume=resume, **options) for resume in (False, True)])
     assert losses[0] == losses[1]
     assert len(losses[1][1][0]) == 6
-    file = min((tmp_path / "True" / "checkpoint-8").rglob("*mp_rank_00_model_states.pt"))
-    assert torch.load(file, weights_only=False)["ds_frozen_patch"]["left_out"]
+    assert left_out_by(tmp_path / "True" / "checkpoint-8")
 
 
 def on_unknown_ranks(out: str) -> Any:
     """Accelerate takes each rank for the only one, as it does with CPU ranks of torch's launcher."""
-    from accelerate import Accelerator
     from accelerate.state import AcceleratorState
-    from accelerate.utils import DeepSpeedPlugin
 
     AcceleratorState._reset_state(reset_partial_state=True)
     ds_frozen_patch.patch()
-    settings = runs.config(2) | {"train_micro_batch_size_per_gpu": 1}
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings))
-    model = plain_llama()
-    engine = accelerator.prepare(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))[0]
+    accelerator, model = accelerator_of(2), plain_llama()
+    engine = accelerator.prepare(model, adam_of(model))[0]
     train(engine, 1)
     engine.save_checkpoint(out, tag="checkpoint")
     return accelerator.process_index, attached(engine) is not None
@@ -533,24 +546,16 @@ def on_unknown_ranks(out: str) -> Any:
 
 def test_ranks_that_accelerate_does_not_know(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2, on_unknown_ranks, out=str(tmp_path), alone=True) == [(0, True)] * 2
-    state = torch.load(tmp_path / "checkpoint" / "mp_rank_00_model_states.pt", weights_only=False)
-    assert state["ds_frozen_patch"]["left_out"]
+    assert left_out_by(tmp_path / "checkpoint")
 
 
 def experts_by_accelerate(out: str) -> Any:
-    from accelerate import Accelerator
-    from accelerate.utils import DeepSpeedPlugin
-    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
-
     ds_frozen_patch.patch()
 
     def accelerated() -> tuple[Any, Any]:
         training.on_cpu_ranks()
-        settings = runs.config(2) | {"train_micro_batch_size_per_gpu": 1}
-        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings))
-        model = like_mixtral(2, train_experts=False)
-        group: Any = {"params": [p for p in model.parameters() if p.requires_grad], "name": "all"}
-        return accelerator, accelerator.prepare(model, torch.optim.AdamW(split(group), lr=0.05))[0]
+        accelerator, model = accelerator_of(2), like_mixtral(2, train_experts=False)
+        return accelerator, accelerator.prepare(model, adam_of(model))[0]
 
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
     accelerator, engine = accelerated()
@@ -579,10 +584,7 @@ class ExpertsOfLightning(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
-
-        group: Any = {"params": [p for p in self.parameters() if p.requires_grad], "name": "all"}
-        return torch.optim.AdamW(split(group), lr=0.05)
+        return adam_of(self)
 
 
 def experts_by_lightning(out: str) -> Any:
