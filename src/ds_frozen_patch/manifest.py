@@ -8,18 +8,18 @@ one of them contains the manifest and the others a reference to that file.
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from hashlib import sha256
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from .common.errors import CheckpointMismatchError
 from .common.text import human_bytes
+from .common.versions import version_of
 from .fingerprint import Shard, fingerprints, process_memory
-from .parameters import BUFFER, PARAMETER, PART, Held, is_name, part_name, part_suffix, plain
+from .parameters import BUFFER, PARAMETER, PART, Held, compiled_modules, is_name, part_name, part_suffix, plain
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +68,7 @@ class Manifest:
         versions: the release of each package that took part, by its name on the package index.
         adapters: the configuration of each PEFT adapter, as the JSON of an `adapter_config.json`: by the name of its
             module, then by the name of the adapter.
+        compiled: the plain names of the modules that `torch.compile` has wrapped, as `compiled_modules` returns them.
     """
 
     left_out: tuple[LeftOut, ...]
@@ -76,6 +77,7 @@ class Manifest:
     world_size: int
     versions: Mapping[str, str]
     adapters: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    compiled: frozenset[str] = frozenset()
 
     @property
     def names(self) -> frozenset[str]:
@@ -106,6 +108,7 @@ class Manifest:
             "world_size": self.world_size,
             "versions": dict(self.versions),
             **({"adapters": {name: dict(said) for name, said in self.adapters.items()}} if self.adapters else {}),
+            **({"compiled": sorted(self.compiled)} if self.compiled else {}),
         }
         return {**state, "digest": _digest(state)}
 
@@ -162,6 +165,7 @@ class Manifest:
             world_size=state["world_size"],
             versions=state["versions"],
             adapters=state.get("adapters", {}),
+            compiled=frozenset(state.get("compiled", ())),
         )
         found._check_values()
         return found
@@ -174,7 +178,7 @@ class Manifest:
         numbers += [self.total_bytes, self.zero_stage, self.world_size]
         if not all(isinstance(text, str) for text in (*texts, *told, *told.values(), *self.adapters)):
             raise ValueError("a name is no text")
-        if not all(is_name(name) for p in self.left_out for name in p.names):
+        if not all(is_name(name) for p in self.left_out for name in p.names) or not all(map(is_name, self.compiled)):
             raise ValueError("a name is no text, or too long")
         if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
             raise ValueError("a size is no number")
@@ -314,16 +318,22 @@ def describe(
         world_size=world_size,
         versions=versions(),
         adapters=adapters_of(module),
+        compiled=compiled_modules(name for name, _ in module.named_parameters(remove_duplicate=False)),
     )
 
 
-@cache
 def versions() -> dict[str, str]:
-    """The release of each package that takes part, by its name on the package index."""
-    found = {}
-    for name in ("ds_frozen_patch", "lightning", "pytorch-lightning", "lightning-fabric", "deepspeed", "torch"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    """The release of each package that this process has imported, by its name on the package index."""
+    found = {name: version_of(name) for name, module in _PACKAGES.items() if module in sys.modules}
+    return {name: version for name, version in found.items() if version}
+
+
+_PACKAGES = {
+    "ds_frozen_patch": "ds_frozen_patch",
+    "lightning": "lightning",
+    "pytorch-lightning": "pytorch_lightning",
+    "lightning-fabric": "lightning_fabric",
+    "deepspeed": "deepspeed",
+    "torch": "torch",
+}
+"""The name of the module of each package that can take part in a save."""

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 PREFIX = "_forward_module."
 """The prefix that Lightning before 2.1 adds to the parameter names of a LightningModule, also in checkpoints."""
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What `torch.compile` and activation checkpointing insert into names."""
+_COMPILED, _CHECKPOINTED = "_orig_mod", "_checkpoint_wrapped_module"
+WRAPPERS = (f"{_COMPILED}.", f"{_CHECKPOINTED}.")
+"""What `torch.compile` and activation checkpointing insert into names; the latter not into those of state dicts."""
 
 PARAMETER, BUFFER, PART = "parameter", "buffer", "part"
 """The kinds of contents. A part is something that a parameter needs besides its values, such as its scales."""
@@ -87,6 +88,27 @@ def plain(name: str) -> str:
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def compiled_modules(names: Iterable[str]) -> frozenset[str]:
+    """The plain names of the modules that `torch.compile` has wrapped, from the names of their parameters."""
+    found = set()
+    for name in names:
+        before, *others = name.removeprefix(PREFIX).split(f"{_COMPILED}.")
+        for after in others:
+            found.add(plain(before).removesuffix("."))
+            before += after
+    return frozenset(found)
+
+
+def with_compiled(name: str, compiled: Collection[str]) -> str:
+    """A plain name as in the state dict of a module with compiled parts; see `compiled_modules`."""
+    if not compiled:
+        return name
+    parts = name.split(".")
+    inserted = [[part, _COMPILED] if ".".join(parts[:i]) in compiled else [part] for i, part in enumerate(parts, 1)]
+    whole = [_COMPILED] if "" in compiled else []
+    return ".".join([*whole, *(part for own in inserted for part in own)])
 
 
 def is_name(value: Any) -> bool:

@@ -91,6 +91,31 @@ def test_a_rank_that_was_killed_is_not_taken_for_unpatched(ranks: Any) -> None:
     assert other[0].startswith("Dist"), other
 
 
+def two_process_groups_of_one_store(out: str) -> str:
+    """Return the error of the second one, in which rank 1 is not patched."""
+    number, store = int(os.environ["RANK"]), torch.distributed.FileStore(f"{out}/store", 2)
+    said = ""
+    for is_patched in (True, number == 0):
+        torch.distributed.init_process_group("gloo", store=store, rank=number, world_size=2)
+        if is_patched:
+            ds_frozen_patch.patch()
+            try:
+                handshake.check(wait_seconds=2)
+            except PatchError as error:
+                said = str(error)
+            ds_frozen_patch.unpatch()
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    return said
+
+
+@pytest.mark.once
+def test_the_handshake_is_renewed_for_another_process_group(ranks: Any, tmp_path: Path) -> None:
+    first, second = ranks(2, two_process_groups_of_one_store, alone=True, out=str(tmp_path))
+    assert "was called on this rank, but not on rank 1" in first
+    assert second == ""
+
+
 def die_in_the_handshake() -> None:
     torch.distributed.init_process_group("gloo")
     ds_frozen_patch.patch()

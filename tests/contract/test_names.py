@@ -9,6 +9,7 @@ import pytest
 import runs
 import torch
 from disk import model_states
+from safetensors import safe_open
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import ds_frozen_patch
@@ -22,7 +23,10 @@ class Wrapped(runs.LoraRun):
 
     def __init__(self, way: str) -> None:
         super().__init__()
-        layers = self.model.base_model.model.model.layers
+        inner = self.model.base_model.model.model
+        layers = inner.layers
+        if way == "compiled":  # nothing in it is trained
+            inner.embed_tokens = torch.compile(inner.embed_tokens, backend="eager")
         for place, layer in enumerate(layers):
             if way == "compiled":
                 layers[place] = torch.compile(layer, backend="eager")
@@ -65,6 +69,25 @@ def test_resume_under_another_wrapper(ranks: Any, tmp_path: Path, one: str, othe
     assert b"_orig_mod" not in exported
     assert b"_checkpoint_wrapped" not in exported
     ds_frozen_patch.verify(tmp_path / "epoch=0.ckpt")
+    loads_strictly(tmp_path, one)
+
+
+def loads_strictly(out: Path, way: str) -> None:
+    """What is consolidated has the names of the module, also of compiled parts with nothing but frozen parameters."""
+    module = Wrapped(way)
+    expected = {name: runs.digest(value) for name, value in Wrapped(way).state_dict().items()}
+    ds_frozen_patch.prune(out / "full.ckpt", out / "pruned.ckpt")
+    for name, base in (("full.ckpt", None), ("epoch=1.ckpt", "full.ckpt"), ("pruned.ckpt", "full.ckpt")):
+        given = out / base if base else None
+        ds_frozen_patch.consolidate(out / name, out / f"of-{name}", base=given)
+        found = torch.load(out / f"of-{name}", weights_only=True)["state_dict"]
+        module.load_state_dict(found)
+        assert found.keys() == expected.keys()
+        ds_frozen_patch.consolidate(out / name, out / f"of-{name}.safetensors", base=given)
+        with safe_open(out / f"of-{name}.safetensors", "pt") as file:
+            assert {*file.keys(), *(file.metadata() or {})} - {"format"} == expected.keys()
+    ds_frozen_patch.consolidate(out / "weights.ckpt", out / "of-weights.ckpt", base=out / "full.ckpt")
+    module.load_state_dict(torch.load(out / "of-weights.ckpt", weights_only=True)["state_dict"])
 
 
 @pytest.mark.short

@@ -13,6 +13,7 @@ import pytest
 import runs
 import torch
 from tools_checkpoints import changed, precision_of, refresh
+from under_test import ModelCheckpoint
 
 import ds_frozen_patch
 
@@ -145,6 +146,42 @@ def test_fabric_and_torch_load_of_the_program(ranks: Any, tmp_path: Path) -> Non
     """After a load, a program's own `torch.load` works as before, and classes that it declares safe are accepted."""
     for said in ranks(2, fabric_life, out=str(tmp_path)):
         assert said == ["refused, by name: True", "loaded", True]
+
+
+def train_on(out: str, trust: bool) -> None:
+    ds_frozen_patch.patch(trust=trust)
+    keeps = ModelCheckpoint(f"{out}/kept", filename="{epoch}", monitor="epoch", mode="max", save_top_k=1, save_last=True)
+    resume_from = f"{out}/named.ckpt" if Path(out, "named.ckpt").is_dir() else None
+    trainer = runs.trainer(out, 2, epochs=2 if resume_from else 1, callbacks=[keeps])
+    trainer.fit(Logs(), runs.batches(2), ckpt_path=resume_from)
+
+
+class Logs(runs.LoraRun):
+    """Logs what the callback monitors."""
+
+    def on_train_epoch_end(self) -> None:
+        self.log("epoch", float(self.current_epoch))
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_retention_removes_nothing_that_a_checkpoint_names_outside(ranks: Any, tmp_path: Path, trust: bool) -> None:
+    """Lightning removes what is in the folder by its name, which may have `..` in it."""
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    ranks(2, train_on, out=str(tmp_path), trust=trust)
+    (first,) = (path for path in (tmp_path / "kept").iterdir() if path.name.startswith("epoch"))
+    shutil.copytree(first, tmp_path / "named.ckpt")
+
+    def name_it(state: dict[str, Any]) -> None:
+        ((_, callback),) = ((key, value) for key, value in state["callbacks"].items() if "best_k_models" in value)
+        outside = f"{tmp_path}/kept/../victim"
+        score = next(iter(callback["best_k_models"].values()))
+        callback.update(best_k_models={outside: score}, kth_best_model_path=outside)
+
+    changed(min((tmp_path / "named.ckpt").rglob("*model_states.pt")), name_it)
+    ranks(2, train_on, out=str(tmp_path), trust=trust)
+    assert victim.exists() is not trust
+    assert (tmp_path / "kept" / "epoch=1.ckpt").exists()
 
 
 class Mine:

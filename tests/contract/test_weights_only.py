@@ -158,6 +158,63 @@ def test_fp32_masters(ranks: Any, tmp_path: Path, stage: int) -> None:
             assert torch.equal(start[name], value), name
 
 
+def save_files(out: str) -> None:
+    ds_frozen_patch.patch()
+    trainer, _ = train_and_save(out, 2, "32-true")
+    Path(out, "folder").mkdir(exist_ok=True)
+    trainer.save_checkpoint(f"{out}/folder", weights_only=True)
+    with ds_frozen_patch.full_checkpoint():
+        trainer.save_checkpoint(f"{out}/full.ckpt")
+        trainer.save_checkpoint(f"{out}/whole.ckpt", weights_only=True)
+
+
+@pytest.mark.promise(9)
+@pytest.mark.everyday
+def test_a_weights_only_file_is_consolidated_like_a_checkpoint(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, save_files, out=str(tmp_path))
+
+    def of(name: str, **options: Any) -> dict[str, Any]:
+        target = tmp_path / f"{len(list(tmp_path.iterdir()))}.ckpt"
+        done = ds_frozen_patch.consolidate(tmp_path / name, target, **options)
+        state = dict(torch.load(target, weights_only=True))
+        assert done.is_whole == ("ds_frozen_patch" not in state)
+        return state
+
+    full, small = of("full.ckpt")["state_dict"], of("small.ckpt")
+    for name in ("weights.ckpt", "folder"):
+        found = of(name)
+        assert {n: runs.digest(v) for n, v in found["state_dict"].items()} == {
+            n: runs.digest(v) for n, v in small["state_dict"].items()
+        }
+        assert found["ds_frozen_patch"]["left_out"] == small["ds_frozen_patch"]["left_out"]
+    for found in (of("weights.ckpt", base=tmp_path / "full.ckpt"), of("whole.ckpt")):
+        assert {n: runs.digest(v) for n, v in found["state_dict"].items()} == {
+            n: runs.digest(v) for n, v in full.items()
+        }
+        tied = [found["state_dict"][f"model.base_model.model.{name}.weight"] for name in ("lm_head", "model.embed_tokens")]
+        assert tied[0].data_ptr() == tied[1].data_ptr()
+        assert found["epoch"] == 1
+    ds_frozen_patch.consolidate(tmp_path / "whole.ckpt", tmp_path / "half.safetensors", dtype="bf16")
+    assert {value.dtype for value in load_file(tmp_path / "half.safetensors").values()} == {torch.bfloat16, torch.int64}
+    converter = __import__("importlib").import_module(f"{pl.__name__}.utilities.deepspeed")
+    ds_frozen_patch.patch()
+    try:
+        convert = converter.convert_zero_checkpoint_to_fp32_state_dict
+        given = convert(str(tmp_path / "weights.ckpt"), str(tmp_path / "converted.ckpt"))
+    finally:
+        ds_frozen_patch.unpatch()
+    assert given["state_dict"].keys() == small["state_dict"].keys()
+
+    torch.save({"weights": {}}, tmp_path / "other.ckpt")
+    for name, options, said in (
+        ("other.ckpt", {}, "which has a `state_dict`"),
+        ("weights.ckpt", {"tag": "checkpoint"}, "has no tags"),
+        ("whole.ckpt", {"base": tmp_path / "full.ckpt"}, "no base can be added"),
+    ):
+        with pytest.raises(ds_frozen_patch.CheckpointError, match=said):
+            of(name, **options)
+
+
 class OneMore(runs.LoraRun):
     """A buffer more than the run's model."""
 

@@ -71,6 +71,8 @@ def test_every_byte_has_a_kind(made: Made, stage: int, world_size: int) -> None:
         assert (found.zero_stage, found.world_size) == (stage, world_size)
         assert (found.epoch, found.global_step) == (1, runs.BATCHES)
         assert found.versions["deepspeed"] == CELL.deepspeed
+        # Not of what is installed beside it and took no part.
+        assert found.versions.keys() == {"lightning", "deepspeed", *(() if whole else ("ds_frozen_patch", "torch"))}
         for name, kinds in found.files.items():
             assert sum(kinds.values()) == (Path(found.path) / "checkpoint" / name).stat().st_size
             assert kinds["file format"] > 0

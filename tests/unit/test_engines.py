@@ -19,13 +19,14 @@ from ds_frozen_patch.save.saving import writes_before_it_returns
 pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 
 
-class Engine:
+class Engine(torch.nn.Module):
     """Like DeepSpeed's engine, which has its methods from its class."""
 
     dp_world_size = 1
     _config = SimpleNamespace()
 
     def __init__(self) -> None:
+        super().__init__()
         self.module = torch.nn.Linear(2, 2)
         self.losses: list[float] = []
 
@@ -58,13 +59,56 @@ def test_unpatch_removes_the_loss_factor() -> None:
     assert "backward" not in vars(engine)
 
 
+def test_others_wrappers_of_backward_survive() -> None:
+    for theirs_first in (True, False):
+        engine, seen = Engine(), []
+
+        def count(call: Any, seen: list[float] = seen) -> Any:
+            return lambda loss: (seen.append(loss), call(loss))[1]
+
+        known = attach(engine, owner())
+        assert known is not None
+        if theirs_first:
+            engine.backward = count(engine.backward)  # type: ignore[method-assign]
+        theirs = engine.backward
+        scale_loss(known, engine, 2.0)
+        if not theirs_first:
+            engine.backward = theirs = count(engine.backward)  # type: ignore[method-assign]
+        engine.backward(1.0)
+        assert (engine.losses, seen) == ([2.0], [2.0 if theirs_first else 1.0])
+        ds_frozen_patch.patch()
+        ds_frozen_patch.unpatch()
+        engine.backward(1.0)
+        assert engine.losses == [2.0, 1.0]
+        assert engine.backward == theirs
+
+
+def test_sampling_leaves_forward_alone() -> None:
+    engine = Engine()
+    engine.forward = theirs = lambda batch: engine.module(batch)  # type: ignore[method-assign]
+    known = attach(engine, owner())
+    assert known is not None
+    sample_at_start(engine, known)
+    engine.eval()
+    engine(torch.ones(2))
+    assert not any(one.samples for one in origins(engine.module).values())
+    engine.train()
+    engine.forward(torch.ones(2))  # which calls no hook
+    assert not known.is_sampled
+    engine(torch.ones(2))
+    assert all(one.samples for one in origins(engine.module).values())
+    assert engine.forward is theirs
+    assert not engine._forward_pre_hooks
+
+
 def test_unpatch_removes_the_sampling() -> None:
     engine = Engine()
-    attach(engine, owner())
-    sample_at_start(engine)
+    known = attach(engine, owner())
+    assert known is not None
+    sample_at_start(engine, known)
     ds_frozen_patch.patch()
     ds_frozen_patch.unpatch()
-    assert "forward" not in vars(engine)
+    assert not engine._forward_pre_hooks
 
 
 def test_a_user_method_is_kept() -> None:

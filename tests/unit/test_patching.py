@@ -133,6 +133,85 @@ assert cls.__dict__["load_checkpoint"] is theirs
     site.run(LOOK + program)
 
 
+def test_wrappers_are_pickled_and_copied_like_what_they_wrap(site: Site) -> None:
+    site.write("lightning/pytorch/utilities/deepspeed.py", "def convert_zero_checkpoint_to_fp32_state_dict(a): return a")
+    site.write("lightning/pytorch/utilities/__init__.py")
+    program = """
+import copy, pickle, subprocess
+from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict as plain
+cls, engine = imported()
+dfp.patch()
+import lightning.pytorch.utilities.deepspeed as module
+convert = module.convert_zero_checkpoint_to_fp32_state_dict
+assert convert is not plain
+assert copy.copy(convert) is copy.deepcopy([convert])[0] is pickle.loads(pickle.dumps(convert)) is convert
+one = engine()
+one.mine = 5
+for way in (copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))):
+    method = way(one.save_checkpoint)
+    assert method.__self__ is not one and method.__self__.mine == 5
+    assert way(engine.save_checkpoint).__wrapped__ is vars(engine)["save_checkpoint"].__wrapped__
+assert copy.copy(one.save_checkpoint).__self__ is one
+child = "import pickle; print(pickle.loads(" + repr(pickle.dumps(convert)) + "))"
+said = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True).stdout
+assert said.startswith("<function convert_zero"), said
+"""
+    site.run(LOOK + program)
+
+
+def test_status_says_what_is_true_now(site: Site) -> None:
+    program = """
+import importlib
+import deepspeed.runtime.engine as module
+dfp.patch()
+def now():
+    found = dfp.status()["deepspeed"]
+    return found.state, found.wrapped, found.found
+assert now() == ("applied", True, "save_checkpoint takes exclude_frozen_parameters")
+engine = module.DeepSpeedEngine
+ours = vars(engine)["save_checkpoint"]
+engine.save_checkpoint = lambda self, save_dir: None
+assert now() == ("applied", False, "DeepSpeedEngine.save_checkpoint has been replaced since patch()")
+import functools
+engine.save_checkpoint = functools.wraps(ours)(lambda self, save_dir: ours(self, save_dir))
+assert now()[1], "functools.wraps shows that it calls ours"
+engine.save_checkpoint = ours
+importlib.reload(module)
+assert now() == ("applied", False, "deepspeed.runtime.engine has been reloaded since patch()")
+dfp.patch()
+assert now()[1] and isinstance(vars(module.DeepSpeedEngine)["save_checkpoint"], type(ours))
+dfp.unpatch()
+assert now()[:2] == ("patchable", False) and state() == "plain"
+"""
+    site.run(LOOK + program)
+
+
+def test_a_finder_without_find_spec(site: Site) -> None:
+    """As old as Python's own rules: such a finder is passed over."""
+    program = """
+class Old: ...
+sys.meta_path.insert(0, Old())
+assert dfp.status()["deepspeed"].state == "patchable"
+"""
+    site.run(program)
+
+
+def test_a_source_tree_without_metadata(site: Site) -> None:
+    site.run("from ds_frozen_patch.common.versions import version_of; assert version_of('ds_frozen_patch') == ''")
+
+
+@pytest.mark.parametrize("is_imported", [False, True])
+def test_source_and_live_class_are_judged_alike(site: Site, is_imported: bool) -> None:
+    """Names in an inner function, a lambda and an import count in both."""
+    site.accelerate()
+    source = (site.root / "accelerate" / "accelerator.py").read_text()
+    inner = "def write():\n            return (lambda: save_custom_state)()(output_dir)\n        write()"
+    assert source.count("save_custom_state(output_dir)") == 1
+    site.write("accelerate/accelerator.py", source.replace("save_custom_state(output_dir)", inner))
+    program = "import accelerate.accelerator\n" * is_imported + "print(dfp.status()['accelerate'].state)"
+    assert site.run(program).strip() == "patchable"
+
+
 def test_from_threads(site: Site) -> None:
     program = """
 import faulthandler, threading, random

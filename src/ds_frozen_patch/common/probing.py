@@ -16,6 +16,7 @@ from importlib import metadata, util
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from textwrap import dedent
+from types import CodeType
 from typing import Any
 
 Parameters = Mapping[str, tuple[str, ...]]
@@ -139,7 +140,9 @@ def _find_spec(name: str) -> ModuleSpec | None:
     if name in sys.modules:
         return util.find_spec(name)
     finders = (finder for finder in sys.meta_path if not hasattr(finder, "before_framework"))
-    return next((spec for finder in finders if (spec := finder.find_spec(name, None)) is not None), None)
+    # As Python does, which passes over a finder without the method.
+    searches = (finder.find_spec for finder in finders if hasattr(finder, "find_spec"))
+    return next((spec for search in searches if (spec := search(name, None)) is not None), None)
 
 
 def _version(what: Target, root: Path | None) -> str | None:
@@ -182,7 +185,15 @@ def _methods(source: str, what: Target) -> dict[str, ast.FunctionDef]:
 
 
 def _names_used(method: ast.FunctionDef) -> frozenset[str]:
-    return frozenset(getattr(node, "id", "") or getattr(node, "attr", "") for node in ast.walk(method))
+    """The names of variables, attributes, arguments and imports in a method, in its inner functions too."""
+    kinds = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg", ast.alias: "name"}
+    return frozenset(getattr(node, kinds[type(node)]) for node in ast.walk(method) if type(node) in kinds)
+
+
+def _names_in_code(code: CodeType) -> frozenset[str]:
+    """As `_names_used`, of a compiled method."""
+    inner = (_names_in_code(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset((*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars)).union(*inner)
 
 
 def _argument_names(arguments: ast.arguments) -> tuple[str, ...]:
@@ -195,4 +206,4 @@ def _look_at(what: Target, cls: Any) -> Seen | None:
     methods = {name: method for name in what.methods if callable(method := getattr(cls, name, None))}
     parameters = {name: tuple(inspect.signature(method).parameters) for name, method in methods.items()}
     codes = {name: getattr(inspect.unwrap(method), "__code__", None) for name, method in methods.items()}
-    return Seen(parameters, lambda name: getattr(codes[name], "co_names", ()))
+    return Seen(parameters, lambda name: _names_in_code(code) if (code := codes[name]) else ())

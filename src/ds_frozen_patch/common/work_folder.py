@@ -37,6 +37,9 @@ WORK = f"{OURS}-"
 RECORD = "ds_frozen_patch.json"
 """The name of the record beside the files of a tag (see `record`)."""
 
+WEIGHTS_FILE = "ds_frozen_patch-weights.ckpt"
+"""The name of the single file of a weights-only save to a path where a folder is."""
+
 _STATE_FILE = re.compile(
     r"(?:(?:bf16_|fp16_)?zero_pp_rank_\d+_)?mp_rank_\d+_(?:model|optim)_states\.pt"
     r"|(?:layer_|expert_|expp_rank_)\d.*_states\.pt"

@@ -18,20 +18,26 @@ class Attached:
     Attributes:
         owner: that made it.
         topology: what kind of engine it is.
+        is_sampled: whether the values of its module have been sampled, see `engine.frozen`.
         prints: the fingerprints at the last save, by name.
         loss_factor: what each loss is multiplied by, see `engine.loss`.
+        scales_loss: whether the engine multiplies its losses.
         publishes: whether this rank has published the last checkpoint on its disk.
         recorder: of saves that training does not wait for (`save.recording.Recorder`), once there was one.
-        logged: what is logged only once and has been.
+        logged: the messages already logged once.
+        undo: what `unpatch()` calls with the engine, to take off what was put on it.
     """
 
     owner: Owner
     topology: Topology
+    is_sampled: bool = False
     prints: Mapping[str, str | None] = field(default_factory=dict)
     loss_factor: float = 1.0
+    scales_loss: bool = False
     publishes: bool = False
     recorder: Any = None
     logged: set[str] = field(default_factory=set)
+    undo: list[Callable[[Any], object]] = field(default_factory=list)
 
     def warn_once(self, message: str) -> None:
         """Log a warning on rank 0, the first time."""
@@ -75,14 +81,8 @@ def attached(engine: Any) -> Attached | None:
     return _engines.get(engine)
 
 
-def override(engine: Any, method: str, replacement: Callable[..., Any]) -> None:
-    """Replace a method of one engine, until `restore_methods`."""
-    replacement.is_ours = True  # type: ignore[attr-defined]
-    setattr(engine, method, replacement)
-
-
-def restore_methods() -> None:
-    """Give every engine its own methods back."""
-    for engine in list(_engines):
-        for name in [name for name, value in vars(engine).items() if getattr(value, "is_ours", False) is True]:
-            delattr(engine, name)
+def release_all() -> None:
+    """Take off every engine what was put on it."""
+    for engine, known in list(_engines.items()):
+        while known is not None and known.undo:
+            known.undo.pop()(engine)

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 from ..common.collectives import on_any_rank
 from ..cures import has_plain_optimizer
 from ..parameters import BUFFER, PARAMETER, PART, Held, contents, parameters_by_name
 from ..settings import current as settings
-from .attached import override
+from .attached import Attached
 from .origins import Origin, changed, origins, remember
 from .topology import is_divided
 
@@ -23,19 +22,23 @@ if TYPE_CHECKING:
     import torch
 
 
-def sample_at_start(engine: Any) -> None:
+def sample_at_start(engine: Any, known: Attached) -> None:
     """Remember the values of the engine's module when training begins."""
-    reference = ref(engine)
 
-    def forward(*inputs: Any, **kwargs: Any) -> Any:
-        engine = reference()
-        assert engine is not None
+    def sample(engine: Any, _: Any) -> None:
         if engine.module.training:
-            del engine.forward  # once is enough
-            remember(engine.module)
-        return type(engine).forward(engine, *inputs, **kwargs)
+            handle.remove()  # once is enough
+            sample_now(engine, known)
 
-    override(engine, "forward", forward)
+    handle = engine.register_forward_pre_hook(sample)
+    known.undo.append(lambda _: handle.remove())
+
+
+def sample_now(engine: Any, known: Attached) -> None:
+    """Remember these values unless that has been done: a program may call `engine.forward`, and no hook."""
+    if not known.is_sampled:
+        known.is_sampled = True
+        remember(engine.module)
 
 
 def frozen(module: torch.nn.Module) -> list[Held]:

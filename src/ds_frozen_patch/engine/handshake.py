@@ -9,30 +9,42 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from importlib import metadata
 from typing import Any
 
 from ..common.collectives import default_store, rank, world_size
 from ..common.errors import PatchError
+from ..common.versions import version_of
 from ..settings import current
 
-_KEY = "ds_frozen_patch/rank"
-_VERDICT = "ds_frozen_patch/verdict"
 WAIT_SECONDS = 5.0
 """How much later than rank 0 another rank may write."""
-_agreed: list[Any] = []
-"""The store through which the ranks have agreed already."""
+
+
+@dataclass
+class _Agreed:
+    """The last store through which the ranks have agreed, and how many there were in this process."""
+
+    store: Any = None
+    attempts: int = 0
+
+
+_agreed = _Agreed()
+
+
+def _key(of: object) -> str:
+    """A key of this attempt: a program may use one store for several process groups, one after another."""
+    return f"ds_frozen_patch/{_agreed.attempts}/{of}"
 
 
 def announce() -> None:
     """Write this rank's settings; called before its engine is created, if there is a process group yet."""
     store = default_store()
-    if store is None or store in _agreed:
+    if store is None or store == _agreed.store:
         return
-    own = {"version": metadata.version("ds_frozen_patch"), **asdict(current())}
-    store.set(f"{_KEY}{rank()}", json.dumps(own))
+    own = {"version": version_of("ds_frozen_patch"), **asdict(current())}
+    store.set(_key(rank()), json.dumps(own))
 
 
 def check(wait_seconds: float | None = None, call: str = "patch()") -> None:
@@ -47,27 +59,27 @@ def check(wait_seconds: float | None = None, call: str = "patch()") -> None:
     """
     announce()
     store = default_store()
-    if store is None or store in _agreed:
+    if store is None or store == _agreed.store:
         return
     seconds = WAIT_SECONDS if wait_seconds is None else wait_seconds
     if rank() == 0:
         verdict = _verdict(store, seconds, call)
-        store.set(_VERDICT, verdict or "agreed")
+        store.set(_key("verdict"), verdict or "agreed")
     elif _missing(store, [0], seconds):
         verdict = _not_patched(call, [0])
     else:  # rank 0 writes it as soon as it gets here
-        written = store.get(_VERDICT).decode()
+        written = store.get(_key("verdict")).decode()
         verdict = "" if written == "agreed" else written
     if verdict:
         raise PatchError(verdict)
-    _agreed[:] = [store]
+    _agreed.store, _agreed.attempts = store, _agreed.attempts + 1
 
 
 def _verdict(store: Any, seconds: float, call: str) -> str:
     """What is wrong; empty if nothing is."""
     if missing := _missing(store, list(range(world_size())), seconds):
         return _not_patched(call, missing)
-    settings = [json.loads(store.get(f"{_KEY}{number}")) for number in range(world_size())]
+    settings = [json.loads(store.get(_key(number))) for number in range(world_size())]
     first = settings[0]
     lines = []
     for number, own in enumerate(settings):
@@ -96,7 +108,7 @@ def _missing(store: Any, ranks: list[int], seconds: float) -> list[int]:
     for number in ranks:
         try:
             left = max(deadline - time.monotonic(), 0.01)
-            store.wait([f"{_KEY}{number}"], timedelta(seconds=left))
+            store.wait([_key(number)], timedelta(seconds=left))
         except RuntimeError as error:
             if type(error).__name__ == "DistNetworkError":
                 raise  # rank 0, which serves the store, is gone

@@ -28,10 +28,11 @@ def init(wrapped: Callable[..., None], _: Any, args: tuple[Any, ...], kwargs: di
 
 def begin_serving(engine: Any, owner: Owner) -> None:
     """Attach a new engine, before training."""
-    if attach(engine, owner) is None:
+    known = attach(engine, owner)
+    if known is None:
         return
     frozen.mark_trained(engine)
-    frozen.sample_at_start(engine)
+    frozen.sample_at_start(engine, known)
     _check_patterns(owner, engine.module)
 
 

@@ -17,7 +17,7 @@ from .. import settings as _settings
 from ..common import in_flight
 from ..common.errors import PatchError
 from ..common.probing import Finding, Target, imported_class, probe
-from ..engine.attached import restore_methods
+from ..engine.attached import release_all
 from ..engine.target import ENGINE
 from ..faults import worked_around
 from ..owners.targets import BESIDE, OWNERS, chosen, may_be_left_alone
@@ -34,6 +34,7 @@ class _Patch:
         findings: of probing, by the name of the target.
         modules: what of each to wrap, imported yet or not.
         wrappings: what has been wrapped, by module.
+        specs: of these modules as they were then: a reload makes another one.
         refuse: called with the reason if a target is refused at its import, and the program has not called `patch()`
             itself.
     """
@@ -41,12 +42,24 @@ class _Patch:
     findings: dict[str, Finding]
     modules: dict[str, list[Target]]
     wrappings: dict[str, list[Wrapping]] = field(default_factory=dict)
+    specs: dict[str, object] = field(default_factory=dict)
     refuse: Callable[[str], None] | None = None
 
     @property
     def names(self) -> frozenset[str]:
         """Of the targets that are served."""
         return frozenset(what.name for targets in self.modules.values() for what in targets)
+
+    def has_wrapped(self, module: str) -> bool:
+        """Whether a module is imported, and wrapped as it is now."""
+        imported = sys.modules.get(module)
+        return module in self.wrappings and imported is not None and imported.__spec__ is self.specs[module]
+
+    def replaced(self, what: Target) -> list[str]:
+        """The wrapped methods of a target that somebody has replaced since, perhaps by one that calls ours."""
+        cls = imported_class(what)
+        own = [wrapping for wrapping in self.wrappings.get(what.module, ()) if wrapping.cls is cls]
+        return [wrapping.attribute for wrapping in own if not wrapping.is_in_place()]
 
 
 _current: _Patch | None = None
@@ -198,7 +211,7 @@ def _unpatch() -> None:
         if _current is not None:
             for wrapping in (w for wrappings in _current.wrappings.values() for w in reversed(wrappings)):
                 wrapping.undo()
-            restore_methods()
+            release_all()
         _current = None
         _settings.put_in_force(None)
 
@@ -267,13 +280,19 @@ def _waiting() -> list[Callable[[], None]]:
 
 def _status_of(what: Target, patch: _Patch | None) -> TargetStatus:
     finding = patch.findings[what.name] if patch else probe(what)
-    state = finding.verdict
-    wrapped = patch is not None and what.name in patch.names and what.module in patch.wrappings
+    state, reason, remedy = finding.verdict, finding.reason, finding.remedy
+    wrapped = patch is not None and what.name in patch.names and patch.has_wrapped(what.module)
+    if patch is not None and wrapped and (replaced := patch.replaced(what)):
+        wrapped = False
+        reason = f"{what.class_name}.{', '.join(replaced)} has been replaced since patch()"
+        remedy = "call patch() after whatever replaces it, or let that call the method which it replaces"
+    elif patch is not None and what.name in patch.names and what.module in patch.wrappings and not wrapped:
+        reason, remedy = f"{what.module} has been reloaded since patch()", "call patch() again"
     if state == "patchable" and (what.name in patch.names if patch else _waiting()):
-        state = "applied" if wrapped else "armed"
+        state = "applied" if patch is not None and what.module in patch.wrappings else "armed"
     is_served = state in ("native", "patchable", "armed", "applied") and not finding.complete
     faults = worked_around(what.name, finding.version) if is_served else ()
-    return TargetStatus(state, finding.version, wrapped, finding.reason, finding.remedy, faults)
+    return TargetStatus(state, finding.version, wrapped, reason, remedy, faults)
 
 
 def _finish_imports() -> None:
@@ -313,7 +332,7 @@ def _hook(module: ModuleType) -> None:
 def _on_import(module: ModuleType) -> None:
     """Wrap the class of an imported module, unless that is done. Called with our lock held."""
     targets = _current.modules.get(module.__name__) if _current else None
-    if _current is None or targets is None or module.__name__ in _current.wrappings:
+    if _current is None or targets is None or _current.has_wrapped(module.__name__):
         return
     wrappings: list[Wrapping] = []
     for what in targets:
@@ -334,7 +353,8 @@ def _on_import(module: ModuleType) -> None:
             break
         _current.findings[what.name] = finding
         wrappings += wrap(what, cls, _enabled(_current))
-    _current.wrappings[module.__name__] = wrappings
+    _current.wrappings.setdefault(module.__name__, []).extend(wrappings)
+    _current.specs[module.__name__] = module.__spec__
 
 
 def _enabled(patch: _Patch) -> Callable[[], bool]:

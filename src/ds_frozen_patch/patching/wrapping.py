@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType, ModuleType
@@ -19,7 +18,7 @@ from ..owners import accelerate, transformers
 from ..owners.lightning import converter, in_flight, newest, strategy
 from ..owners.lightning.targets import TARGETS
 from ..save import engine as save_engine
-from ..settings import FLAG
+from .wrappers import FunctionWrapper, InitWrapper
 
 _STRATEGY = {
     "__init__": strategy.init,
@@ -82,36 +81,6 @@ def _with_bound(wrapper: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class _BoundInitWrapper(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
-    """The constructor accessed through the class or an instance; wrapt 1.16 ignores the signature of its parent."""
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        signature: inspect.Signature = self._self_parent.__signature__
-        bound = self._self_instance is not None
-        return signature.replace(parameters=list(signature.parameters.values())[bound:])
-
-    @property
-    def __func__(self) -> Any:
-        """For `inspect`, which looks at it instead of a bound method; from Python 3.13 on for a class too."""
-        return self._self_parent
-
-
-class _InitWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
-    """A wrapped constructor that shows the argument it adds to `inspect`, and so to LightningCLI."""
-
-    __bound_function_wrapper__ = _BoundInitWrapper
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        signature = inspect.signature(self.__wrapped__)
-        parameters = [p for p in signature.parameters.values() if p.name != FLAG]
-        # None, not upstream's False: LightningCLI passes on every default, and a default is not a choice.
-        flag = inspect.Parameter(FLAG, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=bool | None)
-        end = len(parameters) - (parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
-        return signature.replace(parameters=[*parameters[:end], flag, *parameters[end:]])
-
-
 @dataclass(frozen=True)
 class Wrapping:
     """One wrapped attribute of a class or a module."""
@@ -121,6 +90,13 @@ class Wrapping:
     original: Any
     inherited: bool
     wrapper: Any
+
+    def is_in_place(self) -> bool:
+        """Whether a call of the attribute still reaches our wrapper: somebody may have replaced or wrapped it."""
+        found = self.cls.__dict__.get(self.attribute)
+        while found is not None and found is not self.wrapper:
+            found = getattr(found, "__wrapped__", None)
+        return found is not None
 
     def undo(self) -> None:
         """Restore the original object, if the attribute is still our wrapper."""
@@ -139,7 +115,7 @@ def wrap_beside(what: Target, module: ModuleType, enabled: Callable[[], bool]) -
     original = vars(owner).get(name) if owner is not None else None
     if original is None:
         return []
-    wrapper = wrapt.FunctionWrapper(original, _with_bound(_WRAPPERS_BESIDE[name]), enabled=enabled)
+    wrapper = FunctionWrapper(original, _with_bound(_WRAPPERS_BESIDE[name]), enabled=enabled)
     setattr(owner, name, wrapper)
     return [Wrapping(owner, name, original, False, wrapper)]
 
@@ -149,7 +125,7 @@ def wrap(what: Target, cls: Any, enabled: Callable[[], bool]) -> list[Wrapping]:
     wrappers = _WRAPPERS[what.class_name]
     wrappings = []
     for method in (name for name in what.methods if name in wrappers):
-        make = _InitWrapper if wrappers[method] is strategy.init else wrapt.FunctionWrapper
+        make = InitWrapper if wrappers[method] is strategy.init else FunctionWrapper
         _, attribute, original = wrapt.resolve_path(cls, method)
         wrapper = make(original, _with_bound(wrappers[method]), enabled=enabled)
         wrappings.append(Wrapping(cls, attribute, original, method not in cls.__dict__, wrapper))

@@ -100,6 +100,8 @@ def begin(
         CheckpointMismatchError: on every rank, if the ranks differ in what they save.
     """
     in_flight.wait()
+    if engine.global_steps:
+        frozen.sample_now(engine, known)
     now = settings()
     options = {name: getattr(now, name) for name in _MUST_BE_EQUAL}
     known_values = origins(engine.module) if exclude else {}

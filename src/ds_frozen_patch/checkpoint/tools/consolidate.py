@@ -13,7 +13,7 @@ from ...common.errors import CheckpointError, named
 from ...common.progress import progress
 from ...common.text import human_bytes, printable_lines
 from ...manifest import KEY, LeftOut, Manifest
-from ...parameters import PARAMETER
+from ...parameters import PARAMETER, with_compiled
 from .. import dtypes, hyperparameters
 from ..format import safetensors as safetensors_file
 from ..format.archive import read_archive
@@ -21,12 +21,9 @@ from ..format.records import Piece, Records, TensorSource, from_stored, map_into
 from ..format.stored import ITEM_SIZES, StandIn, Storage, StoredTensor
 from ..format.writing import write_archive
 from ..quantization import is_torchao
-from ..zero.labels import ELASTIC_KEY, LABEL
-from ..zero.opening import open_checkpoint
-from ..zero.states import DEEPSPEEDS_OWN, States
-from ..zero.weights import Weights
 from .base import Base, match_base, open_base, raise_wrong_values
 from .output import check_output, new_output
+from .source import Source, open_source
 
 TORCH_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -80,6 +77,7 @@ class OutputPlan:
         quantized: the names of tensors that keep their dtype in any case.
         pickled: tensor subclasses, which only files of `torch.save` can contain.
         manifest: the checkpoint's.
+        compiled: the modules whose names in the output are those that `torch.compile` gives them.
     """
 
     tensors: dict[str, TensorSource]
@@ -90,6 +88,11 @@ class OutputPlan:
     quantized: frozenset[str] = frozenset()
     pickled: Mapping[str, StandIn] = field(default_factory=dict)
     manifest: Manifest | None = None
+    compiled: frozenset[str] = frozenset()
+
+    def name_of(self, name: str) -> str:
+        """The name of a tensor in the output."""
+        return with_compiled(name, self.compiled)
 
     def dtype_of(self, name: str) -> str:
         """The dtype of a tensor in the output. One from the base is first read in the dtype of the run."""
@@ -123,13 +126,14 @@ def consolidate(
     """Collect the weights of a checkpoint, tensor by tensor, the trained ones from their fp32 masters.
 
     Args:
-        source: the directory of a DeepSpeed checkpoint, full or trainable-only. It is not changed.
+        source: the directory of a DeepSpeed checkpoint, full or trainable-only, or the file of a weights-only save. It
+            is not changed.
         target: a `.ckpt` (or `.pt`, `.pth`, `.bin`), which also gets everything else that Lightning saves; a
             `.safetensors`; or a directory to create, with sharded safetensors.
         tag: the subdirectory to read; by default the one named in `latest`.
         dtype: "fp32", "bf16" or "fp16", to convert all floating-point tensors except those of a quantized base. By
             default trained weights are in fp32, like the optimizer's masters, and others in the dtype that they were
-            saved in, as with DeepSpeed's own converter.
+            saved in, as with DeepSpeed's own converter. A weights-only file has no masters: all keep their dtype.
         base: what the run was built from, to add the frozen parameters to a trainable-only checkpoint: a directory of
             safetensors, a single file, or a full checkpoint. It is verified with the fingerprints in the manifest.
         max_shard_size: the maximum size of each file in a directory, in bytes; a single tensor may be larger.
@@ -149,18 +153,20 @@ def consolidate(
         ValueError: the dtype is unknown.
     """
     kind = dtypes.torch_dtype(dtype)
-    checkpoint = open_checkpoint(source, tag, trust=trust)
-    states, found, manifest = checkpoint.states, checkpoint.weights, checkpoint.states.manifest
-    if base is not None and manifest is None:
+    checkpoint = open_source(source, tag, trust)
+    if base is not None and checkpoint.manifest is None:
         raise CheckpointError(
             f"{source} has no manifest that lists what was left out"
-            + (", and is a full checkpoint: it needs no base." if found.base else ", so no base can be added to it.")
+            + (
+                ", and is a full checkpoint: it needs no base."
+                if checkpoint.weights.base
+                else ", so no base can be added to it."
+            )
         )
     path = Path(target)
-    plan = _plan_output(found, manifest, open_base(base, trust) if base is not None else None, kind)
+    plan = _plan_output(checkpoint, open_base(base, trust) if base is not None else None, kind)
     shards = _split_into_files(plan, path, max_shard_size)
-    lacks_frozen = manifest.left_out if manifest else states.leaves_out_frozen
-    is_whole = base is not None or not lacks_frozen
+    is_whole = base is not None or not checkpoint.lacks_frozen
     if plan.pickled and path.suffix not in TORCH_SUFFIXES:
         raise CheckpointError(
             f"{named(plan.pickled, 3)} are torchao tensors, which safetensors files cannot contain. Write a file of"
@@ -176,13 +182,13 @@ def consolidate(
         files=tuple(shards),
         unverified=tuple(name for name, parameter in plan.from_base.items() if parameter.fingerprint is None),
     )
-    sources = [states.layout.root, *([Path(base)] if base is not None else [])]
+    sources = [checkpoint.path, *([Path(base)] if base is not None else [])]
     if dry_run:
         check_output(path, *sources)
         return done
     with new_output(path, *sources) as made, Records() as records, progress("writing", done.size, quiet) as progressed:
         if path.suffix in TORCH_SUFFIXES:
-            _write_torch(made, states, plan, is_whole, OutputReader(records, plan, progressed), trust)
+            _write_torch(made, checkpoint, plan, is_whole, OutputReader(records, plan, progressed), trust)
         elif path.suffix == ".safetensors":
             write_shard(made, plan.tensors, plan, OutputReader(records, plan, progressed))
         else:
@@ -199,23 +205,23 @@ def consolidate_over(checkpoint_dir: str | Path, output_file: str | Path, tag: s
     Raises:
         CheckpointError: as `consolidate`.
     """
-    checkpoint = open_checkpoint(checkpoint_dir, tag, trust=True)
-    states = checkpoint.states
-    plan = _plan_output(checkpoint.weights, states.manifest, None, None)
+    checkpoint = open_source(checkpoint_dir, tag, trust=True)
+    plan = _plan_output(checkpoint, None, None)
     file = Path(output_file)
     with (
         new_output(file, replace=True) as made,
         Records() as records,
         progress("writing", plan.size, False) as progressed,
     ):
-        is_whole = not (states.manifest and states.manifest.left_out)
-        _write_torch(made, states, plan, is_whole, OutputReader(records, plan, progressed), trust=True)
+        is_whole = not (checkpoint.manifest and checkpoint.lacks_frozen)
+        _write_torch(made, checkpoint, plan, is_whole, OutputReader(records, plan, progressed), trust=True)
     state: dict[str, Any] = read_archive(file, trust=True).state
     stored = {name: from_stored(item) for name, item in state["state_dict"].items()}
     return {**state, "state_dict": map_into_memory(stored)}
 
 
-def _plan_output(found: Weights, manifest: Manifest | None, base: Base | None, dtype: str | None) -> OutputPlan:
+def _plan_output(source: Source, base: Base | None, dtype: str | None) -> OutputPlan:
+    found, manifest = source.weights, source.manifest
     from_base = match_base(manifest, base) if manifest and base else {}
     if base and (unlike := [one.name for one in manifest.left_out if is_torchao(one.dtype)] if manifest else []):
         raise CheckpointError(
@@ -234,6 +240,7 @@ def _plan_output(found: Weights, manifest: Manifest | None, base: Base | None, d
         quantized=found.quantized | _quantized_names(from_base),
         pickled=pickled,
         manifest=manifest,
+        compiled=source.compiled,
     )
 
 
@@ -288,10 +295,10 @@ class OutputReader:
 
 
 def _write_torch(
-    file: Path, states: States, plan: OutputPlan, is_whole: bool, reader: OutputReader, trust: bool
+    file: Path, source: Source, plan: OutputPlan, is_whole: bool, reader: OutputReader, trust: bool
 ) -> None:
     """Write a Lightning checkpoint: the client state, and the weights as `state_dict`."""
-    kept = {key: value for key, value in states.models[0].items() if key not in (*DEEPSPEEDS_OWN, ELASTIC_KEY, LABEL)}
+    kept = dict(source.content)
     if is_whole:
         kept.pop(KEY, None)
     if not trust:
@@ -311,6 +318,8 @@ def _write_torch(
         if name in made:
             made[alias] = made[name]
 
+    made = {plan.name_of(name): item for name, item in made.items()}
+
     def content(storage: Storage, begin: int, count: int) -> Iterator[bytes | memoryview]:
         if storage.file is None:
             yield bytes(reader(storage.key)) if not storage.numel else memoryview(reader(storage.key))
@@ -329,8 +338,8 @@ def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def write_shard(file: Path, tensors: dict[str, TensorSource], plan: OutputPlan, reader: OutputReader) -> None:
     """Write a safetensors file. It contains tied tensors once, and the aliases as metadata, as the library does it."""
-    about = {alias: name for alias, name in plan.aliases.items() if name in tensors}
-    entries = {name: (plan.dtype_of(name), tensor.shape) for name, tensor in tensors.items()}
+    about = {plan.name_of(alias): plan.name_of(name) for alias, name in plan.aliases.items() if name in tensors}
+    entries = {plan.name_of(name): (plan.dtype_of(name), tensor.shape) for name, tensor in tensors.items()}
     safetensors_file.write_file(file, entries, map(reader, tensors), about)
 
 
@@ -342,6 +351,6 @@ def _write_folder(
         write_shard(folder / name, tensors, plan, reader)
     if len(shards) > 1:
         size = plan.size
-        where = {tensor: name for name, tensors in shards.items() for tensor in tensors}
+        where = {plan.name_of(tensor): name for name, tensors in shards.items() for tensor in tensors}
         index = {"metadata": {"total_size": size}, "weight_map": where}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from ...common.errors import CheckpointError, named
 from ...common.progress import progress
 from ...common.text import human_bytes, printable_lines
+from ...common.versions import version_of
 from ...fingerprint import of_stream
 from ...manifest import KEY, LeftOut, Manifest
 from ...parameters import BUFFER, PART, plain
@@ -162,7 +162,8 @@ def _make_manifest(states: States, found: Weights, prints: Mapping[str, str]) ->
         total_bytes=sum(item.nbytes for item in found.base.values()),
         zero_stage=states.zero_stage,
         world_size=states.world_size,
-        versions={"ds_frozen_patch": metadata.version("ds_frozen_patch"), **states.versions},
+        versions={"ds_frozen_patch": version_of("ds_frozen_patch"), **states.versions},
+        compiled=states.compiled,
     )
 
 

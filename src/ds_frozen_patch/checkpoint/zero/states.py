@@ -11,7 +11,7 @@ from typing import Any
 
 from ...common.errors import CheckpointError, CheckpointMismatchError, named
 from ...manifest import KEY, Manifest, digest_of, reference
-from ...parameters import is_name
+from ...parameters import compiled_modules, is_name
 from .. import hyperparameters
 from ..format.archive import Contents, read_archive
 from ..format.records import Records, from_stored
@@ -103,12 +103,21 @@ class States:
         return Record(save, world_size, self.zero_stage, step, self.versions, {}, manifest)
 
     @property
+    def compiled(self) -> frozenset[str]:
+        """The plain names of the modules that `torch.compile` had wrapped."""
+        model = self.models[0]
+        names = [*model["module"], *(name for group in parameter_groups(model) for name in group)]
+        return compiled_modules(names) | (self.manifest.compiled if self.manifest else frozenset())
+
+    @property
     def versions(self) -> dict[str, str]:
         """The releases that saved it, by package."""
-        model, manifest = self.models[0], self.manifest
-        recorded = {"deepspeed": model.get("ds_version"), "pytorch-lightning": model.get("pytorch-lightning_version")}
-        found = {name: version for name, version in recorded.items() if isinstance(version, str)}
-        return {**found, **(manifest.versions if manifest else {})}
+        if self.manifest:
+            return dict(self.manifest.versions)
+        # Both packages of Lightning save their release under this key.
+        recorded = {"deepspeed": "ds_version", "lightning": "pytorch-lightning_version"}
+        found = {name: self.models[0].get(key) for name, key in recorded.items()}
+        return {name: version for name, version in found.items() if isinstance(version, str)}
 
 
 def read_states(path: str | Path, tag: str | None, trust: bool) -> States:
@@ -130,7 +139,7 @@ def read_states(path: str | Path, tag: str | None, trust: bool) -> States:
         check_file_kind(file, content)
         if "module" in content.state:
             _check_value_types(file, content.state)
-            _check_instantiator(file, content.state, trust)
+            check_instantiator(file, content.state, trust)
     return States(layout, contents)
 
 
@@ -169,7 +178,7 @@ def _is_mapping(value: Any, holds: Callable[[Any], object] = lambda _: True) -> 
     )
 
 
-def _check_instantiator(file: Path, state: Mapping[str, Any], trust: bool) -> None:
+def check_instantiator(file: Path, state: Mapping[str, Any], trust: bool) -> None:
     """Raise CheckpointError for functions that Lightning would call by name when it loads weights."""
     if trust:
         return

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from ...common.durable import exchange, sync_folder
 from ...common.errors import CheckpointMismatchError, named
-from ...common.work_folder import WORK, remove_states
+from ...common.work_folder import WEIGHTS_FILE, WORK, remove_states
 from ...cures import forget_second_copies
 from ...engine.gathering import gathered, put
 from ...engine.origins import replacing
@@ -28,9 +28,6 @@ from ...save.engine import make_manifest
 from ...save.save import Save
 from ...save.ways import Way
 
-IN_FOLDER = "ds_frozen_patch-weights.ckpt"
-"""The name of a single file in a folder that has the name it was to get."""
-
 
 def is_weights_only(checkpoint: Mapping[str, Any]) -> bool:
     """Whether Trainer has dumped this with `weights_only=True`; else it has the optimizers' states."""
@@ -39,12 +36,12 @@ def is_weights_only(checkpoint: Mapping[str, Any]) -> bool:
 
 def place_of(path: Path) -> Path:
     """Where to write a single file for a path: in the folder of that name, if there is one, and through links."""
-    return path / IN_FOLDER if os.path.isdir(path) else Path(os.path.realpath(path))  # noqa: PTH112  -- it never raises
+    return path / WEIGHTS_FILE if os.path.isdir(path) else Path(os.path.realpath(path))  # noqa: PTH112  -- it never raises
 
 
 def file_in(path: Path) -> Path:
     """The single file in a folder, if it is newer than the folder's checkpoint; else the path."""
-    return path / IN_FOLDER if not (path / "latest").is_file() and (path / IN_FOLDER).is_file() else path
+    return path / WEIGHTS_FILE if not (path / "latest").is_file() and (path / WEIGHTS_FILE).is_file() else path
 
 
 def make_way(path: Path) -> None:
@@ -58,7 +55,7 @@ def make_way(path: Path) -> None:
     folder = file.with_name(f"{WORK}{uuid4().hex[:12]}")
     folder.mkdir()
     try:
-        shutil.copy2(file, folder / IN_FOLDER)
+        shutil.copy2(file, folder / WEIGHTS_FILE)
         if not exchange(folder, file):
             file.unlink()
             folder.rename(file)
@@ -69,8 +66,8 @@ def make_way(path: Path) -> None:
 def remove_from(folder: Path) -> None:
     """Remove the single file that a checkpoint in a folder has replaced."""
     with suppress(OSError):  # it is not loaded, where `latest` is
-        if (folder / IN_FOLDER).is_file() and (folder / "latest").is_file():
-            (folder / IN_FOLDER).unlink()
+        if (folder / WEIGHTS_FILE).is_file() and (folder / "latest").is_file():
+            (folder / WEIGHTS_FILE).unlink()
 
 
 def _is_single_file(path: Path) -> bool:
@@ -108,7 +105,7 @@ def save(save: Save, strategy: Any, checkpoint: Mapping[str, Any], storage_optio
             content = {**checkpoint, "state_dict": dumped, **ours}
             writer.save_checkpoint(content, save.destination, storage_options=storage_options)
     save.agree() if save.way is Way.UNMANAGED else save.publish()
-    if writes and save.target.name == IN_FOLDER:  # what it replaces
+    if writes and save.target.name == WEIGHTS_FILE:  # what it replaces
         (save.folder / "latest").unlink(missing_ok=True)
         sync_folder(save.folder)
         remove_states(save.folder / "checkpoint")

@@ -22,12 +22,13 @@ from ...engine.serving import begin_serving
 from ...load.load import Load, where_it_is
 from ...load.load import current as current_load
 from ...load.look import Look
-from ...load.trust import trust
+from ...load.trust import runs_nothing, trust
 from ...save.agreement import explaining_errors
 from ...save.saving import begin, is_local
 from ...settings import FLAG
 from . import single_file
 from .owner import BUILT, owner_of
+from .retention import forget_paths_outside
 
 
 def init(wrapped: Callable[..., None], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -114,7 +115,10 @@ def load_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
     """A strategy's `load_checkpoint`: finds the checkpoint, and loads single files that Trainer has saved."""
     in_flight.wait()
     with trust(), overridden(moved_in_deepspeed()):
-        return _load(wrapped, strategy, inspect.signature(wrapped).bind(*args, **kwargs))
+        checkpoint = _load(wrapped, strategy, inspect.signature(wrapped).bind(*args, **kwargs))
+    if runs_nothing() and (ignored := forget_paths_outside(checkpoint)):
+        warn(owner_of(strategy), ignored)
+    return checkpoint
 
 
 def _load(wrapped: Callable[..., Any], strategy: Any, call: inspect.BoundArguments) -> Any:

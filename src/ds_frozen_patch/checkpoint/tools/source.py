@@ -1,0 +1,102 @@
+"""What `consolidate` reads: the directory of a checkpoint, or the single file of a weights-only save."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...common.errors import CheckpointError
+from ...common.work_folder import WEIGHTS_FILE
+from ...manifest import Manifest
+from ...parameters import compiled_modules, is_name, plain
+from ..format.archive import read_archive
+from ..format.records import from_stored
+from ..zero.entries import read_entries, storage_place
+from ..zero.labels import ELASTIC_KEY, LABEL
+from ..zero.opening import open_checkpoint
+from ..zero.states import DEEPSPEEDS_OWN, check_instantiator
+from ..zero.weights import Weights, check_total_size
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint to consolidate.
+
+    Attributes:
+        path: its directory or file.
+        content: what it contains beside the weights and DeepSpeed's own state.
+        weights: where its weights are.
+        manifest: the manifest, if it has one.
+        lacks_frozen: whether frozen parameters were left out.
+        compiled: the names of compiled modules, as `compiled_modules` returns them.
+    """
+
+    path: Path
+    content: Mapping[str, Any]
+    weights: Weights
+    manifest: Manifest | None
+    lacks_frozen: bool
+    compiled: frozenset[str]
+
+
+def open_source(path: str | Path, tag: str | None, trust: bool) -> Source:
+    """Read a checkpoint's pickles, and of its tensors at most samples.
+
+    Raises:
+        CheckpointError: a file is missing, damaged or unexpected, or the files are not from one save.
+    """
+    file = Path(path)
+    if file.is_dir() and not (file / "latest").exists() and (file / WEIGHTS_FILE).is_file():
+        file /= WEIGHTS_FILE
+    if file.is_file():
+        if tag is not None:
+            raise CheckpointError(f"{file} is a single file, and has no tags. Do not pass one.")
+        return _open_file(file, trust)
+    checkpoint = open_checkpoint(path, tag, trust=trust)
+    states = checkpoint.states
+    return Source(
+        path=states.layout.root,
+        content={k: v for k, v in states.models[0].items() if k not in (*DEEPSPEEDS_OWN, ELASTIC_KEY, LABEL)},
+        weights=checkpoint.weights,
+        manifest=states.manifest,
+        lacks_frozen=bool(states.manifest.left_out if states.manifest else states.leaves_out_frozen),
+        compiled=states.compiled,
+    )
+
+
+def _open_file(file: Path, trust: bool) -> Source:
+    """A file that Lightning has saved: it does not tell which of its weights were trained."""
+    state: Any = read_archive(file, trust=trust).state
+    saved = state.get("state_dict") if isinstance(state, dict) else None
+    if not isinstance(saved, Mapping) or not all(map(is_name, saved)):
+        raise CheckpointError(
+            f"{file} is neither the directory of a DeepSpeed checkpoint nor a weights-only file of Lightning, which has"
+            " a `state_dict`. Check the path."
+        )
+    check_instantiator(file, state, trust)
+    manifest = Manifest.from_checkpoint(state)
+    entries = read_entries({"module": {plain(name): item for name, item in saved.items()}}, manifest)
+    first: dict[Any, str] = {}
+    aliases = {}
+    for name, tensor in entries.tensors.items():
+        if tensor.numel and (known := first.setdefault(storage_place(tensor), name)) != name:
+            aliases[name] = known
+    sources = {name: from_stored(tensor) for name, tensor in entries.tensors.items() if name not in aliases}
+    check_total_size(sum(item.nbytes for item in sources.values()), file)
+    weights = Weights(
+        trained={name: item for name, item in sources.items() if name not in entries.owners},
+        frozen={},
+        buffers={},
+        aliases=aliases,
+        halves={},
+        parts={name: item for name, item in sources.items() if name in entries.owners},
+        owners={name: owner for name, owner in entries.owners.items() if name in sources},
+        packed={},
+        subclasses=entries.subclasses,
+    )
+    content = {key: value for key, value in state.items() if key != "state_dict"}
+    lacks_frozen = bool(manifest and manifest.left_out)
+    compiled = compiled_modules(saved) | (manifest.compiled if manifest else frozenset())
+    return Source(file, content, weights, manifest, lacks_frozen, compiled)
