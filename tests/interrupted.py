@@ -12,7 +12,7 @@ from disk import model_states
 from under_test import Callback
 
 import ds_frozen_patch
-from ds_frozen_patch.common.work_folder import is_not_whole
+from ds_frozen_patch.checkpoint.names import is_not_whole
 
 
 class Diary(Callback):

@@ -21,7 +21,7 @@ from typing import Any
 
 import forked
 
-from ds_frozen_patch.common import in_flight
+from ds_frozen_patch.publish import in_flight
 
 START_SECONDS = 180
 CALL_SECONDS = 240

@@ -20,9 +20,9 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from under_test import PRECISION, DeepSpeedStrategy
 
+from ds_frozen_patch.checkpoint.names import RECORD
 from ds_frozen_patch.checkpoint.record import read_record, write_record
 from ds_frozen_patch.checkpoint.zero.labels import LABEL
-from ds_frozen_patch.common.work_folder import RECORD
 from ds_frozen_patch.manifest import KEY, Manifest
 
 EMBEDDING = "model.base_model.model.model.embed_tokens.weight"
@@ -371,3 +371,25 @@ TOOLS: dict[str, tuple[str, list[str], str]] = {
     "universal": ("small.ckpt", ["universal"], "out.ckpt"),
 }
 """The tools that write, as the command line names them: what each is given of `Checkpoints`, and what it makes."""
+
+
+def commands(small: Path, full: Path, out: Path) -> dict[str, list[str]]:
+    """Return each tool's command on a hostile checkpoint, or on a good one with the hostile one as its base."""
+    good = small.parent.parent / "good" / "small.ckpt"
+
+    def at(name: str) -> str:
+        return str(out / name)
+
+    return {
+        "inspect": ["inspect", str(full)],
+        "prune": ["prune", str(full), at("pruned.ckpt")],
+        "consolidate": ["consolidate", str(full), at("one.ckpt")],
+        "consolidate to a folder": ["consolidate", str(small), at("folder"), "--max-shard-size", "10kB"],
+        "merge": ["merge", str(good), at("merged.ckpt"), "--base", str(full)],
+        "export": ["export", str(full), at("trained.safetensors"), "--format", "safetensors"],
+        "export to a folder": ["export", str(small), at("adapter"), "--format", "peft"],
+        "verify": ["verify", str(small)],
+        "verify with a base": ["verify", str(good), "--base", str(full)],
+        "reshard": ["reshard", str(full), at("three.ckpt"), "--ranks", "3"],
+        "universal": ["universal", str(full), at("universal"), "--dry-run"],
+    }

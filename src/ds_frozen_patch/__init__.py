@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from .common.errors import CheckpointError as CheckpointError
     from .common.errors import CheckpointMismatchError as CheckpointMismatchError
     from .common.errors import PatchError as PatchError
-    from .common.in_flight import wait as wait
     from .patching.patch import patch as patch
     from .patching.patch import patched as patched
     from .patching.patch import status as status
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from .patching.serve import serve as serve
     from .patching.status import Status as Status
     from .patching.status import TargetStatus as TargetStatus
+    from .publish.in_flight import wait as wait
     from .settings import full_checkpoint as full_checkpoint
 
 # Imported when they are first used: the import of this package is cheap, and a training script needs no tools.
@@ -48,7 +48,7 @@ _NAMES = {
     "checkpoint.tools.universal": ("Universal", "universal"),
     "checkpoint.tools.verify": ("Verified", "verify"),
     "common.errors": ("CheckpointError", "CheckpointMismatchError", "PatchError"),
-    "common.in_flight": ("wait",),
+    "publish.in_flight": ("wait",),
     "patching.patch": ("patch", "patched", "status", "unpatch"),
     "patching.serve": ("serve",),
     "patching.status": ("Status", "TargetStatus"),

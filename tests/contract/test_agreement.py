@@ -93,7 +93,7 @@ def test_a_rank_that_was_killed_is_not_taken_for_unpatched(ranks: Any) -> None:
 
 def two_process_groups_of_one_store(out: str) -> str:
     """Return the error of the second one, in which rank 1 is not patched."""
-    number, store = int(os.environ["RANK"]), torch.distributed.FileStore(f"{out}/store", 2)
+    number, store = int(os.environ["RANK"]), torch.distributed.FileStore(f"{out}/store", 2)  # type: ignore[attr-defined]
     said = ""
     for is_patched in (True, number == 0):
         torch.distributed.init_process_group("gloo", store=store, rank=number, world_size=2)

@@ -24,10 +24,10 @@ from slow_disk import WRITE, writing, writing_when
 from under_test import ModelCheckpoint
 
 import ds_frozen_patch
-from ds_frozen_patch.common import in_flight
 from ds_frozen_patch.common.overrides import overridden
-from ds_frozen_patch.common.work_folder import is_unfinished
 from ds_frozen_patch.engine.attached import attached
+from ds_frozen_patch.publish import in_flight
+from ds_frozen_patch.publish.work_folder import is_unfinished
 from ds_frozen_patch.save import background
 from ds_frozen_patch.save import save as save_module
 from ds_frozen_patch.save.recording import Recorder
@@ -323,7 +323,7 @@ def test_the_process_ends_after_its_save(tmp_path: Path, fails: bool) -> None:
     program = (
         "import pathlib, sys, time\n"
         "from ds_frozen_patch import CheckpointError\n"
-        "from ds_frozen_patch.common import in_flight\n"
+        "from ds_frozen_patch.publish import in_flight\n"
         "from ds_frozen_patch.engine.attached import Attached\n"
         "from ds_frozen_patch.engine.topology import Topology\n"
         "from ds_frozen_patch.owners.engine import owner_of\n"

@@ -26,9 +26,9 @@ from under_test import Callback
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError
-from ds_frozen_patch.common import durable, in_flight, work_folder
+from ds_frozen_patch.checkpoint.names import RECORD, is_state
 from ds_frozen_patch.common.overrides import overridden
-from ds_frozen_patch.common.work_folder import RECORD, is_state
+from ds_frozen_patch.publish import durable, in_flight, work_folder
 
 pytestmark = pytest.mark.promise(22)
 EVERYDAY = pytest.mark.everyday

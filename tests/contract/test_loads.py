@@ -29,9 +29,9 @@ from under_test import TRAINER, Callback, ModelCheckpoint
 
 import ds_frozen_patch
 from ds_frozen_patch.checkpoint.format import archive, unpickling
+from ds_frozen_patch.checkpoint.names import RECORD
 from ds_frozen_patch.checkpoint.zero import layout
 from ds_frozen_patch.common.overrides import overridden
-from ds_frozen_patch.common.work_folder import RECORD
 
 pytestmark = [pytest.mark.promise(15), pytest.mark.everyday, pytest.mark.once]
 

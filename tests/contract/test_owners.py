@@ -27,8 +27,8 @@ from safetensors import safe_open
 from under_test import TRAINER, DeepSpeedStrategy
 
 import ds_frozen_patch
+from ds_frozen_patch.checkpoint.names import RECORD, is_not_whole
 from ds_frozen_patch.common.overrides import overridden
-from ds_frozen_patch.common.work_folder import RECORD, is_not_whole
 from ds_frozen_patch.engine.attached import attached
 
 pytestmark = pytest.mark.promise(19)

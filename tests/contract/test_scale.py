@@ -20,8 +20,8 @@ from disk import model_states
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError
-from ds_frozen_patch.common import in_flight
 from ds_frozen_patch.common.overrides import overridden
+from ds_frozen_patch.publish import in_flight
 from ds_frozen_patch.save import background
 
 pytestmark = [pytest.mark.promise(18), pytest.mark.everyday]

@@ -12,7 +12,7 @@ from disk import model_states
 from tools_checkpoints import refresh
 
 import ds_frozen_patch
-from ds_frozen_patch.common.work_folder import RECORD
+from ds_frozen_patch.checkpoint.names import RECORD
 
 pytestmark = pytest.mark.promise(4)
 

@@ -150,7 +150,9 @@ def test_fabric_and_torch_load_of_the_program(ranks: Any, tmp_path: Path) -> Non
 
 def train_on(out: str, trust: bool) -> None:
     ds_frozen_patch.patch(trust=trust)
-    keeps = ModelCheckpoint(f"{out}/kept", filename="{epoch}", monitor="epoch", mode="max", save_top_k=1, save_last=True)
+    keeps = ModelCheckpoint(
+        f"{out}/kept", filename="{epoch}", monitor="epoch", mode="max", save_top_k=1, save_last=True
+    )
     resume_from = f"{out}/named.ckpt" if Path(out, "named.ckpt").is_dir() else None
     trainer = runs.trainer(out, 2, epochs=2 if resume_from else 1, callbacks=[keeps])
     trainer.fit(Logs(), runs.batches(2), ckpt_path=resume_from)

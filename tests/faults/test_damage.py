@@ -22,7 +22,7 @@ from tools_checkpoints import changed, precision_of, records_of
 
 import ds_frozen_patch
 from ds_frozen_patch import verify
-from ds_frozen_patch.common.work_folder import RECORD
+from ds_frozen_patch.checkpoint.names import RECORD
 from ds_frozen_patch.manifest import KEY
 
 RANKS = 2

@@ -26,7 +26,7 @@ import ds_frozen_patch
 from ds_frozen_patch import CheckpointError
 from ds_frozen_patch.checkpoint.format import records
 from ds_frozen_patch.cli import main
-from ds_frozen_patch.common import in_flight, work_folder
+from ds_frozen_patch.publish import in_flight, work_folder
 
 WAYS = ("trainer", "fabric", "weights", "export", "direct", "async")
 ROOT = os.geteuid() == 0

@@ -29,12 +29,12 @@ import torch
 from memory import memory
 from opcodes import EXPENSIVE, limited, text
 from safetensors.torch import save_file
-from tools_checkpoints import NORM, Checkpoints, base_model, changed
+from tools_checkpoints import NORM, Checkpoints, base_model, changed, commands
 
 from ds_frozen_patch import CheckpointError, CheckpointMismatchError, load_trainable
+from ds_frozen_patch.checkpoint.names import RECORD
 from ds_frozen_patch.checkpoint.record import _digest
 from ds_frozen_patch.cli import main
-from ds_frozen_patch.common.work_folder import RECORD
 from ds_frozen_patch.manifest import KEY
 
 pytestmark = pytest.mark.promise(14)
@@ -556,28 +556,6 @@ RECORDS: dict[str, Callable[[Path, Path], Any]] = {
     "a record without files": record(with_digest(files=None)),
     "a record of no manifest": record(with_digest(manifest={"format": 1, "left_out": [[[["x"] * 3] * 3]]})),
 }
-
-
-def commands(small: Path, full: Path, out: Path) -> dict[str, list[str]]:
-    """Return each tool's command on a hostile checkpoint, or on a good one with the hostile one as its base."""
-    good = small.parent.parent / "good" / "small.ckpt"
-
-    def at(name: str) -> str:
-        return str(out / name)
-
-    return {
-        "inspect": ["inspect", str(full)],
-        "prune": ["prune", str(full), at("pruned.ckpt")],
-        "consolidate": ["consolidate", str(full), at("one.ckpt")],
-        "consolidate to a folder": ["consolidate", str(small), at("folder"), "--max-shard-size", "10kB"],
-        "merge": ["merge", str(good), at("merged.ckpt"), "--base", str(full)],
-        "export": ["export", str(full), at("trained.safetensors"), "--format", "safetensors"],
-        "export to a folder": ["export", str(small), at("adapter"), "--format", "peft"],
-        "verify": ["verify", str(small)],
-        "verify with a base": ["verify", str(good), "--base", str(full)],
-        "reshard": ["reshard", str(full), at("three.ckpt"), "--ranks", "3"],
-        "universal": ["universal", str(full), at("universal"), "--dry-run"],
-    }
 
 
 # A base's manifest says nothing, and `inspect` copies no configuration.

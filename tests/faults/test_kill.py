@@ -25,7 +25,7 @@ from under_test import ModelCheckpoint, pl
 import ds_frozen_patch
 from ds_frozen_patch.checkpoint.tools.reshard import reshard_inside
 from ds_frozen_patch.cli import main
-from ds_frozen_patch.common import in_flight
+from ds_frozen_patch.publish import in_flight
 from ds_frozen_patch.save import background
 
 EPOCHS = 8

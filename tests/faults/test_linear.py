@@ -9,6 +9,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ import pytest
 import torch
 from memory import give_back_memory, memory, reset_peak_memory
 from safetensors.torch import save_file
-from test_hostile import commands
-from tools_checkpoints import Checkpoints, base_model, changed
+from tools_checkpoints import Checkpoints, base_model, changed, commands
 
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.manifest import KEY
@@ -32,7 +32,7 @@ SECONDS, BYTES = 0.5, 32 * MB
 MOST_SECONDS, MOST_BYTES = 3.0, 60
 """The factors: CPU seconds for each MB, and bytes of memory for each byte."""
 
-Fill = Callable[[dict[str, Any], int], Any]
+Fill = Callable[..., Any]
 
 
 def tensors(state: dict[str, Any], size: int) -> None:
@@ -77,13 +77,14 @@ FILLINGS: dict[str, Fill] = {
     "lists of lists": lambda state, size: state.update(mine=[[[i]] for i in range(size // 12)]),
 }
 
-BASES: dict[str, Callable[[dict[str, torch.Tensor], int], dict[str, str]]] = {
-    "metadata": lambda _, size: {f"key.{i}": "x" for i in range(size // 18)},
-    "empty tensors": lambda base, size: (
-        base.update({f"more.{i}": torch.ones(0) for i in range(size // 70)}),
-        {f"alias.{i}": f"more.{i}" for i in range(size // 70)},
-    )[1],
-    "a tensor": lambda base, size: (base.update(more=torch.ones(size // 4)), {})[1],
+# Each returns more tensors and metadata of a base.
+BASES: dict[str, Callable[[int], tuple[dict[str, torch.Tensor], dict[str, str]]]] = {
+    "metadata": lambda size: ({}, {f"key.{i}": "x" for i in range(size // 18)}),
+    "empty tensors": lambda size: (
+        {f"more.{i}": torch.ones(0) for i in range(size // 110)},
+        {f"alias.{i}": f"more.{i}" for i in range(size // 110)},
+    ),
+    "a tensor": lambda size: ({"more": torch.ones(size // 4)}, {}),
 }
 
 
@@ -128,7 +129,7 @@ def test_a_checkpoint(checkpoints: Checkpoints, tmp_path: Path, filling: str, lo
         for path in (folder / "filled").iterdir():
             if filling != "parameters left out" or path.name == "small.ckpt":
                 file = min(path.rglob("*model_states.pt"))
-                changed(file, lambda state, megabytes=megabytes: FILLINGS[filling](state, megabytes * MB))
+                changed(file, partial(FILLINGS[filling], size=megabytes * MB))
                 sizes[megabytes] = file.stat().st_size
         run = commands(folder / "filled" / "small.ckpt", folder / "filled" / "full.ckpt", tmp_path / "out")
         for name, command in run.items():
@@ -144,9 +145,9 @@ def test_a_base(checkpoints: Checkpoints, tmp_path: Path, filling: str, long: bo
     costs: dict[str, dict[int, tuple[float, int]]] = {}
     sizes, small = {}, checkpoints(2) / "small.ckpt"
     for megabytes in (1, 10, 100) if long else (1, 10):
-        tensors = {name: value.clone() for name, value in base_model().state_dict().items()}
-        about = BASES[filling](tensors, megabytes * MB)
-        save_file(tensors, tmp_path / "base.safetensors", about)
+        more, about = BASES[filling](megabytes * MB)
+        own = {name: value.clone() for name, value in base_model().state_dict().items()}
+        save_file({**own, **more}, tmp_path / "base.safetensors", about)
         sizes[megabytes] = (tmp_path / "base.safetensors").stat().st_size
         for command in (["verify", str(small)], ["merge", str(small), str(tmp_path / "out" / "merged.ckpt")]):
             whole = [*command, "--base", str(tmp_path / "base.safetensors")]

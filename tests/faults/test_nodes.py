@@ -34,8 +34,8 @@ from under_test import Callback, DeepSpeedStrategy, ModelCheckpoint, pl
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError
-from ds_frozen_patch.common.work_folder import is_dead
-from ds_frozen_patch.common.work_folder import lock as lock_folder
+from ds_frozen_patch.publish.work_folder import is_dead
+from ds_frozen_patch.publish.work_folder import lock as lock_folder
 
 pytestmark = [
     pytest.mark.promise(18),

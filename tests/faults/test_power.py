@@ -31,8 +31,9 @@ from under_test import Callback
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError
+from ds_frozen_patch.checkpoint.names import is_not_whole
 from ds_frozen_patch.cli import main
-from ds_frozen_patch.common.work_folder import is_not_whole, is_unfinished
+from ds_frozen_patch.publish.work_folder import is_unfinished
 
 pytestmark = pytest.mark.promise(17)
 

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 from under_test import ModelCheckpoint, pl
 
 import ds_frozen_patch
-from ds_frozen_patch.common import in_flight
+from ds_frozen_patch.publish import in_flight
 from ds_frozen_patch.save import background
 
 SAMPLES = 4  # of a step, on all ranks together

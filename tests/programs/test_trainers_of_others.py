@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from starting import PLAIN, WORDS, save_tokenizer, start
 
 import ds_frozen_patch
-from ds_frozen_patch.common.work_folder import RECORD
+from ds_frozen_patch.checkpoint.names import RECORD
 
 pytestmark = [pytest.mark.programs]
 

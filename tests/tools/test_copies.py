@@ -22,12 +22,12 @@ from ds_frozen_patch.checkpoint.zero.layout import Layout
 from ds_frozen_patch.checkpoint.zero.masters import check_masters_match
 from ds_frozen_patch.checkpoint.zero.states import read_states
 from ds_frozen_patch.cli import main
-from ds_frozen_patch.common.work_folder import swap
 from ds_frozen_patch.engine.attached import Attached
 from ds_frozen_patch.engine.topology import Topology
+from ds_frozen_patch.publish.ways import Way
+from ds_frozen_patch.publish.work_folder import swap
 from ds_frozen_patch.save import export_trained as _ready
-from ds_frozen_patch.save.save import Save
-from ds_frozen_patch.save.ways import Way
+from ds_frozen_patch.save.save import Save, place_of
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
 
@@ -295,16 +295,19 @@ def test_a_link_as_the_resharded_folder(checkpoints: Checkpoints, tmp_path: Path
 def a_save(target: Path) -> Save:
     owner: Any = SimpleNamespace(rank=0, local_rank=0, device=torch.device("cpu"), names_each_save=True)
     engine = SimpleNamespace(use_node_local_storage=lambda: False)
-    return Save(owner, engine, Attached(owner, Topology(2, 1)), target, target.parent, target, Way.NEW, None, sync=True)
+    attached = Attached(owner, Topology(2, 1))
+    place = place_of(owner, engine, attached, (target, target.parent, target), True, True)
+    place.way = Way.NEW
+    return Save(owner, engine, attached, place, None)
 
 
 def exported(folder: Path, file: str, config: str | None = None) -> list[CheckpointError]:
     """The errors of a save into a folder that writes one file beside the checkpoint."""
     save = a_save(folder / "checkpoint")
     save.open()
-    _ready._write(save, save.export / file, {}, {"a": torch.ones(3)}, config)
+    _ready._write(save, save.place.export / file, {}, {"a": torch.ones(3)}, config)
     save.give_name()
-    save.close()
+    save.place.close()
     return save.failures.errors
 
 
@@ -355,10 +358,10 @@ def test_the_directory_of_a_save_may_be_a_link(tmp_path: Path) -> None:
 def test_a_foreign_work_folder(tmp_path: Path, make: Callable[[Path, Path], Any]) -> None:
     (tmp_path / "elsewhere").mkdir()
     save = a_save(tmp_path / "last.ckpt")
-    save.target.mkdir()
-    make(save.work, tmp_path / "elsewhere")
+    save.place.target.mkdir()
+    make(save.place.work, tmp_path / "elsewhere")
     save.open()
-    assert str(save.work) in str(save.failures.errors[0])
+    assert str(save.place.work) in str(save.failures.errors[0])
     assert names(tmp_path / "elsewhere") == set()
 
 

@@ -41,7 +41,7 @@ from ds_frozen_patch.checkpoint.format.archive import read_archive
 from ds_frozen_patch.checkpoint.format.records import Piece, Records, TensorSource
 from ds_frozen_patch.checkpoint.format.stored import ITEM_SIZES, Storage
 from ds_frozen_patch.checkpoint.format.writing import write_archive
-from ds_frozen_patch.common.work_folder import RECORD
+from ds_frozen_patch.checkpoint.names import RECORD
 from ds_frozen_patch.manifest import KEY
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday]

@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError, consolidate, export, inspect, load_trainable, prune, verify
 from ds_frozen_patch.checkpoint.format.records import Records
+from ds_frozen_patch.checkpoint.names import RECORD
 from ds_frozen_patch.checkpoint.tools.base import match_base, open_base
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.cli.commands import to_json
-from ds_frozen_patch.common.work_folder import RECORD
 from ds_frozen_patch.fingerprint import fingerprints
 from ds_frozen_patch.manifest import KEY, LeftOut, Manifest
 

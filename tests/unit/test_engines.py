@@ -61,10 +61,15 @@ def test_unpatch_removes_the_loss_factor() -> None:
 
 def test_others_wrappers_of_backward_survive() -> None:
     for theirs_first in (True, False):
-        engine, seen = Engine(), []
+        engine = Engine()
+        seen: list[float] = []
 
         def count(call: Any, seen: list[float] = seen) -> Any:
-            return lambda loss: (seen.append(loss), call(loss))[1]
+            def backward(loss: float) -> Any:
+                seen.append(loss)
+                return call(loss)
+
+            return backward
 
         known = attach(engine, owner())
         assert known is not None

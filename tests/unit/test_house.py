@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 ROOT = Path(ds_frozen_patch.__file__).parent
 ROOMS = (
     ("common", "settings", "testing"),
+    ("publish",),
     ("faults",),
     ("cures",),
     ("parameters",),

@@ -134,7 +134,9 @@ assert cls.__dict__["load_checkpoint"] is theirs
 
 
 def test_wrappers_are_pickled_and_copied_like_what_they_wrap(site: Site) -> None:
-    site.write("lightning/pytorch/utilities/deepspeed.py", "def convert_zero_checkpoint_to_fp32_state_dict(a): return a")
+    site.write(
+        "lightning/pytorch/utilities/deepspeed.py", "def convert_zero_checkpoint_to_fp32_state_dict(a): return a"
+    )
     site.write("lightning/pytorch/utilities/__init__.py")
     program = """
 import copy, pickle, subprocess
@@ -187,9 +189,10 @@ assert now()[:2] == ("patchable", False) and state() == "plain"
 
 
 def test_a_finder_without_find_spec(site: Site) -> None:
-    """As old as Python's own rules: such a finder is passed over."""
+    """Python passes over such an old one too."""
     program = """
-class Old: ...
+class Old:
+    def find_module(self, name, path=None): ...
 sys.meta_path.insert(0, Old())
 assert dfp.status()["deepspeed"].state == "patchable"
 """

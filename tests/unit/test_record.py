@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from ds_frozen_patch import CheckpointError
+from ds_frozen_patch.checkpoint.names import RECORD
 from ds_frozen_patch.checkpoint.record import Record, describe_file, read_record, write_record
-from ds_frozen_patch.common.work_folder import RECORD
 from ds_frozen_patch.manifest import LeftOut, Manifest
 
 pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]

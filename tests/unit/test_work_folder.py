@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from ds_frozen_patch.common import work_folder
-from ds_frozen_patch.common.work_folder import left_behind, swap
-from ds_frozen_patch.save.ways import remove_work
+from ds_frozen_patch.checkpoint.names import is_state
+from ds_frozen_patch.publish import work_folder
+from ds_frozen_patch.publish.ways import remove_work
+from ds_frozen_patch.publish.work_folder import left_behind, swap
 
 
 def folder_of(job: str, at: Path) -> Path:
@@ -44,5 +45,5 @@ def test_two_jobs_replace_a_folder_in_two_steps(tmp_path: Path, monkeypatch: Any
         return
     swap(new, target, work / "old")
     assert (target / "mp_rank_00_model_states.pt").read_text() == "this"
-    remove_work(work)
+    remove_work(work, is_state)
     assert [item.name for item in tmp_path.iterdir()] == ["checkpoint"]

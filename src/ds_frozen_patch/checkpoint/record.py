@@ -22,9 +22,9 @@ from typing import Any
 
 from ..common.collectives import digest
 from ..common.errors import CheckpointError, CheckpointMismatchError, named
-from ..common.work_folder import RECORD, is_state_file
 from ..manifest import Manifest
 from .format.zip_directory import hash_directory, open_regular
+from .names import RECORD, is_state_file
 
 FORMAT = 1
 

@@ -14,16 +14,16 @@ from typing import Any
 from .. import cures
 from ..checkpoint.zero.labels import ELASTIC_KEY, LABEL, UNIVERSAL_INFO
 from ..checkpoint.zero.layout import latest_tag
-from ..common import in_flight
 from ..common.errors import CheckpointError
 from ..common.overrides import overridden, set_to
-from ..common.work_folder import entries, is_in_work_folder
 from ..engine.attached import Attached, attach, attached
 from ..engine.gathering import put
 from ..engine.origins import replacing
 from ..engine.owner import warn
 from ..manifest import KEY, Manifest
 from ..parameters import names_by_parameter, parameters_by_name, plain, prefix_of
+from ..publish import in_flight
+from ..publish.work_folder import entries, is_in_work_folder
 from . import elastic
 from .base_check import check_base
 from .load import Load, current, where_it_is

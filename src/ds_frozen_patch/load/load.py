@@ -18,12 +18,12 @@ from ..checkpoint.record import Record, read_record
 from ..checkpoint.zero.layout import latest_tag
 from ..checkpoint.zero.states import FileDigests
 from ..common.collectives import default_store, digest, gather, gather_numbers, world_size
-from ..common.durable import wait_for_name
 from ..common.errors import CheckpointError, CheckpointMismatchError
-from ..common.work_folder import left_behind
 from ..engine.frozen import frozen
 from ..engine.owner import Owner, is_first, warn
 from ..fingerprint import process_memory
+from ..publish.durable import wait_for_name
+from ..publish.work_folder import left_behind
 from ..settings import current as settings
 from .integrity import check_files, own_share, share
 from .look import Look, look_at_all, look_at_own

@@ -12,7 +12,7 @@ from typing import Any
 from ..checkpoint.record import Record, read_record
 from ..checkpoint.zero.layout import Layout, NothingSavedError, UnknownLayoutError, find_layout, latest_tag
 from ..common.errors import CheckpointError
-from ..common.work_folder import is_unfinished
+from ..publish.work_folder import is_unfinished
 
 _KINDS = ("model", "optimizer")
 

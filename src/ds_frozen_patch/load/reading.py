@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.names import RECORD
 from ..checkpoint.zero.labels import get_label
 from ..checkpoint.zero.layout import latest_tag
 from ..checkpoint.zero.states import FileDigests, check_digests_agree
 from ..common.collectives import digest, gather, gather_numbers
 from ..common.errors import CheckpointError, CheckpointMismatchError
-from ..common.work_folder import RECORD
 from ..cures import Attributes
 from ..engine.owner import warn
 from ..manifest import KEY, Manifest, digest_of

@@ -14,14 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..common import in_flight
+from ..checkpoint.names import is_not_whole
 from ..common.overrides import overridden
 from ..common.probing import Finding, Seen, Target
-from ..common.work_folder import entries, is_not_whole
 from ..engine import handshake
 from ..engine.attached import attached
 from ..engine.owner import is_first
 from ..engine.serving import begin_serving
+from ..publish import in_flight
+from ..publish.work_folder import entries
 from ..save.around import Around
 from .engine import logger_of, owner_of
 from .newest import last_whole

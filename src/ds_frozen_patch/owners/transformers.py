@@ -14,12 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..common import in_flight
+from ..checkpoint.names import is_not_whole
 from ..common.overrides import overridden
 from ..common.probing import Finding, Seen, Target
-from ..common.work_folder import entries, is_not_whole
 from ..cures import Attributes, saves_the_best
 from ..engine.attached import attached
+from ..publish import in_flight
+from ..publish.work_folder import entries
 from ..save.around import Around
 from ..settings import current as settings
 from .engine import logger_of

@@ -9,7 +9,6 @@ from typing import Any
 
 import wrapt
 
-from ..common.in_flight import after_it, before_end
 from ..common.probing import Target
 from ..engine import serving
 from ..engine.target import ENGINE
@@ -17,6 +16,7 @@ from ..load import engine as load_engine
 from ..owners import accelerate, transformers
 from ..owners.lightning import converter, in_flight, newest, strategy
 from ..owners.lightning.targets import TARGETS
+from ..publish.in_flight import after_it, before_end
 from ..save import engine as save_engine
 from .wrappers import FunctionWrapper, InitWrapper
 

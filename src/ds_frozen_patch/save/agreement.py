@@ -10,8 +10,9 @@ from typing import Any
 from ..common.collectives import digest, gather, gather_numbers
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..fingerprint import process_memory
-from .save import UNCHANGED, Save
-from .ways import Way
+from ..publish.publication import UNCHANGED
+from ..publish.ways import Way
+from .save import Save
 
 
 def agree(save: Save, request: Mapping[str, Any], base_has_changed: bool) -> None:
@@ -25,16 +26,17 @@ def agree(save: Save, request: Mapping[str, Any], base_has_changed: bool) -> Non
     Raises:
         CheckpointMismatchError: the requests differ.
     """
+    place = save.place
     base_is_known = all(process_memory().holds(one.tensor) for one in save.left_out or ())
-    own = [digest(sorted(request.items())), digest(str(save.target)), int(save.id, 16), base_is_known]
-    numbers = gather_numbers([*own, base_has_changed, save.way, save.owner.local_rank], save.owner.device)
+    own = [digest(sorted(request.items())), digest(str(place.target)), int(place.id, 16), base_is_known]
+    numbers = gather_numbers([*own, base_has_changed, place.way, save.owner.local_rank], save.owner.device)
     if len({one[0] for one in numbers}) > 1:
-        raise CheckpointMismatchError(f"{save.shown} was not saved. {_difference(gather(dict(request)))}")
+        raise CheckpointMismatchError(f"{place.shown} was not saved. {_difference(gather(dict(request)))}")
     targets, nodes = {one[1] for one in numbers}, [one[6] for one in numbers].count(0)
     if len(targets) > 1:
-        save.target, save.folder, save.shown = map(Path, gather(tuple(map(str, save.paths)))[0])
+        place.target, place.folder, place.shown = map(Path, gather(tuple(map(str, place.paths)))[0])
     save.is_in_one_place = len(targets) == nodes == 1
-    save.id, save.way = f"{numbers[0][2]:012x}", Way(numbers[0][5])
+    place.id, place.way = f"{numbers[0][2]:012x}", Way(numbers[0][5])
     save.base_is_known = all(one[3] for one in numbers)
     save.base_has_changed = any(one[4] for one in numbers)
 
@@ -72,7 +74,7 @@ def explaining_errors(path: Any) -> Iterator[list[Save]]:
     except RuntimeError as error:
         if type(error) is not RuntimeError and not type(error).__name__.startswith("Dist"):
             raise
-        state, is_saved = saves[0].state_of_target() if saves else (UNCHANGED, False)
+        state, is_saved = saves[0].place.state_of_target() if saves else (UNCHANGED, False)
         outcome = "was saved, but not every rank has confirmed it" if is_saved else "was not saved"
         raise CheckpointError(
             f"{path} {outcome} ({error}). If this says that another rank is gone, restart the run from its last"

@@ -6,10 +6,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from ..common.durable import sync_folder, sync_tree
-from ..common.work_folder import OURS, entries, is_state
+from ..checkpoint.names import is_state
 from ..engine.attached import Attached
 from ..engine.owner import Owner
+from ..publish.durable import sync_folder, sync_tree
+from ..publish.work_folder import OURS, entries
 from ..settings import current as settings
 from .failures import Failures
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from ..common.collectives import default_store, world_size
 from ..common.errors import CheckpointError
-from ..common.in_flight import is_ending
 from ..engine.owner import is_first
+from ..publish.in_flight import is_ending
 from .failures import failure
 from .save import Save
 from .writing import write_recorded
@@ -48,9 +48,8 @@ def publish(save: Save, votes: Votes) -> CheckpointError | None:
         with votes.reporting():
             return _publish(save, votes)
     except Exception as error:  # of the store, or a rank is gone
-        return CheckpointError(
-            f"Not every rank has confirmed that {save.shown} was saved ({error}). {save.state_of_target()[0]}"
-        )
+        state, _ = save.place.state_of_target()
+        return CheckpointError(f"Not every rank has confirmed that {save.place.shown} was saved ({error}). {state}")
 
 
 def _publish(save: Save, votes: Votes) -> CheckpointError | None:
@@ -67,9 +66,9 @@ def _publish(save: Save, votes: Votes) -> CheckpointError | None:
         save.discard()
         votes.give("discarded", save)
         votes.wait("discarded")
-        error = failure(save.shown, votes.errors(), failures, save.state_of_target()[0])
+        error = failure(save.place.shown, votes.errors(), failures, save.place.state_of_target()[0])
     elif save.publishes:
-        save.close()
+        save.place.close()
     votes.give("seen", save)
     if is_first(save.owner):
         with suppress(CheckpointError):
@@ -81,7 +80,7 @@ class Votes:
     """What the ranks tell each other of one save, in the process group's store."""
 
     def __init__(self, save: Save) -> None:
-        self._prefix = f"ds_frozen_patch/{save.id}/"
+        self._prefix = f"ds_frozen_patch/{save.place.id}/"
         self._store = default_store() or Alone()
         self._rank, self._ranks = save.owner.rank, world_size()
         self._has_failed = False

@@ -23,12 +23,12 @@ from ..engine.frozen import in_partitions
 from ..engine.owner import is_first, warn
 from ..engine.topology import is_expert, shard_of
 from ..parameters import PARAMETER, contents, names_by_parameter, names_in_state_dict, plain
+from ..publish.ways import Way
 from ..settings import FLAG
 from ..settings import current as settings
 from .copies import warn_of_copies
 from .save import Save, current
 from .saving import keep_changed, saving, writes_before_it_returns
-from .ways import Way
 from .writing import writing
 
 
@@ -74,7 +74,7 @@ def _save(wrapped: Callable[..., Any], call: inspect.BoundArguments, save: Save)
     elif settings().export:
         from . import export_trained
 
-        export_trained.write(save, save.export)
+        export_trained.write(save, save.place.export)
     with explaining_nvme_errors(), overridden(config_by_content(engine)):
         saved = _write(wrapped, call, save, left_out)
     if left_out is not None:
@@ -91,16 +91,16 @@ def _write(
             warn(
                 save.owner,
                 f"DeepSpeed's {type(save.engine.checkpoint_engine).__name__} writes after a save has returned. A"
-                f" save to {save.folder} that is killed or fails leaves an incomplete checkpoint. Use DeepSpeed's"
+                f" save to {save.place.folder} that is killed or fails leaves an incomplete checkpoint. Use DeepSpeed's"
                 " default checkpoint engine to prevent that.",
             )
         return wrapped(*call.args, **call.kwargs)
-    if save.way is not Way.UNMANAGED:
+    if save.place.way is not Way.UNMANAGED:
         call.apply_defaults()
-        save.latest = call.arguments["tag"] if call.arguments["save_latest"] else None
+        save.place.latest = call.arguments["tag"] if call.arguments["save_latest"] else None
         call.arguments["save_latest"] = False  # DeepSpeed writes it in a way whose errors cannot be deferred
-        if save.way is Way.EXCHANGED:
-            call.arguments.update(save_dir=str(save.destination.parent), tag=save.destination.name)
+        if save.place.way is Way.EXCHANGED:
+            call.arguments.update(save_dir=str(save.place.destination.parent), tag=save.place.destination.name)
         save.record = None if save.attached.topology.is_divided else _record(save, left_out)
     with writing(save):
         return wrapped(*call.args, **call.kwargs)
@@ -110,7 +110,7 @@ def _record(save: Save, left_out: manifest.Manifest | None) -> Record:
     """The record of a save, without its files, which are not written yet."""
     topology = save.attached.topology
     return Record(
-        save=save.id,
+        save=save.place.id,
         world_size=topology.ranks,
         zero_stage=topology.stage,
         step=int(save.engine.global_steps),

@@ -9,7 +9,6 @@ from typing import Any
 
 from ..checkpoint.format.safetensors import write_file
 from ..checkpoint.tools.export import Adapter
-from ..common.durable import write_beside
 from ..common.errors import CheckpointError
 from ..engine.attached import Attached
 from ..engine.frozen import frozen, to_leave_out
@@ -18,6 +17,7 @@ from ..engine.origins import origins
 from ..engine.owner import is_first
 from ..manifest import adapters_of
 from ..parameters import dtype_of, names_by_parameter, parameters_by_name, plain, shape_of
+from ..publish.durable import write_beside
 from ..settings import current
 from .save import Save
 
@@ -97,15 +97,15 @@ def _write(
     tensors |= {name: (dtype_of(buffer), tuple(buffer.shape)) for name, buffer in buffers.items()}
     values = _gather_values(parameters, buffers, is_first(save.owner))
     if is_first(save.owner) and not save.failures.errors:
-        with save.failures.deferred(save.final(file)):
+        with save.failures.deferred(save.place.final(file)):
             if config is not None and file.parent.is_symlink():  # the checkpoint's own directory may be a link
                 raise CheckpointError(f"{file.parent} is a link, and saves do not write through links. Remove it.")
             contents = (_to_bytes(value, tensors[name][0]) for name, value in values)
-            with write_beside(file, replace=True, sync=save.sync) as hidden:
+            with write_beside(file, replace=True, sync=save.place.sync) as hidden:
                 write_file(hidden, tensors, contents, {})
             if config is not None:
                 config_file = file.with_name("adapter_config.json")
-                with write_beside(config_file, replace=True, sync=save.sync) as hidden:
+                with write_beside(config_file, replace=True, sync=save.place.sync) as hidden:
                     hidden.write_text(config, encoding="utf-8")
     for _ in values:
         pass  # the other ranks gather all parameters, even if rank 0 can no longer write

@@ -9,22 +9,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..common import in_flight
 from ..common.collectives import default_store, world_size
 from ..common.errors import named
 from ..common.overrides import set_to
-from ..common.work_folder import identity
 from ..engine import frozen
 from ..engine.attached import Attached
 from ..engine.origins import origins
 from ..engine.owner import is_first, warn
+from ..publish import in_flight
+from ..publish.ways import Way
+from ..publish.work_folder import identity
 from ..settings import FLAG
 from ..settings import current as settings
 from .agreement import agree, explaining_errors
 from .background import Votes, publish
 from .recording import Recorder
-from .save import Save, current
-from .ways import Way
+from .save import Save, current, place_of
 
 _MUST_BE_EQUAL = ("keep", "leave_out", "export", "fp32_weights", "sync", "whole_model", "async_save")
 """The settings that change what the ranks do together in a save."""
@@ -64,9 +64,9 @@ def saving(engine: Any, known: Attached, folder: Path, tag: str, exclude: bool) 
             raise
         if save.recorder is not None:
             save.agree()  # and every rank has recorded its files
-            save.use_absolute_paths()  # the program may change its current folder
+            save.place.use_absolute_paths()  # the program may change its current folder
             in_flight.start(partial(publish, save, Votes(save)), known.log_once)
-        elif save.way is Way.UNMANAGED:
+        elif save.place.way is Way.UNMANAGED:
             save.agree()
         else:
             save.publish()
@@ -107,8 +107,9 @@ def begin(
     known_values = origins(engine.module) if exclude else {}
     candidates = frozen.to_leave_out(engine, known_values) if exclude else None
     changed = frozen.changed_since_start(known_values, candidates or ())
-    way = Way.EXCHANGED if is_managed else Way.UNMANAGED
-    save = Save(known.owner, engine, known, path, folder or path.parent, shown, way, candidates, now.sync)
+    paths = path, folder or path.parent, shown
+    place = place_of(known.owner, engine, known, paths, is_managed, now.sync)
+    save = Save(known.owner, engine, known, place, candidates)
     if is_managed and is_first(known.owner):
         save.open(is_tag=folder is not None)
     try:
@@ -116,7 +117,7 @@ def begin(
     except BaseException:
         save.discard()
         raise
-    save.before = identity(save.target)
+    save.place.before = identity(save.place.target)
     if is_managed and known.owner.local_rank == 0 and not is_first(known.owner) and save.is_on_own_disk():
         save.open()
     if candidates and save.base_has_changed:

@@ -15,14 +15,14 @@ from typing import Any
 from ..checkpoint.record import describe_file
 from ..checkpoint.zero.labels import add_label
 from ..checkpoint.zero.layout import is_rank_file
-from ..common.durable import sync_file
 from ..common.overrides import overridden
 from ..cures import Attributes
 from ..engine.experts import names_in_files
 from ..engine.target import ENGINE
 from ..parameters import plain
+from ..publish.durable import sync_file
+from ..publish.ways import Way
 from .save import Save
-from .ways import Way
 
 
 def writing(save: Save) -> AbstractContextManager[None]:
@@ -42,7 +42,7 @@ def writing(save: Save) -> AbstractContextManager[None]:
 
 def _what_was_agreed(save: Save) -> Attributes:
     """Skip DeepSpeed's validation of the tag and its barriers: the ranks have agreed, and agree again at the end."""
-    if save.way is Way.UNMANAGED or not save.is_in_one_place:
+    if save.place.way is Way.UNMANAGED or not save.is_in_one_place:
         return []
     module: Any = sys.modules[ENGINE.module]
     dist, thread = module.dist, threading.get_ident()
@@ -58,7 +58,7 @@ def _what_was_agreed(save: Save) -> Attributes:
 def write_recorded(save: Save) -> None:
     """Write what the recorder of a save has; an error is recorded."""
     assert save.recorder is not None
-    with save.failures.deferred(save.shown):
+    with save.failures.deferred(save.place.shown):
         for path in save.recorder.write():
             _finish(save, path)
 
@@ -66,8 +66,8 @@ def write_recorded(save: Save) -> None:
 def _deferring(save: Save, write: Callable[..., Any]) -> Callable[..., None]:
     def attempt(*args: Any, **kwargs: Any) -> None:
         paths = [item for item in (*args, *kwargs.values()) if isinstance(item, str | os.PathLike)]
-        recording = save.recorder.recording(save.destination) if save.recorder is not None else nullcontext()
-        with save.failures.deferred(save.final(paths[0]) if paths else "a file"), recording:
+        recording = save.recorder.recording(save.place.destination) if save.recorder is not None else nullcontext()
+        with save.failures.deferred(save.place.final(paths[0]) if paths else "a file"), recording:
             write(*args, **kwargs)
 
     return attempt
@@ -84,7 +84,7 @@ def _write_states(
 ) -> None:
     name = Path(path).name
     if is_rank_file(name):
-        state_dict = add_label(state_dict, save.id, name, has_record=save.record is not None)
+        state_dict = add_label(state_dict, save.place.id, name, has_record=save.record is not None)
     elif save.names_left_out:  # an expert's file, whose keys are parameters
         left_out = {key: own for key in state_dict if (own := experts.get(plain(key))) in save.names_left_out}
         save.removed.update(left_out.values())
@@ -96,6 +96,6 @@ def _write_states(
 
 def _finish(save: Save, file: Path) -> None:
     """Sync a file that this rank has written, and note what it is."""
-    if save.sync:
+    if save.place.sync:
         sync_file(file)
     save.written[file.name] = describe_file(file)

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...common.durable import write_beside
 from ...common.errors import CheckpointError
 from ...common.text import human_bytes
-from ...common.work_folder import RECORD
+from ...publish.durable import write_beside
 from ..format.zip_directory import CHUNK_BYTES
+from ..names import RECORD
 from ..zero.layout import Layout
 
 MAX_OTHER_BYTES = 64 << 20

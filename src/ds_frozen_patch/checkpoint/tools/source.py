@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ...common.errors import CheckpointError
-from ...common.work_folder import WEIGHTS_FILE
 from ...manifest import Manifest
 from ...parameters import compiled_modules, is_name, plain
 from ..format.archive import read_archive
 from ..format.records import from_stored
+from ..names import WEIGHTS_FILE
 from ..zero.entries import read_entries, storage_place
 from ..zero.labels import ELASTIC_KEY, LABEL
 from ..zero.opening import open_checkpoint

@@ -10,12 +10,12 @@ from pathlib import Path
 from ...common.errors import CheckpointError, CheckpointMismatchError, named
 from ...common.progress import progress
 from ...common.text import human_bytes, printable_lines
-from ...common.work_folder import RECORD
 from ...manifest import Manifest
 from ...parameters import PARAMETER, plain
 from .. import dtypes
 from ..format.records import Records, check_file
 from ..format.stored import ITEM_SIZES
+from ..names import RECORD
 from ..record import read_record
 from ..zero.masters import check_masters_match
 from ..zero.states import States, check_same_save, read_states

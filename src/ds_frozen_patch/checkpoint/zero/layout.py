@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...common.errors import CheckpointError, named
-from ...common.in_flight import settle
-from ...common.work_folder import WORK, is_state_file
+from ...publish.in_flight import settle
+from ...publish.work_folder import WORK
 from ..format.zip_directory import open_regular
+from ..names import is_state_file
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")

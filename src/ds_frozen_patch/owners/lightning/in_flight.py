@@ -11,8 +11,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from ...common import in_flight
 from ...common.overrides import overridden
+from ...publish import in_flight
 from ...settings import current as settings
 from ..readers import goes_on_after, may_read
 

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...common import in_flight
-from ...common.work_folder import entries, is_not_whole
+from ...checkpoint.names import is_not_whole
+from ...publish import in_flight
+from ...publish.work_folder import entries
 from ...save.saving import is_local
 from ..newest import last_whole
 

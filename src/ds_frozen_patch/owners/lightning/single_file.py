@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from ...common.durable import exchange, sync_folder
+from ...checkpoint.names import WEIGHTS_FILE, remove_states
 from ...common.errors import CheckpointMismatchError, named
-from ...common.work_folder import WEIGHTS_FILE, WORK, remove_states
 from ...cures import forget_second_copies
 from ...engine.gathering import gathered, put
 from ...engine.origins import replacing
@@ -24,9 +23,11 @@ from ...load.quantized import by_name, check_parts, is_part, without_own_values
 from ...load.trust import refuse_unsafe
 from ...manifest import KEY, Manifest
 from ...parameters import names_by_parameter, names_in_state_dict, plain
+from ...publish.durable import exchange, sync_folder
+from ...publish.ways import Way
+from ...publish.work_folder import WORK
 from ...save.engine import make_manifest
 from ...save.save import Save
-from ...save.ways import Way
 
 
 def is_weights_only(checkpoint: Mapping[str, Any]) -> bool:
@@ -84,7 +85,7 @@ def save(save: Save, strategy: Any, checkpoint: Mapping[str, Any], storage_optio
     in CPU memory.
     """
     module, writer = strategy.lightning_module, strategy.checkpoint_io
-    writes = save.publishes or (save.way is Way.UNMANAGED and is_first(save.owner))
+    writes = save.publishes or (save.place.way is Way.UNMANAGED and is_first(save.owner))
     manifest = make_manifest(save) if save.left_out is not None else None
     left_out = manifest.names if manifest else frozenset()
     # A module's own `state_dict` may return only a part, and use other names.
@@ -99,16 +100,16 @@ def save(save: Save, strategy: Any, checkpoint: Mapping[str, Any], storage_optio
         placeholders = [name for name, value in dumped.items() if name not in known and _is_empty(value)]
         dumped.update(_from_whole_module(module, left_out, placeholders, writes))
     if writes:
-        with save.failures.deferred(save.target):
+        with save.failures.deferred(save.place.target):
             dumped = {name: value.cpu() if hasattr(value, "cpu") else value for name, value in dumped.items()}
             ours = {KEY: manifest.to_state()} if manifest else {}
             content = {**checkpoint, "state_dict": dumped, **ours}
-            writer.save_checkpoint(content, save.destination, storage_options=storage_options)
-    save.agree() if save.way is Way.UNMANAGED else save.publish()
-    if writes and save.target.name == WEIGHTS_FILE:  # what it replaces
-        (save.folder / "latest").unlink(missing_ok=True)
-        sync_folder(save.folder)
-        remove_states(save.folder / "checkpoint")
+            writer.save_checkpoint(content, save.place.destination, storage_options=storage_options)
+    save.agree() if save.place.way is Way.UNMANAGED else save.publish()
+    if writes and save.place.target.name == WEIGHTS_FILE:  # what it replaces
+        (save.place.folder / "latest").unlink(missing_ok=True)
+        sync_folder(save.place.folder)
+        remove_states(save.place.folder / "checkpoint")
 
 
 def _is_empty(value: Any) -> bool:

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...common import in_flight
 from ...common.overrides import overridden, set_to
 from ...cures import clips_unasked, moved_in_deepspeed, unwrapped
 from ...engine import handshake
@@ -23,6 +22,7 @@ from ...load.load import Load, where_it_is
 from ...load.load import current as current_load
 from ...load.look import Look
 from ...load.trust import runs_nothing, trust
+from ...publish import in_flight
 from ...save.agreement import explaining_errors
 from ...save.saving import begin, is_local
 from ...settings import FLAG

@@ -20,10 +20,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import re
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from .durable import exchange, listed
@@ -34,16 +35,24 @@ OURS = ".ds_frozen_patch"
 WORK = f"{OURS}-"
 """The prefix of the names of work folders. It contains nothing that Lightning searches for ("last", "ckpt_")."""
 
-RECORD = "ds_frozen_patch.json"
-"""The name of the record beside the files of a tag (see `record`)."""
 
-WEIGHTS_FILE = "ds_frozen_patch-weights.ckpt"
-"""The name of the single file of a weights-only save to a path where a folder is."""
+@dataclass(frozen=True)
+class Writer:
+    """Whose entries are published, and how they are recognised.
 
-_STATE_FILE = re.compile(
-    r"(?:(?:bf16_|fp16_)?zero_pp_rank_\d+_)?mp_rank_\d+_(?:model|optim)_states\.pt"
-    r"|(?:layer_|expert_|expp_rank_)\d.*_states\.pt"
-)
+    Attributes:
+        owns: whether an entry of the target with this name is the writer's.
+        late: the names of entries that the ranks have not synced themselves.
+        beside: a pattern of the names of what the writer puts beside the target.
+        derived: what the name of a folder that was made of the target has after the target's.
+    """
+
+    owns: Callable[[str], bool]
+    late: tuple[str, ...]
+    beside: str
+    derived: str
+
+
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR)
 _YOUNG_SECONDS = 60.0
 _OLD_SECONDS = 86400.0
@@ -122,7 +131,8 @@ def is_dead(folder: Path) -> bool:
         age = time.time() - folder.stat().st_mtime
     except OSError:
         return False
-    has_begun = any((folder / name).is_dir() for name in ("new", "old"))  # `Save.open` makes these once it is locked
+    # `Publication.open` makes these once it is locked.
+    has_begun = any((folder / name).is_dir() for name in ("new", "old"))
     in_use = is_locked(folder)
     return age > _OLD_SECONDS if in_use is None else not in_use and (has_begun or age > _YOUNG_SECONDS)
 
@@ -135,50 +145,22 @@ def is_unfinished(tag: Path) -> bool:
     return bool(work_folders(tag))
 
 
-def is_not_whole(folder: Path) -> bool:
-    """Whether a folder has nothing but what a save leaves that was killed, or still runs.
-
-    Folders of checkpoints that DeepSpeed has not written are never of that kind, unless they are empty.
-    """
-    try:
-        inside = {item.name: item for item in map(folder.joinpath, listed(folder))}
-    except OSError:
-        return False
-    if "latest" not in inside:
-        others = {name for name in inside if not name.startswith((WORK, "zero_to_"))}
-        return others <= {"checkpoint"} or any(map(is_unfinished, inside.values()))
-    with suppress(OSError):
-        tag = folder / (folder / "latest").read_text(errors="replace").strip()
-        return is_unfinished(tag) or not (tag.is_dir() or left_behind(tag))
-    return False
-
-
 # Names
 
 
-def is_state(name: str) -> bool:
-    """Whether a save has written what has this name, in the folder of a tag."""
-    return is_state_file(name) or name in ("offloaded_tensors", RECORD)
-
-
-def is_state_file(name: str) -> bool:
-    """Whether DeepSpeed has written the file of this name, in the folder of a tag."""
-    return _STATE_FILE.fullmatch(name) is not None
-
-
-def remove_states(tag: Path, but: Path | None = None) -> None:
-    """Remove what DeepSpeed has written into a tag's folder, then our marks, and the folder if nothing else is in it.
+def remove_own(target: Path, owns: Callable[[str], bool], but: Path | None = None) -> None:
+    """Remove the writer's entries of a target, then our marks, and the folder if nothing else is in it.
 
     A mark `but` stays.
     """
-    for item in entries(tag):
-        if is_state(item.name):
+    for item in entries(target):
+        if owns(item.name):
             _remove(item)
-    for mark in work_folders(tag):
+    for mark in work_folders(target):
         if mark != but:
             shutil.rmtree(mark, ignore_errors=True)
     with suppress(OSError):
-        tag.rmdir()
+        target.rmdir()
 
 
 def _remove(item: Path) -> None:
@@ -190,16 +172,16 @@ def _remove(item: Path) -> None:
         pass
 
 
-def give_back(old: Path, new: Path) -> None:
-    """Move into the folder `new` what only the folder `old` has, but for what DeepSpeed has written."""
+def give_back(old: Path, new: Path, owns: Callable[[str], bool]) -> None:
+    """Move into the folder `new` what only the folder `old` has, but for the writer's entries."""
     for item in entries(old):
         place = new / item.name
-        if is_state(item.name) or item.name.startswith(WORK):
+        if owns(item.name) or item.name.startswith(WORK):
             continue
         if not identity(place):
             item.rename(place)
         elif item.is_dir() and not item.is_symlink() and place.is_dir():
-            give_back(item, place)
+            give_back(item, place, owns)
 
 
 def swap(new: Path, target: Path, folder: Path) -> None:

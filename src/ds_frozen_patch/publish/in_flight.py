@@ -20,7 +20,7 @@ from functools import cache
 from multiprocessing.util import Finalize
 from typing import Any
 
-from .errors import CheckpointError
+from ..common.errors import CheckpointError
 
 _NOTABLE_SECONDS = 0.5
 _POLL_SECONDS = 0.05

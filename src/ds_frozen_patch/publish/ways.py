@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
 
 from ..common.errors import CheckpointError
-from ..common.work_folder import (
+from .work_folder import (
     WORK,
     entries,
     give_back,
     identity,
     is_locked,
-    is_state,
-    remove_states,
+    remove_own,
     replaced,
     work_folders,
 )
@@ -32,15 +32,16 @@ class Way(IntEnum):
     OVER = 2
     """In place, with a mark, over what is there: a link or a mount point, which cannot be exchanged."""
     UNMANAGED = 3
-    """By DeepSpeed alone: it may return before it has written, or the path is an address."""
+    """By its writer alone, which may return before it has written, or the path is an address."""
 
 
-def choose_way(target: Path, folder: Path) -> Way:
-    """How to write a target, the folder of a tag; it is created where it is new.
+def choose_way(target: Path, folder: Path, owns: Callable[[str], bool]) -> Way:
+    """How to write a target that is a folder; it is created where it is new.
 
     Args:
-        target: the folder of a tag.
+        target: the folder.
         folder: that the program has named.
+        owns: whether an entry of the target is the writer's.
     """
     if target.is_symlink() or target == folder or ".." in target.parts or os.path.ismount(target):
         return Way.OVER
@@ -49,7 +50,7 @@ def choose_way(target: Path, folder: Path) -> Way:
         target.mkdir()
     except FileExistsError:
         inside = [item.name for item in entries(target)]
-        is_in_use = any(map(is_state, inside)) or any(map(is_locked, work_folders(target)))
+        is_in_use = any(map(owns, inside)) or any(map(is_locked, work_folders(target)))
         has_others = not all(name.startswith(WORK) for name in inside)
         # Another job may have created an empty one at this moment.
         return Way.NEW if has_others and not is_in_use else Way.EXCHANGED
@@ -90,14 +91,14 @@ def put(source: Path, target: Path) -> None:
         put(item, target / item.name)
 
 
-def remove_work(folder: Path) -> None:
-    """Remove a work folder, once what others have put into the tag's folder is back where it was."""
+def remove_work(folder: Path, owns: Callable[[str], bool]) -> None:
+    """Remove a work folder, once what others have put into the target is back where it was."""
     try:
         for old in replaced(folder):
             if not identity(folder.parent / old.name):
                 return  # a load finds it here
-            give_back(old, folder.parent / old.name)
-            remove_states(old)
+            give_back(old, folder.parent / old.name, owns)
+            remove_own(old, owns)
     except OSError:
         return  # the files of others stay here
     shutil.rmtree(folder, ignore_errors=True)
