@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
@@ -322,6 +323,7 @@ def describe(
     )
 
 
+@cache
 def versions() -> dict[str, str]:
     """The release of each package that this process has imported, by its name on the package index."""
     found = {name: version_of(name) for name, module in _PACKAGES.items() if module in sys.modules}

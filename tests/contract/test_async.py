@@ -26,10 +26,9 @@ from under_test import ModelCheckpoint
 import ds_frozen_patch
 from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.engine.attached import attached
-from ds_frozen_patch.publish import in_flight
+from ds_frozen_patch.publish import in_flight, publication
 from ds_frozen_patch.publish.work_folder import is_unfinished
 from ds_frozen_patch.save import background
-from ds_frozen_patch.save import save as save_module
 from ds_frozen_patch.save.recording import Recorder
 
 pytestmark = [pytest.mark.promise(20), pytest.mark.everyday]
@@ -59,7 +58,7 @@ def test_resumed_bit_for_bit(ranks: Any, tmp_path: Path, by: str, stage: int) ->
 def saved_in_both_ways(out: str, stage: int) -> Any:
     """A save that returns when its files are written, and one in flight while everything changes."""
     # Another one for each stage, since the ranks go on with the same store, where they vote under it.
-    one_id = overridden([(save_module, "uuid4", lambda: UUID(int=stage << 100))])
+    one_id = overridden([(publication, "uuid4", lambda: UUID(int=stage << 100))])
     told = threading.Event()
     with owners.served(async_save=False), one_id:
         run = Run("deepspeed", out, 2, stage, PEFT)

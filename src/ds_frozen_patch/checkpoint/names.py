@@ -15,6 +15,10 @@ RECORD = "ds_frozen_patch.json"
 WEIGHTS_FILE = "ds_frozen_patch-weights.ckpt"
 """The name of the single file of a weights-only save to a path where a folder is."""
 
+MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+"""The files of each rank, or of all; their groups are the ranks of data and of tensor parallelism."""
+
 _STATE_FILE = re.compile(
     r"(?:(?:bf16_|fp16_)?zero_pp_rank_\d+_)?mp_rank_\d+_(?:model|optim)_states\.pt"
     r"|(?:layer_|expert_|expp_rank_)\d.*_states\.pt"
@@ -29,6 +33,11 @@ def is_state(name: str) -> bool:
 def is_state_file(name: str) -> bool:
     """Whether DeepSpeed has written the file of this name, in the folder of a tag."""
     return _STATE_FILE.fullmatch(name) is not None
+
+
+def is_rank_file(name: str) -> bool:
+    """Whether this is the name of a file of model or optimizer states, and not of an expert's or a layer's file."""
+    return any(kind.fullmatch(name) for kind in (MODEL_FILE, OPTIMIZER_FILE))
 
 
 WRITER = Writer(owns=is_state, late=("offloaded_tensors", RECORD), beside="zero_to_*.py", derived=".ranks")

@@ -28,17 +28,17 @@ def sample_at_start(engine: Any, known: Attached) -> None:
     def sample(engine: Any, _: Any) -> None:
         if engine.module.training:
             handle.remove()  # once is enough
-            sample_now(engine, known)
+            if not known.is_sampled:
+                sample_now(engine, known)
 
     handle = engine.register_forward_pre_hook(sample)
     known.undo.append(lambda _: handle.remove())
 
 
 def sample_now(engine: Any, known: Attached) -> None:
-    """Remember these values unless that has been done: a program may call `engine.forward`, and no hook."""
-    if not known.is_sampled:
-        known.is_sampled = True
-        remember(engine.module)
+    """Remember these values as those that training has begun with."""
+    known.is_sampled = True
+    remember(engine.module)
 
 
 def frozen(module: torch.nn.Module) -> list[Held]:

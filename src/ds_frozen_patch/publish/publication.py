@@ -165,12 +165,9 @@ class Publication:
 
     # The final name
 
-    def check(self) -> None:
-        """Raise OSError if somebody has removed the work folder meanwhile."""
-        (self.work / "lock").stat()
-
     def give_name(self) -> None:
         """Give the target its name, and what is beside it, and write `latest`."""
+        (self.work / "lock").stat()  # raises if somebody has removed the folder meanwhile
         if self.sync:
             self._sync_written()
         if self.latest is not None:

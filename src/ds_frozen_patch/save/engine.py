@@ -123,10 +123,11 @@ def _record(save: Save, left_out: manifest.Manifest | None) -> Record:
 def _manifest_or_reference(save: Save, left_out: manifest.Manifest) -> dict[str, Any]:
     """The manifest, or in ZeRO-3 a reference to the file of the rank that writes it on this disk."""
     rank, engine = save.owner.rank, save.engine
+    publisher = rank - save.owner.local_rank if save.place.is_on_own_disks else 0
     own = Path(engine._get_ckpt_name("", "")).name
     part = f"zero_pp_rank_{rank}_"
-    if save.publisher != rank and engine.zero_optimization_partition_weights() and part in own:
-        return left_out.to_reference(own.replace(part, f"zero_pp_rank_{save.publisher}_"))
+    if publisher != rank and engine.zero_optimization_partition_weights() and part in own:
+        return left_out.to_reference(own.replace(part, f"zero_pp_rank_{publisher}_"))
     return left_out.to_state()
 
 

@@ -66,11 +66,6 @@ class Save:
     removed: set[str] = field(default_factory=set)
     recorder: Recorder | None = None
 
-    @property
-    def publisher(self) -> int:
-        """The rank that publishes on this rank's disk, by DeepSpeed's configuration."""
-        return self.owner.rank - self.owner.local_rank if self.place.is_on_own_disks else 0
-
     @cached_property
     def failures(self) -> Failures:
         """The errors of this rank."""
@@ -141,7 +136,6 @@ class Save:
             written: what the ranks have written, as far as it is known.
         """
         with self.failures.deferred(self.place.shown):
-            self.place.check()
             if self.record is not None:
                 write_record(self.place.destination, self.record, written)
             self.place.give_name()

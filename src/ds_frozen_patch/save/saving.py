@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..common.collectives import default_store, world_size
-from ..common.errors import named
+from ..common.collectives import default_store, digest, gather, gather_numbers, world_size
+from ..common.errors import CheckpointError, CheckpointMismatchError, named
 from ..common.overrides import set_to
 from ..engine import frozen
 from ..engine.attached import Attached
 from ..engine.origins import origins
 from ..engine.owner import is_first, warn
+from ..fingerprint import process_memory
 from ..publish import in_flight
+from ..publish.publication import UNCHANGED
 from ..publish.ways import Way
 from ..publish.work_folder import identity
 from ..settings import FLAG
 from ..settings import current as settings
-from .agreement import agree, explaining_errors
 from .background import Votes, publish
 from .recording import Recorder
 from .save import Save, current, place_of
@@ -100,8 +101,8 @@ def begin(
         CheckpointMismatchError: on every rank, if the ranks differ in what they save.
     """
     in_flight.wait()
-    if engine.global_steps:
-        frozen.sample_now(engine, known)
+    if engine.global_steps and not known.is_sampled:
+        frozen.sample_now(engine, known)  # the program has called `engine.forward` by itself
     now = settings()
     options = {name: getattr(now, name) for name in _MUST_BE_EQUAL}
     known_values = origins(engine.module) if exclude else {}
@@ -123,6 +124,73 @@ def begin(
     if candidates and save.base_has_changed:
         keep_changed(save, frozen.on_all_ranks(changed, candidates, engine.device))
     return save
+
+
+def agree(save: Save, request: Mapping[str, Any], base_has_changed: bool) -> None:
+    """Let the ranks agree on a save, in one collective; every rank must call it. What rank 0 says of it counts.
+
+    Args:
+        save: of this rank.
+        request: what this rank is to save, which must be the same on every rank.
+        base_has_changed: whether this rank has seen training change some of what is left out.
+
+    Raises:
+        CheckpointMismatchError: the requests differ.
+    """
+    place = save.place
+    base_is_known = all(process_memory().holds(one.tensor) for one in save.left_out or ())
+    own = [digest(sorted(request.items())), digest(str(place.target)), int(place.id, 16), base_is_known]
+    numbers = gather_numbers([*own, base_has_changed, place.way, save.owner.local_rank], save.owner.device)
+    if len({one[0] for one in numbers}) > 1:
+        raise CheckpointMismatchError(f"{place.shown} was not saved. {_difference(gather(dict(request)))}")
+    targets, nodes = {one[1] for one in numbers}, [one[6] for one in numbers].count(0)
+    if len(targets) > 1:
+        place.target, place.folder, place.shown = map(Path, gather(tuple(map(str, place.paths)))[0])
+    save.is_in_one_place = len(targets) == nodes == 1
+    place.id, place.way = f"{numbers[0][2]:012x}", Way(numbers[0][5])
+    save.base_is_known = all(one[3] for one in numbers)
+    save.base_has_changed = any(one[4] for one in numbers)
+
+
+def _difference(requests: list[dict[str, Any]]) -> str:
+    """Which ranks got which request, where they differ."""
+    lines = []
+    for key in sorted({key for request in requests for key in request}):
+        ranks: dict[str, list[str]] = {}
+        for rank, request in enumerate(requests):
+            ranks.setdefault(repr(request.get(key)), []).append(str(rank))
+        if len(ranks) > 1:
+            lines.append(f"{key}: " + ", ".join(f"{value} on rank {_shortened(who)}" for value, who in ranks.items()))
+    return (
+        f"The ranks requested different saves ({'; '.join(lines)}). Call patch(), full_checkpoint() and"
+        " save_checkpoint() with the same arguments on every rank."
+    )
+
+
+def _shortened(ranks: list[str]) -> str:
+    return ", ".join(ranks[:4]) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
+
+
+@contextmanager
+def explaining_errors(path: Any) -> Iterator[list[Save]]:
+    """Add to an error of torch's, such as after the death of another rank, what was not saved and what is there.
+
+    Append the save to the yielded list as soon as the ranks have agreed on it.
+    """
+    saves: list[Save] = []
+    try:
+        yield saves
+    except (CheckpointError, CheckpointMismatchError):
+        raise
+    except RuntimeError as error:
+        if type(error) is not RuntimeError and not type(error).__name__.startswith("Dist"):
+            raise
+        state, is_saved = saves[0].place.state_of_target() if saves else (UNCHANGED, False)
+        outcome = "was saved, but not every rank has confirmed it" if is_saved else "was not saved"
+        raise CheckpointError(
+            f"{path} {outcome} ({error}). If this says that another rank is gone, restart the run from its last"
+            f" checkpoint. {state}"
+        ) from error
 
 
 def keep_changed(save: Save, changed: set[str]) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from ..checkpoint.names import is_rank_file
 from ..checkpoint.record import describe_file
 from ..checkpoint.zero.labels import add_label
-from ..checkpoint.zero.layout import is_rank_file
 from ..common.overrides import overridden
 from ..cures import Attributes
 from ..engine.experts import names_in_files

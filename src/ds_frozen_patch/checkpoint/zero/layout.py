@@ -21,10 +21,8 @@ from ...common.errors import CheckpointError, named
 from ...publish.in_flight import settle
 from ...publish.work_folder import WORK
 from ..format.zip_directory import open_regular
-from ..names import is_state_file
+from ..names import MODEL_FILE, OPTIMIZER_FILE, is_state_file
 
-_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _UNSUPPORTED = re.compile(r"(?:layer_\d+|expert_\d+|expp_rank_).*_states\.pt")
 _PLAIN_TAG = re.compile(r"[\w.-]{1,100}")
 _ASK_FOR_TAG = "Pass the name of one as `tag`, or --tag on the command line."
@@ -96,8 +94,8 @@ def find_layout(path: str | Path, tag: str | None = None) -> Layout:
         logging.getLogger("ds_frozen_patch").warning(
             "%s contains %s, which DeepSpeed has not written. It is left alone.", folder, named(extra, 3)
         )
-    model = _sort_by_rank(folder, files, _MODEL)
-    optimizer = _sort_by_rank(folder, files, _OPTIMIZER)
+    model = _sort_by_rank(folder, files, MODEL_FILE)
+    optimizer = _sort_by_rank(folder, files, OPTIMIZER_FILE)
     if not model:
         raise CheckpointError(f"{folder} contains no *model_states.pt: it is not a folder of a DeepSpeed checkpoint.")
     if optimizer and len(model) != len(optimizer) and model[0].name != "mp_rank_00_model_states.pt":
@@ -106,11 +104,6 @@ def find_layout(path: str | Path, tag: str | None = None) -> Layout:
             " Get a complete copy of the checkpoint."
         )
     return Layout(root, folder.name, model, optimizer)
-
-
-def is_rank_file(name: str) -> bool:
-    """Whether this is the name of a file of model or optimizer states, and not of an expert's or a layer's file."""
-    return any(kind.fullmatch(name) for kind in (_MODEL, _OPTIMIZER))
 
 
 def check_links_stay_inside(layout: Layout) -> None:
@@ -144,7 +137,7 @@ def latest_tag(root: Path) -> str:
         raise NothingSavedError(f"There is no directory {root}. Check the path.")
     if note.is_file():
         return read_tag(note)
-    if any(_MODEL.fullmatch(item.name) for item in root.iterdir()):
+    if any(MODEL_FILE.fullmatch(item.name) for item in root.iterdir()):
         raise CheckpointError(
             f"{root} is a subdirectory of a checkpoint. Pass the directory that contains it: {root.parent}"
         )

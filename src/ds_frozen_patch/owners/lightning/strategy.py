@@ -23,8 +23,7 @@ from ...load.load import current as current_load
 from ...load.look import Look
 from ...load.trust import runs_nothing, trust
 from ...publish import in_flight
-from ...save.agreement import explaining_errors
-from ...save.saving import begin, is_local
+from ...save.saving import begin, explaining_errors, is_local
 from ...settings import FLAG
 from . import single_file
 from .owner import BUILT, owner_of
