@@ -36,6 +36,8 @@ MOST_SECONDS, MOST_BYTES = 3.0, 60
 AT_MOST = {"inspect", "verify", "prune"}
 """The tools that get the largest files."""
 
+ROW = "a large file of one kind of content, read by a tool: time and memory in proportion"
+
 Fill = Callable[..., Any]
 
 
@@ -123,7 +125,9 @@ def grows(costs: dict[float, tuple[float, int]], sizes: dict[float, int]) -> lis
 
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("filling", FILLINGS)
-def test_a_checkpoint(checkpoints: Checkpoints, tmp_path: Path, filling: str, long: bool) -> None:
+def test_a_checkpoint(
+    checkpoints: Checkpoints, tmp_path: Path, filling: str, long: bool, counted: Callable[[str, int], None]
+) -> None:
     costs: dict[str, dict[float, tuple[float, int]]] = {}
     sizes: dict[float, int] = {}
     for megabytes in (1, 10, 100) if long else (0.3, 3):
@@ -143,11 +147,14 @@ def test_a_checkpoint(checkpoints: Checkpoints, tmp_path: Path, filling: str, lo
         shutil.rmtree(folder)
     assert {name: grows(costs[name], sizes) for name in costs if grows(costs[name], sizes)} == {}
     assert all(size > 0.5 * MB * megabytes for megabytes, size in sizes.items()), sizes
+    counted(ROW, sum(map(len, costs.values())))
 
 
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("filling", BASES)
-def test_a_base(checkpoints: Checkpoints, tmp_path: Path, filling: str, long: bool) -> None:
+def test_a_base(
+    checkpoints: Checkpoints, tmp_path: Path, filling: str, long: bool, counted: Callable[[str, int], None]
+) -> None:
     costs: dict[str, dict[float, tuple[float, int]]] = {}
     sizes: dict[float, int] = {}
     small = checkpoints(2) / "small.ckpt"
@@ -161,3 +168,4 @@ def test_a_base(checkpoints: Checkpoints, tmp_path: Path, filling: str, long: bo
             costs.setdefault(command[0], {})[megabytes] = cost(whole, tmp_path / "out")
     assert {name: grows(costs[name], sizes) for name in costs if grows(costs[name], sizes)} == {}
     assert all(math.isclose(size, MB * megabytes, rel_tol=0.6) for megabytes, size in sizes.items()), sizes
+    counted(ROW, sum(map(len, costs.values())))
