@@ -14,10 +14,9 @@ pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 ROOT = Path(ds_frozen_patch.__file__).parent
 ROOMS = (
     ("common", "settings", "testing"),
-    ("faults",),
-    ("cures",),
     ("parameters",),
     ("fingerprint",),
+    ("workarounds",),
     ("manifest",),
     ("checkpoint",),
     ("engine",),

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from ..common import in_flight
-from ..common.overrides import overridden
+from ..common.overrides import Attributes, overridden
 from ..common.probing import Finding, Seen, Target
 from ..common.work_folder import entries, is_not_whole
-from ..cures import Attributes, saves_the_best
 from ..engine.attached import attached
 from ..save.around import Around
 from ..settings import current as settings
+from ..workarounds.for_transformers import saves_the_best
 from .engine import logger_of
 from .newest import last_whole
 from .readers import goes_on_after, may_read

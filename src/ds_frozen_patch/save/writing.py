@@ -16,8 +16,7 @@ from ..checkpoint.record import describe_file
 from ..checkpoint.zero.labels import add_label
 from ..checkpoint.zero.layout import is_rank_file
 from ..common.durable import sync_file
-from ..common.overrides import overridden
-from ..cures import Attributes
+from ..common.overrides import Attributes, overridden
 from ..engine.experts import names_in_files
 from ..engine.target import ENGINE
 from ..parameters import plain

@@ -14,7 +14,6 @@ from uuid import uuid4
 from ...common.durable import exchange, sync_folder
 from ...common.errors import CheckpointMismatchError, named
 from ...common.work_folder import WORK, remove_states
-from ...cures import forget_second_copies
 from ...engine.gathering import gathered, put
 from ...engine.origins import replacing
 from ...engine.owner import is_first, warn
@@ -27,6 +26,7 @@ from ...parameters import names_by_parameter, names_in_state_dict, plain
 from ...save.engine import make_manifest
 from ...save.save import Save
 from ...save.ways import Way
+from ...workarounds.for_deepspeed import forget_second_copies
 
 IN_FOLDER = "ds_frozen_patch-weights.ckpt"
 """The name of a single file in a folder that has the name it was to get."""
