@@ -277,7 +277,7 @@ def lint(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Write what is generated in `docs/`, and build it into `.nox/site`; a warning is an error."""
     session.chdir(ROOT)
-    session.run(tools_python(session, "docs"), "ci/charts.py", external=True)
+    session.run(tools_python(session, "docs"), "ci/measure/charts.py", external=True)
     session.run(tools_python(session, "docs"), "ci/upstream.py", env={"PYTHONPATH": str(ROOT / "src")}, external=True)
     build = ("-m", "sphinx", "--quiet", "--fail-on-warning", "--fresh-env", "docs", str(ROOT / ".nox" / "site"))
     session.run(tools_python(session, "docs"), *build, env={"PYTHONPATH": str(ROOT / "src")}, external=True)
@@ -309,8 +309,8 @@ def run(session: nox.Session, cell: str, *arguments: str, **environment: str) ->
 
 
 def run_part(session: nox.Session, cell: str, module: str, *arguments: str) -> None:
-    """Run a module of `ci/` or `patches/` in a cell's environment."""
-    folders = ":".join(str(ROOT / folder) for folder in ("ci", "tests", "patches"))
+    """Run a module of `ci/`, `ci/measure/` or `patches/` in a cell's environment."""
+    folders = ":".join(str(ROOT / folder) for folder in ("ci", "ci/measure", "tests", "patches"))
     run(session, cell, "-m", module, *arguments, CELL=cell, PYTHONPATH=folders)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from tables import ROOT, Block, markdown
 
 from ds_frozen_patch.workarounds import FAULTS
@@ -9,7 +11,8 @@ from ds_frozen_patch.workarounds.fault import Fault
 
 BLOCK = Block("docs", ROOT / "docs" / "upstream.md")
 TITLES = {"deepspeed": "DeepSpeed", "fabric": "Lightning's Fabric", "transformers": "Trainer of transformers"}
-NEWEST = {"deepspeed": "deepspeed/0.19.8", "fabric": "master"}
+SERIES = json.loads((ROOT / "patches" / "deepspeed" / "index.json").read_text(encoding="utf-8"))["lines"]
+NEWEST = {"deepspeed": f"deepspeed/{SERIES[-1]['folder']}", "fabric": "master"}
 HEADER = ("fault", "without ds_frozen_patch", "with it", "releases", "thread", "patch")
 
 
