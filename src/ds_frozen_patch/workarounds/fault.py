@@ -42,14 +42,16 @@ class Fault:
 
     def is_installed(self, package: str) -> bool:
         """True unless the source of an installed package shows that this fault is mended in it."""
-        folder = package_folder(package)
-        if self.mark is None or folder is None:
-            return True
-        file, text = self.mark
-        try:
-            return text not in (folder / file).read_text(encoding="utf-8")
-        except OSError:
-            return True
+        return self.mark is None or self.mark[1] not in source(package, self.mark[0])
+
+
+def source(package: str, file: str) -> str:
+    """The text of a file of an installed package, which is not imported; empty if it cannot be read."""
+    folder = package_folder(package)
+    try:
+        return (folder / file).read_text(encoding="utf-8") if folder is not None else ""
+    except OSError:
+        return ""
 
 
 def is_older(version: str | None, than: str, unknown: bool = False) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from ..common.errors import CheckpointError
 from ..common.overrides import Attributes
 from ..parameters import parameters_by_name, plain
-from .fault import Fault, is_older
+from .fault import Fault, is_older, source
 
 USE_WEIGHTS_ONLY = (
     "Saving only the weights works: ModelCheckpoint(save_weights_only=True) or"
@@ -388,20 +388,23 @@ def on_the_accelerator(parameter: Any) -> Iterator[None]:
         parameter.data = moved
 
 
-# These are about the release that a tool runs, or that has saved a checkpoint, so its version is all there is
+_CONVERTER = "checkpoint/ds_to_universal.py"
 
 
-def converter_needed(version: str, zero_stage: int) -> str | None:
-    """The first DeepSpeed whose universal converter supports a ZeRO stage, if `version` is older; else None."""
-    since = {1: "0.11.2", 2: "0.11.2", 3: "0.14.5"}.get(zero_stage, "0")
-    return since if is_older(version, since) else None
+def converter_needed(zero_stage: int) -> str | None:
+    """The first DeepSpeed whose universal converter supports a ZeRO stage; None if the installed one does."""
+    function, since = ("extract_zero_shards_stage3", "0.14.5") if zero_stage == 3 else ("main", "0.11.2")
+    return None if f"def {function}(" in source("deepspeed", _CONVERTER) else since
 
 
-def converter_reads_one_group(version: str, zero_stage: int) -> bool:
-    """True if DeepSpeed's universal converter ignores all but the first parameter group: ZeRO-3 before 0.18.0."""
-    return zero_stage == 3 and is_older(version, "0.18.0")
+def converter_reads_one_group(zero_stage: int) -> bool:
+    """True if DeepSpeed's universal converter ignores all but the first parameter group: in ZeRO-3 before 0.18.0."""
+    return zero_stage == 3 and "enumerate(param_shapes)" not in source("deepspeed", _CONVERTER)
 
 
 def ignores_round_robin(version: str, zero_stage: int) -> bool:
-    """True if the DeepSpeed that saved a checkpoint ignored `round_robin_gradients`: stage 1 before 0.13.0."""
+    """True if the DeepSpeed that saved a checkpoint ignored `round_robin_gradients`: in stage 1 before 0.13.0.
+
+    It is not the installed one, so its version is all there is.
+    """
     return zero_stage == 1 and is_older(version, "0.13.0")

@@ -127,7 +127,7 @@ def _check_deepspeed(states: States) -> str:
         version = metadata.version("deepspeed")
     except metadata.PackageNotFoundError:
         raise CheckpointError("This command needs DeepSpeed's converter: pip install deepspeed") from None
-    if since := converter_needed(version, states.zero_stage):
+    if since := converter_needed(states.zero_stage):
         raise CheckpointError(
             f"The converter of deepspeed {version} does not support ZeRO stage {states.zero_stage}. Install"
             f" deepspeed>={since}, or use ds-frozen-patch reshard instead."
@@ -144,7 +144,7 @@ def _check_convertible(states: States, of_one: Repartition, version: str) -> Non
             f"{root} cannot be converted: DeepSpeed's converter supports only the state of Adam. To resume with a"
             " different number of ranks, use ds-frozen-patch reshard."
         )
-    if len(base["param_groups"]) > 1 and converter_reads_one_group(version, states.zero_stage):
+    if len(base["param_groups"]) > 1 and converter_reads_one_group(states.zero_stage):
         raise CheckpointError(
             f"{root} cannot be converted: it has {len(parameter_groups(states.models[0]))} parameter groups in ZeRO-3,"
             f" and the converter of deepspeed {version} reads only the first. Install deepspeed>=0.18.0, or use"
