@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import nox
@@ -96,21 +97,18 @@ def lock(session: nox.Session) -> None:
     """Resolve the locks of the cells and programs that follow `--` anew, or all of them and their bases."""
     session.chdir(ROOT)
     log_written(session, declared.write())
-    of_programs = {f"program-{name}": name for name in PROGRAMS}
-    locked = [*(name for name, cell in CELLS.items() if cell.lock == name), *of_programs]
-    chosen = session.posargs or locked
-    if unknown := [name for name in chosen if name not in locked]:
-        session.error(f"no cells or programs with a lock: {', '.join(unknown)}. There are {', '.join(locked)}")
+    writers = {name: partial(write_lock, session, cell) for name, cell in CELLS.items() if cell.lock == name}
+    for name, program in PROGRAMS.items():
+        writers[f"program-{name}"] = partial(write_program_lock, session, name, program, CELLS[program.cell])
+    chosen = session.posargs or writers
+    if unknown := [name for name in chosen if name not in writers]:
+        session.error(f"no cells or programs with a lock: {', '.join(unknown)}. There are {', '.join(writers)}")
     if not session.posargs:
         for old in LOCKS.glob("base-*.txt"):
             old.unlink()
         write_tools_locks(session)
     for name in chosen:
-        if name in of_programs:
-            program = PROGRAMS[of_programs[name]]
-            write_program_lock(session, of_programs[name], program, CELLS[program.cell])
-        else:
-            write_lock(session, CELLS[name])
+        writers[name]()
     log_written(session, declared.write())  # a new lock can have a newer transformers or Accelerate
 
 
@@ -277,7 +275,7 @@ def lint(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Write what is generated in `docs/`, and build it into `.nox/site`; a warning is an error."""
     session.chdir(ROOT)
-    session.run(tools_python(session, "docs"), "ci/charts.py", external=True)
+    session.run(tools_python(session, "docs"), "ci/measure/charts.py", external=True)
     session.run(tools_python(session, "docs"), "ci/upstream.py", env={"PYTHONPATH": str(ROOT / "src")}, external=True)
     build = ("-m", "sphinx", "--quiet", "--fail-on-warning", "--fresh-env", "docs", str(ROOT / ".nox" / "site"))
     session.run(tools_python(session, "docs"), *build, env={"PYTHONPATH": str(ROOT / "src")}, external=True)
@@ -309,8 +307,8 @@ def run(session: nox.Session, cell: str, *arguments: str, **environment: str) ->
 
 
 def run_part(session: nox.Session, cell: str, module: str, *arguments: str) -> None:
-    """Run a module of `ci/` or `patches/` in a cell's environment."""
-    folders = ":".join(str(ROOT / folder) for folder in ("ci", "tests", "patches"))
+    """Run a module of `ci/`, `ci/measure/` or `patches/` in a cell's environment."""
+    folders = ":".join(str(ROOT / folder) for folder in ("ci", "ci/measure", "tests", "patches"))
     run(session, cell, "-m", module, *arguments, CELL=cell, PYTHONPATH=folders)
 
 

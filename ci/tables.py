@@ -53,6 +53,15 @@ class Block:
         return before + begin, inside, end + after
 
 
+class Notes(list[str]):
+    """The notes below a table, which its cells refer to by number."""
+
+    def marked(self, *notes: str) -> str:
+        """Return what stands behind a text to refer to these notes, which are added if they are new; none is empty."""
+        self += dict.fromkeys(note for note in notes if note and note not in self)
+        return "".join(f" [{self.index(note) + 1}]" for note in notes if note)
+
+
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], notes: Sequence[str] = ()) -> str:
     """Return a table, with numbered notes below it if there are any."""
     lines = [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]

@@ -1,29 +1,33 @@
-"""The page on the faults of other projects, made of `ds_frozen_patch.faults`: `nox -f ci/noxfile.py -s docs`."""
+"""The page on the faults of other projects, made of `ds_frozen_patch.workarounds`: `nox -f ci/noxfile.py -s docs`."""
 
 from __future__ import annotations
 
+import json
+
 from tables import ROOT, Block, markdown
 
-from ds_frozen_patch.faults import FAULTS, Fault
+from ds_frozen_patch.workarounds import FAULTS
+from ds_frozen_patch.workarounds.fault import Fault
 
 BLOCK = Block("docs", ROOT / "docs" / "upstream.md")
-PROJECTS = {"deepspeed": "DeepSpeed", "fabric": "Lightning's Fabric", "transformers": "Trainer of transformers"}
-NEWEST = {"deepspeed": "deepspeed/0.19.8", "fabric": "master"}
+TITLES = {"deepspeed": "DeepSpeed", "fabric": "Lightning's Fabric", "transformers": "Trainer of transformers"}
+SERIES = json.loads((ROOT / "patches" / "deepspeed" / "index.json").read_text(encoding="utf-8"))["lines"]
+NEWEST = {"deepspeed": f"deepspeed/{SERIES[-1]['folder']}", "fabric": "master"}
 HEADER = ("fault", "without ds_frozen_patch", "with it", "releases", "thread", "patch")
 
 
 def text() -> str:
     """Return a table for each project."""
-    return "\n".join(f"## {title}\n\n{_table(package)}" for package, title in PROJECTS.items())
+    return "\n".join(
+        f"## {TITLES[package]}\n\n{markdown(HEADER, [_row(package, fault) for fault in faults])}"
+        for package, faults in FAULTS.items()
+    )
 
 
-def _table(package: str) -> str:
-    return markdown(HEADER, [_row(fault) for fault in FAULTS if fault.package == package])
-
-
-def _row(fault: Fault) -> tuple[str, ...]:
-    thread = f"[{fault.thread.rpartition('/')[2]}]({fault.thread})" if fault.thread else "none found"
-    patch = f"[{fault.patch[:4]}](../patches/{NEWEST[fault.package]}/{fault.patch})" if fault.patch else ""
+def _row(package: str, fault: Fault) -> tuple[str, ...]:
+    number, address = fault.thread.rpartition("/")[2], f"https://github.com/deepspeedai/DeepSpeed/{fault.thread}"
+    thread = f"[{number}]({address})" if fault.thread else "none found"
+    patch = f"[{fault.patch[:4]}](../patches/{NEWEST[package]}/{fault.patch})" if fault.patch else ""
     return fault.name, fault.effect, fault.cure, _releases(fault), thread, patch
 
 

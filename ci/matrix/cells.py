@@ -157,7 +157,7 @@ def entries() -> dict[str, dict[str, Any]]:
     A patched cell is like another one whose Lightning has our patch series, and so nothing for the shim to do.
     """
     matrix = _matrix()
-    found = {entry["name"]: entry for entry in matrix["cells"]}
+    found = {entry["name"]: _with_newest(entry, matrix["newest"]) for entry in matrix["cells"]}
     for item in matrix["patched"]:
         like, name = found[item["like"]], f"{item['like']}-patched"
         native = dict.fromkeys(like["expect"], "native")
@@ -202,7 +202,7 @@ def propose(lightning: str, deepspeed: str) -> dict[str, Any]:
 
 def add(entry: dict[str, Any], after: str) -> None:
     """Write one more cell into the file, below another one."""
-    above = formatted(entries()[after])
+    above = next(formatted(other) for other in _matrix()["cells"] if other["name"] == after)
     text = MATRIX.read_text(encoding="utf-8")
     MATRIX.write_text(text.replace(above, f"{above},\n{formatted(entry)}"), encoding="utf-8")
 
@@ -214,6 +214,11 @@ def formatted(entry: dict[str, Any]) -> str:
     lines += [{"with": entry["with"]}] if "with" in entry else []
     lines.append({key: entry[key] for key in last[2:]})
     return "    {" + ",\n     ".join(json.dumps(line)[1:-1] for line in lines) + "}"
+
+
+def _with_newest(entry: dict[str, Any], newest: dict[str, str]) -> dict[str, Any]:
+    """Return an entry with the newest releases, which the file names once, in place of that word."""
+    return {**entry, **{package: entry[package].replace("newest", newest[package]) for package in newest}}
 
 
 def _matrix() -> dict[str, Any]:

@@ -12,15 +12,11 @@ from xml.etree import ElementTree
 
 from machine import described, machine
 from matrix import cells
-from tables import ROOT, Block, cases, code, markdown, ranges
+from tables import ROOT, Block, Notes, cases, code, markdown, ranges
 
 RESULTS = Path(__file__).with_name("results.json")
-BLOCKS = {
-    "settings": Block("settings", ROOT / "docs" / "settings.md"),
-    "quantized": Block("quantized", ROOT / "docs" / "qlora.md"),
-    "faults": Block("faults", ROOT / "docs" / "faults.md"),
-    "scale": Block("scale", ROOT / "docs" / "scale.md"),
-}
+PAGES = {"settings": "settings.md", "quantized": "qlora.md", "faults": "faults.md", "scale": "scale.md"}
+BLOCKS = {session: Block(session, ROOT / "docs" / page) for session, page in PAGES.items()}
 
 
 def settings(before: dict[str, Any], *files: Path) -> dict[str, Any]:
@@ -43,11 +39,10 @@ def settings(before: dict[str, Any], *files: Path) -> dict[str, Any]:
 def settings_table(results: dict[str, Any]) -> str:
     """Return a row for each setting, a column for each release, and notes."""
     found: dict[str, list[dict[str, list[int]]]] = results["stages"]
-    notes = list(dict.fromkeys(note for row in found.values() for entry in row for note in entry if note))
+    notes = Notes()
 
     def entry(by_note: dict[str, list[int]]) -> str:
-        marks = {note: f" [{notes.index(note) + 1}]" if note else "" for note in by_note}
-        return ", ".join(ranges(by_note[note]) + marks[note] for note in sorted(by_note, key=bool))
+        return ", ".join(ranges(by_note[note]) + notes.marked(note) for note in sorted(by_note, key=bool))
 
     rows = [[name, *map(entry, row)] for name, row in found.items()]
     return said_of(results) + markdown(["setting", *results["releases"]], rows, notes)
@@ -126,12 +121,8 @@ def said_of(results: dict[str, Any]) -> str:
     return f"Measured at commit {results['code']}.\n\n"
 
 
-COLLECT: dict[str, Callable[..., dict[str, Any]]] = {
-    "settings": settings,
-    "quantized": quantized,
-    "faults": faults,
-    "scale": scale,
-}
+COLLECT: dict[str, Callable[..., dict[str, Any]]]
+COLLECT = {"settings": settings, "quantized": quantized, "faults": faults, "scale": scale}
 RENDER = {"settings": settings_table, "quantized": quantized_table, "faults": faults_table, "scale": scale_table}
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from matrix import cells
-from tables import ROOT, Block, markdown, ranges
+from tables import ROOT, Block, Notes, markdown, ranges
 
 LAST_RUN = Path(__file__).with_name("last-run.json")
 BLOCK = Block("table", ROOT / "docs" / "compatibility.md")
@@ -62,16 +62,12 @@ def collect(results: Path, last_run: dict[str, Any], chosen: Collection[str] = (
 
 def render(outcomes: dict[str, Any]) -> str:
     """Return the table in Markdown, with a note for each thing that a cell cannot run."""
-    notes: list[str] = []
+    notes = Notes()
     rows = []
     for name, outcome in outcomes.items():
         entry, promises = outcome["entry"], outcome["promises"]
         needs = cells.cell(entry).needs
-        why = [*outcome["skipped"], *(f"{name}: {need.why}" for name, need in needs.items())]
-        for item in why:
-            if item not in notes:
-                notes.append(item)
-        marks = "".join(f" [{notes.index(item) + 1}]" for item in why)
+        marks = notes.marked(*outcome["skipped"], *(f"{name}: {need.why}" for name, need in needs.items()))
         lightning = ", ".join(entry[key] for key in ("lightning", "beside") if key in entry)
         states = sorted({state for state in outcome["found"].values() if state != "not installed"} - {"applied"})
         expected = ", ".join(sorted(set(entry["expect"].values())))
@@ -126,15 +122,11 @@ def _cells(passed: dict[str, int]) -> str:
 
 def owners_table(outcomes: Iterable[tuple[str, dict[str, Any]]]) -> str:
     """Return the table of those that own engines beside Lightning: how many of their tests passed, and what cannot."""
-    notes: list[str] = []
+    notes = Notes()
     rows = []
     for name, outcome in outcomes:
-        counts = []
-        for owner in OWNERS:
-            found = outcome["owners"][owner]
-            notes += [why for why in found["cannot"] if why not in notes]
-            marks = "".join(f" [{notes.index(why) + 1}]" for why in found["cannot"])
-            counts.append(f"{found['passed']}{marks}")
+        of_owners = [outcome["owners"][owner] for owner in OWNERS]
+        counts = [f"{found['passed']}{notes.marked(*found['cannot'])}" for found in of_owners]
         releases = [outcome["releases"][package] for package in cells.OWNERS]
         rows.append((name, *releases, outcome["entry"]["deepspeed"], *counts))
     return f"{OF_OWNERS}\n\n{markdown(HEADER_OF_OWNERS, rows, notes)}"

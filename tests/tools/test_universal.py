@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from ds_frozen_patch.checkpoint.tools import universal as module
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.manifest import KEY
 from ds_frozen_patch.parameters import plain
+from ds_frozen_patch.workarounds import fault
 
 pytestmark = [pytest.mark.promise(10), pytest.mark.everyday]
 
@@ -114,9 +114,14 @@ def test_what_cannot_be_converted(
     assert refused(checkpoints(2) / "small.ckpt").startswith(
         "ds-frozen-patch: The converter of deepspeed 0.17.6 failed; its last output was: "
     )
-    monkeypatch.setattr(metadata, "version", lambda _: "0.12.6")
+    older = tmp_path / "deepspeed" / "checkpoint" / "ds_to_universal.py"
+    older.parent.mkdir(parents=True)
+    older.write_text("def main(args):\n    extract_zero_shards(args)\n")
+    monkeypatch.setattr(fault, "package_folder", lambda _: tmp_path / "deepspeed")
     assert "Install deepspeed>=0.14.5" in refused(checkpoints(3) / "small.ckpt")
-    assert [item.name for item in tmp_path.iterdir()] == ["in.ckpt"]
+    older.unlink()
+    assert "Install deepspeed>=0.11.2" in refused(checkpoints(2) / "small.ckpt")
+    assert {item.name for item in tmp_path.iterdir()} == {"in.ckpt", "deepspeed"}
 
 
 @pytest.mark.short

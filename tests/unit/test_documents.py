@@ -1,12 +1,15 @@
-"""Links between the documents resolve."""
+"""Links between the documents resolve, and what they list is complete."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
 import charts
 import pytest
+
+import ds_frozen_patch
 
 pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 
@@ -40,3 +43,8 @@ def test_there_are_links() -> None:
 def test_charts_show_the_results() -> None:
     drawn = {name: (charts.CHARTS / name).read_text(encoding="utf-8") for name in charts.drawn()}
     assert drawn == charts.drawn(), "draw them again: nox -f ci/noxfile.py -s docs"
+
+
+def test_every_option_of_patch_is_explained() -> None:
+    rows = re.findall(r"^\| `(\w+)=", (ROOT / "docs" / "usage.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert rows == list(inspect.signature(ds_frozen_patch.patch).parameters)

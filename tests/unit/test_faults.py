@@ -8,16 +8,13 @@ from pathlib import Path
 import pytest
 import upstream
 
-from ds_frozen_patch import faults
-from ds_frozen_patch.faults import FAULTS, Fault, worked_around
+from ds_frozen_patch.workarounds import FAULTS, fault, worked_around
 
 pytestmark = [pytest.mark.short, pytest.mark.everyday]
 SERIES = Path(__file__).resolve().parents[2] / "patches"
-MENDED = [fault for fault in FAULTS if fault.patch]
-
-
-def name(fault: Fault) -> str:
-    return fault.name
+MENDED = [
+    pytest.param(package, fault, id=fault.name) for package, faults in FAULTS.items() for fault in faults if fault.patch
+]
 
 
 def added(patch: Path) -> dict[str, str]:
@@ -29,36 +26,36 @@ def added(patch: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("fault", MENDED, ids=name)
-def test_the_patch_leaves_the_mark(fault: Fault) -> None:
-    assert fault.mark is not None
-    file, text = fault.mark
-    patches = [path for path in SERIES.glob(f"**/{fault.patch}") if fault.package in ("fabric", path.parts[-3])]
+@pytest.mark.parametrize(("package", "mended"), MENDED)
+def test_the_patch_leaves_the_mark(package: str, mended: fault.Fault) -> None:
+    assert mended.mark is not None
+    file, text = mended.mark
+    patches = [path for path in SERIES.glob(f"**/{mended.patch}") if package in ("fabric", path.parts[-3])]
     assert len(patches) == 2
     for patch in patches:
-        (change,) = (change for at, change in added(patch).items() if at.endswith(f"{fault.package}/{file}"))
+        (change,) = (change for at, change in added(patch).items() if at.endswith(f"{package}/{file}"))
         assert text in change
 
 
-@pytest.mark.parametrize("fault", MENDED, ids=name)
+@pytest.mark.parametrize(("package", "mended"), MENDED)
 def test_a_mended_package_has_the_fault_no_longer(
-    fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    package: str, mended: fault.Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert fault.mark is not None
-    file, text = fault.mark
-    package = {"fabric": "lightning.fabric"}.get(fault.package, fault.package)
-    monkeypatch.setattr(faults, "_version", lambda _: "0.19.8")
-    assert fault.name in worked_around(package, "9.0")
-    monkeypatch.setattr(faults, "package_folder", lambda _: tmp_path)
+    assert mended.mark is not None
+    file, text = mended.mark
+    target = {"fabric": "lightning.fabric"}.get(package, package)
+    monkeypatch.setattr(fault, "_version", lambda _: "0.19.8")
+    assert mended.name in worked_around(target, "9.0")
+    monkeypatch.setattr(fault, "package_folder", lambda _: tmp_path)
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).write_text("nothing")
-    assert fault.name in worked_around(package, "9.0")
+    assert mended.name in worked_around(target, "9.0")
     (tmp_path / file).write_text(f"if this:\n    {text}\n")
-    assert fault.name not in worked_around(package, "9.0")
+    assert mended.name not in worked_around(target, "9.0")
 
 
 def test_releases_have_the_faults_of_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(faults, "package_folder", lambda _: None)
+    monkeypatch.setattr(fault, "package_folder", lambda _: None)
     deepspeed = {release: set(worked_around("deepspeed", release)) for release in ("0.10.1", "0.17.6", "0.18.5")}
     assert deepspeed["0.10.1"] - deepspeed["0.17.6"] == {"gathering loads"}
     assert deepspeed["0.17.6"] - deepspeed["0.18.5"] == {"plain optimizers in bf16", "several ranks on NVMe"}
@@ -71,10 +68,10 @@ def test_releases_have_the_faults_of_their_time(monkeypatch: pytest.MonkeyPatch)
     }
     assert worked_around("transformers", "4.50.3") == ("best checkpoint",)
     assert worked_around("transformers", "5.23.0") == ()
-    assert set(worked_around("deepspeed", None)) == {fault.name for fault in FAULTS if fault.package == "deepspeed"}
-    monkeypatch.setattr(faults, "_version", lambda _: "0.17.6")
+    assert set(worked_around("deepspeed", None)) == {found.name for found in FAULTS["deepspeed"]}
+    monkeypatch.setattr(fault, "_version", lambda _: "0.17.6")
     assert worked_around("lightning_fabric", "2.2.0") == ("moved optimizer class",)
-    monkeypatch.setattr(faults, "_version", lambda _: None)
+    monkeypatch.setattr(fault, "_version", lambda _: None)
     assert worked_around("lightning.fabric", "2.6.5") == ("gradient clipping",)
 
 

@@ -15,10 +15,9 @@ ROOT = Path(ds_frozen_patch.__file__).parent
 ROOMS = (
     ("common", "settings", "testing"),
     ("publish",),
-    ("faults",),
-    ("cures",),
     ("parameters",),
     ("fingerprint",),
+    ("workarounds",),
     ("manifest",),
     ("checkpoint",),
     ("engine",),

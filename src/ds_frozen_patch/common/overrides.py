@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
+
+Attributes = list[tuple[Any, str, Any]]
+"""Attributes to set for a while: object, name, value."""
 
 _ABSENT = object()
 
@@ -21,7 +24,7 @@ def set_to(variable: ContextVar[Any], value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def overridden(attributes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+def overridden(attributes: Attributes) -> Iterator[None]:
     """While this lasts, each object has the attribute of that name and value; what fails half way is undone."""
     with ExitStack() as undo:
         for owner, name, value in attributes:

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..common.collectives import on_any_rank
-from ..cures import has_plain_optimizer
 from ..parameters import BUFFER, PARAMETER, PART, Held, contents, parameters_by_name
 from ..settings import current as settings
+from ..workarounds.for_deepspeed import has_plain_optimizer
 from .attached import Attached
 from .origins import Origin, changed, origins, remember
 from .topology import is_divided

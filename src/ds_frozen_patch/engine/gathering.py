@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..cures import on_the_accelerator
 from ..parameters import names_by_parameter, plain
 from ..settings import current
+from ..workarounds.for_deepspeed import on_the_accelerator
 
 if TYPE_CHECKING:
     import torch

@@ -7,10 +7,10 @@ from pathlib import Path
 from ..checkpoint.zero.labels import ELASTIC_KEY
 from ..common.collectives import gather
 from ..common.errors import CheckpointError, CheckpointMismatchError
-from ..cures import has_plain_optimizer
 from ..engine.attached import attached
 from ..engine.owner import is_first
 from ..settings import current
+from ..workarounds.for_deepspeed import has_plain_optimizer
 from .load import Load
 from .look import Look, Saved
 

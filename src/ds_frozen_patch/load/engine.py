@@ -11,19 +11,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from .. import cures
 from ..checkpoint.zero.labels import ELASTIC_KEY, LABEL, UNIVERSAL_INFO
 from ..checkpoint.zero.layout import latest_tag
 from ..common.errors import CheckpointError
-from ..common.overrides import overridden, set_to
+from ..common.overrides import Attributes, overridden, set_to
 from ..engine.attached import Attached, attach, attached
 from ..engine.gathering import put
 from ..engine.origins import replacing
 from ..engine.owner import warn
 from ..manifest import KEY, Manifest
-from ..parameters import names_by_parameter, parameters_by_name, plain, prefix_of
+from ..parameters import names_by_parameter, plain, prefix_of
 from ..publish import in_flight
 from ..publish.work_folder import entries, is_in_work_folder
+from ..workarounds import for_deepspeed as cures
 from . import elastic
 from .base_check import check_base
 from .load import Load, current, where_it_is
@@ -51,7 +51,7 @@ def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
     call.apply_defaults()
     load.engine = engine
     if engine.optimizer is not None and any(item is engine.optimizer for item in load.requested):
-        call.arguments["load_optimizer_states"] = True  # see `cures.unwrapped`
+        call.arguments["load_optimizer_states"] = True  # see `for_fabric.unwrapped`
     load.restores_optimizer = (
         engine.optimizer is not None
         and call.arguments["load_optimizer_states"]
@@ -77,12 +77,7 @@ def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
             path, client_state = wrapped(*call.args, **call.kwargs)
     cures.forget_second_copies(engine)
     if load.restores_optimizer and cures.forgets_optimizer_on_nvme(engine):
-        warn(
-            load.owner,
-            "The optimizer is on NVMe: DeepSpeed restores neither its step count nor sub-groups that are too small to"
-            " be kept there, so the run does not continue exactly as before."
-            ' With offload_optimizer: {"device": "cpu"} it would.',
-        )
+        warn(load.owner, cures.FORGETS_OPTIMIZER_ON_NVME)
     if client_state is not None:
         _remove_ours(client_state)
         if load.restores_optimizer and load.state:
@@ -137,7 +132,7 @@ def _find_folder(load: Load) -> None:
         load.source, load.tag = str(place.parent), place.name  # a tag can be a path
 
 
-def _cures(load: Load) -> cures.Attributes:
+def _cures(load: Load) -> Attributes:
     engine = load.engine
     found = cures.read_tensor_subclasses(engine) + cures.load_for_inference(engine)
     found += cures.load_plain_optimizer(engine, lambda: load.state)
@@ -176,7 +171,8 @@ def load_module_state_dict(
     if load.restores_optimizer:
         check_optimizer_state(checkpoint, engine)
         check_optimizer_layout(checkpoint, engine)
-    checkpoint = _with_own_buffers(checkpoint, load) if load.module else checkpoint
+    if load.module:
+        checkpoint = cures.with_own_buffers(checkpoint, load.module, engine.module)
     state = without_own_values(checkpoint["module"], held, manifest, load)
     may_be_missing |= {plain(name) for name in checkpoint["module"].keys() - state.keys()}
     fragments, in_partitions = saved_elsewhere(checkpoint, engine.module)
@@ -212,7 +208,8 @@ def _gathered(call: inspect.BoundArguments, load: Load) -> Iterator[None]:
     if not needed or load.restores_optimizer:
         yield
         return
-    checkpoint = _with_own_buffers({**call.arguments["checkpoint"], "module": _whole(load)}, load)
+    whole = {**call.arguments["checkpoint"], "module": _whole(load)}
+    checkpoint = cures.with_own_buffers(whole, load.module, engine.module)
     call.arguments["checkpoint"] = _renamed(checkpoint, engine.module)
     with cures.gathered_for_load(engine):
         yield
@@ -237,15 +234,6 @@ def _frozen_meanwhile(engine: Any, checkpoint: Mapping[str, Any]) -> Iterator[No
     finally:
         for parameter in thawed:
             parameter.requires_grad_(True)
-
-
-def _with_own_buffers(checkpoint: Mapping[str, Any], load: Load) -> Mapping[str, Any]:
-    """The checkpoint with everything but parameters as it was saved: see `cures.remember_module`."""
-    shapes = [*(checkpoint.get("param_shapes") or []), checkpoint.get("frozen_param_shapes") or {}]
-    parameters = {plain(name) for names in (*shapes, checkpoint.get("shared_params") or {}) for name in names}
-    parameters |= parameters_by_name(load.engine.module).keys()
-    own = {name: value for name, value in load.module.items() if plain(name) not in parameters}
-    return {**checkpoint, "module": {**checkpoint["module"], **own}}
 
 
 def _with_all_fragments(checkpoint: Mapping[str, Any], engine: Any) -> Mapping[str, Any]:

@@ -15,7 +15,7 @@ from ..checkpoint.zero.layout import latest_tag
 from ..checkpoint.zero.states import FileDigests, check_digests_agree
 from ..common.collectives import digest, gather, gather_numbers
 from ..common.errors import CheckpointError, CheckpointMismatchError
-from ..cures import Attributes
+from ..common.overrides import Attributes
 from ..engine.owner import warn
 from ..manifest import KEY, Manifest, digest_of
 from .load import Load

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..common.errors import CheckpointMismatchError, named
-from ..cures import has_plain_optimizer
 from ..manifest import Manifest
 from ..parameters import PARAMETER, PART, Held, frozen_names, names_by_parameter, names_in_state_dict, plain
+from ..workarounds.for_deepspeed import has_plain_optimizer
 
 
 def check_left_out(manifest: Manifest, held: Mapping[str, Held]) -> None:

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.names import is_not_whole
-from ..common.overrides import overridden
+from ..common.overrides import Attributes, overridden
 from ..common.probing import Finding, Seen, Target
-from ..cures import Attributes, saves_the_best
 from ..engine.attached import attached
 from ..publish import in_flight
 from ..publish.work_folder import entries
 from ..save.around import Around
 from ..settings import current as settings
+from ..workarounds.for_transformers import saves_the_best
 from .engine import logger_of
 from .newest import last_whole
 from .readers import goes_on_after, may_read

@@ -18,9 +18,9 @@ from ..common.errors import PatchError
 from ..common.probing import Finding, Target, imported_class, probe
 from ..engine.attached import release_all
 from ..engine.target import ENGINE
-from ..faults import worked_around
 from ..owners.targets import BESIDE, OWNERS, chosen, may_be_left_alone
 from ..publish import in_flight
+from ..workarounds import worked_around
 from .findings import probe_all, refusal, to_be_served, warn_of_complete, warn_of_refused, warn_of_untested
 from .status import Status, TargetStatus
 from .wrapping import Wrapping, wrap, wrap_beside

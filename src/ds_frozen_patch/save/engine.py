@@ -17,7 +17,6 @@ from ..checkpoint.zero.labels import ELASTIC_KEY, UNIVERSAL_INFO
 from ..common.errors import named
 from ..common.overrides import overridden
 from ..common.text import human_bytes
-from ..cures import check_nvme, check_step_counts, config_by_content, explaining_nvme_errors, forgets_optimizer
 from ..engine.attached import attached
 from ..engine.frozen import in_partitions
 from ..engine.owner import is_first, warn
@@ -26,6 +25,7 @@ from ..parameters import PARAMETER, contents, names_by_parameter, names_in_state
 from ..publish.ways import Way
 from ..settings import FLAG
 from ..settings import current as settings
+from ..workarounds import for_deepspeed as cures
 from .copies import warn_of_copies
 from .save import Save, current
 from .saving import keep_changed, saving, writes_before_it_returns
@@ -40,8 +40,8 @@ def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
     known = attached(engine)
     if known is None:
         return wrapped(*args, **kwargs)
-    check_nvme(engine)
-    check_step_counts(engine)
+    cures.check_nvme(engine)
+    cures.check_step_counts(engine)
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     tag = call.arguments.get("tag")
     call.arguments["tag"] = f"global_step{engine.global_steps}" if tag is None else str(tag)  # as DeepSpeed does
@@ -55,7 +55,7 @@ def _save(wrapped: Callable[..., Any], call: inspect.BoundArguments, save: Save)
     call.arguments[FLAG] = exclude
     ours: dict[str, Any] = {}
     left_out = make_manifest(save) if exclude else None
-    if forgets_optimizer(engine):
+    if cures.forgets_optimizer(engine):
         ours["optimizer"] = engine.optimizer.state_dict()
     if left_out is not None:
         warn_of_copies(save, call.arguments.get("client_state") or {})
@@ -75,7 +75,7 @@ def _save(wrapped: Callable[..., Any], call: inspect.BoundArguments, save: Save)
         from . import export_trained
 
         export_trained.write(save, save.place.export)
-    with explaining_nvme_errors(), overridden(config_by_content(engine)):
+    with cures.explaining_nvme_errors(), overridden(cures.config_by_content(engine)):
         saved = _write(wrapped, call, save, left_out)
     if left_out is not None:
         _log_once(save, left_out)

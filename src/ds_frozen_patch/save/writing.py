@@ -15,8 +15,7 @@ from typing import Any
 from ..checkpoint.names import is_rank_file
 from ..checkpoint.record import describe_file
 from ..checkpoint.zero.labels import add_label
-from ..common.overrides import overridden
-from ..cures import Attributes
+from ..common.overrides import Attributes, overridden
 from ..engine.experts import names_in_files
 from ..engine.target import ENGINE
 from ..parameters import plain

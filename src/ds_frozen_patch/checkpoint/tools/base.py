@@ -195,7 +195,7 @@ def match_base(manifest: Manifest, base: Base) -> dict[LeftOut, TensorSource]:
         found = {one: base.find(one) for one in group if not is_subclass(one)}
         weight = found.get(group[0])
         if weight is not None and not any(found.get(one) for one in group[1:]):
-            found |= plan_quantized(group, weight) or {}
+            found |= plan_quantized(group, weight)
         for one, tensor in found.items():
             if tensor is not None and tensor.shape == one.shape:
                 there[one] = tensor

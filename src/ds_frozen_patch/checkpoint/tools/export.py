@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import inf
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from ..zero.opening import open_checkpoint
 from ..zero.weights import Weights
 from .consolidate import OutputPlan, OutputReader, write_shard
 from .output import check_output, new_output
-from .regex_cost import count_steps
 
 FORMATS = ("peft", "safetensors")
 _PEFTS_PREFIX = "base_model.model."
@@ -319,6 +319,23 @@ def _check_patterns(config: dict[str, Any]) -> None:
             total += steps
             if steps > most or total > 10**7:
                 raise ValueError(f"{key} has {pattern!r:.100}, which could take forever to match")
+
+
+def count_steps(pattern: str) -> float:
+    """An upper bound for the ways to match a name of 100 characters against a regular expression.
+
+    It multiplies what each repetition, option and choice can do. Repeated groups and references count as infinite, and
+    so does what cannot be compiled, or has the flag for spaces, which hides a group's repetition.
+    """
+    try:
+        if len(pattern) > 2000 or re.search(r"\)[*+{]|\\[1-9]|\(\?P=|\(\?[a-zA-Z-]*x", pattern):
+            return inf
+        re.compile(pattern)
+        repetitions = len(re.findall(r"[*+{]", pattern))
+        options = len(re.findall(r"(?<!(?<!\\)[(*+?}])\?", pattern))
+        return 101.0**repetitions * 2.0**options * prod(1 + part.count("|") for part in pattern.split("("))
+    except (re.error, OverflowError, RecursionError):
+        return inf
 
 
 def _match_adapter(found: Weights, manifest: Manifest | None, adapter: Adapter) -> tuple[dict[str, str], list[str]]:

@@ -7,8 +7,9 @@ that the program loaded the weights in is not recorded; the usual ones are tried
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -39,21 +40,22 @@ class Quantized(TensorSource):
     group: tuple[LeftOut, ...]
 
 
-def plan_quantized(group: Sequence[LeftOut], weight: TensorSource) -> dict[LeftOut, Quantized] | None:
-    """The results of quantizing a weight; None if its dtype or size does not fit.
+def plan_quantized(group: Sequence[LeftOut], weight: TensorSource) -> dict[LeftOut, Quantized]:
+    """The results of quantizing a weight; empty if its dtype or size does not fit.
 
     Args:
         group: a parameter and its parts, from the manifest.
         weight: the base's tensor of the parameter's name.
     """
     packed, kind = group[0], quant_type(group)
-    if weight.dtype not in dtypes.FLOATING or kind is None:
-        return None
-    bytes_ = prod(packed.shape) * ITEM_SIZES.get(packed.dtype, 0)
-    fits = weight.shape == packed.shape if kind == "int8" else -(-weight.numel // 2) == bytes_
-    if not fits:
-        return None
+    fits = weight.shape == packed.shape if kind == "int8" else -(-weight.numel // 2) == _size(packed)
+    if weight.dtype not in dtypes.FLOATING or kind is None or not fits:
+        return {}
     return {one: Quantized(one.dtype, one.shape, weight.pieces, weight=weight, group=tuple(group)) for one in group}
+
+
+def _size(one: LeftOut) -> int:
+    return prod(one.shape) * ITEM_SIZES.get(one.dtype, 0)
 
 
 def check_bitsandbytes() -> None:
@@ -72,72 +74,66 @@ class Quantizer:
 
     def __init__(self) -> None:
         self._way: Any = None
-        self._last: tuple[Any, dict[str, bytearray]] = None, {}
+        self._name = ""
+        self._values: dict[str, bytearray] = {}
 
     def read(self, records: Records, tensor: Quantized, parameter: LeftOut) -> bytearray:
         """The content of a packed parameter or of a part of it."""
-        key = tensor.group[0].name
-        if self._last[0] != key:
-            self._last = key, self._values(records, tensor)
-        return self._last[1][parameter.name]
+        if self._name != tensor.group[0].name:
+            self._values = self._quantize(records.read(tensor.weight), tensor)
+            self._name = tensor.group[0].name
+        return self._values[parameter.name]
 
-    def _values(self, records: Records, tensor: Quantized) -> dict[str, bytearray]:
+    def _quantize(self, content: bytearray, tensor: Quantized) -> dict[str, bytearray]:
         """The values from the settings that match most fingerprints; for the right base they match all."""
-        content = records.read(tensor.weight)
-        best: tuple[int, dict[str, bytearray]] = -1, {}
-        for way in self._ways(tensor):
+        best: dict[str, bytearray] = {}
+        most = -1
+        for way in sorted(_ways(tensor), key=lambda way: way != self._way):  # first those that matched before
             values = _quantize(content, tensor, *way)
-            right = sum(_is_right(one, values[one.name]) for one in tensor.group)
-            if right > best[0]:
-                best = right, values
+            right = sum(
+                len(values[one.name]) == _size(one) and dtypes.matches_fingerprint(one, values[one.name])
+                for one in tensor.group
+            )
+            if right > most:
+                best, most = values, right
             if right == len(tensor.group):
                 self._way = way
                 break
-        return best[1]
-
-    def _ways(self, tensor: Quantized) -> Iterator[tuple[str, str, int]]:
-        """The devices, dtypes and block sizes to try; first those that matched before."""
-        import torch
-
-        devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-        ways = [(device, dtype, size) for device in devices for dtype in _DTYPES for size in _block_sizes(tensor)]
-        yield from sorted(ways, key=lambda way: way != self._way)
+        return best
 
 
-def _block_sizes(tensor: Quantized) -> list[int]:
-    """The block sizes that result in the recorded number of scales; for a small weight, several do."""
-    if quant_type(tensor.group) == "int8":
-        return [0]
-    (scales,) = [prod(one.shape) for one in tensor.group if one.name.endswith(".absmax")] or [0]
-    return [size for size in _BLOCK_SIZES if -(-tensor.weight.numel // size) == scales] or [64]
+def _ways(tensor: Quantized) -> Iterable[tuple[str, str, int]]:
+    """The devices, dtypes and block sizes to try; for 8 bits the block size is 0.
 
+    Only some block sizes result in the recorded number of scales; for a small weight, several do.
+    """
+    import torch
 
-def _is_right(one: LeftOut, values: bytearray) -> bool:
-    return len(values) == prod(one.shape) * ITEM_SIZES.get(one.dtype, 0) and dtypes.matches_fingerprint(one, values)
+    sizes = [0]
+    if quant_type(tensor.group) != "int8":
+        (scales,) = [prod(one.shape) for one in tensor.group if one.name.endswith(".absmax")] or [0]
+        sizes = [size for size in _BLOCK_SIZES if -(-tensor.weight.numel // size) == scales] or [64]
+    return product(["cpu", *(["cuda"] if torch.cuda.is_available() else [])], _DTYPES, sizes)
 
 
 def _quantize(content: bytearray, tensor: Quantized, device: str, dtype: str, block_size: int) -> dict[str, bytearray]:
     """The values of a group by name; empty for what this release of bitsandbytes does not return."""
     import torch
 
-    values = torch.frombuffer(
-        dtypes.convert(content, tensor.weight.dtype, dtype) or bytearray(1), dtype=getattr(torch, dtype)
-    )
-    values = values.view(tensor.weight.shape).to(device)
+    converted = dtypes.convert(content, tensor.weight.dtype, dtype) or bytearray(1)
+    values = torch.frombuffer(converted, dtype=getattr(torch, dtype)).view(tensor.weight.shape).to(device)
     try:
-        found = _quantize_8_bits(values) if not block_size else _quantize_4_bits(values, tensor.group, block_size)
+        made = _to_4_bits(values, tensor.group, block_size) if block_size else _to_8_bits(values, tensor.group[0].name)
     except Exception as error:  # whatever its kernels say
         raise CheckpointError(
             f"bitsandbytes cannot quantize the base here ({type(error).__name__}: {error}). Pass the directory of the"
             " quantized model."
         ) from None
-    packed = tensor.group[0].name
-    layer = packed.removesuffix("weight")
-    made = {f"{layer if not block_size else packed}{name}": _to_bytes(value) for name, value in found.items()}
-    return {one.name: made.get(one.name, bytearray()) for one in tensor.group}
+    flat = {name: value.detach().cpu().contiguous().flatten().view(torch.uint8) for name, value in made.items()}
+    return {one.name: bytearray(flat[one.name].numpy() if one.name in flat else b"") for one in tensor.group}
 
 
-def _quantize_4_bits(values: torch.Tensor, group: Sequence[LeftOut], block_size: int) -> Mapping[str, torch.Tensor]:
+def _to_4_bits(values: torch.Tensor, group: Sequence[LeftOut], block_size: int) -> dict[str, torch.Tensor]:
     import torch
     from bitsandbytes.functional import quantize_4bit
 
@@ -148,18 +144,14 @@ def _quantize_4_bits(values: torch.Tensor, group: Sequence[LeftOut], block_size:
         quant_type=quant_type(group),
         quant_storage=getattr(torch, group[0].dtype),
     )
-    return {"": packed, **{f".{name}": value for name, value in state.as_dict(packed=True).items()}}
+    name = group[0].name
+    return {name: packed, **{f"{name}.{part}": value for part, value in state.as_dict(packed=True).items()}}
 
 
-def _quantize_8_bits(values: torch.Tensor) -> Mapping[str, torch.Tensor]:
+def _to_8_bits(values: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
     import torch
     from bitsandbytes.functional import int8_vectorwise_quant
 
     packed, scales, _ = int8_vectorwise_quant(values.half())
-    return {"weight": packed, "SCB": scales, "weight_format": torch.zeros((), dtype=torch.uint8)}
-
-
-def _to_bytes(tensor: torch.Tensor) -> bytearray:
-    import torch
-
-    return bytearray(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    layer = name.removesuffix("weight")
+    return {name: packed, f"{layer}SCB": scales, f"{layer}weight_format": torch.zeros((), dtype=torch.uint8)}

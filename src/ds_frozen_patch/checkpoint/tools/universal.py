@@ -17,10 +17,10 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from ... import cures
 from ...common.errors import CheckpointError
 from ...common.text import human_bytes, printable_lines
 from ...parameters import is_name
+from ...workarounds.for_deepspeed import converter_needed, converter_reads_one_group
 from ..format.allowed import OF_DEEPSPEED
 from ..format.stored import ITEM_SIZES, Size, StandIn, StoredTensor, stand_in
 from ..zero.labels import ELASTIC_KEY, LABEL, UNIVERSAL_INFO
@@ -127,7 +127,7 @@ def _check_deepspeed(states: States) -> str:
         version = metadata.version("deepspeed")
     except metadata.PackageNotFoundError:
         raise CheckpointError("This command needs DeepSpeed's converter: pip install deepspeed") from None
-    if since := cures.converter_needed(version, states.zero_stage):
+    if since := converter_needed(states.zero_stage):
         raise CheckpointError(
             f"The converter of deepspeed {version} does not support ZeRO stage {states.zero_stage}. Install"
             f" deepspeed>={since}, or use ds-frozen-patch reshard instead."
@@ -144,7 +144,7 @@ def _check_convertible(states: States, of_one: Repartition, version: str) -> Non
             f"{root} cannot be converted: DeepSpeed's converter supports only the state of Adam. To resume with a"
             " different number of ranks, use ds-frozen-patch reshard."
         )
-    if len(base["param_groups"]) > 1 and cures.converter_reads_one_group(version, states.zero_stage):
+    if len(base["param_groups"]) > 1 and converter_reads_one_group(states.zero_stage):
         raise CheckpointError(
             f"{root} cannot be converted: it has {len(parameter_groups(states.models[0]))} parameter groups in ZeRO-3,"
             f" and the converter of deepspeed {version} reads only the first. Install deepspeed>=0.18.0, or use"

@@ -11,7 +11,7 @@ from typing import Any
 from ... import manifest
 from ...common.errors import CheckpointError
 from ...common.progress import progress
-from ...cures import ignores_round_robin
+from ...workarounds.for_deepspeed import ignores_round_robin
 from ..format.records import Records
 from ..format.stored import Storage, StoredTensor, iter_tensors, stand_in
 from ..format.writing import write_archive

@@ -13,7 +13,6 @@ from uuid import uuid4
 
 from ...checkpoint.names import WEIGHTS_FILE, remove_states
 from ...common.errors import CheckpointMismatchError, named
-from ...cures import forget_second_copies
 from ...engine.gathering import gathered, put
 from ...engine.origins import replacing
 from ...engine.owner import is_first, warn
@@ -28,6 +27,7 @@ from ...publish.ways import Way
 from ...publish.work_folder import WORK
 from ...save.engine import make_manifest
 from ...save.save import Save
+from ...workarounds.for_deepspeed import forget_second_copies
 
 
 def is_weights_only(checkpoint: Mapping[str, Any]) -> bool:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ...common.overrides import overridden, set_to
-from ...cures import clips_unasked, moved_in_deepspeed, unwrapped
 from ...engine import handshake
 from ...engine.attached import attach
 from ...engine.owner import warn
@@ -25,6 +24,7 @@ from ...load.trust import runs_nothing, trust
 from ...publish import in_flight
 from ...save.saving import begin, explaining_errors, is_local
 from ...settings import FLAG
+from ...workarounds.for_fabric import CLIPS, clips_unasked, moved_in_deepspeed, unwrapped
 from . import single_file
 from .owner import BUILT, owner_of
 from .retention import forget_paths_outside
@@ -61,12 +61,7 @@ def setup(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwa
         owner = owner_of(strategy)
         begin_serving(strategy.model, owner)
         if clips_unasked(strategy.model, owner.config):
-            warn(
-                owner,
-                "DeepSpeed clips gradients to a norm of 1.0, which nothing has asked for: it is the default since"
-                ' DeepSpeed 0.19.3, and Fabric does not change it. Put "gradient_clipping": 0.0 into the config of'
-                " DeepSpeedStrategy to train without clipping, as before, or 1.0 to train with it.",
-            )
+            warn(owner, CLIPS)
     return result
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import random
 import statistics
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from bench import engine
-from bench.engine import FULL, MENDED, NOTHING, OURS, Model, Shape
+from bench.engine import FULL, MENDED, NOTHING, OURS, Shape
 from bench.saves import ranks
 from bench.words import ratios, size, spread
 from ranks import RankError
@@ -52,14 +51,14 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
                     cost["seconds"].append(max(start.seconds for start in starts))
                     cost["memory"].append(max(start.memory for start in starts))
             cases.append({"stage": stage, "verb": verb, "ways": ways})
-    return asdict(model) | {"cases": cases}
+    return {**model, "cases": cases}
 
 
-def save(folder: Path, stage: int) -> tuple[Model, dict[str, str | None]]:
+def save(folder: Path, stage: int) -> tuple[dict[str, int], dict[str, str | None]]:
     """Return the model, and the checkpoint that each way begins from."""
     made: dict[str, str | None] = {OURS: f"{folder}/trainable-only.ckpt", FULL: f"{folder}/full.ckpt"}
     with ranks(folder.parent) as pool:
-        model: Model = pool(engine.start, shape=SHAPE, stage=stage, precision="bf16-true")[0]
+        model: dict[str, int] = pool(engine.start, shape=SHAPE, stage=stage, precision="bf16-true")[0]
         for way, path in made.items():
             pool(engine.save, way=way, path=path)
     return model, made | {MENDED: made[FULL], NOTHING: None}

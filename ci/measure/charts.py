@@ -12,8 +12,9 @@ from typing import Any
 from bench.svg import CARD, bars, grid, page
 from bench.words import seconds, size
 
-CI = Path(__file__).resolve().parent
+CI = Path(__file__).resolve().parents[1]
 CHARTS = CI.parent / "docs" / "charts"
+MEASURED = ("measure/bench/bench.json", "measure/compare/compare.json")
 WAYS = {"`patch()`": "ours", "`serve()`": "ours"}
 KINDS = {
     "hostile": "hostile files, read by the tools",
@@ -32,7 +33,7 @@ def drawn() -> dict[str, str]:
     """Return each chart by the name of its file."""
     bench, compared, results, matrix = (
         json.loads((CI / file).read_text(encoding="utf-8"))
-        for file in ("bench/bench.json", "compare/compare.json", "matrix/results.json", "matrix/last-run.json")
+        for file in (*MEASURED, "matrix/results.json", "matrix/last-run.json")
     )
     return {
         "saves.svg": saves(bench["saves"]["found"]),

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from bench import engine
 from bench.words import spread
 from memory import memory
 from tables import markdown
+
+import ds_frozen_patch
 
 SHAPE = engine.Shape(hidden=2048, intermediate=8192, layers=13, vocabulary=32000, lora=19, tied=False)
 RESHARD_TO = 4
@@ -103,16 +106,6 @@ def run(*arguments: str | Path) -> str:
     return ran.stdout if not ran.returncode else sys.exit(f"{ran.stdout}{arguments} failed, as it says above")
 
 
-def train_and_save(path: str) -> None:
-    """Train one step on one rank with ZeRO-2."""
-    from ds_frozen_patch.testing import cpu_strategy
-
-    strategy = cpu_strategy("lightning.pytorch")(stage=2)
-    trainer = engine.trainer(strategy, "bf16-true", ranks=1)
-    trainer.fit(engine.module(SHAPE, "bf16-true"), engine.data())
-    trainer.save_checkpoint(path)
-
-
 def work(tool: str, name: str, source: str, target: str) -> None:
     """In a process that measures one way: do that, and print what it cost."""
     way, _ = TOOLS[tool].ways[name]
@@ -140,22 +133,17 @@ def prune_by_hand(source: Path, target: Path) -> Iterator[None]:
         torch.save(state, target / "checkpoint" / file.name)
 
 
-def prune_without_fingerprints(source: Path, target: Path) -> Iterator[None]:
-    """The tool, which then needs no torch."""
-    from ds_frozen_patch.checkpoint.tools.prune import prune
+def ours(name: str, target_name: str, *imports: str, **options: Any) -> Work:
+    """A tool of this package; `imports` are what it would else import while it is measured."""
 
-    yield
-    prune(source, target / "pruned", fingerprints=False)
+    def work(source: Path, target: Path) -> Iterator[None]:
+        tool = getattr(ds_frozen_patch, name)
+        for module in imports:
+            import_module(module)
+        yield
+        tool(source, target / target_name, **options)
 
-
-def prune(source: Path, target: Path) -> Iterator[None]:
-    """The tool."""
-    import torch  # noqa: F401
-
-    from ds_frozen_patch.checkpoint.tools.prune import prune
-
-    yield
-    prune(source, target / "pruned")
+    return work
 
 
 def write_and_sync(source: Path, target: Path) -> Iterator[None]:
@@ -177,24 +165,6 @@ def zero_to_fp32(source: Path, target: Path) -> Iterator[None]:
     convert_zero_checkpoint_to_fp32_state_dict(source, target, max_shard_size=None)
 
 
-def consolidate(source: Path, target: Path) -> Iterator[None]:
-    """The tool. It makes all of them fp32."""
-    import torch  # noqa: F401
-
-    from ds_frozen_patch.checkpoint.tools.consolidate import consolidate
-
-    yield
-    consolidate(source, target / "made.ckpt")
-
-
-def reshard(source: Path, target: Path) -> Iterator[None]:
-    """The tool."""
-    from ds_frozen_patch.checkpoint.tools.reshard import reshard
-
-    yield
-    reshard(source, target / "out.ckpt", ranks=RESHARD_TO)
-
-
 def ds_to_universal(source: Path, target: Path) -> Iterator[None]:
     """DeepSpeed's converter, in one process, as its worker processes would take more memory."""
     from deepspeed.checkpoint import ds_to_universal
@@ -207,10 +177,16 @@ BY_HAND, FAST, FLOOR = "load, delete, save", "prune --no-fingerprints", "floor: 
 THEIRS, SMALL, FULL = "zero_to_fp32, full", "consolidate, trainable-only", "consolidate, full"
 RESHARD, RESHARD_FULL = "reshard, trainable-only", "reshard, full"
 CONVERT, CONVERT_FULL = "ds_to_universal, trainable-only", "ds_to_universal, full"
-PRUNES = {BY_HAND: (prune_by_hand, "full"), FAST: (prune_without_fingerprints, "full"), "prune": (prune, "full")}
-PRUNES |= {FLOOR: (write_and_sync, "small")}
-CONSOLIDATES = {THEIRS: (zero_to_fp32, "full"), SMALL: (consolidate, "small"), FULL: (consolidate, "full")}
-RESHARDS = {RESHARD: (reshard, "small"), RESHARD_FULL: (reshard, "full")}
+PRUNES = {
+    BY_HAND: (prune_by_hand, "full"),
+    FAST: (ours("prune", "pruned", fingerprints=False), "full"),  # needs no torch
+    "prune": (ours("prune", "pruned", "torch"), "full"),
+    FLOOR: (write_and_sync, "small"),
+}
+CONSOLIDATE = ours("consolidate", "made.ckpt", "torch")  # makes all of them fp32
+CONSOLIDATES = {THEIRS: (zero_to_fp32, "full"), SMALL: (CONSOLIDATE, "small"), FULL: (CONSOLIDATE, "full")}
+RESHARD_OURS = ours("reshard", "out.ckpt", ranks=RESHARD_TO)
+RESHARDS = {RESHARD: (RESHARD_OURS, "small"), RESHARD_FULL: (RESHARD_OURS, "full")}
 RESHARDS |= {CONVERT: (ds_to_universal, "small"), CONVERT_FULL: (ds_to_universal, "full")}
 TOOLS = {
     "prune": Tool("prune", PRUNES, ((FAST, BY_HAND, 20, 0.1), ("prune", BY_HAND, 20, 0.1), (FLOOR, BY_HAND, 20, 0.1))),
@@ -225,6 +201,6 @@ TOOLS = {
 
 if __name__ == "__main__":
     if sys.argv[1] == "make":
-        train_and_save(sys.argv[2])
+        engine.fitted(SHAPE).save_checkpoint(sys.argv[2])
     else:
         work(*sys.argv[1:])

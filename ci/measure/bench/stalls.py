@@ -5,9 +5,6 @@ A part of `nox -s bench`.
 
 from __future__ import annotations
 
-import os
-import random
-import shutil
 import statistics
 import sys
 from collections.abc import Iterator
@@ -18,7 +15,7 @@ from typing import Any
 import caching_disk
 from bench import engine
 from bench.engine import COPY, FULL, HUGGING_FACE, NATIVE, OURS, OURS_ASYNC, RANKS, Shape
-from bench.saves import check, ranks
+from bench.saves import ranks, turns
 from bench.words import judged, ratios, seconds, size, spread
 from ranks import Ranks
 from tables import markdown
@@ -44,7 +41,9 @@ def measure(folder: Path, rounds: int) -> list[dict[str, Any]]:
                 alone = slowest(pool(engine.steps, count=3 * rounds))
                 few = rounds if disk == FAST else max(rounds // 3, 1)
                 ways = saved(pool, place, WAYS[disk], few)
-                found.append({"stage": stage, "disk": disk, "trainable": model.trainable, "alone": alone, "ways": ways})
+                found.append(
+                    {"stage": stage, "disk": disk, "trainable": model["trainable"], "alone": alone, "ways": ways}
+                )
             pool(engine.end)
     return found
 
@@ -59,19 +58,14 @@ def disks(folder: Path) -> Iterator[dict[str, Path]]:
 
 
 def saved(pool: Ranks, place: Path, ways: tuple[str, ...], rounds: int) -> dict[str, dict[str, Any]]:
-    """Return what saves cost in these ways, round after round, each round in another order, after one round more."""
+    """Return what saves cost in these ways, after one round more."""
     found: dict[str, dict[str, Any]] = {way: {"seconds": [], "beside": [], "until": [], "memory": 0} for way in ways}
-    for number in range(rounds + 1):
-        for way in random.Random(number).sample(ways, len(ways)):
-            os.sync()
-            costs = pool(engine.save, way=way, path=str(place / "saved"))
-            check(way, place / "saved")
-            shutil.rmtree(place / "saved", ignore_errors=True)  # a copy writes nothing
-            found[way]["memory"] = max(found[way]["memory"], *(rank.memory for rank in costs))
-            if number:
-                found[way]["seconds"].append(max(rank.seconds for rank in costs))
-                found[way]["until"].append(max(rank.until for rank in costs))
-                found[way]["beside"] += slowest([rank.beside for rank in costs])
+    for number, way, costs, _ in turns(pool, place / "saved", ways, rounds):
+        found[way]["memory"] = max(found[way]["memory"], *(rank.memory for rank in costs))
+        if number:
+            found[way]["seconds"].append(max(rank.seconds for rank in costs))
+            found[way]["until"].append(max(rank.until for rank in costs))
+            found[way]["beside"] += slowest([rank.beside for rank in costs])
     return found
 
 

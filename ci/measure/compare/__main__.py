@@ -18,7 +18,7 @@ from compare.task import FLAG, OURS
 from compare.trial import System, Trial
 from machine import releases
 from ranks import Ranks
-from tables import ROOT, Block, markdown
+from tables import ROOT, Block, Notes, markdown
 
 RESULTS = Path(__file__).with_name("compare.json")
 BLOCK = Block("compare", ROOT / "docs" / "comparison.md")
@@ -80,7 +80,7 @@ def render(result: dict[str, Any]) -> str:
     parameters = f"{result['frozen'] / 1e6:.2f} M frozen and {result['trainable'] / 1e6:.2f} M trained parameters"
     parts = [f"Measured on {result['date']}, with {parameters}, {versions}.\n"]
     for owner in dict.fromkeys(system.owner for system in SYSTEMS):
-        systems, notes = [system for system in SYSTEMS if system.owner == owner], list[str]()
+        systems, notes = [system for system in SYSTEMS if system.owner == owner], Notes()
         lines = []
         for title, row in result["features"].items():
             for stages in ROWS[title]:
@@ -91,14 +91,12 @@ def render(result: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def _cell(outcomes: dict[str, Any], stages: list[int], notes: list[str]) -> str:
+def _cell(outcomes: dict[str, Any], stages: list[int], notes: Notes) -> str:
     """Return what a cell says: once, if it is so in all of these stages."""
     parts: dict[str, list[str]] = {}
     for stage in stages:
         value, note = outcomes[str(stage)]["value"], outcomes[str(stage)]["note"]
-        if note and note not in notes:
-            notes.append(note)
-        parts.setdefault(f"{value} [{notes.index(note) + 1}]" if note else value, []).append(f"ZeRO-{stage}")
+        parts.setdefault(value + notes.marked(note), []).append(f"ZeRO-{stage}")
     if len(parts) == 1:
         return next(iter(parts))
     return ", ".join(f"{text} in {' and '.join(names)}" for text, names in parts.items())

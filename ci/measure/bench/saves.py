@@ -9,7 +9,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -86,26 +86,37 @@ def measured(
     model = pool(engine.start, shape=shape, stage=stage, precision=precision, hugging_face=other)[0]
     costs = [saves(pool, pool.log.with_name("saved"), ways, rounds) for ways, rounds in turns]
     pool(engine.end)
-    return [asdict(model), *costs]
+    return [model, *costs]
 
 
 def saves(pool: Ranks, place: Path, ways: tuple[str, ...], rounds: int) -> dict[str, dict[str, Any]]:
-    """Return what saves cost in these ways, round after round, each round in another order; the first is kept apart."""
+    """Return what saves cost in these ways; the first round is kept apart."""
     found: dict[str, dict[str, Any]] = {way: {"seconds": [], "memory": []} for way in ways}
+    for number, way, costs, written in turns(pool, place, ways, rounds):
+        cost = {"seconds": costs[0].seconds, "memory": max(rank.memory for rank in costs)}
+        if number:
+            for name, value in cost.items():
+                found[way][name].append(value)
+        else:
+            found[way] |= {"first": cost, "bytes": written}
+    return found
+
+
+def turns(
+    pool: Ranks, place: Path, ways: tuple[str, ...], rounds: int
+) -> Iterator[tuple[int, str, list[engine.Cost], int]]:
+    """Save in these ways, round after round from 0 on, each later one in another order.
+
+    Yields the round, the way, what its save has cost each rank, and its bytes.
+    """
     for number in range(rounds + 1):
         for way in random.Random(number).sample(ways, len(ways)) if number else ways:
             os.sync()  # so that nobody waits for what others have written
             costs = pool(engine.save, way=way, path=str(place))
-            cost = {"seconds": costs[0].seconds, "memory": max(rank.memory for rank in costs)}
             check(way, place)
             written = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
-            shutil.rmtree(place, ignore_errors=True)  # fingerprints alone write nothing
-            if number:
-                for name, value in cost.items():
-                    found[way][name].append(value)
-            else:
-                found[way] |= {"first": cost, "bytes": written}
-    return found
+            shutil.rmtree(place, ignore_errors=True)  # fingerprints and copies write nothing
+            yield number, way, costs, written
 
 
 def check(way: str, place: Path) -> None:

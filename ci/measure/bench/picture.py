@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from bench import engine
 from bench.svg import CARD, MARGIN, page
 from bench.words import size
 
@@ -39,15 +40,9 @@ def main() -> None:
 def save(folder: Path) -> tuple[Path, Path]:
     """Save a full and a trainable-only checkpoint of one run."""
     ds_frozen_patch.patch()
-    from ds_frozen_patch.testing import cpu_strategy
-
-    strategy = cpu_strategy("lightning.pytorch")(stage=2)
-    from bench import engine
-
     shape = engine.Shape(2048, 8192, 16, 128256, lora=16, tied=True, targets=("q_proj", "v_proj"), kv_heads=8)
     print("training one step of a Llama of 1.2 G parameters", file=sys.stderr)
-    trainer = engine.trainer(strategy, "bf16-true", ranks=1)
-    trainer.fit(engine.module(shape, "bf16-true"), engine.data())
+    trainer = engine.fitted(shape)
     full, small = folder / "full.ckpt", folder / "trainable-only.ckpt"
     trainer.save_checkpoint(small)
     with ds_frozen_patch.full_checkpoint():

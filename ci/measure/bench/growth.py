@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,11 @@ SHAPE = Shape(hidden=512, intermediate=4096, layers=8, vocabulary=16000, lora=64
 SERIES = {
     "base": [replace(SHAPE, intermediate=width) for width in (1024, 8192, 16384, 24576, 40960)],
     "trained": [replace(SHAPE, lora=rank) for rank in (16, 64, 256, 512, 1024)],
+}
+COSTS: dict[str, Callable[[dict[str, Any]], float]] = {
+    "first": lambda cost: cost["first"]["seconds"],
+    "later": lambda cost: statistics.median(cost["seconds"]),
+    "bytes": lambda cost: cost["bytes"],
 }
 
 
@@ -74,17 +79,7 @@ def line(points: Sequence[dict[str, Any]], way: str, what: str) -> list[tuple[fl
     grows = [point["frozen_bytes"] for point in points]
     if len(set(grows)) == 1:
         grows = [(OPTIMIZER_BYTES + engine.weight_bytes(STAGE, PRECISION)) * point["trainable"] for point in points]
-    return [(x, cost(point["ways"][way], what)) for x, point in zip(grows, points, strict=True)]
-
-
-def cost(one: dict[str, Any], what: str) -> float:
-    """Return the cost of one way of saving one model."""
-    found: float = {
-        "first": one["first"]["seconds"],
-        "later": statistics.median(one["seconds"]),
-        "bytes": one["bytes"],
-    }[what]
-    return found
+    return [(x, COSTS[what](point["ways"][way])) for x, point in zip(grows, points, strict=True)]
 
 
 CURVES = (

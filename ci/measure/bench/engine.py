@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +58,6 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Model:
-    """What a rank says of the model that it trains; the bytes are those of its parameters in memory."""
-
-    trainable: int
-    trainable_bytes: int
-    frozen_bytes: int
-    buffer_bytes: int
-
-
-@dataclass(frozen=True)
 class Cost:
     """What a save, or the way to the first batch, cost on one rank: seconds, and memory at its peak.
 
@@ -86,27 +77,25 @@ SETTINGS: dict[str, dict[str, Any]] = {OURS: {}, OURS_UNSYNCED: {"sync": False},
 _now: dict[str, Any] = {}  # what this rank has in memory between two calls
 
 
-def start(shape: Shape, stage: int, precision: str, hugging_face: bool = False) -> Model:
-    """Train a step under `patch()`, which leaves no trace once it is undone, and keep the Trainer."""
+def start(shape: Shape, stage: int, precision: str, hugging_face: bool = False) -> dict[str, int]:
+    """Train a step under `patch()`, which leaves no trace once it is undone, and keep the Trainer; returns sizes."""
     import deepspeed
 
     import ds_frozen_patch
 
     _now["stage"], _now["precision"] = stage, precision
     with ds_frozen_patch.patched():
-        _now["lightning"] = _trainer(stage, precision)
+        _now["lightning"] = trainer(stage, precision)
         _now["lightning"].fit(module(shape, precision), data())
     if hugging_face:
         _now["hugging face"] = _hugging_face(shape, stage)
     model = _now["lightning"].lightning_module
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        sizes = {True: 0, False: 0}
-        for value in model.parameters():
-            sizes[value.requires_grad] += value.nbytes
+        frozen = sum(value.nbytes for value in model.parameters() if not value.requires_grad)
         _now["trainable"] = sum(value.numel() for value in model.parameters() if value.requires_grad)
     kept = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = sum(value.nbytes for name, value in model.state_dict().items() if name not in kept)
-    return Model(_now["trainable"], sizes[True], sizes[False], buffers)
+    return {"trainable": _now["trainable"], "frozen_bytes": frozen, "buffer_bytes": buffers}
 
 
 def end() -> None:
@@ -192,13 +181,11 @@ def _ways() -> dict[str, Callable[[str], object]]:
 
     trainer = _now["lightning"]
 
-    def by_lightning(path: str, exclude: bool = True) -> None:
+    def by_lightning(path: str, exclude: bool = True, sync: bool = False) -> None:
         trainer.strategy.exclude_frozen_parameters = exclude
         trainer.save_checkpoint(path)
-
-    def by_lightning_synced(path: str, exclude: bool = True) -> None:
-        by_lightning(path, exclude)
-        _sync(Path(path))
+        if sync:
+            _sync(Path(path))
 
     def by_deepspeed(path: str) -> None:
         trainer.strategy.model.save_checkpoint(path, tag="checkpoint", exclude_frozen_parameters=True)
@@ -232,13 +219,13 @@ def _ways() -> dict[str, Callable[[str], object]]:
 
     return {
         **dict.fromkeys((*SETTINGS, NATIVE), by_lightning),
-        NATIVE_SYNCED: by_lightning_synced,
-        FULL: lambda path: by_lightning(path, exclude=False),
-        FULL_SYNCED: lambda path: by_lightning_synced(path, exclude=False),
+        NATIVE_SYNCED: partial(by_lightning, sync=True),
+        FULL: partial(by_lightning, exclude=False),
+        FULL_SYNCED: partial(by_lightning, exclude=False, sync=True),
         DEEPSPEED: by_deepspeed,
         HUGGING_FACE: by_hugging_face,
-        FLOOR: lambda path: _write(path, sync=True),
-        UNSYNCED: lambda path: _write(path, sync=False),
+        FLOOR: partial(_write, sync=True),
+        UNSYNCED: partial(_write, sync=False),
         PASS: fingerprints_of_base,
         READ: read_base,
         MULTIPLY: multiply,
@@ -321,20 +308,25 @@ def weight_bytes(stage: int, precision: str) -> int:
     return 0 if stage == 3 else 2 if precision == "bf16-true" else 4
 
 
-def trainer(strategy: Any, precision: Any, ranks: int, steps: int = 1) -> Any:
-    """Return Lightning's."""
+def trainer(stage: int, precision: Any, steps: int = 1, strategy: Any = None) -> Any:
+    """Return Lightning's, of all ranks of the pool, or with a strategy of its own of one rank."""
     import lightning.pytorch as pl
+    from lightning.pytorch.strategies import DeepSpeedStrategy
 
     return pl.Trainer(
-        accelerator="cpu", devices=ranks, strategy=strategy, precision=precision, max_steps=steps, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu", devices=1 if strategy else int(os.environ["WORLD_SIZE"]),
+        strategy=strategy or DeepSpeedStrategy(config=training.settings(stage)), precision=precision, max_steps=steps,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
 
 
-def _trainer(stage: int, precision: str, steps: int = 1) -> Any:
-    from lightning.pytorch.strategies import DeepSpeedStrategy
+def fitted(shape: Shape) -> Any:
+    """Return a Trainer after a step in bf16 and ZeRO-2, in a process that is the only rank."""
+    from ds_frozen_patch.testing import cpu_strategy
 
-    return trainer(DeepSpeedStrategy(config=training.settings(stage)), precision, int(os.environ["WORLD_SIZE"]), steps)
+    fitted = trainer(2, "bf16-true", strategy=cpu_strategy("lightning.pytorch")(stage=2))
+    fitted.fit(module(shape, "bf16-true"), data())
+    return fitted
 
 
 def data() -> Any:
@@ -365,8 +357,7 @@ def module(shape: Shape, precision: str) -> Any:
             return self(batch)
 
         def test_step(self, batch: Any, index: int) -> None:
-            self.begun = self.begun or (time.perf_counter(), memory("VmHWM"))
-            self.model(input_ids=batch, labels=batch)
+            self.training_step(batch, index)
 
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW([value for value in self.parameters() if value.requires_grad])
@@ -425,6 +416,6 @@ def begin(verb: str, way: str, shape: Shape, stage: int, path: str | None) -> Co
         DeepSpeedZeRoOffload._restore_from_bit16_weights = lambda self: None
     reset_peak_memory()
     begun = time.perf_counter()
-    getattr(_trainer(stage, "bf16-true", steps=2), verb)(model, data(), ckpt_path=path)
+    getattr(trainer(stage, "bf16-true", steps=2), verb)(model, data(), ckpt_path=path)
     first, peak = model.begun
     return Cost(first - begun, peak)
