@@ -20,7 +20,7 @@ from .common.errors import CheckpointMismatchError
 from .common.text import human_bytes
 from .common.versions import version_of
 from .fingerprint import Shard, fingerprints, process_memory
-from .parameters import BUFFER, PARAMETER, PART, Held, compiled_modules, is_name, part_name, part_suffix, plain
+from .parameters import BUFFER, PARAMETER, PART, ModuleTensor, compiled_modules, is_name, part_name, part_suffix, plain
 
 if TYPE_CHECKING:
     import torch
@@ -287,7 +287,7 @@ def _plain_value(value: Any) -> Any:
 
 
 def describe(
-    left_out: Sequence[Held],
+    left_out: Sequence[ModuleTensor],
     *,
     module: torch.nn.Module,
     device: Any,

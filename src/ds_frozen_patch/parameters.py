@@ -42,7 +42,7 @@ _TRAINING = "torchao.quantization.qat"  # layers for quantization-aware training
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class ModuleTensor:
     """A parameter, buffer or part of a module.
 
     Attributes:
@@ -166,7 +166,7 @@ def inner_tensors(tensor: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def contents(module: torch.nn.Module) -> list[Held]:
+def contents(module: torch.nn.Module) -> list[ModuleTensor]:
     """Everything that a module contains: parameters, each with its parts, and persistent buffers."""
     state = _state_dict(module)
     parameters = parameters_by_name(module)
@@ -174,11 +174,13 @@ def contents(module: torch.nn.Module) -> list[Held]:
     quantized = dict(_quantized_layers(module))
     names = _all_names(parameters, state)
     first = {name: all_names[0] for all_names in names.values() for name in all_names}
-    found: dict[str, list[Held]] = {}
+    found: dict[str, list[ModuleTensor]] = {}
     for parameter, all_names in names.items():
         tensor = described(settings_of(parameter)) if inner_tensors(parameter) else parameter
         is_frozen = not parameter.requires_grad
-        own = Held(all_names, PARAMETER, shape_of(parameter), dtype_of(parameter), tensor, all_names[0], is_frozen)
+        own = ModuleTensor(
+            all_names, PARAMETER, shape_of(parameter), dtype_of(parameter), tensor, all_names[0], is_frozen
+        )
         found[own.name] = [own]
     known = set(first)
     others = []
@@ -188,7 +190,7 @@ def contents(module: torch.nn.Module) -> list[Held]:
         if name in buffers:
             layer, _, last = name.rpartition(".")
             tensor, is_frozen = buffers[name], last in quantized.get(layer, ())
-            others.append(Held((name,), BUFFER, tuple(tensor.shape), dtype_of(tensor), tensor, name, is_frozen))
+            others.append(ModuleTensor((name,), BUFFER, tuple(tensor.shape), dtype_of(tensor), tensor, name, is_frozen))
         elif (owner := _owner(name, first, quantized)) is not None:
             group, suffix = owner
             made = _part(found[group][0], suffix, value if hasattr(value, "element_size") else described(value))
@@ -231,9 +233,9 @@ def part_suffix(name: str, of: str) -> str:
     return name[len(of) :] if name.startswith(f"{of}.") else name.removeprefix(f"{of.rpartition('.')[0]}.")
 
 
-def _part(of: Held, suffix: str, tensor: Any) -> Held:
+def _part(of: ModuleTensor, suffix: str, tensor: Any) -> ModuleTensor:
     names = tuple(dict.fromkeys(part_name(name, suffix) for name in of.names))
-    return Held(names, PART, tuple(tensor.shape), dtype_of(tensor), tensor, of.name, of.is_frozen)
+    return ModuleTensor(names, PART, tuple(tensor.shape), dtype_of(tensor), tensor, of.name, of.is_frozen)
 
 
 def _state_dict(module: torch.nn.Module) -> dict[str, Any]:

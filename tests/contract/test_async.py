@@ -25,7 +25,7 @@ from under_test import ModelCheckpoint
 
 import ds_frozen_patch
 from ds_frozen_patch.common.overrides import overridden
-from ds_frozen_patch.engine.attached import attached
+from ds_frozen_patch.engine.served import attached
 from ds_frozen_patch.publish import in_flight, publication
 from ds_frozen_patch.publish.work_folder import is_unfinished
 from ds_frozen_patch.save import background
@@ -323,7 +323,7 @@ def test_the_process_ends_after_its_save(tmp_path: Path, fails: bool) -> None:
         "import pathlib, sys, time\n"
         "from ds_frozen_patch import CheckpointError\n"
         "from ds_frozen_patch.publish import in_flight\n"
-        "from ds_frozen_patch.engine.attached import Attached\n"
+        "from ds_frozen_patch.engine.served import ServedEngine\n"
         "from ds_frozen_patch.engine.topology import Topology\n"
         "from ds_frozen_patch.owners.engine import owner_of\n"
         "class Engine: global_rank, local_rank, device, _config = 0, 0, None, None\n"
@@ -331,7 +331,7 @@ def test_the_process_ends_after_its_save(tmp_path: Path, fails: bool) -> None:
         "    time.sleep(0.2)\n"
         f"    pathlib.Path({str(tmp_path / 'saved')!r}).touch()\n"
         f"    return CheckpointError('no space') if {fails} else None\n"
-        "in_flight.start(save, Attached(owner_of(Engine()), Topology(2, 1)).log_once)\n"
+        "in_flight.start(save, ServedEngine(owner_of(Engine()), Topology(2, 1)).log_once)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (tmp_path / "saved").exists()

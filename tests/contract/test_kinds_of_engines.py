@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from under_test import pl
 
 import ds_frozen_patch
-from ds_frozen_patch.engine.attached import attached
+from ds_frozen_patch.engine.served import attached
 from ds_frozen_patch.engine.serving import begin_serving
 from ds_frozen_patch.owners.engine import owner_of
 

@@ -29,7 +29,7 @@ from under_test import TRAINER, DeepSpeedStrategy
 import ds_frozen_patch
 from ds_frozen_patch.checkpoint.names import RECORD, is_not_whole
 from ds_frozen_patch.common.overrides import overridden
-from ds_frozen_patch.engine.attached import attached
+from ds_frozen_patch.engine.served import attached
 
 pytestmark = pytest.mark.promise(19)
 EVERYDAY = pytest.mark.everyday  # the others, once for each owner, run in every cell

@@ -22,7 +22,7 @@ from ds_frozen_patch.checkpoint.zero.layout import Layout
 from ds_frozen_patch.checkpoint.zero.masters import check_masters_match
 from ds_frozen_patch.checkpoint.zero.states import read_states
 from ds_frozen_patch.cli import main
-from ds_frozen_patch.engine.attached import Attached
+from ds_frozen_patch.engine.served import ServedEngine
 from ds_frozen_patch.engine.topology import Topology
 from ds_frozen_patch.publish.ways import Way
 from ds_frozen_patch.publish.work_folder import swap
@@ -295,7 +295,7 @@ def test_a_link_as_the_resharded_folder(checkpoints: Checkpoints, tmp_path: Path
 def a_save(target: Path) -> Save:
     owner: Any = SimpleNamespace(rank=0, local_rank=0, device=torch.device("cpu"), names_each_save=True)
     engine = SimpleNamespace(use_node_local_storage=lambda: False)
-    attached = Attached(owner, Topology(2, 1))
+    attached = ServedEngine(owner, Topology(2, 1))
     place = place_of(owner, engine, attached, (target, target.parent, target), True, True)
     place.way = Way.NEW
     return Save(owner, engine, attached, place, None)

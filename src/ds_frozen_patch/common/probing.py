@@ -24,7 +24,7 @@ Parameters = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class Seen:
+class Methods:
     """What was seen of a class: its methods, and a function that returns the names that one of them uses inside."""
 
     parameters: Parameters
@@ -71,7 +71,7 @@ class Target:
     class_name: str
     methods: tuple[str, ...]
     distributions: tuple[str, ...] = ()
-    judge: Callable[[str | None, Seen], Finding] | None = None
+    judge: Callable[[str | None, Methods], Finding] | None = None
     remedy: str = ""
     tested: str = ""
 
@@ -79,7 +79,7 @@ class Target:
         """A finding that it cannot be served."""
         return Finding("refused", version, reason, self.remedy)
 
-    def refused_without(self, version: str | None, seen: Seen, uses: Mapping[str, Iterable[str]]) -> Finding | None:
+    def refused_without(self, version: str | None, seen: Methods, uses: Mapping[str, Iterable[str]]) -> Finding | None:
         """A finding that it cannot be served if a method does not use all of these names; otherwise None."""
         for method, names in uses.items():
             if missing := seen.unused(method, names):
@@ -110,7 +110,7 @@ def imported_class(what: Target) -> Any | None:
     return getattr(sys.modules.get(what.module), what.class_name, None)
 
 
-def _judge(what: Target, version: str | None, seen: Seen | None) -> Finding:
+def _judge(what: Target, version: str | None, seen: Methods | None) -> Finding:
     if seen is None:
         return what.refused(version, f"{what.module} has no class {what.class_name}")
     if missing := [method for method in what.methods if method not in seen.parameters]:
@@ -157,7 +157,7 @@ def _version(what: Target, root: Path | None) -> str | None:
     return None
 
 
-def _read_source(what: Target, root: Path | None) -> Seen | None:
+def _read_source(what: Target, root: Path | None) -> Methods | None:
     if root is None:
         return None
     file = root.joinpath(*what.module[len(what.name) + 1 :].split(".")).with_suffix(".py")
@@ -166,7 +166,7 @@ def _read_source(what: Target, root: Path | None) -> Seen | None:
     except (OSError, SyntaxError, ValueError):
         return None
     parameters = {name: _argument_names(method.args) for name, method in methods.items()}
-    return Seen(parameters, lambda name: _names_used(methods[name]))
+    return Methods(parameters, lambda name: _names_used(methods[name]))
 
 
 def _methods(source: str, what: Target) -> dict[str, ast.FunctionDef]:
@@ -200,10 +200,10 @@ def _argument_names(arguments: ast.arguments) -> tuple[str, ...]:
     return tuple(item.arg for item in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))
 
 
-def _look_at(what: Target, cls: Any) -> Seen | None:
+def _look_at(what: Target, cls: Any) -> Methods | None:
     if not isinstance(cls, type):
         return None
     methods = {name: method for name in what.methods if callable(method := getattr(cls, name, None))}
     parameters = {name: tuple(inspect.signature(method).parameters) for name, method in methods.items()}
     codes = {name: getattr(inspect.unwrap(method), "__code__", None) for name, method in methods.items()}
-    return Seen(parameters, lambda name: _names_in_code(code) if (code := codes[name]) else ())
+    return Methods(parameters, lambda name: _names_in_code(code) if (code := codes[name]) else ())

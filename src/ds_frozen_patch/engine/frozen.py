@@ -11,18 +11,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..common.collectives import on_any_rank
-from ..parameters import BUFFER, PARAMETER, PART, Held, contents, parameters_by_name
+from ..parameters import BUFFER, PARAMETER, PART, ModuleTensor, contents, parameters_by_name
 from ..settings import current as settings
 from ..workarounds.for_deepspeed import has_plain_optimizer
-from .attached import Attached
 from .origins import Origin, changed, origins, remember
+from .served import ServedEngine
 from .topology import is_divided
 
 if TYPE_CHECKING:
     import torch
 
 
-def sample_at_start(engine: Any, known: Attached) -> None:
+def sample_at_start(engine: Any, known: ServedEngine) -> None:
     """Remember the values of the engine's module when training begins."""
 
     def sample(engine: Any, _: Any) -> None:
@@ -35,13 +35,13 @@ def sample_at_start(engine: Any, known: Attached) -> None:
     known.undo.append(lambda _: handle.remove())
 
 
-def sample_now(engine: Any, known: Attached) -> None:
+def sample_now(engine: Any, known: ServedEngine) -> None:
     """Remember these values as those that training has begun with."""
     known.is_sampled = True
     remember(engine.module)
 
 
-def frozen(module: torch.nn.Module) -> list[Held]:
+def frozen(module: torch.nn.Module) -> list[ModuleTensor]:
     """What of a module may be its base."""
     return [
         one for one in contents(module) if one.is_frozen or (one.kind == BUFFER and settings().leaves_out(one.names))
@@ -72,10 +72,10 @@ def mark_trained(engine: Any) -> None:
             known[name].is_trained = True
 
 
-def to_leave_out(engine: Any, known: Mapping[str, Origin]) -> list[Held]:
+def to_leave_out(engine: Any, known: Mapping[str, Origin]) -> list[ModuleTensor]:
     """What a save leaves out, as far as all ranks know; `known` is what `origins` returns."""
     own = optimized(engine)
-    chosen: list[Held] = []
+    chosen: list[ModuleTensor] = []
     held = frozen(engine.module)
     kept = _not_comparable(engine, held)
     for one in held:
@@ -87,7 +87,7 @@ def to_leave_out(engine: Any, known: Mapping[str, Origin]) -> list[Held]:
     return chosen
 
 
-def _not_comparable(engine: Any, held: Iterable[Held]) -> set[str]:
+def _not_comparable(engine: Any, held: Iterable[ModuleTensor]) -> set[str]:
     """The groups of buffers, and of parameters with parts, of which ranks have different shards.
 
     Only the fingerprint of a plain parameter is made of all its shards.
@@ -97,7 +97,7 @@ def _not_comparable(engine: Any, held: Iterable[Held]) -> set[str]:
     return {one.group for one in others if is_divided(engine, parameters.get(one.group, one.tensor))}
 
 
-def _is_kept(one: Held, origin: Origin | None, optimized: set[torch.nn.Parameter]) -> bool:
+def _is_kept(one: ModuleTensor, origin: Origin | None, optimized: set[torch.nn.Parameter]) -> bool:
     if origin is None:
         return False
     if origin.is_trained and one.tensor in optimized:
@@ -105,14 +105,14 @@ def _is_kept(one: Held, origin: Origin | None, optimized: set[torch.nn.Parameter
     return (origin.is_trained or origin.is_changed) and not settings().leaves_out(one.names)
 
 
-def changed_since_start(known: Mapping[str, Origin], candidates: Iterable[Held]) -> set[str]:
+def changed_since_start(known: Mapping[str, Origin], candidates: Iterable[ModuleTensor]) -> set[str]:
     """The groups that training or a checkpoint has changed, as far as this rank has seen."""
     compared = [one for one in candidates if not settings().leaves_out(one.names)]
     suspected = {one.group for one in compared if one.group in known and known[one.group].is_suspected}
     return suspected | changed(known, compared)
 
 
-def on_all_ranks(changed: set[str], candidates: Sequence[Held], device: Any) -> set[str]:
+def on_all_ranks(changed: set[str], candidates: Sequence[ModuleTensor], device: Any) -> set[str]:
     """The groups that any rank has seen changed; every rank must call it with the same candidates."""
     flags = on_any_rank([one.group in changed for one in candidates], device)
     return {one.group for one, is_changed in zip(candidates, flags, strict=True) if is_changed}

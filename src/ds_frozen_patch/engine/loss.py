@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 from weakref import ref
 
-from .attached import Attached
+from .served import ServedEngine
 
 
-def scale_loss(attached: Attached, engine: Any, factor: float) -> None:
+def scale_loss(attached: ServedEngine, engine: Any, factor: float) -> None:
     """Multiply every loss by `factor` from now on, instead of by an earlier one; `unpatch()` ends it.
 
     What a program has put in the place of `engine.backward`, before or after, gets the loss as it would without this.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from ..fingerprint import is_readable, own_values
-from ..parameters import PARAMETER, PART, Held, contents, part_suffix, plain, shape_of
+from ..parameters import PARAMETER, PART, ModuleTensor, contents, part_suffix, plain, shape_of
 
 if TYPE_CHECKING:
     import torch
@@ -143,8 +143,8 @@ def remember(module: torch.nn.Module) -> None:
             known[one.group].samples[_part(one)] = taken
 
 
-def changed(known: Mapping[str, Origin], held: Iterable[Held]) -> set[str]:
-    """The groups (see `parameters.Held`) that differ from what training began with, as far as this rank sees."""
+def changed(known: Mapping[str, Origin], held: Iterable[ModuleTensor]) -> set[str]:
+    """The groups (see `ModuleTensor`) that differ from what training began with, as far as this rank sees."""
     before = {one: known[one.group].samples.get(_part(one)) for one in held if one.group in known}
     taken = sample({one: one.tensor for one, then in before.items() if then is not None})
     return {one.group for one, now in taken.items() if (then := before[one]) is not None and then.differs_from(now)}
@@ -193,5 +193,5 @@ def replacing(module: torch.nn.Module) -> Iterator[None]:
         known[name].is_suspected = True
 
 
-def _part(one: Held) -> str:
+def _part(one: ModuleTensor) -> str:
     return part_suffix(one.name, one.group) if one.kind == PART else ""

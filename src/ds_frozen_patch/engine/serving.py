@@ -13,9 +13,9 @@ from ..common.errors import named
 from ..settings import current as settings
 from ..settings import matches
 from . import frozen
-from .attached import attach
 from .origins import notice_earlier_training
 from .owner import Owner, warn
+from .served import attach
 
 
 def init(wrapped: Callable[..., None], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from ..common.errors import CheckpointMismatchError, named
-from ..engine.attached import attached
 from ..engine.owner import warn
+from ..engine.served import attached
 from ..engine.topology import shard_of
 from ..fingerprint import fingerprints, process_memory
 from ..manifest import LeftOut, Manifest
-from ..parameters import Held, plain
+from ..parameters import ModuleTensor, plain
 from ..settings import current
 from .load import Load
 from .strictness import check_left_out, left_out_by_others
@@ -24,7 +24,7 @@ def check_base(
     checkpoint: Mapping[str, Any],
     manifest: Manifest | None,
     module: Any,
-    held: Mapping[str, Held],
+    held: Mapping[str, ModuleTensor],
     load: Load,
     *,
     strict: bool,
@@ -61,7 +61,7 @@ def check_base(
     return manifest.names
 
 
-def verify_base(manifest: Manifest, held: Mapping[str, Held], load: Load) -> None:
+def verify_base(manifest: Manifest, held: Mapping[str, ModuleTensor], load: Load) -> None:
     """Compare the fingerprints of what was left out with those of the module; every rank must call it.
 
     Args:
@@ -103,12 +103,12 @@ def verify_base(manifest: Manifest, held: Mapping[str, Held], load: Load) -> Non
     warn(load.owner, message)
 
 
-def _is_rounded(saved: LeftOut, now: Held) -> bool:
+def _is_rounded(saved: LeftOut, now: ModuleTensor) -> bool:
     """Whether a base may be the saved one in another precision."""
     return saved.dtype in _FLOATING and now.dtype in _FLOATING
 
 
-def _compare(pairs: Mapping[Held, tuple[str, LeftOut]], load: Load) -> tuple[list[str], list[str]]:
+def _compare(pairs: Mapping[ModuleTensor, tuple[str, LeftOut]], load: Load) -> tuple[list[str], list[str]]:
     """One line for each parameter that differs, and the names of those that cannot be compared.
 
     Args:

@@ -7,18 +7,18 @@ from pathlib import Path
 from ..checkpoint.zero.labels import ELASTIC_KEY
 from ..common.collectives import gather
 from ..common.errors import CheckpointError, CheckpointMismatchError
-from ..engine.attached import attached
 from ..engine.owner import is_first
+from ..engine.served import attached
 from ..settings import current
 from ..workarounds.for_deepspeed import has_plain_optimizer
+from .listing import Listing, Saved
 from .load import Load
-from .look import Look, Saved
 
 NEEDED = (ELASTIC_KEY, "ds_config", "dp_world_size")
 """What `Owner.after_load` needs of the checkpoint's own state."""
 
 
-def resharded(load: Load, look: Look) -> str | None:
+def resharded(load: Load, listing: Listing) -> str | None:
     """Reshard a checkpoint that cannot be loaded at this world size; every rank must call it.
 
     Returns:
@@ -28,7 +28,7 @@ def resharded(load: Load, look: Look) -> str | None:
         CheckpointMismatchError: it cannot be loaded, or not without `patch(elastic=True)`.
         CheckpointError: the resharding failed.
     """
-    engine, known, saved = load.engine, attached(load.engine), look.saved
+    engine, known, saved = load.engine, attached(load.engine), listing.saved
     if saved is None or known is None:
         return None  # `Load.check` reports what is wrong
     stage, ranks = known.topology.stage, known.topology.ranks

@@ -15,10 +15,10 @@ from ..checkpoint.zero.labels import ELASTIC_KEY, LABEL, UNIVERSAL_INFO
 from ..checkpoint.zero.layout import latest_tag
 from ..common.errors import CheckpointError
 from ..common.overrides import Attributes, overridden, set_to
-from ..engine.attached import Attached, attach, attached
 from ..engine.gathering import put
 from ..engine.origins import replacing
 from ..engine.owner import warn
+from ..engine.served import ServedEngine, attach, attached
 from ..manifest import KEY, Manifest
 from ..parameters import names_by_parameter, plain, prefix_of
 from ..publish import in_flight
@@ -61,18 +61,18 @@ def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
     load.source, load.tag = str(call.arguments["load_dir"]), None if tag is None else str(tag)
     _find_folder(load)
     with trust(), set_to(current, load), overridden(_cures(load)):
-        look = load.look()
-        if is_alone and look.is_empty:  # DeepSpeed returns None, and a run may begin like this
+        listing = load.list_files()
+        if is_alone and listing.is_empty:  # DeepSpeed returns None, and a run may begin like this
             load.agree("no checkpoint")
             return wrapped(*call.args, **call.kwargs)
-        if (folder := elastic.resharded(load, look)) is not None:
+        if (folder := elastic.resharded(load, listing)) is not None:
             load.tag = folder
-            look = load.look()
-        load.check(look)
+            listing = load.list_files()
+        load.check(listing)
         if load.record is not None:
             load.may_be_missing = _check_base(load, {}, load.record.manifest, call.arguments["load_module_strict"])
         call.arguments["load_dir"], call.arguments["tag"] = load.source, load.tag
-        is_shared = look.tag is not None  # else ranks may read different numbers of files
+        is_shared = listing.tag is not None  # else ranks may read different numbers of files
         with _noticing_another_base(known, engine), overridden(sharing_reads(load) if is_shared else []):
             path, client_state = wrapped(*call.args, **call.kwargs)
     cures.forget_second_copies(engine)
@@ -86,7 +86,7 @@ def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
 
 
 def _load_universal(
-    wrapped: Callable[..., Any], engine: Any, known: Attached, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any], engine: Any, known: ServedEngine, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Let DeepSpeed load a universal checkpoint by itself."""
     lost = "DeepSpeed loads neither buffers nor frozen parameters, and " if cures.loads_no_frozen_state(engine) else ""
@@ -143,7 +143,7 @@ def _cures(load: Load) -> Attributes:
 
 
 @contextmanager
-def _noticing_another_base(known: Attached, engine: Any) -> Iterator[None]:
+def _noticing_another_base(known: ServedEngine, engine: Any) -> Iterator[None]:
     """Remember what a checkpoint replaces: it is no longer the base that the program builds."""
     with replacing(engine.module):
         yield

@@ -26,7 +26,7 @@ from ..publish.durable import wait_for_name
 from ..publish.work_folder import left_behind
 from ..settings import current as settings
 from .integrity import check_files, own_share, share
-from .look import Look, look_at_all, look_at_own
+from .listing import Listing, list_all, list_own
 
 current: ContextVar[Load | None] = ContextVar("ds_frozen_patch_load", default=None)
 """The load that is running, for what upstream's code calls back."""
@@ -78,7 +78,7 @@ class Load:
     module: Mapping[str, Any] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
     _number: int = field(default_factory=lambda: next(_numbers))
-    _looks: int = 0
+    _listings: int = 0
 
     @property
     def is_on_own_disks(self) -> bool:
@@ -87,57 +87,57 @@ class Load:
         configured = isinstance(section, Mapping) and section.get("use_node_local_storage")
         return bool(configured or (self.engine is not None and self.engine.use_node_local_storage()))
 
-    def look(self) -> Look:
+    def list_files(self) -> Listing:
         """What is in the folder, as rank 0 sees it; on disks of their own, as this rank does."""
         if self.is_on_own_disks:
-            return look_at_own(self.engine, self.source, self.tag)
+            return list_own(self.engine, self.source, self.tag)
         store = default_store()
         if is_first(self.owner):
-            return self.share_look(look_at_all(self.source, self.tag, self.restores_optimizer))
+            return self.share_listing(list_all(self.source, self.tag, self.restores_optimizer))
         if store is None:
-            return look_at_all(self.source, self.tag, self.restores_optimizer)
-        return Look.from_bytes(store.get(self._key()))
+            return list_all(self.source, self.tag, self.restores_optimizer)
+        return Listing.from_bytes(store.get(self._key()))
 
-    def share_look(self, look: Look) -> Look:
-        """On rank 0, send its look to the other ranks, which wait for it."""
+    def share_listing(self, listing: Listing) -> Listing:
+        """On rank 0, send its listing to the other ranks, which wait for it."""
         store = default_store()
         if store is not None and is_first(self.owner):
-            store.set(self._key(), look.to_bytes())
-        return look
+            store.set(self._key(), listing.to_bytes())
+        return listing
 
     def _key(self) -> str:
-        self._looks += 1
-        return f"ds_frozen_patch/load{self._number}.{self._looks}"
+        self._listings += 1
+        return f"ds_frozen_patch/load{self._number}.{self._listings}"
 
-    def check(self, look: Look) -> None:
+    def check(self, listing: Listing) -> None:
         """Read the record, verify this rank's share of the files, and agree; every rank must call it.
 
         Raises:
             CheckpointError: on every rank, if one has found a file to be missing, damaged, or of another save.
         """
-        if self._check_and_agree(look):
+        if self._check_and_agree(listing):
             return
         if self.is_on_own_disks:
             self._choose_common_save()
-            if self._check_and_agree(self.look()):
+            if self._check_and_agree(self.list_files()):
                 return
         raise CheckpointError(f"{self.source} has files of more than one save. Take all files from one checkpoint.")
 
-    def _check_and_agree(self, look: Look) -> bool:
+    def _check_and_agree(self, listing: Listing) -> bool:
         """Whether the ranks have the record of one save, whose files are whole."""
-        problem: Exception | None = CheckpointError(look.problem) if look.problem else None
-        if problem is None and look.tag is not None:
+        problem: Exception | None = CheckpointError(listing.problem) if listing.problem else None
+        if problem is None and listing.tag is not None:
             try:
-                self._check_share(look)
+                self._check_share(listing)
             except (CheckpointError, CheckpointMismatchError) as error:
                 problem = error
             except Exception as error:  # which the other ranks would wait for
                 problem = CheckpointError(f"{self.source} cannot be read: {type(error).__name__}: {error}")
         return self.agree("a checkpoint", problem)
 
-    def _check_share(self, look: Look) -> None:
-        layout = look.layout(self.source)
-        self.record = look.record or read_record(layout.model[0].parent)
+    def _check_share(self, listing: Listing) -> None:
+        layout = listing.layout(self.source)
+        self.record = listing.record or read_record(layout.model[0].parent)
         if self.is_on_own_disks:
             check_files(own_share(layout, self.owner.rank, self.owner.local_rank), self.record)
             return
@@ -200,7 +200,7 @@ class Load:
         self.tag = latest_tag(Path(self.source)) if self.tag is None else self.tag
         tag = Path(self.source, self.tag)
         for copy in (self.source, *(str(copy.parent) for copy in left_behind(tag))):
-            if (record := look_at_own(self.engine, copy, self.tag).record) is not None:
+            if (record := list_own(self.engine, copy, self.tag).record) is not None:
                 copies.setdefault(record.save, (record.step, copy))
         everyone = gather((next(iter(copies), None), copies))
         newest = max((others[first][0] for first, others in everyone if first is not None), default=0)

@@ -12,23 +12,33 @@ from typing import Any
 from ..common.errors import CheckpointMismatchError, named
 from ..engine.owner import warn
 from ..manifest import Manifest
-from ..parameters import PARAMETER, PART, Held, contents, described, inner_tensors, part_name, plain, settings_of
+from ..parameters import (
+    PARAMETER,
+    PART,
+    ModuleTensor,
+    contents,
+    described,
+    inner_tensors,
+    part_name,
+    plain,
+    settings_of,
+)
 from ..settings import current
 from .load import Load
 
 
-def by_name(module: Any) -> dict[str, Held]:
+def by_name(module: Any) -> dict[str, ModuleTensor]:
     """The contents of a module, by all names."""
     return {name: one for one in contents(module) for name in one.names}
 
 
-def is_part(held: Held | None) -> bool:
+def is_part(held: ModuleTensor | None) -> bool:
     """Whether this is a part of a frozen parameter."""
     return held is not None and held.kind == PART and held.is_frozen
 
 
 def without_own_values(
-    state: Mapping[str, Any], held: Mapping[str, Held], manifest: Manifest | None, load: Load
+    state: Mapping[str, Any], held: Mapping[str, ModuleTensor], manifest: Manifest | None, load: Load
 ) -> Mapping[str, Any]:
     """A state dict without the quantized parameters, and their parts, whose values the module already has.
 
@@ -52,7 +62,7 @@ def without_own_values(
     return {name: value for name, value in state.items() if name not in there} if there else state
 
 
-def check_parts(parts: Mapping[str, Any], held: Mapping[str, Held], load: Load) -> None:
+def check_parts(parts: Mapping[str, Any], held: Mapping[str, ModuleTensor], load: Load) -> None:
     """The parts of quantized parameters in a checkpoint must equal the module's.
 
     Raises:
@@ -70,7 +80,7 @@ def check_parts(parts: Mapping[str, Any], held: Mapping[str, Held], load: Load) 
     warn(load.owner, message)
 
 
-def _is_same(value: Any, own: Held, held: Mapping[str, Held]) -> bool:
+def _is_same(value: Any, own: ModuleTensor, held: Mapping[str, ModuleTensor]) -> bool:
     """Whether a value in a checkpoint equals the module's."""
     import torch
 

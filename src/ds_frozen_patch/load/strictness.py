@@ -8,11 +8,11 @@ from typing import Any
 
 from ..common.errors import CheckpointMismatchError, named
 from ..manifest import Manifest
-from ..parameters import PARAMETER, PART, Held, frozen_names, names_by_parameter, names_in_state_dict, plain
+from ..parameters import PARAMETER, PART, ModuleTensor, frozen_names, names_by_parameter, names_in_state_dict, plain
 from ..workarounds.for_deepspeed import has_plain_optimizer
 
 
-def check_left_out(manifest: Manifest, held: Mapping[str, Held]) -> None:
+def check_left_out(manifest: Manifest, held: Mapping[str, ModuleTensor]) -> None:
     """Check that the module has everything that was left out: frozen, and in the same shape.
 
     Args:

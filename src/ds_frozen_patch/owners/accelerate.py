@@ -16,10 +16,10 @@ from typing import Any
 
 from ..checkpoint.names import is_not_whole
 from ..common.overrides import overridden
-from ..common.probing import Finding, Seen, Target
+from ..common.probing import Finding, Methods, Target
 from ..engine import handshake
-from ..engine.attached import attached
 from ..engine.owner import is_first
+from ..engine.served import attached
 from ..engine.serving import begin_serving
 from ..publish import in_flight
 from ..publish.work_folder import entries
@@ -31,7 +31,7 @@ _WRITERS = ("save_accelerator_state", "save_custom_state")
 """The functions that `save_state` calls once the engines are saved, each by a path; no rank waits in them."""
 
 
-def judge(version: str | None, seen: Seen) -> Finding:
+def judge(version: str | None, seen: Methods) -> Finding:
     """It must keep its engines in `_models`, and write what is not the engine's by functions that can be replaced."""
     refused = TARGET.refused_without(version, seen, {"_prepare_deepspeed": ["_models"], "save_state": _WRITERS})
     return refused or Finding("patchable", version, "passes no flag on; tied aliases and a strict load need the shim")

@@ -16,8 +16,8 @@ from typing import Any
 
 from ..checkpoint.names import is_not_whole
 from ..common.overrides import Attributes, overridden
-from ..common.probing import Finding, Seen, Target
-from ..engine.attached import attached
+from ..common.probing import Finding, Methods, Target
+from ..engine.served import attached
 from ..publish import in_flight
 from ..publish.work_folder import entries
 from ..save.around import Around
@@ -34,7 +34,7 @@ _WRITERS_OF_SOME = ("_save_scaler",)
 _USES = ("save_to_json", "PREFIX_CHECKPOINT_DIR")
 
 
-def judge(version: str | None, seen: Seen) -> Finding:
+def judge(version: str | None, seen: Methods) -> Finding:
     """Where it saves to, and how it writes its state, must be possible to replace. Up to 4.38 it renames the folder."""
     if not seen.unused("_save_checkpoint", ["rename"]):
         return TARGET.refused(version, "Trainer._save_checkpoint renames the folder of the checkpoint itself")

@@ -16,7 +16,7 @@ import wrapt
 from .. import settings as _settings
 from ..common.errors import PatchError
 from ..common.probing import Finding, Target, imported_class, probe
-from ..engine.attached import release_all
+from ..engine.served import release_all
 from ..engine.target import ENGINE
 from ..owners.targets import BESIDE, OWNERS, chosen, may_be_left_alone
 from ..publish import in_flight

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..common.errors import PatchError
 from ..engine import handshake
-from ..engine.attached import attached
+from ..engine.served import attached
 from ..engine.serving import begin_serving
 from ..engine.topology import topology_of
 from ..owners.engine import owner_of

@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..checkpoint.names import is_state
-from ..engine.attached import Attached
 from ..engine.owner import Owner
+from ..engine.served import ServedEngine
 from ..publish.durable import sync_folder, sync_tree
 from ..publish.work_folder import OURS, entries
 from ..settings import current as settings
@@ -30,7 +30,7 @@ class Around:
         self._folder = folder
         self._since = time.time() - _CLOCKS_DIFFER
 
-    def end(self, known: Attached) -> None:
+    def end(self, known: ServedEngine) -> None:
         """Sync what is new in the folder, and raise an error of one rank on all; every rank must call it.
 
         Args:

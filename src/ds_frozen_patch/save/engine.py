@@ -17,9 +17,9 @@ from ..checkpoint.zero.labels import ELASTIC_KEY, UNIVERSAL_INFO
 from ..common.errors import named
 from ..common.overrides import overridden
 from ..common.text import human_bytes
-from ..engine.attached import attached
 from ..engine.frozen import in_partitions
 from ..engine.owner import is_first, warn
+from ..engine.served import attached
 from ..engine.topology import is_expert, shard_of
 from ..parameters import PARAMETER, contents, names_by_parameter, names_in_state_dict, plain
 from ..publish.ways import Way

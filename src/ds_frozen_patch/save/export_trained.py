@@ -10,11 +10,11 @@ from typing import Any
 from ..checkpoint.format.safetensors import write_file
 from ..checkpoint.tools.export import Adapter
 from ..common.errors import CheckpointError
-from ..engine.attached import Attached
 from ..engine.frozen import frozen, to_leave_out
 from ..engine.gathering import gathered
 from ..engine.origins import origins
 from ..engine.owner import is_first
+from ..engine.served import ServedEngine
 from ..manifest import adapters_of
 from ..parameters import dtype_of, names_by_parameter, parameters_by_name, plain, shape_of
 from ..publish.durable import write_beside
@@ -67,7 +67,7 @@ def _persistent_buffers(module: Any, remove_duplicate: bool) -> dict[str, Any]:
     return {plain(name): buffer for name, buffer in named if plain(name) in saved}
 
 
-def _trained_adapter(engine: Any, attached: Attached) -> Adapter | None:
+def _trained_adapter(engine: Any, attached: ServedEngine) -> Adapter | None:
     """The only PEFT adapter that the module trains; None, with a warning, if there is not one that can be exported."""
     known = [
         Adapter(module, name, json.loads(config))

@@ -18,9 +18,9 @@ from typing import Any
 from ..checkpoint.names import WRITER
 from ..checkpoint.record import File, Record, pack, unpack, write_record
 from ..common.collectives import gather_numbers
-from ..engine.attached import Attached
 from ..engine.owner import Owner
-from ..parameters import Held
+from ..engine.served import ServedEngine
+from ..parameters import ModuleTensor
 from ..publish.publication import Publication
 from ..publish.ways import Way
 from .failures import Failures
@@ -53,9 +53,9 @@ class Save:
 
     owner: Owner
     engine: Any
-    attached: Attached
+    attached: ServedEngine
     place: Publication
-    left_out: list[Held] | None
+    left_out: list[ModuleTensor] | None
     is_in_one_place: bool = False
     base_is_known: bool = False
     base_has_changed: bool = False
@@ -147,7 +147,7 @@ class Save:
 
 
 def place_of(
-    owner: Owner, engine: Any, attached: Attached, paths: tuple[Path, Path, Path], is_managed: bool, sync: bool
+    owner: Owner, engine: Any, attached: ServedEngine, paths: tuple[Path, Path, Path], is_managed: bool, sync: bool
 ) -> Publication:
     """Where a save is written.
 

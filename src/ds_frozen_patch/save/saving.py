@@ -13,9 +13,9 @@ from ..common.collectives import default_store, digest, gather, gather_numbers, 
 from ..common.errors import CheckpointError, CheckpointMismatchError, named
 from ..common.overrides import set_to
 from ..engine import frozen
-from ..engine.attached import Attached
 from ..engine.origins import origins
 from ..engine.owner import is_first, warn
+from ..engine.served import ServedEngine
 from ..fingerprint import process_memory
 from ..publish import in_flight
 from ..publish.publication import UNCHANGED
@@ -33,7 +33,7 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 @contextmanager
-def saving(engine: Any, known: Attached, folder: Path, tag: str, exclude: bool) -> Iterator[Save]:
+def saving(engine: Any, known: ServedEngine, folder: Path, tag: str, exclude: bool) -> Iterator[Save]:
     """Save an engine by what is called meanwhile; every rank must enter it.
 
     Args:
@@ -75,7 +75,7 @@ def saving(engine: Any, known: Attached, folder: Path, tag: str, exclude: bool) 
 
 def begin(
     engine: Any,
-    known: Attached,
+    known: ServedEngine,
     path: Path,
     what: str,
     exclude: bool,

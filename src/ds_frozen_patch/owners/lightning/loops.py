@@ -13,10 +13,10 @@ from typing import Any
 
 from ...checkpoint.zero.labels import ELASTIC_KEY
 from ...common.errors import CheckpointMismatchError
-from ...engine.attached import attach
 from ...engine.batch import own_batch, saved_batch, warn_of_another_batch
 from ...engine.loss import scale_loss
 from ...engine.owner import Owner
+from ...engine.served import attach
 
 
 def resume(owner: Owner, engine: Any, state: Mapping[str, Any], client_state: dict[str, Any]) -> None:

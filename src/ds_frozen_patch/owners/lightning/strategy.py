@@ -14,12 +14,12 @@ from typing import Any
 
 from ...common.overrides import overridden, set_to
 from ...engine import handshake
-from ...engine.attached import attach
 from ...engine.owner import warn
+from ...engine.served import attach
 from ...engine.serving import begin_serving
+from ...load.listing import Listing
 from ...load.load import Load, where_it_is
 from ...load.load import current as current_load
-from ...load.look import Look
 from ...load.trust import runs_nothing, trust
 from ...publish import in_flight
 from ...save.saving import begin, explaining_errors, is_local
@@ -137,7 +137,7 @@ def _load(wrapped: Callable[..., Any], strategy: Any, call: inspect.BoundArgumen
     except Exception as error:  # raised below, on all ranks
         problem = error
     if problem is not None or content is not None:
-        load.share_look(Look(problem=str(problem or "")))
+        load.share_listing(Listing(problem=str(problem or "")))
         load.agree("a checkpoint" if content is None else "a single file", problem)
     if content is not None:
         return single_file.load(load, strategy, path, content)

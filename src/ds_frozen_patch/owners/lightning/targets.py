@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...common.probing import Finding, Seen, Target
+from ...common.probing import Finding, Methods, Target
 from ...settings import FLAG
 
 LOADS_STRICTLY = "_prepare_load"
@@ -12,7 +12,7 @@ _TRAINER = ("__init__", "setup", "save_checkpoint", "load_checkpoint")
 _FABRIC = ("__init__", "setup_module_and_optimizers", "setup_module", "save_checkpoint", "load_checkpoint")
 
 
-def judge(version: str | None, seen: Seen) -> Finding:
+def judge(version: str | None, seen: Methods) -> Finding:
     """A strategy with the flag is native; one with the patch series is complete as well."""
     if FLAG not in seen.parameters["__init__"]:
         return Finding("patchable", version, f"has no {FLAG}")

@@ -27,7 +27,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Look:
+class Listing:
     """The tag and the files of a checkpoint, or the reason why there are none."""
 
     tag: str | None = None
@@ -52,8 +52,8 @@ class Look:
         return zlib.compress(json.dumps(asdict(replace(self, record=None)) | names).encode())
 
     @classmethod
-    def from_bytes(cls, content: bytes) -> Look:
-        """The look that `to_bytes` was called on."""
+    def from_bytes(cls, content: bytes) -> Listing:
+        """The listing that `to_bytes` was called on."""
         values = json.loads(zlib.decompress(content))
         values["saved"] = Saved(**values["saved"]) if values["saved"] else None
         return cls(**values | {kind: _expand(*values[kind]) for kind in _KINDS})
@@ -69,7 +69,7 @@ def _expand(names: Sequence[str], ranks: int) -> tuple[str, ...]:
     return tuple(name.replace("_rank_0_", f"_rank_{rank}_", 1) for rank in range(ranks) for name in names)
 
 
-def look_at_all(source: str, tag: str | None, with_optimizer: bool) -> Look:
+def list_all(source: str, tag: str | None, with_optimizer: bool) -> Listing:
     """A folder that has the files of all ranks; without its optimizer, these may lack."""
     try:
         layout = find_layout(source, tag)
@@ -77,34 +77,34 @@ def look_at_all(source: str, tag: str | None, with_optimizer: bool) -> Look:
         if record is not None:
             record.check_names(folder, {file.name for file in layout.files}, with_optimizer=with_optimizer)
     except UnknownLayoutError:
-        return Look()
+        return Listing()
     except CheckpointError as error:
-        return Look(problem=str(error), is_empty=isinstance(error, NothingSavedError))
+        return Listing(problem=str(error), is_empty=isinstance(error, NothingSavedError))
     except OSError as error:  # the other ranks wait for this one
-        return Look(problem=f"{source} cannot be read: {error}.")
+        return Listing(problem=f"{source} cannot be read: {error}.")
     model, optimizer = ([file.name for file in files] for files in (layout.model, layout.optimizer))
-    return Look(layout.tag, tuple(model), tuple(optimizer), _saved(layout, record), record=record)
+    return Listing(layout.tag, tuple(model), tuple(optimizer), _saved(layout, record), record=record)
 
 
-def look_at_own(engine: Any, source: str, tag: str | None) -> Look:
+def list_own(engine: Any, source: str, tag: str | None) -> Listing:
     """A rank's own files, where nodes have disks of their own."""
     try:
         name = latest_tag(Path(source)) if tag is None else tag
         record = read_record(folder := Path(source, name))
     except CheckpointError as error:
-        return Look(problem=str(error), is_empty=isinstance(error, NothingSavedError))
+        return Listing(problem=str(error), is_empty=isinstance(error, NothingSavedError))
     if is_unfinished(folder):
-        return Look(problem=f"{folder} is not whole: the save that wrote it was interrupted, or still runs.")
+        return Listing(problem=f"{folder} is not whole: the save that wrote it was interrupted, or still runs.")
     model = Path(engine._get_ckpt_name(source, name))
     optimizer = []
     if hasattr(engine.optimizer, "dp_process_group") and engine.zero_optimization():
         optimizer = [Path(engine._get_zero_ckpt_name(source, name))]
     for file in (model, *optimizer):
         if not file.is_file():
-            return Look(problem=f"There is no {file} on this rank's disk. Get a complete copy of the checkpoint.")
+            return Listing(problem=f"There is no {file} on this rank's disk. Get a complete copy of the checkpoint.")
     layout = Layout(Path(source), name, (model,), tuple(optimizer))
     saved = None if record is None else _saved(layout, record)
-    return Look(name, (model.name,), tuple(file.name for file in optimizer), saved, record=record)
+    return Listing(name, (model.name,), tuple(file.name for file in optimizer), saved, record=record)
 
 
 def _saved(layout: Layout, record: Record | None) -> Saved:

@@ -12,7 +12,7 @@ from .topology import Topology, topology_of
 
 
 @dataclass
-class Attached:
+class ServedEngine:
     """What is known of an engine.
 
     Attributes:
@@ -55,18 +55,18 @@ class Attached:
         return is_new
 
 
-_engines: WeakKeyDictionary[Any, Attached | None] = WeakKeyDictionary()
+_engines: WeakKeyDictionary[Any, ServedEngine | None] = WeakKeyDictionary()
 """None for those that are passed on: their saves and loads are as without `patch()`."""
 
 
-def attach(engine: Any, owner: Owner) -> Attached | None:
+def attach(engine: Any, owner: Owner) -> ServedEngine | None:
     """Serve an engine from now on; what is known of one that is attached already is kept.
 
     Every rank must call it. It returns None, the first time with a warning, for a kind of engine that is not served.
     """
     if engine not in _engines:
         topology = topology_of(engine)
-        _engines[engine] = None if topology.unserved else Attached(owner, topology)
+        _engines[engine] = None if topology.unserved else ServedEngine(owner, topology)
         if topology.unserved:
             warn(
                 owner,
@@ -76,7 +76,7 @@ def attach(engine: Any, owner: Owner) -> Attached | None:
     return _engines[engine]
 
 
-def attached(engine: Any) -> Attached | None:
+def attached(engine: Any) -> ServedEngine | None:
     """What is known of an engine; None if it is not served."""
     return _engines.get(engine)
 
