@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import upstream
+from under_test import CELL
 
 from ds_frozen_patch.workarounds import FAULTS, fault, worked_around
 
@@ -52,6 +53,13 @@ def test_a_mended_package_has_the_fault_no_longer(
     assert mended.name in worked_around(target, "9.0")
     (tmp_path / file).write_text(f"if this:\n    {text}\n")
     assert mended.name not in worked_around(target, "9.0")
+
+
+def test_the_mark_of_a_mended_fault_is_in_the_releases_that_mended_it() -> None:
+    """The DeepSpeed of the cell `everyday` has such a fault, that of `newest` no longer."""
+    mended = [found for found in FAULTS["deepspeed"] if found.mended and found.mark]
+    assert mended
+    assert [found.is_installed("deepspeed") for found in mended] == [found.is_of(CELL.deepspeed) for found in mended]
 
 
 def test_releases_have_the_faults_of_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
