@@ -25,6 +25,7 @@ from tools_checkpoints import changed, contents, snapshot
 from transformers import AutoModelForCausalLM
 from under_test import DeepSpeedStrategy
 
+import ds_frozen_patch
 from ds_frozen_patch import CheckpointError, export, merge
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.common.work_folder import RECORD
@@ -62,7 +63,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     "mixtral": MIXTRAL,
     "experts": MIXTRAL,
     "experts, by hand": MIXTRAL,
-    "experts, the other way": of("GptOss", num_local_experts=4, num_experts_per_tok=2, head_dim=16, intermediate_size=32),
+    "experts, the other way": of(
+        "GptOss", num_local_experts=4, num_experts_per_tok=2, head_dim=16, intermediate_size=32
+    ),
     "gpt2": of("GPT2"),
     "gpt2, square": of("GPT2"),
     "gpt2, untied": of("GPT2", tie_word_embeddings=False),
@@ -104,11 +107,11 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gpt2, square": partial(lora, ["attn.c_proj"]),
     "gpt2, untied": partial(lora, ["c_attn", "c_proj", "lm_head", "wte"], use_dora=True),
 }
-BY_HAND = ("by hand", "by hand, tied", "experts, by hand", "all, tied")
+BY_HAND = ("by hand", "by hand, tied", "by hand, kept", "by hand, teacher", "experts, by hand", "all, tied")
 KINDS = [
     *("llama", "tied", "qwen2", "qwen2 tied", "mistral", "gemma", "mixtral"),
     *CONFIGS,
-    *("two", "norm", "injected"),
+    *("two", "norm", "injected", "kept", "teacher"),
     *BY_HAND,
 ]
 IN_ZERO_3 = ["llama", "tied", "mixtral", "dora", "embedding", "experts", "gpt2", "by hand", "experts, by hand", "two"]
@@ -130,9 +133,9 @@ class Run(runs.LoraRun):
         self.model = base(kind)
         torch.manual_seed(2)
         if kind in BY_HAND:
-            parts = {"by hand": "layers.1.", "by hand, tied": "embed", "experts, by hand": "experts", "all, tied": ""}
+            parts = {"by hand, tied": "embed", "experts, by hand": "experts", "all, tied": ""}
             for name, parameter in self.model.named_parameters():
-                parameter.requires_grad_(parts[kind] in name)
+                parameter.requires_grad_(parts.get(kind, "layers.1.") in name)
         elif kind == "injected":  # by the model's own method: without a PeftModel around it
             self.model.add_adapter(lora())
         else:
@@ -143,6 +146,11 @@ class Run(runs.LoraRun):
             self.model.base_model.set_adapter(["first", "second"])
         if kind == "norm":
             self.model.base_model.model.model.norm.requires_grad_(True)
+        if "kept" in kind:  # a frozen parameter whose value the base's folder lacks
+            next(p for name, p in self.model.named_parameters() if name.endswith("model.norm.weight")).data += 1
+        if "teacher" in kind:
+            self.teacher = base(kind).requires_grad_(False)
+            self.teacher.model.norm.weight.data += 1
         self.head = torch.nn.Linear(96, 3)
         self.register_buffer("seen", torch.zeros(1, dtype=torch.int64))
         self.losses: list[float] = []
@@ -158,6 +166,8 @@ def train(out: str, stage: int, kinds: list[str]) -> None:
     zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
     for kind in kinds:
         provider.trainable_only()
+        if "kept" in kind:
+            ds_frozen_patch.patch(keep=["*model.norm.weight"])
         strategy = DeepSpeedStrategy(config=runs.config(stage, **zero))
         trainer = runs.trainer(
             out, 2, stage, strategy=strategy, epochs=1, enable_checkpointing=False, limit_train_batches=1
