@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from under_test import DeepSpeedStrategy
 
 import ds_frozen_patch
-from ds_frozen_patch import CheckpointError, export, merge
+from ds_frozen_patch import CheckpointError, consolidate, export, merge, verify
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.common.work_folder import RECORD
 from ds_frozen_patch.manifest import KEY
@@ -63,9 +63,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "mixtral": MIXTRAL,
     "experts": MIXTRAL,
     "experts, by hand": MIXTRAL,
-    "experts, the other way": of(
-        "GptOss", num_local_experts=4, num_experts_per_tok=2, head_dim=16, intermediate_size=32
-    ),
+    "experts, turned": of("GptOss", num_local_experts=4, num_experts_per_tok=2, head_dim=16, intermediate_size=32),
     "gpt2": of("GPT2"),
     "gpt2, square": of("GPT2"),
     "gpt2, untied": of("GPT2", tie_word_embeddings=False),
@@ -102,7 +100,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "bias=all": partial(lora, bias="all"),
     "lora_bias": partial(lora, lora_bias=True),
     "experts": partial(lora, QV, target_parameters=EXPERTS),
-    "experts, the other way": partial(lora, QV, target_parameters=EXPERTS, rank_pattern={"down_proj": 2}),
+    "experts, turned": partial(lora, QV, target_parameters=EXPERTS, rank_pattern={"down_proj": 2}),
     "gpt2": partial(lora, ["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True),
     "gpt2, square": partial(lora, ["attn.c_proj"]),
     "gpt2, untied": partial(lora, ["c_attn", "c_proj", "lm_head", "wte"], use_dora=True),
@@ -611,3 +609,14 @@ def test_checkpoints_of_others(ranks: Any, tmp_path: Path, by: str, stage: int, 
     model = served(tmp_path / "served")
     bare.load_state_dict(wanted.state_dict(), strict=False)
     assert same(model, bare)
+
+
+def test_the_other_tools_find_experts(made: Made, bases: Callable[..., Path], tmp_path: Path) -> None:
+    """transformers loads them under other names than the files have."""
+    run, folder = made("mixtral", 2), bases("mixtral")
+    found = verify(run.small, base=folder)
+    assert (found.problems, found.unverified) == ((), ())
+    assert consolidate(run.small, tmp_path / "whole.safetensors", base=folder).is_whole
+    whole = load_file(tmp_path / "whole.safetensors")
+    experts = base("mixtral").state_dict()["model.layers.1.mlp.experts.gate_up_proj"]
+    assert torch.equal(whole["model.base_model.model.model.layers.1.mlp.experts.gate_up_proj"], experts.bfloat16())

@@ -40,7 +40,7 @@ class Merged:
         dtype: "fp32", "bf16" or "fp16" if all floating-point tensors were converted, else None.
         adapter: the name of the adapter that was folded in; None if there is none.
         folded: the number of weights that the adapter was folded into.
-        replaced: the number of other weights that the run has trained.
+        replaced: the number of other weights that the run has trained, at least some rows of them.
         tensors: the number of tensors.
         size: the size of these tensors, in bytes.
         files: the names of the files with weights.
@@ -72,7 +72,9 @@ class Merged:
         if self.folded:
             lines.append(f"The adapter {self.adapter!r} is folded into {self.folded} of them.")
         if self.replaced:
-            lines.append(f"Trained without an adapter: {self.replaced} of them.")
+            lines.append(
+                f"{self.replaced} {'others are' if self.folded else 'of them are'} as the run has trained them."
+            )
         if self.was_quantized:
             lines.append("The run had quantized its base. This is the unquantized base, with the adapter folded in.")
         if self.is_untied:

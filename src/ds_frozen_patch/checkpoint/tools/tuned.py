@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ from typing import Any
 from ...common.errors import CheckpointError
 from ...manifest import Manifest
 from ..format.records import TensorSource
+from ..format.zip_directory import open_regular
 from ..zero.opening import Checkpoint, open_checkpoint
 from ..zero.weights import Weights
 from .adapters import PEFTS_PREFIX, Adapter, choose_adapter, match_adapter, parse_recorded_config, read_config
@@ -17,6 +21,7 @@ from .folding import check_foldable, split_name
 from .loaded_names import parameter_names
 
 _TOKENS = ".token_adapter.trainable_tokens_delta"
+_MOST_CONFIG = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -85,22 +90,26 @@ def _of_peft(folder: Path, base: Path, name: str | None, adapter_config: str | P
     file = folder / "adapter_model.safetensors"
     if not file.is_file():
         raise CheckpointError(f"{folder} has no {file.name}. Save the adapter with safe_serialization=True.")
-    config = read_config(adapter_config) if adapter_config else parse_recorded_config(_text(folder))
+    with _quiet():
+        text = _text(folder / "adapter_config.json")
+        config = read_config(adapter_config) if adapter_config else parse_recorded_config(text)
     check_foldable(config)
     found = {name.removeprefix(PEFTS_PREFIX): tensor for name, tensor in open_base(file, trust).tensors.items()}
     return _of_file(Tuned(folder, "default", config, parameter_names(base), {}), found)
 
 
-def _text(folder: Path) -> str:
+def _text(file: Path) -> str:
     try:
-        return (folder / "adapter_config.json").read_text(encoding="utf-8")
+        with open_regular(file) as opened:
+            return opened.read(_MOST_CONFIG).decode()
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / 'adapter_config.json'} cannot be read: {error}.") from None
+        raise CheckpointError(f"{file} cannot be read: {error}.") from None
 
 
 def _of_adapter(checkpoint: Checkpoint, name: str | None, adapter_config: str | Path | None) -> Tuned:
     weights, manifest = checkpoint.weights, checkpoint.states.manifest
-    adapter = choose_adapter(weights, manifest, name, adapter_config, "Export what was trained, and use PEFT.")
+    with _quiet():
+        adapter = choose_adapter(weights, manifest, name, adapter_config, "Export what was trained, and use PEFT.")
     check_foldable(adapter.config or {})
     members, outside = match_adapter(weights, manifest, adapter)
     tensors = _with_aliases(weights, weights.all)
@@ -124,6 +133,14 @@ def _of_adapter(checkpoint: Checkpoint, name: str | None, adapter_config: str | 
         outside=outside,
     )
     return _of_file(tuned, {name.removeprefix(PEFTS_PREFIX): tensors[own] for name, own in members.items()})
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warning of what has to be left out of an adapter's folder: none is written."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _in_model(own: str, adapter: Adapter) -> str | None:
