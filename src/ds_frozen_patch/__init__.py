@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from .checkpoint.tools.inspect import Inspection as Inspection
     from .checkpoint.tools.inspect import inspect as inspect
     from .checkpoint.tools.load_trainable import load_trainable as load_trainable
+    from .checkpoint.tools.merge import Merged as Merged
+    from .checkpoint.tools.merge import merge as merge
     from .checkpoint.tools.prune import Pruned as Pruned
     from .checkpoint.tools.prune import prune as prune
     from .checkpoint.tools.reshard import Resharded as Resharded
@@ -43,6 +45,7 @@ _NAMES = {
     "checkpoint.tools.export": ("Exported", "export"),
     "checkpoint.tools.inspect": ("Inspection", "inspect"),
     "checkpoint.tools.load_trainable": ("load_trainable",),
+    "checkpoint.tools.merge": ("Merged", "merge"),
     "checkpoint.tools.prune": ("Pruned", "prune"),
     "checkpoint.tools.reshard": ("Resharded", "reshard"),
     "checkpoint.tools.universal": ("Universal", "universal"),

@@ -34,8 +34,8 @@ from ds_frozen_patch.checkpoint.format.records import Records
 from ds_frozen_patch.checkpoint.format.safetensors import write_file as write_safetensors
 from ds_frozen_patch.checkpoint.format.stored import Storage, StoredTensor, iter_tensors, stand_in
 from ds_frozen_patch.checkpoint.format.writing import write_archive
+from ds_frozen_patch.checkpoint.tools.adapters import Adapter
 from ds_frozen_patch.checkpoint.tools.base import match_base, open_base
-from ds_frozen_patch.checkpoint.tools.export import Adapter
 from ds_frozen_patch.checkpoint.zero import states, weights
 from ds_frozen_patch.checkpoint.zero.layout import Layout
 from ds_frozen_patch.manifest import LeftOut, Manifest
@@ -451,9 +451,9 @@ CONFIGURATION = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"]}
 
 
 def recorded(**more: Any) -> dict[str, Any]:
-    from ds_frozen_patch.checkpoint.tools.export import _parse_recorded_config
+    from ds_frozen_patch.checkpoint.tools.adapters import parse_recorded_config
 
-    return _parse_recorded_config(json.dumps({**CONFIGURATION, **more}))
+    return parse_recorded_config(json.dumps({**CONFIGURATION, **more}))
 
 
 @pytest.mark.parametrize(
@@ -503,10 +503,10 @@ def test_configurations_that_peft_would_import_are_not_exported() -> None:
 
 @pytest.mark.parametrize("text_", ["", "[]", "{}", "[" * 100_000, '{"peft_type": []}', '{"peft_type": {"a": 1}}', "1"])
 def test_an_invalid_configuration_is_refused(text_: str) -> None:
-    from ds_frozen_patch.checkpoint.tools.export import _parse_recorded_config
+    from ds_frozen_patch.checkpoint.tools.adapters import parse_recorded_config
 
     with pytest.raises(CheckpointError, match="The adapter's configuration in the checkpoint is damaged"):
-        _parse_recorded_config(text_)
+        parse_recorded_config(text_)
 
 
 def test_many_adapters_take_linear_time() -> None:
@@ -631,11 +631,11 @@ def test_bases_with_much_metadata_take_linear_time(tmp_path: Path) -> None:
 
 
 def test_patterns_are_limited_together() -> None:
-    from ds_frozen_patch.checkpoint.tools.export import _parse_recorded_config
+    from ds_frozen_patch.checkpoint.tools.adapters import parse_recorded_config
 
     def parsed(count: int) -> Any:
         patterns = {f"a{i}.*b.*": 8 for i in range(count)}
-        return _parse_recorded_config(json.dumps({"peft_type": "LORA", "rank_pattern": patterns}))
+        return parse_recorded_config(json.dumps({"peft_type": "LORA", "rank_pattern": patterns}))
 
     assert len(parsed(100)["rank_pattern"]) == 100
     with pytest.raises(CheckpointError, match="could take forever to match"):

@@ -14,13 +14,15 @@ import pytest
 import quantized
 import runs
 import torch
+from peft import PeftModel
 from quantized import AVAILABLE, KINDS, QuantizedRun
 from safetensors.torch import load_file, save_file
 from tools_checkpoints import assert_pruned, changed, loaded, manifest_of, raw, snapshot
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import AutoModelForCausalLM
 
 import ds_frozen_patch
-from ds_frozen_patch import CheckpointError, consolidate, export, inspect, load_trainable, prune, verify
+from ds_frozen_patch import CheckpointError, consolidate, export, inspect, load_trainable, merge, prune, verify
 from ds_frozen_patch.checkpoint.format.records import Records
 from ds_frozen_patch.checkpoint.names import RECORD
 from ds_frozen_patch.checkpoint.tools.base import match_base, open_base
@@ -487,3 +489,28 @@ def test_load_trainable_reads_exports(saved: Callable[..., Path], tmp_path: Path
             if parameter.requires_grad:
                 own = name.removeprefix("model.").replace(".default", "")
                 assert torch.equal(parameter.bfloat16(), theirs[own]), (path, name)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=SHORT.get(kind, ())) for kind in BASES])
+def test_merge_into_the_unquantized_base(saved: Callable[..., Path], tmp_path: Path, kind: str) -> None:
+    small = saved(kind) / "small.ckpt"
+    quantized.original(1).save_pretrained(tmp_path / "base")
+    done = merge(small, tmp_path / "served", base=tmp_path / "base")
+    assert (done.was_quantized, done.folded, done.is_untied) == (True, 4, False)
+    assert "The run had quantized its base." in str(done)
+    # bitsandbytes quantizes the base again, to compare it.
+    assert bool(done.unverified) == (kind not in UNQUANTIZED)
+    assert all("_proj" in name for name in done.unverified)
+    load: Any = AutoModelForCausalLM.from_pretrained
+    model, info = load(tmp_path / "served", dtype="auto", output_loading_info=True)
+    assert not any(info.values())
+    export(small, tmp_path / "adapter", format="peft")
+    wanted = PeftModel.from_pretrained(quantized.original(1), tmp_path / "adapter").merge_and_unload()
+    ours, theirs = ({name: raw(own) for name, own in one.state_dict().items()} for one in (model, wanted))
+    assert ours == theirs
+
+    another = quantized.original(2)
+    another.save_pretrained(tmp_path / "another")
+    with pytest.raises(CheckpointError, match="is not the base that the run used"):
+        merge(small, tmp_path / "wrong", base=tmp_path / "another")
+    assert not (tmp_path / "wrong").exists()

@@ -38,7 +38,10 @@ EXAMPLES = {
   ds-frozen-patch consolidate last.ckpt weights.safetensors --dtype bf16
   ds-frozen-patch consolidate small.ckpt whole --base ./Llama-3.1-8B --max-shard-size 2GB
 """,
-    "merge": "\n  ds-frozen-patch merge small.ckpt whole.ckpt --base ./Llama-3.1-8B\n",
+    "merge": """
+  ds-frozen-patch merge small.ckpt served --base ./Llama-3.1-8B --format hf
+  ds-frozen-patch merge small.ckpt whole.ckpt --base ./Llama-3.1-8B
+""",
     "export": """
   ds-frozen-patch export last.ckpt adapter --format peft
   ds-frozen-patch export last.ckpt trained.safetensors --format safetensors
@@ -101,12 +104,22 @@ def make_parser() -> argparse.ArgumentParser:
         "consolidate", commands.run_consolidate, "collect the weights of a checkpoint, the trained ones in fp32"
     )
     _add_writing(command, _FILE_OR_FOLDER)
+    _add_dtype(command)
     _add_consolidating(command, base_required=False)
-    command = add(
-        "merge", commands.run_consolidate, "combine a trainable-only checkpoint and its base (see consolidate)"
-    )
-    _add_writing(command, _FILE_OR_FOLDER)
+    command = add("merge", commands.run_merge, "combine a trainable-only checkpoint and its base")
+    _add_writing(command, f"{_FILE_OR_FOLDER}; with --format hf, the directory to create")
+    _add_dtype(command, "trained weights in fp32, others as saved; with --format hf, as in the base's files")
     _add_consolidating(command, base_required=True)
+    command.add_argument(
+        "--format",
+        choices=["hf"],
+        help="hf: write a Hugging Face folder that from_pretrained and vLLM load, with LoRA folded in; SRC can also be"
+        " an adapter folder of PEFT (default: keep the names of the run's module, as consolidate does)",
+    )
+    command.add_argument("--adapter", metavar="NAME", help="which adapter of the run to fold in (hf)")
+    command.add_argument(
+        "--adapter-config", metavar="FILE", help="an adapter_config.json to use if the checkpoint contains none (hf)"
+    )
     command = add("export", commands.run_export, "export the trained weights as a PEFT adapter or a safetensors file")
     _add_writing(command, "the directory (peft) or file (safetensors) to create")
     _add_trainable(command)
@@ -212,16 +225,13 @@ def _add_trainable(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_dtype(command: argparse.ArgumentParser) -> None:
+def _add_dtype(command: argparse.ArgumentParser, default: str = "trained weights in fp32, others as saved") -> None:
     command.add_argument(
-        "--dtype",
-        choices=list(DTYPES),
-        help="convert all floating-point tensors (default: trained weights in fp32, others as saved)",
+        "--dtype", choices=list(DTYPES), help=f"convert all floating-point tensors (default: {default})"
     )
 
 
 def _add_consolidating(command: argparse.ArgumentParser, base_required: bool) -> None:
-    _add_dtype(command)
     command.add_argument(
         "--base",
         required=base_required,
@@ -232,7 +242,6 @@ def _add_consolidating(command: argparse.ArgumentParser, base_required: bool) ->
         "--max-shard-size",
         metavar="SIZE",
         type=_parse_size,
-        default="5GB",
         help="maximum size of each file in a directory (default: 5GB)",
     )
 

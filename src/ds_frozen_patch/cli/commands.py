@@ -7,9 +7,10 @@ import json
 from dataclasses import asdict, fields
 from typing import Any
 
-from ..checkpoint.tools.consolidate import consolidate
+from ..checkpoint.tools.consolidate import DEFAULT_SHARD_BYTES, consolidate
 from ..checkpoint.tools.export import export
 from ..checkpoint.tools.inspect import inspect
+from ..checkpoint.tools.merge import merge
 from ..checkpoint.tools.prune import prune
 from ..checkpoint.tools.reshard import reshard
 from ..checkpoint.tools.universal import universal
@@ -55,9 +56,21 @@ def run_prune(given: argparse.Namespace) -> int:
 
 
 def run_consolidate(given: argparse.Namespace) -> int:
-    """Consolidate or merge a checkpoint."""
-    options = {"dtype": given.dtype, "base": given.base, "max_shard_size": given.max_shard_size}
+    """Consolidate a checkpoint."""
+    options = {"dtype": given.dtype, "base": given.base, "max_shard_size": given.max_shard_size or DEFAULT_SHARD_BYTES}
     return _report(given, consolidate(given.source, given.target, given.tag, **options, **_common_options(given)))
+
+
+def run_merge(given: argparse.Namespace) -> int:
+    """Merge a checkpoint and its base: into a Hugging Face folder, or under the names of the run's module."""
+    if given.format is None:
+        if given.adapter or given.adapter_config:
+            given.wrong("--adapter and --adapter-config are for --format hf")
+        return run_consolidate(given)
+    if given.max_shard_size:
+        given.wrong("--format hf writes files as large as the base's; --max-shard-size has no effect")
+    options = {name: getattr(given, name) for name in ("base", "dtype", "adapter", "adapter_config")}
+    return _report(given, merge(given.source, given.target, given.tag, **options, **_common_options(given)))
 
 
 def run_export(given: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.format.safetensors import write_file
-from ..checkpoint.tools.export import Adapter
+from ..checkpoint.tools.adapters import Adapter
 from ..common.errors import CheckpointError
 from ..engine.frozen import frozen, to_leave_out
 from ..engine.gathering import gathered

@@ -25,6 +25,7 @@ from ..format.stored import Storage, StoredTensor
 from ..quantization import group_with_parts, is_subclass, parse_subclass
 from ..zero.opening import open_checkpoint
 from ..zero.weights import check_total_size
+from .loaded_names import loaded_names
 from .requantize import Quantized, Quantizer, check_bitsandbytes, plan_quantized
 
 _PEFTS_OWN = ("base_model.model.", "base_layer.", "original_module.", "quant_linear_module.", "token_adapter.")
@@ -50,29 +51,59 @@ class Base:
     def find(self, parameter: LeftOut) -> TensorSource | None:
         """The tensor of a parameter that was left out, under any of its names; None if there is none."""
         for name in parameter.names:
-            found = self.tensors.get(name) or self._by_ending(_without_wrappers(name))
+            found = name if name in self.tensors else self._in_files.find(without_wrappers(name))
             if found is not None:
-                return found
-        return None
+                return self.tensors[found]
+        names = [without_wrappers(name) for name in parameter.names]
+        found = next(filter(None, map(self._in_model.find, names)), None)
+        return None if found is None else self.loaded[found]
 
-    def _by_ending(self, name: str) -> TensorSource | None:
+    def __getitem__(self, name: str) -> TensorSource:
+        """A tensor by its name in the files, or in the model that transformers makes of them."""
+        return self.tensors[name] if name in self.tensors else self.loaded[name]
+
+    def name_of(self, name: str) -> str | None:
+        """The base's own name for a parameter of a trained module; None if it has none."""
+        name = without_wrappers(name)
+        return self._in_files.find(name) or self._in_model.find(name)
+
+    @cached_property
+    def loaded(self) -> dict[str, TensorSource]:
+        """The tensors that have other names in the model that transformers makes of the files."""
+        return loaded_names(self.path, self.tensors) if (self.path / "config.json").is_file() else {}
+
+    @cached_property
+    def _in_files(self) -> _Names:
+        return _Names(self.tensors)
+
+    @cached_property
+    def _in_model(self) -> _Names:
+        return _Names(self.loaded)
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The tensors of a base by name, to be found by the names that they have in a larger or smaller module."""
+
+    known: Mapping[str, TensorSource]
+
+    def find(self, name: str) -> str | None:
+        """The name that is, or ends with, the given name or an ending of it."""
         # The trained module contains the model as an attribute, so its names have prefixes. Or the files are those of a
         # larger model, such as one with a head, and their names have prefixes.
-        ending = name
-        while ending:
-            if ending in self.tensors:
-                return self.tensors[ending]
-            ending = ending.partition(".")[2]
+        for ending in (name, *_endings(name)):
+            if ending in self.known:
+                return ending
         for ending in (name, *_endings(name)):
             if "." in ending and (longer := self._longer.get(ending)) is not None:
-                return self.tensors[longer]
+                return longer
         return None
 
     @cached_property
     def _longer(self) -> dict[str, str | None]:
         """The name with each ending; None if several names have it."""
         found: dict[str, str | None] = {}
-        for known in filter(is_name, self.tensors):
+        for known in filter(is_name, self.known):
             for ending in _endings(known):
                 found[ending] = None if ending in found else known
         return found
@@ -84,7 +115,7 @@ def _endings(name: str) -> Iterator[str]:
         yield name
 
 
-def _without_wrappers(name: str) -> str:
+def without_wrappers(name: str) -> str:
     for part in _PEFTS_OWN:
         name = name.replace(part, "")
     return name

@@ -11,8 +11,8 @@ from ...manifest import adapters_of
 from ...parameters import plain
 from ..format.records import Records, TensorSource
 from ..zero.opening import open_checkpoint
+from .adapters import Adapter
 from .base import open_base
-from .export import Adapter
 
 if TYPE_CHECKING:
     import torch

@@ -21,7 +21,7 @@ MAX_OTHER_BYTES = 64 << 20
 """How much larger than its states the other files of a checkpoint may be."""
 _MAX_DEPTH = 64
 _CONVERTERS = ("zero_to_fp32.py", "zero_to_torch.py")
-_SCRIPTS = (".py", ".pyc", ".sh", ".so", ".ipynb", ".bat", ".ps1")
+SCRIPTS = (".py", ".pyc", ".sh", ".so", ".ipynb", ".bat", ".ps1")
 
 
 @contextmanager
@@ -118,7 +118,7 @@ class _Copies:
                     self.folder(item, inner, target / name, _names(inner), depth + 1)
             elif not stat.S_ISREG(kind):
                 self.skipped.append(item)
-            elif name.lower().endswith(_SCRIPTS):
+            elif name.lower().endswith(SCRIPTS):
                 if name not in _CONVERTERS:
                     self.scripts.append(item)
             else:

@@ -1,0 +1,243 @@
+"""PEFT's adapters in checkpoints: which there are, their configurations, and the names in PEFT's own files."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf, prod
+from pathlib import Path
+from typing import Any
+
+from ...common.errors import CheckpointError, named
+from ...manifest import Manifest
+from ..zero.weights import Weights
+
+PEFTS_PREFIX = "base_model.model."
+# For these kinds, PEFT's files contain values computed from the weights, not the weights themselves.
+PROMPTS = frozenset(["PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "ADAPTION_PROMPT"])
+# The model has one of each, which PEFT saves; every layer refers to it under a name of its own.
+_SHARED_BY_LAYERS = frozenset(
+    ["vera_A", "vera_B", "pvera_A", "pvera_B", "vblora_vector_bank", "unilora_theta_d", "tinylora_v"]
+)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A PEFT adapter: the name of the module that has it, its own name, and its configuration if known."""
+
+    module: str
+    name: str
+    config: dict[str, Any] | None
+
+    def peft_name(self, name: str) -> str | None:
+        """A parameter's name in an adapter file, without the names of module and adapter; None if it is outside."""
+        prefix = f"{self.module}." if self.module else ""
+        if not name.startswith(prefix):
+            return None
+        inner = name.removeprefix(prefix)
+        inner = inner if inner.startswith("base_model.") else PEFTS_PREFIX + inner
+        stem, _, last = inner.replace(f"modules_to_save.{self.name}.", "").rpartition(".")
+        if last == self.name:
+            return stem
+        stem = stem.removesuffix(f".{self.name}")
+        return stem if stem.endswith(".lora_magnitude_vector") else f"{stem}.{last}"
+
+    @property
+    def config_json(self) -> str:
+        """The content of its `adapter_config.json`."""
+        return json.dumps({**(self.config or {}), "inference_mode": True}, indent=2, sort_keys=True)
+
+    def owns(self, name: str) -> bool:
+        """Whether a parameter or buffer belongs to the adapter and to its file."""
+        parts = name.split(".")
+        if self.peft_name(name) is None or "ranknum" in parts or _is_layer_alias(name):  # PEFT does not save AdaLoRA's
+            return False
+        if any(f".{part}.{self.name}." in name for part in ("modules_to_save", "prompt_encoder")):
+            return True
+        return self.name in parts[-2:]
+
+    def members(
+        self, trained: Iterable[str], aliases: Iterable[str], others: Iterable[str], adapters: Iterable[str]
+    ) -> dict[str, str]:
+        """Map the names in the adapter's file to the names in the module.
+
+        Args:
+            trained: the first name of each trained parameter.
+            aliases: the other names of tied parameters: PEFT saves tied `modules_to_save` under each of their names.
+            others: the names of other parameters and of buffers; those that the adapter owns are included.
+            adapters: the names of all adapters of the model; what the others own is not included.
+        """
+        rivals = {name: Adapter(self.module, name, None) for name in adapters if name != self.name}
+
+        def has_other_owner(name: str) -> bool:
+            return any(part in rivals and rivals[part].owns(name) for part in name.split("."))
+
+        chosen = [name for name in trained if not _is_layer_alias(name) and not has_other_owner(name)]
+        chosen += [name for name in aliases if self.owns(name) and ".token_adapter." not in name]
+        chosen += [name for name in others if self.owns(name)]
+        found = {self.peft_name(name): name for name in chosen}
+        return {name: own for name, own in found.items() if name is not None}
+
+    def check_exportable(self) -> None:
+        """Raise CheckpointError if PEFT's files contain something else than the weights of a checkpoint."""
+        config = self.config or {}
+        kind = str(config.get("peft_type"))
+        why = None
+        if kind in PROMPTS:
+            why = f"it computes the content of {kind} files from the weights"
+        elif kind == "VBLORA" and config.get("save_only_topk_weights"):
+            why = "with save_only_topk_weights, it computes the content of VBLORA files from the weights"
+        elif kind == "SHIRA":
+            why = "its SHIRA files contain shira_indices, which are not in the state dict"
+        elif kind == "ADALORA" and config.get("rank_pattern"):
+            why = "its ADALORA files omit the ranks that rank_pattern drops"
+        if why:
+            raise CheckpointError(
+                f"PEFT's adapter format cannot be written from this checkpoint: {why}. Use --format safetensors."
+            )
+
+
+def _is_layer_alias(name: str) -> bool:
+    """Whether this is a layer's name for a tensor of the whole model."""
+    return any(part in _SHARED_BY_LAYERS and holder != "base_model" for holder, part in pairwise(name.split(".")))
+
+
+def choose_adapter(
+    found: Weights,
+    manifest: Manifest | None,
+    name: str | None,
+    file: str | Path | None,
+    otherwise: str = "Use --format safetensors.",
+) -> Adapter:
+    """The requested adapter, as the manifest records it, or else as the names of the trained parameters tell.
+
+    Args:
+        found: the weights of the checkpoint.
+        manifest: of the checkpoint.
+        name: of the adapter; by default the only one, or "default".
+        file: an `adapter_config.json`, or its directory, to use instead of the recorded configuration.
+        otherwise: what to do if there is not exactly one model with adapters.
+
+    Raises:
+        CheckpointError: there is no such adapter, or no configuration of it.
+    """
+    recorded = dict(manifest.adapters) if manifest else {}
+    if len(recorded) > 1:
+        raise CheckpointError(
+            f"The run had several models with adapters: {named(list(recorded))}. A PEFT folder contains only one."
+            f" {otherwise}"
+        )
+    for module, adapters in recorded.items():
+        known = name or (next(iter(adapters)) if len(adapters) == 1 else "default")
+        if known not in adapters:
+            raise CheckpointError(
+                f"The run had no adapter {known!r}, but {named(list(adapters))}. Choose one with --adapter."
+            )
+        return Adapter(module, known, read_config(file) if file else parse_recorded_config(adapters[known]))
+    prefixes = {own.partition(PEFTS_PREFIX)[0] for own in found.trained if PEFTS_PREFIX in own}
+    if len(prefixes) != 1:
+        raise CheckpointError(
+            f"The names of the trained parameters are not those of exactly one PEFT model. {otherwise}"
+        )
+    if file is None:
+        raise CheckpointError(
+            "The checkpoint does not contain the adapter's configuration. Pass a file with it: --adapter-config"
+            " adapter_config.json (PeftConfig.save_pretrained writes one)."
+        )
+    return Adapter(prefixes.pop().removesuffix("."), name or "default", read_config(file))
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """Read an `adapter_config.json`, or the one in a directory; it is trusted."""
+    file = Path(path) / "adapter_config.json" if Path(path).is_dir() else Path(path)
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(config, dict) or "peft_type" not in config:
+            raise ValueError("it has no peft_type")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is not an adapter_config.json of PEFT ({error}).") from None
+    return config
+
+
+def parse_recorded_config(text: str) -> dict[str, Any]:
+    """Parse a configuration from a checkpoint; refuse or remove what would make PEFT import modules or hang."""
+    try:
+        config = json.loads(text)
+        if not isinstance(config, dict) or not isinstance(config.get("peft_type"), str):
+            raise ValueError("it has no peft_type")
+        _check_patterns(config)
+        if config.get("megatron_core") not in (None, "megatron.core"):  # a module that PEFT imports
+            raise ValueError(f"it names {config['megatron_core']!r:.100} as its megatron_core")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"The adapter's configuration in the checkpoint is damaged or unsafe: {error}. Pass one that you trust:"
+            " --adapter-config adapter_config.json (PeftConfig.save_pretrained writes one)."
+        ) from None
+    mapping = config.get("auto_mapping")
+    library = mapping.get("parent_library") if isinstance(mapping, dict) else mapping
+    if not (library is None or (isinstance(library, str) and library.startswith(_LIBRARIES))):
+        config["auto_mapping"] = None
+        warnings.warn(
+            f"auto_mapping was removed from adapter_config.json: AutoPeftModel would import {library!r:.100}. Load the"
+            " adapter with PeftModel.from_pretrained, or export with --adapter-config and a file that you trust.",
+            stacklevel=4,
+        )
+    return config
+
+
+_LIBRARIES = ("transformers.", "diffusers.")
+
+
+def _check_patterns(config: dict[str, Any]) -> None:
+    """Raise ValueError for regular expressions that could take PEFT forever to match, one by one or together."""
+    total = 0.0
+    for key, value in config.items():
+        most = 10**7  # at worst, seconds for one name
+        patterns = [value] if isinstance(value, str) else []
+        if key.endswith("_pattern"):  # PEFT embeds these into another expression
+            most = 10**5
+            patterns = list(value) if isinstance(value, list | dict) else patterns
+        elif not key.endswith(("_modules", "_parameters")):
+            continue
+        for pattern in patterns:
+            steps = count_steps(pattern) if isinstance(pattern, str) else inf
+            total += steps
+            if steps > most or total > 10**7:
+                raise ValueError(f"{key} has {pattern!r:.100}, which could take forever to match")
+
+
+def match_adapter(found: Weights, manifest: Manifest | None, adapter: Adapter) -> tuple[dict[str, str], list[str]]:
+    """Map the names in the adapter's file to those in the checkpoint; also return what was trained outside of it."""
+    left_out = [name for name in (manifest.names if manifest else ()) if adapter.owns(name)]
+    if left_out:
+        raise CheckpointError(
+            f"Parts of the adapter were frozen and are not in the checkpoint: {named(left_out)}. Save them with"
+            " patch(keep=[...]), or use a full checkpoint."
+        )
+    adapters = manifest.adapters.get(adapter.module, {}) if manifest else ()
+    members = adapter.members(found.trained, found.aliases, (*found.frozen, *found.buffers), adapters)
+    if not any(adapter.owns(name) for name in members.values()):
+        raise CheckpointError(f"The checkpoint contains no adapter {adapter.name!r}. Choose one with --adapter.")
+    inside = set(members.values())
+    return members, [name for name in found.trained if inside.isdisjoint(found.names_of(name))]
+
+
+def count_steps(pattern: str) -> float:
+    """An upper bound for the ways to match a name of 100 characters against a regular expression.
+
+    It multiplies what each repetition, option and choice can do. Repeated groups and references count as infinite, and
+    so does what cannot be compiled, or has the flag for spaces, which hides a group's repetition.
+    """
+    try:
+        if len(pattern) > 2000 or re.search(r"\)[*+{]|\\[1-9]|\(\?P=|\(\?[a-zA-Z-]*x", pattern):
+            return inf
+        re.compile(pattern)
+        repetitions = len(re.findall(r"[*+{]", pattern))
+        options = len(re.findall(r"(?<!(?<!\\)[(*+?}])\?", pattern))
+        return 101.0**repetitions * 2.0**options * prod(1 + part.count("|") for part in pattern.split("("))
+    except (re.error, OverflowError, RecursionError):
+        return inf

@@ -1,0 +1,622 @@
+"""`merge`: folders that `from_pretrained` loads, against what PEFT's `merge_and_unload` makes in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import owners
+import peft
+import provider
+import pytest
+import runs
+import torch
+import transformers
+from deepspeed.utils import safe_get_full_fp32_param
+from safetensors.torch import load_file, save_file
+from tools_checkpoints import changed, contents, snapshot
+from transformers import AutoModelForCausalLM
+from under_test import DeepSpeedStrategy
+
+import ds_frozen_patch
+from ds_frozen_patch import CheckpointError, consolidate, export, merge, verify
+from ds_frozen_patch.checkpoint.names import RECORD
+from ds_frozen_patch.cli import main
+from ds_frozen_patch.manifest import KEY
+
+pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
+
+QV = ["q_proj", "v_proj"]
+SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 64}
+SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+GPT2 = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+
+
+def of(name: str, **changes: Any) -> Callable[[], Any]:
+    """Return what makes a model of this architecture, without weights of anyone."""
+
+    def make() -> Any:
+        torch.manual_seed(1)
+        sizes = GPT2 if name == "GPT2" else SIZES
+        config = getattr(transformers, f"{name}Config")(**{**sizes, **changes})
+        build: Any = AutoModelForCausalLM.from_config
+        return build(config)
+
+    return make
+
+
+LLAMA, TIED = of("Llama", tie_word_embeddings=False), of("Llama", tie_word_embeddings=True)
+BIASED = of("Llama", tie_word_embeddings=False, attention_bias=True)
+MIXTRAL = of("Mixtral", num_local_experts=4, tie_word_embeddings=False)
+MODELS: dict[str, Callable[[], Any]] = {
+    "qwen2": of("Qwen2", tie_word_embeddings=False),
+    "qwen2 tied": of("Qwen2", tie_word_embeddings=True),
+    "mistral": of("Mistral", tie_word_embeddings=False),
+    "gemma": of("Gemma", head_dim=16),
+    "mixtral": MIXTRAL,
+    "experts": MIXTRAL,
+    "experts, by hand": MIXTRAL,
+    "experts, turned": of("GptOss", num_local_experts=4, num_experts_per_tok=2, head_dim=16, intermediate_size=32),
+    "gpt2": of("GPT2"),
+    "gpt2, square": of("GPT2"),
+    "gpt2, untied": of("GPT2", tie_word_embeddings=False),
+    "bias=lora_only": BIASED,
+    "bias=all": BIASED,
+    "lora_bias": BIASED,
+}
+
+
+def lora(targets: Any = QV, **options: Any) -> Any:
+    return peft.LoraConfig(r=4, lora_alpha=16, target_modules=targets, **{"init_lora_weights": False, **options})
+
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "rslora": partial(lora, use_rslora=True),
+    "dora": partial(lora, use_dora=True),
+    "patterns": partial(
+        lora, [*QV, "up_proj"], rank_pattern={"q_proj": 2, "layers.1.mlp.up_proj": 3}, alpha_pattern={"v_proj": 5}
+    ),
+    "regex": partial(lora, r".*\.layers\.1\..*(q|v)_proj"),
+    "all linear": partial(lora, "all-linear", use_rslora=True),
+    "embedding": partial(lora, [*QV, "embed_tokens"]),
+    "embedding, dora": partial(lora, [*QV, "embed_tokens"], use_dora=True),
+    "embedding, tied": partial(lora, [*QV, "embed_tokens"]),
+    "head, tied": partial(lora, [*QV, "lm_head"]),
+    "modules_to_save": partial(lora, modules_to_save=["lm_head", "input_layernorm"]),
+    "embedding saved, tied": partial(lora, modules_to_save=["embed_tokens"]),
+    "head saved, tied": partial(lora, modules_to_save=["lm_head"]),
+    "both saved, tied": partial(lora, modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+    "tokens": partial(lora, trainable_token_indices=[7, 5]),
+    "tokens, tied": partial(lora, trainable_token_indices=[7, 5]),
+    "bias=lora_only": partial(lora, bias="lora_only"),
+    "bias=all": partial(lora, bias="all"),
+    "lora_bias": partial(lora, lora_bias=True),
+    "experts": partial(lora, QV, target_parameters=EXPERTS),
+    "experts, turned": partial(lora, QV, target_parameters=EXPERTS, rank_pattern={"down_proj": 2}),
+    "gpt2": partial(lora, ["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True),
+    "gpt2, square": partial(lora, ["attn.c_proj"]),
+    "gpt2, untied": partial(lora, ["c_attn", "c_proj", "lm_head", "wte"], use_dora=True),
+}
+BY_HAND = ("by hand", "by hand, tied", "by hand, kept", "by hand, teacher", "experts, by hand", "all, tied")
+KINDS = [
+    *("llama", "tied", "qwen2", "qwen2 tied", "mistral", "gemma", "mixtral"),
+    *CONFIGS,
+    *("two", "norm", "injected", "kept", "teacher"),
+    *BY_HAND,
+]
+IN_ZERO_3 = ["llama", "tied", "mixtral", "dora", "embedding", "experts", "gpt2", "by hand", "experts, by hand", "two"]
+SHORT = [("tied", 2), ("dora", 3), ("experts", 2), ("by hand", 2)]
+APART = ("embedding, tied", "head, tied")
+"""PEFT adds the adapter to both tied weights, so what it merges is not the trained model. Ours has two weights."""
+
+
+def base(kind: str) -> Any:
+    """Return the model before it gets an adapter."""
+    return MODELS.get(kind, TIED if "tied" in kind else LLAMA)()
+
+
+class Run(runs.LoraRun):
+    """A small model of one kind."""
+
+    def __init__(self, kind: str) -> None:
+        super(runs.LoraRun, self).__init__()
+        self.model = base(kind)
+        torch.manual_seed(2)
+        if kind in BY_HAND:
+            parts = {"by hand, tied": "embed", "experts, by hand": "experts", "all, tied": ""}
+            for name, parameter in self.model.named_parameters():
+                parameter.requires_grad_(parts.get(kind, "layers.1.") in name)
+        elif kind == "injected":  # by the model's own method: without a PeftModel around it
+            self.model.add_adapter(lora())
+        else:
+            name = "first" if kind == "two" else "default"
+            self.model = peft.get_peft_model(self.model, CONFIGS.get(kind, lora)(), adapter_name=name)
+        if kind == "two":
+            self.model.add_adapter("second", lora(["q_proj", "o_proj"], use_dora=True))
+            self.model.base_model.set_adapter(["first", "second"])
+        if kind == "norm":
+            self.model.base_model.model.model.norm.requires_grad_(True)
+        if "kept" in kind:  # a frozen parameter whose value the base's folder lacks
+            next(p for name, p in self.model.named_parameters() if name.endswith("model.norm.weight")).data += 1
+        if "teacher" in kind:
+            self.teacher = base(kind).requires_grad_(False)
+            self.teacher.model.norm.weight.data += 1
+        self.head = torch.nn.Linear(96, 3)
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.int64))
+        self.losses: list[float] = []
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        found = self.model(input_ids=tokens, labels=tokens)
+        loss: torch.Tensor = found.loss + self.head(found.logits).square().mean()
+        return loss
+
+
+def train(out: str, stage: int, kinds: list[str]) -> None:
+    """Take one step with each kind, and save it, and what DeepSpeed itself reports as trained."""
+    zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    for kind in kinds:
+        provider.trainable_only()
+        if "kept" in kind:
+            ds_frozen_patch.patch(keep=["*model.norm.weight"])
+        strategy = DeepSpeedStrategy(config=runs.config(stage, **zero))
+        trainer = runs.trainer(
+            out, 2, stage, strategy=strategy, epochs=1, enable_checkpointing=False, limit_train_batches=1
+        )
+        module = Run(kind)
+        trainer.fit(module, runs.batches(2))
+        trainer.save_checkpoint(f"{out}/{kind}/small.ckpt")
+        masters = {
+            name: safe_get_full_fp32_param(parameter)
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
+        if trainer.is_global_zero:
+            torch.save(masters, f"{out}/{kind}/truth.pt")
+        provider.stop()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The files of one run, and its trained parameters as DeepSpeed reports them."""
+
+    path: Path
+    kind: str
+    trained: dict[str, torch.Tensor]
+
+    @property
+    def small(self) -> Path:
+        return self.path / "small.ckpt"
+
+    def module(self) -> Any:
+        """Return the trained model, rebuilt without us, on its base in fp32."""
+        module = Run(self.kind).eval()
+        module.load_state_dict(self.trained, strict=False)
+        return module.model
+
+    def merged(self, adapter: str) -> Any:
+        """Return what PEFT merges in memory."""
+        model = self.module()
+        if self.kind in BY_HAND:
+            return model
+        if self.kind == "injected":
+            return peft.PeftModel.from_pretrained(base(self.kind), self.exported()).merge_and_unload()
+        return model.merge_and_unload(adapter_names=[adapter])
+
+    def exported(self, adapter: str | None = None) -> Path:
+        """Return the folder of an adapter as `export` writes it."""
+        folder = self.path / f"adapter {adapter}"
+        if not folder.exists():
+            export(self.small, folder, format="peft", adapter=adapter)
+        return folder
+
+
+Made = Callable[[str, int], Trained]
+
+
+@pytest.fixture(scope="module")
+def made(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """`made(kind, stage)`: all kinds of a stage are trained together."""
+    done: dict[int, Path] = {}
+
+    def make(kind: str, stage: int = 2) -> Trained:
+        if stage not in done:
+            done[stage] = tmp_path_factory.mktemp(f"zero{stage}")
+            ranks(2, train, out=str(done[stage]), stage=stage, kinds=KINDS if stage == 2 else IN_ZERO_3)
+        path = done[stage] / kind
+        return Trained(path, kind, torch.load(path / "truth.pt"))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`bases(kind)`: the folder of its base, in several files."""
+    root = tmp_path_factory.mktemp("bases")
+
+    def make(kind: str, dtype: torch.dtype = torch.float32) -> Path:
+        folder = root / f"{kind} {dtype}"
+        if not folder.exists():
+            base(kind).to(dtype).save_pretrained(folder, max_shard_size="30KB" if dtype == torch.float32 else "15KB")
+            assert len(list(folder.glob("*.safetensors"))) > 2
+        return folder
+
+    return make
+
+
+def served(folder: Path, **options: Any) -> Any:
+    """Load a folder as people do. Nothing may be missing, unexpected or of another shape."""
+    load: Any = AutoModelForCausalLM.from_pretrained
+    model, info = load(folder, output_loading_info=True, **options)
+    assert {name: list(found) for name, found in info.items() if found} == {}
+    return model.eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    torch.set_num_threads(1)  # more of them only wait for each other, where the ranks wait too
+    tokens = torch.randint(runs.VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=tokens).logits
+    return found
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two models have the same weights, bit for bit."""
+    states = [model.state_dict() for model in (one, other)]
+    values = [{name: (tensor.dtype, runs.digest(tensor)) for name, tensor in state.items()} for state in states]
+    return values[0] == values[1]
+
+
+def short(kind: str, stage: int) -> Any:
+    return pytest.param(kind, stage, marks=[pytest.mark.short] if (kind, stage) in SHORT else [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"), [*(short(kind, 2) for kind in KINDS), *(short(kind, 3) for kind in IN_ZERO_3)]
+)
+def test_a_folder_serves_what_peft_merges(
+    made: Made, bases: Callable[..., Path], tmp_path: Path, kind: str, stage: int
+) -> None:
+    run, folder = made(kind, stage), bases(kind)
+    before = snapshot(run.small), snapshot(folder)
+    names = ["first", "second"] if kind == "two" else ["default"]
+    for name in names:
+        done = merge(run.small, tmp_path / name, base=folder, adapter=name if kind == "two" else None)
+        model = served(tmp_path / name)
+        assert done.unverified == ()
+        assert {own for own in done.outside if ".second." not in own and ".first." not in own} == (
+            {"head.bias", "head.weight"}
+        )
+        if kind in APART:
+            assert done.is_untied
+            assert not model.config.tie_word_embeddings
+            assert torch.allclose(logits(model), logits(run.module()), atol=1e-5)
+            continue
+        wanted = run.merged(name)
+        assert done.is_untied == (kind in ("embedding saved, tied", "head saved, tied"))
+        assert model.config.tie_word_embeddings == wanted.config.tie_word_embeddings
+        assert same(model, wanted)
+        assert torch.equal(logits(model), logits(wanted))
+        assert not torch.equal(logits(model), logits(base(kind)))
+    assert (snapshot(run.small), snapshot(folder)) == before
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", "tied", "dora", "embedding", "gpt2", "experts", "bias=all", "lora_bias", "tokens, tied", "norm"]
+)
+def test_in_the_dtype_of_the_base(made: Made, bases: Callable[..., Path], tmp_path: Path, kind: str) -> None:
+    """As by PEFT's own way: the base in its dtype, the adapter in fp32."""
+    run, folder = made(kind, 2), bases(kind, torch.bfloat16)
+    merge(run.small, tmp_path / "bf16", base=folder)
+    merge(run.small, tmp_path / "converted", base=bases(kind), dtype="bf16")
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    wanted = peft.PeftModel.from_pretrained(loaded, run.exported()).merge_and_unload()
+    for name in ("bf16", "converted"):
+        model = served(tmp_path / name, dtype="auto")
+        assert model.dtype == torch.bfloat16
+        assert same(model, wanted)
+
+
+def test_the_files_are_those_of_the_base(made: Made, bases: Callable[..., Path], tmp_path: Path) -> None:
+    run, folder = made("llama", 2), bases("llama")
+    done = merge(run.small, tmp_path / "served", base=folder)
+    weights = sorted(file.name for file in folder.glob("*.safetensors"))
+    assert sorted(done.files) == weights
+    assert done.folded == 4
+    ours, theirs = (
+        json.loads((path / "model.safetensors.index.json").read_text()) for path in (tmp_path / "served", folder)
+    )
+    assert ours["weight_map"] == theirs["weight_map"]
+    assert ours["metadata"]["total_size"] == theirs["metadata"]["total_size"] == done.size
+    changed = set()
+    for name in weights:
+        found, before = load_file(tmp_path / "served" / name), load_file(folder / name)
+        assert found.keys() == before.keys()
+        changed |= {own for own in found if not torch.equal(found[own], before[own])}
+    assert changed == {f"model.layers.{layer}.self_attn.{own}.weight" for layer in (0, 1) for own in QV}
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "served" / name).read_text()) == json.loads((folder / name).read_text())
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", "dora", "modules_to_save", "embedding saved, tied", "experts", "tokens, tied", "gpt2"]
+)
+def test_an_adapter_folder(made: Made, bases: Callable[..., Path], tmp_path: Path, kind: str) -> None:
+    run, folder = made(kind, 2), bases(kind)
+    done = merge(run.exported(), tmp_path / "of folder", base=folder)
+    merge(run.small, tmp_path / "of checkpoint", base=folder)
+    assert contents(tmp_path / "of folder") == contents(tmp_path / "of checkpoint")
+    assert done.unverified
+    run.module().save_pretrained(tmp_path / "pefts own")
+    merge(tmp_path / "pefts own", tmp_path / "of pefts", base=folder)
+    assert contents(tmp_path / "of pefts") == contents(tmp_path / "of checkpoint")
+
+
+def in_one_file(folder: Path, out: Path, rename: Callable[[str], str] = str, pickled: bool = False) -> Path:
+    """Copy a base into a folder with one file of weights."""
+    shutil.copytree(folder, out, ignore=shutil.ignore_patterns("model*"))
+    tensors = {rename(name): value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    if pickled:
+        torch.save({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}, out / "pytorch_model.bin")
+    else:
+        save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+def test_other_names_and_formats(made: Made, bases: Callable[..., Path], tmp_path: Path) -> None:
+    """gpt2's own files have no names of the outer module; older models have pickles, with tied weights twice."""
+    run = made("gpt2", 2)
+    folder = in_one_file(bases("gpt2"), tmp_path / "gpt2", lambda name: name.removeprefix("transformer."))
+    merge(run.small, tmp_path / "served", base=folder)
+    assert sorted(load_file(tmp_path / "served" / "model.safetensors")) == sorted(
+        load_file(folder / "model.safetensors")
+    )
+    assert same(served(tmp_path / "served"), run.merged("default"))
+    for kind in ("tied", "by hand, tied", "embedding saved, tied"):
+        run, folder = made(kind, 2), in_one_file(bases(kind), tmp_path / f"{kind}, pickled", pickled=True)
+        done = merge(run.small, tmp_path / f"{kind}, served", base=folder)
+        assert done.files == ("model.safetensors",)
+        assert done.unverified == ()
+        assert same(served(tmp_path / f"{kind}, served"), run.merged("default"))
+
+
+def others(folder: Path) -> set[str]:
+    return {name for name in contents(folder) if not name.startswith("model")}
+
+
+def test_what_else_a_model_has(made: Made, bases: Callable[..., Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(bases("llama"), tmp_path / "base"))
+    plain = others(folder)
+    kept = ["tokenizer.json", "tokenizer.model", "LICENSE", "onnx/notes.txt"]
+    scripts = ["modeling_own.py", "onnx/run.sh", "starts"]
+    dropped = ["pytorch_model.bin", "original/consolidated.00.pth", "tf_model.h5", "model.gguf", "onnx/model.onnx"]
+    dropped += ["pytorch_model.bin.index.json", ".cache/hub", ".gitattributes", "adapter_config.json"]
+    for name in (*kept, *scripts, *dropped):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("#!/bin/sh" if name == "starts" else name)
+    (tmp_path / "secret").write_text("secret")
+    (folder / "link.txt").symlink_to(tmp_path / "secret")
+    (folder / "inner.txt").symlink_to("tokenizer.json")
+    (folder / "elsewhere").symlink_to(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    custom = {**config, "auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}
+    (folder / "config.json").write_text(json.dumps(custom))
+    done = merge(made("llama", 2).small, tmp_path / "served", base=folder)
+    assert others(tmp_path / "served") == {*plain, *kept, "inner.txt"}
+    assert sorted(done.skipped) == sorted([*scripts, "link.txt"])
+    assert "'modeling_own.py'" in str(done)
+    assert json.loads((tmp_path / "served" / "config.json").read_text()) == custom
+
+
+def test_the_cache_of_the_hub(made: Made, bases: Callable[..., Path], tmp_path: Path) -> None:
+    """There, all files are links."""
+    place, blobs = tmp_path / "models--own" / "snapshots" / "1234", tmp_path / "models--own" / "blobs"
+    place.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(bases("llama").iterdir()):
+        shutil.copy(file, blobs / str(number))
+        (place / file.name).symlink_to(f"../../blobs/{number}")
+    run = made("llama", 2)
+    done = merge(run.small, tmp_path / "served", base=place)
+    assert done.skipped == ()
+    merge(run.small, tmp_path / "of folder", base=bases("llama"))
+    assert contents(tmp_path / "served") == contents(tmp_path / "of folder")
+    assert not any(item.is_symlink() for item in (tmp_path / "served").iterdir())
+
+
+def refusal(capsys: pytest.CaptureFixture[str], target: Path, *arguments: object) -> str:
+    """Return the message of a merge that is refused; nothing may be left."""
+    before = sorted(target.parent.rglob("*"))
+    capsys.readouterr()
+    assert main(["merge", *map(str, arguments), "--format", "hf"]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("ds-frozen-patch: ")
+    assert said.err.count("\n") == 1
+    assert sorted(target.parent.rglob("*")) == before
+    return said.err
+
+
+def test_the_command(
+    made: Made, bases: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, target = made("llama", 2), tmp_path / "served"
+    arguments = ["merge", str(run.small), str(target), "--base", str(bases("llama")), "--format", "hf"]
+    assert main([*arguments, "--dry-run"]) == 0
+    assert not target.exists()
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "The adapter 'default' is folded into 4 of them." in said
+    assert said.replace("Wrote", "Would write").startswith(said.split("\n")[0].replace("Wrote", "Would write"))
+    assert "already exists" in refusal(capsys, target, *arguments[1:5])
+    for wrong in (["--max-shard-size", "1GB"],):
+        with pytest.raises(SystemExit):
+            main([*arguments, *wrong])
+    with pytest.raises(SystemExit):
+        main([*arguments[:5], "--adapter", "default"])
+
+
+def test_refusals(made: Made, bases: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, target = made("two", 2), tmp_path / "served"
+
+    def refused(*arguments: object, source: Path = run.small, base: Path | None = None) -> str:
+        return refusal(capsys, target, source, target, "--base", base or bases("llama"), *arguments)
+
+    assert "The run had no adapter 'default', but 'first', 'second'" in refused()
+    assert "The run had no adapter 'third', but 'first', 'second'" in refused("--adapter", "third")
+    assert "has no config.json" in refused("--adapter", "first", base=tmp_path)
+    assert "is not the folder of a Hugging Face model" in refused("--adapter", "first", base=run.small)
+
+    other = base("llama")
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight[3, 3] += 1
+    other.save_pretrained(tmp_path / "other")
+    said = refused("--adapter", "first", base=tmp_path / "other")
+    assert (
+        "is not the base that the run used: the values differ in 'model.base_model.model.model.layers.1.mlp.up" in said
+    )
+    assert "lacks" in refused("--adapter", "first", base=bases("gpt2"))
+
+    small = of("Llama", vocab_size=95, tie_word_embeddings=False)()
+    small.save_pretrained(tmp_path / "smaller")
+    assert "has shape [95, 32] instead of [96, 32]" in refused("--adapter", "first", base=tmp_path / "smaller")
+    assert "has shape [95, 32] instead of [96, 32]" in refused(
+        source=made("by hand, tied", 2).small, base=tmp_path / "smaller"
+    )
+
+
+OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "ia3": (
+        lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        "Adapters of type IA3 cannot be merged here. PEFT can",
+    ),
+    "loha": (lambda: peft.LoHaConfig(r=2, target_modules=QV), "Adapters of type LOHA cannot be merged here. PEFT can"),
+    "prompt": (
+        lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        "PROMPT_TUNING adapters have no weights to merge",
+    ),
+    "alora": (partial(lora, alora_invocation_tokens=[1, 2]), "LoRA with alora_invocation_tokens cannot be merged"),
+    "replicated": (partial(lora, layer_replication=[[0, 2], [0, 2]]), "LoRA with 'layer_replication' cannot be merged"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_adapters_are_refused_by_name(
+    bases: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    config, said = OTHERS[kind]
+    peft.get_peft_model(base("llama"), config()).save_pretrained(tmp_path / "adapter")
+    target = tmp_path / "served"
+    assert said in refusal(capsys, target, tmp_path / "adapter", target, "--base", bases("llama"))
+
+
+HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
+    "slow": ({"rank_pattern": {"(a+)+b": 3}}, "could take forever to match"),
+    "module": ({"megatron_core": "os"}, "megatron_core"),
+    "megatron": ({"megatron_config": {"a": 1}}, "'megatron_config'"),
+    "rank": ({"r": "many"}, "PEFT cannot merge this adapter"),
+    "huge": ({"r": 10**15}, "does not fit the base"),
+    "number": ({"rank_pattern": 3}, "PEFT cannot merge this adapter"),
+    "type": ({"peft_type": 5}, "damaged or unsafe"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_configurations_of_strangers(
+    made: Made, bases: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    changes, said = HOSTILE[kind]
+    folder = Path(shutil.copytree(made("llama", 2).exported(), tmp_path / "adapter"))
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, **changes}))
+    target = tmp_path / "served"
+    assert said in refusal(capsys, target, folder, target, "--base", bases("llama"))
+
+
+def test_without_peft(
+    made: Made,
+    bases: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is needed for adapters alone."""
+    monkeypatch.setitem(sys.modules, "peft", None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    target = tmp_path / "served"
+    said = refusal(capsys, target, made("llama", 2).small, target, "--base", bases("llama"))
+    assert "Merging an adapter needs PEFT and torch: pip install peft" in said
+    merge(made("by hand", 2).small, target, base=bases("by hand"))
+
+
+def test_a_checkpoint_without_a_manifest(made: Made, bases: Callable[..., Path], tmp_path: Path) -> None:
+    """As `exclude_frozen_parameters` of DeepSpeed alone leaves it: the base cannot be verified."""
+    run = made("llama", 2)
+    bare = Path(shutil.copytree(run.small, tmp_path / "bare"))
+    for file in bare.rglob("*model_states.pt"):
+        changed(file, lambda state: state.pop(KEY))
+    for file in bare.rglob(RECORD):
+        file.unlink()
+    with pytest.raises(CheckpointError, match="does not contain the adapter's configuration"):
+        merge(bare, tmp_path / "served", base=bases("llama"))
+    done = merge(bare, tmp_path / "served", base=bases("llama"), adapter_config=run.exported())
+    assert len(done.unverified) > 10
+    assert same(served(tmp_path / "served"), run.merged("default"))
+
+
+def by_owner(out: str, world_size: int, by: str, stage: int, kind: str) -> None:
+    with owners.served():
+        run = owners.Run(by, out, world_size, stage, kind)
+        run.train()
+        masters = {
+            name: safe_get_full_fp32_param(parameter)
+            for name, parameter in run.module.named_parameters()
+            if parameter.requires_grad
+        }
+    if not int(os.environ["RANK"]):
+        torch.save(masters, f"{out}/truth.pt")
+
+
+@pytest.mark.parametrize(("by", "stage"), [("trainer", 2), ("trainer", 3), ("deepspeed", 2), ("accelerate", 3)])
+@pytest.mark.parametrize("kind", [owners.PEFT, owners.BY_HAND])
+def test_checkpoints_of_others(ranks: Any, tmp_path: Path, by: str, stage: int, kind: str) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    # Alone: a Trainer in ZeRO-3 leaves its mark on PEFT.
+    ranks(2, by_owner, alone=True, out=str(out), world_size=2, by=by, stage=stage, kind=kind)
+    run = owners.model(kind, 1)
+    inner = run if kind == owners.BY_HAND else owners.model(kind, 1).unload()
+    bare = transformers.LlamaForCausalLM(inner.config)
+    bare.load_state_dict(inner.state_dict(), strict=False)
+    bare.save_pretrained(tmp_path / "base")
+    run.load_state_dict(torch.load(out / "truth.pt"), strict=False)
+    wanted = run if kind == owners.BY_HAND else run.merge_and_unload()
+    places = {
+        "deepspeed": (out, "epoch1"),
+        "trainer": (out / "checkpoint-8", None),
+        "accelerate": (out / "epoch1", None),
+    }
+    folder, tag = places[by]
+    done = merge(folder, tmp_path / "served", tag, base=tmp_path / "base")
+    assert (done.unverified, done.outside) == ((), ())
+    model = served(tmp_path / "served")
+    bare.load_state_dict(wanted.state_dict(), strict=False)
+    assert same(model, bare)
+
+
+def test_the_other_tools_find_experts(made: Made, bases: Callable[..., Path], tmp_path: Path) -> None:
+    """transformers loads them under other names than the files have."""
+    run, folder = made("mixtral", 2), bases("mixtral")
+    found = verify(run.small, base=folder)
+    assert (found.problems, found.unverified) == ((), ())
+    assert consolidate(run.small, tmp_path / "whole.safetensors", base=folder).is_whole
+    whole = load_file(tmp_path / "whole.safetensors")
+    experts = base("mixtral").state_dict()["model.layers.1.mlp.experts.gate_up_proj"]
+    assert torch.equal(whole["model.base_model.model.model.layers.1.mlp.experts.gate_up_proj"], experts.bfloat16())
