@@ -20,6 +20,7 @@ import runs
 import torch
 import transformers
 from deepspeed.utils import safe_get_full_fp32_param
+from opcodes import limited
 from safetensors.torch import load_file, save_file
 from tools_checkpoints import changed, contents, snapshot
 from transformers import AutoModelForCausalLM
@@ -28,6 +29,7 @@ from under_test import DeepSpeedStrategy
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError, consolidate, export, merge, verify
 from ds_frozen_patch.checkpoint.names import RECORD
+from ds_frozen_patch.checkpoint.tools.loaded_names import empty_model
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.manifest import KEY
 
@@ -620,3 +622,14 @@ def test_the_other_tools_find_experts(made: Made, bases: Callable[..., Path], tm
     whole = load_file(tmp_path / "whole.safetensors")
     experts = base("mixtral").state_dict()["model.layers.1.mlp.experts.gate_up_proj"]
     assert torch.equal(whole["model.base_model.model.model.layers.1.mlp.experts.gate_up_proj"], experts.bfloat16())
+
+
+@pytest.mark.parametrize(("key", "value"), [("num_hidden_layers", 10**9), ("num_local_experts", 10**9)])
+def test_a_configuration_of_a_billion_layers_is_not_built(tmp_path: Path, key: str, value: int) -> None:
+    config = transformers.Qwen2Config(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=16)
+    config.architectures = ["Qwen2ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    assert empty_model(tmp_path) is not None
+    (tmp_path / "config.json").write_text(json.dumps({**config.to_dict(), "layer_types": None, key: value}))
+    with limited(5, 100 << 20):
+        assert empty_model(tmp_path) is None

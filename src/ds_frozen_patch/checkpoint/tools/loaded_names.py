@@ -7,15 +7,20 @@ one after another.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from ...parameters import names_by_parameter
 from ..format.records import TensorSource
+
+_MOST_PARTS = 100_000
+"""A model is made of at most so many layers and experts: a configuration from elsewhere could say any number."""
 
 
 def loaded_names(folder: Path, tensors: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
@@ -76,6 +81,8 @@ def empty_model(folder: Path) -> Any:
         import torch
         import transformers
 
+        if _count_parts(json.loads((folder / "config.json").read_text(encoding="utf-8"))) > _MOST_PARTS:
+            return None
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         kind = getattr(transformers, config.architectures[0])
         if not issubclass(kind, transformers.PreTrainedModel):
@@ -84,6 +91,19 @@ def empty_model(folder: Path) -> Any:
             return kind(config)
     except Exception:  # it is not installed, or the model needs code of its own
         return None
+
+
+def _count_parts(config: Any) -> int:
+    """At most how many layers, each with its experts, a configuration describes."""
+    most = {"layer": 1, "expert": 1}
+    values = [("", config)]
+    while values:
+        key, value = values.pop()
+        if isinstance(value, dict):
+            values += [(str(name), inner) for name, inner in value.items()]
+        elif isinstance(value, int):
+            most |= {part: max(count, value) for part, count in most.items() if part in key}
+    return prod(most.values())
 
 
 def _join(rule: Any, parts: Mapping[str, list[str]], tensors: Mapping[str, TensorSource]) -> TensorSource | None:
