@@ -13,7 +13,8 @@ pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 
 ROOT = Path(ds_frozen_patch.__file__).parent
 ROOMS = (
-    ("common", "settings", "testing"),
+    ("common",),
+    ("settings", "testing"),
     ("faults",),
     ("cures",),
     ("parameters",),
@@ -25,6 +26,7 @@ ROOMS = (
     ("owners",),
     ("patching",),
     ("cli", "demo", "bootstrap", "__init__"),
+    ("__main__",),
 )
 HEIGHTS = {room: height for height, rooms in enumerate(ROOMS) for room in rooms}
 
