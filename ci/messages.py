@@ -13,7 +13,7 @@ PARTS = {
     "Saves": ("save", "common"),
     "Loads": ("load", "manifest", "fingerprint", "parameters"),
     "Lightning, Accelerate, Trainer and engines": ("owners", "engine"),
-    "Tools": ("checkpoint/tools", "checkpoint/zero", "checkpoint", "cli/command", "cli/commands"),
+    "Tools": ("checkpoint/tools", "checkpoint/zero", "checkpoint", "cli/dispatch", "cli/commands"),
     "What is wrong with a file, in brackets": ("checkpoint/format",),
 }
 """The modules of each part of the page. `--help` and `faults.py` have pages of their own."""
