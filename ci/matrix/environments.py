@@ -82,7 +82,7 @@ def tools_python(session: nox.Session, name: str = "tools") -> str:
     python, lock = str(folder / "bin" / "python"), LOCKS / f"{name}.txt"
 
     def make() -> None:
-        session.log(f"making {folder.relative_to(ROOT)}: {_packages(lock)}")
+        session.log(f"making {folder.relative_to(ROOT)}: {len(_blocks(lock.read_text()))} packages")
         session.run(sys.executable, "-m", "venv", "--clear", str(folder), external=True, log=False)
         pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
         session.run(*pip, "--require-hashes", "-r", str(lock), external=True, log=False)
@@ -169,8 +169,10 @@ def _environment(
     files = [LOCKS / f"{lock}.txt" for lock in locks]
 
     def make() -> None:
-        session.log(f"making {folder.relative_to(ROOT)}, with Python {python}: {_packages(files[0])}")
-        _uv(session, "venv", "--clear", "--python", python, str(folder))
+        count = len(_blocks(files[0].read_text()))
+        session.log(f"making {folder.relative_to(ROOT)}, with Python {python}: {count} packages")
+        runs_this = python == f"{sys.version_info.major}.{sys.version_info.minor}"
+        _uv(session, "venv", "--clear", "--python", sys.executable if runs_this else python, str(folder))
         _install(session, python_of_it, "--no-deps", "--require-hashes", "-r", str(files[0]))
         finish(python_of_it)
 
@@ -191,15 +193,10 @@ def _keep_up_to_date(folder: Path, files: Sequence[Path], make: Callable[[], Non
         note.write_text(digest)
 
 
-def _packages(lock: Path) -> str:
-    names = [block.partition("==")[0] for block in _blocks(lock.read_text())]
-    return f"{', '.join(names[:3])} and {len(names) - 3} more packages" if len(names) > 3 else ", ".join(names)
-
-
 def _install(session: nox.Session, python: str, *wanted: str) -> None:
     """Install into the environment of this Python; a terminal shows how far the downloads are."""
     if named := [name for name in wanted if "==" in name]:
-        session.log(f"adding {' '.join(named)}; this is the longest download")
+        session.log(f"adding {' '.join(named)} and what it needs, the longest download")
     _uv(session, "pip", "install", "--python", python, *wanted, quiet=not sys.stdout.isatty())
 
 

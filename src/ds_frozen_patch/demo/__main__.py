@@ -40,6 +40,8 @@ def main() -> int:
         sys.exit("The demo with --quantized needs bitsandbytes: pip install bitsandbytes")
     if options.keep and options.keep.exists():
         parser.error(f"--keep: {options.keep} exists already; name a directory that does not")
+    if options.picture and not options.picture.absolute().parent.is_dir():
+        parser.error(f"--picture: there is no folder {options.picture.absolute().parent}")
 
     talk = Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="ds_frozen_patch-demo-") as scratch:
