@@ -47,8 +47,9 @@ def strings(node: ast.AST) -> Iterator[str]:
     if whole is None:
         for child in ast.iter_child_nodes(node):
             yield from strings(child)
-    elif len(WORD.findall(whole)) >= LEAST_WORDS and not CODE.search(whole):
-        yield from filter(None, (line.strip() for line in re.sub(r"%[sd]", "…", whole).split("\n")))
+    elif not CODE.search(whole):
+        lines = (line.strip(" ,") for line in re.sub(r"%[sd]", "…", whole).split("\n"))
+        yield from (line for line in lines if len(WORD.findall(line)) >= LEAST_WORDS)
 
 
 def _whole(node: ast.AST) -> str | None:
