@@ -35,6 +35,9 @@ from packaging.version import Version
 
 CELLS = cells.read()
 EVERY_TEST = ("everyday", "newest")
+# The demo and the short tests run in the cell of the Python that runs this, so that they need no other one.
+FIRST = {12: "python-3.12", 13: "python-3.13"}.get(sys.version_info.minor, "everyday")
+SHORT_TESTS = tuple(dict.fromkeys((FIRST, *EVERY_TEST)))
 ON_GPUS = ("python-3.13", "lightning-2.4")  # cells whose torch is built for CUDA
 RESULTS = ROOT / ".nox" / "results"
 # The checkpoints that cells leave for others are of the program that trains them, and of the patches.
@@ -48,16 +51,17 @@ UPSTREAM |= {"2.5.2": "everyday", "2.6.5": "newest", "7f0c3436cd3f6ad37531256720
 
 nox.needs_version = ">=2026.10"  # it runs sessions side by side
 nox.options.allow_parallel = True
-nox.options.sessions = ["tests(everyday)"]
+nox.options.sessions = [f"tests({FIRST})"]
 nox.options.stop_on_first_error = False
 # What CI runs beside the tests of the everyday cell: the short tests on the newest releases, the promises where
 # releases are oldest, refused and patched, and those of quantized bases.
 SOME = ("oldest", "refused", "everyday-patched", "quantized")
-OTHERS = ["tests(newest)", *(f"matrix({cell})" for cell in SOME), "patches", "docs", "lint"]
+OTHERS = [f"tests({cell})" for cell in SHORT_TESTS[1:]] + [f"matrix({cell})" for cell in SOME]
+OTHERS += ["patches", "docs", "lint"]
 
 
 @nox.session(venv_backend="none")
-@nox.parametrize("cell", EVERY_TEST, ids=EVERY_TEST)
+@nox.parametrize("cell", SHORT_TESTS, ids=SHORT_TESTS)
 def tests(session: nox.Session, cell: str) -> None:
     """The short tests on one cell: each promise, ZeRO stage and tool; what follows `--` goes to pytest."""
     run_pytest(session, cell, "--part=short", *session.posargs)
@@ -239,7 +243,8 @@ def upstream_tests(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def demo(session: nox.Session) -> None:
     """Fine-tune with LoRA on two CPU ranks, save full and trainable-only, resume, compare."""
-    run(session, "everyday", "-m", "ds_frozen_patch.demo", *session.posargs)
+    picture = ROOT / ".nox" / "demo.svg"
+    run(session, FIRST, "-m", "ds_frozen_patch.demo", "--picture", str(picture), *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -275,7 +280,8 @@ def lint(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Write what is generated in `docs/`, and build it into `.nox/site`; a warning is an error."""
     session.chdir(ROOT)
-    session.run(tools_python(session, "docs"), "ci/measure/charts.py", external=True)
+    for script in ("ci/measure/charts.py", "ci/measure/readme.py"):
+        session.run(tools_python(session, "docs"), script, external=True, env={"PYTHONPATH": str(ROOT / "ci")})
     session.run(tools_python(session, "docs"), "ci/upstream.py", env={"PYTHONPATH": str(ROOT / "src")}, external=True)
     build = ("-m", "sphinx", "--quiet", "--fail-on-warning", "--fresh-env", "docs", str(ROOT / ".nox" / "site"))
     session.run(tools_python(session, "docs"), *build, env={"PYTHONPATH": str(ROOT / "src")}, external=True)

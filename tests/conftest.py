@@ -68,9 +68,10 @@ def checkpoints(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Checkpo
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """The demo, and where its checkpoints are."""
+    """The demo, and where its checkpoints are, with `sizes.svg` beside them."""
     kept = tmp_path_factory.mktemp("demo") / "kept"
-    command = [sys.executable, "-m", "ds_frozen_patch.demo", "--keep", str(kept)]
+    picture = str(kept.with_name("sizes.svg"))
+    command = [sys.executable, "-m", "ds_frozen_patch.demo", "--keep", str(kept), "--picture", picture]
     return kept, subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
 
 

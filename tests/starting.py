@@ -34,7 +34,7 @@ def start(
     # Some launchers set the number of threads, DeepSpeed's does not; the last bits of a loss depend on it.
     variables = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | environment
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, (variables.get("PYTHONPATH"), str(path or ""))))
-    run = [sys.executable, "-m", "ds_frozen_patch.cli", "run", "--cpu", "--strict", "--verify-base=error", *options]
+    run = [sys.executable, "-m", "ds_frozen_patch", "run", "--cpu", "--strict", "--verify-base=error", *options]
     with (folder / "output.txt").open("w+") as output:
         launch = partial(subprocess.Popen, [*run, "--", *command], cwd=folder, stdout=output, stderr=output)
         started = [launch(env=variables | rank) for rank in ranks]

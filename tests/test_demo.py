@@ -6,14 +6,39 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+
+import ds_frozen_patch
+from ds_frozen_patch.common.text import human_bytes
 
 
 @pytest.mark.everyday
 @pytest.mark.once
 def test_demo(demo: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     _check(*demo)
+
+
+@pytest.mark.everyday
+@pytest.mark.once
+def test_the_picture_of_the_demo(demo: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    picture = demo[0].with_name("sizes.svg")
+    assert f"The sizes as a picture: {picture}\n" in demo[1].stdout
+    texts = [element.text or "" for element in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")]
+    full, small = (
+        ds_frozen_patch.inspect(demo[0] / "zero2" / f"{name}.ckpt").size for name in ("full", "trainable-only")
+    )
+    assert texts[0] == f"A full checkpoint: {human_bytes(full)}"
+    assert texts[1] == f"The same, trainable-only: {human_bytes(small)}, {full / small:.0f} times smaller"
+
+
+@pytest.mark.everyday
+@pytest.mark.once
+def test_demo_refuses_a_picture_where_no_folder_is(tmp_path: Path) -> None:
+    done = _run("--picture", str(tmp_path / "none" / "sizes.svg"))
+    assert done.returncode == 2
+    assert "there is no folder" in done.stderr
 
 
 @pytest.mark.everyday

@@ -28,15 +28,14 @@ def texts() -> dict[Path, str]:
     setup = re.sub(r"(    Programming Language :: Python :: 3\.\d+\n)+", classifiers, setup)
     setup = re.sub(r"(?m)^python_requires = .*$", f"python_requires = >={pythons[0]}", setup)
     newest = {}
+    own, *of_tests = setup.partition("\ntest =\n")  # what the tests need is not what the package needs
     for package in ("lightning", "deepspeed", "torch", "wrapt", *cells.OWNERS):
         releases = sorted(released(package, served))
         oldest, newest[package] = releases[0], releases[-1]
-        # wrapt has semantic versions; of the others each minor release can break something.
-        line = f"{newest[package].major}.{newest[package].minor + 1}"
-        limit = newest[package].major + 1 if package == "wrapt" else line
-        wanted = f"    {package}>={oldest},<{limit}{MALICIOUS.get(package, '')}"
-        # What the tests need has no limit, or no newer release could come into a lock.
-        setup = re.sub(rf"(?m)^    {package}>=.*,<.*$", wanted, setup)
+        # wrapt has semantic versions. The others have no limit: `patch()` says what is newer than all that was tested.
+        limit = f",<{newest[package].major + 1}" if package == "wrapt" else MALICIOUS.get(package, "")
+        own = re.sub(rf"(?m)^    {package}>=.*$", f"    {package}>={oldest}{limit}", own)
+    setup = own + "".join(of_tests)
     tested = {package: str(newest[package]) for package in ("lightning", "deepspeed", *cells.OWNERS)}
     probe = re.sub(r"(?m)^TESTED = .*$", f"TESTED = {json.dumps(tested)}", PROBE.read_text(encoding="utf-8"))
     return {SETUP: setup, PROBE: probe}

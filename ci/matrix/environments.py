@@ -31,7 +31,7 @@ def cell_python(session: nox.Session, cell: Cell) -> str:
     """Return the Python of a cell's environment, made if it is not there or its lock has changed."""
 
     def add_torch(python: str) -> None:
-        _uv(session, "pip", "install", "--python", python, f"torch=={cell.torch}")
+        _install(session, python, f"torch=={cell.torch}")
 
     def lay_over_base(python: str) -> None:
         (own,) = Path(python).parent.parent.glob("lib/python*/site-packages")
@@ -57,7 +57,7 @@ def program_python(session: nox.Session, name: str, program: Program, cell: Cell
         # Not the path alone: the cell has such files too, for its base and for us.
         (own / "cell.pth").write_text(f"import site; site.addsitedir({str(cells)!r})\n")
         if program.beside_torch:
-            _uv(session, "pip", "install", "--python", python, "--no-deps", *program.beside_torch)
+            _install(session, python, "--no-deps", *program.beside_torch)
 
     locks = (f"program-{name}", cell.lock, cell.base)
     return _environment(session, cell.python, f"program-{name}", locks, lay_over_cell)
@@ -82,9 +82,10 @@ def tools_python(session: nox.Session, name: str = "tools") -> str:
     python, lock = str(folder / "bin" / "python"), LOCKS / f"{name}.txt"
 
     def make() -> None:
-        session.run(sys.executable, "-m", "venv", "--clear", str(folder), external=True)
+        session.log(f"making {folder.relative_to(ROOT)}: {len(_blocks(lock.read_text()))} packages")
+        session.run(sys.executable, "-m", "venv", "--clear", str(folder), external=True, log=False)
         pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-        session.run(*pip, "--require-hashes", "-r", str(lock), external=True)
+        session.run(*pip, "--require-hashes", "-r", str(lock), external=True, log=False)
 
     _keep_up_to_date(folder, [lock], make)
     return python
@@ -168,10 +169,11 @@ def _environment(
     files = [LOCKS / f"{lock}.txt" for lock in locks]
 
     def make() -> None:
-        session.log(f"making the environment {name}")
-        _uv(session, "venv", "--clear", "--python", python, str(folder))
-        install = ("pip", "install", "--python", python_of_it, "--no-deps", "--require-hashes")
-        _uv(session, *install, "-r", str(files[0]))
+        count = len(_blocks(files[0].read_text()))
+        session.log(f"making {folder.relative_to(ROOT)}, with Python {python}: {count} packages")
+        runs_this = python == f"{sys.version_info.major}.{sys.version_info.minor}"
+        _uv(session, "venv", "--clear", "--python", sys.executable if runs_this else python, str(folder))
+        _install(session, python_of_it, "--no-deps", "--require-hashes", "-r", str(files[0]))
         finish(python_of_it)
 
     _keep_up_to_date(folder, [*files, *made_of], make)
@@ -191,11 +193,19 @@ def _keep_up_to_date(folder: Path, files: Sequence[Path], make: Callable[[], Non
         note.write_text(digest)
 
 
-def _uv(session: nox.Session, *arguments: str) -> None:
+def _install(session: nox.Session, python: str, *wanted: str) -> None:
+    """Install into the environment of this Python; a terminal shows how far the downloads are."""
+    if named := [name for name in wanted if "==" in name]:
+        session.log(f"adding {' '.join(named)} and what it needs, the longest download")
+    _uv(session, "pip", "install", "--python", python, *wanted, quiet=not sys.stdout.isatty())
+
+
+def _uv(session: nox.Session, *arguments: str, quiet: bool = True) -> None:
     environment = {"UV_FIND_LINKS": os.environ.get("UV_FIND_LINKS", os.environ.get("PIP_FIND_LINKS", ""))}
     # Once, and not in each of the many processes to come: where PYTHONDONTWRITEBYTECODE is set, none keeps it.
     environment["UV_COMPILE_BYTECODE"] = "1"
     # pyenv's shims are no Pythons to uv; the Pythons behind them are.
     versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
     environment["PATH"] = os.pathsep.join([*map(str, sorted(versions.glob("*/bin"))), os.environ["PATH"]])
-    session.run(tools_python(session), "-m", "uv", "--quiet", *arguments, env=environment, external=True)
+    uv = (tools_python(session), "-m", "uv", *(["--quiet"] if quiet else []))
+    session.run(*uv, *arguments, env=environment, external=True, log=False)

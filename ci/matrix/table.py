@@ -31,8 +31,8 @@ PROMISES = (
     "power cuts", "several nodes", "Trainer, Accelerate and DeepSpeed alone", "asynchronous saves",
 )  # fmt: skip
 OF_PROMISES = """\
-Each promise, and the cells in which its tests passed. Every test runs in `everyday`, nearly every one in `newest`, and
-in the other cells those that depend on releases and are not slow."""
+Each promise, and the cells in which its tests passed. Every test runs in `everyday`, and nearly every one in `newest`.
+The other cells run the tests that depend on releases and are not slow."""
 
 
 def collect(results: Path, last_run: dict[str, Any], chosen: Collection[str] = ()) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from bench.words import seconds, size
 CI = Path(__file__).resolve().parents[1]
 CHARTS = CI.parent / "docs" / "charts"
 MEASURED = ("measure/bench/bench.json", "measure/compare/compare.json")
+PATCHED = "Lightning, patch()"
 WAYS = {"`patch()`": "ours", "`serve()`": "ours"}
 KINDS = {
     "hostile": "hostile files, read by the tools",
@@ -49,6 +50,7 @@ def saves(found: list[dict[str, Any]]) -> str:
     """Bytes and seconds of a save of the large model, its embeddings tied, in ZeRO-2."""
     (case,) = (case for case in found if (case["title"], case["stage"], case["tied"]) == ("large", 2, True))
     ways = {name.replace("`", ""): way for name, way in case["ways"].items() if "floor" not in name}
+    ways = {PATCHED: ways[PATCHED], **ways}  # what people get is first, and in our colour
     sizes = [(name, way["bytes"], size(way["bytes"])) for name, way in ways.items()]
     times = [(name, statistics.median(way["seconds"]), seconds(way["seconds"])) for name, way in ways.items()]
     height = 60 + 36 * len(ways)

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from .checkpoint.tools.consolidate import Consolidated as Consolidated
     from .checkpoint.tools.consolidate import consolidate as consolidate
     from .checkpoint.tools.export import Exported as Exported
@@ -62,10 +63,18 @@ __all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{_MODULES[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, "__version__"]
+
+
+def _version() -> str:
+    from .common.versions import version_of
+
+    return version_of("ds_frozen_patch") or "0+unknown"  # a copy of the sources, which nobody has installed

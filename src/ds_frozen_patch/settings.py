@@ -7,13 +7,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal, get_args
+
+from .common.text import did_you_mean
 
 FLAG = "exclude_frozen_parameters"
 """The argument that leaves frozen parameters out, of DeepSpeed's `save_checkpoint` and of Lightning's strategies."""
 
-VERIFY_BASE = ("error", "warn", "off")
-EXPORT = ("safetensors", "peft")
+VerifyBase = Literal["error", "warn", "off"]
+Export = Literal["safetensors", "peft"]
+VERIFY_BASE: tuple[str, ...] = get_args(VerifyBase)
+EXPORT: tuple[str, ...] = get_args(Export)
+
+OF_RUN = tuple(f"DS_FROZEN_PATCH{end}" for end in ("", "_STRICT", "_CPU", "_WARNED"))
+"""The environment variables that are no settings: those of `ds-frozen-patch run`, and one that its bootstrap sets."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,13 @@ def from_environment() -> Settings:
     words = {name: os.environ.get(variable(name), "") for name in _CHECKS}
     given = {name: _from_word(name, word) for name, word in words.items() if word}
     return replace(Settings(), **given)
+
+
+def unknown_variables() -> list[str]:
+    """What is wrong with each environment variable that has our prefix, and no meaning."""
+    known = [*OF_RUN, *map(variable, _CHECKS)]
+    unknown = sorted(name for name in os.environ if name.startswith("DS_FROZEN_PATCH") and name not in known)
+    return [f"The environment variable {name} has no effect. {did_you_mean(name, known)}".strip() for name in unknown]
 
 
 def current() -> Settings:

@@ -17,6 +17,7 @@ from memory import memory, open_files
 from under_test import Callback, DeepSpeedStrategy, ModelCheckpoint
 
 import ds_frozen_patch
+from ds_frozen_patch.settings import Export
 
 WARM = 8  # steps, or rounds, until all that is made once has been made
 ROOM = 16 * 2**20
@@ -68,7 +69,7 @@ def grown(looks: list[Look], saves: int) -> tuple[dict[str, int], int]:
     return {name: sum(by) for name, by in more.items() if min(by) >= limit[name]}, large - small
 
 
-def keep_on_saving(out: str, stage: int, steps: int, export: str | None) -> tuple[dict[str, int], int]:
+def keep_on_saving(out: str, stage: int, steps: int, export: Export | None) -> tuple[dict[str, int], int]:
     """Save twice in each step; return what grew, and the growth of memory in bytes."""
     ds_frozen_patch.patch(export=export)
     looks = Looks(steps)

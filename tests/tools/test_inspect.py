@@ -110,7 +110,7 @@ def test_a_second_copy_of_frozen_weights_is_reported(made: Made, tmp_path: Path)
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "ds_frozen_patch.cli", *map(str, arguments)]
+    line = [sys.executable, "-m", "ds_frozen_patch", *map(str, arguments)]
     return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
 
 

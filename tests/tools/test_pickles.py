@@ -81,8 +81,8 @@ def test_the_list_has_no_wildcards() -> None:
         "deepspeed.launcher.runner.PDSHRunner", "deepspeed.runtime.config.DeepSpeedConfig",
         "transformers.pipelines.Pipeline", "peft.config.PeftConfig", "torch.nn.parameter.torch_function_dispatch",
         "torch._utils._rebuild_device_tensor_from_numpy", "torch.storage._load_from_bytes", "collections.namedtuple",
-        "collections.UserDict", "collections.ChainMap", "builtins.object", "builtins.getattr",
-        "copyreg._reconstructor", "numpy.dtypes.ObjectDType", "omegaconf.OmegaConf", "pathlib.Path.unlink",
+        "collections.UserDict", "collections.ChainMap", "builtins.object", "copyreg._reconstructor",
+        "numpy.dtypes.ObjectDType", "omegaconf.OmegaConf", "pathlib.Path.unlink",
         "typing.Anything",
     ],
 )  # fmt: skip
@@ -191,6 +191,57 @@ def test_files_of_other_libraries_are_read_and_rewritten(tmp_path: Path, library
     again = archive.read_archive(tmp_path / "b.pt").state
     assert repr(again) == repr(state)
     assert "mine" in again
+
+
+# Enums, as Python 3.11.0 to 3.11.3 pickle them, such as the one of Debian 12.
+STAGE = b"cdeepspeed.runtime.zero.config\nZeroStageEnum\n"
+GETATTR = b"c__builtin__\ngetattr\n"
+
+
+@pytest.mark.parametrize(
+    ("by_name", "by_value"),
+    [
+        (GETATTR + STAGE + text("gradients") + b"\x86R", STAGE + b"K\2\x85R"),
+        (
+            GETATTR + b"cpeft.utils.peft_types\nPeftType\n" + text("LORA") + b"\x86R",
+            b"cpeft.utils.peft_types\nPeftType\n" + text("LORA") + b"\x85R",
+        ),
+    ],
+)
+def test_members_of_enums_by_name(tmp_path: Path, by_name: bytes, by_value: bytes) -> None:
+    """They are read, and written, as all other Pythons pickle them."""
+    first, second = (
+        archive.read_archive(mine(tmp_path / f"{number}.pt", code)).state
+        for number, code in enumerate((by_name, by_value))
+    )
+    assert repr(first) == repr(second)
+    write_archive(tmp_path / "b.pt", first, lambda *_: [])
+    assert b"getattr" not in (tmp_path / "b.pt").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        b"cbuiltins\nstr\n" + text("join") + b"\x86",
+        STAGE + text("__class__") + b"\x86",
+        STAGE + text("mro") + b"\x86",
+        STAGE + b"K\1\x86",
+        STAGE + b"\x85",
+        text("a") + text("join") + b"\x86",
+        b"ccollections\nCounter\n" + text("weights") + b"\x86",
+    ],
+)
+def test_other_attributes_are_refused(tmp_path: Path, arguments: bytes) -> None:
+    file = mine(tmp_path / "a.pt", GETATTR + arguments + b"R")
+    with pytest.raises(CheckpointError, match=r"names builtins\.getattr, which is not expected in a checkpoint"):
+        archive.read_archive(file)
+    assert archive.read_archive(file, trust=True).unexpected == {"builtins.getattr"}
+
+
+def test_getattr_alone_is_refused(tmp_path: Path) -> None:
+    for trust in (False, True):
+        with pytest.raises(CheckpointError):
+            archive.read_archive(mine(tmp_path / "a.pt", GETATTR), trust=trust)
 
 
 # What is on the list, used as no library uses it: the opcodes after which `trust` alone goes on.

@@ -26,7 +26,7 @@ from ds_frozen_patch.patching.automatic import CONNECTORS
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
-COMMAND = (sys.executable, "-m", "ds_frozen_patch.cli", "run")
+COMMAND = (sys.executable, "-m", "ds_frozen_patch", "run")
 LOOK = """
 import sys
 def look():
@@ -51,7 +51,7 @@ def run(site: Site, python: Path) -> Run:
         command = [
             sys.executable,
             "-m",
-            "ds_frozen_patch.cli",
+            "ds_frozen_patch",
             "run",
             *options,
             "--",

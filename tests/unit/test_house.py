@@ -13,8 +13,8 @@ pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 
 ROOT = Path(ds_frozen_patch.__file__).parent
 ROOMS = (
-    ("common", "settings", "testing"),
-    ("publish",),
+    ("common",),
+    ("publish", "settings", "testing"),
     ("parameters",),
     ("fingerprint",),
     ("workarounds",),
@@ -25,6 +25,7 @@ ROOMS = (
     ("owners",),
     ("patching",),
     ("cli", "demo", "bootstrap", "__init__"),
+    ("__main__",),
 )
 HEIGHTS = {room: height for height, rooms in enumerate(ROOMS) for room in rooms}
 

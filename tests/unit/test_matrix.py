@@ -34,9 +34,9 @@ def metadata() -> configparser.ConfigParser:
     return config
 
 
-def bounds(requirement: str) -> tuple[Version, Version]:
+def bounds(requirement: str) -> tuple[Version, Version | None]:
     by_operator = {item.operator: Version(item.version) for item in Requirement(requirement).specifier}
-    return by_operator[">="], by_operator["<"]
+    return by_operator[">="], by_operator.get("<")
 
 
 def releases_of(package: str) -> list[Version]:
@@ -47,16 +47,15 @@ def releases_of(package: str) -> list[Version]:
 
 @pytest.mark.parametrize("package", ["lightning", "deepspeed", "torch", "wrapt", "accelerate", "transformers"])
 def test_metadata_ranges(package: str) -> None:
-    """From the matrix's oldest release to the end of its newest one's minor version (for wrapt, major version)."""
+    """From the matrix's oldest release on; of wrapt, to the end of its newest one's major version."""
     versions = releases_of(package)
     options = metadata()
     extra = options["options.extras_require"]["huggingface" if package in cells.OWNERS else "lightning"]
     listed = options["options"]["install_requires"] + extra
     (requirement,) = [line for line in listed.splitlines() if re.match(rf"{package}\W", line)]
     lowest, limit = bounds(requirement)
-    newest = max(versions)
     assert lowest == min(versions)
-    assert limit == Version(f"{newest.major + 1}" if package == "wrapt" else f"{newest.major}.{newest.minor + 1}")
+    assert limit == (Version(f"{max(versions).major + 1}") if package == "wrapt" else None)
 
 
 def test_malicious_releases_are_excluded() -> None:
@@ -99,8 +98,6 @@ def test_a_new_release_needs_one_entry(tmp_path: Path, monkeypatch: pytest.Monke
     added = {line.strip() for file in before for line in {*file.read_text().splitlines()} - {*before[file]}}
     assert added == {
         "Programming Language :: Python :: 3.99",
-        f"lightning>={min(cell.releases[0] for cell in SERVED)},<997.2,!=2.6.2,!=2.6.3",
-        f"deepspeed>={min(cell.releases[1] for cell in SERVED)},<998.3",
         "TESTED = " + json.dumps(TESTED | {"lightning": "997.1.0", "deepspeed": "998.2.1"}),
     }
     assert declared.write() == []

@@ -560,6 +560,24 @@ refused(ValueError, "DS_FROZEN_PATCH_ELASTIC", "'yes'")
     site.run(program)
 
 
+def test_unknown_variables_are_a_warning(site: Site) -> None:
+    """Once in a process; those that `run` and its bootstrap set are known."""
+    program = """
+import os, warnings
+for name in ("", "_STRICT", "_CPU", "_WARNED", "_KEEP"): os.environ["DS_FROZEN_PATCH" + name] = "0"
+os.environ["DS_FROZEN_PATCH_VERIFYBASE"] = "off"
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    dfp.patch(); dfp.unpatch(); dfp.patch()
+(only,) = caught
+assert str(only.message) == (
+    "The environment variable DS_FROZEN_PATCH_VERIFYBASE has no effect. Did you mean 'DS_FROZEN_PATCH_VERIFY_BASE'?"
+)
+assert only.filename == "<string>", only
+"""
+    site.run(program)
+
+
 def test_settings_are_kept_and_given_back(site: Site) -> None:
     program = """
 from ds_frozen_patch.settings import Settings, current

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zipfile
 from pathlib import Path
 
@@ -79,3 +80,35 @@ def test_the_version_is_the_one_in_setup_cfg() -> None:
     assert (
         f"\nversion = {release.read_version(release.ROOT / 'setup.cfg')}\n" in (release.ROOT / "setup.cfg").read_text()
     )
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "https://host.example/o/r.git",
+        "https://host.example/o/r",
+        "git@host.example:o/r.git",
+        "ssh://git@host.example/o/r",
+    ],
+)
+def test_the_address_of_the_repository(origin: str) -> None:
+    assert release.address({}, origin) == "https://host.example/o/r"
+
+
+def test_no_address() -> None:
+    assert release.address({}, "/home/somebody/clone") is None
+    assert release.address({}, "") is None
+
+
+def test_the_address_that_github_says() -> None:
+    variables = {"GITHUB_SERVER_URL": "https://host.example", "GITHUB_REPOSITORY": "o/r"}
+    assert release.address(variables, "/somewhere") == "https://host.example/o/r"
+
+
+def test_the_readme_on_the_package_index_has_no_relative_link() -> None:
+    readme = release.absolute(
+        (release.ROOT / "README.md").read_text(encoding="utf-8"), "https://host.example/o/r", "v1"
+    )
+    assert "](https://host.example/o/r/blob/v1/docs/run.md)" in readme
+    assert "](https://host.example/o/r/raw/v1/ci/measure/bench/checkpoint.svg)" in readme
+    assert not re.findall(r"\]\((?!https://)", readme)

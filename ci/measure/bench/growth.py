@@ -67,10 +67,11 @@ def render(found: dict[str, list[dict[str, Any]]]) -> str:
     steps = [y / x for (x, y) in line(trained, OURS, "bytes")]
     return (
         f"![Seconds and bytes of a save](../{PLOT.relative_to(ROOT)})\n\n"
-        f"While the base grows {grown:.1f} times, our later saves take {times[-1] / times[0]:.2f} times as long, and"
-        f" {bytes_[-1] / bytes_[0]:.4f} times the bytes; Lightning's take {most[-1] / most[0]:.1f} times as long. While"
-        f" what is trained grows {trained[-1]['trainable'] / trained[0]['trainable']:.0f} times, our bytes for each"
-        f" trained byte go from {steps[0]:.3f} to {steps[-1]:.3f} (ZeRO-{STAGE}, bf16).\n\n{markdown(header, lines)}"
+        f"With a base that is {grown:.1f} times larger, our later saves take {times[-1] / times[0]:.2f} times as long"
+        f" and write {bytes_[-1] / bytes_[0]:.4f} times the bytes; Lightning's take {most[-1] / most[0]:.1f} times as"
+        f" long. With {trained[-1]['trainable'] / trained[0]['trainable']:.0f} times more trained parameters, our bytes"
+        f" for each byte of their state go from {steps[0]:.3f} to {steps[-1]:.3f} (ZeRO-{STAGE}, bf16).\n\n"
+        f"{markdown(header, lines)}"
     )
 
 

@@ -86,13 +86,12 @@ def render(found: dict[str, Any]) -> str:
     said = "".join(f" In ZeRO-3 plain Lightning cannot test from any checkpoint: `{why}`." for why in failures)
     if failures:
         said += (
-            " With that method put in, which has nothing to do, DeepSpeed loads a full one: it builds the whole model"
-            " in fp32 on every rank."
+            " If a method of that name is added, which does nothing, DeepSpeed loads a full one, and builds the whole"
+            " model in fp32 on every rank."
         )
     about = (
         f"{size(found['frozen_bytes'])} of frozen bf16 weights and {found['trainable'] / 1e6:.2g} M trained parameters"
     )
     return (
-        f"From the call to its first batch, in processes that have done nothing else, with {about}.{said}\n\n"
-        f"{markdown(header, lines)}"
+        f"The time from the call to its first batch, in new processes, with {about}.{said}\n\n{markdown(header, lines)}"
     )

@@ -130,10 +130,10 @@ def check(way: str, place: Path) -> None:
 def render(found: list[dict[str, Any]]) -> str:
     """Return a table of costs for each model, and one of the aims."""
     parts = [
-        "A Llama with LoRA on its attention, its embeddings tied or not, after a step of AdamW. Each is saved by both"
-        " ranks; the first columns write into the page cache, the last ones to the disk. The floor writes the trained"
-        " weights, their fp32 masters and the two moments, each rank its share. Hugging Face's Trainer does not train"
-        " in bf16 on CPU ranks with DeepSpeed, so it is in the table of fp32.\n"
+        "A Llama with LoRA on its attention, with tied or untied embeddings, after a step of AdamW, saved by both"
+        " ranks. The first columns write into the page cache, the last ones to the disk. For the floor, each rank"
+        " writes its share of the trained weights, their fp32 masters and the two moments. Hugging Face's Trainer does"
+        " not train in bf16 on CPU ranks with DeepSpeed, so it is in the table of fp32.\n"
     ]
     for title, (_, precision, ways) in CASES.items():
         cases = [case for case in found if case["title"] == title]
@@ -149,13 +149,12 @@ def render(found: list[dict[str, Any]]) -> str:
     ]
     slower = [figures(case)["slower"] for case in found if writes_the_same(case)]
     parts.append(
-        "A first save also makes the fingerprints, once in a process: it is not in the columns before the last, which"
-        " has its seconds and memory beyond those of the later ones. Ratios are medians of each round's, and their"
-        " spread; those against the flag are of twice as many rounds of these two alone. Where embeddings are tied, the"
-        " flag writes the tied weights all the same, but in ZeRO-3: its time is for more bytes. Beyond what the flag"
-        " does, ours finds what is frozen, makes the manifest, and waits for all ranks before the checkpoint gets its"
-        f" name: {1000 * min(slower):.0f} to {1000 * max(slower):.0f} ms in the median where the bytes are the same,"
-        " which shows where a save is short.\n\n"
+        "The first save of a process also computes the fingerprints. Only the last column has its extra time and"
+        " memory. Ratios are medians over the rounds, with the minimum and maximum; those against the flag are of twice"
+        " as many rounds, of these two alone. In ZeRO 1 and 2, the flag saves tied embeddings too, so it writes more"
+        " bytes. Beyond what the flag does, `patch()` finds what is frozen, makes the manifest, and waits for all ranks"
+        f" before it publishes the checkpoint. Where the bytes are the same, that takes {1000 * min(slower):.0f} to"
+        f" {1000 * max(slower):.0f} ms in the median, which is noticeable only in short saves.\n\n"
         f"{markdown(header, [aims(case) for case in found])}"
     )
     return "\n".join(parts)

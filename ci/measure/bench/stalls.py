@@ -100,13 +100,13 @@ def render(found: list[dict[str, Any]]) -> str:
     header = [
         OURS_ASYNC,
         f"stall (aim: {TIMES} of a copy, and {1000 * MORE:.0f} ms)",
-        "of the stall of a save that is written first",
+        "share of a synchronous save's stall",
         "until all is written",
-        f"a step beside the writing, against one alone (aim {STEP})",
+        f"time of a step during the writing, against one alone (aim {STEP})",
         "memory at most",
     ]
     return (
-        f"For how long a save stops training, in {RANKS} ranks on as many cores:"
-        f" {found[0]['trainable'] / 1e6:.2g} M trained parameters, fp32. The slow disk is a FUSE file system that takes"
-        f" {SPEED / 1e6:.0f} MB/s.\n\n{markdown(['', *ways], lines)}\n{markdown(header, aims)}"
+        f"How long a save stops training, on {RANKS} ranks with one core each, with"
+        f" {found[0]['trainable'] / 1e6:.2g} M trained parameters in fp32. The slow disk is a FUSE file system that"
+        f" writes {SPEED / 1e6:.0f} MB/s.\n\n{markdown(['', *ways], lines)}\n{markdown(header, aims)}"
     )

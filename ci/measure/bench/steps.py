@@ -90,7 +90,7 @@ def render(found: list[dict[str, Any]]) -> str:
         for step in (*STEPS, FLOOR, OURS_UNSYNCED, NATIVE)
     ]
     return (
-        "The same models in bf16 with untied embeddings, saved by two ranks that only save, one save after the other:"
-        " medians on rank 0. What a step waits for the other rank is part of it. The rest of a save is DeepSpeed's and"
+        "The same models in bf16 with untied embeddings. Two ranks save again and again, and do nothing else. Figures"
+        " are medians on rank 0; a step includes its wait for the other rank. The rest of a save is DeepSpeed's and"
         f" Lightning's own.\n\n{markdown(['', *(case['title'] for case in found)], lines)}"
     )

@@ -45,7 +45,7 @@ def render(found: list[dict[str, Any]]) -> str:
         times = {way: cost["seconds"] for way, cost in case["ways"].items()}
         against.append([name, *(spread(ratios(times, *pair)) for pair in PAIRS.values())])
     return (
-        f"Saves to a new path on a disk, in turn, in {RANKS} ranks. The flag is synced by each rank, its share of the"
-        " files, and then rank 0, the folders and their parent. Times are medians; ratios are medians of each round's,"
-        f" and their spread.\n\n{markdown(['', *WAYS], costs)}\n{markdown(['', *PAIRS], against)}"
+        f"{RANKS} ranks save to new paths on a disk, by each way in turn. After a save with the flag, each rank syncs"
+        " its files, and then rank 0 the folders and their parent. Times are medians; ratios are medians over the"
+        f" rounds, with the minimum and maximum.\n\n{markdown(['', *WAYS], costs)}\n{markdown(['', *PAIRS], against)}"
     )

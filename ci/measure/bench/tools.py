@@ -96,7 +96,7 @@ def make_checkpoints(folder: Path) -> dict[str, Path]:
     if not made["full"].exists():
         print("  making the checkpoints", file=sys.stderr, flush=True)
         run("-m", "bench.tools", "make", made["full"])
-        run("-m", "ds_frozen_patch.cli", "prune", made["full"], made["small"], "-q")
+        run("-m", "ds_frozen_patch", "prune", made["full"], made["small"], "-q")
     return made
 
 

@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
-from ..common.errors import CheckpointError, CheckpointMismatchError
-from ..common.text import printable
-from ..patching.launch import CommandError
-from .arguments import make_parser
+INTERRUPTED = 130
+"""The exit status after Ctrl-C, as in shells: 128 and the number of SIGINT."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status: 0, or 1 after an error. Wrong usage exits with status 2."""
-    given, unknown = make_parser().parse_known_args(arguments)
-    if unknown:  # argparse itself would show the usage of no command
-        given.wrong(f"unrecognized arguments: {' '.join(unknown)}")
+    """Run one command and return the exit status: 0, 1 after an error, or 130 after Ctrl-C.
+
+    Wrong usage exits with status 2.
+    """
     try:
-        status: int = given.run(given)
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:  # the reader, such as `head`, has closed stdout; Python's own flush at exit would fail
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        from .dispatch import run_command  # here, so that Ctrl-C during imports ends without a traceback, too
+
+        return run_command(arguments)
     except KeyboardInterrupt:
         print("ds-frozen-patch: interrupted; nothing was left at the target", file=sys.stderr)
-        return 1
-    except Exception as error:
-        if given.debug:
-            raise
-        print(f"ds-frozen-patch: {printable(_message(error))}", file=sys.stderr)
-        return error.status if isinstance(error, CommandError) else 1
-
-
-def _message(error: Exception) -> str:
-    if isinstance(error, CheckpointError | CheckpointMismatchError | CommandError):
-        return str(error)
-    if isinstance(error, ImportError):
-        return f"{error}. This command needs torch: pip install torch"
-    return f"{type(error).__name__}: {error}. This was not expected; --debug shows where it was raised."
+        return INTERRUPTED

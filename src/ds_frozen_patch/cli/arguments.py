@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
+from typing import NoReturn
 
+from .. import __version__
 from ..checkpoint.dtypes import DTYPES
 from ..checkpoint.tools.export import FORMATS
+from ..common.text import did_you_mean
 from ..settings import EXPORT, VERIFY_BASE
 from . import commands
 
@@ -56,13 +59,29 @@ EXAMPLES = {
 _FILE_OR_FOLDER = "the output: a .ckpt for Lightning, a .safetensors file, or a new directory for sharded safetensors"
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors suggest a command, a choice or an option for a misspelt one."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the message, with a suggestion, and exit with status 2."""
+        suggestion = ""
+        if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            suggestion = did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2]))
+        elif option := re.search(r"unrecognized arguments: .*?(--[\w-]+)", message):
+            suggestion = did_you_mean(option[1], re.findall(r"--[\w-]+", self.format_help()))
+        super().error(f"{message}. {suggestion}" if suggestion else message)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser; each command sets `run`, its function, and `wrong`, which reports wrong usage."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="ds-frozen-patch",
         description="Trainable-only checkpoints for Lightning + DeepSpeed.",
         epilog=f"examples:{EXAMPLES['']}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"%(prog)s {__version__}", help="show the version and exit"
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 

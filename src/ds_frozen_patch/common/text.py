@@ -22,3 +22,10 @@ def printable(text: str) -> str:
 def printable_lines(lines: Iterable[str]) -> str:
     """Join lines after making each `printable`, so that text from a file cannot forge a line of its own."""
     return "\n".join(map(printable, lines))
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return "Did you mean 'prune'?" for the known word that is most like `word`, or "" if none is."""
+    from difflib import get_close_matches  # rarely needed
+
+    return "".join(f"Did you mean '{close}'?" for close in get_close_matches(word, list(known), n=1))

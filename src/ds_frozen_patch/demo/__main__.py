@@ -18,6 +18,9 @@ if missing := [name for name in NEEDED if find_spec(name) is None]:
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
+from ..checkpoint.tools.inspect import inspect  # noqa: E402
+from .picture import drawing  # noqa: E402
+
 SAVED_STEPS = 8  # SAVED_EPOCH * STEPS_PER_EPOCH of train.py, whose import would start Lightning here
 
 PARTS = {
@@ -30,12 +33,15 @@ def main() -> int:
     """Run the demo; 0 if every resumed run equals its uninterrupted one and the checkpoints did shrink."""
     parser = argparse.ArgumentParser(prog="python -m ds_frozen_patch.demo", description=__doc__)
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the checkpoints in this new directory")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the sizes into this file, as SVG")
     parser.add_argument("--quantized", action="store_true", help="quantize the frozen base to 4 bits")
     options = parser.parse_args()
     if options.quantized and find_spec("bitsandbytes") is None:
         sys.exit("The demo with --quantized needs bitsandbytes: pip install bitsandbytes")
     if options.keep and options.keep.exists():
         parser.error(f"--keep: {options.keep} exists already; name a directory that does not")
+    if options.picture and not options.picture.absolute().parent.is_dir():
+        parser.error(f"--picture: there is no folder {options.picture.absolute().parent}")
 
     talk = Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="ds_frozen_patch-demo-") as scratch:
@@ -50,11 +56,16 @@ def main() -> int:
                 checkpoint = str(out / "trainable-only.ckpt")
                 _train(talk, f"ZeRO-{stage}, resumed", out, stage, *more, "--ckpt-path", checkpoint)
                 results.append(_result(stage, out))
+            if options.picture:
+                _draw(root / "zero2", options.picture)
         except subprocess.CalledProcessError as failed:
             talk.print(f"[red]A training run failed with exit code {failed.returncode}.[/red] Its last output:")
             talk.print(failed.output[-3000:], markup=False, highlight=False)
             return 1
-    return _report(Console(), results, "bf16 and NF4" if options.quantized else "fp32")
+    status = _report(Console(), results, "bf16 and NF4" if options.quantized else "fp32")
+    if options.picture:
+        Console().print(f"The sizes as a picture: {options.picture}", highlight=False, soft_wrap=True)
+    return status
 
 
 def _train(talk: Console, title: str, out: Path, stage: int, *more: str) -> None:
@@ -80,6 +91,11 @@ def _result(stage: int, out: Path) -> dict[str, Any]:
     }
     resumed = json.loads((out / "resumed.json").read_text())["losses"]
     return {"stage": stage, "whole": whole, "resumed": resumed, "sizes": sizes}
+
+
+def _draw(out: Path, picture: Path) -> None:
+    full, small = (inspect(out / name).kinds for name in ("full.ckpt", "trainable-only.ckpt"))
+    picture.write_text(drawing(full, small, "The demo: LoRA on a small Llama, ZeRO-2, AdamW"), encoding="utf-8")
 
 
 def _report(show: Console, results: list[dict[str, Any]], kept_in: str) -> int:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import warnings
+from functools import cache
 
 from ..common.errors import PatchError
 from ..common.probing import Finding, Target, probe
 from ..engine.target import ENGINE
 from ..owners.targets import BESIDE, OWNERS, may_be_left_alone
-from ..settings import FLAG
+from ..settings import FLAG, unknown_variables
 from .tested import newer_than_tested
 
 
@@ -88,6 +89,13 @@ def warn_of_refused(findings: dict[str, Finding], names: frozenset[str]) -> None
     """Warn of those that are left alone; any other is an error."""
     if refused := [(name, findings[name]) for name in sorted(names) if findings[name].verdict == "refused"]:
         _warn_caller(f"patch() leaves some frameworks as they are. {_reasons(refused)}")
+
+
+@cache
+def warn_of_unknown_variables() -> None:
+    """Warn of environment variables that are misspelt, once in a process."""
+    for message in unknown_variables():
+        _warn_caller(message)
 
 
 def _warn_caller(message: str) -> None:

@@ -20,8 +20,17 @@ from ..engine.served import release_all
 from ..engine.target import ENGINE
 from ..owners.targets import BESIDE, OWNERS, chosen, may_be_left_alone
 from ..publish import in_flight
+from ..settings import Export, VerifyBase
 from ..workarounds import worked_around
-from .findings import probe_all, refusal, to_be_served, warn_of_complete, warn_of_refused, warn_of_untested
+from .findings import (
+    probe_all,
+    refusal,
+    to_be_served,
+    warn_of_complete,
+    warn_of_refused,
+    warn_of_unknown_variables,
+    warn_of_untested,
+)
 from .status import Status, TargetStatus
 from .wrapping import Wrapping, wrap, wrap_beside
 
@@ -69,10 +78,10 @@ _lock = threading.RLock()
 
 def patch(
     *,
-    verify_base: str | None = None,
+    verify_base: VerifyBase | None = None,
     keep: Iterable[str] | None = None,
     leave_out: Iterable[str] | None = None,
-    export: str | None = None,
+    export: Export | None = None,
     fp32_weights: bool | None = None,
     elastic: bool | None = None,
     sync: bool | None = None,
@@ -147,6 +156,7 @@ def patch(
             warn_of_untested(findings, names)
             warn_of_complete(findings, names)
             warn_of_refused(findings, names)
+            warn_of_unknown_variables()
         elif targets is not None and (other := names ^ _current.names):
             raise PatchError(
                 f"patch() is in force for other targets ({', '.join(sorted(other))}): call unpatch() first."
@@ -219,10 +229,10 @@ def _unpatch() -> None:
 @contextmanager
 def patched(
     *,
-    verify_base: str | None = None,
+    verify_base: VerifyBase | None = None,
     keep: Iterable[str] | None = None,
     leave_out: Iterable[str] | None = None,
-    export: str | None = None,
+    export: Export | None = None,
     fp32_weights: bool | None = None,
     elastic: bool | None = None,
     sync: bool | None = None,

@@ -84,10 +84,18 @@ LISTS = frozenset(["collections.deque"])
 """The classes whose objects may be appended to."""
 MAPPINGS = frozenset([*_ATTRIBUTE_DICTS, "collections.defaultdict"])
 """The classes whose objects may have items set."""
+_ZERO_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
 _NUMPYS_DTYPE = re.compile(r"[biufcSUMm]\d+")
 _FRACTION = re.compile(r"-?\d+(/\d+)?")
 _HOLDS_OBJECTS = 7
 """The flags that make numpy treat the bytes of an array as addresses of objects, whatever the dtype is."""
+
+
+def value_of_member(enum: str, member: str) -> int | str | None:
+    """The value of an enum's member by their names; None if it is not an enum that a checkpoint may contain."""
+    if enum == "deepspeed.runtime.zero.config.ZeroStageEnum":
+        return _ZERO_STAGES.get(member)
+    return member if enum.startswith("peft.utils.peft_types.") and enum in EXPECTED else None  # as PEFT names them
 
 
 def may_be_called(name: str, arguments: tuple[Any, ...]) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ...common.errors import CheckpointError
-from .allowed import EXPECTED, LISTS, MAPPINGS, may_be_called, may_have_state
+from .allowed import EXPECTED, LISTS, MAPPINGS, may_be_called, may_have_state, value_of_member
 from .makers import MAKERS, PLAIN
 from .references import check_references
 from .stored import STORAGES, StandIn, Storage, StorageType, is_shape, stand_in
@@ -240,17 +240,32 @@ class _Unpickler(pickle._Unpickler):
             return partial(MAKERS[full], full)
         if full in PLAIN:
             return PLAIN[full]
+        if full == "builtins.getattr":
+            return partial(self._get_member)
         if module in ("torch", "torch.storage") and name in STORAGES:
             return StorageType(STORAGES[name])
         if len(full) > _LONGEST_NAME or not all(part.isidentifier() for part in (*module.split("."), name)):
             # Such as an attribute of a class or function.
             raise ValueError(f"it names {full!r:.200}, which is not a class")
+        return self._named(full)
+
+    def _named(self, full: str) -> type[StandIn]:
+        """A class of stand-ins for a name; raises CheckpointError if it is not expected."""
         if full not in EXPECTED:
             if not self.trust:
                 raise self._unexpected(f"names {full}, which", "is not expected in a checkpoint")
             self._pay(2000)  # for the class of the stand-in
             self.unexpected.add(full)
         return stand_in(full)
+
+    def _get_member(self, *arguments: Any) -> StandIn:
+        """Python 3.11.0 to 3.11.3 pickle a member of an enum as `getattr(enum, name)`, all others as `enum(value)`."""
+        enum, name = arguments if len(arguments) == 2 else (None, None)
+        if isinstance(enum, type) and issubclass(enum, StandIn) and isinstance(name, str):
+            value = value_of_member(enum.stands_for, name)
+            if value is not None:
+                return enum(value)
+        return self._named("builtins.getattr")(*arguments)
 
     def _unexpected(self, what: str, why: str) -> CheckpointError:
         return CheckpointError(
