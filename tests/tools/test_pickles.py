@@ -523,7 +523,7 @@ def test_common_patterns_are_exported(pattern: str) -> None:
 @pytest.mark.parametrize(
     "pattern",
     ["(a+)+$", "(a|aa)+$", "(.*)*x", ".*.*.*.*.*.*x", "a?" * 30 + "a" * 30, "(?=(a+)+$)b", r"(a+)\1", "(", "(" * 5000,
-     "((a{1,20}){1,20}){1,20}", "(?:(?:.*a){9})x"],
+     "((a{1,20}){1,20}){1,20}", "(?:(?:.*a){9})x", "(a|a)" * 30 + "x", "(?x)(a+) +$", "(?P<b>a+)(?P=b)"],
 )  # fmt: skip
 def test_exponential_patterns_are_refused(pattern: str) -> None:
     for said in (
