@@ -385,7 +385,7 @@ def test_interrupted_writes(source: Callable[..., Path], tmp_path: Path) -> None
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=60)[1]
     assert snapshot(path) == before
-    assert (process.returncode, [*folder.iterdir()]) == (1, [])
+    assert (process.returncode, [*folder.iterdir()]) == (130, [])
     assert said == "ds-frozen-patch: interrupted; nothing was left at the target\n"
     run(path, folder / name)
     assert (folder / name).exists()
