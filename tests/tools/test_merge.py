@@ -20,6 +20,7 @@ import runs
 import torch
 import transformers
 from deepspeed.utils import safe_get_full_fp32_param
+from memory import memory, reset_peak_memory
 from safetensors.torch import load_file, save_file
 from tools_checkpoints import changed, contents, snapshot
 from transformers import AutoModelForCausalLM
@@ -620,3 +621,17 @@ def test_the_other_tools_find_experts(made: Made, bases: Callable[..., Path], tm
     whole = load_file(tmp_path / "whole.safetensors")
     experts = base("mixtral").state_dict()["model.layers.1.mlp.experts.gate_up_proj"]
     assert torch.equal(whole["model.base_model.model.model.layers.1.mlp.experts.gate_up_proj"], experts.bfloat16())
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """The largest weight has 4 MB here."""
+    model = of("Llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=12)()
+    model.save_pretrained(tmp_path / "base", max_shard_size="50MB")
+    peft.get_peft_model(model, lora("all-linear")).save_pretrained(tmp_path / "adapter")
+    del model
+    merge(tmp_path / "adapter", tmp_path / "once", base=tmp_path / "base", dry_run=True)  # imports what it needs
+    reset_peak_memory()
+    before = memory("VmRSS")
+    done = merge(tmp_path / "adapter", tmp_path / "served", base=tmp_path / "base")
+    assert done.size > 180_000_000
+    assert memory("VmHWM") - before < 40_000_000
