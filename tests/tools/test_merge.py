@@ -20,6 +20,7 @@ import runs
 import torch
 import transformers
 from deepspeed.utils import safe_get_full_fp32_param
+from memory import memory, reset_peak_memory
 from opcodes import limited
 from safetensors.torch import load_file, save_file
 from tools_checkpoints import changed, contents, snapshot
@@ -633,3 +634,17 @@ def test_a_configuration_of_a_billion_layers_is_not_built(tmp_path: Path, key: s
     (tmp_path / "config.json").write_text(json.dumps({**config.to_dict(), "layer_types": None, key: value}))
     with limited(5, 100 << 20):
         assert empty_model(tmp_path) is None
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """The largest weight has 4 MB here."""
+    model = of("Llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=12)()
+    model.save_pretrained(tmp_path / "base", max_shard_size="50MB")
+    peft.get_peft_model(model, lora("all-linear")).save_pretrained(tmp_path / "adapter")
+    del model
+    merge(tmp_path / "adapter", tmp_path / "once", base=tmp_path / "base", dry_run=True)  # imports what it needs
+    reset_peak_memory()
+    before = memory("VmRSS")
+    done = merge(tmp_path / "adapter", tmp_path / "served", base=tmp_path / "base")
+    assert done.size > 180_000_000
+    assert memory("VmHWM") - before < 40_000_000

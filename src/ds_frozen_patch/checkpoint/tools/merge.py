@@ -6,6 +6,7 @@ made of. What the run has trained replaces the base's tensors, and LoRA is folde
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -197,12 +198,20 @@ def _contents(
     for part in parts.values():
         if part.weight != known:
             value.release()  # before the next is read
+            _give_back_memory()
             known, value = part.weight, memoryview(read(part.weight))
         width = ITEM_SIZES[plan.dtype_of(part.weight)]
         chunk = value[part.begin * width : (part.begin + part.numel) * width]
         yield chunk
         progressed(len(chunk))
         chunk.release()
+
+
+def _give_back_memory() -> None:
+    """Give what was freed back to the system: glibc keeps it, in pieces that are too small for the next weight."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 class _Reader:
