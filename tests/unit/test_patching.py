@@ -188,6 +188,21 @@ assert now()[:2] == ("patchable", False) and state() == "plain"
     site.run(LOOK + program)
 
 
+def test_a_method_that_somebody_has_put_back_is_restored(site: Site) -> None:
+    """DeepSpeed's `zero.Init` does that to `__init__` of all modules. Layers of ours would double the time of each."""
+    program = """
+engine = imported()[1]
+plain = vars(engine)["save_checkpoint"]
+for _ in range(40):
+    dfp.patch()
+    engine.save_checkpoint = engine.save_checkpoint
+    assert dfp.status()["deepspeed"].wrapped
+    dfp.unpatch()
+    assert vars(engine)["save_checkpoint"] is plain
+"""
+    site.run(LOOK + program)
+
+
 def test_a_finder_without_find_spec(site: Site) -> None:
     """Python passes over such an old one too."""
     program = """

@@ -94,18 +94,23 @@ class Wrapping:
     def is_in_place(self) -> bool:
         """Whether a call of the attribute still reaches our wrapper: somebody may have replaced or wrapped it."""
         found = self.cls.__dict__.get(self.attribute)
-        while found is not None and found is not self.wrapper:
+        while found is not None and _unbound(found) is not self.wrapper:
             found = getattr(found, "__wrapped__", None)
         return found is not None
 
     def undo(self) -> None:
         """Restore the original object, if the attribute is still our wrapper."""
-        if self.cls.__dict__.get(self.attribute) is not self.wrapper:
+        if _unbound(self.cls.__dict__.get(self.attribute)) is not self.wrapper:
             return  # somebody has wrapped it again: ours stays inside, disabled
         if self.inherited:
             delattr(self.cls, self.attribute)
         else:
             setattr(self.cls, self.attribute, self.original)
+
+
+def _unbound(value: Any) -> Any:
+    """A wrapper as we have put it on: `cls.method = cls.method`, as at the end of `zero.Init`, leaves a bound one."""
+    return value._self_parent if isinstance(value, wrapt.BoundFunctionWrapper) else value
 
 
 def wrap_beside(what: Target, module: ModuleType, enabled: Callable[[], bool]) -> list[Wrapping]:
