@@ -45,7 +45,7 @@ def test_a_mended_package_has_the_fault_no_longer(
     assert mended.mark is not None
     file, text = mended.mark
     target = {"fabric": "lightning.fabric"}.get(package, package)
-    monkeypatch.setattr(fault, "_version", lambda _: "0.19.8")
+    monkeypatch.setattr(fault, "version_of", lambda _: "0.19.8")
     assert mended.name in worked_around(target, "9.0")
     monkeypatch.setattr(fault, "package_folder", lambda _: tmp_path)
     (tmp_path / file).parent.mkdir(parents=True)
@@ -77,9 +77,9 @@ def test_releases_have_the_faults_of_their_time(monkeypatch: pytest.MonkeyPatch)
     assert worked_around("transformers", "4.50.3") == ("best checkpoint",)
     assert worked_around("transformers", "5.23.0") == ()
     assert set(worked_around("deepspeed", None)) == {found.name for found in FAULTS["deepspeed"]}
-    monkeypatch.setattr(fault, "_version", lambda _: "0.17.6")
+    monkeypatch.setattr(fault, "version_of", lambda _: "0.17.6")
     assert worked_around("lightning_fabric", "2.2.0") == ("moved optimizer class",)
-    monkeypatch.setattr(fault, "_version", lambda _: None)
+    monkeypatch.setattr(fault, "version_of", lambda _: None)
     assert worked_around("lightning.fabric", "2.6.5") == ("gradient clipping",)
 
 

@@ -12,12 +12,14 @@ import re
 import sys
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
-from importlib import metadata, util
+from importlib import util
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from textwrap import dedent
 from types import CodeType
 from typing import Any
+
+from .versions import version_of
 
 Parameters = Mapping[str, tuple[str, ...]]
 """The methods of a class that were found, each with the names of its parameters."""
@@ -149,12 +151,7 @@ def _version(what: Target, root: Path | None) -> str | None:
     # lightning_fabric comes in the wheel of pytorch-lightning too: its own file says which it is.
     if root is not None and (note := root / "version.info").is_file():
         return note.read_text(encoding="utf-8").strip()
-    for distribution in what.distributions:
-        try:
-            return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+    return next(filter(None, map(version_of, what.distributions)), None)
 
 
 def _read_source(what: Target, root: Path | None) -> Methods | None:

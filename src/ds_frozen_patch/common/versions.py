@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
 from importlib import metadata
 
 
-@cache
 def version_of(distribution: str) -> str:
     """The release of a package, by its name on the package index; empty if it has no metadata, as in a source tree."""
     try:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import metadata
 
 from ..common.probing import package_folder
+from ..common.versions import version_of
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Fault:
 
     def is_of(self, version: str | None) -> bool:
         """True if a release has this fault, or may have it because its version is unknown."""
-        if self.with_deepspeed and is_older(_version("deepspeed"), self.with_deepspeed):
+        if self.with_deepspeed and is_older(version_of("deepspeed"), self.with_deepspeed):
             return False
         return not is_older(version, self.since) and (not self.mended or is_older(version, self.mended, unknown=True))
 
@@ -62,10 +62,3 @@ def is_older(version: str | None, than: str, unknown: bool = False) -> bool:
         return bool(than) and Version(version or "") < Version(than)
     except InvalidVersion:
         return unknown
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None

@@ -25,7 +25,7 @@ from ..format.stored import Storage, StoredTensor
 from ..quantization import group_with_parts, is_subclass, parse_subclass
 from ..zero.opening import open_checkpoint
 from ..zero.weights import check_total_size
-from .loaded_names import loaded_names
+from .loaded_names import CONFIG, loaded_names
 from .requantize import Quantized, Quantizer, check_bitsandbytes, plan_quantized
 
 _PEFTS_OWN = ("base_model.model.", "base_layer.", "original_module.", "quant_linear_module.", "token_adapter.")
@@ -70,7 +70,7 @@ class Base:
     @cached_property
     def loaded(self) -> dict[str, TensorSource]:
         """The tensors that have other names in the model that transformers makes of the files."""
-        return loaded_names(self.path, self.tensors) if (self.path / "config.json").is_file() else {}
+        return loaded_names(self.path, self.tensors) if (self.path / CONFIG).is_file() else {}
 
     @cached_property
     def _in_files(self) -> _Names:
@@ -262,13 +262,16 @@ def _suggest_remedy(missing: Iterable[LeftOut], manifest: Manifest) -> str:
     return "Pass the base that the run was built from" + (": it was quantized." if was_quantized else ".")
 
 
-def raise_wrong_values(base: Base, names: Iterable[str], manifest: Manifest) -> None:
-    """Raise CheckpointError if there are names of tensors whose values differ from those of the run."""
-    wrong = list(names)
-    if wrong:
-        raise CheckpointError(
-            describe_wrong_values(base, wrong, manifest) + " Pass the base that the run was built from."
-        )
+def check_values(
+    base: Base, records: Records, tensor: TensorSource, parameter: LeftOut, values: bytearray, manifest: Manifest
+) -> None:
+    """Raise CheckpointError if the values of a base's tensor, in the dtype of the run, are not those of the run."""
+    if dtypes.matches_fingerprint(parameter, values):
+        return
+    for piece in tensor.pieces:
+        records.check(piece.storage)  # a damaged file gets a message of its own
+    message = describe_wrong_values(base, [parameter.name], manifest)
+    raise CheckpointError(f"{message} Pass the base that the run was built from.")
 
 
 def describe_wrong_values(base: Base, names: Iterable[str], manifest: Manifest) -> str:

@@ -21,7 +21,7 @@ from ..format.records import Piece, Records, TensorSource, from_stored, map_into
 from ..format.stored import ITEM_SIZES, StandIn, Storage, StoredTensor
 from ..format.writing import write_archive
 from ..quantization import is_torchao
-from .base import Base, match_base, open_base, raise_wrong_values
+from .base import Base, check_values, match_base, open_base
 from .output import check_output, new_output
 from .source import Source, open_source
 
@@ -285,10 +285,7 @@ class OutputReader:
             values, dtype = self.records.read(tensor), tensor.dtype
         else:
             values, dtype = self.plan.base.read(self.records, tensor, parameter), parameter.dtype
-            if not dtypes.matches_fingerprint(parameter, values):
-                for piece in tensor.pieces:
-                    self.records.check(piece.storage)  # a damaged file gets a message of its own
-                raise_wrong_values(self.plan.base, [name], self.plan.manifest)
+            check_values(self.plan.base, self.records, tensor, parameter, values, self.plan.manifest)
         made = dtypes.convert(values, dtype, self.plan.dtype_of(name))
         self.progressed(len(made))
         return made

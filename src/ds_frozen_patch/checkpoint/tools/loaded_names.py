@@ -16,9 +16,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ...common.errors import CheckpointError
 from ...parameters import names_by_parameter
 from ..format.records import TensorSource
 
+CONFIG = "config.json"
+_MOST_CONFIG = 1 << 24
 _MOST_PARTS = 100_000
 """A model is made of at most so many layers and experts: a configuration from elsewhere could say any number."""
 
@@ -81,7 +84,7 @@ def empty_model(folder: Path) -> Any:
         import torch
         import transformers
 
-        if _count_parts(json.loads((folder / "config.json").read_text(encoding="utf-8"))) > _MOST_PARTS:
+        if _count_parts(read_model_config(folder)) > _MOST_PARTS:
             return None
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         kind = getattr(transformers, config.architectures[0])
@@ -91,6 +94,25 @@ def empty_model(folder: Path) -> Any:
             return kind(config)
     except Exception:  # it is not installed, or the model needs code of its own
         return None
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """The content of a model's `config.json`; raises CheckpointError if it has none that can be read."""
+    file = folder / CONFIG
+    if not folder.is_dir() or not file.is_file():
+        raise CheckpointError(
+            f"{folder} is not the folder of a Hugging Face model: it has no {CONFIG}. Pass the folder that"
+            " save_pretrained wrote, or that was downloaded."
+        )
+    try:
+        if file.stat().st_size > _MOST_CONFIG:
+            raise ValueError("it is too large")
+        config = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("it is no object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is damaged ({error}). Get a complete copy of it.") from None
+    return config
 
 
 def _count_parts(config: Any) -> int:

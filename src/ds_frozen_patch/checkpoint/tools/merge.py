@@ -20,9 +20,10 @@ from .. import dtypes
 from ..format import safetensors as safetensors_file
 from ..format.records import Records
 from ..format.stored import ITEM_SIZES
-from .base import raise_wrong_values
+from .base import check_values
+from .loaded_names import CONFIG
 from .merge_plan import MergePlan, Part, plan_merge
-from .model_folder import CONFIG, INDEX, ModelFolder, copy_more, open_model_folder
+from .model_folder import INDEX, ModelFolder, copy_more, open_model_folder
 from .output import check_output, new_output
 from .requantize import Quantized
 from .tuned import Tuned, read_tuned
@@ -255,10 +256,8 @@ class _Reader:
                 found = self.base.read(self.records, tensor, one)
             else:
                 found = dtypes.convert(values, stored.dtype, one.dtype)
-            if not dtypes.matches_fingerprint(one, found) and self.plan.manifest is not None:
-                for piece in tensor.pieces:
-                    self.records.check(piece.storage)  # a damaged file gets a message of its own
-                raise_wrong_values(self.base, [one.name], self.plan.manifest)
+            if self.plan.manifest is not None:
+                check_values(self.base, self.records, tensor, one, found, self.plan.manifest)
 
     def _tensor(self, values: bytearray, weight: str) -> torch.Tensor:
         import torch

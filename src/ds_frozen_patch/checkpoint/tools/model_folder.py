@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +12,16 @@ from ...common.text import human_bytes
 from ..format import safetensors as safetensors_file
 from ..format.zip_directory import CHUNK_BYTES, open_regular
 from .base import Base, open_base
+from .loaded_names import CONFIG, read_model_config
 from .output import SCRIPTS
 
-CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _WEIGHTS = (
     ".bin", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".npz", ".onnx", ".onnx_data", ".ot", ".pt", ".pth",
     ".safetensors", ".tflite", ".index.json",
 )  # fmt: skip
 _OTHERS = ("adapter_config.json",)  # it would make transformers look for an adapter
 _MOST_BYTES, _MOST_FILES = 1 << 30, 10_000
-_MOST_CONFIG = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def open_model_folder(path: str | Path, trust: bool = False) -> ModelFolder:
         CheckpointError: it is not the folder of a model, or is damaged.
     """
     folder = Path(path)
-    config = _read_config(folder)
+    config = read_model_config(folder)
     base = open_base(folder, trust)
     by_file: dict[Path, list[str]] = {}
     for name, tensor in base.tensors.items():
@@ -85,24 +84,6 @@ def open_model_folder(path: str | Path, trust: bool = False) -> ModelFolder:
             names[:] = [name for name in names if name in own]
     files = {_new_name(file, by_file): WeightsFile(file, names) for file, names in by_file.items()}
     return ModelFolder(folder, base, config, files)
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    file = folder / CONFIG
-    if not folder.is_dir() or not file.is_file():
-        raise CheckpointError(
-            f"{folder} is not the folder of a Hugging Face model: it has no {CONFIG}. Pass the folder that"
-            " save_pretrained wrote, or that was downloaded."
-        )
-    try:
-        if file.stat().st_size > _MOST_CONFIG:
-            raise ValueError("it is too large")
-        config = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError("it is no object")
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is damaged ({error}). Get a complete copy of it.") from None
-    return config
 
 
 def _new_name(file: Path, files: dict[Path, list[str]]) -> str:

@@ -12,13 +12,13 @@ import sys
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from ...common.errors import CheckpointError
 from ...common.text import human_bytes, printable_lines
+from ...common.versions import version_of
 from ...parameters import is_name
 from ...workarounds.for_deepspeed import converter_needed, converter_reads_one_group
 from ..format.allowed import OF_DEEPSPEED
@@ -123,10 +123,9 @@ def universal(
 
 
 def _check_deepspeed(states: States) -> str:
-    try:
-        version = metadata.version("deepspeed")
-    except metadata.PackageNotFoundError:
-        raise CheckpointError("This command needs DeepSpeed's converter: pip install deepspeed") from None
+    version = version_of("deepspeed")
+    if not version:
+        raise CheckpointError("This command needs DeepSpeed's converter: pip install deepspeed")
     if since := converter_needed(states.zero_stage):
         raise CheckpointError(
             f"The converter of deepspeed {version} does not support ZeRO stage {states.zero_stage}. Install"
