@@ -23,7 +23,6 @@ from tools_checkpoints import TOOLS, Checkpoints, contents, snapshot
 from under_test import ModelCheckpoint, pl
 
 import ds_frozen_patch
-from ds_frozen_patch.checkpoint.tools.reshard import reshard_inside
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.publish import in_flight
 from ds_frozen_patch.save import background
@@ -191,13 +190,10 @@ def test_kills_in_saves(
 
 
 def work(this: ThisProcess, words: list[str], source: str, target: str) -> dict[str, Any]:
-    """Run a tool's command line, or the resharding inside a checkpoint that a load requests."""
+    """Run a tool's command line."""
     begun = time.perf_counter()
     this.arm()
-    if words:
-        assert main([*words, source, target, "-q"]) == 0
-    else:
-        reshard_inside(source, None, ranks=3)
+    assert main([*words, source, target, "-q"]) == 0
     this.disarm()
     return {"calls": this.calls, "seconds": time.perf_counter() - begun}
 
@@ -231,30 +227,3 @@ def test_kills_in_tools(
             assert contents(target) == expected
             counted(f"`kill -9` during {tool.split()[0]}", times)
             shutil.rmtree(target.parent)
-
-
-@pytest.mark.timeout(1800)
-def test_kills_in_elastic_resharding(
-    checkpoints: Checkpoints, tmp_path: Path, long: bool, counted: Callable[[str, int], None]
-) -> None:
-    """The folder that `patch(elastic=True)` writes beside the checkpoint's own is whole, or does not exist."""
-    drawn = random.Random(0)
-    log, times = tmp_path / "log", 20 if long else 3
-    shutil.copytree(checkpoints(3) / "small.ckpt", tmp_path / "alone.ckpt")
-    shutil.copytree(checkpoints(3) / "small.ckpt", tmp_path / "killed.ckpt")
-    alone, killed = tmp_path / "alone.ckpt", tmp_path / "killed.ckpt"
-    before = contents(killed)
-    what, said = forked.Process(work, log, words=[], source=str(alone), target="").outcome()
-    assert what == "returned", said
-    folder = killed / "checkpoint.ranks3"
-    for _ in range(times):
-        point = KillPoint.random(drawn, said["calls"], 1.2 * said["seconds"])
-        assert forked.Process(work, log, point, words=[], source=str(killed), target="").outcome() == ("killed", None)
-        assert contents(killed).items() >= before.items()
-        if folder.exists():
-            assert contents(folder) == contents(alone / folder.name)
-            shutil.rmtree(folder)
-    assert reshard_inside(killed, None, ranks=3) == folder.name
-    assert contents(folder) == contents(alone / folder.name)
-    assert not ds_frozen_patch.verify(killed).problems
-    counted("`kill -9` while `patch(elastic=True)` reshards", times)

@@ -17,7 +17,6 @@ from tools_checkpoints import Checkpoints, loaded, manifest_of
 
 from ds_frozen_patch import CheckpointError, prune
 from ds_frozen_patch.checkpoint.tools.output import MAX_OTHER_BYTES, copy_other_files
-from ds_frozen_patch.checkpoint.tools.reshard import reshard_inside
 from ds_frozen_patch.checkpoint.zero.layout import Layout
 from ds_frozen_patch.checkpoint.zero.masters import check_masters_match
 from ds_frozen_patch.checkpoint.zero.states import read_states
@@ -276,17 +275,6 @@ def test_links_out_of_a_checkpoint_are_refused(
         assert main([line[0], str(source), *line[1:], "--trust"]) == 0  # as of Hugging Face's cache, or of DVC
         capsys.readouterr()
     assert read_states(source, None, trust=True).layout.root == source
-
-
-def test_a_link_as_the_resharded_folder(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    source = tmp_path / "small.ckpt"
-    shutil.copytree(checkpoints(2) / "small.ckpt", source)
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "precious").touch()
-    (source / "checkpoint.ranks3").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=r"checkpoint\.ranks3 is a link"):
-        reshard_inside(source, None, ranks=3)
-    assert [item.name for item in (tmp_path / "elsewhere").iterdir()] == ["precious"]
 
 
 # Where a patched save writes.

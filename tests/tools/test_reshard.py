@@ -18,13 +18,10 @@ from tools_checkpoints import (
     of_any_save,
     raw,
     snapshot,
-    unlabel,
     weights_of,
 )
 
 from ds_frozen_patch import CheckpointError, consolidate, inspect, reshard, verify
-from ds_frozen_patch.checkpoint.names import RECORD
-from ds_frozen_patch.checkpoint.tools.reshard import reshard_inside
 from ds_frozen_patch.checkpoint.zero.labels import ELASTIC_KEY
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.manifest import KEY as MANIFEST
@@ -135,49 +132,6 @@ def test_there_and_back(checkpoints: Checkpoints, tmp_path: Path, stage: int, nu
             assert len(places) == len(set(places))
 
 
-@pytest.mark.short
-@pytest.mark.once
-@pytest.mark.parametrize("stage", [2, 3])
-def test_an_existing_resharded_folder_is_reused(checkpoints: Checkpoints, tmp_path: Path, stage: int) -> None:
-    source = tmp_path / "run.ckpt"
-    shutil.copytree(checkpoints(stage) / "small.ckpt", source)
-    before = snapshot(source)
-    assert reshard_inside(source, None, ranks=3) == "checkpoint.ranks3"
-    made = snapshot(source)
-    assert {name: made[name] for name in before} == before
-    assert {Path(name).parts[0] for name in made.keys() - before.keys()} == {"checkpoint.ranks3"}
-    assert reshard_inside(source, "checkpoint", ranks=3) == "checkpoint.ranks3"
-    assert snapshot(source) == made
-    reshard(source, tmp_path / "out.ckpt", ranks=3)
-    for file in (source / "checkpoint.ranks3").iterdir():
-        assert file.read_bytes() == (tmp_path / "out.ckpt" / "checkpoint" / file.name).read_bytes()
-    changed(max((source / "checkpoint").glob("*model_states.pt")), lambda state: state.update(mine=5))
-    reshard_inside(source, None, ranks=3)
-    assert all(made[name][1] < said[1] for name, said in snapshot(source).items() if "ranks3" in name)
-    assert not verify(source, "checkpoint.ranks3").problems
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("of", ["another save", "no save", "an older release"])
-def test_a_planted_folder_is_replaced(checkpoints: Checkpoints, tmp_path: Path, of: str) -> None:
-    """It has the name of one made for world size 3, and is newer than the checkpoint."""
-    source, other = tmp_path / "run.ckpt", tmp_path / "other.ckpt"
-    shutil.copytree(checkpoints(2) / "small.ckpt", source)
-    shutil.copytree(checkpoints(2) / "full.ckpt", other)
-    if of == "no save":
-        unlabel(source)
-        unlabel(other)
-    reshard_inside(other, None, ranks=3)
-    planted, right = other / "checkpoint.ranks3", tmp_path / "right.ckpt"
-    if of == "an older release":
-        (planted / RECORD).unlink()
-    shutil.copytree(planted, source / planted.name)
-    reshard(source, right, ranks=3)
-    reshard_inside(source, None, ranks=3)
-    for file in (source / planted.name).iterdir():
-        assert file.read_bytes() == (right / "checkpoint" / file.name).read_bytes(), file.name
-
-
 def in_every(kind: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     def do(path: Path) -> None:
         for file in path.rglob(f"*{kind}_states.pt"):
@@ -237,11 +191,17 @@ def test_what_cannot_be_resharded(checkpoints: Checkpoints, tmp_path: Path, why:
 
 @pytest.mark.once
 def test_nothing_to_do(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    for stage, ranks, why in ((0, 3, "can resume from it as it is"), (2, 2, "already is a checkpoint of 2 ranks")):
+    for stage, ranks, why in ((0, 3, "can resume from it as it is"), (2, 2, "already is a checkpoint of 2 ranks in")):
         with pytest.raises(CheckpointError, match=why):
             reshard(checkpoints(stage) / "small.ckpt", tmp_path / "out.ckpt", ranks=ranks)
-    with pytest.raises(ValueError, match="ranks must be 1 or more, not 0"):
-        reshard(checkpoints(2) / "small.ckpt", tmp_path / "out.ckpt", ranks=0)
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"ranks": 0}, "ranks must be 1 or more, not 0"),
+        ({"stage": 4}, "stage must be 0, 1, 2 or 3, not 4"),
+        ({}, "pass ranks, stage or both"),
+    )
+    for options, why in wrong:
+        with pytest.raises(ValueError, match=why):
+            reshard(checkpoints(2) / "small.ckpt", tmp_path / "out.ckpt", **options)
 
 
 @pytest.mark.short

@@ -49,7 +49,10 @@ EXAMPLES = {
   ds-frozen-patch export last.ckpt adapter --format peft
   ds-frozen-patch export last.ckpt trained.safetensors --format safetensors
 """,
-    "reshard": "\n  ds-frozen-patch reshard last.ckpt last.4gpus.ckpt --ranks 4\n",
+    "reshard": """
+  ds-frozen-patch reshard last.ckpt last.4gpus.ckpt --ranks 4
+  ds-frozen-patch reshard last.ckpt last.zero3.ckpt --stage 3 --ranks 8
+""",
     "universal": "\n  ds-frozen-patch universal last.ckpt last.universal\n",
     "verify": """
   ds-frozen-patch verify small.ckpt
@@ -148,11 +151,12 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--adapter-config", metavar="FILE", help="an adapter_config.json to use if the checkpoint contains none (peft)"
     )
-    command = add("reshard", commands.run_reshard, "convert a checkpoint to a different number of ranks")
+    command = add("reshard", commands.run_reshard, "convert a checkpoint to another number of ranks or ZeRO stage")
     _add_writing(command, "the directory to create")
     command.add_argument(
-        "--ranks", metavar="N", type=_parse_ranks, required=True, help="the new world size: nodes times devices"
+        "--ranks", metavar="N", type=_parse_ranks, help="the new world size: nodes times devices (default: as it is)"
     )
+    command.add_argument("--stage", type=int, choices=range(4), help="the new ZeRO stage (default: as it is)")
     command = add("universal", commands.run_universal, "convert a checkpoint to DeepSpeed's universal format")
     _add_writing(command, "the directory to create", trust=False)
     command = add("verify", commands.run_verify, "check that a checkpoint is complete, undamaged and consistent")

@@ -82,7 +82,12 @@ def run_export(given: argparse.Namespace) -> int:
 
 def run_reshard(given: argparse.Namespace) -> int:
     """Reshard a checkpoint."""
-    return _report(given, reshard(given.source, given.target, given.tag, ranks=given.ranks, **_common_options(given)))
+    if given.ranks is None and given.stage is None:
+        given.wrong("pass --ranks, --stage or both")
+    options = _common_options(given)
+    return _report(
+        given, reshard(given.source, given.target, given.tag, ranks=given.ranks, stage=given.stage, **options)
+    )
 
 
 def run_universal(given: argparse.Namespace) -> int:

@@ -1,8 +1,17 @@
-"""A load at another world size than the save's: the checkpoint is resharded once, and the run goes on."""
+"""A load in another ZeRO stage, precision or world size than the save's: the checkpoint is resharded for it first.
+
+The resharded files are in a temporary folder, and are removed after the load; the checkpoint stays as it is.
+"""
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from secrets import token_hex
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.zero.labels import ELASTIC_KEY
 from ..common.collectives import gather
@@ -10,91 +19,168 @@ from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..engine.owner import is_first
 from ..engine.served import attached
 from ..settings import current
-from ..workarounds.for_deepspeed import has_plain_optimizer
+from ..workarounds.for_deepspeed import has_plain_optimizer, ignores_round_robin
 from .listing import Listing, Saved
 from .load import Load
+
+if TYPE_CHECKING:
+    from ..checkpoint.zero.repartition import Target
 
 NEEDED = (ELASTIC_KEY, "ds_config", "dp_world_size")
 """What `Owner.after_load` needs of the checkpoint's own state."""
 
 
-def resharded(load: Load, listing: Listing) -> str | None:
-    """Reshard a checkpoint that cannot be loaded at this world size; every rank must call it.
+@contextmanager
+def resharded(load: Load, listing: Listing) -> Iterator[Listing]:
+    """While this lasts, `load` is of a checkpoint that the engine can load: resharded, if need be.
 
-    Returns:
-        The tag of the resharded checkpoint, or None if there is no need.
+    Every rank must call it.
+
+    Yields:
+        The listing of that checkpoint.
 
     Raises:
         CheckpointMismatchError: it cannot be loaded, or not without `patch(elastic=True)`.
         CheckpointError: the resharding failed.
     """
+    if not _needs_resharding(load, listing):
+        yield listing
+        return
+    source, tag, scaling = load.source, load.tag, _loss_scaling(load.engine)
+    folder, is_made_here = _reshard(load, listing)
+    try:
+        load.source, load.tag = str(folder), listing.tag
+        yield load.list_files()
+        gather(())  # no rank reads the files any more
+    finally:
+        load.source, load.tag = source, tag
+        if is_made_here:
+            shutil.rmtree(folder, ignore_errors=True)
+    _keep_loss_scaling(load.engine, scaling)
+
+
+def _needs_resharding(load: Load, listing: Listing) -> bool:
     engine, known, saved = load.engine, attached(load.engine), listing.saved
     if saved is None or known is None:
-        return None  # `Load.check` reports what is wrong
+        return False  # `Load.check` reports what is wrong
     stage, ranks = known.topology.stage, known.topology.ranks
-    if load.restores_optimizer and not has_plain_optimizer(engine):
-        _check_stages(saved, stage)
-        fits = saved.ranks == ranks
-    else:
+    if not load.restores_optimizer:
         # Without an optimizer every rank reads all files, but DeepSpeed looks for one of its own.
         fits = stage < 3 or saved.stage < 3 or saved.ranks >= ranks
+        if current().elastic:
+            fits &= (saved.stage < 3 or stage == 3) and (saved.stage > 0 or stage < 3)
+        before, now = [f"at world size {saved.ranks}"], [f"at {ranks}"]
+    else:
+        before, now = _differences(engine, saved, listing, stage, ranks)
+        fits = not before
     if fits:
-        return None
+        return False
     if load.is_on_own_disks:
         raise CheckpointMismatchError(
-            f"The checkpoint was saved at world size {saved.ranks} on disks of their own, and cannot be loaded at"
-            f" {ranks}. Copy the files of all nodes into one folder, and reshard that:"
-            f" ds-frozen-patch reshard FOLDER NEW --ranks {ranks}"
+            f"The checkpoint was saved {' '.join(before)} on disks of their own, and cannot be loaded {' '.join(now)}."
+            " Copy the files of all nodes into one folder, and reshard that:"
+            f" ds-frozen-patch reshard FOLDER NEW --stage {stage} --ranks {ranks}"
         )
     if not current().elastic:
-        raise CheckpointMismatchError(_offer(load.source, saved, ranks))
-    return _reshard(load, saved, ranks)
+        raise CheckpointMismatchError(_offer(load.source, saved, stage, ranks, before, now))
+    return True
 
 
-def _check_stages(saved: Saved, stage: int) -> None:
-    if saved.in_parts and (saved.stage == 3) == (stage == 3):
-        return
-    raise CheckpointMismatchError(
-        f"The checkpoint was saved in ZeRO stage {saved.stage}, and its optimizer cannot be loaded in stage {stage}:"
-        f" that works only between stages 1 and 2. Resume in stage {saved.stage}, or start a new run from its weights:"
-        " ds_frozen_patch.load_trainable(module, path)."
-    )
+def _differences(engine: Any, saved: Saved, listing: Listing, stage: int, ranks: int) -> tuple[list[str], list[str]]:
+    """In what the save and this run differ so that DeepSpeed cannot load the optimizer: then, and now."""
+    is_plain = has_plain_optimizer(engine)
+    if is_plain and not saved.in_parts:
+        return [], []
+    kinds = [
+        3 if at == 3 else 0 if plain else 1 for at, plain in ((saved.stage, not saved.in_parts), (stage, is_plain))
+    ]
+    before, now = [], []
+    if saved.ranks != ranks and not is_plain:
+        before.append(f"at world size {saved.ranks}")
+        now.append(f"at {ranks}")
+    if kinds[0] != kinds[1]:
+        before.append(f"in ZeRO stage {saved.stage}")
+        now.append(f"in stage {stage}")
+    if kinds[0] and kinds[1] and listing.optimizer[0].startswith("bf16_") != engine.bfloat16_enabled():
+        precisions = ("in bf16", "in fp16 or fp32")
+        before.append(precisions[engine.bfloat16_enabled()])
+        now.append(precisions[not engine.bfloat16_enabled()])
+    return before, now
 
 
-def _offer(load_dir: str, saved: Saved, ranks: int) -> str:
+def _offer(source: str, saved: Saved, stage: int, ranks: int, before: list[str], now: list[str]) -> str:
     offer = " Pass patch(elastic=True) or set DS_FROZEN_PATCH_ELASTIC=1 to reshard it automatically."
+    options = f"--ranks {ranks}" if saved.stage == stage else f"--stage {stage} --ranks {ranks}"
+    by_hand = f" To reshard it by hand: ds-frozen-patch reshard {source} NEW {options}, then load NEW."
     return (
-        f"The checkpoint was saved at world size {saved.ranks}, and DeepSpeed cannot load it at {ranks}."
+        f"The checkpoint was saved {' '.join(before)}, and DeepSpeed cannot load it {' '.join(now)}."
         + (offer if current().elastic is None else "")
-        + f" To reshard it by hand: ds-frozen-patch reshard {load_dir} NEW --ranks {ranks}, then load NEW. For the same"
-        " optimizer steps as before, keep world size x batch size x accumulate_grad_batches."
+        + (by_hand if (saved.stage, saved.ranks) != (stage, ranks) else "")
+        + (
+            " For the same optimizer steps as before, keep world size x batch size x accumulate_grad_batches."
+            if saved.ranks != ranks
+            else ""
+        )
     )
 
 
-def _reshard(load: Load, saved: Saved, ranks: int) -> str:
-    """Reshard once, and raise an error of rank 0 on all."""
-    from ..checkpoint.tools.reshard import reshard_inside
+def _target(engine: Any, stage: int, ranks: int) -> Target:
+    """What an engine loads."""
+    from deepspeed import __version__
+
+    from ..checkpoint.zero.repartition import Target
+
+    precision = "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32"
+    round_robin = bool(engine.zero_round_robin_gradients()) and not ignores_round_robin(__version__, stage)
+    return Target(ranks, stage, precision, engine.zero_sub_group_size(), round_robin)
+
+
+def _reshard(load: Load, listing: Listing) -> tuple[Path, bool]:
+    """Reshard once on each disk, and raise an error of one rank on all.
+
+    Returns:
+        The folder, and whether this rank has made it.
+    """
+    from ..checkpoint.tools.reshard import reshard_for_load
 
     owner, source = load.owner, Path(load.source)
-    folder, error = "", ""
-    if is_first(owner):
-        try:
-            folder = reshard_inside(source, load.tag, ranks=ranks, quiet=False)
-        except Exception as failure:  # the other ranks wait for this one
-            error = str(failure) if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}."
-    everyone = gather((folder, error))
-    if errors := [text for _, text in everyone if text]:
+    (name, *_) = gather(f"ds_frozen_patch-{token_hex(8)}")
+    folder, error, is_made_here = Path(tempfile.gettempdir(), name), "", False
+    known, saved = attached(load.engine), listing.saved
+    assert known is not None
+    assert saved is not None
+    target = _target(load.engine, known.topology.stage, known.topology.ranks)
+    try:
+        folder.mkdir(mode=0o700)
+        is_made_here = True
+        reshard_for_load(source, listing.tag, folder, target)
+    except FileExistsError:  # by another rank with the same disk
+        pass
+    except Exception as failure:  # the other ranks wait for this one
+        error = str(failure) if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}."
+    if errors := [text for text in gather(error) if text]:
+        shutil.rmtree(folder, ignore_errors=True)
         raise CheckpointError(
-            f"{errors[0]} The checkpoint was to be resharded from world size {saved.ranks} to {ranks}, into a folder of"
-            f" its own directory. To do it elsewhere: ds-frozen-patch reshard {source} NEW --ranks {ranks}"
+            f"{errors[0]} The checkpoint was to be resharded from world size {saved.ranks} to {target.ranks}, into a"
+            f" folder in {folder.parent}. To use another disk, set TMPDIR. To do it once: ds-frozen-patch reshard"
+            f" {source} NEW --stage {target.stage} --ranks {target.ranks}"
         )
-    made: str = everyone[0][0]
     if is_first(owner):
         owner.logger.info(
-            "The checkpoint was saved at world size %d; it is loaded at %d from %s/%s.",
+            "The checkpoint was saved in ZeRO stage %d at world size %d; it was resharded for stage %d at %d.",
+            saved.stage,
             saved.ranks,
-            ranks,
-            source,
-            made,
+            target.stage,
+            target.ranks,
         )
-    return made
+    return folder, is_made_here
+
+
+def _loss_scaling(engine: Any) -> tuple[Any, Any]:
+    return getattr(engine.optimizer, "loss_scaler", None), getattr(engine.optimizer, "dynamic_loss_scale", None)
+
+
+def _keep_loss_scaling(engine: Any, before: tuple[Any, Any]) -> None:
+    """Keep the run's own scaler of losses in fp16, if the checkpoint is of a run that did not scale them."""
+    if before[1] and not engine.optimizer.dynamic_loss_scale:
+        engine.optimizer.loss_scaler, engine.optimizer.dynamic_loss_scale = before

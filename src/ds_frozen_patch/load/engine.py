@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.zero.labels import ELASTIC_KEY, LABEL, UNIVERSAL_INFO
+from ..checkpoint.zero.labels import ELASTIC_KEY, LABEL, PLAIN_GROUPS, UNIVERSAL_INFO
 from ..checkpoint.zero.layout import latest_tag
 from ..common.errors import CheckpointError
 from ..common.overrides import Attributes, overridden, set_to
@@ -65,16 +65,16 @@ def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
         if is_alone and listing.is_empty:  # DeepSpeed returns None, and a run may begin like this
             load.agree("no checkpoint")
             return wrapped(*call.args, **call.kwargs)
-        if (folder := elastic.resharded(load, listing)) is not None:
-            load.tag = folder
-            listing = load.list_files()
-        load.check(listing)
-        if load.record is not None:
-            load.may_be_missing = _check_base(load, {}, load.record.manifest, call.arguments["load_module_strict"])
-        call.arguments["load_dir"], call.arguments["tag"] = load.source, load.tag
-        is_shared = listing.tag is not None  # else ranks may read different numbers of files
-        with _noticing_another_base(known, engine), overridden(sharing_reads(load) if is_shared else []):
-            path, client_state = wrapped(*call.args, **call.kwargs)
+        with elastic.resharded(load, listing) as listing:
+            load.check(listing)
+            if load.record is not None:
+                load.may_be_missing = _check_base(load, {}, load.record.manifest, call.arguments["load_module_strict"])
+            call.arguments["load_dir"], call.arguments["tag"] = load.source, load.tag
+            is_shared = listing.tag is not None  # else ranks may read different numbers of files
+            with _noticing_another_base(known, engine), overridden(sharing_reads(load) if is_shared else []):
+                path, client_state = wrapped(*call.args, **call.kwargs)
+        if path is not None and call.arguments["load_dir"] != load.source:  # it was read from a temporary folder
+            path = str(Path(load.source, call.arguments["tag"], Path(path).name))
     cures.forget_second_copies(engine)
     if load.restores_optimizer and cures.forgets_optimizer_on_nvme(engine):
         warn(load.owner, cures.FORGETS_OPTIMIZER_ON_NVME)
@@ -114,7 +114,7 @@ def _load_by_deepspeed(wrapped: Callable[..., Any], engine: Any, args: tuple[Any
 
 
 def _remove_ours(client_state: dict[str, Any]) -> None:
-    for key in (KEY, LABEL, ELASTIC_KEY):
+    for key in (KEY, LABEL, ELASTIC_KEY, PLAIN_GROUPS):
         client_state.pop(key, None)
     for key, value in UNIVERSAL_INFO.items():
         if client_state.get(key) == value:

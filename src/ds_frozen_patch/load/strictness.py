@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from ..checkpoint.zero.labels import PLAIN_GROUPS
 from ..common.errors import CheckpointMismatchError, named
+from ..engine.groups import plain_groups
 from ..manifest import Manifest
 from ..parameters import PARAMETER, PART, ModuleTensor, frozen_names, names_by_parameter, names_in_state_dict, plain
 from ..workarounds.for_deepspeed import has_plain_optimizer
@@ -124,20 +126,24 @@ def check_optimizer_state(checkpoint: Mapping[str, Any], engine: Any) -> None:
 
 
 def check_optimizer_layout(checkpoint: Mapping[str, Any], engine: Any) -> None:
-    """Check that ZeRO's flat partitions are of the parameters that the optimizer has now.
+    """Check that the optimizer's state is of the parameters that the optimizer has now.
 
-    DeepSpeed compares only their total size, and in ZeRO-3 the module's state dict has placeholders, so parameters of
-    other shapes would silently get the wrong values.
+    DeepSpeed compares only the total size of ZeRO's flat partitions, and torch the number of parameters; in ZeRO-3 the
+    module's state dict has placeholders. So parameters of other shapes would silently get the wrong values.
 
     Raises:
         CheckpointMismatchError: they are not.
     """
-    saved_groups = checkpoint.get("param_shapes")
+    saved_groups = checkpoint.get("param_shapes") or checkpoint.get(PLAIN_GROUPS)
     if not saved_groups or not hasattr(engine.optimizer, "load_state_dict"):
+        return
+    is_plain = has_plain_optimizer(engine)
+    now_groups = plain_groups(engine) if is_plain else engine._get_zero_param_shapes()
+    if is_plain and not now_groups:
         return
     saved_groups, now_groups = (
         [{plain(name): tuple(shape) for name, shape in group.items()} for group in groups]
-        for groups in (saved_groups, engine._get_zero_param_shapes())
+        for groups in (saved_groups, now_groups)
     )
     saved = {name: shape for group in saved_groups for name, shape in group.items()}
     now = {name: shape for group in now_groups for name, shape in group.items()}

@@ -13,11 +13,12 @@ from typing import Any
 
 from .. import manifest
 from ..checkpoint.record import Record
-from ..checkpoint.zero.labels import ELASTIC_KEY, UNIVERSAL_INFO
+from ..checkpoint.zero.labels import ELASTIC_KEY, PLAIN_GROUPS, UNIVERSAL_INFO
 from ..common.errors import named
 from ..common.overrides import overridden
 from ..common.text import human_bytes
 from ..engine.frozen import in_partitions
+from ..engine.groups import plain_groups
 from ..engine.owner import is_first, warn
 from ..engine.served import attached
 from ..engine.topology import is_expert, shard_of
@@ -64,6 +65,8 @@ def _save(wrapped: Callable[..., Any], call: inspect.BoundArguments, save: Save)
     if save.attached.loss_factor != 1:
         ours[ELASTIC_KEY] = {"loss_factor": save.attached.loss_factor}
     topology = save.attached.topology
+    if topology.stage == 0 and (groups := plain_groups(engine)):
+        ours[PLAIN_GROUPS] = groups
     needed = UNIVERSAL_INFO if topology.stage in (1, 2) and not topology.is_divided else {}
     call.arguments["client_state"] = {**needed, **(call.arguments.get("client_state") or {}), **ours}
     if settings().export and topology.is_divided:

@@ -1,21 +1,17 @@
-"""Convert a checkpoint to a different number of ranks, for DeepSpeed to load as usual.
+"""Convert a checkpoint to another ZeRO stage or number of ranks, for DeepSpeed to load as usual.
 
-Only the optimizer's state, and in ZeRO-3 the frozen parameters of a full checkpoint, are sharded by rank. They are
-sharded anew; everything else is kept, so nothing is lost that a load restores.
+Only the optimizer's state, and in ZeRO-3 the parameters, are sharded by rank. They are sharded anew; everything else is
+kept, so nothing is lost that a load restores.
 """
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...common.errors import CheckpointError
 from ...common.text import human_bytes, printable
-from ..record import identify, read_record
-from ..zero.labels import resharded_save_id
-from ..zero.layout import find_layout
-from ..zero.repartition import plan_repartition
+from ..zero.repartition import Target, plan_repartition
 from ..zero.states import read_states
 from .output import check_output, copy_other_files, new_output
 
@@ -27,7 +23,8 @@ class Resharded:
     Attributes:
         source: the path of the checkpoint, as passed.
         target: the path of the output, as passed.
-        zero_stage: 1 to 3, of both.
+        zero_stage: 0 to 3, of the target.
+        zero_stage_before: that of the source.
         ranks_before: the world size of the source.
         ranks: the world size of the target.
         size: the size of the written tensors, in bytes.
@@ -36,15 +33,17 @@ class Resharded:
     source: str
     target: str
     zero_stage: int
+    zero_stage_before: int
     ranks_before: int
     ranks: int
     size: int
 
     def __str__(self) -> str:
-        return printable(
-            f"{self.target}: {human_bytes(self.size)}, ZeRO stage {self.zero_stage}, for {self.ranks} ranks instead of"
-            f" {self.ranks_before}."
+        stage, ranks = (
+            f"{now}" if now == before else f"{now} instead of {before}"
+            for now, before in ((self.zero_stage, self.zero_stage_before), (f"{self.ranks} ranks", self.ranks_before))
         )
+        return printable(f"{self.target}: {human_bytes(self.size)}, ZeRO stage {stage}, for {ranks}.")
 
 
 def reshard(
@@ -52,40 +51,52 @@ def reshard(
     target: str | Path,
     tag: str | None = None,
     *,
-    ranks: int,
+    ranks: int | None = None,
+    stage: int | None = None,
     trust: bool = False,
     dry_run: bool = False,
     quiet: bool = True,
 ) -> Resharded:
-    """Write the checkpoint that `ranks` ranks would have saved.
+    """Write the checkpoint that another number of ranks, or another ZeRO stage, would have saved.
 
-    A run with that world size resumes from it as from its own checkpoints. The source can be trainable-only or full, of
-    ZeRO 1 to 3, and of any optimizer whose state is elementwise. Time is proportional to the size; memory holds a few
-    MiB and the files' pickles; only the result takes disk space.
+    Such a run resumes from it as from its own checkpoints. The source can be trainable-only or full, of any optimizer
+    whose state is elementwise. Time is proportional to the size; memory holds a few MiB and the files' pickles; only
+    the result takes disk space.
 
     Args:
         source: the directory of a DeepSpeed checkpoint. It is not changed.
         target: the directory to create.
         tag: the subdirectory to read; by default the one named in `latest`.
-        ranks: the new world size: nodes times devices.
+        ranks: the new world size, nodes times devices; by default that of the source.
+        stage: the new ZeRO stage, 0 to 3; by default that of the source.
         trust: accept files that name unexpected classes, and links out of the checkpoint. No code of theirs is run.
         dry_run: write nothing.
         quiet: do not show progress on stderr.
 
     Returns:
-        The world sizes before and after.
+        The stages and world sizes before and after.
 
     Raises:
         CheckpointError: the source is missing, damaged, or cannot be resharded; the target exists, or cannot be
             written. Nothing is left there.
-        ValueError: `ranks` is less than 1.
+        ValueError: `ranks` is less than 1, `stage` is not 0 to 3, or both are None.
     """
+    if ranks is None and stage is None:
+        raise ValueError("pass ranks, stage or both")
     states = read_states(source, tag, trust)
-    if states.world_size == ranks and states.layout.optimizer:
-        raise CheckpointError(f"{source} already is a checkpoint of {ranks} ranks.")
-    resharded = plan_repartition(states, ranks)
+    now = Target(states.world_size if ranks is None else ranks, states.zero_stage if stage is None else stage)
+    if now == Target(states.world_size, states.zero_stage):
+        raise CheckpointError(f"{source} already is a checkpoint of {now.ranks} ranks in ZeRO stage {now.stage}.")
+    if now.stage == states.zero_stage == 0:
+        raise CheckpointError(
+            f"{source} has ZeRO stage 0, and its optimizer's state is not sharded by rank: any number of ranks can"
+            " resume from it as it is."
+        )
+    resharded = plan_repartition(states, now)
     path, root = Path(target), states.layout.root
-    done = Resharded(str(source), str(target), states.zero_stage, states.world_size, ranks, resharded.size)
+    done = Resharded(
+        str(source), str(target), now.stage or 0, states.zero_stage, states.world_size, now.ranks, resharded.size
+    )
     if dry_run:
         check_output(path, root)
         return done
@@ -97,33 +108,20 @@ def reshard(
     return done
 
 
-def reshard_inside(source: str | Path, tag: str | None, *, ranks: int, quiet: bool = True) -> str:
-    """Create a subdirectory for `ranks` ranks inside a checkpoint, beside the one of the tag, unless it exists.
+def reshard_for_load(source: str | Path, tag: str | None, target: str | Path, engine: Target) -> None:
+    """Write the checkpoint that an engine can load, into an empty folder.
 
-    It stays with the checkpoint, wherever that is moved. It is created anew if it was made from other files, because
-    these have been overwritten since.
-
-    Returns:
-        The name of the subdirectory, for DeepSpeed to use as the tag.
+    Args:
+        source: the directory of a DeepSpeed checkpoint.
+        tag: the subdirectory to read.
+        target: the folder.
+        engine: what it is for.
 
     Raises:
         CheckpointError: as `reshard`.
     """
-    layout = find_layout(source, tag)
-    folder = layout.root / f"{layout.tag}.ranks{ranks}"
-    if folder.is_symlink():
-        raise CheckpointError(f"{folder} is a link, not a directory that was created for {ranks} ranks. Remove it.")
-    if folder.is_dir():
-        record = read_record(folder)
-        if record is not None and record.save == resharded_save_id(identify(layout.files), ranks):
-            return folder.name
-        shutil.rmtree(folder)
-    try:
-        resharded = plan_repartition(read_states(source, tag, trust=True), ranks)
-        with new_output(folder) as made:
-            made.mkdir()
-            resharded.write(made, quiet)
-    except CheckpointError:
-        if not folder.is_dir():  # else another job has just created it
-            raise
-    return folder.name
+    states = read_states(source, tag, trust=True)
+    resharded = plan_repartition(states, engine)
+    folder = Path(target) / states.layout.tag
+    folder.mkdir()
+    resharded.write(folder, quiet=False)

@@ -14,7 +14,7 @@ from ..format.archive import read_archive
 from ..format.records import from_stored
 from ..names import WEIGHTS_FILE
 from ..zero.entries import read_entries, storage_place
-from ..zero.labels import ELASTIC_KEY, LABEL
+from ..zero.labels import ELASTIC_KEY, LABEL, PLAIN_GROUPS
 from ..zero.opening import open_checkpoint
 from ..zero.states import DEEPSPEEDS_OWN, check_instantiator
 from ..zero.weights import Weights, check_total_size
@@ -58,7 +58,9 @@ def open_source(path: str | Path, tag: str | None, trust: bool) -> Source:
     states = checkpoint.states
     return Source(
         path=states.layout.root,
-        content={k: v for k, v in states.models[0].items() if k not in (*DEEPSPEEDS_OWN, ELASTIC_KEY, LABEL)},
+        content={
+            k: v for k, v in states.models[0].items() if k not in (*DEEPSPEEDS_OWN, ELASTIC_KEY, LABEL, PLAIN_GROUPS)
+        },
         weights=checkpoint.weights,
         manifest=states.manifest,
         lacks_frozen=bool(states.manifest.left_out if states.manifest else states.leaves_out_frozen),

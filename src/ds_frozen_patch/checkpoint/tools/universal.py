@@ -24,7 +24,7 @@ from ...workarounds.for_deepspeed import converter_needed, converter_reads_one_g
 from ..format.allowed import OF_DEEPSPEED
 from ..format.stored import ITEM_SIZES, Size, StandIn, StoredTensor, stand_in
 from ..zero.labels import ELASTIC_KEY, LABEL, UNIVERSAL_INFO
-from ..zero.repartition import Repartition, plan_repartition
+from ..zero.repartition import Repartition, Target, plan_repartition
 from ..zero.states import States, parameter_groups, read_states
 from .output import check_output, copy_other_files, new_output
 
@@ -100,7 +100,7 @@ def universal(
     """
     states = read_states(source, tag, trust=False)  # DeepSpeed unpickles it
     version = _check_deepspeed(states)
-    of_one = plan_repartition(states, 1, sub_group_size=inf)
+    of_one = plan_repartition(states, Target(1, sub_group_size=inf))
     _check_convertible(states, of_one, version)
     path, root = Path(target), states.layout.root
     given = _sanitize(of_one, root)
@@ -124,6 +124,11 @@ def universal(
 
 def _check_deepspeed(states: States) -> str:
     version = version_of("deepspeed")
+    if not states.layout.optimizer:
+        raise CheckpointError(
+            f"{states.layout.root} cannot be converted: DeepSpeed's converter reads only checkpoints of ZeRO 1 to 3."
+            " First convert it to another stage: ds-frozen-patch reshard --stage 1"
+        )
     if not version:
         raise CheckpointError("This command needs DeepSpeed's converter: pip install deepspeed")
     if since := converter_needed(states.zero_stage):

@@ -21,6 +21,9 @@ ELASTIC_KEY = "ds_frozen_patch_elastic"
 Its "world_size" is that of the run that trained a resharded checkpoint, its "loss_factor" that of `engine.loss`.
 """
 
+PLAIN_GROUPS = "ds_frozen_patch_param_shapes"
+"""The key of what DeepSpeed saves as `param_shapes` from ZeRO-1 on, in a checkpoint of stage 0."""
+
 UNIVERSAL_INFO = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
 """What DeepSpeed's universal converter requires in the state of a checkpoint of ZeRO 1 or 2."""
 
@@ -36,9 +39,9 @@ def get_label(state: Any) -> Mapping[str, Any]:
     return label if isinstance(label, Mapping) else {}
 
 
-def resharded_save_id(origin: str, ranks: int) -> str:
+def resharded_save_id(origin: str, stage: int, ranks: int) -> str:
     """The save id of a checkpoint that was resharded from files with this id (see `record.identify`)."""
-    return f"{origin} for {ranks} ranks"
+    return f"{origin} in stage {stage} for {ranks} ranks"
 
 
 def add_label(state: Mapping[str, Any], save_id: str, file: str, has_record: bool) -> dict[str, Any]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 from ..format.records import Piece, Records, TensorSource
 from ..format.stored import ITEM_SIZES, Storage, StoredTensor
 from ..format.zip_directory import CHUNK_BYTES
-from .partitions import Range
 
 
 class NewTensors:
@@ -25,17 +26,15 @@ class NewTensors:
         self.pieces[storage] = list(pieces)
         return StoredTensor(storage, dtype, 0, (count,), (1,))
 
-    def recut(self, flats: Mapping[tuple[int, int], StoredTensor], ranges: Sequence[Range | int]) -> StoredTensor:
-        """Add a flat tensor of ranges of others, which are listed by rank and group."""
-
-        def piece(item: Range) -> Piece:
-            flat = flats[item.rank, item.group]
-            return Piece(flat.storage, flat.offset + item.begin, item.count)
-
-        taken = [flats[item.rank, item.group] for item in ranges if isinstance(item, Range)]
-        like = (taken or list(flats.values()))[0]
-        made = self.flat(like.dtype, [piece(item) if isinstance(item, Range) else item for item in ranges])
+    def flat_like(self, like: StoredTensor, pieces: Iterable[Piece | int]) -> StoredTensor:
+        """Add a flat tensor of pieces and zeros, of the dtype and kind of another tensor."""
+        made = self.flat(like.dtype, list(pieces))
         return replace(like, storage=made.storage, offset=0, shape=made.shape, stride=made.stride)
+
+    def whole_like(self, like: StoredTensor, pieces: Iterable[Piece | int], shape: Sequence[int]) -> StoredTensor:
+        """Add a contiguous tensor of a shape, of the dtype and kind of another tensor."""
+        strides = list(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if shape else []
+        return replace(self.flat_like(like, pieces), shape=tuple(shape), stride=tuple(strides))
 
     def copy(self, value: Any) -> Any:
         """Copy a tensor: ranks that shared one step counter would each count the other's steps."""

@@ -7,7 +7,6 @@ one shard of it. ZeRO-3: each parameter is flattened, padded and sharded; a sub-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 
@@ -18,16 +17,6 @@ ALIGNMENT = 2
 """In ZeRO 1 and 2, a shard of a group begins at a multiple of this many elements (`nccl_start_alignment_factor`)."""
 SUB_GROUP_SIZE = 1_000_000_000
 """DeepSpeed's default for `sub_group_size` in ZeRO-3, in elements."""
-
-
-@dataclass(frozen=True)
-class Range:
-    """`count` elements of a rank's shard of a group, from `begin` on."""
-
-    rank: int
-    group: int
-    begin: int
-    count: int
 
 
 def group_shard_size(group: Shapes, ranks: int) -> int:
@@ -66,54 +55,6 @@ def parameter_slices(group: Shapes, ranks: int, rank: int) -> Iterator[tuple[str
         begin, end = max(rank * part, offset), min((rank + 1) * part, offset + prod(group[name]))
         if begin < end:
             yield name, begin - offset, begin - rank * part, end - begin
-
-
-def reshard_group(old: Shapes, new: Shapes, index: int, before: int, ranks: int, rank: int) -> list[Range | int]:
-    """The ranges of existing shards that a new shard of a group consists of in ZeRO 1 and 2, then its padding.
-
-    Args:
-        old: the group, in its current order.
-        new: the group, in its new order.
-        index: the index of the group.
-        before: the current world size.
-        ranks: the new world size.
-        rank: the rank of the new shard.
-    """
-    begins, part = parameter_offsets(old), group_shard_size(old, before)
-    found: list[Range | int] = []
-    zeros = group_shard_size(new, ranks)
-    for name, at, _, count in parameter_slices(new, ranks, rank):
-        begin, end = begins[name] + at, begins[name] + at + count
-        while begin < end:
-            taken = min(end, (begin // part + 1) * part) - begin
-            found.append(Range(begin // part, index, begin % part, taken))
-            begin += taken
-        zeros -= count
-    return [*found, zeros]
-
-
-def reshard_parameter(
-    shape: Sequence[int], before: int, ranks: int, rank: int, group: int = 0, offset: int = 0
-) -> list[Range | int]:
-    """The ranges of existing shards that a new shard of a parameter consists of in ZeRO-3, then its padding.
-
-    Args:
-        shape: the parameter's.
-        before: the current world size.
-        ranks: the new world size.
-        rank: the rank of the new shard.
-        group: the index of its current sub-group.
-        offset: the offset of its shard in a rank's shard of that sub-group.
-    """
-    old, new = parameter_shard_size(shape, before), parameter_shard_size(shape, ranks)
-    first, last = (min(edge * new, prod(shape)) for edge in (rank, rank + 1))
-    found: list[Range | int] = []
-    begin = first
-    while begin < last:
-        taken = min(last, (begin // old + 1) * old) - begin
-        found.append(Range(begin // old, group, offset + begin % old, taken))
-        begin += taken
-    return [*found, new - (last - first)]
 
 
 def round_robin_order(group: Shapes, ranks: int) -> Shapes:

@@ -18,7 +18,7 @@ from ..format.records import Records, from_stored
 from ..format.stored import StandIn, StoredTensor, is_shape, iter_tensors
 from ..quantization import parse_subclass
 from ..record import Record
-from .labels import get_label
+from .labels import PLAIN_GROUPS, get_label
 from .layout import Layout, check_links_stay_inside, find_layout
 
 DEEPSPEEDS_OWN = frozenset(
@@ -156,10 +156,11 @@ def _check_value_types(file: Path, state: Mapping[str, Any]) -> None:
     def are_shapes(value: Any) -> bool:
         return _is_mapping(value, lambda shape: is_shape(tuple(shape) if isinstance(shape, list) else shape))
 
-    groups = state.get("param_shapes")
+    groups, plain = state.get("param_shapes"), state.get(PLAIN_GROUPS)
     sound = {
         "module": _is_mapping(state["module"]),
         "param_shapes": not isinstance(groups, list) or all(are_shapes(group) for group in groups),
+        PLAIN_GROUPS: not isinstance(plain, list) or all(are_shapes(group) for group in plain),
         "shared_params": _is_mapping(state.get("shared_params"), is_name),
         "frozen_param_shapes": are_shapes(state.get("frozen_param_shapes")),
         "frozen_param_fragments": _is_mapping(
@@ -324,9 +325,17 @@ def _zero_config(model: Mapping[str, Any]) -> Mapping[str, Any]:
     return zero if isinstance(zero, Mapping) else {}
 
 
+def zero_setting(states: States, name: str) -> Any:
+    """A setting in the section on ZeRO of the run's configuration."""
+    return _zero_config(states.models[0]).get(name)
+
+
 def parameter_groups(model: Mapping[str, Any]) -> list[dict[str, tuple[int, ...]]]:
-    """For each parameter group of the optimizer, the shapes of its parameters by name."""
-    groups = model.get("param_shapes")
+    """For each parameter group of the optimizer, the shapes of its parameters by name; in ZeRO-3 for each sub-group.
+
+    DeepSpeed does not save them in stage 0; we do since release 0.3.
+    """
+    groups = model.get("param_shapes") or model.get(PLAIN_GROUPS)
     return [dict(group) for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
 
 

@@ -1,0 +1,190 @@
+"""Shard trained parameters as the optimizer of a ZeRO stage saves them: the inverse of `trained`."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ..format.records import Piece
+from ..format.stored import stand_in
+from .new_tensors import NewTensors
+from .partitions import (
+    Shapes,
+    group_shard_size,
+    parameter_shard_size,
+    parameter_slices,
+    round_robin_order,
+    split_into_sub_groups,
+)
+from .trained import BASE_STATE, MASTERS, Group, Trained, Values
+
+_COMMON = ("loss_scaler", "dynamic_loss_scale", "overflow")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """`count` elements of a parameter from `begin` on, then `padding` zeros."""
+
+    of: Trained
+    begin: int
+    count: int
+    padding: int = 0
+
+    def pieces(self, values: Values | None) -> Iterator[Piece | int]:
+        """Those of the master or of the optimizer's state; zeros where the optimizer has none yet."""
+        if values is None:
+            yield self.count
+        else:
+            yield from values.part(self.begin, self.count)
+        if self.padding:
+            yield self.padding
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """The optimizer's states of all ranks, and what the model's file says of its parameters."""
+
+    groups: list[Shapes]
+    optimizers: list[dict[str, Any]]
+
+
+def in_stage_0(groups: Sequence[Group], made: NewTensors) -> dict[str, Any]:
+    """The state of the optimizer in stage 0, which is not sharded."""
+    state: dict[int, Any] = {}
+    settings = []
+    for group in groups:
+        first = len(state)
+        kept = keys_of(group.parameters.values())
+        for parameter in group.parameters.values():
+            state[len(state)] = {
+                key: made.whole_like(value.like, _all(parameter, key, value), parameter.shape)
+                if isinstance(value, Values)
+                else made.copy(parameter.state.get(key, value))
+                for key, value in kept.items()
+            }
+        settings.append({**group.settings, "params": list(range(first, len(state)))})
+    return {"state": {index: item for index, item in state.items() if item}, "param_groups": settings}
+
+
+def _all(parameter: Trained, key: str, value: Values) -> Iterator[Piece | int]:
+    return Slice(parameter, 0, prod(parameter.shape)).pieces(parameter.state.get(key))
+
+
+def in_groups(
+    groups: Sequence[Group], ranks: int, round_robin: bool, like: Mapping[str, Any], made: NewTensors
+) -> Sharded:
+    """In ZeRO 1 and 2: each group is one flat tensor.
+
+    Args:
+        groups: of the optimizer.
+        ranks: the world size.
+        round_robin: whether parameters are ordered by `round_robin_gradients`.
+        like: a rank's state, whose other entries are kept.
+        made: the new tensors.
+    """
+    shapes = [round_robin_order(group.shapes, ranks) if round_robin else group.shapes for group in groups]
+    optimizers = []
+    for rank in range(ranks):
+        masters, states, paddings = [], {}, []
+        for index, (group, order) in enumerate(zip(groups, shapes, strict=True)):
+            cut = [Slice(group.parameters[n], at, count) for n, at, _, count in parameter_slices(order, ranks, rank)]
+            padding = group_shard_size(order, ranks) - sum(item.count for item in cut)
+            masters.append(_flat(group, cut, None, 0, made))  # masters are saved without padding
+            states[index] = _state(group, cut, padding, made)
+            paddings.append(padding)
+        changed = {
+            BASE_STATE[2]: {
+                **like[BASE_STATE[2]],
+                "state": {index: kept for index, kept in states.items() if kept},
+                "param_groups": [{**group.settings, "params": [index]} for index, group in enumerate(groups)],
+            },
+            MASTERS[2]: masters,
+            "group_paddings": paddings,
+            "partition_count": [ranks] * len(groups),
+            "param_slice_mappings": [_fragment_addresses(group.shapes, ranks, rank) for group in groups],
+        }
+        optimizers.append({**like, **{key: value for key, value in changed.items() if key in like}})
+    return Sharded(shapes, optimizers)
+
+
+def in_sub_groups(
+    groups: Sequence[Group], ranks: int, size: float, like: Mapping[str, Any], made: NewTensors
+) -> Sharded:
+    """In ZeRO-3: each parameter is sharded, and the shards of some are a sub-group.
+
+    Args:
+        groups: of the optimizer.
+        ranks: the world size.
+        size: the size of a sub-group.
+        like: a rank's state, whose other entries are kept.
+        made: the new tensors.
+    """
+    shapes: list[Shapes] = []
+    homes: list[Group] = []
+    settings = []
+    for group in groups:
+        parts = split_into_sub_groups(group.shapes, ranks, size) if group.parameters else []
+        settings.append({**group.settings, "params": list(range(len(shapes), len(shapes) + len(parts)))})
+        shapes += parts
+        homes += [group] * len(parts)
+    optimizers = []
+    for rank in range(ranks):
+        cuts = [
+            [shard_of(group.parameters[name], ranks, rank) for name in part]
+            for group, part in zip(homes, shapes, strict=True)
+        ]
+        states = [_state(group, cut, 0, made) for group, cut in zip(homes, cuts, strict=True)]
+        optimizers.append(
+            {
+                **like,
+                BASE_STATE[3]: {
+                    **like[BASE_STATE[3]],
+                    "state": {index: kept for index, kept in enumerate(states) if kept},
+                    "param_groups": settings,
+                },
+                MASTERS[3]: [_flat(group, cut, None, 0, made) for group, cut in zip(homes, cuts, strict=True)],
+                "partition_count": ranks,
+            }
+        )
+    return Sharded(shapes, optimizers)
+
+
+def shard_of(parameter: Trained, ranks: int, rank: int) -> Slice:
+    """A rank's shard of a parameter in ZeRO-3."""
+    size, count = parameter_shard_size(parameter.shape, ranks), prod(parameter.shape)
+    first, last = (min(edge * size, count) for edge in (rank, rank + 1))
+    return Slice(parameter, first, last - first, size - (last - first))
+
+
+def keys_of(parameters: Any) -> Mapping[str, Any]:
+    """The optimizer's state of the first parameter that has any: in stage 0, one without gradients has none."""
+    return next((parameter.state for parameter in parameters if parameter.state), {})
+
+
+def _state(group: Group, cut: Sequence[Slice], padding: int, made: NewTensors) -> dict[str, Any]:
+    """The state of a flat tensor that consists of slices."""
+    kept = keys_of([*(item.of for item in cut), *group.parameters.values()])
+    return {
+        key: _flat(group, cut, key, padding, made) if isinstance(value, Values) else made.copy(value)
+        for key, value in kept.items()
+    }
+
+
+def _flat(group: Group, cut: Sequence[Slice], key: str | None, padding: int, made: NewTensors) -> Any:
+    """A flat tensor of slices of masters, or of what the optimizer's state has under a key."""
+
+    def values(parameter: Trained) -> Values | None:
+        return parameter.master if key is None else parameter.state.get(key)
+
+    like = next(found.like for found in map(values, group.parameters.values()) if found is not None)
+    pieces = [piece for item in cut for piece in item.pieces(values(item.of))]
+    return made.flat_like(like, [*pieces, padding] if key is not None else pieces)
+
+
+def _fragment_addresses(group: Shapes, ranks: int, rank: int) -> dict[str, Any]:
+    """The places of parameters in a rank's shard of a group; DeepSpeed ignores `round_robin_gradients` in them."""
+    address = stand_in("deepspeed.utils.tensor_fragment.fragment_address")
+    return OrderedDict((name, address(count, begin)) for name, _, begin, count in parameter_slices(group, ranks, rank))

@@ -1,0 +1,255 @@
+"""The trained parameters of a checkpoint, each with its master and the optimizer's state, from any ZeRO stage.
+
+Only places are read, not values. Stage 0 has a state for each parameter; in ZeRO 1 and 2 that of a parameter group is
+one flat tensor, and in ZeRO-3 that of a sub-group is the shards of its parameters (see `partitions`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+from ...common.errors import CheckpointError
+from ...parameters import plain
+from ...workarounds.for_deepspeed import ignores_round_robin
+from ..format.records import Piece, pieces_of_range
+from ..format.stored import StoredTensor
+from .masters import without_padding
+from .partitions import (
+    Shapes,
+    group_shard_size,
+    parameter_offsets,
+    parameter_shard_size,
+    sub_group_shard_size,
+    undo_round_robin,
+)
+from .states import States, parameter_groups, zero_setting
+
+BASE_STATE = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_state_dict"}
+"""The key of the wrapped optimizer's state in that of ZeRO's optimizer, by stage."""
+MASTERS = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups", 3: "fp32_flat_groups"}
+"""The key of the masters there."""
+
+
+Flats = Sequence[StoredTensor]
+"""The flat tensors of all ranks."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """The elements of a tensor, flattened: where they are, and a tensor whose dtype and kind they have."""
+
+    pieces: tuple[Piece, ...]
+    like: StoredTensor
+
+    @cached_property
+    def _begins(self) -> list[int]:
+        return list(accumulate((piece.count for piece in self.pieces), initial=0))
+
+    def part(self, begin: int, count: int) -> Iterator[Piece]:
+        """The pieces of `count` elements from `begin` on."""
+        index = bisect_right(self._begins, begin) - 1
+        while count > 0:
+            piece, skipped = self.pieces[index], begin - self._begins[index]
+            taken = min(count, piece.count - skipped)
+            yield Piece(piece.storage, piece.begin + skipped, taken)
+            begin, count, index = begin + taken, count - taken, index + 1
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One trained parameter.
+
+    Attributes:
+        shape: of the parameter.
+        master: its value in full precision.
+        state: the optimizer's, by key: `Values` with one element for each of the parameter's, and single values, such
+            as a step counter.
+    """
+
+    shape: tuple[int, ...]
+    master: Values
+    state: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Group:
+    """A parameter group of the optimizer: its settings, and its parameters by name in the order of the optimizer."""
+
+    settings: Mapping[str, Any]
+    parameters: Mapping[str, Trained]
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shapes of its parameters."""
+        return {name: parameter.shape for name, parameter in self.parameters.items()}
+
+
+def locate_trained(states: States) -> list[Group]:
+    """Find the masters and the optimizer's state of each trained parameter.
+
+    Raises:
+        CheckpointError: they are inconsistent, or the optimizer's state is not one value for each element.
+    """
+    if states.zero_stage == 0:
+        return _in_stage_0(states)
+    return _in_sub_groups(states) if states.zero_stage == 3 else _in_groups(states)
+
+
+def _in_stage_0(states: States) -> list[Group]:
+    (model,) = states.models
+    weights = {plain(name): value for name, value in model["module"].items()}
+    optimizer = model["optimizer"]
+    found = []
+    for settings, shapes in zip(optimizer["param_groups"], parameter_groups(model), strict=True):
+        parameters = {}
+        for index, (name, shape) in zip(settings["params"], shapes.items(), strict=True):
+            kept = optimizer["state"].get(index, {})
+            state = {key: _per_element(states, value, shape, key) for key, value in kept.items()}
+            parameters[name] = Trained(shape, whole(states, weights[plain(name)], name), state)
+        found.append(Group(settings, parameters))
+    return found
+
+
+def _per_element(states: States, value: Any, shape: tuple[int, ...], key: str) -> Any:
+    if isinstance(value, StoredTensor) and value.shape == shape and key != "step":
+        return whole(states, value, key)
+    if isinstance(value, StoredTensor) and value.numel > 1:
+        raise _not_elementwise(states, key, value, prod(shape))
+    return value
+
+
+def whole(states: States, value: Any, what: str) -> Values:
+    """The elements of one stored tensor; raises CheckpointError if they are not contiguous."""
+    if not isinstance(value, StoredTensor) or not value.is_contiguous:
+        raise CheckpointError(
+            f"{states.layout.root} cannot be resharded: {what!r} is not a contiguous tensor, and only ZeRO stage 0 can"
+            " save and load such a one."
+        )
+    return Values((Piece(value.storage, value.offset, value.numel),), value)
+
+
+def _in_groups(states: States) -> list[Group]:
+    """In ZeRO 1 and 2."""
+    shards = _Shards(states, group_shard_size)
+    found = []
+    for index, settings in enumerate(shards.settings):
+        group = shards.groups[index]
+        begins = parameter_offsets(group)
+        parameters = {}
+        for name, shape in shards.in_order(group).items():
+
+            def cut(flats: Flats, begin: int = begins[name], shape: tuple[int, ...] = shape) -> Sequence[Piece]:
+                return pieces_of_range(flats, begin, prod(shape))
+
+            parameters[name] = shards.trained(index, shape, cut)
+        found.append(Group(settings, parameters))
+    return found
+
+
+def _in_sub_groups(states: States) -> list[Group]:
+    """In ZeRO-3."""
+    shards = _Shards(states, sub_group_shard_size)
+    found = []
+    for settings in shards.settings:
+        parameters = {}
+        for index in settings["params"]:
+            group = shards.groups[index]
+            for name, begin in parameter_offsets(group, shards.ranks).items():
+                shape = group[name]
+                size = parameter_shard_size(shape, shards.ranks)
+
+                def cut(flats: Flats, begin: int = begin, size: int = size) -> Sequence[Piece]:
+                    return [piece for flat in flats for piece in pieces_of_range([flat], begin, size)]
+
+                parameters[name] = shards.trained(index, shape, cut)
+        found.append(Group(settings, parameters))
+    return found
+
+
+class _Shards:
+    """The ranks' shards of masters and optimizer state for each group, or in ZeRO-3 for each sub-group.
+
+    Args:
+        states: the states of the checkpoint.
+        size: the number of elements in a rank's shard of a group.
+    """
+
+    def __init__(self, states: States, size: Callable[[Shapes, int], int]) -> None:
+        stage = states.zero_stage
+        self.checkpoint, self.ranks = states, len(states.optimizers)
+        self.groups = parameter_groups(states.models[0])
+        self.sizes = [size(group, self.ranks) for group in self.groups]
+        self.bases = [optimizer[BASE_STATE[stage]]["state"] for optimizer in states.optimizers]
+        self.settings = states.optimizers[0][BASE_STATE[stage]]["param_groups"]
+        masters = [list(optimizer.get(MASTERS[stage]) or []) for optimizer in states.optimizers]
+        if any(
+            len(flats) != len(self.groups) or not all(isinstance(flat, StoredTensor) for flat in flats)
+            for flats in masters
+        ):
+            raise CheckpointError(
+                f"{states.layout.root} cannot be resharded: it lacks master weights; they may be on NVMe."
+            )
+        self.masters = list(zip(*masters, strict=True))
+        self.states = [self._states(index) for index in range(len(self.groups))]
+
+    def in_order(self, group: Shapes) -> Shapes:
+        """A group in the order of the optimizer."""
+        return undo_round_robin(group, self.ranks) if uses_round_robin(self.checkpoint) else group
+
+    def trained(self, index: int, shape: tuple[int, ...], cut: Callable[[Flats], Sequence[Piece]]) -> Trained:
+        """A parameter of a group, whose pieces of the ranks' shards `cut` returns."""
+        flats = self.masters[index]
+        master = Values(without_padding(cut(flats), prod(shape)), flats[0])
+        state = {
+            key: Values(without_padding(cut(value), prod(shape)), value[0]) if isinstance(value, tuple) else value
+            for key, value in self.states[index].items()
+        }
+        return Trained(shape, master, state)
+
+    def _states(self, index: int) -> dict[str, Any]:
+        """A group's state: the shards of all ranks for what has a value for each element, else that of rank 0."""
+        found: dict[str, Any] = {}
+        for key, value in self.bases[0].get(index, {}).items():
+            if isinstance(value, StoredTensor) and value.shape == (self.sizes[index],):
+                found[key] = tuple(self._shard(base.get(index, {}).get(key), index, key) for base in self.bases)
+            elif not isinstance(value, StoredTensor) or value.numel == 1:
+                found[key] = value
+            else:
+                raise _not_elementwise(self.checkpoint, key, value, self.sizes[index])
+        return found
+
+    def _shard(self, flat: Any, index: int, key: str) -> StoredTensor:
+        return require_shard(self.checkpoint, flat, self.sizes[index], key)
+
+
+def require_shard(states: States, flat: Any, size: int, what: str) -> StoredTensor:
+    """A rank's shard; raises CheckpointError if it does not have `size` elements."""
+    if not isinstance(flat, StoredTensor) or flat.numel != size or not flat.is_contiguous:
+        raise CheckpointError(
+            f"{states.layout.root} is inconsistent: a rank's shard of {what!r} does not have {size} elements. It is"
+            " from another run, or on NVMe; take all files from one checkpoint."
+        )
+    return flat
+
+
+def _not_elementwise(states: States, key: str, value: StoredTensor, size: int) -> CheckpointError:
+    return CheckpointError(
+        f"{states.layout.root} cannot be resharded: {key!r} in the optimizer's state has {value.numel} elements for"
+        f" {size} of the weights; how they correspond is unknown."
+    )
+
+
+def uses_round_robin(states: States) -> bool:
+    """Whether groups have the order of `round_robin_gradients`."""
+    saved_with = states.versions.get("deepspeed", "")
+    return (
+        states.zero_stage in (1, 2)
+        and bool(zero_setting(states, "round_robin_gradients"))
+        and not ignores_round_robin(saved_with, states.zero_stage)
+    )
