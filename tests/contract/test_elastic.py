@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import runs
 import torch
 from disk import model_states
-from tools_checkpoints import snapshot
+from tools_checkpoints import contents, snapshot
 from torch.utils.data import DataLoader
 from under_test import CELL, PRECISION, DeepSpeedStrategy, LambdaCallback
 
@@ -145,7 +146,7 @@ def test_the_loss_curve_continues(
     found = ranks(number, train, world_size=number, resume=str(path), **options)
     assert_goes_on(found, expected, accumulate=accumulate)
     assert found[0]["seen"] == STEPS + 2 * STEPS * accumulate  # a buffer: it went on from what was saved
-    assert (path / f"checkpoint.ranks{number}").is_dir() == (number != 4)
+    assert contents(path) == contents(out / path.name)
     for saved in model_states(tmp_path / "again" / "epoch=1.ckpt"):
         assert saved["dp_world_size"] == number
         assert all("lora_" in name or plain(name) == "seen" for name in saved["module"])
@@ -219,39 +220,38 @@ def test_elastic_is_suggested(ranks: Any, tmp_path: Path) -> None:
     by_tool = ranks(1, train, **options, resume=str(tmp_path / "NEW"), elastic=None)
     by_itself = ranks(1, train, **options, resume=str(path))
     assert by_tool[0]["losses"] == by_itself[0]["losses"]
-    made = snapshot(path)
-    assert {name: made[name] for name in before} == before
-    ranks(1, train, **options, resume=str(path))
-    assert snapshot(path) == made  # once
+    assert snapshot(path) == before
+
+
+def refused_without_a_temporary_folder(out: str, **options: Any) -> tuple[str, str]:
+    tempfile.tempdir = f"{out}/nowhere"
+    try:
+        return refused(out, **options)
+    finally:
+        tempfile.tempdir = None
 
 
 @pytest.mark.once
 def test_a_resharding_error_is_raised_on_every_rank(ranks: Any, tmp_path: Path) -> None:
     ranks(2, save_by_two, out=str(tmp_path), stage=3)
-    (tmp_path / "run.ckpt" / "checkpoint.ranks3").write_text("in the way")
-    for kind, said in ranks(3, refused, out=str(tmp_path), world_size=3, stage=3):
+    options = {"out": str(tmp_path), "world_size": 3, "stage": 3}
+    for kind, said in ranks(3, refused_without_a_temporary_folder, **options):
         assert kind == "CheckpointError"
-        assert "checkpoint.ranks3 already exists." in said
-        assert f"ds-frozen-patch reshard {tmp_path / 'run.ckpt'} NEW --ranks 3" in said
+        assert f"No such file or directory: '{tmp_path}/nowhere" in said
+        assert "set TMPDIR" in said
+        assert f"ds-frozen-patch reshard {tmp_path / 'run.ckpt'} NEW --stage 3 --ranks 3" in said
 
 
-@pytest.mark.parametrize(("before", "now"), [(1, 2), (2, 1)])
-def test_from_stage_1_to_2_and_back(ranks: Any, tmp_path: Path, before: int, now: int) -> None:
+@pytest.mark.parametrize(
+    ("before", "now"), [(1, 2), (2, 1), (2, 3), pytest.param(3, 0, marks=pytest.mark.short), (0, 2)]
+)
+def test_another_stage(ranks: Any, tmp_path: Path, before: int, now: int) -> None:
+    """`test_stages` compares what the optimizer holds."""
     ranks(2, save_by_two, out=str(tmp_path), stage=before)
     options = {"out": str(tmp_path / "again"), "resume": str(tmp_path / "run.ckpt")}
     same = ranks(2, train, world_size=2, stage=before, **options)
-    assert ranks(2, train, world_size=2, stage=now, **options) == same
+    assert curve(ranks(2, train, world_size=2, stage=now, **options)) == pytest.approx(curve(same), rel=1e-6)
     assert curve(ranks(1, train, world_size=1, stage=now, **options)) == pytest.approx(curve(same), rel=1e-6)
-
-
-@pytest.mark.short
-@pytest.mark.once
-@pytest.mark.parametrize(("before", "now"), [(2, 3), (3, 2), (0, 2), (2, 0)])
-def test_other_stages_are_refused(ranks: Any, tmp_path: Path, before: int, now: int) -> None:
-    ranks(2, save_by_two, out=str(tmp_path), stage=before)
-    for kind, said in ranks(2, refused, out=str(tmp_path), world_size=2, stage=now):
-        assert kind == "CheckpointMismatchError"
-        assert (f"in ZeRO stage {before}, and its optimizer cannot be loaded in stage {now}" in said) == (now != 0)
 
 
 def test_without_zero(ranks: Any, tmp_path: Path) -> None:
@@ -323,9 +323,9 @@ def test_testing_zero_3_at_a_larger_world_size(ranks: Any, tmp_path: Path) -> No
     """Each rank looks for a file of its own, and there are too few."""
     ranks(2, save_by_two, out=str(tmp_path), stage=3)
     expected = ranks(2, loss_of_test, out=str(tmp_path), world_size=2)
-    assert not (tmp_path / "run.ckpt" / "checkpoint.ranks3").exists()
+    before = snapshot(tmp_path / "run.ckpt")
     for found in ranks(3, loss_of_test, out=str(tmp_path), world_size=3):
         assert found == pytest.approx(expected[0], rel=1e-6)
     for found in ranks(1, loss_of_test, out=str(tmp_path), world_size=1):
         assert found == pytest.approx(expected[0], rel=1e-6)
-    assert sorted(item.name for item in (tmp_path / "run.ckpt").glob("*.ranks*")) == ["checkpoint.ranks3"]
+    assert snapshot(tmp_path / "run.ckpt") == before

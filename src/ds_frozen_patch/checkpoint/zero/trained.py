@@ -138,8 +138,7 @@ def _in_groups(states: States) -> list[Group]:
     """In ZeRO 1 and 2."""
     shards = _Shards(states, group_shard_size)
     found = []
-    for index, settings in enumerate(shards.settings):
-        group = shards.groups[index]
+    for index, (settings, group) in enumerate(zip(shards.settings, shards.groups, strict=True)):
         begins = parameter_offsets(group)
         parameters = {}
         for name, shape in shards.in_order(group).items():
@@ -187,6 +186,8 @@ class _Shards:
         self.sizes = [size(group, self.ranks) for group in self.groups]
         self.bases = [optimizer[BASE_STATE[stage]]["state"] for optimizer in states.optimizers]
         self.settings = states.optimizers[0][BASE_STATE[stage]]["param_groups"]
+        if sorted(index for group in self.settings for index in group["params"]) != list(range(len(self.groups))):
+            raise ValueError("the groups of the optimizer are not those of the parameters")
         masters = [list(optimizer.get(MASTERS[stage]) or []) for optimizer in states.optimizers]
         if any(
             len(flats) != len(self.groups) or not all(isinstance(flat, StoredTensor) for flat in flats)

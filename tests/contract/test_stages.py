@@ -1,0 +1,214 @@
+"""Promises 10 and 28: a run goes on in another ZeRO stage and precision, and with another number of ranks.
+
+`ci/measure/stages.py` has the table of all pairs.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stages
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from tools_checkpoints import changed, loaded, snapshot, unlabel
+
+from ds_frozen_patch import CheckpointError, reshard, verify
+
+pytestmark = [pytest.mark.promise(10), pytest.mark.everyday]
+
+BF16 = 2.0**-8  # the rounding of one value, relative
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`saved(number, stage=2)`: the folder of a run on so many ranks, what it held, and its losses after the save."""
+    made: dict[str, Any] = {}
+
+    def get(number: int, **options: Any) -> tuple[Path, stages.State, list[float]]:
+        key = repr((number, options))
+        if key not in made:
+            out = tmp_path_factory.mktemp("stages")
+            made[key] = (out, *ranks(number, stages.train_and_save, out=str(out), **options)[0])
+        found: tuple[Path, stages.State, list[float]] = made[key]
+        return found
+
+    return get
+
+
+def assert_goes_on(
+    ranks: Any,
+    number: int,
+    sources: list[tuple[Path, stages.State, list[float]]],
+    within: float = 1e-6,
+    names: tuple[str, ...] = ("small", "full"),
+    **options: Any,
+) -> None:
+    """Assert that a run holds what the others held, bit for bit, and that its losses go on as theirs did."""
+    paths = [str(source / name) for source, _, _ in sources for name in names]
+    before = {path: snapshot(Path(path)) for path in paths}
+    found = ranks(number, stages.resume_from, paths=paths, **options)[0]
+    expected = [source for source in sources for _ in names]
+    for path, (state, losses, seen), (_, there, continued) in zip(paths, found, expected, strict=True):
+        assert stages.difference(state, there) == 0, path
+        assert stages.apart(losses, continued) <= within, path
+        assert seen == stages.STEPS + stages.NEXT
+    assert {path: snapshot(Path(path)) for path in paths} == before
+    assert not list(Path(tempfile.gettempdir()).glob("ds_frozen_patch-*"))
+
+
+@pytest.mark.parametrize(
+    ("stage", "number"),
+    [
+        pytest.param(0, 1, marks=pytest.mark.once),
+        pytest.param(1, 3, marks=pytest.mark.once),
+        (2, 3),
+        pytest.param(3, 3, marks=pytest.mark.short),
+        pytest.param(0, 2, marks=pytest.mark.short),
+    ],
+)
+def test_another_stage(ranks: Any, saved: Any, stage: int, number: int) -> None:
+    """From each stage, trainable-only and full."""
+    sources = [saved(2, stage=before) for before in range(4)]
+    assert_goes_on(ranks, number, sources, stage=stage)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_full_checkpoint_onto_another_base(ranks: Any, saved: Any, stage: int) -> None:
+    sources = [saved(2, stage=before) for before in range(4)]
+    assert_goes_on(ranks, 2, sources, names=("full",), stage=stage, seed=7)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_round_robin_gradients(ranks: Any, saved: Any, stage: int) -> None:
+    sources = [saved(2, stage=before, round_robin=True) for before in (1, 2)] + [saved(2, stage=2), saved(2, stage=3)]
+    for round_robin in (True, False):
+        assert_goes_on(ranks, 3, sources, names=("small",), stage=stage, round_robin=round_robin)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [
+        (1, "bf16"),
+        pytest.param(3, "bf16", marks=pytest.mark.short),
+        pytest.param(0, "fp32", marks=pytest.mark.once),
+        pytest.param(2, "fp32", marks=pytest.mark.short),
+    ],
+)
+def test_another_precision(ranks: Any, saved: Any, stage: int, precision: str) -> None:
+    """The masters and moments stay as they are; the losses differ by the rounding of the weights in bf16."""
+    before = [saved(2, stage=0)] if precision == "bf16" else []
+    before += [saved(2, stage=at, precision=p) for at in (2, 3) for p in ("bf16", "fp32")]
+    assert_goes_on(ranks, 2, before, within=2 * BF16, stage=stage, precision=precision)
+
+
+def in_fp16(source: Path, to: Path) -> Path:
+    """A copy of a bf16 checkpoint as a run in fp16 would have saved it; the CPU cannot train in fp16."""
+
+    def convert(state: dict[str, Any]) -> None:
+        state["ds_config"].pop("bf16")
+        state["ds_config"]["fp16"] = {"enabled": True}
+        if "module" in state:
+            state["module"] = {n: v.half() if v.is_floating_point() else v for n, v in state["module"].items()}
+        else:
+            kept = state["optimizer_state_dict"]
+            kept["loss_scaler"], kept["dynamic_loss_scale"] = (
+                DynamicLossScaler(2**16, 1000, 1.0, 2, False, True, torch.float16),
+                True,
+            )
+
+    shutil.copytree(source, to)
+    for file in (to / "a").glob("*_states.pt"):
+        changed(file, convert)
+        file.rename(file.with_name(file.name.removeprefix("bf16_")))
+    unlabel(to)
+    return to
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("stage", [2, 3])
+def test_fp16_to_bf16(ranks: Any, saved: Any, tmp_path: Path, stage: int) -> None:
+    source, state, losses = saved(2, stage=2, precision="bf16")
+    in_fp16(source / "small", tmp_path / "small")
+    given = [(tmp_path, state, losses)]
+    assert_goes_on(ranks, 3, given, within=2 * BF16, names=("small",), stage=stage, precision="bf16")
+    reshard(tmp_path / "small", tmp_path / "out", ranks=1)
+    (kept,) = (loaded(file) for file in (tmp_path / "out" / "a").glob("zero_pp_rank_0_*optim_states.pt"))
+    assert kept["optimizer_state_dict"]["loss_scaler"].dynamic  # it is still of fp16
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "Lion"])
+def test_other_optimizers(ranks: Any, saved: Any, optimizer: str) -> None:
+    # DeepSpeed cannot load Adagrad's state in ZeRO-3, not even its own.
+    known = (0, 1, 2) if optimizer == "Adagrad" else (0, 2, 3)
+    sources = [saved(2, stage=before, optimizer=optimizer) for before in known]
+    for stage in known:
+        assert_goes_on(ranks, 3, sources, names=("small",), stage=stage, optimizer=optimizer)
+
+
+@pytest.mark.short
+@pytest.mark.once
+def test_it_is_suggested(ranks: Any, saved: Any) -> None:
+    path = saved(2, stage=2)[0] / "small"
+    bf16 = saved(2, stage=2, precision="bf16")[0] / "small"
+    offer = "Pass patch(elastic=True) or set DS_FROZEN_PATCH_ELASTIC=1 to reshard it automatically."
+    for number, source, options, said in (
+        (2, path, {"stage": 3}, "in ZeRO stage 2, and DeepSpeed cannot load it in stage 3."),
+        (2, path, {"stage": 0}, "in ZeRO stage 2, and DeepSpeed cannot load it in stage 0."),
+        (3, path, {"stage": 3}, "at world size 2 in ZeRO stage 2, and DeepSpeed cannot load it at 3 in stage 3."),
+        (2, bf16, {"stage": 2}, "in bf16, and DeepSpeed cannot load it in fp16 or fp32."),
+        (2, path, {"stage": 2, "precision": "bf16"}, "in fp16 or fp32, and DeepSpeed cannot load it in bf16."),
+    ):
+        for kind, message in ranks(number, stages.refusal_of, path=str(source), **options):
+            assert kind == "CheckpointMismatchError"
+            assert message.startswith(f"The checkpoint was saved {said} {offer}"), message
+
+
+@pytest.mark.short
+@pytest.mark.once
+@pytest.mark.parametrize("before", [0, 2, 3])
+def test_by_hand(ranks: Any, saved: Any, tmp_path: Path, before: int) -> None:
+    """`reshard` writes what such a run loads without any option."""
+    source, state, losses = saved(2, stage=before)
+    for name in ("small", "full"):
+        paths = []
+        for stage in {0, 1, 2, 3} - {before}:
+            out = tmp_path / f"{name}{stage}"
+            done = reshard(source / name, out, stage=stage, ranks=3 if stage else None)
+            assert (done.zero_stage_before, done.zero_stage, done.ranks_before) == (before, stage, 2)
+            assert not verify(out).problems
+            paths.append((stage, out))
+        for stage, out in paths:
+            found = ranks(3, stages.resume_from, paths=[str(out)], stage=stage, elastic=None, sub_group_size=10**9)[0]
+            assert stages.difference(found[0][0], state) == 0
+            assert stages.apart(found[0][1], losses) <= 1e-6
+
+
+@pytest.mark.once
+def test_without_names(saved: Any, tmp_path: Path) -> None:
+    """DeepSpeed does not say in stage 0 what the optimizer's states belong to; nobody guesses."""
+    shutil.copytree(saved(2, stage=0)[0] / "full", tmp_path / "in")
+    for file in (tmp_path / "in" / "a").glob("*_states.pt"):
+        changed(file, lambda state: state.pop("ds_frozen_patch_param_shapes"))
+    with pytest.raises(
+        CheckpointError, match="DeepSpeed does not save which parameter each optimizer state belongs to"
+    ):
+        reshard(tmp_path / "in", tmp_path / "out", stage=2)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.once
+def test_the_scaler_of_losses(saved: Any, tmp_path: Path) -> None:
+    """Stage 0 in fp32 has none; a checkpoint of ZeRO needs one."""
+    reshard(saved(2, stage=0)[0] / "small", tmp_path / "out", stage=3)
+    for file in (tmp_path / "out" / "a").glob("*optim_states.pt"):
+        kept = loaded(file)["optimizer_state_dict"]
+        assert kept["loss_scaler"].loss_scale == 1
+        assert not kept["dynamic_loss_scale"]
+        assert all(isinstance(flat, torch.Tensor) for flat in kept["fp32_flat_groups"])

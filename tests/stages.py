@@ -1,0 +1,229 @@
+"""Runs of engines that nobody owns, which go on from one another: in other ZeRO stages, precisions and world sizes.
+
+A run always takes the same samples in a step, and each model has parameters whose sizes nothing divides. What an engine
+holds is read from its own attributes, not by the package. Everything here runs inside a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import runs
+import torch
+import torch.distributed as dist
+
+import ds_frozen_patch
+
+SAMPLES = 24  # in each step
+STEPS = 3  # before the save
+NEXT = 5  # after it
+
+State = dict[str, dict[str, torch.Tensor]]
+"""The master of each trained parameter and the optimizer's state of it, by name."""
+
+
+class Net(torch.nn.Module):
+    """A frozen base, trained parameters of sizes that nothing divides, and a buffer."""
+
+    seen: Any
+
+    def __init__(self, seed: int = 1, names: tuple[str, ...] = ("first", "second", "scale", "odd", "last")) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.base = torch.nn.Linear(6, 7)
+        self.first = torch.nn.Linear(7, 5)
+        self.second = torch.nn.Linear(5, 7, bias=False)
+        self.scale = torch.nn.Parameter(torch.tensor([1.5]))
+        self.odd = torch.nn.Parameter(torch.arange(35.0).reshape(5, 7) / 35)
+        self.last = torch.nn.Linear(7, 3)
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.int64))
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name.split(".")[0] in names)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        hidden = torch.tanh(self.base(batch))
+        hidden = hidden + self.second(torch.tanh(self.first(hidden))) * self.scale
+        hidden = torch.tanh(hidden @ self.odd.t() @ self.odd)
+        loss: torch.Tensor = self.last(hidden).float().square().mean()
+        return loss
+
+
+def adamw(groups: Any) -> Any:
+    return torch.optim.AdamW(groups)
+
+
+def sgd(groups: Any) -> Any:
+    return torch.optim.SGD(groups, momentum=0.9)
+
+
+def adagrad(groups: Any) -> Any:
+    return torch.optim.Adagrad(groups)
+
+
+class Lion(torch.optim.Optimizer):
+    """As published: one moment, and the sign of a mixture as the step."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {"lr": 1e-3, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                kept = self.state[parameter]
+                if not kept:
+                    kept["exp_avg"] = torch.zeros_like(parameter)
+                moment, gradient = kept["exp_avg"], parameter.grad
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_((0.9 * moment + 0.1 * gradient).sign_(), alpha=-group["lr"])
+                moment.mul_(0.99).add_(gradient, alpha=0.01)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {"AdamW": adamw, "SGD": sgd, "Adagrad": adagrad, "Lion": Lion}
+
+
+def begin(
+    stage: int,
+    precision: str = "fp32",
+    optimizer: str = "AdamW",
+    round_robin: bool = False,
+    sub_group_size: int = 20,
+    **model: Any,
+) -> Any:
+    """An engine that is served, with two parameter groups of different settings."""
+    if not dist.is_initialized():
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+    module = Net(**model)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups = [{"params": trained[::2], "lr": 1e-2}, {"params": trained[1::2], "lr": 1e-3, "weight_decay": 0.1}]
+    if optimizer == "Adagrad":
+        groups = [{"params": trained, "lr": 1e-2}]  # of several, DeepSpeed makes one, and fails
+    zero: dict[str, Any] = {"round_robin_gradients": round_robin}
+    if stage == 3:
+        zero = {"stage3_param_persistence_threshold": 0, "sub_group_size": sub_group_size}
+    config = {
+        **runs.config(stage, **zero),
+        "train_micro_batch_size_per_gpu": SAMPLES // dist.get_world_size(),
+        "gradient_clipping": 0.0,
+        **({precision: {"enabled": True}} if precision != "fp32" else {}),
+    }
+    engine = deepspeed.initialize(model=module, optimizer=OPTIMIZERS[optimizer](groups), config=config)[0]
+    ds_frozen_patch.serve(engine)
+    return engine
+
+
+def go_on(engine: Any, steps: int) -> list[float]:
+    """Train; return the loss of each step over all ranks' samples."""
+    losses = []
+    dtype = next(engine.module.parameters()).dtype
+    for _ in range(steps):
+        generator = torch.Generator().manual_seed(engine.global_steps)
+        batch = torch.randn(SAMPLES, 6, generator=generator).chunk(dist.get_world_size())[dist.get_rank()]
+        loss = engine(batch.to(dtype))
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().double()
+        dist.all_reduce(total)
+        losses.append(total.item() / dist.get_world_size())
+    return losses
+
+
+def state_of(engine: Any) -> State:
+    """What the engine's optimizer holds of each parameter; every rank must call it."""
+    optimizer, names = engine.optimizer, engine.param_names
+    stage = engine.zero_optimization_stage()
+    if stage == 0:
+        return {
+            names[parameter]: {"master": parameter.detach().clone(), **_tensors(optimizer.state[parameter])}
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+    found: State = {}
+    groups = optimizer.fp16_groups if stage == 3 else optimizer.round_robin_bit16_groups
+    flats = optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups
+    for parameters, flat in zip(groups, flats, strict=True):
+        parts = {"master": flat.detach(), **_tensors(optimizer.optimizer.state[flat])}
+        for key, part in parts.items():
+            if part.numel() != flat.numel() or key == "step":
+                for parameter in parameters:
+                    found.setdefault(names[parameter], {})[key] = part.clone()
+                continue
+            shards = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+            dist.all_gather(shards, part.contiguous())
+            begin = 0
+            for parameter in parameters:
+                if stage == 3:
+                    size = parameter.ds_tensor.ds_numel
+                    whole = torch.cat([shard[begin : begin + size] for shard in shards])[: parameter.ds_numel]
+                    begin += size
+                else:
+                    whole = torch.cat(shards)[begin : begin + parameter.numel()]
+                    begin += parameter.numel()
+                shape = parameter.ds_shape if stage == 3 else parameter.shape
+                found.setdefault(names[parameter], {})[key] = whole.view(shape).clone()
+    return found
+
+
+def _tensors(state: Any) -> dict[str, torch.Tensor]:
+    return {key: torch.as_tensor(value).detach().clone() for key, value in state.items() if value is not None}
+
+
+def train_and_save(out: str, stage: int, **options: Any) -> tuple[State, list[float]]:
+    """Train, save both ways, and train on; return what the engine held at the save, and the losses after it."""
+    ds_frozen_patch.patch()
+    engine = begin(stage, **options)
+    go_on(engine, STEPS)
+    engine.save_checkpoint(f"{out}/small", tag="a")
+    with ds_frozen_patch.full_checkpoint():
+        engine.save_checkpoint(f"{out}/full", tag="a")
+    state = state_of(engine)
+    return state, go_on(engine, NEXT)
+
+
+def resume_from(
+    paths: list[str], stage: int, elastic: bool | None = True, seed: int = 1, **options: Any
+) -> list[tuple[State, list[float], int]]:
+    """Go on from each checkpoint; return what the engine holds after the load, its losses, and its buffer.
+
+    With another `seed`, the engine is built on another base, which a full checkpoint replaces.
+    """
+    ds_frozen_patch.patch(elastic=elastic)
+    found = []
+    for path in paths:
+        engine = begin(stage, seed=seed, **options)
+        loaded, _ = engine.load_checkpoint(path)
+        assert loaded.startswith(path), loaded
+        state = state_of(engine)
+        found.append((state, go_on(engine, NEXT), int(engine.module.seen)))
+    return found
+
+
+def refusal_of(path: str, stage: int, elastic: bool | None = None, **options: Any) -> tuple[str, str]:
+    """What a load raises."""
+    ds_frozen_patch.patch(elastic=elastic)
+    return runs.refusal(begin(stage, **options).load_checkpoint, path)
+
+
+def difference(one: State, other: State) -> float:
+    """The largest difference of any value; the same names and keys must be there."""
+    assert one.keys() == other.keys()
+    largest = 0.0
+    for name, values in one.items():
+        assert values.keys() == other[name].keys(), name
+        for key, value in values.items():
+            assert value.shape == other[name][key].shape, (name, key)
+            apart = (value.double() - other[name][key].double()).abs().max().item()
+            assert apart == apart, (name, key)
+            largest = max(largest, apart)
+    return largest
+
+
+def apart(losses: list[float], others: list[float]) -> float:
+    """The largest relative difference of two runs' losses."""
+    assert len(losses) == len(others)
+    return max(abs(one - other) / abs(other) for one, other in zip(losses, others, strict=True))
