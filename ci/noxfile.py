@@ -254,6 +254,12 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def pairs(session: nox.Session) -> None:
+    """How runs go on in other ZeRO stages, precisions and world sizes: all pairs, and the table."""
+    run_part(session, "everyday", "stage_pairs")
+
+
+@nox.session(venv_backend="none")
 def picture(session: nox.Session) -> None:
     """Draw the README's picture, from two checkpoints that are saved for it."""
     run_part(session, "everyday", "bench.picture")

@@ -70,10 +70,5 @@ def test_the_demo_goes_on_with_fewer_ranks(name: str, tmp_path: Path, request: p
         assert loss == pytest.approx(baseline[step + 1], abs=1e-5)
     for step, loss in on_1.items():
         assert loss == pytest.approx(baseline[step + 2], abs=1e-5)
-    for tag, ranks in (
-        ("global_step4", 4),
-        ("global_step4.ranks2", 2),
-        ("global_step8", 2),
-        ("global_step8.ranks1", 1),
-    ):
+    for tag, ranks in (("global_step4", 4), ("global_step8", 2)):
         assert ds_frozen_patch.inspect(folder / "saved", tag).world_size == ranks

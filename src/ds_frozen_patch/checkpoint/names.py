@@ -41,7 +41,7 @@ def is_rank_file(name: str) -> bool:
 
 
 WRITER = Writer(owns=is_state, late=("offloaded_tensors", RECORD), beside="zero_to_*.py", derived=".ranks")
-"""DeepSpeed, whose converters are beside the folder of a tag, and `reshard_inside`."""
+"""DeepSpeed, whose converters are beside the folder of a tag, and elastic loads of release 0.2."""
 
 
 def remove_states(tag: Path, but: Path | None = None) -> None:

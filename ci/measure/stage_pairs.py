@@ -1,0 +1,125 @@
+"""How runs go on from one another, in all pairs of ZeRO stages, world sizes and precisions: the session `pairs`.
+
+Each run of `tests/stages.py` trains, saves both ways and trains on; then runs of each other kind go on from it. The
+table on `docs/world-size.md` has the largest difference of any master and any moment after the load, and of the next
+losses to those of the run that saved.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import stages
+from machine import releases
+from ranks import Ranks
+from tables import ROOT, Block, markdown
+
+NUMBERS = (1, 2, 3, 4, 8)
+STAGES = (0, 1, 2, 3)
+KINDS = ("small", "full")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A kind of run."""
+
+    stage: int
+    number: int
+    precision: str = "fp32"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of the functions of `stages`."""
+        return {"stage": self.stage, "precision": self.precision}
+
+    @property
+    def label(self) -> str:
+        """As in the table, without the number of ranks."""
+        return f"stage {self.stage}, {self.precision}"
+
+
+@contextmanager
+def ranks(number: int, folder: Path) -> Iterator[Ranks]:
+    """Have a pool of ranks."""
+    pool = Ranks(number, folder / "ranks.txt")
+    try:
+        yield pool
+    finally:
+        pool.stop()
+
+
+def pairs(runs: list[Run], folder: Path) -> dict[tuple[Run, Run], tuple[float, float]]:
+    """Return the largest differences of each pair: of what the optimizer holds, and of the next losses, relative."""
+    runs = sorted(runs, key=lambda run: run.number)
+    saved: dict[Run, tuple[Path, stages.State, list[float]]] = {}
+    found = {}
+    for number, group in itertools.groupby(runs, key=lambda run: run.number):
+        with ranks(number, folder) as pool:
+            for run in group:
+                out = folder / f"{run.stage}-{number}-{run.precision}"
+                saved[run] = (out, *pool(stages.train_and_save, out=str(out), **run.options)[0])
+    for number, group in itertools.groupby(runs, key=lambda run: run.number):
+        with ranks(number, folder) as pool:
+            for now in group:
+                begun = time.monotonic()
+                for before, (out, state, losses) in saved.items():
+                    paths = [str(out / kind) for kind in KINDS]
+                    answers = pool(stages.resume_from, paths=paths, **now.options)[0]
+                    found[before, now] = (
+                        max(stages.difference(held, state) for held, _, _ in answers),
+                        max(stages.apart(continued, losses) for _, continued, _ in answers),
+                    )
+                print(f"{now}: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+    return found
+
+
+def table(found: dict[tuple[Run, Run], tuple[float, float]]) -> str:
+    """Return the table: of each two labels, the largest differences over the numbers of ranks."""
+    labels = list(dict.fromkeys(now.label for _, now in found))
+    rows = []
+    for label in labels:
+        cells = []
+        for other in labels:
+            of_both = [item for (a, b), item in found.items() if (a.label, b.label) == (label, other)]
+            state, losses = (max(column) for column in zip(*of_both, strict=True))
+            cells.append(f"{state:g}; {losses:.1e}")
+        rows.append([label, *cells])
+    return markdown(["from, to", *labels], rows)
+
+
+def main() -> None:
+    """Measure all pairs, and write the block of the page."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        fp32 = pairs([Run(stage, number) for stage in STAGES for number in NUMBERS], folder)
+        kinds = [(stage, "fp32") for stage in STAGES] + [(stage, "bf16") for stage in STAGES[1:]]
+        mixed = pairs([Run(stage, number, precision) for stage, precision in kinds for number in (2, 3)], folder)
+    installed = ", ".join(f"{package} {release}" for package, release in releases().items() if package != "lightning")
+    text = "\n".join(
+        [
+            f"Measured on {time.strftime('%Y-%m-%d')} with {installed}. Each cell: the largest difference of any master"
+            f" or moment after the load, and the largest relative difference of the next {stages.NEXT} losses, of"
+            " trainable-only and full checkpoints.",
+            "",
+            f"In fp32, from {', '.join(map(str, NUMBERS))} ranks to each of these ({len(fp32)} pairs):",
+            "",
+            table(fp32),
+            f"Between precisions, from 2 and 3 ranks to 2 and 3 ({len(mixed)} pairs). bf16 rounds to 3.9e-03:",
+            "",
+            table(mixed),
+        ]
+    )
+    print(text)
+    Block("pairs", ROOT / "docs" / "world-size.md").write(text)
+
+
+if __name__ == "__main__":
+    main()
