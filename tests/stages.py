@@ -186,13 +186,18 @@ def train_and_save(out: str, stage: int, **options: Any) -> tuple[State, list[fl
 
 
 def resume_from(
-    paths: list[str], stage: int, elastic: bool | None = True, seed: int = 1, **options: Any
+    paths: list[str],
+    stage: int,
+    elastic: bool | None = True,
+    restart: bool = False,
+    seed: int = 1,
+    **options: Any,
 ) -> list[tuple[State, list[float], int]]:
     """Go on from each checkpoint; return what the engine holds after the load, its losses, and its buffer.
 
     With another `seed`, the engine is built on another base, which a full checkpoint replaces.
     """
-    ds_frozen_patch.patch(elastic=elastic)
+    ds_frozen_patch.patch(elastic=elastic, optimizer="restart" if restart else None)
     found = []
     for path in paths:
         engine = begin(stage, seed=seed, **options)

@@ -16,8 +16,10 @@ FLAG = "exclude_frozen_parameters"
 
 VerifyBase = Literal["error", "warn", "off"]
 Export = Literal["safetensors", "peft"]
+Optimizer = Literal["load", "restart"]
 VERIFY_BASE: tuple[str, ...] = get_args(VerifyBase)
 EXPORT: tuple[str, ...] = get_args(Export)
+OPTIMIZER: tuple[str, ...] = get_args(Optimizer)
 
 OF_RUN = tuple(f"DS_FROZEN_PATCH{end}" for end in ("", "_STRICT", "_CPU", "_WARNED"))
 """The environment variables that are no settings: those of `ds-frozen-patch run`, and one that its bootstrap sets."""
@@ -33,6 +35,7 @@ class Settings:
     export: str | None = None
     fp32_weights: bool = False
     elastic: bool | None = None
+    optimizer: str = "load"
     sync: bool = True
     trust: bool = True
     whole_model: bool = True
@@ -178,6 +181,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "export": _one_of(EXPORT),
     "fp32_weights": _bool,
     "elastic": _bool,
+    "optimizer": _one_of(OPTIMIZER),
     "sync": _bool,
     "trust": _bool,
     "whole_model": _bool,

@@ -152,6 +152,47 @@ def test_other_optimizers(ranks: Any, saved: Any, optimizer: str) -> None:
         assert_goes_on(ranks, 3, sources, names=("small",), stage=stage, optimizer=optimizer)
 
 
+def masters(state: stages.State) -> stages.State:
+    return {name: {"master": values["master"]} for name, values in state.items()}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("number", [pytest.param(2, marks=pytest.mark.short), 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_fresh_optimizer(ranks: Any, saved: Any, tmp_path: Path, stage: int, number: int) -> None:
+    """Of another kind than the one that was saved: its moments are zero, and its masters those of the checkpoint."""
+    sources = [saved(2, stage=before, optimizer="SGD") for before in (0, 2, 3)]
+    paths = [str(source / "small") for source, _, _ in sources]
+    found = ranks(number, stages.resume_from, paths=paths, stage=stage, restart=True)[0]
+    for index, (source, before, _) in enumerate(sources):
+        state, losses, _ = found[index]
+        assert stages.difference(masters(state), masters(before)) == 0
+        assert all(not values[key].any() for values in state.values() for key in values.keys() - {"master", "step"})
+        assert stages.apart(losses, found[0][1]) <= 1e-6
+        made = tmp_path / str(index)
+        reshard(source / "small", made, stage=stage, ranks=number, optimizer="restart")
+        size = 20 if index == 2 else 10**9  # as in the configuration that saved it, or DeepSpeed's default
+        options = {"stage": stage, "optimizer": "SGD", "elastic": None, "sub_group_size": size}
+        ((state, _, _),) = ranks(number, stages.resume_from, paths=[str(made)], **options)[0]
+        assert stages.difference(masters(state), masters(before)) == 0
+
+
+@pytest.mark.once
+def test_blocks_need_a_fresh_optimizer(ranks: Any, saved: Any, tmp_path: Path) -> None:
+    """As 8-bit optimizers have them: a scale for each block of elements."""
+    source, state, _ = saved(2, stage=2)
+    shutil.copytree(source / "small", tmp_path / "in")
+    for file in (tmp_path / "in" / "a").glob("*optim_states.pt"):
+        changed(
+            file,
+            lambda kept: kept["optimizer_state_dict"]["base_optimizer_state"]["state"][0].update(absmax=torch.ones(5)),
+        )
+    with pytest.raises(CheckpointError, match=r"'absmax' .* patch\(optimizer=\"restart\"\)"):
+        reshard(tmp_path / "in", tmp_path / "out", ranks=3)
+    found = ranks(3, stages.resume_from, paths=[str(tmp_path / "in")], stage=3, restart=True)[0]
+    assert stages.difference(masters(found[0][0]), masters(state)) == 0
+
+
 @pytest.mark.short
 @pytest.mark.once
 def test_it_is_suggested(ranks: Any, saved: Any) -> None:

@@ -139,6 +139,8 @@ def test_options_become_settings(run: Run) -> None:
         "peft",
         "--fp32-weights",
         "--elastic",
+        "--optimizer",
+        "restart",
         "--no-sync",
         "--no-trust",
         "--no-whole-model",
@@ -148,7 +150,7 @@ def test_options_become_settings(run: Run) -> None:
     said = run(program, *options).stdout
     assert said == (
         "Settings(verify_base='warn', keep=('a.*', 'b'), leave_out=('q',), export='peft', fp32_weights=True,"
-        " elastic=True, sync=False, trust=False, whole_model=False, async_save=True,"
+        " elastic=True, optimizer='restart', sync=False, trust=False, whole_model=False, async_save=True,"
         " verify_files=False)\n"
     )
     assert "elastic=False" in run(program, "--no-elastic", DS_FROZEN_PATCH_KEEP=" c , d ").stdout

@@ -11,7 +11,7 @@ from .. import __version__
 from ..checkpoint.dtypes import DTYPES
 from ..checkpoint.tools.export import FORMATS
 from ..common.text import did_you_mean
-from ..settings import EXPORT, VERIFY_BASE
+from ..settings import EXPORT, OPTIMIZER, VERIFY_BASE
 from . import commands
 
 EXAMPLES = {
@@ -157,6 +157,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--ranks", metavar="N", type=_parse_ranks, help="the new world size: nodes times devices (default: as it is)"
     )
     command.add_argument("--stage", type=int, choices=range(4), help="the new ZeRO stage (default: as it is)")
+    command.add_argument(
+        "--optimizer",
+        choices=OPTIMIZER,
+        default="load",
+        help="restart: write the masters alone, for a fresh optimizer",
+    )
     command = add("universal", commands.run_universal, "convert a checkpoint to DeepSpeed's universal format")
     _add_writing(command, "the directory to create", trust=False)
     command = add("verify", commands.run_verify, "check that a checkpoint is complete, undamaged and consistent")
@@ -185,7 +191,12 @@ def _add_run_arguments(command: argparse.ArgumentParser) -> None:
         "--fp32-weights", action="store_true", default=None, help="save the fp32 masters in weights-only checkpoints"
     )
     command.add_argument(
-        "--elastic", action=argparse.BooleanOptionalAction, help="reshard checkpoints of a different world size at load"
+        "--elastic",
+        action=argparse.BooleanOptionalAction,
+        help="reshard checkpoints of another world size, ZeRO stage or precision at load",
+    )
+    command.add_argument(
+        "--optimizer", choices=OPTIMIZER, help="restart: go on from the masters of a checkpoint with a fresh optimizer"
     )
     command.add_argument(
         "--sync",

@@ -84,10 +84,8 @@ def run_reshard(given: argparse.Namespace) -> int:
     """Reshard a checkpoint."""
     if given.ranks is None and given.stage is None:
         given.wrong("pass --ranks, --stage or both")
-    options = _common_options(given)
-    return _report(
-        given, reshard(given.source, given.target, given.tag, ranks=given.ranks, stage=given.stage, **options)
-    )
+    options = {"ranks": given.ranks, "stage": given.stage, "optimizer": given.optimizer, **_common_options(given)}
+    return _report(given, reshard(given.source, given.target, given.tag, **options))
 
 
 def run_universal(given: argparse.Namespace) -> int:

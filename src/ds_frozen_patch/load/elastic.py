@@ -132,7 +132,8 @@ def _target(engine: Any, stage: int, ranks: int) -> Target:
 
     precision = "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32"
     round_robin = bool(engine.zero_round_robin_gradients()) and not ignores_round_robin(__version__, stage)
-    return Target(ranks, stage, precision, engine.zero_sub_group_size(), round_robin)
+    has_state = current().optimizer != "restart"
+    return Target(ranks, stage, precision, engine.zero_sub_group_size(), round_robin, has_state)
 
 
 def _reshard(load: Load, listing: Listing) -> tuple[Path, bool]:

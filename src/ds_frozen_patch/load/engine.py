@@ -29,6 +29,7 @@ from .base_check import check_base
 from .load import Load, current, where_it_is
 from .quantized import by_name, check_parts, is_part, without_own_values
 from .reading import check_model, manifest_of, sharing_reads
+from .restart import restarts, with_fresh_optimizer
 from .strictness import check_optimizer_layout, check_optimizer_state, forgiving, saved_elsewhere
 from .trust import refuse_unsafe_in, runs_nothing, trust
 
@@ -135,7 +136,7 @@ def _find_folder(load: Load) -> None:
 def _cures(load: Load) -> Attributes:
     engine = load.engine
     found = cures.read_tensor_subclasses(engine) + cures.load_for_inference(engine)
-    found += cures.load_plain_optimizer(engine, lambda: load.state)
+    found += cures.load_plain_optimizer(engine, lambda: load.state) + with_fresh_optimizer(load)
     if not load.restores_optimizer and engine.zero_optimization_partition_weights():
         found += cures.remember_module(lambda module: setattr(load, "module", module))
         found += cures.weights_of_the_tag(lambda: load.tag)
@@ -169,7 +170,8 @@ def load_module_state_dict(
     held = by_name(engine.module)
     checkpoint["module"].pop(LABEL, None)  # releases before 0.3 put it into the files of experts, too
     if load.restores_optimizer:
-        check_optimizer_state(checkpoint, engine)
+        if not restarts(load):
+            check_optimizer_state(checkpoint, engine)
         check_optimizer_layout(checkpoint, engine)
     if load.module:
         checkpoint = cures.with_own_buffers(checkpoint, load.module, engine.module)

@@ -158,7 +158,7 @@ class Load:
             CheckpointMismatchError: the ranks load different things, or their settings differ.
         """
         now = settings()
-        request = f"{what}, verify_base={now.verify_base!r}, elastic={now.elastic!r}"
+        request = f"{what}, verify_base={now.verify_base!r}, elastic={now.elastic!r}, optimizer={now.optimizer!r}"
         save = digest(self.record.save) if self.record is not None else 0
         own = [problem is not None, digest(request), self._knows_base(), save]
         everyone = gather_numbers(own, self.owner.device)

@@ -20,7 +20,7 @@ from ..engine.served import release_all
 from ..engine.target import ENGINE
 from ..owners.targets import BESIDE, OWNERS, chosen, may_be_left_alone
 from ..publish import in_flight
-from ..settings import Export, VerifyBase
+from ..settings import Export, Optimizer, VerifyBase
 from ..workarounds import worked_around
 from .findings import (
     probe_all,
@@ -84,6 +84,7 @@ def patch(
     export: Export | None = None,
     fp32_weights: bool | None = None,
     elastic: bool | None = None,
+    optimizer: Optimizer | None = None,
     sync: bool | None = None,
     trust: bool | None = None,
     whole_model: bool | None = None,
@@ -108,9 +109,11 @@ def patch(
             `trainable.safetensors`, or "peft" for a folder `adapter`.
         fp32_weights: write the optimizer's fp32 masters to single files (of `save_weights_only=True`) and to what
             `export` adds, instead of the model's own weights, which may have 16 bits.
-        elastic: reshard a checkpoint that was saved at another world size when it is loaded: once, into a folder of its
-            own directory. Without it such a load is an error that says how to reshard, and that mentions this option
-            unless it is False.
+        elastic: reshard a checkpoint that was saved at another world size, or in another ZeRO stage or precision, when
+            it is loaded, into a temporary folder. Without it such a load is an error that says how to reshard, and that
+            mentions this option unless it is False.
+        optimizer: "load" (the default), or "restart" to go on from the master weights of a checkpoint with a fresh
+            optimizer, which may be of another kind; it keeps the learning rates.
         sync: whether a save waits until its files are on the disk (True by default), so that a power cut or a crash of
             the machine loses neither it nor the checkpoint that it replaces. With False it can lose both.
         trust: whether a load may run code that a checkpoint names. False: it loads tensors, plain values and
@@ -144,6 +147,7 @@ def patch(
     before = _settings.current() if _current else None
     given: dict[str, Any] = {"verify_base": verify_base, "keep": keep, "leave_out": leave_out, "export": export}
     given |= {"fp32_weights": fp32_weights, "elastic": elastic, "sync": sync, "trust": trust}
+    given["optimizer"] = optimizer
     given |= {"whole_model": whole_model, "async_save": async_save, "verify_files": verify_files}
     new_settings = _settings.checked(given, before)
     names = chosen(targets)
@@ -235,6 +239,7 @@ def patched(
     export: Export | None = None,
     fp32_weights: bool | None = None,
     elastic: bool | None = None,
+    optimizer: Optimizer | None = None,
     sync: bool | None = None,
     trust: bool | None = None,
     whole_model: bool | None = None,
@@ -254,6 +259,7 @@ def patched(
         export=export,
         fp32_weights=fp32_weights,
         elastic=elastic,
+        optimizer=optimizer,
         sync=sync,
         trust=trust,
         whole_model=whole_model,

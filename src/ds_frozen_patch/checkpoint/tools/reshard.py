@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ...common.errors import CheckpointError
 from ...common.text import human_bytes, printable
+from ...settings import Optimizer
 from ..zero.repartition import Target, plan_repartition
 from ..zero.states import read_states
 from .output import check_output, copy_other_files, new_output
@@ -53,6 +54,7 @@ def reshard(
     *,
     ranks: int | None = None,
     stage: int | None = None,
+    optimizer: Optimizer = "load",
     trust: bool = False,
     dry_run: bool = False,
     quiet: bool = True,
@@ -69,6 +71,7 @@ def reshard(
         tag: the subdirectory to read; by default the one named in `latest`.
         ranks: the new world size, nodes times devices; by default that of the source.
         stage: the new ZeRO stage, 0 to 3; by default that of the source.
+        optimizer: "restart" writes the masters without the optimizer's state, which can then be of any kind.
         trust: accept files that name unexpected classes, and links out of the checkpoint. No code of theirs is run.
         dry_run: write nothing.
         quiet: do not show progress on stderr.
@@ -84,10 +87,14 @@ def reshard(
     if ranks is None and stage is None:
         raise ValueError("pass ranks, stage or both")
     states = read_states(source, tag, trust)
-    now = Target(states.world_size if ranks is None else ranks, states.zero_stage if stage is None else stage)
+    now = Target(
+        states.world_size if ranks is None else ranks,
+        states.zero_stage if stage is None else stage,
+        has_state=optimizer != "restart",
+    )
     if now == Target(states.world_size, states.zero_stage):
         raise CheckpointError(f"{source} already is a checkpoint of {now.ranks} ranks in ZeRO stage {now.stage}.")
-    if now.stage == states.zero_stage == 0:
+    if now.has_state and now.stage == states.zero_stage == 0:
         raise CheckpointError(
             f"{source} has ZeRO stage 0, and its optimizer's state is not sharded by rank: any number of ranks can"
             " resume from it as it is."

@@ -46,6 +46,7 @@ class Target:
         precision: "bf16", "fp16" or "fp32".
         sub_group_size: in ZeRO-3.
         round_robin: whether ZeRO 1 and 2 order parameters by `round_robin_gradients`.
+        has_state: whether the optimizer's state is written, besides the masters.
     """
 
     ranks: int
@@ -53,6 +54,7 @@ class Target:
     precision: str | None = None
     sub_group_size: float | None = None
     round_robin: bool | None = None
+    has_state: bool = True
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ def _completed(target: Target, states: States) -> Target:
         target.precision or precision_of(states),
         target.sub_group_size or (size if isinstance(size, int | float) else SUB_GROUP_SIZE),
         bool(round_robin) if target.round_robin is None else target.round_robin,
+        target.has_state,
     )
 
 
@@ -144,7 +147,7 @@ def precision_of(states: States) -> str:
 
 def _repartition(states: States, weights: Weights, target: Target) -> Repartition:
     made = NewTensors()
-    groups = locate_trained(states)
+    groups = locate_trained(states, target.has_state)
     like = _optimizer_like(states, target)
     if target.stage == 0:
         sharded = Sharded([group.shapes for group in groups], [])

@@ -90,18 +90,22 @@ class Group:
         return {name: parameter.shape for name, parameter in self.parameters.items()}
 
 
-def locate_trained(states: States) -> list[Group]:
+def locate_trained(states: States, with_state: bool = True) -> list[Group]:
     """Find the masters and the optimizer's state of each trained parameter.
+
+    Args:
+        states: of the checkpoint.
+        with_state: False for the masters alone.
 
     Raises:
         CheckpointError: they are inconsistent, or the optimizer's state is not one value for each element.
     """
     if states.zero_stage == 0:
-        return _in_stage_0(states)
-    return _in_sub_groups(states) if states.zero_stage == 3 else _in_groups(states)
+        return _in_stage_0(states, with_state)
+    return _in_sub_groups(states, with_state) if states.zero_stage == 3 else _in_groups(states, with_state)
 
 
-def _in_stage_0(states: States) -> list[Group]:
+def _in_stage_0(states: States, with_state: bool) -> list[Group]:
     (model,) = states.models
     weights = {plain(name): value for name, value in model["module"].items()}
     optimizer = model["optimizer"]
@@ -109,7 +113,7 @@ def _in_stage_0(states: States) -> list[Group]:
     for settings, shapes in zip(optimizer["param_groups"], parameter_groups(model), strict=True):
         parameters = {}
         for index, (name, shape) in zip(settings["params"], shapes.items(), strict=True):
-            kept = optimizer["state"].get(index, {})
+            kept = optimizer["state"].get(index, {}) if with_state else {}
             state = {key: _per_element(states, value, shape, key) for key, value in kept.items()}
             parameters[name] = Trained(shape, whole(states, weights[plain(name)], name), state)
         found.append(Group(settings, parameters))
@@ -134,9 +138,9 @@ def whole(states: States, value: Any, what: str) -> Values:
     return Values((Piece(value.storage, value.offset, value.numel),), value)
 
 
-def _in_groups(states: States) -> list[Group]:
+def _in_groups(states: States, with_state: bool) -> list[Group]:
     """In ZeRO 1 and 2."""
-    shards = _Shards(states, group_shard_size)
+    shards = _Shards(states, group_shard_size, with_state)
     found = []
     for index, (settings, group) in enumerate(zip(shards.settings, shards.groups, strict=True)):
         begins = parameter_offsets(group)
@@ -151,9 +155,9 @@ def _in_groups(states: States) -> list[Group]:
     return found
 
 
-def _in_sub_groups(states: States) -> list[Group]:
+def _in_sub_groups(states: States, with_state: bool) -> list[Group]:
     """In ZeRO-3."""
-    shards = _Shards(states, sub_group_shard_size)
+    shards = _Shards(states, sub_group_shard_size, with_state)
     found = []
     for settings in shards.settings:
         parameters = {}
@@ -177,9 +181,10 @@ class _Shards:
     Args:
         states: the states of the checkpoint.
         size: the number of elements in a rank's shard of a group.
+        with_state: whether to locate more than the masters.
     """
 
-    def __init__(self, states: States, size: Callable[[Shapes, int], int]) -> None:
+    def __init__(self, states: States, size: Callable[[Shapes, int], int], with_state: bool) -> None:
         stage = states.zero_stage
         self.checkpoint, self.ranks = states, len(states.optimizers)
         self.groups = parameter_groups(states.models[0])
@@ -197,7 +202,7 @@ class _Shards:
                 f"{states.layout.root} cannot be resharded: it lacks master weights; they may be on NVMe."
             )
         self.masters = list(zip(*masters, strict=True))
-        self.states = [self._states(index) for index in range(len(self.groups))]
+        self.states = [self._states(index) if with_state else {} for index in range(len(self.groups))]
 
     def in_order(self, group: Shapes) -> Shapes:
         """A group in the order of the optimizer."""
@@ -242,7 +247,8 @@ def require_shard(states: States, flat: Any, size: int, what: str) -> StoredTens
 def _not_elementwise(states: States, key: str, value: StoredTensor, size: int) -> CheckpointError:
     return CheckpointError(
         f"{states.layout.root} cannot be resharded: {key!r} in the optimizer's state has {value.numel} elements for"
-        f" {size} of the weights; how they correspond is unknown."
+        f" {size} of the weights; how they correspond is unknown. The masters alone can be resharded, for a fresh"
+        ' optimizer: patch(optimizer="restart"), or reshard --optimizer restart.'
     )
 
 
