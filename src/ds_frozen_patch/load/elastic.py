@@ -142,7 +142,7 @@ def _reshard(load: Load, listing: Listing) -> tuple[Path, bool]:
     Returns:
         The folder, and whether this rank has made it.
     """
-    from ..checkpoint.tools.reshard import reshard_for_load
+    from ..tools.reshard import reshard_for_load
 
     owner, source = load.owner, Path(load.source)
     (name, *_) = gather(f"ds_frozen_patch-{token_hex(8)}")

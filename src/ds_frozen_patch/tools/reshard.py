@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...common.errors import CheckpointError
-from ...common.text import human_bytes, printable
-from ...settings import Optimizer
-from ..zero.repartition import Target, plan_repartition
-from ..zero.states import read_states
+from ..checkpoint.zero.repartition import Target, plan_repartition
+from ..checkpoint.zero.states import read_states
+from ..common.errors import CheckpointError
+from ..common.text import human_bytes, printable
+from ..settings import Optimizer
 from .output import check_output, copy_other_files, new_output
 
 
