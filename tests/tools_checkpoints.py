@@ -21,8 +21,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from under_test import PRECISION, DeepSpeedStrategy
 
 from ds_frozen_patch.checkpoint.names import RECORD
-from ds_frozen_patch.checkpoint.record import read_record, write_record
 from ds_frozen_patch.checkpoint.zero.labels import LABEL
+from ds_frozen_patch.core.record import read_record, write_record
 from ds_frozen_patch.manifest import KEY, Manifest
 
 EMBEDDING = "model.base_model.model.model.embed_tokens.weight"

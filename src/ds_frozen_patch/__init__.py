@@ -9,23 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
-    from .checkpoint.tools.consolidate import Consolidated as Consolidated
-    from .checkpoint.tools.consolidate import consolidate as consolidate
-    from .checkpoint.tools.export import Exported as Exported
-    from .checkpoint.tools.export import export as export
-    from .checkpoint.tools.inspect import Inspection as Inspection
-    from .checkpoint.tools.inspect import inspect as inspect
-    from .checkpoint.tools.load_trainable import load_trainable as load_trainable
-    from .checkpoint.tools.merge import Merged as Merged
-    from .checkpoint.tools.merge import merge as merge
-    from .checkpoint.tools.prune import Pruned as Pruned
-    from .checkpoint.tools.prune import prune as prune
-    from .checkpoint.tools.reshard import Resharded as Resharded
-    from .checkpoint.tools.reshard import reshard as reshard
-    from .checkpoint.tools.universal import Universal as Universal
-    from .checkpoint.tools.universal import universal as universal
-    from .checkpoint.tools.verify import Verified as Verified
-    from .checkpoint.tools.verify import verify as verify
     from .common.errors import CheckpointError as CheckpointError
     from .common.errors import CheckpointMismatchError as CheckpointMismatchError
     from .common.errors import PatchError as PatchError
@@ -38,19 +21,36 @@ if TYPE_CHECKING:
     from .patching.status import TargetStatus as TargetStatus
     from .publish.in_flight import wait as wait
     from .settings import full_checkpoint as full_checkpoint
+    from .tools.consolidate import Consolidated as Consolidated
+    from .tools.consolidate import consolidate as consolidate
+    from .tools.export import Exported as Exported
+    from .tools.export import export as export
+    from .tools.inspect import Inspection as Inspection
+    from .tools.inspect import inspect as inspect
+    from .tools.load_trainable import load_trainable as load_trainable
+    from .tools.merge import Merged as Merged
+    from .tools.merge import merge as merge
+    from .tools.prune import Pruned as Pruned
+    from .tools.prune import prune as prune
+    from .tools.reshard import Resharded as Resharded
+    from .tools.reshard import reshard as reshard
+    from .tools.universal import Universal as Universal
+    from .tools.universal import universal as universal
+    from .tools.verify import Verified as Verified
+    from .tools.verify import verify as verify
 
 # Imported when they are first used: the import of this package is cheap, and a training script needs no tools.
 # `tests/unit/test_docstrings.py` compares this with the imports for type checkers above.
 _NAMES = {
-    "checkpoint.tools.consolidate": ("Consolidated", "consolidate"),
-    "checkpoint.tools.export": ("Exported", "export"),
-    "checkpoint.tools.inspect": ("Inspection", "inspect"),
-    "checkpoint.tools.load_trainable": ("load_trainable",),
-    "checkpoint.tools.merge": ("Merged", "merge"),
-    "checkpoint.tools.prune": ("Pruned", "prune"),
-    "checkpoint.tools.reshard": ("Resharded", "reshard"),
-    "checkpoint.tools.universal": ("Universal", "universal"),
-    "checkpoint.tools.verify": ("Verified", "verify"),
+    "tools.consolidate": ("Consolidated", "consolidate"),
+    "tools.export": ("Exported", "export"),
+    "tools.inspect": ("Inspection", "inspect"),
+    "tools.load_trainable": ("load_trainable",),
+    "tools.merge": ("Merged", "merge"),
+    "tools.prune": ("Pruned", "prune"),
+    "tools.reshard": ("Resharded", "reshard"),
+    "tools.universal": ("Universal", "universal"),
+    "tools.verify": ("Verified", "verify"),
     "common.errors": ("CheckpointError", "CheckpointMismatchError", "PatchError"),
     "publish.in_flight": ("wait",),
     "patching.patch": ("patch", "patched", "status", "unpatch"),

@@ -325,7 +325,7 @@ def test_the_process_ends_after_its_save(tmp_path: Path, fails: bool) -> None:
         "from ds_frozen_patch.publish import in_flight\n"
         "from ds_frozen_patch.engine.served import ServedEngine\n"
         "from ds_frozen_patch.engine.topology import Topology\n"
-        "from ds_frozen_patch.owners.engine import owner_of\n"
+        "from ds_frozen_patch.frameworks.plain import owner_of\n"
         "class Engine: global_rank, local_rank, device, _config = 0, 0, None, None\n"
         "def save():\n"
         "    time.sleep(0.2)\n"

@@ -30,7 +30,7 @@ from under_test import TRAINER, Callback, ModelCheckpoint, pl
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError
 from ds_frozen_patch.common.overrides import overridden
-from ds_frozen_patch.owners.readers import goes_on_after, may_read
+from ds_frozen_patch.frameworks.readers import goes_on_after, may_read
 from ds_frozen_patch.publish import in_flight
 from ds_frozen_patch.publish.work_folder import is_unfinished
 from ds_frozen_patch.save import background

@@ -25,8 +25,8 @@ from under_test import pl
 
 import ds_frozen_patch
 from ds_frozen_patch.engine.served import attached
-from ds_frozen_patch.engine.serving import begin_serving
-from ds_frozen_patch.owners.engine import owner_of
+from ds_frozen_patch.frameworks.plain import owner_of
+from ds_frozen_patch.frameworks.serving import begin_serving
 
 pytestmark = [pytest.mark.promise(25), pytest.mark.everyday]
 VOCABULARY = 64

@@ -33,8 +33,8 @@ from tools_checkpoints import NORM, Checkpoints, base_model, changed, commands
 
 from ds_frozen_patch import CheckpointError, CheckpointMismatchError, load_trainable
 from ds_frozen_patch.checkpoint.names import RECORD
-from ds_frozen_patch.checkpoint.record import _digest
 from ds_frozen_patch.cli import main
+from ds_frozen_patch.core.record import _digest
 from ds_frozen_patch.manifest import KEY
 
 pytestmark = pytest.mark.promise(14)

@@ -23,10 +23,10 @@ from tools_checkpoints import TOOLS, Checkpoints, contents, snapshot
 from under_test import ModelCheckpoint, pl
 
 import ds_frozen_patch
-from ds_frozen_patch.checkpoint.tools.reshard import reshard_inside
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.publish import in_flight
 from ds_frozen_patch.save import background
+from ds_frozen_patch.tools.reshard import reshard_inside
 
 EPOCHS = 8
 STEPS_BESIDE = 3

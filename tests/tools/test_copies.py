@@ -16,8 +16,6 @@ import torch
 from tools_checkpoints import Checkpoints, loaded, manifest_of
 
 from ds_frozen_patch import CheckpointError, prune
-from ds_frozen_patch.checkpoint.tools.output import MAX_OTHER_BYTES, copy_other_files
-from ds_frozen_patch.checkpoint.tools.reshard import reshard_inside
 from ds_frozen_patch.checkpoint.zero.layout import Layout
 from ds_frozen_patch.checkpoint.zero.masters import check_masters_match
 from ds_frozen_patch.checkpoint.zero.states import read_states
@@ -28,6 +26,8 @@ from ds_frozen_patch.publish.ways import Way
 from ds_frozen_patch.publish.work_folder import swap
 from ds_frozen_patch.save import export_trained as _ready
 from ds_frozen_patch.save.save import Save, place_of
+from ds_frozen_patch.tools.output import MAX_OTHER_BYTES, copy_other_files
+from ds_frozen_patch.tools.reshard import reshard_inside
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
 
@@ -143,7 +143,7 @@ def test_a_growing_file_is_copied_up_to_the_limit(
 ) -> None:
     (layout.root / "grows").write_bytes(b"x" * 100)
     real = os.fstat
-    monkeypatch.setattr("ds_frozen_patch.checkpoint.tools.output.MAX_OTHER_BYTES", 50)
+    monkeypatch.setattr("ds_frozen_patch.tools.output.MAX_OTHER_BYTES", 50)
     monkeypatch.setattr(os, "stat", lambda *a, real=os.stat, **k: small(real(*a, **k)))
     monkeypatch.setattr(os, "fstat", lambda opened: small(real(opened)))
 

@@ -19,8 +19,8 @@ import torch
 from under_test import CELL
 
 from ds_frozen_patch import CheckpointError
-from ds_frozen_patch.checkpoint.tools.inspect import Inspection, inspect
 from ds_frozen_patch.cli import main
+from ds_frozen_patch.tools.inspect import Inspection, inspect
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
 CHECKPOINTS = {(stage, 2) for stage in (0, 1, 2, 3)} | {(2, 1), (3, 1)}
@@ -133,7 +133,7 @@ def test_inspect_needs_neither_torch_nor_lightning(made: Made) -> None:
     out, _ = made(3, 2)
     program = f"""
 import sys
-from ds_frozen_patch.checkpoint.tools.inspect import inspect
+from ds_frozen_patch.tools.inspect import inspect
 inspect({str(out / "full.ckpt")!r})
 print([name for name in ("torch", "lightning", "deepspeed", "numpy") if name in sys.modules])
 """
@@ -209,7 +209,7 @@ def test_a_user_class_is_named(copied: Path, capsys: pytest.CaptureFixture[str])
     state = torch.load(file, weights_only=False)
     state["hyper_parameters"]["mine"] = Inspection.__mro__[0]
     torch.save(state, file)
-    assert "ds_frozen_patch.checkpoint.tools.inspect.Inspection" in refusal(copied, capsys)
+    assert "ds_frozen_patch.tools.inspect.Inspection" in refusal(copied, capsys)
     assert inspect(copied, trust=True).zero_stage == before.zero_stage
 
 

@@ -30,9 +30,9 @@ from under_test import DeepSpeedStrategy
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError, consolidate, export, merge, verify
 from ds_frozen_patch.checkpoint.names import RECORD
-from ds_frozen_patch.checkpoint.tools.loaded_names import empty_model
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.manifest import KEY
+from ds_frozen_patch.tools.loaded_names import empty_model
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
 

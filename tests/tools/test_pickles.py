@@ -29,16 +29,16 @@ import torch
 from opcodes import EXPENSIVE, limited, text
 
 from ds_frozen_patch import CheckpointError, CheckpointMismatchError
+from ds_frozen_patch.checkpoint.adapters import Adapter
 from ds_frozen_patch.checkpoint.format import archive
 from ds_frozen_patch.checkpoint.format.records import Records
 from ds_frozen_patch.checkpoint.format.safetensors import write_file as write_safetensors
 from ds_frozen_patch.checkpoint.format.stored import Storage, StoredTensor, iter_tensors, stand_in
 from ds_frozen_patch.checkpoint.format.writing import write_archive
-from ds_frozen_patch.checkpoint.tools.adapters import Adapter
-from ds_frozen_patch.checkpoint.tools.base import match_base, open_base
 from ds_frozen_patch.checkpoint.zero import states, weights
 from ds_frozen_patch.checkpoint.zero.layout import Layout
 from ds_frozen_patch.manifest import LeftOut, Manifest
+from ds_frozen_patch.tools.base import match_base, open_base
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
 
@@ -502,7 +502,7 @@ CONFIGURATION = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"]}
 
 
 def recorded(**more: Any) -> dict[str, Any]:
-    from ds_frozen_patch.checkpoint.tools.adapters import parse_recorded_config
+    from ds_frozen_patch.checkpoint.adapters import parse_recorded_config
 
     return parse_recorded_config(json.dumps({**CONFIGURATION, **more}))
 
@@ -554,7 +554,7 @@ def test_configurations_that_peft_would_import_are_not_exported() -> None:
 
 @pytest.mark.parametrize("text_", ["", "[]", "{}", "[" * 100_000, '{"peft_type": []}', '{"peft_type": {"a": 1}}', "1"])
 def test_an_invalid_configuration_is_refused(text_: str) -> None:
-    from ds_frozen_patch.checkpoint.tools.adapters import parse_recorded_config
+    from ds_frozen_patch.checkpoint.adapters import parse_recorded_config
 
     with pytest.raises(CheckpointError, match="The adapter's configuration in the checkpoint is damaged"):
         parse_recorded_config(text_)
@@ -568,7 +568,7 @@ def test_many_adapters_take_linear_time() -> None:
 
 
 def test_the_converter_creates_no_folders_outside() -> None:
-    from ds_frozen_patch.checkpoint.tools.universal import _check_folders, _UnexpectedError
+    from ds_frozen_patch.tools.universal import _check_folders, _UnexpectedError
 
     _check_folders([{"model.layers.0.weight": None}])
     for name in ("../outside", "/outside", "a\\b", "..", ".", "", "a\0b", "a" * 2000, 5):
@@ -682,7 +682,7 @@ def test_bases_with_much_metadata_take_linear_time(tmp_path: Path) -> None:
 
 
 def test_patterns_are_limited_together() -> None:
-    from ds_frozen_patch.checkpoint.tools.adapters import parse_recorded_config
+    from ds_frozen_patch.checkpoint.adapters import parse_recorded_config
 
     def parsed(count: int) -> Any:
         patterns = {f"a{i}.*b.*": 8 for i in range(count)}

@@ -25,11 +25,11 @@ import ds_frozen_patch
 from ds_frozen_patch import CheckpointError, consolidate, export, inspect, load_trainable, merge, prune, verify
 from ds_frozen_patch.checkpoint.format.records import Records
 from ds_frozen_patch.checkpoint.names import RECORD
-from ds_frozen_patch.checkpoint.tools.base import match_base, open_base
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.cli.commands import to_json
 from ds_frozen_patch.fingerprint import fingerprints
 from ds_frozen_patch.manifest import KEY, LeftOut, Manifest
+from ds_frozen_patch.tools.base import match_base, open_base
 
 pytestmark = [pytest.mark.promise(16), pytest.mark.quantized]
 

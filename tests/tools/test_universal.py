@@ -13,10 +13,10 @@ from tools_checkpoints import Checkpoints, changed, loaded, raw, settings, snaps
 from under_test import CELL, DeepSpeedStrategy
 
 from ds_frozen_patch import CheckpointError, consolidate, universal
-from ds_frozen_patch.checkpoint.tools import universal as module
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.manifest import KEY
 from ds_frozen_patch.parameters import plain
+from ds_frozen_patch.tools import universal as module
 from ds_frozen_patch.workarounds import fault
 
 pytestmark = [pytest.mark.promise(10), pytest.mark.everyday]

@@ -10,7 +10,7 @@ import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 import ds_frozen_patch
-from ds_frozen_patch.engine.frozen import sample_at_start
+from ds_frozen_patch.core.base import sample_at_start
 from ds_frozen_patch.engine.loss import scale_loss
 from ds_frozen_patch.engine.origins import origins, replacing
 from ds_frozen_patch.engine.served import attach

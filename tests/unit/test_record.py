@@ -16,7 +16,7 @@ import torch
 
 from ds_frozen_patch import CheckpointError
 from ds_frozen_patch.checkpoint.names import RECORD
-from ds_frozen_patch.checkpoint.record import Record, describe_file, read_record, write_record
+from ds_frozen_patch.core.record import Record, describe_file, read_record, write_record
 from ds_frozen_patch.manifest import LeftOut, Manifest
 
 pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
@@ -102,7 +102,7 @@ def with_digest(**changes: Any) -> Callable[[str], str]:
     """As a later release, or a person who computes the digest, might write it."""
 
     def edit(text: str) -> str:
-        from ds_frozen_patch.checkpoint import record
+        from ds_frozen_patch.core import record
 
         values = {**json.loads(text), **changes}
         values = {key: value for key, value in values.items() if value is not ... and key != "digest"}

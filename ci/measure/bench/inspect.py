@@ -16,7 +16,7 @@ import torch
 from bench.words import ratios, spread
 from tables import markdown
 
-from ds_frozen_patch.checkpoint.tools.inspect import inspect
+from ds_frozen_patch.tools.inspect import inspect
 
 ROUNDS = 20
 LAYERS = 300

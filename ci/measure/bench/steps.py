@@ -22,9 +22,9 @@ from tables import markdown
 ROUNDS = 30
 CASES = [(title, shape, stage) for title, shape in (("small", SMALL), ("large", LARGE)) for stage in (2, 3)]
 STEPS = {
-    "find what is frozen, in all of the module": ("ds_frozen_patch.engine.frozen", "to_leave_out"),
+    "find what is frozen, in all of the module": ("ds_frozen_patch.core.base", "to_leave_out"),
     "compare a sample of the frozen values with the one at the start": (
-        "ds_frozen_patch.engine.frozen",
+        "ds_frozen_patch.core.base",
         "changed_since_start",
     ),
     "agree on the save, in a collective": ("ds_frozen_patch.save.saving", "agree"),

@@ -9,9 +9,9 @@ from typing import NoReturn
 
 from .. import __version__
 from ..checkpoint.dtypes import DTYPES
-from ..checkpoint.tools.export import FORMATS
 from ..common.text import did_you_mean
 from ..settings import EXPORT, VERIFY_BASE
+from ..tools.export import FORMATS
 from . import commands
 
 EXAMPLES = {

@@ -7,18 +7,18 @@ import json
 from dataclasses import asdict, fields
 from typing import Any
 
-from ..checkpoint.tools.consolidate import DEFAULT_SHARD_BYTES, consolidate
-from ..checkpoint.tools.export import export
-from ..checkpoint.tools.inspect import inspect
-from ..checkpoint.tools.merge import merge
-from ..checkpoint.tools.prune import prune
-from ..checkpoint.tools.reshard import reshard
-from ..checkpoint.tools.universal import universal
-from ..checkpoint.tools.verify import verify
 from ..manifest import Manifest
 from ..patching.launch import lines, replace_by
 from ..patching.patch import status
 from ..settings import Settings
+from ..tools.consolidate import DEFAULT_SHARD_BYTES, consolidate
+from ..tools.export import export
+from ..tools.inspect import inspect
+from ..tools.merge import merge
+from ..tools.prune import prune
+from ..tools.reshard import reshard
+from ..tools.universal import universal
+from ..tools.verify import verify
 
 _SETTINGS = ("strict", "cpu", *(field.name for field in fields(Settings)))
 

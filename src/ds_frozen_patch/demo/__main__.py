@@ -18,7 +18,7 @@ if missing := [name for name in NEEDED if find_spec(name) is None]:
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from ..checkpoint.tools.inspect import inspect  # noqa: E402
+from ..tools.inspect import inspect  # noqa: E402
 from .picture import drawing  # noqa: E402
 
 SAVED_STEPS = 8  # SAVED_EPOCH * STEPS_PER_EPOCH of train.py, whose import would start Lightning here

@@ -73,7 +73,7 @@ def _offer(load_dir: str, saved: Saved, ranks: int) -> str:
 
 def _reshard(load: Load, saved: Saved, ranks: int) -> str:
     """Reshard once, and raise an error of rank 0 on all."""
-    from ..checkpoint.tools.reshard import reshard_inside
+    from ..tools.reshard import reshard_inside
 
     owner, source = load.owner, Path(load.source)
     folder, error = "", ""

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..checkpoint.format.records import check_file
-from ..checkpoint.record import Record
 from ..checkpoint.zero.layout import Layout
 from ..common.errors import CheckpointError
+from ..core.record import Record
 from ..settings import current as settings
 from .trust import refuse_unsafe
 

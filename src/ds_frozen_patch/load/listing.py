@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.record import Record, read_record
 from ..checkpoint.zero.layout import Layout, NothingSavedError, UnknownLayoutError, find_layout, latest_tag
 from ..common.errors import CheckpointError
+from ..core.record import Record, read_record
 from ..publish.work_folder import is_unfinished
 
 _KINDS = ("model", "optimizer")

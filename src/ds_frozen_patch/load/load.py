@@ -14,12 +14,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.record import Record, read_record
 from ..checkpoint.zero.layout import latest_tag
 from ..checkpoint.zero.states import FileDigests
 from ..common.collectives import default_store, digest, gather, gather_numbers, world_size
 from ..common.errors import CheckpointError, CheckpointMismatchError
-from ..engine.frozen import frozen
+from ..core.base import frozen
+from ..core.record import Record, read_record
 from ..engine.owner import Owner, is_first, warn
 from ..fingerprint import process_memory
 from ..publish.durable import wait_for_name

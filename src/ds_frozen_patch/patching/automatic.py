@@ -11,7 +11,7 @@ from typing import Any
 import wrapt
 
 from .. import settings as _settings
-from ..owners.lightning.targets import TARGETS
+from ..frameworks.for_lightning.targets import TARGETS
 from ..testing import adapt_deepspeed
 from . import patch as _patching
 

@@ -9,7 +9,7 @@ from functools import cache
 from ..common.errors import PatchError
 from ..common.probing import Finding, Target, probe
 from ..engine.target import ENGINE
-from ..owners.targets import BESIDE, OWNERS, may_be_left_alone
+from ..frameworks.targets import BESIDE, OWNERS, may_be_left_alone
 from ..settings import FLAG, unknown_variables
 from .tested import newer_than_tested
 

@@ -18,7 +18,7 @@ from ..common.errors import PatchError
 from ..common.probing import Finding, Target, imported_class, probe
 from ..engine.served import release_all
 from ..engine.target import ENGINE
-from ..owners.targets import BESIDE, OWNERS, chosen, may_be_left_alone
+from ..frameworks.targets import BESIDE, OWNERS, chosen, may_be_left_alone
 from ..publish import in_flight
 from ..settings import Export, VerifyBase
 from ..workarounds import worked_around

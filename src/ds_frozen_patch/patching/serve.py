@@ -7,9 +7,9 @@ from typing import Any
 from ..common.errors import PatchError
 from ..engine import handshake
 from ..engine.served import attached
-from ..engine.serving import begin_serving
 from ..engine.topology import topology_of
-from ..owners.engine import owner_of
+from ..frameworks.plain import owner_of
+from ..frameworks.serving import begin_serving
 from .patch import is_in_force, patch
 
 _WAIT_SECONDS = 60.0

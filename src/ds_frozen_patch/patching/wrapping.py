@@ -10,12 +10,13 @@ from typing import Any
 import wrapt
 
 from ..common.probing import Target
-from ..engine import serving
 from ..engine.target import ENGINE
+from ..frameworks import for_accelerate as accelerate
+from ..frameworks import for_transformers as transformers
+from ..frameworks import serving
+from ..frameworks.for_lightning import converter, in_flight, newest, strategy
+from ..frameworks.for_lightning.targets import TARGETS
 from ..load import engine as load_engine
-from ..owners import accelerate, transformers
-from ..owners.lightning import converter, in_flight, newest, strategy
-from ..owners.lightning.targets import TARGETS
 from ..publish.in_flight import after_it, before_end
 from ..save import engine as save_engine
 from .wrappers import FunctionWrapper, InitWrapper

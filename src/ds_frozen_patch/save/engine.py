@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from .. import manifest
-from ..checkpoint.record import Record
 from ..checkpoint.zero.labels import ELASTIC_KEY, UNIVERSAL_INFO
 from ..common.errors import named
 from ..common.overrides import overridden
 from ..common.text import human_bytes
-from ..engine.frozen import in_partitions
+from ..core.base import in_partitions
+from ..core.record import Record
 from ..engine.owner import is_first, warn
 from ..engine.served import attached
 from ..engine.topology import is_expert, shard_of

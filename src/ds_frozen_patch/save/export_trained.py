@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.adapters import Adapter
 from ..checkpoint.format.safetensors import write_file
-from ..checkpoint.tools.adapters import Adapter
 from ..common.errors import CheckpointError
-from ..engine.frozen import frozen, to_leave_out
+from ..core.base import frozen, to_leave_out
 from ..engine.gathering import gathered
 from ..engine.origins import origins
 from ..engine.owner import is_first

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.names import WRITER
-from ..checkpoint.record import File, Record, pack, unpack, write_record
 from ..common.collectives import gather_numbers
+from ..core.record import File, Record, pack, unpack, write_record
 from ..engine.owner import Owner
 from ..engine.served import ServedEngine
 from ..parameters import ModuleTensor

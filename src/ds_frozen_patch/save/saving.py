@@ -12,7 +12,7 @@ from typing import Any
 from ..common.collectives import default_store, digest, gather, gather_numbers, world_size
 from ..common.errors import CheckpointError, CheckpointMismatchError, named
 from ..common.overrides import set_to
-from ..engine import frozen
+from ..core import base as frozen
 from ..engine.origins import origins
 from ..engine.owner import is_first, warn
 from ..engine.served import ServedEngine

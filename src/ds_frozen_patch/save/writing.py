@@ -13,9 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..checkpoint.names import is_rank_file
-from ..checkpoint.record import describe_file
 from ..checkpoint.zero.labels import add_label
 from ..common.overrides import Attributes, overridden
+from ..core.record import describe_file
 from ..engine.experts import names_in_files
 from ..engine.target import ENGINE
 from ..parameters import plain

@@ -11,11 +11,11 @@ from typing import Any
 from ... import manifest
 from ...common.errors import CheckpointError
 from ...common.progress import progress
+from ...core.record import Record, identify, write_record
 from ...workarounds.for_deepspeed import ignores_round_robin
 from ..format.records import Records
 from ..format.stored import Storage, StoredTensor, iter_tensors, stand_in
 from ..format.writing import write_archive
-from ..record import Record, identify, write_record
 from .labels import ELASTIC_KEY, add_label, resharded_save_id
 from .masters import check_masters_match
 from .new_tensors import NewTensors

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.errors import CheckpointError, CheckpointMismatchError, named
+from ...core.record import Record
 from ...manifest import KEY, Manifest, digest_of, reference
 from ...parameters import compiled_modules, is_name
 from .. import hyperparameters
@@ -17,7 +18,6 @@ from ..format.archive import Contents, read_archive
 from ..format.records import Records, from_stored
 from ..format.stored import StandIn, StoredTensor, is_shape, iter_tensors
 from ..quantization import parse_subclass
-from ..record import Record
 from .labels import get_label
 from .layout import Layout, check_links_stay_inside, find_layout
 

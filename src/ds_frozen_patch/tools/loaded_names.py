@@ -16,9 +16,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ...common.errors import CheckpointError
-from ...parameters import names_by_parameter
-from ..format.records import TensorSource
+from ..checkpoint.format.records import TensorSource
+from ..common.errors import CheckpointError
+from ..parameters import names_by_parameter
 
 CONFIG = "config.json"
 _MOST_CONFIG = 1 << 24

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...common.errors import CheckpointError
-from ...manifest import Manifest
-from ...parameters import compiled_modules, is_name, plain
-from ..format.archive import read_archive
-from ..format.records import from_stored
-from ..names import WEIGHTS_FILE
-from ..zero.entries import read_entries, storage_place
-from ..zero.labels import ELASTIC_KEY, LABEL
-from ..zero.opening import open_checkpoint
-from ..zero.states import DEEPSPEEDS_OWN, check_instantiator
-from ..zero.weights import Weights, check_total_size
+from ..checkpoint.format.archive import read_archive
+from ..checkpoint.format.records import from_stored
+from ..checkpoint.names import WEIGHTS_FILE
+from ..checkpoint.zero.entries import read_entries, storage_place
+from ..checkpoint.zero.labels import ELASTIC_KEY, LABEL
+from ..checkpoint.zero.opening import open_checkpoint
+from ..checkpoint.zero.states import DEEPSPEEDS_OWN, check_instantiator
+from ..checkpoint.zero.weights import Weights, check_total_size
+from ..common.errors import CheckpointError
+from ..manifest import Manifest
+from ..parameters import compiled_modules, is_name, plain
 
 
 @dataclass(frozen=True)

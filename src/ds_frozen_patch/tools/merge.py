@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...common.errors import named
-from ...common.progress import progress
-from ...common.text import human_bytes, printable_lines
-from .. import dtypes
-from ..format import safetensors as safetensors_file
-from ..format.records import Records
-from ..format.stored import ITEM_SIZES
+from ..checkpoint import dtypes
+from ..checkpoint.format import safetensors as safetensors_file
+from ..checkpoint.format.records import Records
+from ..checkpoint.format.stored import ITEM_SIZES
+from ..common.errors import named
+from ..common.progress import progress
+from ..common.text import human_bytes, printable_lines
 from .base import check_values
 from .loaded_names import CONFIG
 from .merge_plan import MergePlan, Part, plan_merge

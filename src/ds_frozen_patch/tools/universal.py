@@ -16,16 +16,16 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from ...common.errors import CheckpointError
-from ...common.text import human_bytes, printable_lines
-from ...common.versions import version_of
-from ...parameters import is_name
-from ...workarounds.for_deepspeed import converter_needed, converter_reads_one_group
-from ..format.allowed import OF_DEEPSPEED
-from ..format.stored import ITEM_SIZES, Size, StandIn, StoredTensor, stand_in
-from ..zero.labels import ELASTIC_KEY, LABEL, UNIVERSAL_INFO
-from ..zero.repartition import Repartition, plan_repartition
-from ..zero.states import States, parameter_groups, read_states
+from ..checkpoint.format.allowed import OF_DEEPSPEED
+from ..checkpoint.format.stored import ITEM_SIZES, Size, StandIn, StoredTensor, stand_in
+from ..checkpoint.zero.labels import ELASTIC_KEY, LABEL, UNIVERSAL_INFO
+from ..checkpoint.zero.repartition import Repartition, plan_repartition
+from ..checkpoint.zero.states import States, parameter_groups, read_states
+from ..common.errors import CheckpointError
+from ..common.text import human_bytes, printable_lines
+from ..common.versions import version_of
+from ..parameters import is_name
+from ..workarounds.for_deepspeed import converter_needed, converter_reads_one_group
 from .output import check_output, copy_other_files, new_output
 
 CONVERTER = "deepspeed.checkpoint.ds_to_universal"

@@ -10,13 +10,13 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...common.errors import CheckpointError
-from ...common.text import human_bytes, printable
-from ..record import identify, read_record
-from ..zero.labels import resharded_save_id
-from ..zero.layout import find_layout
-from ..zero.repartition import plan_repartition
-from ..zero.states import read_states
+from ..checkpoint.zero.labels import resharded_save_id
+from ..checkpoint.zero.layout import find_layout
+from ..checkpoint.zero.repartition import plan_repartition
+from ..checkpoint.zero.states import read_states
+from ..common.errors import CheckpointError
+from ..common.text import human_bytes, printable
+from ..core.record import identify, read_record
 from .output import check_output, copy_other_files, new_output
 
 

@@ -13,12 +13,12 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ...common.errors import CheckpointError
-from ...manifest import LeftOut
-from .. import dtypes
-from ..format.records import Records, TensorSource
-from ..format.stored import ITEM_SIZES
-from ..quantization import quant_type
+from ..checkpoint import dtypes
+from ..checkpoint.format.records import Records, TensorSource
+from ..checkpoint.format.stored import ITEM_SIZES
+from ..checkpoint.quantization import quant_type
+from ..common.errors import CheckpointError
+from ..manifest import LeftOut
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ def convert(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: 
     from the file, and objects of classes are stand-ins.
     """
     from ...checkpoint.format.archive import UnreadableError
-    from ...checkpoint.tools.consolidate import consolidate_over
+    from ...tools.consolidate import consolidate_over
 
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     call.apply_defaults()

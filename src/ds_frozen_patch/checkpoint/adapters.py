@@ -12,9 +12,9 @@ from math import inf, prod
 from pathlib import Path
 from typing import Any
 
-from ...common.errors import CheckpointError, named
-from ...manifest import Manifest
-from ..zero.weights import Weights
+from ..common.errors import CheckpointError, named
+from ..manifest import Manifest
+from .zero.weights import Weights
 
 PEFTS_PREFIX = "base_model.model."
 # For these kinds, PEFT's files contain values computed from the weights, not the weights themselves.

@@ -13,18 +13,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...common.errors import CheckpointError, named
-from ...manifest import LeftOut, Manifest
-from ...parameters import PARAMETER, is_name, plain
-from .. import dtypes
-from ..format import safetensors as safetensors_file
-from ..format.archive import read_archive
-from ..format.records import Piece, Records, TensorSource, from_stored
-from ..format.safetensors import MAX_HEADER
-from ..format.stored import Storage, StoredTensor
-from ..quantization import group_with_parts, is_subclass, parse_subclass
-from ..zero.opening import open_checkpoint
-from ..zero.weights import check_total_size
+from ..checkpoint import dtypes
+from ..checkpoint.format import safetensors as safetensors_file
+from ..checkpoint.format.archive import read_archive
+from ..checkpoint.format.records import Piece, Records, TensorSource, from_stored
+from ..checkpoint.format.safetensors import MAX_HEADER
+from ..checkpoint.format.stored import Storage, StoredTensor
+from ..checkpoint.quantization import group_with_parts, is_subclass, parse_subclass
+from ..checkpoint.zero.opening import open_checkpoint
+from ..checkpoint.zero.weights import check_total_size
+from ..common.errors import CheckpointError, named
+from ..manifest import LeftOut, Manifest
+from ..parameters import PARAMETER, is_name, plain
 from .loaded_names import CONFIG, loaded_names
 from .requantize import Quantized, Quantizer, check_bitsandbytes, plan_quantized
 

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..common.collectives import on_any_rank
+from ..engine.origins import Origin, changed, origins, remember
+from ..engine.served import ServedEngine
+from ..engine.topology import is_divided
 from ..parameters import BUFFER, PARAMETER, PART, ModuleTensor, contents, parameters_by_name
 from ..settings import current as settings
 from ..workarounds.for_deepspeed import has_plain_optimizer
-from .origins import Origin, changed, origins, remember
-from .served import ServedEngine
-from .topology import is_divided
 
 if TYPE_CHECKING:
     import torch

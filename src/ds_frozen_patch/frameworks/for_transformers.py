@@ -23,8 +23,8 @@ from ..publish.work_folder import entries
 from ..save.around import Around
 from ..settings import current as settings
 from ..workarounds.for_transformers import saves_the_best
-from .engine import logger_of
 from .newest import last_whole
+from .plain import logger_of
 from .readers import goes_on_after, may_read
 
 _WRITERS = ("_save", "_save_rng_state")

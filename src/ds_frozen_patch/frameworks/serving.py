@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 from ..common.errors import named
+from ..core import base as frozen
+from ..engine.origins import notice_earlier_training
+from ..engine.owner import Owner, warn
+from ..engine.served import attach
 from ..settings import current as settings
 from ..settings import matches
-from . import frozen
-from .origins import notice_earlier_training
-from .owner import Owner, warn
-from .served import attach
 
 
 def init(wrapped: Callable[..., None], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

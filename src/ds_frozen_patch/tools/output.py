@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...common.errors import CheckpointError
-from ...common.text import human_bytes
-from ...publish.durable import write_beside
-from ..format.zip_directory import CHUNK_BYTES
-from ..names import RECORD
-from ..zero.layout import Layout
+from ..checkpoint.format.zip_directory import CHUNK_BYTES
+from ..checkpoint.names import RECORD
+from ..checkpoint.zero.layout import Layout
+from ..common.errors import CheckpointError
+from ..common.text import human_bytes
+from ..publish.durable import write_beside
 
 MAX_OTHER_BYTES = 64 << 20
 """How much larger than its states the other files of a checkpoint may be."""

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...common.errors import CheckpointError, named
-from ...common.progress import progress
-from ...common.text import human_bytes, printable_lines
-from .. import dtypes
-from ..format.records import Records
-from ..zero.opening import open_checkpoint
-from .adapters import choose_adapter, match_adapter
+from ..checkpoint import dtypes
+from ..checkpoint.adapters import choose_adapter, match_adapter
+from ..checkpoint.format.records import Records
+from ..checkpoint.zero.opening import open_checkpoint
+from ..common.errors import CheckpointError, named
+from ..common.progress import progress
+from ..common.text import human_bytes, printable_lines
 from .consolidate import OutputPlan, OutputReader, write_shard
 from .output import check_output, new_output
 

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from ...common.errors import CheckpointError, named
-from .adapters import PEFTS_PREFIX, PROMPTS, Adapter
+from ..checkpoint.adapters import PEFTS_PREFIX, PROMPTS, Adapter
+from ..common.errors import CheckpointError, named
 
 if TYPE_CHECKING:
     import torch

@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...common.errors import CheckpointError, named
-from ...common.progress import progress
-from ...common.text import human_bytes, printable_lines
-from ...manifest import KEY, LeftOut, Manifest
-from ...parameters import PARAMETER, with_compiled
-from .. import dtypes, hyperparameters
-from ..format import safetensors as safetensors_file
-from ..format.archive import read_archive
-from ..format.records import Piece, Records, TensorSource, from_stored, map_into_memory
-from ..format.stored import ITEM_SIZES, StandIn, Storage, StoredTensor
-from ..format.writing import write_archive
-from ..quantization import is_torchao
+from ..checkpoint import dtypes, hyperparameters
+from ..checkpoint.format import safetensors as safetensors_file
+from ..checkpoint.format.archive import read_archive
+from ..checkpoint.format.records import Piece, Records, TensorSource, from_stored, map_into_memory
+from ..checkpoint.format.stored import ITEM_SIZES, StandIn, Storage, StoredTensor
+from ..checkpoint.format.writing import write_archive
+from ..checkpoint.quantization import is_torchao
+from ..common.errors import CheckpointError, named
+from ..common.progress import progress
+from ..common.text import human_bytes, printable_lines
+from ..manifest import KEY, LeftOut, Manifest
+from ..parameters import PARAMETER, with_compiled
 from .base import Base, check_values, match_base, open_base
 from .output import check_output, new_output
 from .source import Source, open_source

@@ -16,7 +16,6 @@ from ...common.overrides import overridden, set_to
 from ...engine import handshake
 from ...engine.owner import warn
 from ...engine.served import attach
-from ...engine.serving import begin_serving
 from ...load.listing import Listing
 from ...load.load import Load, where_it_is
 from ...load.load import current as current_load
@@ -25,6 +24,7 @@ from ...publish import in_flight
 from ...save.saving import begin, explaining_errors, is_local
 from ...settings import FLAG
 from ...workarounds.for_fabric import CLIPS, clips_unasked, moved_in_deepspeed, unwrapped
+from ..serving import begin_serving
 from . import single_file
 from .owner import BUILT, owner_of
 from .retention import forget_paths_outside

@@ -14,13 +14,13 @@ from importlib.util import find_spec
 from math import prod
 from typing import Any
 
-from ...common.errors import CheckpointError, named
-from ...manifest import LeftOut, Manifest
-from ...parameters import PARAMETER
-from .. import dtypes
-from ..format.records import Piece, TensorSource
-from ..format.stored import ITEM_SIZES
-from ..quantization import PACKED, group_with_parts, is_subclass, quant_type
+from ..checkpoint import dtypes
+from ..checkpoint.format.records import Piece, TensorSource
+from ..checkpoint.format.stored import ITEM_SIZES
+from ..checkpoint.quantization import PACKED, group_with_parts, is_subclass, quant_type
+from ..common.errors import CheckpointError, named
+from ..manifest import LeftOut, Manifest
+from ..parameters import PARAMETER
 from .base import Base, match_base, without_wrappers
 from .folding import Folding, Layer, split_name
 from .model_folder import ModelFolder

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...common.errors import CheckpointError
-from ...common.text import human_bytes
-from ..format import safetensors as safetensors_file
-from ..format.zip_directory import CHUNK_BYTES, open_regular
+from ..checkpoint.format import safetensors as safetensors_file
+from ..checkpoint.format.zip_directory import CHUNK_BYTES, open_regular
+from ..common.errors import CheckpointError
+from ..common.text import human_bytes
 from .base import Base, open_base
 from .loaded_names import CONFIG, read_model_config
 from .output import SCRIPTS

@@ -7,22 +7,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...common.errors import CheckpointError, named
-from ...common.progress import progress
-from ...common.text import human_bytes, printable_lines
-from ...common.versions import version_of
-from ...fingerprint import of_stream
-from ...manifest import KEY, LeftOut, Manifest
-from ...parameters import BUFFER, PART, plain
-from ...settings import matches
-from ..format.records import Piece, Records, TensorSource
-from ..format.stored import Storage
-from ..format.writing import write_archive
-from ..record import identify, write_record
-from ..zero.labels import get_save_id
-from ..zero.opening import open_checkpoint
-from ..zero.states import States
-from ..zero.weights import Weights
+from ..checkpoint.format.records import Piece, Records, TensorSource
+from ..checkpoint.format.stored import Storage
+from ..checkpoint.format.writing import write_archive
+from ..checkpoint.zero.labels import get_save_id
+from ..checkpoint.zero.opening import open_checkpoint
+from ..checkpoint.zero.states import States
+from ..checkpoint.zero.weights import Weights
+from ..common.errors import CheckpointError, named
+from ..common.progress import progress
+from ..common.text import human_bytes, printable_lines
+from ..common.versions import version_of
+from ..core.record import identify, write_record
+from ..fingerprint import of_stream
+from ..manifest import KEY, LeftOut, Manifest
+from ..parameters import BUFFER, PART, plain
+from ..settings import matches
 from .output import check_output, copy_other_files, new_output
 
 

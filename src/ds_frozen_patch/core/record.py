@@ -20,11 +20,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.format.zip_directory import hash_directory, open_regular
+from ..checkpoint.names import RECORD, is_state_file
 from ..common.collectives import digest
 from ..common.errors import CheckpointError, CheckpointMismatchError, named
 from ..manifest import Manifest
-from .format.zip_directory import hash_directory, open_regular
-from .names import RECORD, is_state_file
 
 FORMAT = 1
 

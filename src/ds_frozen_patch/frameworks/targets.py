@@ -6,9 +6,10 @@ from collections.abc import Iterable
 
 from ..engine.target import BESIDE as BESIDE_ENGINE
 from ..engine.target import ENGINE
-from . import accelerate, transformers
-from .lightning.targets import BESIDE as BESIDE_LIGHTNING
-from .lightning.targets import TARGETS as LIGHTNING
+from . import for_accelerate as accelerate
+from . import for_transformers as transformers
+from .for_lightning.targets import BESIDE as BESIDE_LIGHTNING
+from .for_lightning.targets import TARGETS as LIGHTNING
 
 OPTIONAL = (accelerate.TARGET, transformers.TARGET)
 """If one of these cannot be patched, a program of Lightning's works nevertheless: PEFT installs both."""

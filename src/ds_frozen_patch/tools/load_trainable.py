@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...common.errors import CheckpointError, CheckpointMismatchError, named
-from ...manifest import adapters_of
-from ...parameters import plain
-from ..format.records import Records, TensorSource
-from ..zero.opening import open_checkpoint
-from .adapters import Adapter
+from ..checkpoint.adapters import Adapter
+from ..checkpoint.format.records import Records, TensorSource
+from ..checkpoint.zero.opening import open_checkpoint
+from ..common.errors import CheckpointError, CheckpointMismatchError, named
+from ..manifest import adapters_of
+from ..parameters import plain
 from .base import open_base
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...common.text import human_bytes, printable_lines
-from ...manifest import KEY, Manifest
-from ..format.archive import Contents
-from ..format.stored import Storage, StoredTensor, iter_tensors
-from ..quantization import base_buffers, name_quantization
-from ..zero.entries import read_entries, with_plain_names
-from ..zero.states import as_integer, configured_stage, parameter_groups, read_states
+from ..checkpoint.format.archive import Contents
+from ..checkpoint.format.stored import Storage, StoredTensor, iter_tensors
+from ..checkpoint.quantization import base_buffers, name_quantization
+from ..checkpoint.zero.entries import read_entries, with_plain_names
+from ..checkpoint.zero.states import as_integer, configured_stage, parameter_groups, read_states
+from ..common.text import human_bytes, printable_lines
+from ..manifest import KEY, Manifest
 
 TRAINABLE, FROZEN, SECOND_COPY = "trainable weights", "frozen weights", "frozen weights, second copy"
 EITHER = "weights, trainable or frozen"

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from ...common.errors import CheckpointError, CheckpointMismatchError, named
-from ...common.progress import progress
-from ...common.text import human_bytes, printable_lines
-from ...manifest import Manifest
-from ...parameters import PARAMETER, plain
-from .. import dtypes
-from ..format.records import Records, check_file
-from ..format.stored import ITEM_SIZES
-from ..names import RECORD
-from ..record import read_record
-from ..zero.masters import check_masters_match
-from ..zero.states import States, check_same_save, read_states
-from ..zero.weights import Weights, locate_weights
+from ..checkpoint import dtypes
+from ..checkpoint.format.records import Records, check_file
+from ..checkpoint.format.stored import ITEM_SIZES
+from ..checkpoint.names import RECORD
+from ..checkpoint.zero.masters import check_masters_match
+from ..checkpoint.zero.states import States, check_same_save, read_states
+from ..checkpoint.zero.weights import Weights, locate_weights
+from ..common.errors import CheckpointError, CheckpointMismatchError, named
+from ..common.progress import progress
+from ..common.text import human_bytes, printable_lines
+from ..core.record import read_record
+from ..manifest import Manifest
+from ..parameters import PARAMETER, plain
 from .base import Base, describe_wrong_values, match_base, open_base
 
 

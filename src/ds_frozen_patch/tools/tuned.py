@@ -9,13 +9,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...common.errors import CheckpointError
-from ...manifest import Manifest
-from ..format.records import TensorSource
-from ..format.zip_directory import open_regular
-from ..zero.opening import Checkpoint, open_checkpoint
-from ..zero.weights import Weights
-from .adapters import PEFTS_PREFIX, Adapter, choose_adapter, match_adapter, parse_recorded_config, read_config
+from ..checkpoint.adapters import (
+    PEFTS_PREFIX,
+    Adapter,
+    choose_adapter,
+    match_adapter,
+    parse_recorded_config,
+    read_config,
+)
+from ..checkpoint.format.records import TensorSource
+from ..checkpoint.format.zip_directory import open_regular
+from ..checkpoint.zero.opening import Checkpoint, open_checkpoint
+from ..checkpoint.zero.weights import Weights
+from ..common.errors import CheckpointError
+from ..manifest import Manifest
 from .base import open_base, without_wrappers
 from .folding import check_foldable, split_name
 from .loaded_names import parameter_names

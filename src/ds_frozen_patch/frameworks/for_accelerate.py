@@ -20,12 +20,12 @@ from ..common.probing import Finding, Methods, Target
 from ..engine import handshake
 from ..engine.owner import is_first
 from ..engine.served import attached
-from ..engine.serving import begin_serving
 from ..publish import in_flight
 from ..publish.work_folder import entries
 from ..save.around import Around
-from .engine import logger_of, owner_of
 from .newest import last_whole
+from .plain import logger_of, owner_of
+from .serving import begin_serving
 
 _WRITERS = ("save_accelerator_state", "save_custom_state")
 """The functions that `save_state` calls once the engines are saved, each by a path; no rank waits in them."""

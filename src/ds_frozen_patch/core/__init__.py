@@ -1,0 +1,1 @@
+"""The main job, to be read from top to bottom: `base`, `record`, `save`, `load`."""
