@@ -10,10 +10,10 @@ from pathlib import Path
 SOURCES = Path(__file__).resolve().parent.parent / "src" / "ds_frozen_patch"
 PARTS = {
     "Patching, settings and `run`": ("patching", "settings", "bootstrap", "workarounds", "testing"),
-    "Saves": ("save", "publish", "common"),
-    "Loads": ("load", "manifest", "fingerprint", "parameters"),
-    "Lightning, Accelerate, Trainer and engines": ("owners", "engine"),
-    "Tools": ("checkpoint/tools", "checkpoint/zero", "checkpoint", "cli/dispatch", "cli/commands"),
+    "Saves": ("core/save", "core/base", "save", "publish", "common"),
+    "Loads": ("core/load", "core/record", "load", "manifest", "fingerprint", "parameters"),
+    "Lightning, Accelerate, Trainer and engines": ("frameworks", "engine"),
+    "Tools": ("tools", "checkpoint", "cli/dispatch", "cli/commands"),
     "What is wrong with a file, in brackets": ("checkpoint/format",),
 }
 """The modules of each part of the page. `--help` and the faults of upstream have pages of their own."""

@@ -20,13 +20,21 @@ ROOMS = (
     ("workarounds",),
     ("manifest",),
     ("checkpoint",),
+    ("core.record",),
+    ("checkpoint.zero",),
+    ("checkpoint.adapters",),
     ("engine",),
+    ("core.base",),
     ("save", "load"),
-    ("owners",),
+    ("core",),
+    ("tools",),
+    ("frameworks",),
     ("patching",),
     ("cli", "demo", "bootstrap", "__init__"),
     ("__main__",),
 )
+UPWARD = {("load.elastic", "tools.reshard")}
+"""Imported when it is needed: nothing that runs in a training needs the tools otherwise."""
 HEIGHTS = {room: height for height, rooms in enumerate(ROOMS) for room in rooms}
 
 
@@ -61,7 +69,9 @@ def imports(name: str) -> set[str]:
 
 
 def room(name: str) -> str:
-    return name.split(".")[0] or "__init__"
+    """Return the subpackage or module that a module belongs to."""
+    first_two = ".".join(name.split(".")[:2])
+    return first_two if first_two in HEIGHTS else name.split(".")[0] or "__init__"
 
 
 GRAPH = {name: imports(name) for name in MODULES}
@@ -75,7 +85,9 @@ def test_the_graph_is_not_empty() -> None:
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_flow_one_way(name: str) -> None:
     upward = {
-        other for other in GRAPH[name] if room(other) != room(name) and HEIGHTS[room(other)] >= HEIGHTS[room(name)]
+        other
+        for other in GRAPH[name]
+        if room(other) != room(name) and HEIGHTS[room(other)] >= HEIGHTS[room(name)] and (name, other) not in UPWARD
     }
     assert not upward
 

@@ -1,7 +1,7 @@
 """What a save and a load need of whoever made an engine.
 
 The engine is the centre of this package. Each framework that makes engines, such as Lightning, has a function that
-describes itself in this way (see `owners`).
+describes itself in this way (see `frameworks`).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class ServedEngine:
     Attributes:
         owner: that made it.
         topology: what kind of engine it is.
-        is_sampled: whether the values of its module have been sampled, see `engine.frozen`.
+        is_sampled: whether the values of its module have been sampled, see `core.base`.
         prints: the fingerprints at the last save, by name.
         loss_factor: what each loss is multiplied by, see `engine.loss`.
         scales_loss: whether the engine multiplies its losses.
