@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 from ..fingerprint import is_readable, own_values
 from ..parameters import PARAMETER, PART, ModuleTensor, contents, part_suffix, plain, shape_of
+from .served import ServedEngine
 
 if TYPE_CHECKING:
     import torch
@@ -141,6 +142,30 @@ def remember(module: torch.nn.Module) -> None:
     for one, taken in sample({one: one.tensor for one in contents(module)}).items():
         if one.group in known:
             known[one.group].samples[_part(one)] = taken
+
+
+def sample_at_start(engine: Any, served: ServedEngine) -> None:
+    """Remember the values of a new engine's module when training begins."""
+
+    def sample(engine: Any, _: Any) -> None:
+        if engine.module.training:
+            handle.remove()  # once is enough
+            _sample(engine, served)
+
+    handle = engine.register_forward_pre_hook(sample)
+    served.undo.append(lambda _: handle.remove())
+
+
+def sample_at_save(engine: Any, served: ServedEngine) -> None:
+    """Remember them at the first save, if the program has trained without a call of the engine."""
+    if engine.global_steps:
+        _sample(engine, served)
+
+
+def _sample(engine: Any, served: ServedEngine) -> None:
+    if not served.is_sampled:
+        served.is_sampled = True
+        remember(engine.module)
 
 
 def changed(known: Mapping[str, Origin], held: Iterable[ModuleTensor]) -> set[str]:

@@ -14,7 +14,7 @@ from ..fingerprint import fingerprints, process_memory
 from ..manifest import LeftOut, Manifest
 from ..parameters import ModuleTensor, plain
 from ..settings import current
-from .load import Load
+from .running import Load
 from .strictness import check_left_out, left_out_by_others
 
 _FLOATING = ("float64", "float32", "float16", "bfloat16")

@@ -12,7 +12,7 @@ from ..engine.served import attached
 from ..settings import current
 from ..workarounds.for_deepspeed import has_plain_optimizer
 from .listing import Listing, Saved
-from .load import Load
+from .running import Load
 
 NEEDED = (ELASTIC_KEY, "ds_config", "dp_world_size")
 """What `Owner.after_load` needs of the checkpoint's own state."""

@@ -24,7 +24,7 @@ from ..parameters import (
     settings_of,
 )
 from ..settings import current
-from .load import Load
+from .running import Load
 
 
 def by_name(module: Any) -> dict[str, ModuleTensor]:

@@ -18,7 +18,8 @@ from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..common.overrides import Attributes
 from ..engine.owner import warn
 from ..manifest import KEY, Manifest, digest_of
-from .load import Load
+from .agreement import raise_on_all_ranks
+from .running import Load
 
 _KINDS = {"model": "module", "optimizer": "optimizer_state_dict"}
 """The key that the state in a file of each kind has."""
@@ -134,6 +135,6 @@ def _agree(load: Load, problem: Exception | None = None) -> None:
     kinds = {one.kind: digest((one.save, sorted(one.alike.items()))) for one in load.read}
     everyone = gather_numbers([problem is not None, *(kinds.get(kind, 0) for kind in _KINDS)], load.owner.device)
     if any(one[0] for one in everyone):
-        load.raise_on_all_ranks(problem)
+        raise_on_all_ranks(load, problem)
     if any(len({one[column] for one in everyone} - {0}) > 1 for column in (1, 2)):
         check_digests_agree([one for share in gather(load.read) for one in share])

@@ -8,14 +8,14 @@ from typing import Any
 from ..common.text import human_bytes
 from ..engine.origins import sample
 from ..engine.owner import is_first, warn
-from .save import Save
+from .running import Save
 
 _DEPTH = 10
 
 
 def warn_of_copies(save: Save, client_state: Mapping[str, Any]) -> None:
     """Log, at the first save, which keys of the client state contain values that the save leaves out."""
-    if not is_first(save.owner) or not save.attached.is_first_time("copies of the base"):
+    if not is_first(save.owner) or not save.served.is_first_time("copies of the base"):
         return
     tensors = dict(enumerate(_tensors(client_state, ())))
     if not tensors:

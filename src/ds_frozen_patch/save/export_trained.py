@@ -19,13 +19,24 @@ from ..manifest import adapters_of
 from ..parameters import dtype_of, names_by_parameter, parameters_by_name, plain, shape_of
 from ..publish.durable import write_beside
 from ..settings import current
-from .save import Save
+from .running import Save
 
 FILE, FOLDER = "trainable.safetensors", "adapter"
 """What is created in the directory of a checkpoint: the file for "safetensors", the folder for "peft"."""
 
 
-def write(save: Save, folder: Path) -> None:
+def write(save: Save) -> None:
+    """Write what `patch(export=...)` requests into the checkpoint, if a rank can have all weights."""
+    if save.served.topology.is_divided:
+        save.served.warn_once(
+            "patch(export=...) has no effect on this engine: with experts of deepspeed.moe or tensor parallelism, no"
+            " rank has all weights."
+        )
+    else:
+        _write_all(save, save.place.export)
+
+
+def _write_all(save: Save, folder: Path) -> None:
     """Write what `patch(export=...)` requests, from the weights in memory; every rank must call it.
 
     Rank 0 gathers and writes one parameter after another, so memory does not grow with their number. A write error is
@@ -47,7 +58,7 @@ def write(save: Save, folder: Path) -> None:
         persistent = _persistent_buffers(engine.module, remove_duplicate=True)
         buffers = {name: buffer for name, buffer in persistent.items() if name not in left_out}
         _write(save, folder / FILE, chosen, buffers)
-    elif (adapter := _trained_adapter(engine, save.attached)) is not None:
+    elif (adapter := _trained_adapter(engine, save.served)) is not None:
         parameters = {name: parameter for parameter, names in all_names.items() for name in names}
         buffers = _persistent_buffers(engine.module, remove_duplicate=False)
         adapters = adapters_of(engine.module)[adapter.module]
@@ -67,7 +78,7 @@ def _persistent_buffers(module: Any, remove_duplicate: bool) -> dict[str, Any]:
     return {plain(name): buffer for name, buffer in named if plain(name) in saved}
 
 
-def _trained_adapter(engine: Any, attached: ServedEngine) -> Adapter | None:
+def _trained_adapter(engine: Any, served: ServedEngine) -> Adapter | None:
     """The only PEFT adapter that the module trains; None, with a warning, if there is not one that can be exported."""
     known = [
         Adapter(module, name, json.loads(config))
@@ -77,14 +88,14 @@ def _trained_adapter(engine: Any, attached: ServedEngine) -> Adapter | None:
     trained = [name for name, parameter in parameters_by_name(engine.module).items() if parameter.requires_grad]
     found = [adapter for adapter in known if any(map(adapter.owns, trained))]
     if len(found) != 1:
-        attached.warn_once(
+        served.warn_once(
             f'patch(export="peft") writes no adapter: the module trains {len(found)} PEFT adapters, not one.'
         )
         return None
     try:
         found[0].check_exportable()
     except CheckpointError as error:
-        attached.warn_once(f'patch(export="peft") writes no adapter. {error}')
+        served.warn_once(f'patch(export="peft") writes no adapter. {error}')
         return None
     return found[0]
 

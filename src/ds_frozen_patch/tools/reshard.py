@@ -16,7 +16,8 @@ from ..checkpoint.zero.repartition import plan_repartition
 from ..checkpoint.zero.states import read_states
 from ..common.errors import CheckpointError
 from ..common.text import human_bytes, printable
-from ..core.record import identify, read_record
+from ..core.record import identify
+from ..load.files import read_record
 from .output import check_output, copy_other_files, new_output
 
 
