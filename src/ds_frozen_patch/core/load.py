@@ -24,7 +24,7 @@ from ..engine.owner import warn
 from ..engine.served import ServedEngine, attach, attached
 from ..load import agreement, elastic, fitting
 from ..load.base_check import check_base
-from ..load.listing import find_folder
+from ..load.listing import answering, find_folder
 from ..load.quantized import by_name, check_parts, is_part, without_own_values
 from ..load.reading import check_model, manifest_of, sharing_reads
 from ..load.running import Load, current
@@ -63,8 +63,9 @@ def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
         if load.record is not None:
             load.may_be_missing = _check_base(load, {}, load.record.manifest, call.arguments["load_module_strict"])
         call.arguments["load_dir"], call.arguments["tag"] = load.source, load.tag
-        is_shared = listing.tag is not None  # else ranks may read different numbers of files
-        with _noticing_another_base(served, engine), overridden(sharing_reads(load) if is_shared else []):
+        # Without a listing, ranks may read different numbers of files.
+        reads = [*sharing_reads(load), *answering(engine, listing)] if listing.tag is not None else []
+        with _noticing_another_base(served, engine), overridden(reads):
             path, client_state = wrapped(*call.args, **call.kwargs)
     cures.forget_second_copies(engine)
     if load.restores_optimizer and cures.forgets_optimizer_on_nvme(engine):
@@ -83,9 +84,7 @@ def _begin(load: Load, engine: Any, call: inspect.BoundArguments) -> None:
         call.arguments["load_optimizer_states"] = True  # see `for_fabric.unwrapped`
     restores_states = call.arguments["load_optimizer_states"] and not call.arguments["load_module_only"]
     load.restores_optimizer = engine.optimizer is not None and restores_states
-    tag = call.arguments["tag"]
-    load.source, load.tag = str(call.arguments["load_dir"]), None if tag is None else str(tag)
-    find_folder(load)
+    find_folder(load, call.arguments["load_dir"], call.arguments["tag"])
 
 
 def _cures(load: Load) -> Attributes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import zlib
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 from ..checkpoint.zero.layout import Layout, NothingSavedError, UnknownLayoutError, find_layout, latest_tag
 from ..common.errors import CheckpointError
+from ..common.overrides import Attributes
 from ..core.record import Record
 from ..engine.owner import Owner, warn
 from ..publish.durable import wait_for_name
@@ -121,6 +123,29 @@ def _saved(layout: Layout, record: Record | None) -> Saved:
     return Saved(len(layout.optimizer) or len(layout.model), stage, in_parts)
 
 
+def answering(engine: Any, listing: Listing) -> Attributes:
+    """Lets the engine take the names of files from the listing, where each rank would look up those of all ranks.
+
+    Its own requests to the file system grow with the square of the ranks.
+    """
+    ask = engine._get_all_zero_checkpoint_names
+
+    def model_files(root: str, tag: str) -> list[str]:
+        pattern = Path(engine._get_ckpt_name(root, tag, mp_placeholder="*"))
+        return [str(pattern.with_name(name)) for name in sorted(fnmatch.filter(listing.model, pattern.name))]
+
+    def optimizer_files(root: str, tag: str, bf16_mode: bool) -> list[str]:
+        ranks = engine.loaded_checkpoint_dp_world_size
+        names: list[str] = engine._get_mp_rank_zero_checkpoint_names(root, tag, 0, ranks, bf16_mode)
+        is_known = {Path(name).name for name in names} <= {*listing.optimizer}
+        return names if is_known else ask(root, tag, bf16_mode)
+
+    return [
+        (engine, "_get_all_ckpt_names", model_files),
+        (engine, "_get_all_zero_checkpoint_names", optimizer_files),
+    ]
+
+
 def where_it_is(owner: Owner, tag: Path) -> Path:
     """The folder of a tag, or with a warning where a killed save has left the previous one."""
     wait_for_name(tag)
@@ -133,8 +158,14 @@ def where_it_is(owner: Owner, tag: Path) -> Path:
     return tag
 
 
-def find_folder(load: Load) -> None:
-    """Find the folder of the tag where a killed save has left it."""
+def find_folder(load: Load, directory: Any, tag: Any) -> None:
+    """Find the folder of the tag, also where a killed save has left it.
+
+    Args:
+        load: whose `source` and `tag` are set.
+        directory, tag: of the call.
+    """
+    load.source, load.tag = str(directory), None if tag is None else str(tag)
     source = Path(load.source)
     if load.tag is None and is_in_work_folder(source):  # where a strategy has found it
         load.tag = next((item.name for item in entries(source) if item.is_dir()), None)
