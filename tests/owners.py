@@ -108,7 +108,7 @@ class Run:
     # What each owner does
 
     def _alone(self) -> None:
-        adapt_deepspeed()  # a program that is killed while DeepSpeed builds an op leaves a lock, on which all others wait
+        adapt_deepspeed()  # else a program killed while DeepSpeed builds an op leaves a lock
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
         config = {**self._config(), "train_micro_batch_size_per_gpu": SAMPLES // self.world_size}
         adam, scheduler = self._optimizer()

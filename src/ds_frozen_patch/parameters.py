@@ -121,6 +121,11 @@ def prefix_of(names: Iterable[str]) -> str:
     return PREFIX if next(iter(names), "").startswith(PREFIX) else ""
 
 
+def contents_by_name(module: torch.nn.Module) -> dict[str, ModuleTensor]:
+    """What `contents` returns, by all names."""
+    return {name: held for held in contents(module) for name in held.names}
+
+
 def parameters_by_name(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The parameters of a module by plain name, including tied aliases, in the module's order."""
     return {plain(name): parameter for name, parameter in module.named_parameters(remove_duplicate=False)}

@@ -25,13 +25,13 @@ from ..engine.served import ServedEngine, attach, attached
 from ..load import agreement, elastic, fitting
 from ..load.base_check import check_base
 from ..load.listing import answering, find_folder
-from ..load.quantized import by_name, check_parts, is_part, without_own_values
+from ..load.quantized import check_parts, is_part, without_own_values
 from ..load.reading import check_model, manifest_of, sharing_reads
 from ..load.running import Load, current
 from ..load.strictness import check_optimizer_layout, check_optimizer_state, forgiving, saved_elsewhere
 from ..load.trust import refuse_unsafe_in, runs_nothing, trust
 from ..manifest import Manifest
-from ..parameters import plain
+from ..parameters import contents_by_name, plain
 from ..publish import in_flight
 from ..workarounds import for_deepspeed as cures
 
@@ -127,11 +127,10 @@ def load_module_state_dict(
         check_optimizer_layout(checkpoint, engine)
     if load.module:
         checkpoint = cures.with_own_buffers(checkpoint, load.module, engine.module)
-    held = by_name(engine.module)
-    state = without_own_values(checkpoint["module"], held, manifest, load)
+    state = without_own_values(checkpoint["module"], load.held, manifest, load)
     may_be_missing |= {plain(name) for name in checkpoint["module"].keys() - state.keys()}
     fragments, in_partitions = saved_elsewhere(checkpoint, engine.module)
-    parts = {plain(name): value for name, value in state.items() if is_part(held.get(plain(name)))}
+    parts = {plain(name): value for name, value in state.items() if is_part(load.held.get(plain(name)))}
     checkpoint = fitting.with_all_fragments({**checkpoint, "module": state}, engine)
     call.arguments["checkpoint"] = fitting.renamed(checkpoint, engine.module)
     forgiven = may_be_missing | fragments | in_partitions
@@ -142,7 +141,7 @@ def load_module_state_dict(
     ):
         result = wrapped(*call.args, **call.kwargs)
     fitting.put_from_partitions(load, in_partitions)
-    check_parts(parts, by_name(engine.module) if parts else {}, load)
+    check_parts(parts, contents_by_name(engine.module) if parts else {}, load)
     return result
 
 
@@ -155,7 +154,7 @@ def _check_base(load: Load, checkpoint: Mapping[str, Any], manifest: Manifest | 
         "The checkpoint has neither frozen parameters nor a manifest, so it cannot be verified that the base is the one"
         " that it was trained on."
     )
-    return check_base(checkpoint, manifest, module, by_name(module), load, strict=strict, unverifiable=unverifiable)
+    return check_base(checkpoint, manifest, module, load.held, load, strict=strict, unverifiable=unverifiable)
 
 
 def _load_universal(

@@ -16,7 +16,6 @@ from ..parameters import (
     PARAMETER,
     PART,
     ModuleTensor,
-    contents,
     described,
     inner_tensors,
     part_name,
@@ -25,11 +24,6 @@ from ..parameters import (
 )
 from ..settings import current
 from .running import Load
-
-
-def by_name(module: Any) -> dict[str, ModuleTensor]:
-    """The contents of a module, by all names."""
-    return {name: one for one in contents(module) for name in one.names}
 
 
 def is_part(held: ModuleTensor | None) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 from typing import Any
 
 from ..checkpoint.zero.states import FileDigests
 from ..core.record import Record
 from ..engine.owner import Owner
+from ..parameters import ModuleTensor, contents_by_name
 
 current: ContextVar[Load | None] = ContextVar("ds_frozen_patch_load", default=None)
 """The load that is running, for what DeepSpeed calls back."""
@@ -60,3 +62,8 @@ class Load:
         section = self.owner.config.get("checkpoint")
         configured = isinstance(section, Mapping) and section.get("use_node_local_storage")
         return bool(configured or (self.engine is not None and self.engine.use_node_local_storage()))
+
+    @cached_property
+    def held(self) -> dict[str, ModuleTensor]:
+        """What the engine's module holds before the load, by all names."""
+        return contents_by_name(self.engine.module)

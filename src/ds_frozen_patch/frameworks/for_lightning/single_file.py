@@ -18,11 +18,11 @@ from ...engine.gathering import gathered, put
 from ...engine.origins import replacing
 from ...engine.owner import is_first, warn
 from ...load.base_check import check_base
-from ...load.quantized import by_name, check_parts, is_part, without_own_values
+from ...load.quantized import check_parts, is_part, without_own_values
 from ...load.running import Load
 from ...load.trust import refuse_unsafe
 from ...manifest import KEY, Manifest
-from ...parameters import names_by_parameter, names_in_state_dict, plain
+from ...parameters import contents_by_name, names_by_parameter, names_in_state_dict, plain
 from ...publish.durable import exchange, sync_folder
 from ...publish.ways import Way
 from ...publish.work_folder import WORK
@@ -155,7 +155,7 @@ def load(load: Load, strategy: Any, file: Path, checkpoint: dict[str, Any]) -> d
     """
     module, engine = strategy.lightning_module, strategy.model
     weights = {plain(name): value for name, value in checkpoint.pop("state_dict").items()}
-    manifest, held = Manifest.from_checkpoint(checkpoint), by_name(module)
+    manifest, held = Manifest.from_checkpoint(checkpoint), contents_by_name(module)
     _check(load, module, weights, manifest, file)
     checkpoint.pop(KEY, None)
     with replacing(module):
@@ -176,7 +176,7 @@ def load(load: Load, strategy: Any, file: Path, checkpoint: dict[str, Any]) -> d
 
 
 def _check(load: Load, module: Any, weights: Mapping[str, Any], manifest: Manifest | None, file: Path) -> None:
-    held = by_name(module)
+    held = contents_by_name(module)
     strict = getattr(module, "strict_loading", True)  # Lightning 2.0 and 2.1 are always strict
     unverifiable = f"{file} has no frozen parameters and no manifest: its base cannot be verified."
     may_be_missing = check_base(
