@@ -101,34 +101,34 @@ def agree(load: Load, what: str, problem: Exception | None = None) -> bool:
     now = settings()
     request = f"{what}, verify_base={now.verify_base!r}, elastic={now.elastic!r}"
     save = digest(load.record.save) if load.record is not None else 0
-    own = [problem is not None, digest(request), _knows_base(load), save]
-    everyone = gather_numbers(own, load.owner.device)
-    load.base_is_known = all(one[2] for one in everyone)
-    if any(one[0] for one in everyone):
+    numbers = [problem is not None, digest(request), _knows_base(load), save]
+    everyone = gather_numbers(numbers, load.owner.device)
+    load.base_is_known = all(rank_numbers[2] for rank_numbers in everyone)
+    if any(rank_numbers[0] for rank_numbers in everyone):
         raise_on_all_ranks(load, problem)
-    if len({one[1] for one in everyone}) > 1:
-        found = {text: rank for rank, text in reversed(list(enumerate(gather(request))))}
-        differing = "; ".join(f"rank {rank}: {text}" for text, rank in found.items())
+    if len({rank_numbers[1] for rank_numbers in everyone}) > 1:
+        first_rank = {text: rank for rank, text in reversed(list(enumerate(gather(request))))}
+        differing = "; ".join(f"rank {rank}: {text}" for text, rank in first_rank.items())
         raise CheckpointMismatchError(
             f"The ranks load different checkpoints ({differing}). Give every rank the same path and settings."
         )
-    return len({one[3] for one in everyone}) == 1
+    return len({rank_numbers[3] for rank_numbers in everyone}) == 1
 
 
 def _knows_base(load: Load) -> bool:
     module = getattr(load.engine, "module", None)
     if module is None or settings().verify_base == "off":
         return True
-    return all(process_memory().holds(one.tensor) for one in frozen(module))
+    return all(process_memory().holds(held.tensor) for held in frozen(module))
 
 
 def raise_on_all_ranks(load: Load, problem: Exception | None) -> None:
     """Raise this rank's own problem, or those of the others; every rank must call it."""
     of_a_file = problem is None or isinstance(problem, CheckpointError)
-    found = gather((str(problem or ""), of_a_file))
+    problems = gather((str(problem or ""), of_a_file))
     if problem is not None and not of_a_file:
         raise problem
-    texts = [text if plain else f"Rank {rank}: {text}" for rank, (text, plain) in enumerate(found) if text]
+    texts = [text if plain else f"Rank {rank}: {text}" for rank, (text, plain) in enumerate(problems) if text]
     raise CheckpointError("\n".join(dict.fromkeys(texts))) from problem
 
 
@@ -160,7 +160,7 @@ def _choose_common_save(load: Load) -> None:
             f"The nodes have different saves of {load.source} ({'; '.join(lines[:10])}). A save was killed between"
             " the renames of two nodes. Load a checkpoint that all nodes have."
         )
-    save = max(common, key=lambda one: (everyone[0][1][one][0], one))
+    save = max(common, key=lambda candidate: (everyone[0][1][candidate][0], candidate))
     step, load.source = copies[save]
     warn(
         load.owner,

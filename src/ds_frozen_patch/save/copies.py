@@ -20,11 +20,11 @@ def warn_of_copies(save: Save, client_state: Mapping[str, Any]) -> None:
     tensors = dict(enumerate(_tensors(client_state, ())))
     if not tensors:
         return
-    left_out = sample({one: one.tensor for one in save.left_out or ()}).values()
-    base = {one for one in left_out if not one.is_constant}
+    left_out = sample({held: held.tensor for held in save.left_out or ()}).values()
+    base = {values for values in left_out if not values.is_constant}
     sizes: dict[str, int] = {}
-    for number, one in sample({number: tensor for number, (_, tensor) in tensors.items()}).items():
-        if one in base:
+    for number, values in sample({number: tensor for number, (_, tensor) in tensors.items()}).items():
+        if values in base:
             path, tensor = tensors[number]
             key = "".join(f"[{name!r}]" for name in path[:-1][:2])
             sizes[key] = sizes.get(key, 0) + tensor.numel() * tensor.element_size()
