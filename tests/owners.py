@@ -25,6 +25,7 @@ from transformers import LlamaForCausalLM, TrainingArguments
 
 import ds_frozen_patch
 from ds_frozen_patch.common.overrides import overridden
+from ds_frozen_patch.testing import adapt_deepspeed
 
 OWNERS = ("deepspeed", "accelerate", "trainer")
 SAMPLES = 8  # of an optimizer step, of all ranks
@@ -107,6 +108,7 @@ class Run:
     # What each owner does
 
     def _alone(self) -> None:
+        adapt_deepspeed()  # else a program killed while DeepSpeed builds an op leaves a lock
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
         config = {**self._config(), "train_micro_batch_size_per_gpu": SAMPLES // self.world_size}
         adam, scheduler = self._optimizer()

@@ -22,7 +22,8 @@ from under_test import PRECISION, DeepSpeedStrategy
 
 from ds_frozen_patch.checkpoint.names import RECORD
 from ds_frozen_patch.checkpoint.zero.labels import LABEL
-from ds_frozen_patch.core.record import read_record, write_record
+from ds_frozen_patch.core.record import write_record
+from ds_frozen_patch.load.files import read_record
 from ds_frozen_patch.manifest import KEY, Manifest
 
 EMBEDDING = "model.base_model.model.model.embed_tokens.weight"

@@ -99,20 +99,22 @@ def fingerprints(
         return [memory.recall(parameter) for parameter in parameters]
     stale = on_any_rank([not memory.holds(parameter) for parameter in parameters], device)
     own_shards = shards or [None] * len(parameters)
-    todo = [(one, shard) for one, shard, is_stale in zip(parameters, own_shards, stale, strict=True) if is_stale]
+    todo = [
+        (parameter, shard) for parameter, shard, is_stale in zip(parameters, own_shards, stale, strict=True) if is_stale
+    ]
     if todo:
         counts = [_block_count(parameter, shard) for parameter, shard in todo]
         sums = torch.zeros(sum(counts), dtype=torch.int64)
         begin = 0
         for index, ((parameter, shard), count) in enumerate(zip(todo, counts, strict=True)):
-            for block, found in _own_sums(parameter, shard, index):
-                sums[begin + block : begin + block + len(found)] += found.cpu()
+            for block, added in _own_sums(parameter, shard, index):
+                sums[begin + block : begin + block + len(added)] += added.cpu()
             begin += count
         sums = add_up(sums, device)
         memory.forget_what_is_gone()
-        for (parameter, shard), own in zip(todo, torch.split(sums, counts), strict=True):
+        for (parameter, shard), own_sums in zip(todo, torch.split(sums, counts), strict=True):
             size = _size(parameter, shard)
-            memory.keep(parameter, _digest(size, own) if is_readable(parameter) else None)
+            memory.keep(parameter, _digest(size, own_sums) if is_readable(parameter) else None)
     return [memory.recall(parameter) for parameter in parameters]
 
 
@@ -132,8 +134,8 @@ def of_stream(dtype: str, numel: int, chunks: Iterable[bytes | bytearray | memor
     offset = 0
     for chunk in chunks:
         piece = torch.frombuffer(chunk, dtype=kind)
-        block, found = block_sums(piece, offset)
-        sums[block : block + len(found)] += found
+        block, added = block_sums(piece, offset)
+        sums[block : block + len(added)] += added
         offset += len(piece)
     return _digest(size, sums)
 
@@ -160,8 +162,8 @@ class Memory:
         """Whether `recall` is up to date: the content has not changed, is small or unreadable."""
         if _is_small(tensor) or not is_readable(tensor):
             return True
-        known = self._known.get(_place(tensor))
-        return known is not None and known[1] == _state(tensor)
+        kept = self._known.get(_place(tensor))
+        return kept is not None and kept[1] == _state(tensor)
 
     def recall(self, tensor: torch.Tensor) -> str | None:
         """The fingerprint of the tensor's current content, or None."""
@@ -180,7 +182,7 @@ class Memory:
 
     def forget_what_is_gone(self) -> None:
         """Forget storages that no longer exist."""
-        self._known = {place: known for place, known in self._known.items() if not known[0].expired()}
+        self._known = {place: kept for place, kept in self._known.items() if not kept[0].expired()}
 
 
 def block_sums(piece: torch.Tensor, offset: int) -> tuple[int, torch.Tensor]:

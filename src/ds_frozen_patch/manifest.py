@@ -88,11 +88,11 @@ class Manifest:
     @property
     def parameters(self) -> tuple[LeftOut, ...]:
         """The parameters among what was left out."""
-        return tuple(one for one in self.left_out if one.kind == PARAMETER)
+        return tuple(left_out for left_out in self.left_out if left_out.kind == PARAMETER)
 
     def __str__(self) -> str:
         """How much was left out: "56 frozen parameters, 91.6 MB"."""
-        counts = Counter(one.kind for one in self.left_out)
+        counts = Counter(left_out.kind for left_out in self.left_out)
         parts = f", {counts[PART]} parts of them" if counts[PART] else ""
         buffers = f", {counts[BUFFER]} buffers" if counts[BUFFER] else ""
         return f"{counts[PARAMETER]} frozen parameters{parts}{buffers}, {human_bytes(self.total_bytes)}"
@@ -101,7 +101,9 @@ class Manifest:
         """The manifest as plain values, for a checkpoint."""
         state = {
             "format": FORMAT,
-            "left_out": [_values_of(one, one.names) for one in self.left_out if one.kind == PARAMETER],
+            "left_out": [
+                _values_of(left_out, left_out.names) for left_out in self.left_out if left_out.kind == PARAMETER
+            ],
             **({"parts": parts} if (parts := self._parts_by_parameter()) else {}),
             **({"buffers": buffers} if (buffers := self._buffers()) else {}),
             "total_bytes": self.total_bytes,
@@ -130,11 +132,11 @@ class Manifest:
     @classmethod
     def from_state(cls, state: Any) -> Manifest:
         """The inverse of `to_state`; raises like `from_checkpoint`."""
-        found = state.get("format") if isinstance(state, dict) else None
-        if found != FORMAT:
+        saved_format = state.get("format") if isinstance(state, dict) else None
+        if saved_format != FORMAT:
             raise CheckpointMismatchError(
-                f"The checkpoint's manifest has format {str(found)[:20]}; this release of ds_frozen_patch reads format"
-                f" {FORMAT}. Update it: pip install -U ds_frozen_patch"
+                f"The checkpoint's manifest has format {str(saved_format)[:20]}; this release of ds_frozen_patch reads"
+                f" format {FORMAT}. Update it: pip install -U ds_frozen_patch"
             )
         try:
             if "digest" in state and state["digest"] != _digest(state):
@@ -157,9 +159,9 @@ class Manifest:
             left_out.append(_made_of(PARAMETER, "", names, *values))
             left_out += _parts_of(names, parts.pop(names[0], ()))
         # `prune` may not find a parameter that consists of its parts.
-        left_out += [one for name, values in parts.items() for one in _parts_of([name], values)]
+        left_out += [part for name, values in parts.items() for part in _parts_of([name], values)]
         left_out += [_made_of(BUFFER, "", [name], *values) for name, *values in state.get("buffers", ())]
-        found = cls(
+        manifest = cls(
             left_out=tuple(left_out),
             total_bytes=state["total_bytes"],
             zero_stage=state["zero_stage"],
@@ -168,8 +170,8 @@ class Manifest:
             adapters=state.get("adapters", {}),
             compiled=frozenset(state.get("compiled", ())),
         )
-        found._check_values()
-        return found
+        manifest._check_values()
+        return manifest
 
     def _check_values(self) -> None:
         """Raise ValueError if a value has the wrong type or an impossible size."""
@@ -189,21 +191,21 @@ class Manifest:
     def _parts_by_parameter(self) -> dict[str, list[tuple[Any, ...]]]:
         """The parts in `to_state`, in a short form: a quantized layer can have twenty, the same in all layers."""
         same: dict[Any, Any] = {}  # pickle writes one object once
-        found: dict[str, list[tuple[Any, ...]]] = {}
-        for one in self.left_out:
-            if one.kind == PART:
-                suffix = part_suffix(one.name, one.group)
-                values = _values_of(one, same.setdefault(suffix, suffix))
-                key = (values[0], one.shape, *values[2:])
-                found.setdefault(one.group, []).append(same.setdefault(key, values))
-        return found
+        by_parameter: dict[str, list[tuple[Any, ...]]] = {}
+        for left_out in self.left_out:
+            if left_out.kind == PART:
+                suffix = part_suffix(left_out.name, left_out.group)
+                values = _values_of(left_out, same.setdefault(suffix, suffix))
+                key = (values[0], left_out.shape, *values[2:])
+                by_parameter.setdefault(left_out.group, []).append(same.setdefault(key, values))
+        return by_parameter
 
     def _buffers(self) -> list[tuple[Any, ...]]:
-        return [_values_of(one, one.name) for one in self.left_out if one.kind == BUFFER]
+        return [_values_of(left_out, left_out.name) for left_out in self.left_out if left_out.kind == BUFFER]
 
 
-def _values_of(one: LeftOut, name: str | tuple[str, ...]) -> tuple[Any, ...]:
-    return name if isinstance(name, str) else list(name), list(one.shape), one.dtype, one.fingerprint
+def _values_of(left_out: LeftOut, name: str | tuple[str, ...]) -> tuple[Any, ...]:
+    return name if isinstance(name, str) else list(name), list(left_out.shape), left_out.dtype, left_out.fingerprint
 
 
 def _check_number(left_out: Sequence[Any], parts: Mapping[str, Sequence[Any]]) -> None:
@@ -222,8 +224,8 @@ def _parts_of(names: Sequence[str], parts: Iterable[tuple[Any, ...]]) -> Iterato
     for suffix, *values in parts:
         if not is_name(suffix) or not all(map(is_name, names)):
             raise ValueError("a name is no text, or too long")
-        own = dict.fromkeys(part_name(name, suffix) for name in names)
-        yield _made_of(PART, names[0], own, *values)
+        part_names = dict.fromkeys(part_name(name, suffix) for name in names)
+        yield _made_of(PART, names[0], part_names, *values)
 
 
 def _made_of(
@@ -258,7 +260,7 @@ def _digest(state: Mapping[str, Any]) -> str:
 
 def adapters_of(module: torch.nn.Module) -> dict[str, dict[str, str]]:
     """The configurations of a module's PEFT adapters, for `Manifest.adapters`."""
-    found: dict[str, dict[str, str]] = {}
+    configurations: dict[str, dict[str, str]] = {}
     seen: set[torch.nn.Module] = set()
 
     def look(inner: torch.nn.Module, name: str) -> None:
@@ -272,14 +274,14 @@ def adapters_of(module: torch.nn.Module) -> dict[str, dict[str, str]]:
             for child, its_module in inner.named_children():
                 look(its_module, f"{name}.{child}" if name else child)
             return
-        found[plain(name)] = {  # PEFT's inner modules have the same configurations
+        configurations[plain(name)] = {  # PEFT's inner modules have the same configurations
             adapter: json.dumps(config.to_dict(), default=_plain_value, sort_keys=True)
             for adapter, config in configs.items()
             if hasattr(config, "to_dict")
         }
 
     look(module, "")
-    return found
+    return configurations
 
 
 def _plain_value(value: Any) -> Any:
@@ -307,14 +309,14 @@ def describe(
         all_known: whether every rank has cached all fingerprints.
         shards: see `fingerprints`.
     """
-    tensors = [one.tensor for one in left_out]
-    found = fingerprints(tensors, device, process_memory(), all_known=all_known, shards=shards)
+    tensors = [held.tensor for held in left_out]
+    prints = fingerprints(tensors, device, process_memory(), all_known=all_known, shards=shards)
     return Manifest(
         left_out=tuple(
-            LeftOut(one.names, one.shape, one.dtype, print_, one.kind, one.group if one.kind == PART else "")
-            for one, print_ in zip(left_out, found, strict=True)
+            LeftOut(held.names, held.shape, held.dtype, print_, held.kind, held.group if held.kind == PART else "")
+            for held, print_ in zip(left_out, prints, strict=True)
         ),
-        total_bytes=sum(one.nbytes for one in left_out),
+        total_bytes=sum(held.nbytes for held in left_out),
         zero_stage=zero_stage,
         world_size=world_size,
         versions=versions(),
@@ -326,8 +328,8 @@ def describe(
 @cache
 def versions() -> dict[str, str]:
     """The release of each package that this process has imported, by its name on the package index."""
-    found = {name: version_of(name) for name, module in _PACKAGES.items() if module in sys.modules}
-    return {name: version for name, version in found.items() if version}
+    releases = {name: version_of(name) for name, module in _PACKAGES.items() if module in sys.modules}
+    return {name: version for name, version in releases.items() if version}
 
 
 _PACKAGES = {

@@ -92,13 +92,13 @@ def plain(name: str) -> str:
 
 def compiled_modules(names: Iterable[str]) -> frozenset[str]:
     """The plain names of the modules that `torch.compile` has wrapped, from the names of their parameters."""
-    found = set()
+    wrapped = set()
     for name in names:
         before, *others = name.removeprefix(PREFIX).split(f"{_COMPILED}.")
         for after in others:
-            found.add(plain(before).removesuffix("."))
+            wrapped.add(plain(before).removesuffix("."))
             before += after
-    return frozenset(found)
+    return frozenset(wrapped)
 
 
 def with_compiled(name: str, compiled: Collection[str]) -> str:
@@ -108,7 +108,7 @@ def with_compiled(name: str, compiled: Collection[str]) -> str:
     parts = name.split(".")
     inserted = [[part, _COMPILED] if ".".join(parts[:i]) in compiled else [part] for i, part in enumerate(parts, 1)]
     whole = [_COMPILED] if "" in compiled else []
-    return ".".join([*whole, *(part for own in inserted for part in own)])
+    return ".".join([*whole, *(part for part_and_mark in inserted for part in part_and_mark)])
 
 
 def is_name(value: Any) -> bool:
@@ -119,6 +119,11 @@ def is_name(value: Any) -> bool:
 def prefix_of(names: Iterable[str]) -> str:
     """`PREFIX` if the names of a module have it (all or none do), else an empty string."""
     return PREFIX if next(iter(names), "").startswith(PREFIX) else ""
+
+
+def contents_by_name(module: torch.nn.Module) -> dict[str, ModuleTensor]:
+    """What `contents` returns, by all names."""
+    return {name: held for held in contents(module) for name in held.names}
 
 
 def parameters_by_name(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -158,12 +163,12 @@ def inner_tensors(tensor: Any) -> dict[str, torch.Tensor]:
     """The inner tensors of a tensor subclass, by attribute path; empty for a plain tensor."""
     if not hasattr(type(tensor), "__tensor_flatten__"):
         return {}
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for attribute in _flattened(tensor)[0]:
         inner = getattr(tensor, attribute)
         deeper = inner_tensors(inner)
-        found |= {f"{attribute}.{rest}": one for rest, one in deeper.items()} or {attribute: inner}
-    return found
+        tensors |= {f"{attribute}.{rest}": innermost for rest, innermost in deeper.items()} or {attribute: inner}
+    return tensors
 
 
 def contents(module: torch.nn.Module) -> list[ModuleTensor]:
@@ -174,18 +179,18 @@ def contents(module: torch.nn.Module) -> list[ModuleTensor]:
     quantized = dict(_quantized_layers(module))
     names = _all_names(parameters, state)
     first = {name: all_names[0] for all_names in names.values() for name in all_names}
-    found: dict[str, list[ModuleTensor]] = {}
+    by_parameter: dict[str, list[ModuleTensor]] = {}
     for parameter, all_names in names.items():
         tensor = described(settings_of(parameter)) if inner_tensors(parameter) else parameter
         is_frozen = not parameter.requires_grad
-        own = ModuleTensor(
+        whole = ModuleTensor(
             all_names, PARAMETER, shape_of(parameter), dtype_of(parameter), tensor, all_names[0], is_frozen
         )
-        found[own.name] = [own]
-    known = set(first)
+        by_parameter[whole.name] = [whole]
+    assigned = set(first)
     others = []
     for name, value in state.items():
-        if name in known:
+        if name in assigned:
             continue
         if name in buffers:
             layer, _, last = name.rpartition(".")
@@ -193,14 +198,16 @@ def contents(module: torch.nn.Module) -> list[ModuleTensor]:
             others.append(ModuleTensor((name,), BUFFER, tuple(tensor.shape), dtype_of(tensor), tensor, name, is_frozen))
         elif (owner := _owner(name, first, quantized)) is not None:
             group, suffix = owner
-            made = _part(found[group][0], suffix, value if hasattr(value, "element_size") else described(value))
-            found[group].append(made)
-            known.update(made.names)
-    for parameter, (own, *parts) in zip(names, found.values(), strict=True):
+            part = _part(by_parameter[group][0], suffix, value if hasattr(value, "element_size") else described(value))
+            by_parameter[group].append(part)
+            assigned.update(part.names)
+    for parameter, (whole, *parts) in zip(names, by_parameter.values(), strict=True):
         # A subclass that saves its parts itself (optimum-quanto's) does so in a layout that is not that of a kernel.
         if not parts:
-            found[own.name] += [_part(own, f".{rest}", inner) for rest, inner in inner_tensors(parameter).items()]
-    return [*(one for ones in found.values() for one in ones), *others]
+            by_parameter[whole.name] += [
+                _part(whole, f".{rest}", inner) for rest, inner in inner_tensors(parameter).items()
+            ]
+    return [*(held for its_tensors in by_parameter.values() for held in its_tensors), *others]
 
 
 def names_in_state_dict(module: torch.nn.Module) -> dict[torch.nn.Parameter, tuple[str, ...]]:
@@ -210,16 +217,16 @@ def names_in_state_dict(module: torch.nn.Module) -> dict[torch.nn.Parameter, tup
     the module has a `state_dict` of its own.
     """
     state = _state_dict(module)
-    found: dict[torch.nn.Parameter, tuple[str, ...]] = {}
+    saved_names: dict[torch.nn.Parameter, tuple[str, ...]] = {}
     at: dict[int, list[str]] = {}
     for name, value in state.items():
         at.setdefault(id(value), []).append(name)
     storages = {value.data_ptr(): [name] for name, value in state.items() if hasattr(value, "data_ptr")}
     for parameter, names in names_by_parameter(module).items():
-        own = at.get(id(parameter)) or [name for name in names if name in state]
-        if own := own or (storages.get(parameter.data_ptr(), []) if parameter.numel() else []):
-            found[parameter] = tuple(own)
-    return found
+        saved = at.get(id(parameter)) or [name for name in names if name in state]
+        if saved := saved or (storages.get(parameter.data_ptr(), []) if parameter.numel() else []):
+            saved_names[parameter] = tuple(saved)
+    return saved_names
 
 
 def part_name(name: str, suffix: str) -> str:
@@ -285,18 +292,18 @@ def _owner(name: str, first: Mapping[str, str], quantized: Mapping[str, Any]) ->
     """For a part in a state dict, the first name of its parameter and the suffix; None for other entries."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
-        own = ".".join(parts[:end])
-        if own in first:
-            return first[own], name[len(own) :]
+        prefix = ".".join(parts[:end])
+        if prefix in first:
+            return first[prefix], name[len(prefix) :]
     layer, _, last = name.rpartition(".")
     if layer not in quantized or last == "_extra_state":
         return None
-    return next(((owner, last) for own, owner in first.items() if own.rpartition(".")[0] == layer), None)
+    return next(((owner, last) for prefix, owner in first.items() if prefix.rpartition(".")[0] == layer), None)
 
 
 def _flattened(tensor: Any) -> tuple[Iterable[str], Any]:
-    made = tensor.__tensor_flatten__()
-    return (made[0], made[1]) if isinstance(made, tuple) else (made, None)
+    flattened = tensor.__tensor_flatten__()
+    return (flattened[0], flattened[1]) if isinstance(flattened, tuple) else (flattened, None)
 
 
 def settings_of(tensor: Any) -> Any:
@@ -306,8 +313,8 @@ def settings_of(tensor: Any) -> Any:
 
 def _class_of(tensor: Any) -> str:
     """The name of a tensor subclass; for optimum-quanto's kernel-specific ones that of their base class."""
-    own = [cls for cls in type(tensor).__mro__ if "__tensor_flatten__" in vars(cls)]
-    of_quanto = [cls for cls in own if cls.__module__.startswith("optimum.quanto.")]
+    classes = [cls for cls in type(tensor).__mro__ if "__tensor_flatten__" in vars(cls)]
+    of_quanto = [cls for cls in classes if cls.__module__.startswith("optimum.quanto.")]
     return (of_quanto[-1] if of_quanto else type(tensor)).__name__
 
 

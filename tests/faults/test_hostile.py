@@ -34,7 +34,7 @@ from tools_checkpoints import NORM, Checkpoints, base_model, changed, commands
 from ds_frozen_patch import CheckpointError, CheckpointMismatchError, load_trainable
 from ds_frozen_patch.checkpoint.names import RECORD
 from ds_frozen_patch.cli import main
-from ds_frozen_patch.core.record import _digest
+from ds_frozen_patch.core.record import digest_of
 from ds_frozen_patch.manifest import KEY
 
 pytestmark = pytest.mark.promise(14)
@@ -541,7 +541,7 @@ def with_digest(**changes: Any) -> Callable[[Path], object]:
     def edit(file: Path) -> None:
         values = {**json.loads(file.read_text()), **changes}
         del values["digest"]
-        file.write_text(json.dumps({**values, "digest": _digest(values)}))
+        file.write_text(json.dumps({**values, "digest": digest_of(values)}))
 
     return edit
 

@@ -26,7 +26,6 @@ import ds_frozen_patch
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.publish import in_flight
 from ds_frozen_patch.save import background
-from ds_frozen_patch.tools.reshard import reshard_inside
 
 EPOCHS = 8
 STEPS_BESIDE = 3

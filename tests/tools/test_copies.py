@@ -25,7 +25,7 @@ from ds_frozen_patch.engine.topology import Topology
 from ds_frozen_patch.publish.ways import Way
 from ds_frozen_patch.publish.work_folder import swap
 from ds_frozen_patch.save import export_trained as _ready
-from ds_frozen_patch.save.save import Save, place_of
+from ds_frozen_patch.save.running import Save, place_of
 from ds_frozen_patch.tools.output import MAX_OTHER_BYTES, copy_other_files
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
@@ -283,10 +283,10 @@ def test_links_out_of_a_checkpoint_are_refused(
 def a_save(target: Path) -> Save:
     owner: Any = SimpleNamespace(rank=0, local_rank=0, device=torch.device("cpu"), names_each_save=True)
     engine = SimpleNamespace(use_node_local_storage=lambda: False)
-    attached = ServedEngine(owner, Topology(2, 1))
-    place = place_of(owner, engine, attached, (target, target.parent, target), True, True)
+    served = ServedEngine(owner, Topology(2, 1))
+    place = place_of(engine, served, target, target.parent, target, is_managed=True)
     place.way = Way.NEW
-    return Save(owner, engine, attached, place, None)
+    return Save(engine, served, place, None)
 
 
 def exported(folder: Path, file: str, config: str | None = None) -> list[CheckpointError]:

@@ -26,7 +26,6 @@ from ds_frozen_patch.checkpoint.zero.labels import ELASTIC_KEY
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.manifest import KEY as MANIFEST
 from ds_frozen_patch.parameters import plain
-from ds_frozen_patch.tools.reshard import reshard_inside
 
 pytestmark = [pytest.mark.promise(10), pytest.mark.everyday]
 

@@ -10,11 +10,10 @@ import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 import ds_frozen_patch
-from ds_frozen_patch.core.base import sample_at_start
 from ds_frozen_patch.engine.loss import scale_loss
-from ds_frozen_patch.engine.origins import origins, replacing
+from ds_frozen_patch.engine.origins import origins, replacing, sample_at_start
 from ds_frozen_patch.engine.served import attach
-from ds_frozen_patch.save.saving import writes_before_it_returns
+from ds_frozen_patch.save.writing import writes_before_it_returns
 
 pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_frozen_patch.save.saving import is_local
+from ds_frozen_patch.publish.ways import is_local
 
 pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 

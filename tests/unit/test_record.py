@@ -16,7 +16,8 @@ import torch
 
 from ds_frozen_patch import CheckpointError
 from ds_frozen_patch.checkpoint.names import RECORD
-from ds_frozen_patch.core.record import Record, describe_file, read_record, write_record
+from ds_frozen_patch.core.record import Record, describe_file, digest_of, write_record
+from ds_frozen_patch.load.files import check_content, check_names, read_record
 from ds_frozen_patch.manifest import LeftOut, Manifest
 
 pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
@@ -76,22 +77,22 @@ def test_without_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [MODEL, OPTIMIZER])
 def test_other_files(tmp_path: Path, name: str) -> None:
     record = written(tmp_path)
-    record.check_file(tmp_path / name)
+    check_content(record, tmp_path / name)
     content = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(content + b"\0")
     with pytest.raises(CheckpointError, match=f"{name} is of another save than {RECORD} beside it, was changed"):
-        record.check_file(tmp_path / name)
+        check_content(record, tmp_path / name)
 
 
 def test_other_names(tmp_path: Path) -> None:
     record = written(tmp_path)
-    record.check_names(tmp_path, {MODEL, OPTIMIZER})
+    check_names(record, tmp_path, {MODEL, OPTIMIZER})
     with pytest.raises(CheckpointError, match=f"{tmp_path} lacks '{OPTIMIZER}'"):
-        record.check_names(tmp_path, {MODEL})
+        check_names(record, tmp_path, {MODEL})
     with pytest.raises(CheckpointError, match=f"{tmp_path} has 'another.pt', which its save has not written"):
-        record.check_names(tmp_path, {MODEL, OPTIMIZER, "another.pt"})
+        check_names(record, tmp_path, {MODEL, OPTIMIZER, "another.pt"})
     with pytest.raises(CheckpointError, match="of another save"):
-        record.check_file(tmp_path / "of_the_program.txt")
+        check_content(record, tmp_path / "of_the_program.txt")
 
 
 def edited(**changes: Any) -> Callable[[str], str]:
@@ -102,11 +103,10 @@ def with_digest(**changes: Any) -> Callable[[str], str]:
     """As a later release, or a person who computes the digest, might write it."""
 
     def edit(text: str) -> str:
-        from ds_frozen_patch.core import record
 
         values = {**json.loads(text), **changes}
         values = {key: value for key, value in values.items() if value is not ... and key != "digest"}
-        return json.dumps({**values, "digest": record._digest(values)})
+        return json.dumps({**values, "digest": digest_of(values)})
 
     return edit
 

@@ -27,12 +27,12 @@ STEPS = {
         "ds_frozen_patch.core.base",
         "changed_since_start",
     ),
-    "agree on the save, in a collective": ("ds_frozen_patch.save.saving", "agree"),
-    "make the work folder": ("ds_frozen_patch.save.save", "Save.open"),
-    "make the manifest": ("ds_frozen_patch.save.engine", "make_manifest"),
+    "agree on the save, in a collective": ("ds_frozen_patch.save.agreement", "agree_on_request"),
+    "make the work folder": ("ds_frozen_patch.save.running", "Save.open"),
+    "make the manifest": ("ds_frozen_patch.save.leaving_out", "describe"),
     "wait for all ranks, give the name, and tell of errors, in a collective": (
-        "ds_frozen_patch.save.save",
-        "Save.publish",
+        "ds_frozen_patch.core.save",
+        "publish",
     ),
 }
 FLOOR = "floor of the first step: torch's own walks for state dict, parameters, buffers, modules"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from typing import Any
 
 
 def human_bytes(count: float) -> str:
@@ -29,3 +31,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     from difflib import get_close_matches  # rarely needed
 
     return "".join(f"Did you mean '{close}'?" for close in get_close_matches(word, list(known), n=1))
+
+
+def json_lines(value: Any, levels: int) -> str:
+    """A value as JSON, with lines for the items of so many levels, since people read it."""
+    if levels > 1 and value and isinstance(value, dict):
+        items = [f"{json.dumps(key)}: {json_lines(item, levels - 1)}" for key, item in value.items()]
+        return "{\n" + ",\n".join(items) + "\n}"
+    if levels and value and isinstance(value, list):
+        return "[\n" + ",\n".join(map(json.dumps, value)) + "\n]"
+    return json.dumps(value)

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..common.collectives import on_any_rank
-from ..engine.origins import Origin, changed, origins, remember
-from ..engine.served import ServedEngine
+from ..engine.origins import Origin, changed, origins
 from ..engine.topology import is_divided
 from ..parameters import BUFFER, PARAMETER, PART, ModuleTensor, contents, parameters_by_name
 from ..settings import current as settings
@@ -22,37 +21,19 @@ if TYPE_CHECKING:
     import torch
 
 
-def sample_at_start(engine: Any, known: ServedEngine) -> None:
-    """Remember the values of the engine's module when training begins."""
-
-    def sample(engine: Any, _: Any) -> None:
-        if engine.module.training:
-            handle.remove()  # once is enough
-            if not known.is_sampled:
-                sample_now(engine, known)
-
-    handle = engine.register_forward_pre_hook(sample)
-    known.undo.append(lambda _: handle.remove())
-
-
-def sample_now(engine: Any, known: ServedEngine) -> None:
-    """Remember these values as those that training has begun with."""
-    known.is_sampled = True
-    remember(engine.module)
-
-
 def frozen(module: torch.nn.Module) -> list[ModuleTensor]:
     """What of a module may be its base."""
+    everything = contents(module)
     return [
-        one for one in contents(module) if one.is_frozen or (one.kind == BUFFER and settings().leaves_out(one.names))
+        held for held in everything if held.is_frozen or (held.kind == BUFFER and settings().leaves_out(held.names))
     ]
 
 
 def optimized(engine: Any) -> set[torch.nn.Parameter]:
     """The parameters that the engine's optimizer has."""
     names = ("bit16_groups", "fp16_groups", "bf16_groups")
-    found = next((getattr(engine.optimizer, name) for name in names if hasattr(engine.optimizer, name)), None)
-    groups = found or [group["params"] for group in getattr(engine.optimizer, "param_groups", [])]
+    zero_groups = next((getattr(engine.optimizer, name) for name in names if hasattr(engine.optimizer, name)), None)
+    groups = zero_groups or [group["params"] for group in getattr(engine.optimizer, "param_groups", [])]
     return {parameter for group in groups for parameter in group}
 
 
@@ -74,45 +55,42 @@ def mark_trained(engine: Any) -> None:
 
 def to_leave_out(engine: Any, known: Mapping[str, Origin]) -> list[ModuleTensor]:
     """What a save leaves out, as far as all ranks know; `known` is what `origins` returns."""
-    own = optimized(engine)
-    chosen: list[ModuleTensor] = []
-    held = frozen(engine.module)
-    kept = _not_comparable(engine, held)
-    for one in held:
-        is_kept = one.group in kept or (one.kind != PART and _is_kept(one, known.get(one.group), own))
-        if is_kept or settings().keeps(one.names):
-            kept.add(one.group)
+    in_optimizer, candidates = optimized(engine), frozen(engine.module)
+    left_out: list[ModuleTensor] = []
+    kept_groups = _not_comparable(engine, candidates)
+    for held in candidates:
+        is_kept = held.kind != PART and _is_kept(held, known.get(held.group), in_optimizer)
+        if is_kept or held.group in kept_groups or settings().keeps(held.names):
+            kept_groups.add(held.group)
         else:
-            chosen.append(one)
-    return chosen
+            left_out.append(held)
+    return left_out
 
 
-def _not_comparable(engine: Any, held: Iterable[ModuleTensor]) -> set[str]:
+def _not_comparable(engine: Any, candidates: Iterable[ModuleTensor]) -> set[str]:
     """The groups of buffers, and of parameters with parts, of which ranks have different shards.
 
     Only the fingerprint of a plain parameter is made of all its shards.
     """
     parameters = parameters_by_name(engine.module)
-    others = (one for one in held if one.kind != PARAMETER)
-    return {one.group for one in others if is_divided(engine, parameters.get(one.group, one.tensor))}
+    others = (held for held in candidates if held.kind != PARAMETER)
+    return {held.group for held in others if is_divided(engine, parameters.get(held.group, held.tensor))}
 
 
-def _is_kept(one: ModuleTensor, origin: Origin | None, optimized: set[torch.nn.Parameter]) -> bool:
-    if origin is None:
-        return False
-    if origin.is_trained and one.tensor in optimized:
-        return True
-    return (origin.is_trained or origin.is_changed) and not settings().leaves_out(one.names)
+def _is_kept(held: ModuleTensor, origin: Origin | None, in_optimizer: set[torch.nn.Parameter]) -> bool:
+    if origin is None or (origin.is_trained and held.tensor in in_optimizer):
+        return origin is not None
+    return (origin.is_trained or origin.is_changed) and not settings().leaves_out(held.names)
 
 
 def changed_since_start(known: Mapping[str, Origin], candidates: Iterable[ModuleTensor]) -> set[str]:
     """The groups that training or a checkpoint has changed, as far as this rank has seen."""
-    compared = [one for one in candidates if not settings().leaves_out(one.names)]
-    suspected = {one.group for one in compared if one.group in known and known[one.group].is_suspected}
+    compared = [held for held in candidates if not settings().leaves_out(held.names)]
+    suspected = {held.group for held in compared if held.group in known and known[held.group].is_suspected}
     return suspected | changed(known, compared)
 
 
 def on_all_ranks(changed: set[str], candidates: Sequence[ModuleTensor], device: Any) -> set[str]:
     """The groups that any rank has seen changed; every rank must call it with the same candidates."""
-    flags = on_any_rank([one.group in changed for one in candidates], device)
-    return {one.group for one, is_changed in zip(candidates, flags, strict=True) if is_changed}
+    flags = on_any_rank([held.group in changed for held in candidates], device)
+    return {held.group for held, is_changed in zip(candidates, flags, strict=True) if is_changed}

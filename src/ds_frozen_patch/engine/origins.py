@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 from ..fingerprint import is_readable, own_values
 from ..parameters import PARAMETER, PART, ModuleTensor, contents, part_suffix, plain, shape_of
+from .served import ServedEngine
 
 if TYPE_CHECKING:
     import torch
@@ -84,26 +85,26 @@ _known: WeakKeyDictionary[Any, dict[str, tuple[int, Origin]]] = WeakKeyDictionar
 
 def origins(module: torch.nn.Module) -> dict[str, Origin]:
     """What is known of each parameter and buffer of a module, by all plain names."""
-    found: dict[str, Origin] = {}
+    origin_of: dict[str, Origin] = {}
     elsewhere: dict[int, Origin] | None = None
     for path, inner in module.named_modules(remove_duplicate=False):
-        own = _known.get(inner, {})
+        entries = _known.get(inner, {})
         for name, tensor in _held_by(inner):
-            identity, origin = own.get(name, (0, None))
+            identity, origin = entries.get(name, (0, None))
             if origin is None or identity != id(tensor):
                 if elsewhere is None:
-                    elsewhere = {id(one): its for one, its in _living()}
+                    elsewhere = {id(living): its_origin for living, its_origin in _living()}
                 origin = elsewhere.setdefault(id(tensor), Origin())
                 _known.setdefault(inner, {})[name] = id(tensor), origin
-            found[plain(f"{path}.{name}" if path else name)] = origin
-    return found
+            origin_of[plain(f"{path}.{name}" if path else name)] = origin
+    return origin_of
 
 
 def _living() -> Iterator[tuple[Any, Origin]]:
     """The known tensors that are still where they were."""
-    for module, own in list(_known.items()):
+    for module, entries in list(_known.items()):
         for name, tensor in _held_by(module):
-            identity, origin = own.get(name, (0, None))
+            identity, origin = entries.get(name, (0, None))
             if identity == id(tensor) and origin is not None:
                 yield tensor, origin
 
@@ -118,36 +119,60 @@ def sample(tensors: Mapping[_Key, torch.Tensor]) -> dict[_Key, Sample]:
     """Samples of what can be read; with one transfer for each device."""
     import torch
 
-    picked: dict[torch.device, list[tuple[_Key, torch.Tensor, Any, tuple[int, ...]]]] = {}
+    by_device: dict[torch.device, list[tuple[_Key, torch.Tensor, Any, tuple[int, ...]]]] = {}
     for key, tensor in tensors.items():
         if is_readable(tensor):
             values = own_values(tensor)
-            some = values[:: max(len(values) // VALUES, 1)].contiguous().view(torch.uint8)
-            one = key, some, values.dtype, (*shape_of(tensor), len(values))
-            picked.setdefault(some.device, []).append(one)
-    found: dict[_Key, Sample] = {}
-    for ones in picked.values():
-        together = torch.cat([some for _, some, _, _ in ones]).cpu().numpy().tobytes()
+            picked_values = values[:: max(len(values) // VALUES, 1)].contiguous().view(torch.uint8)
+            item = key, picked_values, values.dtype, (*shape_of(tensor), len(values))
+            by_device.setdefault(picked_values.device, []).append(item)
+    samples: dict[_Key, Sample] = {}
+    for items in by_device.values():
+        together = torch.cat([picked_values for _, picked_values, _, _ in items]).cpu().numpy().tobytes()
         begin = 0
-        for key, some, dtype, layout in ones:
-            found[key] = Sample(together[begin : begin + len(some)], dtype, layout)
-            begin += len(some)
-    return found
+        for key, picked_values, dtype, layout in items:
+            samples[key] = Sample(together[begin : begin + len(picked_values)], dtype, layout)
+            begin += len(picked_values)
+    return samples
 
 
 def remember(module: torch.nn.Module) -> None:
     """Take samples of a whole module when training begins; changes before that are how the program builds it."""
-    known = origins(module)
-    for one, taken in sample({one: one.tensor for one in contents(module)}).items():
-        if one.group in known:
-            known[one.group].samples[_part(one)] = taken
+    origin_of = origins(module)
+    for held, taken in sample({held: held.tensor for held in contents(module)}).items():
+        if held.group in origin_of:
+            origin_of[held.group].samples[_part(held)] = taken
 
 
-def changed(known: Mapping[str, Origin], held: Iterable[ModuleTensor]) -> set[str]:
+def sample_at_start(engine: Any, served: ServedEngine) -> None:
+    """Remember the values of a new engine's module when training begins."""
+
+    def sample(engine: Any, _: Any) -> None:
+        if engine.module.training:
+            handle.remove()  # once is enough
+            _sample(engine, served)
+
+    handle = engine.register_forward_pre_hook(sample)
+    served.undo.append(lambda _: handle.remove())
+
+
+def sample_at_save(engine: Any, served: ServedEngine) -> None:
+    """Remember them at the first save, if the program has trained without a call of the engine."""
+    if engine.global_steps:
+        _sample(engine, served)
+
+
+def _sample(engine: Any, served: ServedEngine) -> None:
+    if not served.is_sampled:
+        served.is_sampled = True
+        remember(engine.module)
+
+
+def changed(origin_of: Mapping[str, Origin], candidates: Iterable[ModuleTensor]) -> set[str]:
     """The groups (see `ModuleTensor`) that differ from what training began with, as far as this rank sees."""
-    before = {one: known[one.group].samples.get(_part(one)) for one in held if one.group in known}
-    taken = sample({one: one.tensor for one, then in before.items() if then is not None})
-    return {one.group for one, now in taken.items() if (then := before[one]) is not None and then.differs_from(now)}
+    before = {held: origin_of[held.group].samples.get(_part(held)) for held in candidates if held.group in origin_of}
+    taken = sample({held: held.tensor for held, then in before.items() if then is not None})
+    return {held.group for held, now in taken.items() if (then := before[held]) is not None and then.differs_from(now)}
 
 
 def notice_earlier_training(module: torch.nn.Module) -> None:
@@ -156,42 +181,44 @@ def notice_earlier_training(module: torch.nn.Module) -> None:
     The same is true of copies of what they have trained, such as a teacher, or an adapter to compare with.
     """
     trained = {id(tensor): (tensor, origin) for tensor, origin in _living() if origin.is_trained}
-    known = origins(module)
-    if not any(origin.samples for origin in known.values()) and not trained:
+    origin_of = origins(module)
+    if not any(origin.samples for origin in origin_of.values()) and not trained:
         return
-    held = contents(module)
-    suspected = changed(known, held)
+    everything = contents(module)
+    suspected = changed(origin_of, everything)
     now = sample({key: tensor for key, (tensor, _) in trained.items()})
     copied = {
-        one
-        for key, one in now.items()
-        if (then := trained[key][1].samples.get("")) is not None and then.differs_from(one) and not one.is_constant
+        values
+        for key, values in now.items()
+        if (then := trained[key][1].samples.get("")) is not None
+        and then.differs_from(values)
+        and not values.is_constant
     }
     if copied:
-        frozen = sample({one: one.tensor for one in held if one.is_frozen})
-        suspected |= {one.group for one, its in frozen.items() if its in copied}
-    for name in suspected & known.keys():
-        known[name].is_suspected = True
+        frozen = sample({held: held.tensor for held in everything if held.is_frozen})
+        suspected |= {held.group for held, values in frozen.items() if values in copied}
+    for name in suspected & origin_of.keys():
+        origin_of[name].is_suspected = True
 
 
 @contextmanager
 def replacing(module: torch.nn.Module) -> Iterator[None]:
     """Remember what a checkpoint replaces meanwhile: what was trainable, and frozen values that differ afterwards."""
-    before = sample({one: one.tensor for one in contents(module) if one.is_frozen})
+    before = sample({held: held.tensor for held in contents(module) if held.is_frozen})
     yield
-    known, held = origins(module), contents(module)
-    names = {(one.group, _part(one)): then for one, then in before.items()}
-    after = sample({one: one.tensor for one in held if one.is_frozen})
-    replaced = {one.group for one in held if one.kind == PARAMETER and not one.is_frozen}
-    for one, now in after.items():
-        then = names.get((one.group, _part(one)))
+    origin_of, everything = origins(module), contents(module)
+    samples_before = {(held.group, _part(held)): then for held, then in before.items()}
+    after = sample({held: held.tensor for held in everything if held.is_frozen})
+    replaced = {held.group for held in everything if held.kind == PARAMETER and not held.is_frozen}
+    for held, now in after.items():
+        then = samples_before.get((held.group, _part(held)))
         if then is not None and then.differs_from(now):
-            replaced.add(one.group)
-        if one.group in known and (taken := known[one.group].samples):
-            taken[_part(one)] = now
-    for name in replaced & known.keys():
-        known[name].is_suspected = True
+            replaced.add(held.group)
+        if held.group in origin_of and (taken := origin_of[held.group].samples):
+            taken[_part(held)] = now
+    for name in replaced & origin_of.keys():
+        origin_of[name].is_suspected = True
 
 
-def _part(one: ModuleTensor) -> str:
-    return part_suffix(one.name, one.group) if one.kind == PART else ""
+def _part(held: ModuleTensor) -> str:
+    return part_suffix(held.name, held.group) if held.kind == PART else ""

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..common.errors import named
-from ..core import base as frozen
-from ..engine.origins import notice_earlier_training
+from ..core.base import frozen, mark_trained
+from ..engine.origins import notice_earlier_training, sample_at_start
 from ..engine.owner import Owner, warn
 from ..engine.served import attach
 from ..settings import current as settings
@@ -28,11 +28,11 @@ def init(wrapped: Callable[..., None], _: Any, args: tuple[Any, ...], kwargs: di
 
 def begin_serving(engine: Any, owner: Owner) -> None:
     """Attach a new engine, before training."""
-    known = attach(engine, owner)
-    if known is None:
+    served = attach(engine, owner)
+    if served is None:
         return
-    frozen.mark_trained(engine)
-    frozen.sample_at_start(engine, known)
+    mark_trained(engine)
+    sample_at_start(engine, served)
     _check_patterns(owner, engine.module)
 
 
@@ -41,7 +41,7 @@ def _check_patterns(owner: Owner, module: Any) -> None:
     now = settings()
     if not now.keep and not now.leave_out:
         return
-    names = [one.names for one in frozen.frozen(module)]
+    names = [one.names for one in frozen(module)]
     for option, patterns in (("keep", now.keep), ("leave_out", now.leave_out)):
         if idle := [pattern for pattern in patterns if not any(matches(own, [pattern]) for own in names)]:
             warn(owner, f"patch({option}=[...]) matches nothing that is frozen: {named(idle)}. It has no effect.")

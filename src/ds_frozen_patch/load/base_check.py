@@ -14,7 +14,7 @@ from ..fingerprint import fingerprints, process_memory
 from ..manifest import LeftOut, Manifest
 from ..parameters import ModuleTensor, plain
 from ..settings import current
-from .load import Load
+from .running import Load
 from .strictness import check_left_out, left_out_by_others
 
 _FLOATING = ("float64", "float32", "float16", "bfloat16")
@@ -54,7 +54,9 @@ def check_base(
         return may_be_missing
     in_file = {plain(name) for name in checkpoint.get("module") or ()}
     if not in_file.isdisjoint(manifest.names):  # release 0.2 named frozen experts, and saved them all the same
-        manifest = replace(manifest, left_out=tuple(one for one in manifest.left_out if one.name not in in_file))
+        manifest = replace(
+            manifest, left_out=tuple(left_out for left_out in manifest.left_out if left_out.name not in in_file)
+        )
     if strict:
         check_left_out(manifest, held)
     verify_base(manifest, held, load)
@@ -115,18 +117,18 @@ def _compare(pairs: Mapping[ModuleTensor, tuple[str, LeftOut]], load: Load) -> t
         pairs: by what the module holds: its name, and what was left out under that name.
         load: the running load.
     """
-    comparable = [one for one, (_, saved) in pairs.items() if saved.fingerprint and saved.dtype == one.dtype]
-    tensors = [one.tensor for one in comparable]
-    engine, known = load.engine, attached(load.engine)
-    is_divided = known is not None and known.topology.is_divided
+    comparable = [held for held, (_, saved) in pairs.items() if saved.fingerprint and saved.dtype == held.dtype]
+    tensors = [held.tensor for held in comparable]
+    engine, served = load.engine, attached(load.engine)
+    is_divided = served is not None and served.topology.is_divided
     shards = [shard_of(engine, tensor) for tensor in tensors] if is_divided else ()
     prints = fingerprints(tensors, engine.device, process_memory(), all_known=load.base_is_known, shards=shards)
-    found = dict(zip(comparable, prints, strict=True))
+    print_of = dict(zip(comparable, prints, strict=True))
     differ, unread = [], []
-    for one, (name, saved) in pairs.items():
-        now = found.get(one)
-        if saved.dtype != one.dtype and not _is_rounded(saved, one):
-            differ.append(f"- {name}: saved as {saved.dtype}, now {one.dtype}")
+    for held, (name, saved) in pairs.items():
+        now = print_of.get(held)
+        if saved.dtype != held.dtype and not _is_rounded(saved, held):
+            differ.append(f"- {name}: saved as {saved.dtype}, now {held.dtype}")
         elif now is None:
             unread.append(name)
         elif now != saved.fingerprint:

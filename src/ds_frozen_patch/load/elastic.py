@@ -20,8 +20,9 @@ from ..engine.owner import is_first
 from ..engine.served import attached
 from ..settings import current
 from ..workarounds.for_deepspeed import has_plain_optimizer, ignores_round_robin
+from .agreement import list_files
 from .listing import Listing, Saved
-from .load import Load
+from .running import Load
 
 if TYPE_CHECKING:
     from ..checkpoint.zero.repartition import Target
@@ -50,7 +51,7 @@ def resharded(load: Load, listing: Listing) -> Iterator[Listing]:
     folder, is_made_here = _reshard(load, listing)
     try:
         load.source, load.tag = str(folder), listing.tag
-        yield load.list_files()
+        yield list_files(load)
         gather(())  # no rank reads the files any more
     finally:
         load.source, load.tag = source, tag
@@ -62,7 +63,7 @@ def resharded(load: Load, listing: Listing) -> Iterator[Listing]:
 def _needs_resharding(load: Load, listing: Listing) -> bool:
     engine, known, saved = load.engine, attached(load.engine), listing.saved
     if saved is None or known is None:
-        return False  # `Load.check` reports what is wrong
+        return False  # `agreement.check` reports what is wrong
     stage, ranks = known.topology.stage, known.topology.ranks
     if not load.restores_optimizer:
         # Without an optimizer every rank reads all files, but DeepSpeed looks for one of its own.

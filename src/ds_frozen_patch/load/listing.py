@@ -1,18 +1,25 @@
-"""What is in the folder of a checkpoint that is to be loaded."""
+"""Where a checkpoint that is to be loaded is, and what is in its folder."""
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.zero.layout import Layout, NothingSavedError, UnknownLayoutError, find_layout, latest_tag
 from ..common.errors import CheckpointError
-from ..core.record import Record, read_record
-from ..publish.work_folder import is_unfinished
+from ..common.overrides import Attributes
+from ..core.record import Record
+from ..engine.owner import Owner, warn
+from ..publish.durable import wait_for_name
+from ..publish.work_folder import entries, is_in_work_folder, is_unfinished, left_behind
+from .files import check_names, read_record
+from .running import Load
 
 _KINDS = ("model", "optimizer")
 
@@ -75,7 +82,7 @@ def list_all(source: str, tag: str | None, with_optimizer: bool) -> Listing:
         layout = find_layout(source, tag)
         record = read_record(folder := layout.model[0].parent)
         if record is not None:
-            record.check_names(folder, {file.name for file in layout.files}, with_optimizer=with_optimizer)
+            check_names(record, folder, {file.name for file in layout.files}, with_optimizer=with_optimizer)
     except UnknownLayoutError:
         return Listing()
     except CheckpointError as error:
@@ -114,3 +121,55 @@ def _saved(layout: Layout, record: Record | None) -> Saved:
         return Saved(record.world_size, record.zero_stage, in_parts)
     stage = 3 if "_rank_0_mp_" in layout.model[0].name else 2 if in_parts else 0
     return Saved(len(layout.optimizer) or len(layout.model), stage, in_parts)
+
+
+def answering(engine: Any, listing: Listing) -> Attributes:
+    """Lets the engine take the names of files from the listing, where each rank would look up those of all ranks.
+
+    Its own requests to the file system grow with the square of the ranks.
+    """
+    ask = engine._get_all_zero_checkpoint_names
+
+    def model_files(root: str, tag: str) -> list[str]:
+        pattern = Path(engine._get_ckpt_name(root, tag, mp_placeholder="*"))
+        return [str(pattern.with_name(name)) for name in sorted(fnmatch.filter(listing.model, pattern.name))]
+
+    def optimizer_files(root: str, tag: str, bf16_mode: bool) -> list[str]:
+        ranks = engine.loaded_checkpoint_dp_world_size
+        names: list[str] = engine._get_mp_rank_zero_checkpoint_names(root, tag, 0, ranks, bf16_mode)
+        is_known = {Path(name).name for name in names} <= {*listing.optimizer}
+        return names if is_known else ask(root, tag, bf16_mode)
+
+    return [
+        (engine, "_get_all_ckpt_names", model_files),
+        (engine, "_get_all_zero_checkpoint_names", optimizer_files),
+    ]
+
+
+def where_it_is(owner: Owner, tag: Path) -> Path:
+    """The folder of a tag, or with a warning where a killed save has left the previous one."""
+    wait_for_name(tag)
+    if not tag.exists() and (copies := left_behind(tag)):
+        warn(
+            owner,
+            f"A save was killed while it renamed its checkpoint. The previous {tag} is loaded from {copies[0]}.",
+        )
+        return copies[0]
+    return tag
+
+
+def find_folder(load: Load, directory: Any, tag: Any) -> None:
+    """Find the folder of the tag, also where a killed save has left it.
+
+    Args:
+        load: whose `source` and `tag` are set.
+        directory, tag: of the call.
+    """
+    load.source, load.tag = str(directory), None if tag is None else str(tag)
+    source = Path(load.source)
+    if load.tag is None and is_in_work_folder(source):  # where a strategy has found it
+        load.tag = next((item.name for item in entries(source) if item.is_dir()), None)
+    with suppress(CheckpointError, OSError):  # `agreement.check` finds the same problem, and shares it
+        tag = latest_tag(source) if load.tag is None else load.tag
+        place = where_it_is(load.owner, source / tag)
+        load.source, load.tag = str(place.parent), place.name  # a tag can be a path

@@ -16,7 +16,6 @@ from ..parameters import (
     PARAMETER,
     PART,
     ModuleTensor,
-    contents,
     described,
     inner_tensors,
     part_name,
@@ -24,12 +23,7 @@ from ..parameters import (
     settings_of,
 )
 from ..settings import current
-from .load import Load
-
-
-def by_name(module: Any) -> dict[str, ModuleTensor]:
-    """The contents of a module, by all names."""
-    return {name: one for one in contents(module) for name in one.names}
+from .running import Load
 
 
 def is_part(held: ModuleTensor | None) -> bool:
@@ -46,12 +40,12 @@ def without_own_values(
         CheckpointMismatchError: the state dict has parts of a parameter that was left out, as older releases saved
             them, and they differ from the module's.
     """
-    quantized = {one.group for one in held.values() if is_part(one)}
+    quantized = {now.group for now in held.values() if is_part(now)}
     groups: dict[str, dict[str, Any]] = {}
     for name, value in state.items():
-        one = held.get(plain(name))
-        if one is not None and one.is_frozen and one.group in quantized and not hasattr(one.tensor, "ds_tensor"):
-            groups.setdefault(one.group, {})[name] = value
+        now = held.get(plain(name))
+        if now is not None and now.is_frozen and now.group in quantized and not hasattr(now.tensor, "ds_tensor"):
+            groups.setdefault(now.group, {})[name] = value
     there: set[str] = set()
     for group, values in groups.items():
         if manifest is not None and group in manifest.names:
@@ -80,14 +74,14 @@ def check_parts(parts: Mapping[str, Any], held: Mapping[str, ModuleTensor], load
     warn(load.owner, message)
 
 
-def _is_same(value: Any, own: ModuleTensor, held: Mapping[str, ModuleTensor]) -> bool:
+def _is_same(value: Any, now: ModuleTensor, held: Mapping[str, ModuleTensor]) -> bool:
     """Whether a value in a checkpoint equals the module's."""
     import torch
 
-    if own.kind == PARAMETER and own.is_subclass:
+    if now.kind == PARAMETER and now.is_subclass:
         inner = inner_tensors(value)
-        same = [_is_same(one, held[part_name(own.name, f".{rest}")], held) for rest, one in inner.items()]
-        return bool(same) and all(same) and torch.equal(described(settings_of(value)), own.tensor)
+        same = [_is_same(part, held[part_name(now.name, f".{rest}")], held) for rest, part in inner.items()]
+        return bool(same) and all(same) and torch.equal(described(settings_of(value)), now.tensor)
     tensor = value if isinstance(value, torch.Tensor) else described(value)
-    mine = own.tensor.detach()
+    mine = now.tensor.detach()
     return mine.dtype == tensor.dtype and mine.shape == tensor.shape and torch.equal(mine.cpu(), tensor.cpu())

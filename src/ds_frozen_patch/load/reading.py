@@ -18,7 +18,8 @@ from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..common.overrides import Attributes
 from ..engine.owner import warn
 from ..manifest import KEY, Manifest, digest_of
-from .load import Load
+from .agreement import raise_on_all_ranks
+from .running import Load
 
 _KINDS = {"model": "module", "optimizer": "optimizer_state_dict"}
 """The key that the state in a file of each kind has."""
@@ -92,20 +93,22 @@ def manifest_of(load: Load, checkpoint: Mapping[str, Any]) -> Manifest | None:
     Raises:
         CheckpointMismatchError: on every rank, if one has no manifest that fits its file, or a damaged one.
     """
-    own: Any = checkpoint.get(KEY)
+    state: Any = checkpoint.get(KEY)
     manifest: Manifest | None = None
     problem: Exception | None = None
     if load.engine.zero_optimization_partition_weights():
-        there = [one for one in gather(own) if isinstance(one, dict) and "left_out" in one]
+        states = [candidate for candidate in gather(state) if isinstance(candidate, dict) and "left_out" in candidate]
     else:
-        there = [own]
+        states = [state]
     try:
-        if own is not None:
-            manifest = Manifest.from_state(next((one for one in there if digest_of(one) == digest_of(own)), own))
+        if state is not None:
+            manifest = Manifest.from_state(
+                next((candidate for candidate in states if digest_of(candidate) == digest_of(state)), state)
+            )
     except CheckpointMismatchError as error:
         problem = error
     _agree(load, problem)
-    if any(one.has_record for one in load.read):
+    if any(digests.has_record for digests in load.read):
         warn(
             load.owner,
             f"{load.source} has no {RECORD} beside its files, so it cannot be verified that they are the ones that were"
@@ -120,7 +123,7 @@ def _problem(load: Load) -> CheckpointError | None:
         check_digests_agree(load.read)
     except CheckpointError as error:
         return error
-    saves = {one.save: one.file for one in load.read if one.save is not None}
+    saves = {digests.save: digests.file for digests in load.read if digests.save is not None}
     if load.record is not None and (others := saves.keys() - {load.record.save}):
         return CheckpointError(
             f"{saves[others.pop()]} is of another save than {RECORD} beside it. Take all files from one checkpoint."
@@ -131,9 +134,9 @@ def _problem(load: Load) -> CheckpointError | None:
 def _agree(load: Load, problem: Exception | None = None) -> None:
     """Raise on every rank this problem, or what is wrong with what the ranks have read; every rank must call it."""
     problem = problem or _problem(load)
-    kinds = {one.kind: digest((one.save, sorted(one.alike.items()))) for one in load.read}
+    kinds = {digests.kind: digest((digests.save, sorted(digests.alike.items()))) for digests in load.read}
     everyone = gather_numbers([problem is not None, *(kinds.get(kind, 0) for kind in _KINDS)], load.owner.device)
-    if any(one[0] for one in everyone):
-        load.raise_on_all_ranks(problem)
-    if any(len({one[column] for one in everyone} - {0}) > 1 for column in (1, 2)):
-        check_digests_agree([one for share in gather(load.read) for one in share])
+    if any(numbers[0] for numbers in everyone):
+        raise_on_all_ranks(load, problem)
+    if any(len({numbers[column] for numbers in everyone} - {0}) > 1 for column in (1, 2)):
+        check_digests_agree([digests for share in gather(load.read) for digests in share])

@@ -8,7 +8,7 @@ from typing import Any
 from ..common.overrides import Attributes
 from ..engine.owner import warn
 from ..settings import current
-from .load import Load
+from .running import Load
 
 
 def restarts(load: Load) -> bool:

@@ -6,10 +6,11 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec
 
 import wrapt
 
@@ -73,6 +74,7 @@ class _Patch:
 
 _current: _Patch | None = None
 _hooked: set[str] = set()  # wrapt cannot remove an import hook: without a current patch, ours does nothing
+_P = ParamSpec("_P")
 _lock = threading.RLock()
 
 
@@ -230,50 +232,29 @@ def _unpatch() -> None:
         _settings.put_in_force(None)
 
 
-@contextmanager
-def patched(
-    *,
-    verify_base: VerifyBase | None = None,
-    keep: Iterable[str] | None = None,
-    leave_out: Iterable[str] | None = None,
-    export: Export | None = None,
-    fp32_weights: bool | None = None,
-    elastic: bool | None = None,
-    optimizer: Optimizer | None = None,
-    sync: bool | None = None,
-    trust: bool | None = None,
-    whole_model: bool | None = None,
-    async_save: bool | None = None,
-    verify_files: bool | None = None,
-    targets: Iterable[str] | None = None,
-) -> Iterator[Status]:
-    """`patch(...)` while this lasts, and the previous state afterwards, for tests and notebooks.
+def _for_a_while(patch: Callable[_P, Status]) -> Callable[_P, AbstractContextManager[Status]]:
+    @contextmanager
+    @wraps(patch)
+    def patched(*args: _P.args, **kwargs: _P.kwargs) -> Iterator[Status]:
+        before = _settings.current() if _current is not None else None
+        now = patch(*args, **kwargs)
+        try:
+            yield now
+        finally:
+            if before is None:
+                unpatch()
+            else:
+                _settings.put_in_force(before)
 
-    The value is what `patch()` returns.
+    patched.__name__ = patched.__qualname__ = "patched"
+    patched.__doc__ = """`patch(...)` while this lasts, and the previous state afterwards, for tests and notebooks.
+
+    It takes the arguments of `patch()`, and its value is what `patch()` returns.
     """
-    before = _settings.current() if _current is not None else None
-    now = patch(
-        verify_base=verify_base,
-        keep=keep,
-        leave_out=leave_out,
-        export=export,
-        fp32_weights=fp32_weights,
-        elastic=elastic,
-        optimizer=optimizer,
-        sync=sync,
-        trust=trust,
-        whole_model=whole_model,
-        async_save=async_save,
-        verify_files=verify_files,
-        targets=targets,
-    )
-    try:
-        yield now
-    finally:
-        if before is None:
-            unpatch()
-        else:
-            _settings.put_in_force(before)
+    return patched
+
+
+patched = _for_a_while(patch)
 
 
 def status() -> Status:

@@ -10,15 +10,14 @@ from typing import Any
 import wrapt
 
 from ..common.probing import Target
+from ..core import load, save
 from ..engine.target import ENGINE
 from ..frameworks import for_accelerate as accelerate
 from ..frameworks import for_transformers as transformers
 from ..frameworks import serving
 from ..frameworks.for_lightning import converter, in_flight, newest, strategy
 from ..frameworks.for_lightning.targets import TARGETS
-from ..load import engine as load_engine
 from ..publish.in_flight import after_it, before_end
-from ..save import engine as save_engine
 from .wrappers import FunctionWrapper, InitWrapper
 
 _STRATEGY = {
@@ -43,10 +42,10 @@ _WRAPPERS: dict[str, dict[str, Callable[..., Any]]] = {
     },
     ENGINE.class_name: {
         "__init__": serving.init,
-        "save_checkpoint": save_engine.save_checkpoint,
-        "load_checkpoint": load_engine.load_checkpoint,
-        "module_state_dict": save_engine.module_state_dict,
-        "load_module_state_dict": load_engine.load_module_state_dict,
+        "save_checkpoint": save.save_checkpoint,
+        "load_checkpoint": load.load_checkpoint,
+        "module_state_dict": save.module_state_dict,
+        "load_module_state_dict": load.load_module_state_dict,
     },
 }
 """What wraps the methods of each class; others of its target's methods are only needed."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
 from ..common.errors import CheckpointError
 from .work_folder import (
@@ -20,6 +22,13 @@ from .work_folder import (
     replaced,
     work_folders,
 )
+
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+def is_local(path: Any) -> bool:
+    """Whether a path is one of a mounted file system, and not an address such as s3://bucket/name, a `Path` or not."""
+    return _ADDRESS.match(str(path)) is None
 
 
 class Way(IntEnum):

@@ -11,14 +11,19 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from ..common.collectives import default_store, world_size
 from ..common.errors import CheckpointError
 from ..engine.owner import is_first
+from ..publish import in_flight
 from ..publish.in_flight import is_ending
+from ..publish.ways import Way
+from . import agreement
 from .failures import failure
-from .save import Save
+from .recording import Recorder
+from .running import Save
 from .writing import write_recorded
 
 _POLL_SECONDS = (0.01, 0.5)
@@ -32,6 +37,20 @@ _THERE = "ds_frozen_patch/there/"
 """With the number of a rank: the key of its reports, the same in all saves, since a store keeps all keys."""
 _GRACE_SECONDS = 30.0
 """The limit instead of `_LOST_SECONDS` while an error or a signal ends rank 0; and how long rank 0 keeps the store."""
+
+
+def prepare(save: Save) -> None:
+    """Let a save record its files in place of writing them, if that is possible."""
+    if save.place.way is not Way.UNMANAGED and (default_store() is not None or world_size() == 1):
+        save.served.recorder = save.recorder = save.served.recorder or Recorder()
+        save.recorder.begin()
+
+
+def start(save: Save) -> None:
+    """Write what was recorded, and publish it, while training goes on; every rank must call it."""
+    agreement.agree_on_end(save)  # and every rank has recorded its files
+    save.place.use_absolute_paths()  # the program may change its current folder
+    in_flight.start(partial(publish, save, Votes(save)), save.served.log_once)
 
 
 def publish(save: Save, votes: Votes) -> CheckpointError | None:

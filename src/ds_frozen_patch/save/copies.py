@@ -8,23 +8,23 @@ from typing import Any
 from ..common.text import human_bytes
 from ..engine.origins import sample
 from ..engine.owner import is_first, warn
-from .save import Save
+from .running import Save
 
 _DEPTH = 10
 
 
 def warn_of_copies(save: Save, client_state: Mapping[str, Any]) -> None:
     """Log, at the first save, which keys of the client state contain values that the save leaves out."""
-    if not is_first(save.owner) or not save.attached.is_first_time("copies of the base"):
+    if not is_first(save.owner) or not save.served.is_first_time("copies of the base"):
         return
     tensors = dict(enumerate(_tensors(client_state, ())))
     if not tensors:
         return
-    left_out = sample({one: one.tensor for one in save.left_out or ()}).values()
-    base = {one for one in left_out if not one.is_constant}
+    left_out = sample({held: held.tensor for held in save.left_out or ()}).values()
+    base = {values for values in left_out if not values.is_constant}
     sizes: dict[str, int] = {}
-    for number, one in sample({number: tensor for number, (_, tensor) in tensors.items()}).items():
-        if one in base:
+    for number, values in sample({number: tensor for number, (_, tensor) in tensors.items()}).items():
+        if values in base:
             path, tensor = tensors[number]
             key = "".join(f"[{name!r}]" for name in path[:-1][:2])
             sizes[key] = sizes.get(key, 0) + tensor.numel() * tensor.element_size()

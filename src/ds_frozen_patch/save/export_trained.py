@@ -19,13 +19,24 @@ from ..manifest import adapters_of
 from ..parameters import dtype_of, names_by_parameter, parameters_by_name, plain, shape_of
 from ..publish.durable import write_beside
 from ..settings import current
-from .save import Save
+from .running import Save
 
 FILE, FOLDER = "trainable.safetensors", "adapter"
 """What is created in the directory of a checkpoint: the file for "safetensors", the folder for "peft"."""
 
 
-def write(save: Save, folder: Path) -> None:
+def write(save: Save) -> None:
+    """Write what `patch(export=...)` requests into the checkpoint, if a rank can have all weights."""
+    if save.served.topology.is_divided:
+        save.served.warn_once(
+            "patch(export=...) has no effect on this engine: with experts of deepspeed.moe or tensor parallelism, no"
+            " rank has all weights."
+        )
+    else:
+        _write_all(save, save.place.export)
+
+
+def _write_all(save: Save, folder: Path) -> None:
     """Write what `patch(export=...)` requests, from the weights in memory; every rank must call it.
 
     Rank 0 gathers and writes one parameter after another, so memory does not grow with their number. A write error is
@@ -38,24 +49,24 @@ def write(save: Save, folder: Path) -> None:
     engine = save.engine
     all_names = names_by_parameter(engine.module)
     left_out_now = to_leave_out(engine, origins(engine.module)) if save.left_out is None else save.left_out
-    base = {one.name for one in left_out_now}
+    base = {held.name for held in left_out_now}
     chosen = {
         names[0]: parameter for parameter, names in all_names.items() if parameter.requires_grad or names[0] not in base
     }
     if current().export == "safetensors":
-        left_out = {name for one in frozen(engine.module) for name in one.names}
+        left_out = {name for held in frozen(engine.module) for name in held.names}
         persistent = _persistent_buffers(engine.module, remove_duplicate=True)
         buffers = {name: buffer for name, buffer in persistent.items() if name not in left_out}
         _write(save, folder / FILE, chosen, buffers)
-    elif (adapter := _trained_adapter(engine, save.attached)) is not None:
+    elif (adapter := _trained_adapter(engine, save.served)) is not None:
         parameters = {name: parameter for parameter, names in all_names.items() for name in names}
         buffers = _persistent_buffers(engine.module, remove_duplicate=False)
         adapters = adapters_of(engine.module)[adapter.module]
         aliases = [name for names in all_names.values() for name in names[1:]]
         others = [names[0] for names in all_names.values() if names[0] not in chosen]
         members = adapter.members(chosen, aliases, (*others, *buffers), adapters)
-        adapter_parameters = {name: parameters[own] for name, own in sorted(members.items()) if own in parameters}
-        adapter_buffers = {name: buffers[own] for name, own in members.items() if own in buffers}
+        adapter_parameters = {n: parameters[member] for n, member in sorted(members.items()) if member in parameters}
+        adapter_buffers = {name: buffers[member] for name, member in members.items() if member in buffers}
         file = folder / FOLDER / "adapter_model.safetensors"
         _write(save, file, adapter_parameters, adapter_buffers, adapter.config_json)
 
@@ -67,26 +78,26 @@ def _persistent_buffers(module: Any, remove_duplicate: bool) -> dict[str, Any]:
     return {plain(name): buffer for name, buffer in named if plain(name) in saved}
 
 
-def _trained_adapter(engine: Any, attached: ServedEngine) -> Adapter | None:
+def _trained_adapter(engine: Any, served: ServedEngine) -> Adapter | None:
     """The only PEFT adapter that the module trains; None, with a warning, if there is not one that can be exported."""
-    known = [
+    all_adapters = [
         Adapter(module, name, json.loads(config))
         for module, adapters in adapters_of(engine.module).items()
         for name, config in adapters.items()
     ]
     trained = [name for name, parameter in parameters_by_name(engine.module).items() if parameter.requires_grad]
-    found = [adapter for adapter in known if any(map(adapter.owns, trained))]
-    if len(found) != 1:
-        attached.warn_once(
-            f'patch(export="peft") writes no adapter: the module trains {len(found)} PEFT adapters, not one.'
+    trained_adapters = [adapter for adapter in all_adapters if any(map(adapter.owns, trained))]
+    if len(trained_adapters) != 1:
+        served.warn_once(
+            f'patch(export="peft") writes no adapter: the module trains {len(trained_adapters)} PEFT adapters, not one.'
         )
         return None
     try:
-        found[0].check_exportable()
+        trained_adapters[0].check_exportable()
     except CheckpointError as error:
-        attached.warn_once(f'patch(export="peft") writes no adapter. {error}')
+        served.warn_once(f'patch(export="peft") writes no adapter. {error}')
         return None
-    return found[0]
+    return trained_adapters[0]
 
 
 def _write(

@@ -21,13 +21,13 @@ from ..engine.target import ENGINE
 from ..parameters import plain
 from ..publish.durable import sync_file
 from ..publish.ways import Way
-from .save import Save
+from .running import Save
 
 
 def writing(save: Save) -> AbstractContextManager[None]:
     """While this lasts, DeepSpeed writes for a save, and goes on if it cannot write a file or create a folder."""
     writer: Any = save.engine.checkpoint_engine
-    is_divided = save.attached.topology.is_divided
+    is_divided = save.served.topology.is_divided
     experts = names_in_files(save.engine.module) if is_divided and save.names_left_out else {}
     others = [(writer, "makedirs"), (save.engine, "_copy_recovery_script")]
     return overridden(
@@ -98,3 +98,23 @@ def _finish(save: Save, file: Path) -> None:
     if save.place.sync:
         sync_file(file)
     save.written[file.name] = describe_file(file)
+
+
+def writes_before_it_returns(engine: Any) -> bool:
+    """Whether DeepSpeed has written all files when its save returns; asynchronous checkpoint engines have not."""
+    writer: Any = getattr(engine, "checkpoint_engine", None)
+    if hasattr(writer, "is_decoupled"):  # since DeepSpeed 0.17.1; Nebula, which is asynchronous, does not override it
+        return not writer.is_decoupled() and not hasattr(writer, "enable_nebula_load")
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    return isinstance(writer, TorchCheckpointEngine)
+
+
+def warn_of_late_writes(save: Save) -> None:
+    """Say once what can happen to a save whose files DeepSpeed writes later."""
+    save.served.log_once(
+        "an engine that writes later",
+        f"DeepSpeed's {type(save.engine.checkpoint_engine).__name__} writes after a save has returned. A save to"
+        f" {save.place.folder} that is killed or fails leaves an incomplete checkpoint. Use DeepSpeed's default"
+        " checkpoint engine to prevent that.",
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from ..checkpoint.zero.weights import Weights, locate_weights
 from ..common.errors import CheckpointError, CheckpointMismatchError, named
 from ..common.progress import progress
 from ..common.text import human_bytes, printable_lines
-from ..core.record import read_record
+from ..load.files import check_content, check_names, read_record
 from ..manifest import Manifest
 from ..parameters import PARAMETER, plain
 from .base import Base, describe_wrong_values, match_base, open_base
@@ -153,10 +154,10 @@ def _check_record(states: States) -> list[str]:
         record = read_record(folder)
         if record is None:
             return []
-        record.check_names(folder, {file.name for file in states.layout.files})
+        check_names(record, folder, {file.name for file in states.layout.files})
     except CheckpointError as error:
         return [str(error)]
-    problems = _check_each_file(states, record.check_file)
+    problems = _check_each_file(states, partial(check_content, record))
     if record.manifest != states.manifest:
         problems.append(f"The manifest in {folder / RECORD} is not the one in the files.")
     return problems

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...manifest import KEY
+
 LABEL = "ds_frozen_patch_label"
 """The key of the label in a file's state.
 
@@ -47,3 +49,12 @@ def resharded_save_id(origin: str, stage: int, ranks: int) -> str:
 def add_label(state: Mapping[str, Any], save_id: str, file: str, has_record: bool) -> dict[str, Any]:
     """A copy of a file's state with a label."""
     return {**state, LABEL: {"save": save_id, "file": file, "record": has_record}}
+
+
+def remove_ours(client_state: dict[str, Any]) -> None:
+    """Remove it, as soon as it is loaded: a framework, or the program, reads the client state next."""
+    for key in (KEY, LABEL, ELASTIC_KEY, PLAIN_GROUPS):
+        client_state.pop(key, None)
+    for key, value in UNIVERSAL_INFO.items():
+        if client_state.get(key) == value:
+            del client_state[key]

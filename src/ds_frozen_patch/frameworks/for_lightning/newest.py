@@ -9,8 +9,8 @@ from typing import Any
 
 from ...checkpoint.names import is_not_whole
 from ...publish import in_flight
+from ...publish.ways import is_local
 from ...publish.work_folder import entries
-from ...save.saving import is_local
 from ..newest import last_whole
 
 _REQUEUED = "hpc_ckpt_"

@@ -13,20 +13,22 @@ from uuid import uuid4
 
 from ...checkpoint.names import WEIGHTS_FILE, remove_states
 from ...common.errors import CheckpointMismatchError, named
+from ...core.save import publish
 from ...engine.gathering import gathered, put
 from ...engine.origins import replacing
 from ...engine.owner import is_first, warn
 from ...load.base_check import check_base
-from ...load.load import Load
-from ...load.quantized import by_name, check_parts, is_part, without_own_values
+from ...load.quantized import check_parts, is_part, without_own_values
+from ...load.running import Load
 from ...load.trust import refuse_unsafe
 from ...manifest import KEY, Manifest
-from ...parameters import names_by_parameter, names_in_state_dict, plain
+from ...parameters import contents_by_name, names_by_parameter, names_in_state_dict, plain
 from ...publish.durable import exchange, sync_folder
 from ...publish.ways import Way
 from ...publish.work_folder import WORK
-from ...save.engine import make_manifest
-from ...save.save import Save
+from ...save.agreement import agree_on_end
+from ...save.leaving_out import describe
+from ...save.running import Save
 from ...workarounds.for_deepspeed import forget_second_copies
 
 
@@ -86,7 +88,7 @@ def save(save: Save, strategy: Any, checkpoint: Mapping[str, Any], storage_optio
     """
     module, writer = strategy.lightning_module, strategy.checkpoint_io
     writes = save.publishes or (save.place.way is Way.UNMANAGED and is_first(save.owner))
-    manifest = make_manifest(save) if save.left_out is not None else None
+    manifest = describe(save) if save.left_out is not None else None
     left_out = manifest.names if manifest else frozenset()
     # A module's own `state_dict` may return only a part, and use other names.
     dumped = {name: value for name, value in checkpoint["state_dict"].items() if plain(name) not in left_out}
@@ -105,7 +107,7 @@ def save(save: Save, strategy: Any, checkpoint: Mapping[str, Any], storage_optio
             ours = {KEY: manifest.to_state()} if manifest else {}
             content = {**checkpoint, "state_dict": dumped, **ours}
             writer.save_checkpoint(content, save.place.destination, storage_options=storage_options)
-    save.agree() if save.place.way is Way.UNMANAGED else save.publish()
+    agree_on_end(save) if save.place.way is Way.UNMANAGED else publish(save)
     if writes and save.place.target.name == WEIGHTS_FILE:  # what it replaces
         (save.place.folder / "latest").unlink(missing_ok=True)
         sync_folder(save.place.folder)
@@ -153,7 +155,7 @@ def load(load: Load, strategy: Any, file: Path, checkpoint: dict[str, Any]) -> d
     """
     module, engine = strategy.lightning_module, strategy.model
     weights = {plain(name): value for name, value in checkpoint.pop("state_dict").items()}
-    manifest, held = Manifest.from_checkpoint(checkpoint), by_name(module)
+    manifest, held = Manifest.from_checkpoint(checkpoint), contents_by_name(module)
     _check(load, module, weights, manifest, file)
     checkpoint.pop(KEY, None)
     with replacing(module):
@@ -174,7 +176,7 @@ def load(load: Load, strategy: Any, file: Path, checkpoint: dict[str, Any]) -> d
 
 
 def _check(load: Load, module: Any, weights: Mapping[str, Any], manifest: Manifest | None, file: Path) -> None:
-    held = by_name(module)
+    held = contents_by_name(module)
     strict = getattr(module, "strict_loading", True)  # Lightning 2.0 and 2.1 are always strict
     unverifiable = f"{file} has no frozen parameters and no manifest: its base cannot be verified."
     may_be_missing = check_base(

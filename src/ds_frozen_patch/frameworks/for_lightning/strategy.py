@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from ...common.overrides import overridden, set_to
+from ...core.save import begin
 from ...engine import handshake
 from ...engine.owner import warn
 from ...engine.served import attach
-from ...load.listing import Listing
-from ...load.load import Load, where_it_is
-from ...load.load import current as current_load
+from ...load.agreement import agree, share_listing
+from ...load.listing import Listing, where_it_is
+from ...load.running import Load
+from ...load.running import current as current_load
 from ...load.trust import runs_nothing, trust
 from ...publish import in_flight
-from ...save.saving import begin, explaining_errors, is_local
+from ...publish.ways import is_local
+from ...save.agreement import explaining_errors
 from ...settings import FLAG
 from ...workarounds.for_fabric import CLIPS, clips_unasked, moved_in_deepspeed, unwrapped
 from ..serving import begin_serving
@@ -137,8 +140,8 @@ def _load(wrapped: Callable[..., Any], strategy: Any, call: inspect.BoundArgumen
     except Exception as error:  # raised below, on all ranks
         problem = error
     if problem is not None or content is not None:
-        load.share_listing(Listing(problem=str(problem or "")))
-        load.agree("a checkpoint" if content is None else "a single file", problem)
+        share_listing(load, Listing(problem=str(problem or "")))
+        agree(load, "a checkpoint" if content is None else "a single file", problem)
     if content is not None:
         return single_file.load(load, strategy, path, content)
     with set_to(current_load, load):

@@ -1,0 +1,187 @@
+"""One load into an engine, to be read from top to bottom.
+
+1. The folder is found, also where a killed save has left it. Rank 0 lists it for all ranks.
+2. Each rank reads the record and verifies a share of the files. The ranks agree: what one cannot load, none loads.
+3. The base is compared with the manifest, before anything is changed. Another one is an error that names what differs.
+4. DeepSpeed reads its files. Those without a record are checked now, by what all files of one save have alike.
+5. DeepSpeed loads strictly: only what was left out, or is saved elsewhere, may be missing.
+
+A wrapper takes wrapt's four arguments: the wrapped method (bound), its instance, args and kwargs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.zero.labels import LABEL, remove_ours
+from ..common.overrides import Attributes, overridden, set_to
+from ..engine.origins import replacing
+from ..engine.owner import warn
+from ..engine.served import ServedEngine, attach, attached
+from ..load import agreement, elastic, fitting
+from ..load.base_check import check_base
+from ..load.listing import answering, find_folder
+from ..load.quantized import check_parts, is_part, without_own_values
+from ..load.reading import check_model, manifest_of, sharing_reads
+from ..load.restart import restarts, with_fresh_optimizer
+from ..load.running import Load, current
+from ..load.strictness import check_optimizer_layout, check_optimizer_state, forgiving, saved_elsewhere
+from ..load.trust import refuse_unsafe_in, runs_nothing, trust
+from ..manifest import Manifest
+from ..parameters import contents_by_name, plain
+from ..publish import in_flight
+from ..workarounds import for_deepspeed as cures
+
+
+def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`DeepSpeedEngine.load_checkpoint`, which every framework calls; it returns a path and the client state."""
+    in_flight.wait()
+    load, served = current.get(), attached(engine)
+    is_alone = load is None
+    if load is not None:
+        served = attach(engine, load.owner)
+    if served is None:
+        return _load_by_deepspeed(wrapped, engine, args, kwargs)
+    load = load or Load(served.owner)
+    if engine.load_universal_checkpoint():
+        return _load_universal(wrapped, engine, served, args, kwargs)
+    call = inspect.signature(wrapped).bind(*args, **kwargs)
+    call.apply_defaults()
+    _begin(load, engine, call)
+    with trust(), set_to(current, load), overridden(_cures(load)):
+        listing = agreement.list_files(load)
+        if is_alone and listing.is_empty:  # DeepSpeed returns None, and a run may begin like this
+            agreement.agree(load, "no checkpoint")
+            return wrapped(*call.args, **call.kwargs)
+        with elastic.resharded(load, listing) as listing:
+            agreement.check(load, listing)
+            if load.record is not None:
+                load.may_be_missing = _check_base(load, {}, load.record.manifest, call.arguments["load_module_strict"])
+            call.arguments["load_dir"], call.arguments["tag"] = load.source, load.tag
+            # Without a listing, ranks may read different numbers of files.
+            reads = [*sharing_reads(load), *answering(engine, listing)] if listing.tag is not None else []
+            with _noticing_another_base(served, engine), overridden(reads):
+                path, client_state = wrapped(*call.args, **call.kwargs)
+        if path is not None and call.arguments["load_dir"] != load.source:  # it was read from a temporary folder
+            path = str(Path(load.source, call.arguments["tag"], Path(path).name))
+    cures.forget_second_copies(engine)
+    if load.restores_optimizer and cures.forgets_optimizer_on_nvme(engine):
+        warn(load.owner, cures.FORGETS_OPTIMIZER_ON_NVME)
+    if client_state is not None:
+        remove_ours(client_state)
+        if load.restores_optimizer and load.state:
+            load.owner.after_load(load.owner, engine, load.state, client_state)
+    return path, client_state
+
+
+def _begin(load: Load, engine: Any, call: inspect.BoundArguments) -> None:
+    """Find out what is loaded, and from where."""
+    load.engine = engine
+    if engine.optimizer is not None and any(item is engine.optimizer for item in load.requested):
+        call.arguments["load_optimizer_states"] = True  # see `for_fabric.unwrapped`
+    restores_states = call.arguments["load_optimizer_states"] and not call.arguments["load_module_only"]
+    load.restores_optimizer = engine.optimizer is not None and restores_states
+    find_folder(load, call.arguments["load_dir"], call.arguments["tag"])
+
+
+def _cures(load: Load) -> Attributes:
+    engine = load.engine
+    attributes = cures.read_tensor_subclasses(engine) + cures.load_for_inference(engine)
+    attributes += cures.load_plain_optimizer(engine, lambda: load.state) + with_fresh_optimizer(load)
+    if not load.restores_optimizer and engine.zero_optimization_partition_weights():
+        attributes += cures.remember_module(lambda module: setattr(load, "module", module))
+        attributes += cures.weights_of_the_tag(lambda: load.tag)
+    return attributes
+
+
+@contextmanager
+def _noticing_another_base(served: ServedEngine, engine: Any) -> Iterator[None]:
+    """Remember what a checkpoint replaces: it is no longer the base that the program builds."""
+    with replacing(engine.module):
+        yield
+    served.prints = {}
+
+
+def load_module_state_dict(
+    wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`DeepSpeedEngine.load_module_state_dict`, which gets the whole checkpoint in every release."""
+    load = current.get()
+    if load is None or load.engine is not engine:
+        return wrapped(*args, **kwargs)
+    call = inspect.signature(wrapped).bind(*args, **kwargs)
+    checkpoint = call.arguments["checkpoint"]
+    load.state = {key: checkpoint.get(key) for key in ("optimizer", *elastic.NEEDED)}
+    check_model(load, checkpoint)
+    if load.record is not None:
+        manifest, may_be_missing = load.record.manifest, load.may_be_missing
+    else:
+        manifest = manifest_of(load, checkpoint)
+        may_be_missing = _check_base(load, checkpoint, manifest, call.arguments.get("strict", True))
+    checkpoint["module"].pop(LABEL, None)  # releases before 0.3 put it into the files of experts, too
+    if load.restores_optimizer:
+        if not restarts(load):
+            check_optimizer_state(checkpoint, engine)
+        check_optimizer_layout(checkpoint, engine)
+    if load.module:
+        checkpoint = cures.with_own_buffers(checkpoint, load.module, engine.module)
+    state = without_own_values(checkpoint["module"], load.held, manifest, load)
+    may_be_missing |= {plain(name) for name in checkpoint["module"].keys() - state.keys()}
+    fragments, in_partitions = saved_elsewhere(checkpoint, engine.module)
+    parts = {plain(name): value for name, value in state.items() if is_part(load.held.get(plain(name)))}
+    checkpoint = fitting.with_all_fragments({**checkpoint, "module": state}, engine)
+    call.arguments["checkpoint"] = fitting.renamed(checkpoint, engine.module)
+    forgiven = may_be_missing | fragments | in_partitions
+    with (
+        forgiving(engine.module, forgiven, parts),
+        fitting.gathered(call, load),
+        fitting.frozen_meanwhile(engine, checkpoint),
+    ):
+        result = wrapped(*call.args, **call.kwargs)
+    fitting.put_from_partitions(load, in_partitions)
+    check_parts(parts, contents_by_name(engine.module) if parts else {}, load)
+    return result
+
+
+def _check_base(load: Load, checkpoint: Mapping[str, Any], manifest: Manifest | None, strict: bool) -> frozenset[str]:
+    """As `check_base`, of an engine; with a record, before there is a checkpoint."""
+    if manifest is None and load.record is not None:
+        return frozenset()  # nothing was left out
+    module = load.engine.module
+    unverifiable = (
+        "The checkpoint has neither frozen parameters nor a manifest, so it cannot be verified that the base is the one"
+        " that it was trained on."
+    )
+    return check_base(checkpoint, manifest, module, load.held, load, strict=strict, unverifiable=unverifiable)
+
+
+def _load_universal(
+    wrapped: Callable[..., Any], engine: Any, served: ServedEngine, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Let DeepSpeed load a universal checkpoint by itself."""
+    lost = "DeepSpeed loads neither buffers nor frozen parameters, and " if cures.loads_no_frozen_state(engine) else ""
+    served.warn_once(
+        f'With "load_universal", {lost}ds_frozen_patch does not verify the base. To avoid this, remove it from the'
+        " configuration, and load the checkpoint that the universal one was made from: with patch(elastic=True) that"
+        " works at any world size."
+    )
+    with set_to(current, None), _noticing_another_base(served, engine):
+        path, client_state = _load_by_deepspeed(wrapped, engine, args, kwargs)
+    remove_ours(client_state or {})
+    return path, client_state
+
+
+def _load_by_deepspeed(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Let DeepSpeed load by itself, and run nothing with `trust=False`."""
+    if not runs_nothing():
+        return wrapped(*args, **kwargs)
+    call = inspect.signature(wrapped).bind(*args, **kwargs)
+    call.apply_defaults()
+    with trust():
+        note = "latest_universal" if engine.load_universal_checkpoint() else "latest"
+        refuse_unsafe_in(Path(call.arguments["load_dir"]), call.arguments["tag"], note)
+        return wrapped(*args, **kwargs)

@@ -1,0 +1,200 @@
+"""One save of an engine, to be read from top to bottom.
+
+1. The ranks agree on what is saved, and where to, in one collective. If their requests differ, all of them raise.
+2. The manifest describes the base that is left out. What training has changed is no base, and is saved.
+3. DeepSpeed writes its files, without the base, to where the publication says: a work folder in the folder that the
+   program has named. Each rank syncs its own files. An error is recorded, since the other ranks wait in a collective.
+4. The ranks agree that all is written. If one has recorded an error, all raise it, and nothing has changed.
+5. One rank of each disk adds the record and gives the files their names, `latest` last. Then the ranks agree again.
+
+A wrapper takes wrapt's four arguments: the wrapped method (bound), its instance, args and kwargs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .. import manifest
+from ..common.collectives import gather_numbers
+from ..common.overrides import overridden, set_to
+from ..engine.origins import origins, sample_at_save
+from ..engine.owner import is_first
+from ..engine.served import ServedEngine, attached
+from ..parameters import plain
+from ..publish import in_flight
+from ..publish.ways import Way, is_local
+from ..publish.work_folder import identity
+from ..save import agreement, background, client_state, export_trained, leaving_out
+from ..save.copies import warn_of_copies
+from ..save.running import Save, current, place_of
+from ..save.writing import warn_of_late_writes, writes_before_it_returns, writing
+from ..settings import FLAG
+from ..settings import current as settings
+from ..workarounds import for_deepspeed as cures
+from . import base
+from .record import Record
+
+
+def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`DeepSpeedEngine.save_checkpoint`, which every framework calls."""
+    served = attached(engine)
+    if served is None:
+        return wrapped(*args, **kwargs)
+    cures.check_nvme(engine)
+    cures.check_step_counts(engine)
+    call = inspect.signature(wrapped).bind(*args, **kwargs)
+    tag = call.arguments.get("tag")
+    call.arguments["tag"] = f"global_step{engine.global_steps}" if tag is None else str(tag)  # as DeepSpeed does
+    exclude = call.arguments[FLAG] = served.owner.excludes(call.arguments.get(FLAG))
+    with saving(engine, served, Path(call.arguments["save_dir"]), call.arguments["tag"], exclude) as save:
+        left_out = leaving_out.describe(save) if exclude else None
+        program_state = call.arguments.get("client_state") or {}
+        if left_out is not None:
+            warn_of_copies(save, program_state)
+            save.names_left_out = left_out.names
+        call.arguments["client_state"] = client_state.extended(program_state, save, left_out)
+        if settings().export:
+            export_trained.write(save)
+        with cures.explaining_nvme_errors(), overridden(cures.config_by_content(engine)):
+            saved = _write(wrapped, call, save, left_out)
+        if left_out is not None:
+            leaving_out.log_once(save, left_out)
+        return saved
+
+
+@contextmanager
+def saving(engine: Any, served: ServedEngine, folder: Path, tag: str, exclude: bool) -> Iterator[Save]:
+    """Save an engine by what is called meanwhile; every rank must enter it.
+
+    What is written to the yielded save's `destination` is at its `target` afterwards: on every disk, or on none.
+    """
+    target = folder / tag
+    shown = folder if served.owner.names_each_save else target
+    with agreement.explaining_errors(shown) as saves:
+        is_managed = is_local(target) and writes_before_it_returns(engine)
+        save = begin(engine, served, target, "a checkpoint", exclude, shown=shown, folder=folder, is_managed=is_managed)
+        saves.append(save)
+        if settings().async_save:
+            background.prepare(save)
+        try:
+            with set_to(current, save):
+                yield save
+        except BaseException:
+            save.discard()
+            raise
+        if save.recorder is not None:
+            background.start(save)
+        elif save.place.way is Way.UNMANAGED:
+            agreement.agree_on_end(save)
+        else:
+            publish(save)
+
+
+def begin(
+    engine: Any,
+    served: ServedEngine,
+    path: Path,
+    what: str,
+    exclude: bool,
+    *,
+    shown: Path,
+    folder: Path | None = None,
+    is_managed: bool = True,
+) -> Save:
+    """Let the ranks agree on a save, and prepare where it is written; every rank must call it.
+
+    Args:
+        engine, served: what is saved.
+        path: of the folder of the tag, or of a file.
+        what: the kind of save, as messages name it.
+        exclude: whether frozen parameters are left out.
+        shown: what messages name.
+        folder: that the program has named, if the path is one of a tag.
+        is_managed: whether we give the files their names; else whoever writes them does.
+
+    Raises:
+        CheckpointError: on every rank, if the save before was still in flight, and has failed.
+        CheckpointMismatchError: on every rank, if the ranks differ in what they save.
+    """
+    in_flight.wait()
+    sample_at_save(engine, served)
+    known_values = origins(engine.module) if exclude else {}
+    candidates = base.to_leave_out(engine, known_values) if exclude else None
+    changed = base.changed_since_start(known_values, candidates or ())
+    save = Save(engine, served, place_of(engine, served, path, folder, shown, is_managed), candidates)
+    if is_managed and is_first(save.owner):
+        save.open(is_tag=folder is not None)
+    try:
+        agreement.agree_on_request(save, what, exclude, bool(changed))
+    except BaseException:
+        save.discard()
+        raise
+    save.place.before = identity(save.place.target)
+    if is_managed and save.owner.local_rank == 0 and not is_first(save.owner) and save.is_on_own_disk():
+        save.open()
+    if candidates and save.base_has_changed:
+        leaving_out.keep_changed(save, base.on_all_ranks(changed, candidates, engine.device))
+    return save
+
+
+def _write(
+    wrapped: Callable[..., Any], call: inspect.BoundArguments, save: Save, left_out: manifest.Manifest | None
+) -> Any:
+    """Let DeepSpeed write all of its files, but for `latest`."""
+    if not writes_before_it_returns(save.engine):
+        warn_of_late_writes(save)
+        return wrapped(*call.args, **call.kwargs)
+    if save.place.way is not Way.UNMANAGED:
+        call.apply_defaults()
+        save.place.latest = call.arguments["tag"] if call.arguments["save_latest"] else None
+        call.arguments["save_latest"] = False  # DeepSpeed writes it in a way whose errors cannot be deferred
+        if save.place.way is Way.EXCHANGED:
+            call.arguments.update(save_dir=str(save.place.destination.parent), tag=save.place.destination.name)
+        topology = save.served.topology
+        if not topology.is_divided:
+            steps, releases = int(save.engine.global_steps), manifest.versions()
+            save.record = Record(save.place.id, topology.ranks, topology.stage, steps, releases, {}, left_out)
+    with writing(save):
+        return wrapped(*call.args, **call.kwargs)
+
+
+def module_state_dict(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`DeepSpeedEngine.module_state_dict`: leaves out the base, each of its parameters under all names.
+
+    DeepSpeed's own exclusion walks `named_parameters()`, which gives a tied parameter only once, and
+    before 0.12.3 it raises KeyError for a module whose `state_dict` gives a subset.
+    """
+    save = current.get()
+    left_out = save.names_left_out if save is not None and save.engine is engine else None
+    if save is None or left_out is None:
+        return wrapped(*args, **kwargs)
+    call = inspect.signature(wrapped).bind(*args, **kwargs)
+    call.arguments[FLAG] = False
+    state = wrapped(*call.args, **call.kwargs)
+    for name in [name for name in state if plain(name) in left_out]:
+        save.removed.add(plain(name))
+        del state[name]
+    return state
+
+
+def publish(save: Save) -> None:
+    """Give the checkpoint its final name on every disk, or on none; every rank must call it.
+
+    Raises:
+        CheckpointError: a rank has recorded an error.
+    """
+    has_several_disks = save.place.is_on_own_disks
+    written = agreement.agree_on_end(save)
+    if save.publishes:
+        save.give_name(written)
+        if not has_several_disks and not save.failures.errors:
+            save.place.close()  # before the others go on
+    agreement.agree_on_end(save)
+    if has_several_disks:
+        if save.publishes:
+            save.place.close()
+        gather_numbers([0], save.owner.device)
