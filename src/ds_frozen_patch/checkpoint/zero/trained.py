@@ -107,7 +107,9 @@ def locate_trained(states: States, with_state: bool = True) -> list[Group]:
 
 def _in_stage_0(states: States, with_state: bool) -> list[Group]:
     (model,) = states.models
-    weights = {plain(name): value for name, value in model["module"].items()}
+    fragments = model.get("frozen_param_fragments")
+    whole_ones = {**(fragments if isinstance(fragments, dict) else {}), **model["module"]}
+    weights = {plain(name): value for name, value in whole_ones.items()}
     optimizer = model["optimizer"]
     found = []
     for settings, shapes in zip(optimizer["param_groups"], parameter_groups(model), strict=True):

@@ -95,20 +95,21 @@ def locate_weights(states: States, trainable: Sequence[str] = ()) -> Weights:
     first = _first_names(module, model, states.zero_stage)
     packed = base_buffers(buffers, parts)
     masters = locate_masters(states, parameter_groups(model))
-    if missing := [name for name in listed if name not in module and name not in masters]:
+    lists_frozen = isinstance(model.get("frozen_param_fragments"), dict)
+    frozen = _locate_frozen(states, models, module) if lists_frozen else {}
+    if missing := [name for name in listed if name not in module and name not in masters and name not in frozen]:
         raise CheckpointError(
             f"{states.layout.model[0]} lacks the weights of {named(missing)}. Get a complete copy of it."
         )
-    trained = masters or {name: from_stored(module[name]) for name in listed}
+    # A module whose own `state_dict` lacks trained parameters: we save them where DeepSpeed has frozen ones.
+    trained = masters or {name: from_stored(module[name]) if name in module else frozen.pop(name) for name in listed}
     candidates = [
         name
         for name in module
         if name == first[name] and name not in buffers and name not in parts and not name.endswith("_extra_state")
     ]
-    lists_frozen = isinstance(model.get("frozen_param_fragments"), dict)
     if not trained and not states.manifest and not lists_frozen:
         trained = {name: from_stored(module[name]) for name in _infer_trained(candidates, module, model, trainable)}
-    frozen = _locate_frozen(states, models, module) if lists_frozen else {}
     trained, unclear = dict(trained), set(() if masters else trained)
     for name in candidates:
         if name in trained:
