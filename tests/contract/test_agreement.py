@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +100,9 @@ def two_process_groups_of_one_store(out: str) -> str:
     number, store = int(os.environ["RANK"]), torch.distributed.FileStore(f"{out}/store", 2)  # type: ignore[attr-defined]
     said = ""
     for attempt, is_patched in enumerate((True, number == 0)):
-        for_gloo, ours = (torch.distributed.PrefixStore(key, store) for key in (f"gloo/{attempt}", "ours"))  # type: ignore[attr-defined]
+        for_gloo = torch.distributed.PrefixStore(f"gloo/{attempt}", store)  # type: ignore[attr-defined]
         torch.distributed.init_process_group("gloo", store=for_gloo, rank=number, world_size=2)
-        handshake.default_store = lambda ours=ours: ours  # type: ignore[attr-defined]
+        handshake.default_store = partial(torch.distributed.PrefixStore, "ours", store)  # type: ignore[attr-defined]
         if is_patched:
             ds_frozen_patch.patch()
             try:

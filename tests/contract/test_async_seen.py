@@ -10,6 +10,7 @@ import io
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -32,6 +33,7 @@ from ds_frozen_patch import CheckpointError
 from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.frameworks.readers import goes_on_after, may_read
 from ds_frozen_patch.publish import in_flight
+from ds_frozen_patch.publish.publication import Publication
 from ds_frozen_patch.publish.work_folder import is_unfinished
 from ds_frozen_patch.save import background
 
@@ -305,6 +307,33 @@ def test_the_same_as_after_a_synchronous_save(
     one, other = both_ways(ranks, function, tmp_path, **arguments)
     assert one == other
     assert not list(tmp_path.rglob(".ds_frozen_patch-*"))
+
+
+def names_after_the_wait(out: str) -> list[list[str]]:
+    """What a rank finds twice, while what is no longer needed takes rank 0 long to remove."""
+    close = Publication.close
+
+    def close_late(self: Publication) -> None:
+        time.sleep(SLOW)
+        close(self)
+
+    found = []
+    with owners.served(async_save=True), overridden([(Publication, "close", close_late)]):
+        run = runs.trainer(out, 2, 2, epochs=1, enable_checkpointing=False)
+        run.fit(runs.LoraRun(), runs.batches(2))
+        for _ in range(2):  # to a new path, and over a checkpoint
+            run.save_checkpoint(f"{out}/a.ckpt")
+            ds_frozen_patch.wait()
+            found += [sorted(str(item) for item in Path(out).rglob("*"))]
+            torch.distributed.barrier()
+            found += [sorted(str(item) for item in Path(out).rglob("*"))]
+    return found
+
+
+def test_nothing_is_removed_after_the_wait(ranks: Any, tmp_path: Path) -> None:
+    for found in ranks(2, names_after_the_wait, out=str(tmp_path)):
+        assert found == [found[0]] * 4
+        assert found[0]
 
 
 def test_an_override_that_ends_with_the_save_does_not_wait(ranks: Any, tmp_path: Path) -> None:

@@ -72,12 +72,15 @@ def publish(save: Save, votes: Votes) -> CheckpointError | None:
 
 
 def _publish(save: Save, votes: Votes) -> CheckpointError | None:
+    has_several_disks = save.place.is_on_own_disks
     write_recorded(save)
     votes.give("written", save)
     if save.publishes:
         votes.wait("written")
         if not votes.failures:
             save.give_name()
+            if not has_several_disks and not save.failures.errors:
+                save.place.close()  # before the others go on
     votes.give("decided", save)
     votes.wait("decided")
     error = None
@@ -86,8 +89,11 @@ def _publish(save: Save, votes: Votes) -> CheckpointError | None:
         votes.give("discarded", save)
         votes.wait("discarded")
         error = failure(save.place.shown, votes.errors(), failures, save.place.state_of_target()[0])
-    elif save.publishes:
-        save.place.close()
+    elif has_several_disks:
+        if save.publishes:
+            save.place.close()
+        votes.give("closed", save)
+        votes.wait("closed")
     votes.give("seen", save)
     if is_first(save.owner):
         with suppress(CheckpointError):
