@@ -16,6 +16,7 @@ from typing import Any
 import deepspeed
 import runs
 import torch
+from under_test import CELL
 
 ALL, ZERO, GRADIENTS, PARAMETERS = (0, 1, 2, 3), (1, 2, 3), (1, 2), (3,)
 
@@ -215,7 +216,8 @@ ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
 TORCH_ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-2, "warmup_num_steps": 100}}
 CPU = {"device": "cpu"}
-NVME = {"device": "nvme", "nvme_path": str(Path(gettempdir(), "ds_frozen_patch_nvme")), "pin_memory": True}
+# Each cell has its own folder: CI runs two cells at a time.
+NVME = {"device": "nvme", "nvme_path": str(Path(gettempdir(), f"nvme-{CELL.name}")), "pin_memory": True}
 NVME_PARAMETERS = {**NVME, "buffer_size": 10_000_000}
 NOT_FROM_NVME = "DeepSpeed restores neither the step count nor small sub-groups; `patch()` warns"
 

@@ -39,6 +39,15 @@ def saved(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
+def resume_in(scratch: str, **options: Any) -> list[tuple[stages.State, list[float], int]]:
+    """Resume with a temporary folder that no other process uses."""
+    tempfile.tempdir = scratch
+    try:
+        return stages.resume_from(**options)
+    finally:
+        tempfile.tempdir = None
+
+
 def assert_goes_on(
     ranks: Any,
     number: int,
@@ -50,14 +59,15 @@ def assert_goes_on(
     """Assert that a run holds what the others held, bit for bit, and that its losses go on as theirs did."""
     paths = [str(source / name) for source, _, _ in sources for name in names]
     before = {path: snapshot(Path(path)) for path in paths}
-    found = ranks(number, stages.resume_from, paths=paths, **options)[0]
+    with tempfile.TemporaryDirectory() as scratch:
+        found = ranks(number, resume_in, scratch=scratch, paths=paths, **options)[0]
+        assert not list(Path(scratch).iterdir())
     expected = [source for source in sources for _ in names]
     for path, (state, losses, seen), (_, there, continued) in zip(paths, found, expected, strict=True):
         assert stages.difference(state, there) == 0, path
         assert stages.apart(losses, continued) <= within, path
         assert seen == stages.STEPS + stages.NEXT
     assert {path: snapshot(Path(path)) for path in paths} == before
-    assert not list(Path(tempfile.gettempdir()).glob("ds_frozen_patch-*"))
 
 
 @pytest.mark.parametrize(
