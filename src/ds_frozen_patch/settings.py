@@ -41,6 +41,7 @@ class Settings:
     whole_model: bool = True
     async_save: bool = False
     verify_files: bool = True
+    resume_batches: bool = False
 
     def keeps(self, names: Iterable[str]) -> bool:
         """Whether something frozen with these names is saved all the same."""
@@ -187,4 +188,5 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "whole_model": _bool,
     "async_save": _bool,
     "verify_files": _bool,
+    "resume_batches": _bool,
 }

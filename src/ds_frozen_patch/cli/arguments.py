@@ -221,6 +221,12 @@ def _add_run_arguments(command: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="compare the files of a checkpoint with their checksums at load (default: yes)",
     )
+    command.add_argument(
+        "--resume-batches",
+        action="store_true",
+        default=None,
+        help="with Lightning, resume within an epoch at the next batch",
+    )
     command.add_argument("--cpu", action="store_true", default=None, help="train on CPU, to test without a GPU")
     command.add_argument("--env", action="store_true", help="print the environment variables instead, for a shell")
 

@@ -92,6 +92,7 @@ def patch(
     whole_model: bool | None = None,
     async_save: bool | None = None,
     verify_files: bool | None = None,
+    resume_batches: bool | None = None,
     targets: Iterable[str] | None = None,
 ) -> Status:
     """Make the checkpoints of every installed Lightning, of Accelerate and of Trainer trainable-only, and loadable.
@@ -130,6 +131,9 @@ def patch(
         verify_files: whether a load first reads every file once more, to compare it with the checksums that it contains
             (True by default). With False a flipped bit may be loaded; a truncated file, or one of another save or
             rank, is still an error.
+        resume_batches: with Lightning's Trainer, let a run that was saved within an epoch go on with the batches that
+            are left, in the saved order. Without it, Lightning starts again at the first batch of the epoch. Pass it to
+            the run that saves as well.
         targets: what to serve, by the names that `status()` has: all that is installed by default. "deepspeed" is
             always served, and with "transformers" "accelerate" is, too. They can only be chosen anew after `unpatch()`.
 
@@ -151,6 +155,7 @@ def patch(
     given |= {"fp32_weights": fp32_weights, "elastic": elastic, "sync": sync, "trust": trust}
     given["optimizer"] = optimizer
     given |= {"whole_model": whole_model, "async_save": async_save, "verify_files": verify_files}
+    given |= {"resume_batches": resume_batches}
     new_settings = _settings.checked(given, before)
     names = chosen(targets)
     _finish_imports()

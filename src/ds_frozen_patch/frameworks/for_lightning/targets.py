@@ -51,6 +51,7 @@ BESIDE = tuple(
             "_CheckpointConnector",
             "_CheckpointConnector__max_ckpt_version_in_folder",
         ),
+        ("loops.training_epoch_loop", "_TrainingEpochLoop", "on_run_start"),
         ("strategies.strategy", "Strategy", "remove_checkpoint"),
         ("strategies.strategy", "Strategy", "teardown"),
     )

@@ -1,0 +1,274 @@
+"""`patch(resume_batches=True)`: a run that was saved within an epoch goes on with the batches that are left.
+
+Lightning counts them, and starts its dataloader at the first batch all the same. Here, what the loader's sampler has
+yielded already is skipped before anything is read, as accelerate's `skip_first_batches` does in a new loader;
+this keeps the loader that Lightning has made, with its workers. The shuffle is the saved one: the checkpoint has the
+states, at the epoch's begin, of the generators that loader and sampler draw from.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ... import settings
+from ...engine.owner import warn
+from .owner import owner_of
+
+KEY = "ds_frozen_patch_batches"
+"""What a save adds to Lightning's checkpoint. Lightning ignores it."""
+
+_DRAWN_BY = ("RandomSampler", "WeightedRandomSampler", "SubsetRandomSampler")
+"""Samplers of torch that draw from the process's own random numbers if they have no generator."""
+
+_begun: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # by trainer: this epoch's random states
+_loaded: WeakKeyDictionary[Any, tuple[int, Mapping[str, Any]]] = WeakKeyDictionary()  # by trainer: what to go on from
+
+
+def add_position(strategy: Any, checkpoint: dict[str, Any]) -> None:
+    """Add to what Trainer saves how this epoch's batches were drawn."""
+    if not settings.current().resume_batches or not checkpoint.get("loops"):
+        return
+    import torch
+
+    if begin := _begun.get(_trainer_of(strategy)):
+        checkpoint[KEY] = {**begin, "now": torch.get_rng_state(), "ranks": int(strategy.world_size)}
+
+
+def expect(strategy: Any, checkpoint: Any) -> None:
+    """Remember where a checkpoint, as Lightning restores its loops from it, was saved."""
+    trainer = _trainer_of(strategy)
+    loops = checkpoint.get("loops") if isinstance(checkpoint, Mapping) else None
+    progress = ((loops or {}).get("fit_loop") or {}).get("epoch_loop.batch_progress") or {}
+    if trainer is not None and progress.get("current"):
+        _loaded[trainer] = int(progress["current"]["processed"]), checkpoint.get(KEY) or {}
+
+
+def _trainer_of(strategy: Any) -> Any:
+    return getattr(getattr(strategy, "lightning_module", None), "_trainer", None)
+
+
+def begin_epoch(wrapped: Callable[..., None], loop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """`_TrainingEpochLoop.on_run_start`: an epoch begins, or goes on."""
+    trainer = loop.trainer
+    count, position = _loaded.pop(trainer, (0, {}))
+    if not loop.restarting or count > trainer.num_training_batches:
+        count = 0
+    (fetcher,) = inspect.signature(wrapped).bind(*args, **kwargs).args
+    loaders = list(fetcher.combined_loader.flattened)
+    if not _is_served(trainer):
+        if 0 < count < trainer.num_training_batches and not _have_states(trainer, loaders):
+            warn(owner_of(trainer.strategy), _NOT_ASKED.format(count))
+        wrapped(*args, **kwargs)
+    elif _have_states(trainer, loaders):
+        wrapped(*args, **kwargs)
+        _restore_lost(trainer.fit_loop, fetcher, count)
+    else:
+        _begun[trainer] = _random_states(loaders)
+        before = _iterator_of(fetcher)
+        wrapped(*args, **kwargs)
+        if count:
+            _go_on(loop, fetcher, loaders, count, position)
+        elif before is None or before is _iterator_of(fetcher):  # workers have started, which draws random numbers
+            _restore(loaders, _begun[trainer])
+            iter(fetcher)
+
+
+def _iterator_of(fetcher: Any) -> Any:
+    return getattr(fetcher.combined_loader, "_iterator", None)
+
+
+def _is_served(trainer: Any) -> bool:
+    is_deepspeed = any(cls.__name__ == "DeepSpeedStrategy" for cls in type(trainer.strategy).__mro__)
+    return is_deepspeed and settings.current().resume_batches
+
+
+def _have_states(trainer: Any, loaders: list[Any]) -> bool:
+    """Whether Lightning, since 2.2, restores where the loaders were."""
+    restores = hasattr(trainer.fit_loop, "_load_combined_loader_states")
+    return restores and any(hasattr(loader, "load_state_dict") for loader in loaders)
+
+
+def _go_on(loop: Any, fetcher: Any, loaders: list[Any], count: int, position: Mapping[str, Any]) -> None:
+    """Begin the saved epoch as it began, without its first batches."""
+    import torch
+
+    trainer, progress = loop.trainer, loop.batch_progress.current
+    is_drawn_again = position.get("ranks") == 1 == trainer.world_size
+    if is_drawn_again:
+        _restore(loaders, position)
+        _begun[trainer] = {name: position[name] for name in ("global", "generators")}
+    if has_skipped := _can_skip(loaders):
+        with _without_first(loaders[0], count) as skipping:
+            iter(fetcher)
+            has_skipped = skipping.skip()  # now: a shuffle is drawn before the state of the save is restored
+    else:
+        iter(fetcher)
+    reasons = _inexact(trainer, loaders[0], count, is_drawn_again) if has_skipped else [_CANNOT_SKIP]
+    if reasons and count < trainer.num_training_batches:
+        warn(owner_of(trainer.strategy), f"{_GOES_ON.format(count)} {' '.join(reasons)}")
+    fetcher.fetched += count
+    fetcher.done = fetcher.fetched == fetcher.length
+    if is_drawn_again:
+        torch.set_rng_state(position["now"])
+    if count == trainer.num_training_batches and not progress.ready:  # Lightning 2.5 and newer are in the next epoch
+        _begun[trainer] = _random_states(loaders)
+        iter(fetcher)
+        return
+    for name in ("ready", "started", "processed", "completed"):  # before 2.5, Lightning would train one of them again
+        setattr(progress, name, count)
+
+
+def _restore_lost(fit_loop: Any, fetcher: Any, count: int) -> None:
+    """Restore the state of loaders that have one, if Lightning has made the loaders before it has read the state."""
+    if getattr(fit_loop, "_combined_loader_states_to_load", None):
+        fit_loop._load_combined_loader_states()
+        iter(fetcher)
+        fetcher.fetched += count
+
+
+def _samplers(loader: Any) -> list[Any]:
+    """The samplers of a loader, from the outer to the inner."""
+    found, sampler = [], getattr(loader, "batch_sampler", None)
+    if sampler is None:
+        sampler = getattr(loader, "sampler", None)
+    while sampler is not None and sampler not in found:
+        found.append(sampler)
+        wrapped = getattr(
+            getattr(sampler, "dataset", None), "_sampler", None
+        )  # in Lightning's DistributedSamplerWrapper
+        sampler = getattr(sampler, "sampler", wrapped)
+    return found
+
+
+def _generators(loaders: list[Any]) -> list[Any]:
+    """The generators of loaders and samplers, each once."""
+    holders = [holder for loader in loaders for holder in (loader, *_samplers(loader))]
+    found = [getattr(holder, "generator", None) for holder in holders]
+    return list({id(generator): generator for generator in found if hasattr(generator, "get_state")}.values())
+
+
+def _random_states(loaders: list[Any]) -> dict[str, Any]:
+    import torch
+
+    states = [generator.get_state() for generator in _generators(loaders)]
+    return {"global": torch.get_rng_state(), "generators": states}
+
+
+def _restore(loaders: list[Any], states: Mapping[str, Any]) -> None:
+    import torch
+
+    torch.set_rng_state(states["global"])
+    for generator, state in zip(_generators(loaders), states["generators"], strict=False):
+        generator.set_state(state)
+
+
+def _can_skip(loaders: list[Any]) -> bool:
+    """Whether there is one loader, of torch, whose sampler says what comes next."""
+    from torch.utils.data import DataLoader, IterableDataset
+
+    return (
+        len(loaders) == 1 and isinstance(loaders[0], DataLoader) and not isinstance(loaders[0].dataset, IterableDataset)
+    )
+
+
+_GOES_ON = "The checkpoint was saved within an epoch, after {} batches, and this run cannot go on from there exactly:"
+
+
+_CANNOT_SKIP = (
+    "only a single DataLoader of torch, over a dataset with indices, can skip batches, and not if a class of its own"
+    " begins to iterate later. It starts again at the first batch of the epoch. Give such a loader, or that of an"
+    " iterable dataset, state_dict() and load_state_dict()."
+)
+
+
+def _inexact(trainer: Any, loader: Any, count: int, is_drawn_again: bool) -> list[str]:
+    """Why the batches, or what is made of them, may differ from those of the uninterrupted run."""
+    reasons = []
+    names = {cls.__name__ for sampler in _samplers(loader) for cls in type(sampler).__mro__}
+    if not is_drawn_again and names.intersection(_DRAWN_BY):
+        reasons.append(
+            "the shuffle is drawn anew, as the checkpoint was saved without resume_batches=True, or with several ranks"
+            " and without DistributedSampler."
+        )
+    if count % trainer.accumulate_grad_batches:
+        reasons.append("the gradients that were accumulated since the last step are not in the checkpoint.")
+    if loader.num_workers:
+        reasons.append("its workers draw their random numbers anew, such as those of augmentations.")
+    return reasons
+
+
+_NOT_ASKED = (
+    "The checkpoint was saved within an epoch, after {} batches. Lightning starts again at the first batch of the"
+    " epoch. To go on with those that are left, pass resume_batches=True to patch(), at the save as well."
+)
+
+
+class _Rest:
+    """The rest of what a sampler yields. The first ones are skipped when the next is asked for, or by `skip`."""
+
+    def __init__(self, iterator: Iterator[Any], count: int) -> None:
+        self._iterator, self._count = iterator, count
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self.skip()
+        return next(self._iterator)
+
+    def skip(self) -> None:
+        count, self._count = self._count, 0
+        for _ in islice(self._iterator, count):
+            pass
+
+
+class _SkippingSampler:
+    """A sampler without its first items until `end`.
+
+    A loader with workers begins to iterate twice before it asks for anything.
+    """
+
+    def __init__(self, sampler: Any, count: int) -> None:
+        self._sampler, self._count = sampler, count
+        self._rest: _Rest | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        self._rest = _Rest(iter(self._sampler), self._count)
+        return self._rest
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def skip(self) -> bool:
+        """Skip the first items now; return False if no iteration has begun."""
+        if self._rest is not None:
+            self._rest.skip()
+        return self._rest is not None
+
+    def end(self) -> None:
+        """Let later iterations, of an iterator that keeps this sampler, have all items."""
+        self._count = 0
+
+
+@contextmanager
+def _without_first(loader: Any, count: int) -> Iterator[_SkippingSampler]:
+    """While this lasts, an iteration of the loader that begins lacks its first batches.
+
+    A loader lets nobody set its sampler, but its iterators ask for it when they are made. Persistent workers have one
+    iterator, which keeps the sampler.
+    """
+    holder, name = loader, "batch_sampler" if loader.batch_sampler is not None else "sampler"
+    if getattr(loader, "_iterator", None) is not None:
+        holder, name = loader._iterator, "_index_sampler"
+    sampler = vars(holder)[name]
+    skipping = vars(holder)[name] = _SkippingSampler(sampler, count)
+    try:
+        yield skipping
+    finally:
+        skipping.end()
+        vars(holder)[name] = sampler
