@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import socket
@@ -339,48 +340,70 @@ def test_the_process_ends_after_its_save(tmp_path: Path, fails: bool) -> None:
 
 
 PROGRAM = """
-import sys, time, os, signal
+import json, os, signal, sys, time
 sys.path[:0] = {path!r}
 import torch, deepspeed, owners, runs
 import ds_frozen_patch
 from slow_disk import writing
+
+children = {{}}
+for name, (end, fails) in json.loads(sys.argv[1]).items():
+    out = os.path.join({out!r}, name)
+    os.mkdir(out)
+    pid = os.fork()
+    if not pid:
+        break
+    children[name] = pid
+else:
+    statuses = {{name: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for name, pid in children.items()}}
+    print(json.dumps(statuses))
+    os._exit(0)
+os.dup2(os.open(os.path.join(out, "stderr"), os.O_WRONLY | os.O_CREAT), 2)
 os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0", PATCHED="1")
 ds_frozen_patch.patch(async_save=True)
-run = owners.Run("deepspeed", {out!r}, 1, 2)
+run = owners.Run("deepspeed", out, 1, 2)
 before = signal.signal(signal.SIGTERM, lambda *_: None)  # as Lightning does while it trains
-run.engine.save_checkpoint({out!r}, tag="first")
+run.engine.save_checkpoint(out, tag="first")
 signal.signal(signal.SIGTERM, before)
 run.train_epoch()
-slow = writing(seconds=1.5, fails={fails!r})
+slow = writing(seconds=1.5, fails=fails)
 slow.__enter__()
-run.engine.save_checkpoint({out!r}, tag="second")
-{end}
+run.engine.save_checkpoint(out, tag="second")
+exec(end)
 """
+ENDS: dict[str, tuple[str, bool, int, str]] = {
+    "normal": ("", False, 0, "second"),
+    "failed": ("", True, 1, "first"),
+    "exception": ("raise KeyError('mine')", False, 1, "second"),
+    "interrupt": ("raise KeyboardInterrupt", False, -signal.SIGINT, "second"),
+    "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)", False, -signal.SIGTERM, "second"),
+    "kill -9": ("os.kill(os.getpid(), signal.SIGKILL)", False, -signal.SIGKILL, "first"),
+    "destroyed": ("torch.distributed.destroy_process_group(); os._exit(0)", False, 0, "second"),
+    "failed, destroyed": ("torch.distributed.destroy_process_group()", True, 1, "first"),
+    "comm": ("deepspeed.comm.destroy_process_group(); os._exit(0)", False, 0, "second"),
+}
+"""What a program does at its end, whether its last save fails, its exit status, and the tag that `latest` names."""
 
 
-@pytest.mark.parametrize(
-    ("end", "fails", "status", "newest"),
-    [
-        ("", False, 0, "second"),
-        ("", True, 1, "first"),
-        ("raise KeyError('mine')", False, 1, "second"),
-        ("raise KeyboardInterrupt", False, -signal.SIGINT, "second"),
-        ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)", False, -signal.SIGTERM, "second"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", False, -signal.SIGKILL, "first"),
-        ("torch.distributed.destroy_process_group(); os._exit(0)", False, 0, "second"),
-        ("torch.distributed.destroy_process_group()", True, 1, "first"),
-        ("deepspeed.comm.destroy_process_group(); os._exit(0)", False, 0, "second"),
-    ],
-    ids=["normal", "failed", "exception", "interrupt", "SIGTERM", "kill -9", "destroyed", "failed, destroyed", "comm"],
-)
-def test_the_end_of_the_process(tmp_path: Path, end: str, fails: bool, status: int, newest: str) -> None:
-    program = PROGRAM.format(path=sys.path, out=str(tmp_path), fails=fails, end=end)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == status, done.stderr[-3000:]
-    assert (tmp_path / "latest").read_text() == newest
-    assert not ds_frozen_patch.verify(tmp_path).problems
-    assert is_unfinished(tmp_path / "second") == ("SIGKILL" in end)
-    assert ("No space left" in done.stderr) == fails
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
+    """The folders of all of them, and their exit statuses; one process imports everything, and forks them."""
+    out = tmp_path_factory.mktemp("ended")
+    program = PROGRAM.format(path=sys.path, out=str(out))
+    cases = json.dumps({name: case[:2] for name, case in ENDS.items()})
+    done = subprocess.run([sys.executable, "-c", program, cases], capture_output=True, text=True, timeout=300)
+    return out, json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_end_of_the_process(ended: tuple[Path, dict[str, int]], name: str) -> None:
+    (end, fails, status, newest), (out, statuses) = ENDS[name], ended
+    said = (out / name / "stderr").read_text()
+    assert statuses[name] == status, said[-3000:]
+    assert (out / name / "latest").read_text() == newest
+    assert not ds_frozen_patch.verify(out / name).problems
+    assert is_unfinished(out / name / "second") == ("SIGKILL" in end)
+    assert ("No space left" in said) == fails
 
 
 FORKED = """

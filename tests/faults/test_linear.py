@@ -1,7 +1,7 @@
 """Promise 14: the time and memory of a tool are linear in the file, whatever fills it.
 
-A file of 0.1 MB is compared with one of 1 MB; in the long part, one of 1 MB with one of 10 MB, and that with one of
-100 MB, for the tools that read, check and write a checkpoint.
+A checkpoint of 0.05 MB is compared with one of 0.5 MB, and a base of 0.1 MB with one of 1 MB; in the long part, one of
+1 MB with one of 10 MB, and that with one of 100 MB, for the tools that read, check and write a checkpoint.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def test_a_checkpoint(
 ) -> None:
     costs: dict[str, dict[float, tuple[float, int]]] = {}
     sizes: dict[float, int] = {}
-    for megabytes in (1, 10, 100) if long else (0.1, 1):
+    for megabytes in (1, 10, 100) if long else (0.05, 0.5):
         folder = tmp_path / str(megabytes)
         shutil.copytree(checkpoints(2), folder / "filled")
         shutil.copytree(checkpoints(2) / "small.ckpt", folder / "good" / "small.ckpt")

@@ -36,7 +36,7 @@ from ds_frozen_patch.save import background
 
 SAMPLES = 4  # of a step, on all ranks together
 STEPS = 2  # in an epoch
-EPOCHS = 16
+EPOCHS = 8
 WORLD_SIZES = (1, 2, 4)
 CALLS, SECONDS = 80, 0.5
 """How late in a save, or in a load, a rank is killed at most: at this call that concerns files, or after so long."""
