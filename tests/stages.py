@@ -84,7 +84,33 @@ class Lion(torch.optim.Optimizer):
                 moment.mul_(0.99).add_(gradient, alpha=0.01)
 
 
+def muon(groups: Any) -> Any:
+    """Muon for matrices, and its AdamW for the rest; the parameters say so too."""
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    trained = [parameter for group in groups for parameter in group["params"]]
+    for parameter in trained:
+        parameter.use_muon = parameter.ndim == 2
+    parts = [[parameter for parameter in trained if parameter.use_muon == uses] for uses in (True, False)]
+    return MuonWithAuxAdam(
+        [{"params": part, "use_muon": uses} for part, uses in zip(parts, (True, False), strict=True)]
+    )
+
+
+def fused_adam(groups: Any) -> Any:
+    from deepspeed.ops.adam import FusedAdam
+
+    return FusedAdam(groups)
+
+
+def cpu_adam(groups: Any) -> Any:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(groups)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {"AdamW": adamw, "SGD": sgd, "Adagrad": adagrad, "Lion": Lion}
+OPTIMIZERS |= {"Muon": muon, "FusedAdam": fused_adam, "DeepSpeedCPUAdam": cpu_adam}
 
 
 def begin(
@@ -137,13 +163,15 @@ def state_of(engine: Any) -> State:
     """What the engine's optimizer holds of each parameter; every rank must call it."""
     optimizer, names = engine.optimizer, engine.param_names
     stage = engine.zero_optimization_stage()
-    if stage == 0:
-        return {
-            names[parameter]: {"master": parameter.detach().clone(), **_tensors(optimizer.state[parameter])}
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
     found: State = {}
+    if stage == 0:
+        for group in optimizer.param_groups:
+            states = [_tensors(optimizer.state[parameter]) for parameter in group["params"]]
+            steps = [state["step"] for state in states if "step" in state]
+            most = {"step": max(steps)} if steps else {}  # FusedAdam counts those of the last parameter alone
+            for parameter, state in zip(group["params"], states, strict=True):
+                found[names[parameter]] = {"master": parameter.detach().clone(), **state, **most}
+        return found
     groups = optimizer.fp16_groups if stage == 3 else optimizer.round_robin_bit16_groups
     flats = optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups
     for parameters, flat in zip(groups, flats, strict=True):

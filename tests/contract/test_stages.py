@@ -15,11 +15,15 @@ import stages
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from tools_checkpoints import changed, loaded, snapshot, unlabel
+from torch.utils.cpp_extension import get_default_build_root
 
 from ds_frozen_patch import CheckpointError, reshard, verify
+from ds_frozen_patch.checkpoint.zero.trained import BASE_STATE
 
 pytestmark = [pytest.mark.promise(10), pytest.mark.everyday]
 
+COMPILED = {"FusedAdam": "fused_adam", "DeepSpeedCPUAdam": "cpu_adam"}
+"""Optimizers of DeepSpeed that it compiles when they are first used, and the names of what it compiles."""
 BF16 = 2.0**-8  # the rounding of one value, relative
 
 
@@ -152,14 +156,52 @@ def test_fp16_to_bf16(ranks: Any, saved: Any, tmp_path: Path, stage: int) -> Non
     assert kept["optimizer_state_dict"]["loss_scaler"].dynamic  # it is still of fp16
 
 
+def is_built(name: str) -> bool:
+    return any(Path(get_default_build_root()).glob(f"*/{name}/{name}.so"))
+
+
 @pytest.mark.once
-@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "Lion"])
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "Lion", *COMPILED])
 def test_other_optimizers(ranks: Any, saved: Any, optimizer: str) -> None:
+    if optimizer in COMPILED and not is_built(COMPILED[optimizer]):
+        pytest.skip(f"DeepSpeed's {optimizer} is not compiled yet, and that takes minutes")
     # DeepSpeed cannot load Adagrad's state in ZeRO-3, not even its own.
     known = (0, 1, 2) if optimizer == "Adagrad" else (0, 2, 3)
     sources = [saved(2, stage=before, optimizer=optimizer) for before in known]
     for stage in known:
         assert_goes_on(ranks, 3, sources, names=("small",), stage=stage, optimizer=optimizer)
+
+
+@pytest.mark.once
+def test_steps_that_are_counted_once_for_each_group(saved: Any, tmp_path: Path) -> None:
+    """As FusedAdam does in stage 0, whether it is compiled here or not."""
+
+    def count_for_the_last(state: dict[str, Any]) -> None:
+        optimizer = state["optimizer"]
+        last = [group["params"][-1] for group in optimizer["param_groups"]]
+        for index, kept in optimizer["state"].items():
+            kept["step"] = stages.STEPS if index in last else 0
+
+    shutil.copytree(saved(2, stage=0)[0] / "small", tmp_path / "in")
+    for file in (tmp_path / "in" / "a").glob("*_states.pt"):
+        changed(file, count_for_the_last)
+    for stage in (2, 3):
+        reshard(tmp_path / "in", out := tmp_path / str(stage), stage=stage, ranks=3)
+        files = list((out / "a").glob("*optim_states.pt"))
+        inner = [loaded(file)["optimizer_state_dict"][BASE_STATE[stage]]["state"] for file in files]
+        assert len(files) == 3
+        assert {kept["step"] for state in inner for kept in state.values()} == {stages.STEPS}
+
+
+@pytest.mark.once
+def test_muon_needs_a_fresh_optimizer(ranks: Any, saved: Any, tmp_path: Path) -> None:
+    """In DeepSpeed each rank keeps the momentum of whole matrices, also of those that two ranks share."""
+    source, state, _ = saved(1, stage=2, optimizer="Muon")
+    with pytest.raises(CheckpointError, match=r"the momentum of whole parameters\. .* patch\(optimizer=\"restart\"\)"):
+        reshard(source / "small", tmp_path / "out", ranks=2)
+    options = {"paths": [str(source / "small")], "optimizer": "Muon", "restart": True}
+    ((resumed, _, _),) = ranks(2, stages.resume_from, stage=2, **options)[0]
+    assert stages.difference(masters(resumed), masters(state)) == 0
 
 
 def masters(state: stages.State) -> stages.State:

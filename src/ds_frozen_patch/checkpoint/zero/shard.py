@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -19,6 +19,7 @@ from .partitions import (
     round_robin_order,
     split_into_sub_groups,
 )
+from .states import as_integer
 from .trained import BASE_STATE, MASTERS, Group, Trained, Values
 
 _COMMON = ("loss_scaler", "dynamic_loss_scale", "overflow")
@@ -159,14 +160,18 @@ def shard_of(parameter: Trained, ranks: int, rank: int) -> Slice:
     return Slice(parameter, first, last - first, size - (last - first))
 
 
-def keys_of(parameters: Any) -> Mapping[str, Any]:
-    """The optimizer's state of the first parameter that has any: in stage 0, one without gradients has none."""
-    return next((parameter.state for parameter in parameters if parameter.state), {})
+def keys_of(parameters: Iterable[Trained]) -> Mapping[str, Any]:
+    """The optimizer's state of the parameter with most steps: in stage 0, one without gradients has no state.
+
+    There, DeepSpeed's FusedAdam counts the steps of a group's last parameter alone, as numbers.
+    """
+    states = [parameter.state for parameter in parameters if parameter.state]
+    return max(states, key=lambda state: as_integer(state.get("step")) or 0, default={})
 
 
 def _state(group: Group, cut: Sequence[Slice], padding: int, made: NewTensors) -> dict[str, Any]:
     """The state of a flat tensor that consists of slices."""
-    kept = keys_of([*(item.of for item in cut), *group.parameters.values()])
+    kept = keys_of(group.parameters.values())  # not of the slices: the ranks' step counters must be the same
     return {
         key: _flat(group, cut, key, padding, made) if isinstance(value, Values) else made.copy(value)
         for key, value in kept.items()

@@ -101,8 +101,21 @@ def locate_trained(states: States, with_state: bool = True) -> list[Group]:
         CheckpointError: they are inconsistent, or the optimizer's state is not one value for each element.
     """
     if states.zero_stage == 0:
-        return _in_stage_0(states, with_state)
-    return _in_sub_groups(states, with_state) if states.zero_stage == 3 else _in_groups(states, with_state)
+        groups = _in_stage_0(states, with_state)
+    else:
+        groups = _in_sub_groups(states, with_state) if states.zero_stage == 3 else _in_groups(states, with_state)
+    if with_state and any(group.settings.get("use_muon") for group in groups):
+        raise CheckpointError(
+            f"{states.layout.root} cannot be resharded: with Muon, each rank keeps the momentum of whole parameters."
+            f" {_MASTERS_ALONE}"
+        )
+    return groups
+
+
+_MASTERS_ALONE = (
+    'The masters alone can be resharded, for a fresh optimizer: patch(optimizer="restart"), or reshard --optimizer'
+    " restart."
+)
 
 
 def _in_stage_0(states: States, with_state: bool) -> list[Group]:
@@ -249,8 +262,7 @@ def require_shard(states: States, flat: Any, size: int, what: str) -> StoredTens
 def _not_elementwise(states: States, key: str, value: StoredTensor, size: int) -> CheckpointError:
     return CheckpointError(
         f"{states.layout.root} cannot be resharded: {key!r} in the optimizer's state has {value.numel} elements for"
-        f" {size} of the weights; how they correspond is unknown. The masters alone can be resharded, for a fresh"
-        ' optimizer: patch(optimizer="restart"), or reshard --optimizer restart.'
+        f" {size} of the weights; how they correspond is unknown. {_MASTERS_ALONE}"
     )
 
 
