@@ -261,6 +261,7 @@ def test_it_is_suggested(ranks: Any, saved: Any) -> None:
         for kind, message in ranks(number, stages.refusal_of, path=str(source), **options):
             assert kind == "CheckpointMismatchError"
             assert message.startswith(f"The checkpoint was saved {said} {offer}"), message
+            assert message.count("--precision") == ("bf16" in said), message
 
 
 @pytest.mark.short
@@ -281,6 +282,27 @@ def test_by_hand(ranks: Any, saved: Any, tmp_path: Path, before: int) -> None:
             found = ranks(3, stages.resume_from, paths=[str(out)], stage=stage, elastic=None, sub_group_size=10**9)[0]
             assert stages.difference(found[0][0], state) == 0
             assert stages.apart(found[0][1], losses) <= 1e-6
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(("before", "precision"), [("bf16", "fp32"), ("fp32", "bf16")])
+def test_another_precision_by_hand(ranks: Any, saved: Any, tmp_path: Path, before: Any, precision: Any) -> None:
+    for stage in (2, 3):
+        source, state, losses = saved(2, stage=stage, precision=before)
+        for name in ("small", "full"):
+            reshard(source / name, out := tmp_path / f"{name}{stage}", precision=precision)
+            assert not verify(out).problems
+            options = {"paths": [str(out)], "stage": stage, "precision": precision, "elastic": None}
+            ((resumed, after, _),) = ranks(2, stages.resume_from, **options)[0]
+            assert stages.difference(resumed, state) == 0
+            assert stages.apart(after, losses) <= 2 * BF16
+        with pytest.raises(CheckpointError, match=f"already is a checkpoint of 2 ranks in ZeRO stage {stage}, and in"):
+            reshard(source / "small", tmp_path / "same", precision=before)
+    with pytest.raises(CheckpointError, match="for bf16 in stage 0, which keeps"):
+        reshard(source / "small", tmp_path / "none", stage=0, precision="bf16")
+    with pytest.raises(ValueError, match="precision must be 'bf16' or 'fp32', not 'fp16'"):
+        reshard(source / "small", tmp_path / "none", precision="fp16")  # type: ignore[arg-type]
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.once

@@ -197,7 +197,7 @@ def test_nothing_to_do(checkpoints: Checkpoints, tmp_path: Path) -> None:
     wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"ranks": 0}, "ranks must be 1 or more, not 0"),
         ({"stage": 4}, "stage must be 0, 1, 2 or 3, not 4"),
-        ({}, "pass ranks, stage or both"),
+        ({}, "pass ranks, stage or precision"),
     )
     for options, why in wrong:
         with pytest.raises(ValueError, match=why):

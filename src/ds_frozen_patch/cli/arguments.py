@@ -12,6 +12,7 @@ from ..checkpoint.dtypes import DTYPES
 from ..common.text import did_you_mean
 from ..settings import EXPORT, OPTIMIZER, VERIFY_BASE
 from ..tools.export import FORMATS
+from ..tools.reshard import PRECISIONS
 from . import commands
 
 EXAMPLES = {
@@ -151,12 +152,15 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--adapter-config", metavar="FILE", help="an adapter_config.json to use if the checkpoint contains none (peft)"
     )
-    command = add("reshard", commands.run_reshard, "convert a checkpoint to another number of ranks or ZeRO stage")
+    command = add(
+        "reshard", commands.run_reshard, "convert a checkpoint to another number of ranks, ZeRO stage or precision"
+    )
     _add_writing(command, "the directory to create")
     command.add_argument(
         "--ranks", metavar="N", type=_parse_ranks, help="the new world size: nodes times devices (default: as it is)"
     )
     command.add_argument("--stage", type=int, choices=range(4), help="the new ZeRO stage (default: as it is)")
+    command.add_argument("--precision", choices=PRECISIONS, help="of the run that is to load it (default: as it is)")
     command.add_argument(
         "--optimizer",
         choices=OPTIMIZER,

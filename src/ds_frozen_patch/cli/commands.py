@@ -82,10 +82,10 @@ def run_export(given: argparse.Namespace) -> int:
 
 def run_reshard(given: argparse.Namespace) -> int:
     """Reshard a checkpoint."""
-    if given.ranks is None and given.stage is None:
-        given.wrong("pass --ranks, --stage or both")
-    options = {"ranks": given.ranks, "stage": given.stage, "optimizer": given.optimizer, **_common_options(given)}
-    return _report(given, reshard(given.source, given.target, given.tag, **options))
+    if given.ranks is None and given.stage is None and given.precision is None:
+        given.wrong("pass --ranks, --stage or --precision")
+    options = {name: getattr(given, name) for name in ("ranks", "stage", "precision", "optimizer")}
+    return _report(given, reshard(given.source, given.target, given.tag, **options, **_common_options(given)))
 
 
 def run_universal(given: argparse.Namespace) -> int:

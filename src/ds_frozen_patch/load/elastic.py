@@ -83,7 +83,10 @@ def _needs_resharding(load: Load, listing: Listing) -> bool:
             f" ds-frozen-patch reshard FOLDER NEW --stage {stage} --ranks {ranks}"
         )
     if not current().elastic:
-        raise CheckpointMismatchError(_offer(load.source, saved, stage, ranks, before, now))
+        options = f"--ranks {ranks}" if saved.stage == stage else f"--stage {stage} --ranks {ranks}"
+        if any(text.startswith("in bf16") or text.startswith("in fp") for text in now) and not engine.fp16_enabled():
+            options += f" --precision {_precision(engine)}"
+        raise CheckpointMismatchError(_offer(load.source, saved, ranks, before, now, options))
     return True
 
 
@@ -109,14 +112,12 @@ def _differences(engine: Any, saved: Saved, listing: Listing, stage: int, ranks:
     return before, now
 
 
-def _offer(source: str, saved: Saved, stage: int, ranks: int, before: list[str], now: list[str]) -> str:
+def _offer(source: str, saved: Saved, ranks: int, before: list[str], now: list[str], options: str) -> str:
     offer = " Pass patch(elastic=True) or set DS_FROZEN_PATCH_ELASTIC=1 to reshard it automatically."
-    options = f"--ranks {ranks}" if saved.stage == stage else f"--stage {stage} --ranks {ranks}"
-    by_hand = f" To reshard it by hand: ds-frozen-patch reshard {source} NEW {options}, then load NEW."
     return (
         f"The checkpoint was saved {' '.join(before)}, and DeepSpeed cannot load it {' '.join(now)}."
         + (offer if current().elastic is None else "")
-        + (by_hand if (saved.stage, saved.ranks) != (stage, ranks) else "")
+        + f" To reshard it by hand: ds-frozen-patch reshard {source} NEW {options}, then load NEW."
         + (
             " For the same optimizer steps as before, keep world size x batch size x accumulate_grad_batches."
             if saved.ranks != ranks
@@ -125,16 +126,19 @@ def _offer(source: str, saved: Saved, stage: int, ranks: int, before: list[str],
     )
 
 
+def _precision(engine: Any) -> str:
+    return "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32"
+
+
 def _target(engine: Any, stage: int, ranks: int) -> Target:
     """What an engine loads."""
     from deepspeed import __version__
 
     from ..checkpoint.zero.repartition import Target
 
-    precision = "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32"
     round_robin = bool(engine.zero_round_robin_gradients()) and not ignores_round_robin(__version__, stage)
     has_state = current().optimizer != "restart"
-    return Target(ranks, stage, precision, engine.zero_sub_group_size(), round_robin, has_state)
+    return Target(ranks, stage, _precision(engine), engine.zero_sub_group_size(), round_robin, has_state)
 
 
 def _reshard(load: Load, listing: Listing) -> tuple[Path, bool]:

@@ -1,4 +1,4 @@
-"""Convert a checkpoint to another ZeRO stage or number of ranks, for DeepSpeed to load as usual.
+"""Convert a checkpoint to another ZeRO stage, number of ranks or precision, for DeepSpeed to load as usual.
 
 Only the optimizer's state, and in ZeRO-3 the parameters, are sharded by rank. They are sharded anew; everything else is
 kept, so nothing is lost that a load restores.
@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
-from ..checkpoint.zero.repartition import Target, plan_repartition
+from ..checkpoint.zero.repartition import Target, plan_repartition, precision_of
 from ..checkpoint.zero.states import read_states
 from ..common.errors import CheckpointError
 from ..common.text import human_bytes, printable
 from ..settings import Optimizer
 from .output import check_output, copy_other_files, new_output
+
+Precision = Literal["bf16", "fp32"]  # in fp16 a run needs a scale of its losses, which no other has
+PRECISIONS: tuple[str, ...] = get_args(Precision)
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,13 @@ def reshard(
     *,
     ranks: int | None = None,
     stage: int | None = None,
+    precision: Precision | None = None,
     optimizer: Optimizer = "load",
     trust: bool = False,
     dry_run: bool = False,
     quiet: bool = True,
 ) -> Resharded:
-    """Write the checkpoint that another number of ranks, or another ZeRO stage, would have saved.
+    """Write the checkpoint that another number of ranks, ZeRO stage or precision would have saved.
 
     Such a run resumes from it as from its own checkpoints. The source can be trainable-only or full, of any optimizer
     whose state is elementwise. Time is proportional to the size; memory holds a few MiB and the files' pickles; only
@@ -71,6 +76,8 @@ def reshard(
         tag: the subdirectory to read; by default the one named in `latest`.
         ranks: the new world size, nodes times devices; by default that of the source.
         stage: the new ZeRO stage, 0 to 3; by default that of the source.
+        precision: of the run that is to load it, "bf16" or "fp32"; by default that of the source. Masters and moments
+            stay as they are.
         optimizer: "restart" writes the masters without the optimizer's state, which can then be of any kind.
         trust: accept files that name unexpected classes, and links out of the checkpoint. No code of theirs is run.
         dry_run: write nothing.
@@ -82,19 +89,25 @@ def reshard(
     Raises:
         CheckpointError: the source is missing, damaged, or cannot be resharded; the target exists, or cannot be
             written. Nothing is left there.
-        ValueError: `ranks` is less than 1, `stage` is not 0 to 3, or both are None.
+        ValueError: `ranks` is less than 1, `stage` is not 0 to 3, `precision` is another word, or all are None.
     """
-    if ranks is None and stage is None:
-        raise ValueError("pass ranks, stage or both")
+    if ranks is None and stage is None and precision is None:
+        raise ValueError("pass ranks, stage or precision")
+    if precision not in (None, *PRECISIONS):
+        raise ValueError(f"precision must be 'bf16' or 'fp32', not {precision!r}")
     states = read_states(source, tag, trust)
     now = Target(
         states.world_size if ranks is None else ranks,
         states.zero_stage if stage is None else stage,
+        None if precision == precision_of(states) else precision,
         has_state=optimizer != "restart",
     )
     if now == Target(states.world_size, states.zero_stage):
-        raise CheckpointError(f"{source} already is a checkpoint of {now.ranks} ranks in ZeRO stage {now.stage}.")
-    if now.has_state and now.stage == states.zero_stage == 0:
+        raise CheckpointError(
+            f"{source} already is a checkpoint of {now.ranks} ranks in ZeRO stage {now.stage}, and in"
+            f" {precision_of(states)}."
+        )
+    if now.has_state and now.stage == states.zero_stage == 0 and now.precision is None:
         raise CheckpointError(
             f"{source} has ZeRO stage 0, and its optimizer's state is not sharded by rank: any number of ranks can"
             " resume from it as it is."

@@ -108,12 +108,23 @@ def plan_repartition(states: States, target: Target) -> Repartition:
         _check_can_repartition(states)
         weights = locate_weights(states, ("*",))
         check_masters_match(weights.trained, weights.halves)
-        return _repartition(states, weights, _completed(target, states))
+        completed = _completed(target, states)
+        _check_can_be_loaded(states, completed)
+        return _repartition(states, weights, completed)
     except (AttributeError, LookupError, TypeError, ValueError) as error:  # an optimizer's state can be anything
         raise CheckpointError(
             f"{states.layout.root} cannot be resharded: the format of its optimizer's state is unknown"
             f" ({type(error).__name__}: {error})."
         ) from error
+
+
+def _check_can_be_loaded(states: States, target: Target) -> None:
+    """Raise CheckpointError for a target that keeps the optimizer's state in a format of its own."""
+    if target.stage == 0 and target.precision != "fp32":
+        raise CheckpointError(
+            f"{states.layout.root} cannot be resharded for {target.precision} in stage 0, which keeps the optimizer's"
+            " state in another format, or not at all. Choose stage 1, 2 or 3, or fp32."
+        )
 
 
 def _completed(target: Target, states: States) -> Target:
