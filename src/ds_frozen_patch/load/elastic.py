@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 NEEDED = (ELASTIC_KEY, "ds_config", "dp_world_size")
 """What `Owner.after_load` needs of the checkpoint's own state."""
+_PRECISIONS = ("in bf16", "in fp16 or fp32")
 
 
 @contextmanager
@@ -83,10 +84,7 @@ def _needs_resharding(load: Load, listing: Listing) -> bool:
             f" ds-frozen-patch reshard FOLDER NEW --stage {stage} --ranks {ranks}"
         )
     if not current().elastic:
-        options = f"--ranks {ranks}" if saved.stage == stage else f"--stage {stage} --ranks {ranks}"
-        if any(text.startswith("in bf16") or text.startswith("in fp") for text in now) and not engine.fp16_enabled():
-            options += f" --precision {_precision(engine)}"
-        raise CheckpointMismatchError(_offer(load.source, saved, ranks, before, now, options))
+        raise CheckpointMismatchError(_offer(load, saved, stage, ranks, before, now))
     return True
 
 
@@ -106,18 +104,22 @@ def _differences(engine: Any, saved: Saved, listing: Listing, stage: int, ranks:
         before.append(f"in ZeRO stage {saved.stage}")
         now.append(f"in stage {stage}")
     if kinds[0] and kinds[1] and listing.optimizer[0].startswith("bf16_") != engine.bfloat16_enabled():
-        precisions = ("in bf16", "in fp16 or fp32")
-        before.append(precisions[engine.bfloat16_enabled()])
-        now.append(precisions[not engine.bfloat16_enabled()])
+        before.append(_PRECISIONS[engine.bfloat16_enabled()])
+        now.append(_PRECISIONS[not engine.bfloat16_enabled()])
     return before, now
 
 
-def _offer(source: str, saved: Saved, ranks: int, before: list[str], now: list[str], options: str) -> str:
+def _offer(load: Load, saved: Saved, stage: int, ranks: int, before: list[str], now: list[str]) -> str:
     offer = " Pass patch(elastic=True) or set DS_FROZEN_PATCH_ELASTIC=1 to reshard it automatically."
+    options = f"--ranks {ranks}" if saved.stage == stage else f"--stage {stage} --ranks {ranks}"
+    precision = _precision(load.engine) if now[-1] in _PRECISIONS else None
+    if precision is not None:
+        options += f" --precision {precision}"
+    by_hand = f" To reshard it by hand: ds-frozen-patch reshard {load.source} NEW {options}, then load NEW."
     return (
         f"The checkpoint was saved {' '.join(before)}, and DeepSpeed cannot load it {' '.join(now)}."
         + (offer if current().elastic is None else "")
-        + f" To reshard it by hand: ds-frozen-patch reshard {source} NEW {options}, then load NEW."
+        + (by_hand if precision != "fp16" else "")  # which `reshard` does not write
         + (
             " For the same optimizer steps as before, keep world size x batch size x accumulate_grad_batches."
             if saved.ranks != ranks

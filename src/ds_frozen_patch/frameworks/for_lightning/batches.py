@@ -58,24 +58,26 @@ def begin_epoch(wrapped: Callable[..., None], loop: Any, args: tuple[Any, ...], 
     count, position = _loaded.pop(trainer, (0, {}))
     if not loop.restarting or count > trainer.num_training_batches:
         count = 0
+    if not count and not _is_served(trainer):
+        return wrapped(*args, **kwargs)
     (fetcher,) = inspect.signature(wrapped).bind(*args, **kwargs).args
     loaders = list(fetcher.combined_loader.flattened)
     if not _is_served(trainer):
-        if 0 < count < trainer.num_training_batches and not _have_states(trainer, loaders):
+        if count < trainer.num_training_batches and not _have_states(trainer, loaders):
             warn(owner_of(trainer.strategy), _NOT_ASKED.format(count))
+        return wrapped(*args, **kwargs)
+    if _have_states(trainer, loaders):
         wrapped(*args, **kwargs)
-    elif _have_states(trainer, loaders):
-        wrapped(*args, **kwargs)
-        _restore_lost(trainer.fit_loop, fetcher, count)
-    else:
-        _begun[trainer] = _random_states(loaders)
-        before = _iterator_of(fetcher)
-        wrapped(*args, **kwargs)
-        if count:
-            _go_on(loop, fetcher, loaders, count, position)
-        elif before is None or before is _iterator_of(fetcher):  # workers have started, which draws random numbers
-            _restore(loaders, _begun[trainer])
-            iter(fetcher)
+        return _restore_lost(trainer.fit_loop, fetcher, count)
+    _begun[trainer] = _random_states(loaders)
+    before = _iterator_of(fetcher)
+    wrapped(*args, **kwargs)
+    if count:
+        return _go_on(loop, fetcher, loaders, count, position)
+    if before is None or before is _iterator_of(fetcher):  # workers have started, which draws random numbers
+        _restore(loaders, _begun[trainer])
+        iter(fetcher)
+    return None
 
 
 def _iterator_of(fetcher: Any) -> Any:
@@ -138,10 +140,8 @@ def _samplers(loader: Any) -> list[Any]:
         sampler = getattr(loader, "sampler", None)
     while sampler is not None and sampler not in found:
         found.append(sampler)
-        wrapped = getattr(
-            getattr(sampler, "dataset", None), "_sampler", None
-        )  # in Lightning's DistributedSamplerWrapper
-        sampler = getattr(sampler, "sampler", wrapped)
+        in_wrapper = getattr(getattr(sampler, "dataset", None), "_sampler", None)  # Lightning's, for several ranks
+        sampler = getattr(sampler, "sampler", in_wrapper)
     return found
 
 
@@ -177,8 +177,6 @@ def _can_skip(loaders: list[Any]) -> bool:
 
 
 _GOES_ON = "The checkpoint was saved within an epoch, after {} batches, and this run cannot go on from there exactly:"
-
-
 _CANNOT_SKIP = (
     "only a single DataLoader of torch, over a dataset with indices, can skip batches, and not if a class of its own"
     " begins to iterate later. It starts again at the first batch of the epoch. Give such a loader, or that of an"
