@@ -1,9 +1,9 @@
 """`patch(resume_batches=True)`: a run that was saved within an epoch goes on with the batches that are left.
 
 Lightning counts them, and starts its dataloader at the first batch all the same. Here, what the loader's sampler has
-yielded already is skipped before anything is read, as accelerate's `skip_first_batches` does in a new loader;
+yielded already is skipped before anything is read. accelerate's `skip_first_batches` does the same in a new loader;
 this keeps the loader that Lightning has made, with its workers. The shuffle is the saved one: the checkpoint has the
-states, at the epoch's begin, of the generators that loader and sampler draw from.
+states that the generators of loader and sampler had at the beginning of the epoch.
 """
 
 from __future__ import annotations
@@ -25,37 +25,24 @@ KEY = "ds_frozen_patch_batches"
 _DRAWN_BY = ("RandomSampler", "WeightedRandomSampler", "SubsetRandomSampler")
 """Samplers of torch that draw from the process's own random numbers if they have no generator."""
 
-_begun: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # by trainer: this epoch's random states
-_loaded: WeakKeyDictionary[Any, tuple[int, Mapping[str, Any]]] = WeakKeyDictionary()  # by trainer: what to go on from
+loaded: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()
+"""By strategy, what of the last loaded checkpoint is for the next epoch to begin: the state of the loops, and `KEY`."""
+_begun: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # by strategy: this epoch's random states
 
 
 def add_position(strategy: Any, checkpoint: dict[str, Any]) -> None:
     """Add to what Trainer saves how this epoch's batches were drawn."""
-    if not settings.current().resume_batches or not checkpoint.get("loops"):
-        return
     import torch
 
-    if begin := _begun.get(_trainer_of(strategy)):
+    if checkpoint.get("loops") and (begin := _begun.get(strategy)):
         checkpoint[KEY] = {**begin, "now": torch.get_rng_state(), "ranks": int(strategy.world_size)}
-
-
-def expect(strategy: Any, checkpoint: Any) -> None:
-    """Remember where a checkpoint, as Lightning restores its loops from it, was saved."""
-    trainer = _trainer_of(strategy)
-    loops = checkpoint.get("loops") if isinstance(checkpoint, Mapping) else None
-    progress = ((loops or {}).get("fit_loop") or {}).get("epoch_loop.batch_progress") or {}
-    if trainer is not None and progress.get("current"):
-        _loaded[trainer] = int(progress["current"]["processed"]), checkpoint.get(KEY) or {}
-
-
-def _trainer_of(strategy: Any) -> Any:
-    return getattr(getattr(strategy, "lightning_module", None), "_trainer", None)
 
 
 def begin_epoch(wrapped: Callable[..., None], loop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """`_TrainingEpochLoop.on_run_start`: an epoch begins, or goes on."""
     trainer = loop.trainer
-    count, position = _loaded.pop(trainer, (0, {}))
+    loops, position = loaded.pop(trainer.strategy, (None, None))
+    count = _processed(loops)
     if not loop.restarting or count > trainer.num_training_batches:
         count = 0
     if not count and not _is_served(trainer):
@@ -69,15 +56,21 @@ def begin_epoch(wrapped: Callable[..., None], loop: Any, args: tuple[Any, ...], 
     if _have_states(trainer, loaders):
         wrapped(*args, **kwargs)
         return _restore_lost(trainer.fit_loop, fetcher, count)
-    _begun[trainer] = _random_states(loaders)
+    _begun[trainer.strategy] = _random_states(loaders)
     before = _iterator_of(fetcher)
     wrapped(*args, **kwargs)
     if count:
-        return _go_on(loop, fetcher, loaders, count, position)
+        return _go_on(loop, fetcher, loaders, count, position or {})
     if before is None or before is _iterator_of(fetcher):  # workers have started, which draws random numbers
-        _restore(loaders, _begun[trainer])
+        _restore(loaders, _begun[trainer.strategy])
         iter(fetcher)
     return None
+
+
+def _processed(loops: Any) -> int:
+    """How many batches of its epoch the run had processed that saved this state of Lightning's loops."""
+    progress = ((loops or {}).get("fit_loop") or {}).get("epoch_loop.batch_progress") or {}
+    return int((progress.get("current") or {}).get("processed", 0))
 
 
 def _iterator_of(fetcher: Any) -> Any:
@@ -103,7 +96,7 @@ def _go_on(loop: Any, fetcher: Any, loaders: list[Any], count: int, position: Ma
     is_drawn_again = position.get("ranks") == 1 == trainer.world_size
     if is_drawn_again:
         _restore(loaders, position)
-        _begun[trainer] = {name: position[name] for name in ("global", "generators")}
+        _begun[trainer.strategy] = {name: position[name] for name in ("global", "generators")}
     if has_skipped := _can_skip(loaders):
         with _without_first(loaders[0], count) as skipping:
             iter(fetcher)
@@ -118,7 +111,7 @@ def _go_on(loop: Any, fetcher: Any, loaders: list[Any], count: int, position: Ma
     if is_drawn_again:
         torch.set_rng_state(position["now"])
     if count == trainer.num_training_batches and not progress.ready:  # Lightning 2.5 and newer are in the next epoch
-        _begun[trainer] = _random_states(loaders)
+        _begun[trainer.strategy] = _random_states(loaders)
         iter(fetcher)
         return
     for name in ("ready", "started", "processed", "completed"):  # before 2.5, Lightning would train one of them again
@@ -178,9 +171,9 @@ def _can_skip(loaders: list[Any]) -> bool:
 
 _GOES_ON = "The checkpoint was saved within an epoch, after {} batches, and this run cannot go on from there exactly:"
 _CANNOT_SKIP = (
-    "only a single DataLoader of torch, over a dataset with indices, can skip batches, and not if a class of its own"
-    " begins to iterate later. It starts again at the first batch of the epoch. Give such a loader, or that of an"
-    " iterable dataset, state_dict() and load_state_dict()."
+    "only a single torch DataLoader over a map-style dataset can skip batches, and only if its __iter__ creates the"
+    " iterator at once. It starts again at the first batch of the epoch. Give any other loader state_dict() and"
+    " load_state_dict()."
 )
 
 

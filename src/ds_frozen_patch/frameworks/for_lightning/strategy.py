@@ -26,6 +26,7 @@ from ...publish import in_flight
 from ...publish.ways import is_local
 from ...save.agreement import explaining_errors
 from ...settings import FLAG
+from ...settings import current as settings
 from ...workarounds.for_fabric import CLIPS, clips_unasked, moved_in_deepspeed, unwrapped
 from ..serving import begin_serving
 from . import batches, single_file
@@ -86,7 +87,7 @@ def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
     if name is None:
         return wrapped(*args, **kwargs)  # the strategy has been changed: its engine saves to wherever it says
     path = call.arguments[name]
-    if isinstance(call.arguments.get("checkpoint"), dict):
+    if settings().resume_batches and isinstance(call.arguments.get("checkpoint"), dict):
         batches.add_position(strategy, call.arguments["checkpoint"])
     is_divided = known.topology.is_divided  # no rank has all weights, so the engine saves, as without `patch()`
     if not is_divided and is_local(path) and single_file.is_weights_only(call.arguments.get("checkpoint", {})):
@@ -117,7 +118,8 @@ def load_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
         checkpoint = _load(wrapped, strategy, inspect.signature(wrapped).bind(*args, **kwargs))
     if runs_nothing() and (ignored := forget_paths_outside(checkpoint)):
         warn(owner_of(strategy), ignored)
-    batches.expect(strategy, checkpoint)
+    if isinstance(checkpoint, dict) and "loops" in checkpoint:
+        batches.loaded[strategy] = checkpoint["loops"], checkpoint.get(batches.KEY)
     return checkpoint
 
 
