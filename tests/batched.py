@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import runs
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
@@ -159,9 +159,7 @@ def whole_and_resumed(out: str, steps: list[int], world_size: int, order: str, *
 
 def in_processes(world_size: int, out: Path, **options: Any) -> list[list[dict[str, Any]]]:
     """`whole_and_resumed` in processes that may have children, which those of the fixture `ranks` may not."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = forked.free_port()
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world_size, "LOCAL_SIZE": world_size}
     common |= {"NODE_RANK": 0, "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
     arguments = json.dumps({"out": str(out), "world_size": world_size, **options})

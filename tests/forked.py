@@ -108,6 +108,14 @@ class Process:
         return "hangs", None
 
 
+def free_port() -> int:
+    """A port of this machine that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 def run_ranks(
     function: Callable[..., Any], log: Path, points: tuple[KillPoint | None, ...], nodes: int = 1, **arguments: Any
 ) -> list[tuple[str, Any]]:
@@ -122,9 +130,7 @@ def start_ranks(
     function: Callable[..., Any], log: Path, points: tuple[KillPoint | None, ...], nodes: int = 1, **arguments: Any
 ) -> list[Process]:
     """Start the processes of the ranks, equally many on each node, with the environment that torchrun sets."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     local = len(points) // nodes
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(points))}
     world |= {"LOCAL_WORLD_SIZE": str(local), "LOCAL_SIZE": str(local)}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import socket
 import sys
 import time
 import traceback
@@ -60,9 +59,7 @@ class Ranks:
         return [answer[1] for answer in answers if answer is not None]
 
     def _start(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = forked.free_port()
         is_cpu = self.accelerator == "cpu"
         context: Any = multiprocessing.get_context("forkserver" if is_cpu else "spawn")
         for rank in range(self.world_size):

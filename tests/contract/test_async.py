@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import forked
 import owners
 import pytest
 import runs
@@ -430,9 +430,7 @@ torch.multiprocessing.start_processes(train, nprocs=2, start_method="fork")
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_end_of_forked_ranks(tmp_path: Path, fails: bool) -> None:
     """Processes that `multiprocessing` starts, as Accelerate's `notebook_launcher` does, run no `atexit`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = forked.free_port()
     program = FORKED.format(path=sys.path, out=str(tmp_path), fails=fails, port=port)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode != 0) == fails, done.stderr[-3000:]

@@ -233,9 +233,7 @@ def _optimizer_like(states: States, target: Target) -> Mapping[str, Any]:
     stage = target.stage or 0
     first = states.optimizers[0] if states.optimizers else {}
     same = precision_of(states) == target.precision and states.zero_stage > 0
-    scaling: dict[str, Any] = {
-        key: first[key] for key in ("loss_scaler", "dynamic_loss_scale", "overflow") if key in first
-    }
+    scaling: dict[str, Any] = {key: first[key] for key in _SCALING if key in first}
     if not same:
         scaling = {"loss_scaler": _static_scaler(), "dynamic_loss_scale": False, "overflow": False}
     if states.zero_stage == stage or {states.zero_stage, stage} == {1, 2}:

@@ -22,8 +22,6 @@ from .partitions import (
 from .states import as_integer
 from .trained import BASE_STATE, MASTERS, Group, Trained, Values
 
-_COMMON = ("loss_scaler", "dynamic_loss_scale", "overflow")
-
 
 @dataclass(frozen=True)
 class Slice:
