@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 
+from series import stack
 from series.folder import (
     OF_DEEPSPEED,
     ROOT,
@@ -34,9 +35,9 @@ from series.folder import (
 from series.trial import Landing, contents, format_series, landing, syntax_error, try_series, unlike
 
 FIELDS = ("Origin", "Forwarded", "Applied-Upstream", "Bug", "Last-Update")
-OWN = ("series", "__pycache__", OF_DEEPSPEED)  # the program itself, and what has an index of its own
+OWN = ("series", "__pycache__", OF_DEEPSPEED, stack.OVERLAYS)  # what is no line's folder
 WHEELS = ("lightning", "pytorch_lightning")
-EXPORT_ANEW = "export the series anew: python patches export"
+EXPORT_ANEW = "record the series anew: python patches record"
 # What a patch must match or must not, and what is wrong otherwise.
 FORM = (
     (r"\AFrom 0{40} Mon Sep 17 00:00:00 2001\n", True, f"does not begin with a commit of zeros, {EXPORT_ANEW}"),
@@ -86,12 +87,21 @@ def lint(patches: Path) -> list[str]:
     for folder in sorted({line.folder for line in lines if line.folder.is_dir()}):
         files = sorted(folder.iterdir())
         if not files:
-            problems.append(f"{folder.name}: has no patches, export them: python patches export")
+            problems.append(f"{folder.name}: has no patches, make them: python patches export")
         for number, file in enumerate(files, 1):
             problems += [
                 f"{folder.name}/{file.name}: {problem}" for problem in _patch_problems(file, number, repository)
             ]
-    return problems
+    return problems + [f"{line.folder.name}: {problem}" for line, problem in _not_made(lines)]
+
+
+def _not_made(lines: list[Line]) -> Iterator[tuple[Line, str]]:
+    """Yield the lines whose folders are not what the stack and the overlays make."""
+    for line, series in stack.made(lines):
+        if isinstance(series, SeriesError):
+            yield line, f"cannot be made: {series}, record the line anew: python patches record"
+        elif series != contents(line.patches):
+            yield line, "is not what the stack and its overlay make, make it anew: python patches export"
 
 
 def _index_problems(patches: Path, lines: list[Line]) -> Iterator[str]:
@@ -100,7 +110,7 @@ def _index_problems(patches: Path, lines: list[Line]) -> Iterator[str]:
     yield from (
         f"has the folder {name} {count} times, remove all but one" for name, count in folders.items() if count > 1
     )
-    yield from (f"has {name}, which is no folder, export it or remove it" for name in folders if name not in there)
+    yield from (f"has {name}, which is no folder, make or remove it" for name in folders if name not in there)
     yield from (
         f"does not list the folder {name}, add it or remove the folder" for name in sorted(there - folders.keys())
     )

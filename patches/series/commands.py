@@ -1,6 +1,6 @@
 """The patch series for the repositories of Lightning and DeepSpeed, in `patches/`: `python patches --help`.
 
-For who keeps a fork: `apply`. For who keeps the series: `lint`, `check`, `export` and `new`.
+For who keeps a fork: `apply`. For who keeps the series: `lint`, `check`, `export`, `record` and `new`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from packaging.version import Version
 from series import check as series_check
+from series import stack
 from series.folder import (
     DEEPSPEED,
     LIGHTNING,
@@ -30,41 +31,65 @@ from series.folder import (
     version,
     write_index,
 )
-from series.trial import format_series, try_series, unlike
+from series.trial import Trial, cherry_pick, conflicts, contents, format_series, try_series, unlike
 
 COMMAND = "python patches"
 
 
 def apply(patches: Path, checkout: Path) -> str:
-    """Apply the series that is for a checkout's release to it, completely or not at all; returns what was done."""
+    """Apply the series that is for a checkout's release to it, completely or not at all; returns what was done.
+
+    It is merged by three-way where git cannot apply it as it is, or would in other places, and where no line has the
+    release: then it is that of the nearest line.
+    """
     root = clean_checkout(checkout)
     patches = patches_for(patches, root)
-    line = line_of(patches, root)
+    line, other = line_of(patches, root)
     if not line.patches:
         raise SeriesError(f"{line.folder} has no patches; get them from the repository that this program is from")
     refuse_applied(root, line)
-    note = ""
+    name = f"{repository_of(patches).name} {other}".strip()
+    own = f"{line.folder}, the nearest to {name}," if other else str(line.folder)
     with tempfile.TemporaryDirectory() as scratch:
         trial = try_series(root, "HEAD", line.patches, Path(scratch, "trial"))
-        if trial.failed:
-            name = repository_of(patches).name
-            what = f"this checkout differs from {name} there: apply them by hand with git am -3 {line.folder}/*.patch"
-            raise SeriesError(f"the patches do not apply, nothing was changed: {trial.failed}; {what}")
-        if not has_commit(root, line.made_on):
-            note = f"; {line.made_on} is not in this clone, so the places of the changes were not compared with it"
-        else:
+        made, problem = None, trial.failed
+        if has_commit(root, line.made_on):
             made = try_series(root, line.made_on, line.patches, Path(scratch, "made"))
-            if places := unlike(made.landing, trial.landing):
-                what = f"apply them by hand with git am {line.folder}/*.patch, and check these places"
-                raise SeriesError(
-                    f"nothing was changed: unlike on {line.made_on}, the patches would change {places}; {what}"
-                )
+            problem = problem or unlike(made.landing, trial.landing)
+        if made and (problem or other):
+            why = f"there is no series for {name}" if other else f"the checkout differs from the releases of {name}"
+            merge(root, line, made, why, Path(scratch, "merged"))
+            return f"merged {len(line.patches)} patches of {own} into {root}; now run the tests that they add"
+    if problem:
+        what = f"this checkout differs from {name} there: apply them by hand with git am -3 {line.folder}/*.patch"
+        raise SeriesError(f"the patches of {own} do not apply, nothing was changed: {problem}; {what}")
     try:
         git(root, "am", "--quiet", *map(str, line.patches))
     except SeriesError as error:
         abort_am(root)
         raise SeriesError(f"git am failed and was aborted, nothing was changed: {error}") from None
-    return f"applied {len(line.patches)} patches of {line.folder} to {root}{note}"
+    note = ""
+    if not made:
+        note = f"; {line.made_on} is not in this clone, so the places of the changes were not compared with it"
+    return f"applied {len(line.patches)} patches of {own} to {root}{note}"
+
+
+def merge(root: Path, line: Line, made: Trial, why: str, scratch: Path) -> None:
+    """Merge the series of a line into a checkout by three-way, completely or not at all.
+
+    `made` is the series on the release that it was made on.
+    """
+    if found := conflicts(root, "HEAD", made, scratch):
+        raise SeriesError(
+            f"{why}, and the patches of {line.folder} cannot be merged into {root}: {found}; nothing was changed. Merge"
+            f" them by hand in a worktree: {COMMAND} new {root} HEAD --from {line.folder.name}"
+        )
+    git(root, "fetch", "--quiet", "--no-tags", str(made.root), "HEAD")
+    try:
+        cherry_pick(root, f"{made.base}..FETCH_HEAD")
+    except SeriesError as error:
+        git(root, "cherry-pick", "--abort")
+        raise SeriesError(f"the merge failed and was aborted, nothing was changed: {error}") from None
 
 
 def clean_checkout(checkout: Path) -> Path:
@@ -97,8 +122,11 @@ def patches_for(patches: Path, clone: Path) -> Path:
     return patches / OF_DEEPSPEED if is_deepspeed else patches
 
 
-def line_of(patches: Path, root: Path) -> Line:
-    """Return the line of the release that a checkout is at: by its commit, its tags, or what it says of itself."""
+def line_of(patches: Path, root: Path) -> tuple[Line, str]:
+    """Return the line of the release that a checkout is at: by its commit, its tags, or what it says of itself.
+
+    With it comes "", or the name of the release if no line has it: then the line is the nearest one.
+    """
     lines, repository = read_index(patches), repository_of(patches)
     head, *tags = git(root, "rev-parse", "HEAD").split() + git(root, "tag", "--points-at", "HEAD").split()
     own = read(root / repository.version).strip()
@@ -107,13 +135,9 @@ def line_of(patches: Path, root: Path) -> Line:
     for name in (head, *tags, own, public, f"v{public}"):  # DeepSpeed's tags are v0.19.5
         for line in lines:
             if name in (*line.tags, *line.untagged):
-                return line
+                return line, ""
     tag = next((tag for tag in tags if version(tag)), None)
-    near = nearest(lines, tag or own)
-    raise SeriesError(
-        f"there is no series for {repository.name} {tag or own or head}, the release of {root}; the nearest is"
-        f" {near.place}. Try it: {COMMAND} new {root} {tag or head} --from {near.folder.name}"
-    )
+    return nearest(lines, tag or own), tag or head[:10]
 
 
 def nearest(lines: list[Line], name: str) -> Line:
@@ -161,8 +185,31 @@ def abort_am(root: Path) -> None:
         git(root, "am", "--abort")
 
 
-def export(patches: Path, checkout: Path, folder: str, since: str | None = None) -> str:
-    """Write the commits of a checkout as the series of a line, which is new if the index has no such folder."""
+def export(patches: Path, names: list[str]) -> str:
+    """Write the folders of lines, or of all, as the stack and the overlays make them."""
+    indexes = [folder for folder in (patches, patches / OF_DEEPSPEED) if (folder / "index.json").is_file()]
+    lines = [line for folder in indexes for line in stack.made(read_index(folder))]
+    there = {line.folder.name: (line, series) for line, series in lines}
+    if unknown := [name for name in names if name not in there]:
+        raise SeriesError(f"there is no line {', '.join(unknown)}; there are {', '.join(there)}")
+    chosen = [there[name] for name in names or there]
+    for line, series in chosen:
+        stack.write_series(line.folder, whole(series))
+    return f"wrote the patches of {', '.join(line.place for line, _ in chosen)}"
+
+
+def whole(series: stack.Series | SeriesError) -> stack.Series:
+    """Return a series; raises the error that is in its place."""
+    if isinstance(series, SeriesError):
+        raise series
+    return series
+
+
+def record(patches: Path, checkout: Path, folder: str, since: str | None = None) -> str:
+    """Write the commits of a checkout as the series of a line, which is new if the index has no such folder.
+
+    A change of a line is a change of those that are older: their folders are made anew.
+    """
     root = clean_checkout(checkout)
     patches = patches_for(patches, root)
     lines = read_index(patches)
@@ -175,31 +222,35 @@ def export(patches: Path, checkout: Path, folder: str, since: str | None = None)
     if line is None and Path(folder).name != folder:
         raise SeriesError(f"{folder} cannot be a folder of patches/; name it as the line of releases")
     since = since or (line.made_on if line else "")
+    series = commits(root, since)
+    anew = []
+    if line is None:
+        line = Line(patches / folder, since, (since,))
+        lines = sorted([*lines, line], key=begin)
+        write_index(patches, lines)
+        stack.write_line(lines, line, series)
+        for older in lines[: lines.index(line)][-1:]:
+            stack.write_overlay(lines, older)  # it was one of another line
+    else:
+        stack.write_line(lines, line, series)
+        anew = [stack.renew(lines, older, root) for older in reversed(lines[: lines.index(line)])]
+    renewed = f", and made {', '.join(anew)} anew" if anew else ""
+    now = f"{COMMAND} lint, and {COMMAND} check --repo {root}"
+    return f"wrote {len(series)} patches into {line.folder}{renewed}; now: {now}"
+
+
+def commits(root: Path, since: str) -> stack.Series:
+    """Return the commits of a checkout that follow a tag or commit, as patches."""
     if not has_commit(root, since):
         raise SeriesError(f"{root} has no {since}; fetch it with git fetch --tags, or name another with --since")
-    commits = git(root, "rev-list", "--parents", f"{since}..HEAD").splitlines()
-    if (
-        not commits
-        or git(root, "merge-base", since, "HEAD").strip() != git(root, "rev-parse", f"{since}^{{commit}}").strip()
-    ):
+    found = git(root, "rev-list", "--parents", f"{since}..HEAD").splitlines()
+    base = git(root, "rev-parse", f"{since}^{{commit}}")
+    if not found or git(root, "merge-base", since, "HEAD") != base:
         raise SeriesError(f"{root} is not at commits that follow {since}; check out the branch that has the series")
-    if any(len(commit.split()) != 2 for commit in commits):
+    if any(len(commit.split()) != 2 for commit in found):
         raise SeriesError(f"there are merge commits after {since} in {root}; rebase them away")
-    target = patches / folder
-    with tempfile.TemporaryDirectory(prefix=".export-", dir=patches) as scratch:
-        files = format_series(root, since, "HEAD", Path(scratch, "new"))
-        old = Path(scratch, "old")
-        if target.exists():
-            target.rename(old)
-        try:
-            Path(scratch, "new").rename(target)
-        except OSError as error:
-            old.rename(target)
-            raise SeriesError(f"{target} cannot be written: {error.strerror}") from None
-    if line is None:
-        added = Line(target, since, (since,))
-        write_index(patches, sorted([*lines, added], key=begin))
-    return f"wrote {len(files)} patches into {target}; now: {COMMAND} lint, and {COMMAND} check --repo {root}"
+    with tempfile.TemporaryDirectory() as scratch:
+        return contents(format_series(root, since, "HEAD", Path(scratch)))
 
 
 def new(patches: Path, checkout: Path, tag: str, source: str | None = None) -> str:
@@ -257,7 +308,7 @@ def begin_series(root: Path, line: Line, lines: list[Line], tag: str, why: str) 
     return (
         f"{line.place} does not apply to {tag} unchanged ({why}).\n"
         f"{tree} has the branch series-{folder} for a series of its own; {left}.\n"
-        f"Then: {COMMAND} export {tree} --line {folder} --since {tag}"
+        f"Then: {COMMAND} record {tree} --line {folder} --since {tag}"
     )
 
 
@@ -303,8 +354,14 @@ def parser(patches: Path) -> argparse.ArgumentParser:
     about = "apply the series that is for a checkout's release to it"
     one = add("apply", about, lambda g: apply(patches, g.checkout))
     one.add_argument("checkout", type=Path)
+    one = add(
+        "export",
+        "write the folders of lines as the stack and the overlays make them",
+        lambda g: export(patches, g.lines),
+    )
+    one.add_argument("lines", metavar="LINE", nargs="*", help="the name of its folder; without any, all lines")
     about = "write a checkout's commits as the series of a line"
-    one = add("export", about, lambda g: export(patches, g.checkout, g.line, g.since))
+    one = add("record", about, lambda g: record(patches, g.checkout, g.line, g.since))
     one.add_argument("checkout", type=Path)
     one.add_argument("--line", metavar="FOLDER", required=True)
     one.add_argument("--since", metavar="REF", help="what the commits follow; without it, what the line was made on")

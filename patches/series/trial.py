@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from series.folder import SeriesError, git, read, texts, touched
+from series.folder import SeriesError, diffs, git, read, texts, touched
 
 # Nobody's settings, hooks or templates: the same for everybody.
 PLAIN = {
@@ -75,6 +75,44 @@ def try_series(repo: Path, ref: str, patches: list[Path], root: Path) -> Trial:
     except SeriesError as error:
         failed = str(error)
     return Trial(root, base, failed, before, texts(root, paths))
+
+
+def conflicts(repo: Path, ref: str, made: Trial, root: Path) -> str:
+    """Merge the commits of a trial into the files of a tag or commit by three-way, in a new repository in `root`.
+
+    Returns how many hunks conflict, and in which files; "" if none does.
+    """
+    lay_out(repo, ref, sorted(made.after), root)
+    count: Counter[str] = Counter()
+    hunks = 0
+    git(root, "fetch", "--quiet", "--no-tags", str(made.root), "HEAD", **PLAIN)
+    for commit in git(root, "rev-list", "--reverse", f"{made.base}..FETCH_HEAD").split():
+        own = dict(diffs(git(root, "show", "--format=", "--no-renames", "--unified=1", commit, **PLAIN)))
+        hunks += sum(map(_hunks, own.values()))
+        try:
+            cherry_pick(root, commit, **PLAIN)
+        except SeriesError:
+            # Go on with the marks of the conflicts, to find those of the next commits.
+            for path in git(root, "diff", "--name-only", "--diff-filter=U", **PLAIN).split():
+                marks = len(re.findall(r"(?m)^<<<<<<< ", read(root / path)))
+                count[path] = max(marks, count[path] + 1) if marks else count[path] + _hunks(own[path])
+            git(root, "add", "--all", "--force", **PLAIN)
+            git(root, "commit", "--quiet", "--allow-empty", "--message", "conflicts", **PLAIN)
+    places = ", ".join(f"{number} in {path}" for path, number in count.items())
+    return f"{count.total()} of {hunks} hunks conflict: {places}" if count else ""
+
+
+def cherry_pick(root: Path, commits: str, **environment: str) -> None:
+    """Merge commits into a checkout by three-way; a changelog keeps the entries of both sides."""
+    with tempfile.NamedTemporaryFile("w") as attributes:
+        attributes.write("CHANGELOG.md merge=union\n")
+        attributes.flush()
+        union = ("-c", f"core.attributesFile={attributes.name}")
+        git(root, *union, "cherry-pick", "--allow-empty", "--keep-redundant-commits", commits, **environment)
+
+
+def _hunks(diff: str) -> int:
+    return len(re.findall(r"(?m)^@@ ", diff))
 
 
 def landing(before: dict[str, str], after: dict[str, str]) -> Landing:

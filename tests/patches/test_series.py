@@ -189,7 +189,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> World:
     world.patches.mkdir()
     index = {"lines": [{"folder": "2.5", "made_on": "2.5.1", "tags": ["2.5.0", "2.5.1"]}]}
     (world.patches / "index.json").write_text(json.dumps(index))
-    series.export(world.patches, world.clone, "2.5")
+    series.record(world.patches, world.clone, "2.5")
     git(world.clone, "gc", "--quiet")  # fewer files to copy
     return world
 
@@ -218,7 +218,7 @@ def test_the_real_index_has_every_release_but_the_malicious_ones() -> None:
     assert not {"2.6.2", "2.6.3"} & set(releases)
 
 
-def test_export_is_in_order(original: World) -> None:
+def test_record_is_in_order(original: World) -> None:
     names = [
         "0001-fabric-leave-out-frozen-parameters-when-asked-to-whi.patch",
         "0002-pytorch-leave-out-frozen-parameters.patch",
@@ -227,7 +227,7 @@ def test_export_is_in_order(original: World) -> None:
     assert series_check.lint(original.patches) == []
 
 
-def test_export_is_the_same_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_is_the_same_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a clone that the series was applied to, with other settings, at another time: byte for byte."""
     before = world.state[2]
     git(world.clone, "switch", "--quiet", "--detach", "2.5.1")
@@ -236,7 +236,7 @@ def test_export_is_the_same_again(world: World, monkeypatch: pytest.MonkeyPatch)
     git(world.clone, "config", "format.attach", "true")
     monkeypatch.setenv("GIT_DIFF_OPTS", "--unified=5")
     (world.patches / "2.5" / "0003-old.patch").write_text("no longer in the series")
-    series.export(world.patches, world.clone, "2.5")
+    series.record(world.patches, world.clone, "2.5")
     assert world.state[2] == before
 
 
@@ -288,17 +288,56 @@ def test_apply_refuses_while_an_am_is_under_way(world: World, capsys: pytest.Cap
     assert (world.clone / ".git" / "rebase-apply").exists()
 
 
-@pytest.mark.parametrize(("tag", "near"), [("2.4.0", "2.5"), ("2.5.2", "2.5"), ("2.7.0", "2.5")])
-def test_apply_refuses_an_unknown_release(
-    world: World, capsys: pytest.CaptureFixture[str], tag: str, near: str
-) -> None:
-    at(world, tag)
+def test_apply_refuses_what_cannot_be_merged(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    """It says how many hunks conflict, and where."""
+    at(world, "2.7.0")
     refusal = world.refuses(capsys, "apply", str(world.clone))
-    assert (
-        f"there is no series for Lightning {tag}, the release of {world.clone}; the nearest is patches/{near}. "
-        in refusal
-    )
-    assert refusal.endswith(f"python patches new {world.clone} {tag} --from {near}")
+    assert refusal.startswith("there is no series for Lightning 2.7.0, and the patches of ")
+    assert "1 of 11 hunks conflict: 1 in src/lightning/pytorch/strategies.py; nothing was changed" in refusal
+    assert refusal.endswith(f"in a worktree: python patches new {world.clone} HEAD --from 2.5")
+
+
+@pytest.mark.parametrize("tag", ["2.4.0", "2.6.0"])
+def test_apply_merges_into_an_unknown_release(world: World, tag: str) -> None:
+    """From the nearest line, and into the right places: in 2.6.0 another function has lines like those of `save`."""
+    at(world, tag)
+    done = series.apply(world.patches, world.clone)
+    assert done.startswith(f"merged 2 patches of {world.patches}/2.5, the nearest to Lightning {tag}, into")
+    assert git(world.clone, "log", "--format=%an %cn", "-2").splitlines() == ["Fork Keeper Fork Keeper"] * 2
+    text = read(world.clone / "src/lightning/fabric/strategies.py")
+    assert "exclude=self.exclude" in text.partition("def save(")[2].partition("def load(")[0]
+
+
+def test_apply_merges_changelogs(world: World) -> None:
+    """Entries of both sides are kept."""
+    at(world, "2.5.2")
+    file = world.clone / "src/lightning/pytorch/CHANGELOG.md"
+    edit(file, "### Fixed\n", "### Fixed\n\n- Fixed another thing\n")
+    commit(world.clone, "Upstream goes on")
+    series.apply(world.patches, world.clone)
+    assert "- Added exclude\n" in read(file)
+    assert "- Fixed another thing\n" in read(file)
+
+
+def test_apply_merges_into_what_has_a_part_of_it(world: World) -> None:
+    """Which `git am` alone refuses."""
+    at(world, "2.5.2")
+    file = world.clone / "src/lightning/pytorch/strategies.py"
+    edit(file, "    things,\n", "    things,\n    more,  # not lightning.pytorchx\n")
+    commit(world.clone, "Upstream goes on")
+    (line,) = read_index(world.patches)
+    with pytest.raises(SeriesError, match="Patch failed at 0002"):
+        git(world.clone, "am", "--no-3way", *map(str, line.patches))
+    git(world.clone, "am", "--abort")
+    series.apply(world.patches, world.clone)
+    assert read(file).count("more,") == read(file).count("self.exclude = exclude") == 1
+
+
+def test_apply_merges_no_file_that_is_gone(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    at(world, "2.5.2")
+    git(world.clone, "mv", "src/lightning/pytorch/strategies.py", "src/lightning/pytorch/others.py")
+    commit(world.clone, "Upstream moves things")
+    assert "in src/lightning/pytorch/strategies.py" in world.refuses(capsys, "apply", str(world.clone))
 
 
 def test_apply_refuses_what_is_patched(world: World, capsys: pytest.CaptureFixture[str]) -> None:
@@ -332,15 +371,17 @@ def test_apply_refuses_other_code(world: World, capsys: pytest.CaptureFixture[st
     edit(world.clone / "src/lightning/pytorch/strategies.py", "self.config = None", "self.config = {}")
     commit(world.clone, "Our own")
     refusal = world.refuses(capsys, "apply", str(world.clone))
-    assert "do not apply, nothing was changed: Patch failed at 0002 pytorch: leave out" in refusal
-    assert "src/lightning/pytorch/strategies.py" in refusal
+    assert refusal.startswith("the checkout differs from the releases of Lightning, and the patches of ")
+    assert "1 of 11 hunks conflict: 1 in src/lightning/pytorch/strategies.py; nothing was changed" in refusal
 
 
-def test_apply_refuses_to_land_elsewhere(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_apply_does_not_land_elsewhere(world: World) -> None:
+    """In 2.6.0 `git am` changes the function before `save`, although the index says that the series is for it."""
     at(world, "2.6.0")
     edit(world.patches / "index.json", '"2.5.0"', '"2.6.0"')
-    refusal = world.refuses(capsys, "apply", str(world.clone))
-    assert "Strategy.first in src/lightning/fabric/strategies.py, Strategy.save in src/lightning/fabric" in refusal
+    assert series.apply(world.patches, world.clone).startswith(f"merged 2 patches of {world.patches}/2.5 into")
+    text = read(world.clone / "src/lightning/fabric/strategies.py")
+    assert "exclude=self.exclude" in text.partition("def save(")[2].partition("def load(")[0]
 
 
 def test_apply_says_what_it_could_not_compare(world: World) -> None:
@@ -366,12 +407,80 @@ def test_apply_refuses_a_folder_without_patches(world: World, capsys: pytest.Cap
     assert "has no patches; get them" in world.refuses(capsys, "apply", str(world.clone))
 
 
-def test_export_of_a_new_line(world: World) -> None:
+def test_record_of_a_new_line(world: World) -> None:
     at(world, "2.5.0")
     series.apply(world.patches, world.clone)
-    series.export(world.patches, world.clone, "2.5.0", since="2.5.0")
+    series.record(world.patches, world.clone, "2.5.0", since="2.5.0")
     assert world.lines() == {"2.5.0": ["2.5.0"], "2.5": ["2.5.0", "2.5.1"]}
     assert len(list((world.patches / "2.5.0").iterdir())) == 2
+
+
+@pytest.fixture
+def two_lines(world: World) -> World:
+    """The series for 2.5, and below it a line 2.4 which has other names in one place, both from the same stack."""
+    at(world, "2.4.0")
+    series.apply(world.patches, world.clone)
+    edit(world.clone / "src/lightning/pytorch/strategies.py", "exclude=False", "exclude=None")
+    git(world.clone, "commit", "--quiet", "--all", "--amend", "--no-edit")
+    series.record(world.patches, world.clone, "2.4", since="2.4.0")
+    return world
+
+
+def test_a_line_is_an_overlay(two_lines: World) -> None:
+    """Its folder is made of it, byte for byte; it has what differs, and not the rest."""
+    patches = two_lines.patches
+    before = two_lines.state[2]
+    assert two_lines.lines() == {"2.4": ["2.4.0"], "2.5": ["2.5.0", "2.5.1"]}
+    (overlay,) = (patches / "overlays").iterdir()
+    added = [line for line in read(overlay).splitlines() if line.startswith("++")]
+    assert "++    def __init__(self, stage=2, exclude=None):" in added
+    assert not [line for line in added if "import strategies" in line]
+    shutil.rmtree(patches / "2.4")
+    series.main(["export", "2.4"], patches)
+    assert two_lines.state[2] == before
+    (patches / "2.4" / "0009-own.patch").touch()
+    assert [
+        problem for problem in series_check.lint(patches) if "2.4: is not what the stack and its overlay" in problem
+    ]
+    series.main(["export"], patches)
+    assert two_lines.state[2] == before
+    assert series_check.lint(patches) == []
+
+
+def test_a_change_of_the_stack_is_one_of_older_lines(two_lines: World) -> None:
+    git(two_lines.clone, "switch", "--quiet", "series")
+    edit(two_lines.clone / "tests/tests_pytorch/test_exclude.py", "strategies", "strategies  # more")
+    git(two_lines.clone, "commit", "--quiet", "--all", "--amend", "--no-edit")
+    overlay = read(two_lines.patches / "overlays" / "2.4.diff")
+    assert ", and made 2.4 anew" in series.record(two_lines.patches, two_lines.clone, "2.5")
+    text = read(two_lines.patches / "2.4" / "0002-pytorch-leave-out-frozen-parameters.patch")
+    assert "+from lightning.pytorch import strategies  # more\n" in text
+    assert "exclude=None" in text
+    assert read(two_lines.patches / "overlays" / "2.4.diff").count("\n") == overlay.count("\n")
+    assert series_check.lint(two_lines.patches) == []
+    assert series_check.check_clone(read_index(two_lines.patches), two_lines.clone, lambda _: None).problems == []
+
+
+def test_a_change_that_an_older_line_cannot_follow(two_lines: World) -> None:
+    """It says which, and what to do; the older line stays as it was, and the check of the files finds it."""
+    git(two_lines.clone, "switch", "--quiet", "series")
+    edit(two_lines.clone / "src/lightning/pytorch/strategies.py", "exclude=False", "exclude=0")
+    git(two_lines.clone, "commit", "--quiet", "--all", "--amend", "--no-edit")
+    old = contents(list((two_lines.patches / "2.4").iterdir()))
+    with pytest.raises(
+        SeriesError, match=r"patches/2\.4 cannot follow the change: .*, and record that with --line 2\.4"
+    ):
+        series.record(two_lines.patches, two_lines.clone, "2.5")
+    assert contents(list((two_lines.patches / "2.4").iterdir())) == old
+    assert [
+        line for line in series_check.lint(two_lines.patches) if line.startswith("2.4: cannot be made: overlays/2.4")
+    ]
+    with pytest.raises(SeriesError, match=r"overlays/2\.4\.diff does not apply"):
+        series.export(two_lines.patches, ["2.4"])
+
+
+def test_export_refuses_an_unknown_line(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    assert world.refuses(capsys, "export", "2.8") == "there is no line 2.8; there are 2.5"
 
 
 @pytest.mark.parametrize(
@@ -384,23 +493,23 @@ def test_export_of_a_new_line(world: World) -> None:
         (["--line", "2.5", "--since", "series"], "is not at commits that follow series"),
     ],
 )
-def test_export_refuses(world: World, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
-    assert said in world.refuses(capsys, "export", str(world.clone), *arguments)
+def test_record_refuses(world: World, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    assert said in world.refuses(capsys, "record", str(world.clone), *arguments)
 
 
-def test_export_refuses_merges(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_record_refuses_merges(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     git(world.clone, "merge", "--quiet", "--no-edit", "--strategy", "ours", "2.5.2")
-    assert "there are merge commits after 2.5.1" in world.refuses(capsys, "export", str(world.clone), "--line", "2.5")
+    assert "there are merge commits after 2.5.1" in world.refuses(capsys, "record", str(world.clone), "--line", "2.5")
 
 
-def test_export_that_fails_leaves_the_old_series(
+def test_record_that_fails_leaves_the_old_series(
     world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> list[Path]:
         raise SeriesError("the disk is full")
 
     monkeypatch.setattr(series, "format_series", fail)
-    assert world.refuses(capsys, "export", str(world.clone), "--line", "2.5") == "the disk is full"
+    assert world.refuses(capsys, "record", str(world.clone), "--line", "2.5") == "the disk is full"
 
 
 def test_new_release_that_a_series_serves(world: World) -> None:
@@ -431,7 +540,7 @@ def test_new_release_that_conflicts(world: World) -> None:
     done = series.new(world.patches, world.clone, "2.7.0", "2.5")
     tree = world.clone.with_name("clone-2.7")
     assert "patches/2.5 does not apply to 2.7.0 unchanged (Patch failed at 0002" in done
-    assert done.endswith(f"python patches export {tree} --line 2.7 --since 2.7.0")
+    assert done.endswith(f"python patches record {tree} --line 2.7 --since 2.7.0")
     assert world.lines() == {"2.5": ["2.5.0", "2.5.1"]}
     file = tree / "src/lightning/pytorch/strategies.py"
     merged = "    def __init__(self, stage=3, exclude=False):\n"
