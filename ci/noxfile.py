@@ -6,12 +6,15 @@ Environments are made from `ci/locks/` in `.nox/`, as `ci/matrix/environments.py
 from __future__ import annotations
 
 import hashlib
+import os
+import shutil
 import sys
 import tempfile
 from functools import partial
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "patches"))
@@ -32,6 +35,8 @@ from matrix.environments import (
 from matrix.environments import PROGRAMS as CLONES
 from matrix.programs import PROGRAMS
 from packaging.version import Version
+from series.commands import patches_for
+from series.folder import OF_DEEPSPEED, PATCHES, read_index, touched
 
 CELLS = cells.read()
 EVERY_TEST = ("everyday", "newest")
@@ -45,9 +50,14 @@ TRAINS = [ROOT / "tests" / name for name in ("runs.py", "contract/test_upgrade.p
 TRAINS += sorted(ROOT.glob("patches/*/*.patch"))
 SAVED = ROOT / ".nox" / "saved" / hashlib.sha256(b"".join(file.read_bytes() for file in TRAINS)).hexdigest()[:8]
 
-# Lightning's own tests of DeepSpeed are run on these releases of it, each in the environment of a cell.
+# Upstream's own tests are run on these releases of Lightning and DeepSpeed, each in the environment of a cell.
 UPSTREAM = {"2.0.9.post0": "lightning-2.4", "2.1.4": "lightning-2.4", "2.4.0": "lightning-2.4"}
 UPSTREAM |= {"2.5.2": "everyday", "2.6.5": "newest", "7f0c3436cd3f6ad3753125672024fc415cbcb414": "newest"}
+UPSTREAM_DEEPSPEED = {"v0.19.5": "newest"}
+
+# Where the newest commits of both repositories are, and what of them is needed.
+HEADS = ("https://github.com/Lightning-AI/pytorch-lightning", "https://github.com/deepspeedai/DeepSpeed")
+NEEDED = ("src", "tests", "docs/source-pytorch/advanced", "deepspeed", "op_builder", "accelerator", "csrc", "bin")
 
 nox.needs_version = ">=2026.10"  # it runs sessions side by side
 nox.options.allow_parallel = True
@@ -228,16 +238,45 @@ def patches(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def heads(session: nox.Session) -> None:
+    """The promises and the patches on upstream's newest commits; or on those of `-- LIGHTNING DEEPSPEED`, clones."""
+    session.chdir(ROOT)
+    sources = session.posargs or HEADS
+    if len(sources) != len(HEADS):
+        session.error("name a clone of Lightning's repository and one of DeepSpeed's: -- LIGHTNING DEEPSPEED")
+    lightning, deepspeed = (
+        clone_head(session, source, name) for source, name in zip(sources, ("lightning", "deepspeed"), strict=True)
+    )
+    code = os.pathsep.join(map(str, (lightning / "src", lightning / "tests", deepspeed)))
+    promises = ("-m", "pytest", "-m", "not everyday", "tests/contract")
+    steps = {"the promises with the shim": partial(run, session, "newest", *promises, CELL="newest", PYTHONPATH=code)}
+    for name, place, folder in (("Lightning", lightning, PATCHES), ("DeepSpeed", deepspeed, PATCHES / OF_DEEPSPEED)):
+        tests = [str(place / path) for path in touched(read_index(folder)[-1].patches) if "/test_" in path]
+        pytest = ("-m", "pytest", f"--rootdir={place}", "-W", "ignore::FutureWarning", *tests)
+        steps[f"the patches for {name}"] = partial(run, session, "lightning-2.3", "patches", "apply", str(place))
+        steps[f"the tests that they add to {name}"] = partial(run, session, "newest", *pytest, PYTHONPATH=code)
+    failed = []
+    for name, step in steps.items():
+        try:
+            step(OMP_NUM_THREADS="1")
+        except CommandFailed:
+            failed.append(name)
+    if failed:
+        session.error(f"on upstream's heads these failed, as is said above: {'; '.join(failed)}")
+
+
+@nox.session(venv_backend="none")
 def upstream_tests(session: nox.Session) -> None:
-    """Lightning's own tests of DeepSpeed before and after the patch series: `-- CLONE`, or `-- CLONE TAG...`."""
+    """Upstream's own tests before and after the patch series: `-- CLONE`, or `-- CLONE TAG...`."""
     if not session.posargs:
-        session.error("name a clone of Lightning's repository: -- CLONE, or -- CLONE TAG...")
+        session.error("name a clone of Lightning's or DeepSpeed's repository: -- CLONE, or -- CLONE TAG...")
     clone, *tags = session.posargs
-    if unknown := [tag for tag in tags if tag not in UPSTREAM]:
-        session.error(f"no cell is chosen for {', '.join(unknown)}; there are {', '.join(UPSTREAM)}")
-    place = str(Path(session.invoked_from, clone).resolve())
-    for tag in tags or UPSTREAM:
-        run_part(session, UPSTREAM[tag], "series.upstream_tests", place, tag)
+    place = Path(session.invoked_from, clone).resolve()
+    cell_of = UPSTREAM if patches_for(PATCHES, place) == PATCHES else UPSTREAM_DEEPSPEED
+    if unknown := [tag for tag in tags if tag not in cell_of]:
+        session.error(f"no cell is chosen for {', '.join(unknown)}; there are {', '.join(cell_of)}")
+    for tag in tags or cell_of:
+        run_part(session, cell_of[tag], "series.upstream_tests", str(place), tag)
 
 
 @nox.session(venv_backend="none")
@@ -309,6 +348,17 @@ def log_written(session: nox.Session, files: list[Path]) -> None:
     """Tell which files now have what `ci/matrix.json` says."""
     for file in files:
         session.log(f"wrote what ci/matrix.json says of releases into {file.relative_to(ROOT)}")
+
+
+def clone_head(session: nox.Session, source: str, name: str) -> Path:
+    """Clone the newest commit of a repository into `.nox/heads`, with the history of what is needed of it."""
+    place = ROOT / ".nox" / "heads" / name
+    shutil.rmtree(place, ignore_errors=True)
+    git = ("git", "-C", str(place))
+    session.run("git", "clone", "--quiet", "--no-checkout", "--filter=blob:none", source, str(place), external=True)
+    session.run(*git, "sparse-checkout", "set", *NEEDED, external=True)
+    session.run(*git, "checkout", "--quiet", external=True)
+    return place
 
 
 def run(session: nox.Session, cell: str, *arguments: str, **environment: str) -> None:

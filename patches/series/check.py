@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 
 from series import stack
@@ -34,7 +33,7 @@ from series.folder import (
 )
 from series.trial import Landing, contents, format_series, landing, syntax_error, try_series, unlike
 
-FIELDS = ("Origin", "Forwarded", "Applied-Upstream", "Bug", "Last-Update")
+TRAILER = re.compile(r"[A-Z][\w-]*: *\S.*")
 OWN = ("series", "__pycache__", OF_DEEPSPEED, stack.OVERLAYS)  # what is no line's folder
 WHEELS = ("lightning", "pytorch_lightning")
 EXPORT_ANEW = "record the series anew: python patches record"
@@ -132,9 +131,8 @@ def _patch_problems(file: Path, number: int, repository: Repository) -> Iterator
     for pattern, wanted, problem in FORM:
         if bool(re.search(pattern, text)) != wanted:
             yield problem
-    pattern, problem = repository.required
-    if not re.search(pattern, text):
-        yield problem
+    if repository.has_changelog and not re.search(r"(?m)^diff --git .*/CHANGELOG\.md$", text):
+        yield "changes no CHANGELOG.md, add an entry to the commit"
     message, _, changes = text.partition("\ndiff --git ")
     yield from _message_problems(message.partition("\n\n")[2])
     for line in re.findall(r"(?m)^\+.*[ \t\r]$", changes):
@@ -153,17 +151,13 @@ def slug(subject: str) -> str:
 def _message_problems(body: str) -> Iterator[str]:
     if re.search(r"(?m)^---$", body):
         yield f"has a summary between --- and its changes, {EXPORT_ANEW}"
-    *why, last = re.split(r"\n\s*\n", body.strip())
-    found = dict(re.findall(r"(?m)^([A-Z][\w-]*): *(\S.*)$", last))
-    if not any(paragraph.strip() for paragraph in (why if found else [*why, last])):
+    last = body.rstrip().rpartition("\n\n")[2]
+    if all(TRAILER.fullmatch(line) for line in last.splitlines()):
+        yield "has trailers at the end of its message, remove them: who sends a patch signs it off"
+    elif all(paragraph.startswith("    ") for paragraph in body.strip("\n").split("\n\n")):
         yield "has no text that says why, write it into the commit's message"
-    for name in FIELDS:
-        if name not in found:
-            yield f"has no {name}: with a value in the last paragraph of its message, add it to the commit's message"
-    try:
-        date.fromisoformat(found.get("Last-Update", "2000-01-01"))
-    except ValueError:
-        yield f"has the Last-Update {found['Last-Update']}, write it as YYYY-MM-DD"
+    if not re.search(r"(?m)^    \S", body):
+        yield "has no program that shows what is wrong, write it into the commit's message, indented by four spaces"
 
 
 def check_clone(lines: list[Line], repo: Path, say: Callable[[str], None]) -> Report:

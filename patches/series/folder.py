@@ -47,30 +47,17 @@ class Repository:
     """What is different in the repositories that there are series for.
 
     `source` is where the code is, `version` the file that has it, and `beside` what else a series can change.
-    `required` are what each patch must match beyond `check.FORM`: a pattern, and what is wrong without it.
     """
 
     name: str
     source: str
     version: str
     beside: tuple[str, ...]
-    required: tuple[str, str]
+    has_changelog: bool
 
 
-LIGHTNING = Repository(
-    "Lightning",
-    "src/lightning/",
-    "src/version.info",
-    ("tests/", "docs/"),
-    (r"(?m)^diff --git .*/CHANGELOG\.md$", "changes no CHANGELOG.md, add an entry to the commit"),
-)
-DEEPSPEED = Repository(
-    "DeepSpeed",
-    "deepspeed/",
-    "version.txt",
-    ("tests/",),
-    (r"(?m)^Signed-off-by: .+ <.+>$", "has no Signed-off-by: line, commit it with --signoff"),
-)
+LIGHTNING = Repository("Lightning", "src/lightning/", "src/version.info", ("tests/", "docs/"), has_changelog=True)
+DEEPSPEED = Repository("DeepSpeed", "deepspeed/", "version.txt", ("tests/",), has_changelog=False)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""What `upstream_tests` has pytest do otherwise when it runs Lightning's own tests: a plugin of pytest."""
+"""What `upstream_tests` has pytest do otherwise when it runs upstream's own tests: a plugin of pytest."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from importlib import import_module
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,14 +27,14 @@ def pytest_load_initial_conftests() -> None:
         package.__dict__["__version__"] = version
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Check which Lightning is imported, and run tests that require DeepSpeed and nothing else.
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Check which code is imported, and run tests that require DeepSpeed and nothing else.
 
     Lightning 2.4 and 2.5 skip them on torch 2.4 and newer.
     """
-    from lightning import fabric
-
-    assert Path(fabric.__path__[0]).is_relative_to(config.rootpath), f"{fabric.__path__} is not what is to be tested"
+    root = Path(os.environ["UPSTREAM_OUTCOMES"]).parent
+    package = import_module("lightning.fabric" if (root / "src").is_dir() else "deepspeed").__path__[0]
+    assert Path(package).is_relative_to(root), f"{package} is not what is to be tested"
     for item in items:
         item.own_markers = [mark for mark in item.own_markers if mark.kwargs.get("reason") != "Requires: [Deepspeed]"]
 

@@ -1,10 +1,11 @@
-"""Lightning's own tests of DeepSpeed, before and after our patch series: `python -m series.upstream_tests CLONE TAG`.
+"""Upstream's own tests, before and after our patch series: `python -m series.upstream_tests CLONE TAG`.
 
-It takes a release out of a clone of Lightning's repository, and runs the tests in the environment of this Python. It
-fails if a test that passed does so no longer, if a new test fails, or if all variants of a new test are skipped.
+It takes a release out of a clone of Lightning's or DeepSpeed's repository, and runs the tests in the environment of
+this Python: Lightning's of DeepSpeed, and those of DeepSpeed's checkpoints that are fast on CPU ranks. It fails if a
+test that passed does so no longer, if a new test fails, or if all variants of a new test are skipped.
 
-Most of them need a GPU and skip: GPUs are hidden, to have the same everywhere. FutureWarnings, which are errors in
-Lightning's tests, are none here: they are of packages newer than the release.
+Most of Lightning's need a GPU and skip: GPUs are hidden, to have the same everywhere. FutureWarnings, which are errors
+in its tests, are none here: they are of packages newer than the release.
 """
 
 from __future__ import annotations
@@ -18,23 +19,35 @@ from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
-from series.folder import PATCHES, SeriesError, git, read_index, touched
+from series.commands import patches_for
+from series.folder import OF_DEEPSPEED, PATCHES, SeriesError, git, read_index, touched
 from series.trial import PLAIN, lay_out
 
 Outcomes = dict[str, tuple[str, str]]
+Suite = tuple[str, list[str]]
+"""The folder that tests are run in, and patterns for their files."""
+KEPT = ("src", "tests", "pyproject.toml", "deepspeed", "op_builder", "version.txt", "accelerator", "csrc", "bin")
+LIGHTNING_SUITES: list[Suite] = [
+    ("tests", [f"tests/{part}/strategies/test_deepspeed*.py"]) for part in ("tests_pytorch", "tests_fabric")
+]
+FAST = ("convert_checkpoint", "latest_checkpoint", "shared_weights", "sparse", "tag_validation")
+DEEPSPEED_SUITES: list[Suite] = [("tests", [f"tests/unit/checkpoint/test_{name}.py" for name in FAST])]
 
 
 def main(clone: Path, tag: str) -> None:
     """Run the tests on a release as it is, and then with the series that the index names for it; print both."""
-    patches = next((line.patches for line in read_index(PATCHES) if tag in line.tags), [])
+    folder = patches_for(PATCHES, clone)
+    patches = next((line.patches for line in read_index(folder) if tag in line.tags), [])
     if not patches:
-        raise SeriesError(f"there are no patches for {tag}; name a release of patches/index.json")
+        raise SeriesError(f"there are no patches for {tag}; name a release of {folder.name}/index.json")
+    suites = DEEPSPEED_SUITES if folder.name == OF_DEEPSPEED else LIGHTNING_SUITES
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch).resolve()
-        lay_out(clone, tag, ["src", "tests", "pyproject.toml", *touched(patches)], root)
-        before = run_tests(root)
+        lay_out(clone, tag, [*KEPT, *touched(patches)], root)
+        before = run_tests(root, suites)
         git(root, "am", "--quiet", *map(str, patches), **PLAIN)
-        after = run_tests(root)
+        added = [path for path in touched(patches) if Path(path).match("tests/unit/*/test_*.py")]
+        after = run_tests(root, [*suites, *([("tests", added)] if added else [])])
     known, wrong = compare(before, after)
     environment = [Path(sys.prefix).name, *(f"{name} {version(name)}" for name in ("deepspeed", "torch"))]
     print("\n- ".join([f"\n{tag}, {', '.join(environment)}:\n", *known]))
@@ -42,17 +55,20 @@ def main(clone: Path, tag: str) -> None:
         raise SeriesError("\n".join(f"{tag}: {item}" for item in wrong))
 
 
-def run_tests(root: Path) -> Outcomes:
-    """Run Lightning's tests of DeepSpeed in a laid-out release; what pytest says goes to stderr."""
+def run_tests(root: Path, suites: list[Suite]) -> Outcomes:
+    """Run suites of tests in a laid-out release; what pytest says goes to stderr."""
     found: Outcomes = {}
-    for part in ("tests_pytorch", "tests_fabric"):
-        paths = os.pathsep.join(map(str, (root / "src", root / "tests", Path(__file__).resolve().parent)))
-        own = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths, "UPSTREAM_OUTCOMES": str(root / "outcomes.json")}
+    for folder, patterns in suites:
+        code = (root / "src", root / "tests", root, Path(__file__).resolve().parent)
+        own = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(map(str, code))}
+        own |= {"UPSTREAM_OUTCOMES": str(root / "outcomes.json"), "DS_ACCELERATOR": "cpu"}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "upstream_plugin", "-W", "ignore::FutureWarning"]
-        command += ["--timeout=600", *map(str, sorted((root / "tests" / part).rglob("test_deepspeed*.py")))]
-        done = subprocess.run(command, cwd=root / "tests", env=os.environ | own, stdout=sys.stderr, check=False)
+        files = [str(file) for pattern in patterns for file in sorted(root.glob(pattern))]
+        done = subprocess.run(
+            [*command, "--timeout=600", *files], cwd=root / folder, env=os.environ | own, stdout=sys.stderr, check=False
+        )
         if done.returncode not in (0, 1):
-            raise SeriesError(f"pytest did not get through {part}, as it says above: it ended with {done.returncode}")
+            raise SeriesError(f"pytest did not get through {', '.join(patterns)}: it ended with {done.returncode}")
         found |= json.loads((root / "outcomes.json").read_text())
     return found
 

@@ -18,12 +18,7 @@ MESSAGE = """Leave out frozen parameters
 
 They need not be saved.
 
-Origin: other, https://example.invalid
-Forwarded: no
-Applied-Upstream: no
-Bug: none
-Last-Update: 2026-11-23
-Signed-off-by: Somebody <somebody@example.invalid>
+    engine.save()
 """
 
 
@@ -84,14 +79,15 @@ def test_record_lint_check_and_apply(clone: Path, patches: Path, capsys: pytest.
 
 @pytest.mark.everyday
 @pytest.mark.once
-def test_lint_finds_what_is_not_signed_off(clone: Path, patches: Path) -> None:
+def test_lint_finds_what_is_signed_off(clone: Path, patches: Path) -> None:
     """And no missing changelog, which DeepSpeed has not."""
-    commit(clone, MESSAGE.rpartition("Signed-off-by")[0])
+    commit(clone, f"{MESSAGE}\nSigned-off-by: Somebody <somebody@example.invalid>\n")
     series.record(patches, clone, "0.19", since="v0.19.5")
     with pytest.raises(SeriesError) as found:
         series.lint(patches)
     name = "0001-Leave-out-frozen-parameters.patch"
-    assert str(found.value) == f"deepspeed/0.19/{name}: has no Signed-off-by: line, commit it with --signoff"
+    problem = "has trailers at the end of its message, remove them: who sends a patch signs it off"
+    assert str(found.value) == f"deepspeed/0.19/{name}: {problem}"
 
 
 @pytest.mark.everyday

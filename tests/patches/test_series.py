@@ -57,11 +57,7 @@ MESSAGE = """{subject}
 
 Frozen parameters need not be saved.
 
-Origin: vendor, https://example.invalid
-Forwarded: no
-Applied-Upstream: no
-Bug: https://example.invalid/1
-Last-Update: 2026-11-21
+    save()
 """
 BETWEEN = """
     def {name}(self, path):
@@ -683,17 +679,8 @@ def test_check_refuses_what_is_no_clone(world: World, capsys: pytest.CaptureFixt
             "should be named 0002-pytorch-leave-away-frozen-parameters.patch",
         ),
         ("0002", "Frozen parameters need not be saved.\n", "", "has no text that says why"),
-        ("0002", "Origin: vendor, https://example.invalid\n", "", "has no Origin: with a value"),
-        ("0002", "Forwarded: no\n", "", "has no Forwarded: with a value"),
-        ("0002", "Applied-Upstream: no\n", "Applied-Upstream:\n", "has no Applied-Upstream: with a value"),
-        ("0002", "Bug: ", "Bugs: ", "has no Bug: with a value"),
-        ("0002", "Last-Update: 2026-11-21\n", "", "has no Last-Update: with a value"),
-        (
-            "0002",
-            "Last-Update: 2026-11-21",
-            "Last-Update: yesterday",
-            "has the Last-Update yesterday, write it as YYYY",
-        ),
+        ("0002", "    save()\n", "", "has no program that shows what is wrong"),
+        ("0002", "    save()\n", "    save()\n\nBug: none\nForwarded: no\n", "has trailers at the end of its message"),
         ("0002", "\ndiff --git", "\n---\n a.py | 2 +-\n\ndiff --git", "has a summary between --- and its changes"),
         ("0002", r"(index [0-9a-f]{10})[0-9a-f]{30}", r"\1", "has a shortened index "),
         ("0002", r"\Z", "-- \n2.40.0\n", "has git's signature"),

@@ -150,7 +150,7 @@ FROZEN_OF_ZERO_1 = Fault(
     "`zero_to_fp32` loses them",
     "`consolidate` and `export` have them",
     thread="issues/5439",
-    patch="0004-Save-the-frozen-parameters-of-ZeRO-1-where-zero_to_f.patch",
+    patch="0004-Take-frozen-parameters-of-ZeRO-1-from-the-module-in-.patch",
     mark=("runtime/engine.py", "self.zero_optimization() and not exclude_frozen_parameters"),
 )
 TENSOR_SUBCLASSES = Fault(

@@ -38,7 +38,7 @@ CLIPPING = Fault(
     "a warning says so",
     with_deepspeed="0.19.3",
     thread="pull/8068",
-    patch="0005-Do-not-clip-gradients-in-Fabric-without-being-asked.patch",
+    patch="0007-Do-not-clip-gradients-in-Fabric-without-being-asked.patch",
     mark=("strategies/deepspeed.py", 'setdefault("gradient_clipping", 0.0)'),
 )
 CLIPS = (
