@@ -57,7 +57,16 @@ UPSTREAM_DEEPSPEED = {"v0.19.5": "newest"}
 
 # Where the newest commits of both repositories are, and what of them is needed.
 HEADS = ("https://github.com/Lightning-AI/pytorch-lightning", "https://github.com/deepspeedai/DeepSpeed")
-NEEDED = ("src", "tests", "docs/source-pytorch/advanced", "deepspeed", "op_builder", "accelerator", "csrc", "bin")
+NEEDED = (
+    "src",
+    "tests",
+    "docs/source-pytorch/advanced",
+    "requirements",
+    "deepspeed",
+    "op_builder",
+    "accelerator",
+    "csrc",
+)
 
 nox.needs_version = ">=2026.10"  # it runs sessions side by side
 nox.options.allow_parallel = True
@@ -248,17 +257,21 @@ def heads(session: nox.Session) -> None:
         clone_head(session, source, name) for source, name in zip(sources, ("lightning", "deepspeed"), strict=True)
     )
     code = os.pathsep.join(map(str, (lightning / "src", lightning / "tests", deepspeed)))
-    promises = ("-m", "pytest", "-m", "not everyday", "tests/contract")
-    steps = {"the promises with the shim": partial(run, session, "newest", *promises, CELL="newest", PYTHONPATH=code)}
+    session.chdir(deepspeed)
+    session.run(cell_python(session, CELLS["newest"]), "setup.py", "--version", external=True)  # it notes its version
+    promises = ("-m", "not everyday", "tests/contract")
+    steps = {"the promises with the shim": partial(run_tests, session, "newest", *promises, PYTHONPATH=code)}
     for name, place, folder in (("Lightning", lightning, PATCHES), ("DeepSpeed", deepspeed, PATCHES / OF_DEEPSPEED)):
         tests = [str(place / path) for path in touched(read_index(folder)[-1].patches) if "/test_" in path]
         pytest = ("-m", "pytest", f"--rootdir={place}", "-W", "ignore::FutureWarning", *tests)
         steps[f"the patches for {name}"] = partial(run, session, "lightning-2.3", "patches", "apply", str(place))
-        steps[f"the tests that they add to {name}"] = partial(run, session, "newest", *pytest, PYTHONPATH=code)
+        steps[f"the tests that they add to {name}"] = partial(
+            run, session, "newest", *pytest, PYTHONPATH=code, OMP_NUM_THREADS="1", LOCAL_SIZE="2"
+        )
     failed = []
     for name, step in steps.items():
         try:
-            step(OMP_NUM_THREADS="1")
+            step()
         except CommandFailed:
             failed.append(name)
     if failed:
@@ -351,11 +364,11 @@ def log_written(session: nox.Session, files: list[Path]) -> None:
 
 
 def clone_head(session: nox.Session, source: str, name: str) -> Path:
-    """Clone the newest commit of a repository into `.nox/heads`, with the history of what is needed of it."""
+    """Clone the newest commit of a repository into `.nox/heads`, and check out what is needed of it."""
     place = ROOT / ".nox" / "heads" / name
     shutil.rmtree(place, ignore_errors=True)
     git = ("git", "-C", str(place))
-    session.run("git", "clone", "--quiet", "--no-checkout", "--filter=blob:none", source, str(place), external=True)
+    session.run("git", "clone", "--quiet", "--no-checkout", source, str(place), external=True)
     session.run(*git, "sparse-checkout", "set", *NEEDED, external=True)
     session.run(*git, "checkout", "--quiet", external=True)
     return place
