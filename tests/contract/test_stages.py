@@ -17,6 +17,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from tools_checkpoints import changed, loaded, snapshot, unlabel
 from torch.utils.cpp_extension import get_default_build_root
 
+import ds_frozen_patch
 from ds_frozen_patch import CheckpointError, reshard, verify
 from ds_frozen_patch.checkpoint.zero.trained import BASE_STATE
 
@@ -303,6 +304,27 @@ def test_another_precision_by_hand(ranks: Any, saved: Any, tmp_path: Path, befor
     with pytest.raises(ValueError, match="precision must be 'bf16' or 'fp32', not 'fp16'"):
         reshard(source / "small", tmp_path / "none", precision="fp16")  # type: ignore[arg-type]
     assert not (tmp_path / "none").exists()
+
+
+def save_by_deepspeed(out: str, stage: int) -> stages.State:
+    ds_frozen_patch.patch()
+    engine = stages.begin(stage)
+    stages.go_on(engine, 1)
+    ds_frozen_patch.unpatch()
+    engine.save_checkpoint(out, tag="a", exclude_frozen_parameters=True)
+    return stages.state_of(engine)
+
+
+@pytest.mark.promise(6)
+@pytest.mark.once
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_deepspeed_has_left_out(ranks: Any, tmp_path: Path, stage: int) -> None:
+    """Nobody has recorded it, so the base cannot be verified."""
+    state = ranks(2, save_by_deepspeed, out=str(tmp_path / "in"), stage=stage)[0]
+    reshard(tmp_path / "in", tmp_path / "one", ranks=1)
+    for path, elastic in ((tmp_path / "in", True), (tmp_path / "one", None)):
+        ((resumed, _, _),) = ranks(1, stages.resume_from, paths=[str(path)], elastic=elastic, stage=stage)[0]
+        assert stages.difference(resumed, state) == 0
 
 
 @pytest.mark.once

@@ -15,6 +15,7 @@ from ...core.record import Record, identify, write_record
 from ..format.records import Records
 from ..format.stored import Storage, iter_tensors, stand_in
 from ..format.writing import write_archive
+from ..names import RECORD
 from .labels import ELASTIC_KEY, PLAIN_GROUPS, add_label, resharded_save_id
 from .masters import check_masters_match
 from .model_states import ModelStates
@@ -174,9 +175,11 @@ def _repartition(states: States, weights: Weights, target: Target) -> Repartitio
         name = _name_for_rank(_OPTIMIZER[target.precision == "bf16"], rank)
         files[name] = {**rest, "optimizer_state_dict": optimizer, "ds_config": _config(states.models[0], target)}
     save = resharded_save_id(identify(states.layout.files), target.stage or 0, target.ranks)
-    files = {name: add_label(state, save, name, has_record=True) for name, state in files.items()}
+    # A record without manifest says that nothing was left out, which only a checkpoint of ours can tell.
+    has_record = states.manifest is not None or (states.layout.model[0].parent / RECORD).is_file()
+    files = {name: add_label(state, save, name, has_record) for name, state in files.items()}
     record = states.make_record(save, _manifest(states, target), target.ranks)
-    return Repartition(files, made, replace(record, zero_stage=target.stage or 0))
+    return Repartition(files, made, replace(record, zero_stage=target.stage or 0) if has_record else None)
 
 
 def _manifest(states: States, target: Target) -> manifest.Manifest | None:
