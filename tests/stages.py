@@ -29,7 +29,12 @@ class Net(torch.nn.Module):
 
     seen: Any
 
-    def __init__(self, seed: int = 1, names: tuple[str, ...] = ("first", "second", "scale", "odd", "last")) -> None:
+    def __init__(
+        self,
+        seed: int = 1,
+        names: tuple[str, ...] = ("first", "second", "scale", "odd", "last"),
+        adapters: tuple[str, ...] = (),
+    ) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.base = torch.nn.Linear(6, 7)
@@ -38,6 +43,8 @@ class Net(torch.nn.Module):
         self.scale = torch.nn.Parameter(torch.tensor([1.5]))
         self.odd = torch.nn.Parameter(torch.arange(35.0).reshape(5, 7) / 35)
         self.last = torch.nn.Linear(7, 3)
+        torch.manual_seed(9)  # whatever the base
+        self.adapters = torch.nn.ModuleDict({name: torch.nn.Linear(7, 7, bias=False) for name in adapters})
         self.register_buffer("seen", torch.zeros(1, dtype=torch.int64))
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(name.split(".")[0] in names)
@@ -47,6 +54,8 @@ class Net(torch.nn.Module):
         hidden = torch.tanh(self.base(batch))
         hidden = hidden + self.second(torch.tanh(self.first(hidden))) * self.scale
         hidden = torch.tanh(hidden @ self.odd.t() @ self.odd)
+        for adapter in self.adapters.values():
+            hidden = hidden + torch.tanh(adapter(hidden))
         loss: torch.Tensor = self.last(hidden).float().square().mean()
         return loss
 
@@ -119,14 +128,17 @@ def begin(
     optimizer: str = "AdamW",
     round_robin: bool = False,
     sub_group_size: int = 20,
+    number: int = 2,
+    lr: float = 1e-2,
     **model: Any,
 ) -> Any:
-    """An engine that is served, with two parameter groups of different settings."""
+    """An engine that is served, with parameter groups of different settings."""
     if not dist.is_initialized():
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
     module = Net(**model)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    groups = [{"params": trained[::2], "lr": 1e-2}, {"params": trained[1::2], "lr": 1e-3, "weight_decay": 0.1}]
+    groups = [{"params": trained[::number], "lr": lr}]
+    groups += [{"params": trained[index::number], "lr": 1e-3, "weight_decay": 0.1} for index in range(1, number)]
     if optimizer == "Adagrad":
         groups = [{"params": trained, "lr": 1e-2}]  # of several, DeepSpeed makes one, and fails
     zero: dict[str, Any] = {"round_robin_gradients": round_robin}

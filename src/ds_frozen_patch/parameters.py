@@ -8,7 +8,7 @@ finds all of them.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -109,6 +109,13 @@ def with_compiled(name: str, compiled: Collection[str]) -> str:
     inserted = [[part, _COMPILED] if ".".join(parts[:i]) in compiled else [part] for i, part in enumerate(parts, 1)]
     whole = [_COMPILED] if "" in compiled else []
     return ".".join([*whole, *(part for part_and_mark in inserted for part in part_and_mark)])
+
+
+def with_adapters(name: str, names: Container[str]) -> str:
+    """A plain name in a module whose `names` are others since PEFT has wrapped more layers, as their `base_layer`."""
+    parts = name.split(".")
+    wrapped = (".".join([*parts[:end], "base_layer", *parts[end:]]) for end in range(len(parts) - 1, 0, -1))
+    return name if name in names else next((candidate for candidate in wrapped if candidate in names), name)
 
 
 def is_name(value: Any) -> bool:

@@ -64,7 +64,7 @@ def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
             call.arguments["load_dir"], call.arguments["tag"] = load.source, load.tag
             # Without a listing, ranks may read different numbers of files.
             reads = [*sharing_reads(load), *answering(engine, listing)] if listing.tag is not None else []
-            with _noticing_another_base(served, engine), overridden(reads):
+            with _replacing_base(served, engine, load), overridden(reads):
                 path, client_state = wrapped(*call.args, **call.kwargs)
         if path is not None and call.arguments["load_dir"] != load.source:  # it was read from a temporary folder
             path = str(Path(load.source, call.arguments["tag"], Path(path).name))
@@ -99,9 +99,9 @@ def _cures(load: Load) -> Attributes:
 
 
 @contextmanager
-def _noticing_another_base(served: ServedEngine, engine: Any) -> Iterator[None]:
+def _replacing_base(served: ServedEngine, engine: Any, load: Load | None = None) -> Iterator[None]:
     """Remember what a checkpoint replaces: it is no longer the base that the program builds."""
-    with replacing(engine.module):
+    with replacing(engine.module, load.may_be_missing if load and load.record and load.record.manifest else None):
         yield
     served.prints = {}
 
@@ -135,7 +135,7 @@ def load_module_state_dict(
     parts = {plain(name): value for name, value in state.items() if is_part(load.held.get(plain(name)))}
     checkpoint = fitting.with_all_fragments({**checkpoint, "module": state}, engine)
     call.arguments["checkpoint"] = fitting.renamed(checkpoint, engine.module)
-    forgiven = may_be_missing | fragments | in_partitions
+    forgiven = may_be_missing | load.starts_fresh | fragments | in_partitions
     with (
         forgiving(engine.module, forgiven, parts),
         fitting.gathered(call, load),
@@ -169,7 +169,7 @@ def _load_universal(
         " configuration, and load the checkpoint that the universal one was made from: with patch(elastic=True) that"
         " works at any world size."
     )
-    with set_to(current, None), _noticing_another_base(served, engine):
+    with set_to(current, None), _replacing_base(served, engine):
         path, client_state = _load_by_deepspeed(wrapped, engine, args, kwargs)
     remove_ours(client_state or {})
     return path, client_state

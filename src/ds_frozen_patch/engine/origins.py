@@ -202,14 +202,23 @@ def notice_earlier_training(module: torch.nn.Module) -> None:
 
 
 @contextmanager
-def replacing(module: torch.nn.Module) -> Iterator[None]:
-    """Remember what a checkpoint replaces meanwhile: what was trainable, and frozen values that differ afterwards."""
+def replacing(module: torch.nn.Module, left_out: frozenset[str] | None = None) -> Iterator[None]:
+    """Remember what a checkpoint replaces meanwhile: what was trainable, and frozen values that differ afterwards.
+
+    Args:
+        module: that the checkpoint is loaded into.
+        left_out: from a trainable-only checkpoint; its other parameters were trained, also where no sample shows it.
+    """
     before = sample({held: held.tensor for held in contents(module) if held.is_frozen})
     yield
     origin_of, everything = origins(module), contents(module)
     samples_before = {(held.group, _part(held)): then for held, then in before.items()}
     after = sample({held: held.tensor for held in everything if held.is_frozen})
-    replaced = {held.group for held in everything if held.kind == PARAMETER and not held.is_frozen}
+    replaced = {
+        held.group
+        for held in everything
+        if held.kind == PARAMETER and (not held.is_frozen or (left_out is not None and held.name not in left_out))
+    }
     for held, now in after.items():
         then = samples_before.get((held.group, _part(held)))
         if then is not None and then.differs_from(now):

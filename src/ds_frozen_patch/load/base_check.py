@@ -58,7 +58,7 @@ def check_base(
             manifest, left_out=tuple(left_out for left_out in manifest.left_out if left_out.name not in in_file)
         )
     if strict:
-        check_left_out(manifest, held)
+        check_left_out(manifest, held, load)
     verify_base(manifest, held, load)
     return manifest.names
 
@@ -119,10 +119,13 @@ def _compare(pairs: Mapping[ModuleTensor, tuple[str, LeftOut]], load: Load) -> t
     """
     comparable = [held for held, (_, saved) in pairs.items() if saved.fingerprint and saved.dtype == held.dtype]
     tensors = [held.tensor for held in comparable]
+    # Of what is trained, the memory may not have noticed that it has changed.
+    memory = None if load.starts_fresh else process_memory()
+    all_known = load.base_is_known and memory is not None
     engine, served = load.engine, attached(load.engine)
     is_divided = served is not None and served.topology.is_divided
     shards = [shard_of(engine, tensor) for tensor in tensors] if is_divided else ()
-    prints = fingerprints(tensors, engine.device, process_memory(), all_known=load.base_is_known, shards=shards)
+    prints = fingerprints(tensors, engine.device, memory, all_known=all_known, shards=shards)
     print_of = dict(zip(comparable, prints, strict=True))
     differ, unread = [], []
     for held, (name, saved) in pairs.items():

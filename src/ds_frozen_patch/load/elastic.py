@@ -1,5 +1,7 @@
 """A load in another ZeRO stage, precision or world size than the save's: the checkpoint is resharded for it first.
 
+So it is for other trained parameters (see `changed_parameters`).
+
 The resharded files are in a temporary folder, and are removed after the load; the checkpoint stays as it is.
 """
 
@@ -20,7 +22,9 @@ from ..engine.owner import is_first
 from ..engine.served import attached
 from ..settings import current
 from ..workarounds.for_deepspeed import has_plain_optimizer, ignores_round_robin
+from . import changed_parameters
 from .agreement import list_files
+from .changed_parameters import Change
 from .listing import Listing, Saved
 from .running import Load
 
@@ -45,12 +49,17 @@ def resharded(load: Load, listing: Listing) -> Iterator[Listing]:
         CheckpointMismatchError: it cannot be loaded, or not without `patch(elastic=True)`.
         CheckpointError: the resharding failed.
     """
-    if not _needs_resharding(load, listing):
+    is_needed = _needs_resharding(load, listing)
+    # Rank 0's settings decide for all ranks; that they agree is checked afterwards.
+    change = changed_parameters.find_change(load, listing, is_needed) if listing.trained else None
+    if not is_needed and change is None:
         yield listing
         return
     source, tag, scaling = load.source, load.tag, _loss_scaling(load.engine)
-    folder, is_made_here = _reshard(load, listing)
+    folder, is_made_here = _reshard(load, listing, change)
     try:
+        if change is not None:
+            changed_parameters.begin(load, change)
         load.source, load.tag = str(folder), listing.tag
         yield list_files(load)
         gather(())  # no rank reads the files any more
@@ -59,6 +68,8 @@ def resharded(load: Load, listing: Listing) -> Iterator[Listing]:
         if is_made_here:
             shutil.rmtree(folder, ignore_errors=True)
     _keep_loss_scaling(load.engine, scaling)
+    if change is not None:
+        changed_parameters.finish(load, change)
 
 
 def _needs_resharding(load: Load, listing: Listing) -> bool:
@@ -132,7 +143,7 @@ def _precision(engine: Any) -> str:
     return "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32"
 
 
-def _target(engine: Any, stage: int, ranks: int) -> Target:
+def _target(engine: Any, stage: int, ranks: int, change: Change | None) -> Target:
     """What an engine loads."""
     from deepspeed import __version__
 
@@ -140,10 +151,11 @@ def _target(engine: Any, stage: int, ranks: int) -> Target:
 
     round_robin = bool(engine.zero_round_robin_gradients()) and not ignores_round_robin(__version__, stage)
     has_state = current().optimizer != "restart"
-    return Target(ranks, stage, _precision(engine), engine.zero_sub_group_size(), round_robin, has_state)
+    selection = None if change is None else changed_parameters.selection_of(change, engine)
+    return Target(ranks, stage, _precision(engine), engine.zero_sub_group_size(), round_robin, has_state, selection)
 
 
-def _reshard(load: Load, listing: Listing) -> tuple[Path, bool]:
+def _reshard(load: Load, listing: Listing, change: Change | None) -> tuple[Path, bool]:
     """Reshard once on each disk, and raise an error of one rank on all.
 
     Returns:
@@ -157,21 +169,34 @@ def _reshard(load: Load, listing: Listing) -> tuple[Path, bool]:
     known, saved = attached(load.engine), listing.saved
     assert known is not None
     assert saved is not None
-    target = _target(load.engine, known.topology.stage, known.topology.ranks)
+    target = _target(load.engine, known.topology.stage, known.topology.ranks, change)
+    fresh: Iterator[tuple[str, Any]] = iter(())
     try:
         folder.mkdir(mode=0o700)
         is_made_here = True
-        reshard_for_load(source, listing.tag, folder, target)
     except FileExistsError:  # by another rank with the same disk
         pass
+    except OSError as failure:
+        error = f"{type(failure).__name__}: {failure}."
+    if change is not None:
+        fresh = changed_parameters.values_of_fresh(change, load.engine, is_made_here)
+    try:
+        if is_made_here:
+            reshard_for_load(source, listing.tag, folder, target, fresh)
     except Exception as failure:  # the other ranks wait for this one
         error = str(failure) if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}."
+    for _ in fresh:  # the ranks gather these together, also if one of them has failed
+        pass
     if errors := [text for text in gather(error) if text]:
         shutil.rmtree(folder, ignore_errors=True)
         raise CheckpointError(
             f"{errors[0]} The checkpoint was to be resharded from world size {saved.ranks} to {target.ranks}, into a"
-            f" folder in {folder.parent}. To use another disk, set TMPDIR. To do it once: ds-frozen-patch reshard"
-            f" {source} NEW --stage {target.stage} --ranks {target.ranks}"
+            f" folder in {folder.parent}. To use another disk, set TMPDIR."
+            + (
+                f" To do it once: ds-frozen-patch reshard {source} NEW --stage {target.stage} --ranks {target.ranks}"
+                if change is None
+                else ""
+            )
         )
     if is_first(owner):
         owner.logger.info(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from ..core.record import Record
 from ..engine.owner import Owner, warn
 from ..publish.durable import wait_for_name
 from ..publish.work_folder import entries, is_in_work_folder, is_unfinished, left_behind
+from ..settings import current as settings
 from .files import check_names, read_record
 from .running import Load
 
@@ -44,6 +45,8 @@ class Listing:
     problem: str = ""
     is_empty: bool = False
     """Whether the reason is that nothing has been saved there."""
+    trained: tuple[Mapping[str, Sequence[int]], ...] = ()
+    """What was trained, as DeepSpeed saves it in `param_shapes`; only for `patch(elastic=True)`."""
     record: Record | None = None
     """On the rank that has looked; the others read it themselves, since with many ranks it is large."""
 
@@ -63,6 +66,7 @@ class Listing:
         """The listing that `to_bytes` was called on."""
         values = json.loads(zlib.decompress(content))
         values["saved"] = Saved(**values["saved"]) if values["saved"] else None
+        values["trained"] = tuple(values["trained"])
         return cls(**values | {kind: _expand(*values[kind]) for kind in _KINDS})
 
 
@@ -90,7 +94,20 @@ def list_all(source: str, tag: str | None, with_optimizer: bool) -> Listing:
     except OSError as error:  # the other ranks wait for this one
         return Listing(problem=f"{source} cannot be read: {error}.")
     model, optimizer = ([file.name for file in files] for files in (layout.model, layout.optimizer))
-    return Listing(layout.tag, tuple(model), tuple(optimizer), _saved(layout, record), record=record)
+    trained = _read_trained(layout) if with_optimizer and settings().elastic else ()
+    return Listing(layout.tag, tuple(model), tuple(optimizer), _saved(layout, record), trained=trained, record=record)
+
+
+def _read_trained(layout: Layout) -> tuple[Mapping[str, Sequence[int]], ...]:
+    """For `Listing.trained`; empty if the file does not tell, or cannot be read, which `agreement.check` reports."""
+    from ..checkpoint.format.archive import read_archive
+    from ..checkpoint.zero.states import parameter_groups
+
+    try:
+        groups = parameter_groups(read_archive(layout.model[0], trust=True).state)
+        return tuple({name: tuple(shape) for name, shape in group.items()} for group in groups)
+    except (AttributeError, CheckpointError, OSError, TypeError):
+        return ()
 
 
 def list_own(engine: Any, source: str, tag: str | None) -> Listing:

@@ -34,6 +34,7 @@ class Load:
         base_is_known: whether every rank knows the fingerprints of what is frozen.
         record: of the checkpoint; None if it has none.
         may_be_missing: the names that the record's manifest allows to be missing.
+        starts_fresh: all names of what is trained now and was not at the save, see `changed_parameters`.
         read: what identifies the files that DeepSpeed has read on this rank.
         module: the module's state dict in this rank's file, where DeepSpeed replaces it by another.
         state: the part of the checkpoint's own state that is needed afterwards.
@@ -50,6 +51,7 @@ class Load:
     base_is_known: bool = False
     record: Record | None = None
     may_be_missing: frozenset[str] = frozenset()
+    starts_fresh: frozenset[str] = frozenset()
     read: list[FileDigests] = field(default_factory=list)
     module: Mapping[str, Any] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)

@@ -10,16 +10,39 @@ from ..checkpoint.zero.labels import PLAIN_GROUPS
 from ..common.errors import CheckpointMismatchError, named
 from ..engine.groups import plain_groups
 from ..manifest import Manifest
-from ..parameters import PARAMETER, PART, ModuleTensor, frozen_names, names_by_parameter, names_in_state_dict, plain
+from ..parameters import (
+    PARAMETER,
+    PART,
+    ModuleTensor,
+    frozen_names,
+    names_by_parameter,
+    names_in_state_dict,
+    plain,
+    with_adapters,
+)
+from ..settings import current
 from ..workarounds.for_deepspeed import has_plain_optimizer
+from .running import Load
 
 
-def check_left_out(manifest: Manifest, held: Mapping[str, ModuleTensor]) -> None:
+def _offer(load: Load) -> str:
+    """What an error suggests, if the load restores the optimizer and the program does not forbid it."""
+    return _OFFER if load.restores_optimizer and current().elastic is None else ""
+
+
+_OFFER = (
+    " Pass patch(elastic=True) or set DS_FROZEN_PATCH_ELASTIC=1 to go on with other trained parameters: what was"
+    " trained is restored by name, and the others start with a fresh optimizer state."
+)
+
+
+def check_left_out(manifest: Manifest, held: Mapping[str, ModuleTensor], load: Load) -> None:
     """Check that the module has everything that was left out: frozen, and in the same shape.
 
     Args:
         manifest: of the checkpoint.
         held: the contents of the module, by all names.
+        load: the running load.
 
     Raises:
         CheckpointMismatchError: it does not.
@@ -32,7 +55,7 @@ def check_left_out(manifest: Manifest, held: Mapping[str, ModuleTensor]) -> None
             now = held.get(name)
             if now is None:
                 (quantized if one.kind == PART else gone).append(name)
-            elif one.kind == PARAMETER and not now.is_frozen:
+            elif one.kind == PARAMETER and not now.is_frozen and now.name not in load.starts_fresh:
                 trained.append(name)
             elif now.shape != one.shape:
                 reshaped.append(f"{name}: saved {list(one.shape)}, now {list(now.shape)}")
@@ -41,6 +64,7 @@ def check_left_out(manifest: Manifest, held: Mapping[str, ModuleTensor]) -> None
         problems.append(
             f"The checkpoint left out parameters that the model does not have: {named(gone)}."
             " Build the model as in the run that saved it."
+            + (_offer(load) if any(with_adapters(name, held) in held for name in gone) else "")
         )
     if quantized and not gone:
         problems.append(
@@ -51,6 +75,7 @@ def check_left_out(manifest: Manifest, held: Mapping[str, ModuleTensor]) -> None
         problems.append(
             f"The checkpoint left out parameters that the model now trains: {named(trained)}. Their values are in no"
             " checkpoint: freeze them again, or resume from a checkpoint saved while they were trainable."
+            + _offer(load)
         )
     if reshaped:
         problems.append(
@@ -165,4 +190,5 @@ def check_optimizer_layout(checkpoint: Mapping[str, Any], engine: Any) -> None:
             "The checkpoint's trainable parameters are not the model's:\n"
             + "\n".join(f"- {problem}" for problem in problems)
             + "\nBuild the model and its optimizer as in the run that saved it."
+            + (_OFFER if current().elastic is None else "")
         )

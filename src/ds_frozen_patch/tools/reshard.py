@@ -6,11 +6,13 @@ kept, so nothing is lost that a load restores.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from ..checkpoint.zero.repartition import Target, plan_repartition, precision_of
+from ..checkpoint.zero.selection import rename, write_fresh
 from ..checkpoint.zero.states import read_states
 from ..common.errors import CheckpointError
 from ..common.text import human_bytes, printable
@@ -128,7 +130,9 @@ def reshard(
     return done
 
 
-def reshard_for_load(source: str | Path, tag: str | None, target: str | Path, engine: Target) -> None:
+def reshard_for_load(
+    source: str | Path, tag: str | None, target: str | Path, engine: Target, fresh: Iterator[tuple[str, Any]]
+) -> None:
     """Write the checkpoint that an engine can load, into an empty folder.
 
     Args:
@@ -136,11 +140,16 @@ def reshard_for_load(source: str | Path, tag: str | None, target: str | Path, en
         tag: the subdirectory to read.
         target: the folder.
         engine: what it is for.
+        fresh: the model's values of what is trained from now on, in the order of `engine.selection.fresh`.
 
     Raises:
         CheckpointError: as `reshard`.
     """
     states = read_states(source, tag, trust=True)
+    if engine.selection is not None:
+        states = rename(states, engine.selection.names)
+        stored = write_fresh(states, engine.selection, fresh, Path(target) / "fresh.pt")
+        engine = replace(engine, selection=replace(engine.selection, stored=stored))
     resharded = plan_repartition(states, engine)
     folder = Path(target) / states.layout.tag
     folder.mkdir()

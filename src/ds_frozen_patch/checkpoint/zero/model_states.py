@@ -30,20 +30,34 @@ class ModelStates:
     Args:
         states: of the checkpoint.
         weights: of the checkpoint.
-        groups: its trained parameters.
+        saved: its trained parameters.
+        groups: the ones that are trained from now on.
         stage: the new one.
         ranks: the new world size.
         made: the new tensors.
     """
 
     def __init__(
-        self, states: States, weights: Weights, groups: Sequence[Group], stage: int, ranks: int, made: NewTensors
+        self,
+        states: States,
+        weights: Weights,
+        saved: Sequence[Group],
+        groups: Sequence[Group],
+        stage: int,
+        ranks: int,
+        made: NewTensors,
     ) -> None:
         self.states, self.weights, self.made = states, weights, made
         self.before, self.stage, self.ranks = states.zero_stage, stage, ranks
         self.crosses = (self.before == 3) != (stage == 3)
-        self.trained = {plain(name): one for group in groups for name, one in group.parameters.items()}
+        before, now = (
+            {plain(name): one for group in which for name, one in group.parameters.items()} for which in (saved, groups)
+        )
+        self.trained = {**before, **now}
+        self.frozen_since = {name: one for name, one in before.items() if name not in now}
         self.rest = self._rest()
+        if stage == 3:  # below, the module's state dict has their values
+            self.rest = {**self.rest, **{name: one.master.like for name, one in self.frozen_since.items()}}
         self._whole: dict[str, StoredTensor] = {}
         if self.crosses and self.rest and (weights.parts or weights.packed or weights.subclasses):
             raise CheckpointError(
@@ -86,7 +100,9 @@ class ModelStates:
         return {name: item for name, item in model["module"].items() if plain(name) in names}
 
     def _named(self, name: str, stored: StoredTensor) -> Trained:
-        """A parameter that no optimizer has."""
+        """A parameter that no optimizer has any more."""
+        if plain(name) in self.frozen_since:
+            return self.frozen_since[plain(name)]
         if self.before != 3:
             return Trained(stored.shape, whole(self.states, stored, name), {})
         shape = self.states.models[0]["frozen_param_shapes"][name]

@@ -21,6 +21,7 @@ from .masters import check_masters_match
 from .model_states import ModelStates
 from .new_tensors import NewTensors
 from .partitions import SUB_GROUP_SIZE, Shapes
+from .selection import Selection, select
 from .shard import Sharded, in_groups, in_stage_0, in_sub_groups
 from .states import States, as_integer, check_same_save, parameter_groups, zero_setting
 from .trained import BASE_STATE, Group, locate_trained, uses_round_robin
@@ -48,6 +49,7 @@ class Target:
         sub_group_size: in ZeRO-3.
         round_robin: whether ZeRO 1 and 2 order parameters by `round_robin_gradients`.
         has_state: whether the optimizer's state is written, besides the masters.
+        selection: what is trained from now on.
     """
 
     ranks: int
@@ -56,6 +58,7 @@ class Target:
     sub_group_size: float | None = None
     round_robin: bool | None = None
     has_state: bool = True
+    selection: Selection | None = None
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,7 @@ def _completed(target: Target, states: States) -> Target:
         target.sub_group_size or (size if isinstance(size, int | float) else SUB_GROUP_SIZE),
         bool(round_robin) if target.round_robin is None else target.round_robin,
         target.has_state,
+        target.selection,
     )
 
 
@@ -159,7 +163,8 @@ def precision_of(states: States) -> str:
 
 def _repartition(states: States, weights: Weights, target: Target) -> Repartition:
     made = NewTensors()
-    groups = locate_trained(states, target.has_state)
+    saved = locate_trained(states, target.has_state)
+    groups = saved if target.selection is None else select(states, saved, target.selection)
     like = _optimizer_like(states, target)
     if target.stage == 0:
         sharded = Sharded([group.shapes for group in groups], [])
@@ -167,19 +172,21 @@ def _repartition(states: States, weights: Weights, target: Target) -> Repartitio
         sharded = in_sub_groups(groups, target.ranks, target.sub_group_size or SUB_GROUP_SIZE, like, made)
     else:
         sharded = in_groups(groups, target.ranks, bool(target.round_robin), like, made)
-    files = _model_files(states, weights, groups, sharded.groups, target, made)
+    stage = target.stage or 0
+    contents = ModelStates(states, weights, saved, groups, stage, target.ranks, made)
+    files = _model_files(states, contents, groups, sharded.groups, target, made)
     rest = {key: states.contents[-1].state[key] for key in ("ds_version",)}
     if states.optimizers:
         rest = states.contents[len(states.layout.model)].state
     for rank, optimizer in enumerate(sharded.optimizers):
         name = _name_for_rank(_OPTIMIZER[target.precision == "bf16"], rank)
         files[name] = {**rest, "optimizer_state_dict": optimizer, "ds_config": _config(states.models[0], target)}
-    save = resharded_save_id(identify(states.layout.files), target.stage or 0, target.ranks)
+    save = resharded_save_id(identify(states.layout.files), stage, target.ranks)
     # A record without manifest says that nothing was left out, which only a checkpoint of ours can tell.
     has_record = states.manifest is not None or (states.layout.model[0].parent / RECORD).is_file()
     files = {name: add_label(state, save, name, has_record) for name, state in files.items()}
     record = states.make_record(save, _manifest(states, target), target.ranks)
-    return Repartition(files, made, replace(record, zero_stage=target.stage or 0) if has_record else None)
+    return Repartition(files, made, replace(record, zero_stage=stage) if has_record else None)
 
 
 def _manifest(states: States, target: Target) -> manifest.Manifest | None:
@@ -283,7 +290,7 @@ def _config(model: Mapping[str, Any], target: Target) -> Any:
 
 def _model_files(
     states: States,
-    weights: Weights,
+    contents: ModelStates,
     groups: Sequence[Group],
     shapes: Sequence[Shapes],
     target: Target,
@@ -291,7 +298,6 @@ def _model_files(
 ) -> dict[str, Any]:
     """The files of model states, by name."""
     stage, first = target.stage or 0, _MODEL.get(target.stage or 0, _OF_ALL_RANKS)
-    contents = ModelStates(states, weights, groups, stage, target.ranks, made)
     now = _manifest(states, target)
     files: dict[str, Any] = {}
     for rank in range(target.ranks if stage == 3 else 1):

@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from ..format.records import Piece
-from ..format.stored import stand_in
+from ..format.stored import StoredTensor, stand_in
 from .new_tensors import NewTensors
 from .partitions import (
     Shapes,
@@ -58,11 +58,13 @@ def in_stage_0(groups: Sequence[Group], made: NewTensors) -> dict[str, Any]:
         first = len(state)
         kept = keys_of(group.parameters.values())
         for parameter in group.parameters.values():
+            # Where each parameter has a step counter of its own, one without state begins with its first gradient.
+            is_fresh = not parameter.state and isinstance(kept.get("step"), StoredTensor)
             state[len(state)] = {
                 key: made.whole_like(value.like, _all(parameter, key, value), parameter.shape)
                 if isinstance(value, Values)
-                else made.copy(parameter.state.get(key, value))
-                for key, value in kept.items()
+                else made.copy(parameter.state.get(key, value) if isinstance(value, StoredTensor) else value)
+                for key, value in ({} if is_fresh else kept).items()
             }
         settings.append({**group.settings, "params": list(range(first, len(state)))})
     return {"state": {index: item for index, item in state.items() if item}, "param_groups": settings}
