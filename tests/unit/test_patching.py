@@ -86,7 +86,7 @@ class DeepSpeedStrategy(
         self,
         stage=2,
     ) -> None:
-        def load_checkpoint(_prepare_load): ...
+        def load_checkpoint(_allow_excluded_parameters): ...
         self.stage = stage
 
     @property
@@ -102,7 +102,7 @@ class DeepSpeedStrategy(
 
     def load_checkpoint(self, path): return "loaded"
 
-def load_checkpoint(self, exclude_frozen_parameters, _prepare_load): ...
+def load_checkpoint(self, exclude_frozen_parameters, _allow_excluded_parameters): ...
 """
 
 
@@ -295,9 +295,17 @@ def states(site: Site, then: str = "") -> dict[str, str]:
     return dict(line.split(maxsplit=1) for line in output.splitlines())
 
 
-@pytest.mark.parametrize("order", ["dfp.patch(); imported()", "imported(); dfp.patch()"])
-def test_a_lightning_with_our_patch_series_is_unchanged(site: Site, order: str) -> None:
-    site.lightning(flag=FLAG, loads="_prepare_load(self.model)")
+@pytest.mark.parametrize(
+    ("order", "loads"),
+    [
+        ("dfp.patch(); imported()", "_allow_excluded_parameters(self.model)"),
+        ("imported(); dfp.patch()", "strategies._allow_excluded_parameters(self.model)"),
+        ("imported(); dfp.patch()", "_prepare_load(self.model)"),
+    ],
+)
+def test_a_lightning_with_our_patch_series_is_unchanged(site: Site, order: str, loads: str) -> None:
+    """That of 0.2 too."""
+    site.lightning(flag=FLAG, loads=loads)
     site.lightning("pytorch_lightning", "2.6.6", flag=FLAG)
     program = f"""
 import warnings
