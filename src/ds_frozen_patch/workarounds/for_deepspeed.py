@@ -151,7 +151,7 @@ FROZEN_OF_ZERO_1 = Fault(
     "`consolidate` and `export` have them",
     thread="issues/5439",
     patch="0004-Take-frozen-parameters-of-ZeRO-1-from-the-module-in-.patch",
-    mark=("runtime/engine.py", "self.zero_optimization() and not exclude_frozen_parameters"),
+    mark=("utils/zero_to_fp32.py", "if frozen_param_shapes is None:"),
 )
 TENSOR_SUBCLASSES = Fault(
     "tensor subclasses",
