@@ -25,6 +25,7 @@ from matrix.environments import (
     ROOT,
     cell_python,
     clone,
+    install_beside,
     newest_releases,
     program_python,
     tools_python,
@@ -256,9 +257,11 @@ def heads(session: nox.Session) -> None:
     lightning, deepspeed = (
         clone_head(session, source, name) for source, name in zip(sources, ("lightning", "deepspeed"), strict=True)
     )
-    code = os.pathsep.join(map(str, (lightning / "src", lightning / "tests", deepspeed)))
+    python, beside = cell_python(session, CELLS["newest"]), lightning.with_name("beside")
+    install_beside(session, python, beside, "jsonargparse[jsonnet,signatures]")  # Lightning's newest asks for it
+    code = os.pathsep.join(map(str, (lightning / "src", lightning / "tests", deepspeed, beside)))
     session.chdir(deepspeed)
-    session.run(cell_python(session, CELLS["newest"]), "setup.py", "--version", external=True)  # it notes its version
+    session.run(python, "setup.py", "--version", external=True)  # it notes its version
     promises = ("-m", "not everyday", "tests/contract")
     steps = {"the promises with the shim": partial(run_tests, session, "newest", *promises, PYTHONPATH=code)}
     for name, place, folder in (("Lightning", lightning, PATCHES), ("DeepSpeed", deepspeed, PATCHES / OF_DEEPSPEED)):

@@ -76,6 +76,11 @@ def clone(session: nox.Session, folder: str, address: str, commit: str) -> None:
     session.run(*git, "clean", "--quiet", "-ffdx", external=True)
 
 
+def install_beside(session: nox.Session, python: str, folder: Path, *wanted: str) -> None:
+    """Install into a folder of its own, for the path of an environment that has other releases."""
+    _uv(session, "pip", "install", "--python", python, "--target", str(folder), *wanted)
+
+
 def tools_python(session: nox.Session, name: str = "tools") -> str:
     """Return the Python of an environment made by pip: its lock is `ci/locks/NAME.txt`."""
     folder = ROOT / ".nox" / name
