@@ -105,9 +105,9 @@ def clean_checkout(checkout: Path) -> Path:
             f"{root} has no src/lightning and no deepspeed; name a clone of Lightning's repository, at release 2.0 or"
             " newer, or of DeepSpeed's"
         )
-    for started in ("rebase-apply", "rebase-merge"):
+    for started in ("rebase-apply", "rebase-merge", "CHERRY_PICK_HEAD"):
         if (root / git(root, "rev-parse", "--git-path", started).strip()).exists():
-            raise SeriesError(f"a git am or rebase is under way in {root}; finish or abort it first")
+            raise SeriesError(f"a git am, rebase or cherry-pick is under way in {root}; finish or abort it first")
     if git(root, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules").strip():
         raise SeriesError(f"{root} has uncommitted changes; commit or stash them first")
     return root
