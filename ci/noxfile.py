@@ -76,7 +76,9 @@ nox.options.stop_on_first_error = False
 # What CI runs beside the tests of the everyday cell: the short tests on the newest releases, the promises where
 # releases are oldest, refused and patched, and those of quantized bases.
 SOME = ("oldest", "refused", "everyday-patched", "quantized")
-OTHERS = [f"tests({cell})" for cell in SHORT_TESTS[1:]] + [f"matrix({cell})" for cell in SOME]
+PARTS = {"contract": ("tests/contract",), "others": ("tests", "--ignore=tests/contract")}  # each as long as the rest
+OTHERS = [f"other_tests({part})" for part in PARTS]
+OTHERS += [f"tests({cell})" for cell in SHORT_TESTS[1:]] + [f"matrix({cell})" for cell in SOME]
 OTHERS += ["patches", "docs", "lint"]
 
 
@@ -93,13 +95,14 @@ def rest(session: nox.Session) -> None:
     session.chdir(ROOT)
     for cell in ("everyday", *SOME):
         save_for(session, cell)  # which two might do at once
-    session.run(sys.executable, "-m", "nox", "-f", __file__, "-j", "2", "-s", "other_tests", *OTHERS, external=True)
+    session.run(sys.executable, "-m", "nox", "-f", __file__, "-j", "2", "-s", *OTHERS, external=True)
 
 
 @nox.session(venv_backend="none")
-def other_tests(session: nox.Session) -> None:
-    """The tests of the everyday cell that are not short."""
-    run_tests(session, "everyday", "--part=rest", *session.posargs)
+@nox.parametrize("part", list(PARTS), ids=list(PARTS))
+def other_tests(session: nox.Session, part: str) -> None:
+    """The tests of the everyday cell that are not short: those of the contract, or the others."""
+    run_tests(session, "everyday", "--part=rest", *PARTS[part], *session.posargs)
 
 
 @nox.session(venv_backend="none")
