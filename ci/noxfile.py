@@ -76,7 +76,7 @@ nox.options.stop_on_first_error = False
 # What CI runs beside the tests of the everyday cell: the short tests on the newest releases, the promises where
 # releases are oldest, refused and patched, and those of quantized bases.
 SOME = ("oldest", "refused", "everyday-patched", "quantized")
-PARTS = {"contract": ("tests/contract",), "others": ("tests", "--ignore=tests/contract")}  # each as long as the rest
+PARTS = {"contract": ("tests/contract",), "others": ("tests", "--ignore=tests/contract")}
 OTHERS = [f"other_tests({part})" for part in PARTS]
 OTHERS += [f"tests({cell})" for cell in SHORT_TESTS[1:]] + [f"matrix({cell})" for cell in SOME]
 OTHERS += ["patches", "docs", "lint"]
