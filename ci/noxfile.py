@@ -37,7 +37,7 @@ from matrix.environments import PROGRAMS as CLONES
 from matrix.programs import PROGRAMS
 from packaging.version import Version
 from series.commands import patches_for
-from series.folder import OF_DEEPSPEED, PATCHES, read_index, touched
+from series.folder import CODE, OF_DEEPSPEED, PATCHES, read_index, touched
 
 CELLS = cells.read()
 EVERY_TEST = ("everyday", "newest")
@@ -56,18 +56,8 @@ UPSTREAM = {"2.0.9.post0": "lightning-2.4", "2.1.4": "lightning-2.4", "2.4.0": "
 UPSTREAM |= {"2.5.2": "everyday", "2.6.5": "newest", "7f0c3436cd3f6ad3753125672024fc415cbcb414": "newest"}
 UPSTREAM_DEEPSPEED = {"v0.19.5": "newest"}
 
-# Where the newest commits of both repositories are, and what of them is needed.
+# Where the newest commits of both repositories are.
 HEADS = ("https://github.com/Lightning-AI/pytorch-lightning", "https://github.com/deepspeedai/DeepSpeed")
-NEEDED = (
-    "src",
-    "tests",
-    "docs/source-pytorch/advanced",
-    "requirements",
-    "deepspeed",
-    "op_builder",
-    "accelerator",
-    "csrc",
-)
 
 nox.needs_version = ">=2026.10"  # it runs sessions side by side
 nox.options.allow_parallel = True
@@ -375,7 +365,7 @@ def clone_head(session: nox.Session, source: str, name: str) -> Path:
     shutil.rmtree(place, ignore_errors=True)
     git = ("git", "-C", str(place))
     session.run("git", "clone", "--quiet", "--no-checkout", source, str(place), external=True)
-    session.run(*git, "sparse-checkout", "set", *NEEDED, external=True)
+    session.run(*git, "sparse-checkout", "set", *CODE, external=True)
     session.run(*git, "checkout", "--quiet", external=True)
     return place
 

@@ -36,15 +36,15 @@ from series.trial import Landing, contents, format_series, landing, syntax_error
 TRAILER = re.compile(r"[A-Z][\w-]*: *\S.*")
 OWN = ("series", "__pycache__", OF_DEEPSPEED, stack.OVERLAYS)  # what is no line's folder
 WHEELS = ("lightning", "pytorch_lightning")
-EXPORT_ANEW = "record the series anew: python patches record"
+RECORD_ANEW = "record the series anew: python patches record"
 # What a patch must match or must not, and what is wrong otherwise.
 FORM = (
-    (r"\AFrom 0{40} Mon Sep 17 00:00:00 2001\n", True, f"does not begin with a commit of zeros, {EXPORT_ANEW}"),
-    (r"(?m)^From: .", True, f"has no From: header, {EXPORT_ANEW}"),
-    (r"(?m)^Date: .", True, f"has no Date: header, {EXPORT_ANEW}"),
-    (r"(?m)^Subject: \[PATCH\] .", True, f"has no Subject: that begins with [PATCH], {EXPORT_ANEW}"),
-    (r"(?m)^-- $", False, f"has git's signature, {EXPORT_ANEW}"),
-    (r"(?m)^index (?![0-9a-f]{40}\.\.[0-9a-f]{40}( \d+)?$)", False, f"has a shortened index line, {EXPORT_ANEW}"),
+    (r"\AFrom 0{40} Mon Sep 17 00:00:00 2001\n", True, f"does not begin with a commit of zeros, {RECORD_ANEW}"),
+    (r"(?m)^From: .", True, f"has no From: header, {RECORD_ANEW}"),
+    (r"(?m)^Date: .", True, f"has no Date: header, {RECORD_ANEW}"),
+    (r"(?m)^Subject: \[PATCH\] .", True, f"has no Subject: that begins with [PATCH], {RECORD_ANEW}"),
+    (r"(?m)^-- $", False, f"has git's signature, {RECORD_ANEW}"),
+    (r"(?m)^index (?![0-9a-f]{40}\.\.[0-9a-f]{40}( \d+)?$)", False, f"has a shortened index line, {RECORD_ANEW}"),
     (r"(?m)^(GIT binary patch|Binary files )", False, "changes a binary file, which a series must not"),
     (r"(?m)^diff --git ", True, "changes nothing, remove it"),
     (r"(?m)^diff --git a/tests/", True, "changes nothing in tests/, add a test to the commit"),
@@ -96,7 +96,7 @@ def lint(patches: Path) -> list[str]:
 
 def _not_made(lines: list[Line]) -> Iterator[tuple[Line, str]]:
     """Yield the lines whose folders are not what the stack and the overlays make."""
-    for line, series in stack.made(lines):
+    for line, series in stack.all_series(lines):
         if isinstance(series, SeriesError):
             yield line, f"cannot be made: {series}, record the line anew: python patches record"
         elif series != contents(line.patches):
@@ -127,7 +127,7 @@ def _patch_problems(file: Path, number: int, repository: Repository) -> Iterator
     text = read(file)
     title = subject(text).removeprefix("[PATCH] ")
     if file.name != (due := f"{number:04}-{slug(title)[:52]}.patch"):
-        yield f"should be named {due} by its place and its subject, {EXPORT_ANEW}"
+        yield f"should be named {due} by its place and its subject, {RECORD_ANEW}"
     for pattern, wanted, problem in FORM:
         if bool(re.search(pattern, text)) != wanted:
             yield problem
@@ -150,7 +150,7 @@ def slug(subject: str) -> str:
 
 def _message_problems(body: str) -> Iterator[str]:
     if re.search(r"(?m)^---$", body):
-        yield f"has a summary between --- and its changes, {EXPORT_ANEW}"
+        yield f"has a summary between --- and its changes, {RECORD_ANEW}"
     last = body.rstrip().rpartition("\n\n")[2]
     if all(TRAILER.fullmatch(line) for line in last.splitlines()):
         yield "has trailers at the end of its message, remove them: who sends a patch signs it off"
@@ -198,7 +198,7 @@ def _check_tag(line: Line, tag: str, made: Landing | None, repo: Path, scratch: 
     if tag == line.made_on:
         files = format_series(trial.root, trial.base, "HEAD", scratch.with_name("export"))
         same = contents(files) == contents(line.patches)
-        checks.append([] if same else [f"{line.place} is not what git would export, {EXPORT_ANEW}"])
+        checks.append([] if same else [f"{line.place} is not what git would export, {RECORD_ANEW}"])
     return checks, trial.landing
 
 

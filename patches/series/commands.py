@@ -54,7 +54,7 @@ def apply(patches: Path, checkout: Path) -> str:
         trial = try_series(root, "HEAD", line.patches, Path(scratch, "trial"))
         made, problem = None, trial.failed
         if has_commit(root, line.made_on):
-            made = try_series(root, line.made_on, line.patches, Path(scratch, "made"))
+            made = as_made(root, line, Path(scratch, "made"))
             problem = problem or unlike(made.landing, trial.landing)
         if made and (problem or other):
             why = f"there is no series for {name}" if other else f"the checkout differs from the releases of {name}"
@@ -72,6 +72,16 @@ def apply(patches: Path, checkout: Path) -> str:
     if not made:
         note = f"; {line.made_on} is not in this clone, so the places of the changes were not compared with it"
     return f"applied {len(line.patches)} patches of {own} to {root}{note}"
+
+
+def as_made(root: Path, line: Line, scratch: Path) -> Trial:
+    """Return a series on the release that it was made on; SeriesError if it does not apply there."""
+    made = try_series(root, line.made_on, line.patches, scratch)
+    if made.failed:
+        raise SeriesError(
+            f"{line.folder} does not apply to {line.made_on} itself ({made.failed}); make it anew: {COMMAND} export"
+        )
+    return made
 
 
 def merge(root: Path, line: Line, made: Trial, why: str, scratch: Path) -> None:
@@ -188,7 +198,7 @@ def abort_am(root: Path) -> None:
 def export(patches: Path, names: list[str]) -> str:
     """Write the folders of lines, or of all, as the stack and the overlays make them."""
     indexes = [folder for folder in (patches, patches / OF_DEEPSPEED) if (folder / "index.json").is_file()]
-    lines = [line for folder in indexes for line in stack.made(read_index(folder))]
+    lines = [line for folder in indexes for line in stack.all_series(read_index(folder))]
     there = {line.folder.name: (line, series) for line, series in lines}
     if unknown := [name for name in names if name not in there]:
         raise SeriesError(f"there is no line {', '.join(unknown)}; there are {', '.join(there)}")
@@ -275,9 +285,7 @@ def new(patches: Path, checkout: Path, tag: str, source: str | None = None) -> s
             f"{root} has no {line.made_on}, which {line.folder} was made on; fetch it with git fetch --tags"
         )
     with tempfile.TemporaryDirectory() as scratch:
-        made = try_series(root, line.made_on, line.patches, Path(scratch, "made"))
-        if made.failed:
-            raise SeriesError(f"{line.folder} does not apply to {line.made_on} itself ({made.failed}); export it anew")
+        made = as_made(root, line, Path(scratch, "made"))
         trial = try_series(root, tag, line.patches, Path(scratch, "trial"))
         places = "" if trial.failed else unlike(made.landing, trial.landing)
         if not trial.failed and not places:

@@ -34,6 +34,17 @@ PREFIXES = {
     },
     "deepspeed": {"deepspeed/": "deepspeed/"},
 }
+# Where both repositories have their code and tests, and what is needed to build the code or to check a patch.
+CODE = (
+    "src",
+    "tests",
+    "docs/source-pytorch/advanced",
+    "requirements",
+    "deepspeed",
+    "op_builder",
+    "accelerator",
+    "csrc",
+)
 # What tells git which repository it is in, where it was started by another git.
 INHERITED = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX", "GIT_COMMON_DIR")
 
@@ -159,6 +170,11 @@ def touched(patches: Iterable[Path]) -> list[str]:
 def read(file: Path) -> str:
     """Return a file's text as it is: whatever its ends of lines, and none if it is not there."""
     return file.read_bytes().decode("utf-8", "surrogateescape") if file.is_file() else ""
+
+
+def write(file: Path, text: str) -> None:
+    """Write what `read` has returned."""
+    file.write_bytes(text.encode("utf-8", "surrogateescape"))
 
 
 def texts(root: Path, paths: Iterable[str]) -> dict[str, str]:

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from series.folder import Line, SeriesError, git, git_apply, read
+from series.folder import Line, SeriesError, git, git_apply, read, write
 from series.trial import PLAIN, contents, format_series, try_series
 
 OVERLAYS = "overlays"
@@ -24,7 +24,7 @@ def overlay_of(line: Line) -> Path:
     return line.folder.parent / OVERLAYS / f"{line.folder.name}.diff"
 
 
-def made(lines: list[Line]) -> Iterator[tuple[Line, Series | SeriesError]]:
+def all_series(lines: list[Line]) -> Iterator[tuple[Line, Series | SeriesError]]:
     """Yield each line with its series, as the stack and the overlays make it: from the stack to the oldest line.
 
     Where an overlay does not apply, its error comes in place of the series of its line, and of all older ones.
@@ -77,7 +77,7 @@ def write_overlay(lines: list[Line], line: Line) -> None:
         file = overlay_of(line)
         file.parent.mkdir(exist_ok=True)
         text = difference(contents(newer.patches), contents(line.patches))
-        file.write_bytes(text.encode("utf-8", "surrogateescape"))
+        write(file, text)
 
 
 def renew(lines: list[Line], line: Line, repo: Path) -> str:
@@ -109,7 +109,7 @@ def write_series(folder: Path, series: Series) -> None:
     """Write patches into a folder; those that it has are replaced or removed."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in series.items():
-        (folder / name).write_bytes(text.encode("utf-8", "surrogateescape"))
+        write(folder / name, text)
     for file in folder.glob("*.patch"):
         if file.name not in series:
             file.unlink()

@@ -20,18 +20,16 @@ from importlib.metadata import version
 from pathlib import Path
 
 from series.commands import patches_for
-from series.folder import OF_DEEPSPEED, PATCHES, SeriesError, git, read_index, touched
+from series.folder import CODE, OF_DEEPSPEED, PATCHES, SeriesError, git, read_index, touched
 from series.trial import PLAIN, lay_out
 
 Outcomes = dict[str, tuple[str, str]]
-Suite = tuple[str, list[str]]
-"""The folder that tests are run in, and patterns for their files."""
-KEPT = ("src", "tests", "pyproject.toml", "deepspeed", "op_builder", "version.txt", "accelerator", "csrc", "bin")
-LIGHTNING_SUITES: list[Suite] = [
-    ("tests", [f"tests/{part}/**/test_deepspeed*.py"]) for part in ("tests_pytorch", "tests_fabric")
-]
+Suite = list[str]
+"""Patterns for the files of tests that are run together."""
+KEPT = (*CODE, "pyproject.toml", "version.txt", "bin")
+LIGHTNING_SUITES: list[Suite] = [[f"tests/{part}/**/test_deepspeed*.py"] for part in ("tests_pytorch", "tests_fabric")]
 FAST = ("convert_checkpoint", "latest_checkpoint", "shared_weights", "sparse", "tag_validation")
-DEEPSPEED_SUITES: list[Suite] = [("tests", [f"tests/unit/checkpoint/test_{name}.py" for name in FAST])]
+DEEPSPEED_SUITES: list[Suite] = [[f"tests/unit/checkpoint/test_{name}.py" for name in FAST]]
 
 
 def main(clone: Path, tag: str) -> None:
@@ -47,7 +45,7 @@ def main(clone: Path, tag: str) -> None:
         before = run_tests(root, suites)
         git(root, "am", "--quiet", *map(str, patches), **PLAIN)
         added = [path for path in touched(patches) if Path(path).match("tests/unit/*/test_*.py")]
-        after = run_tests(root, [*suites, *([("tests", added)] if added else [])])
+        after = run_tests(root, [*suites, added] if added else suites)
     known, wrong = compare(before, after)
     environment = [Path(sys.prefix).name, *(f"{name} {version(name)}" for name in ("deepspeed", "torch"))]
     print("\n- ".join([f"\n{tag}, {', '.join(environment)}:\n", *known]))
@@ -58,7 +56,7 @@ def main(clone: Path, tag: str) -> None:
 def run_tests(root: Path, suites: list[Suite]) -> Outcomes:
     """Run suites of tests in a laid-out release; what pytest says goes to stderr."""
     found: Outcomes = {}
-    for folder, patterns in suites:
+    for patterns in suites:
         code = (root / "src", root / "tests", root, Path(__file__).resolve().parent)
         own = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(map(str, code))}
         own |= {"UPSTREAM_OUTCOMES": str(root / "outcomes.json")}
@@ -67,7 +65,11 @@ def run_tests(root: Path, suites: list[Suite]) -> Outcomes:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "upstream_plugin", "-W", "ignore::FutureWarning"]
         files = [str(file) for pattern in patterns for file in sorted(root.glob(pattern))]
         done = subprocess.run(
-            [*command, "--timeout=600", *files], cwd=root / folder, env=os.environ | own, stdout=sys.stderr, check=False
+            [*command, "--timeout=600", *files],
+            cwd=root / "tests",
+            env=os.environ | own,
+            stdout=sys.stderr,
+            check=False,
         )
         if done.returncode not in (0, 1):
             raise SeriesError(f"pytest did not get through {', '.join(patterns)}: it ended with {done.returncode}")

@@ -304,6 +304,15 @@ def test_apply_merges_into_an_unknown_release(world: World, tag: str) -> None:
     assert "exclude=self.exclude" in text.partition("def save(")[2].partition("def load(")[0]
 
 
+def test_apply_merges_no_part_of_a_series(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of one that does not apply to the release that it was made on either."""
+    at(world, "2.5.0")
+    edit(read_index(world.patches)[0].patches[1], "         self.config = None", "         self.config = 0")
+    refusal = world.refuses(capsys, "apply", str(world.clone))
+    assert "2.5 does not apply to 2.5.1 itself (Patch failed at 0002" in refusal
+    assert refusal.endswith("make it anew: python patches export")
+
+
 def test_apply_merges_changelogs(world: World) -> None:
     """Entries of both sides are kept."""
     at(world, "2.5.2")
@@ -717,7 +726,7 @@ def test_lint_finds_files(world: World, capsys: pytest.CaptureFixture[str]) -> N
     (folder / "README").write_text("")
     assert world.refuses(capsys, "lint").splitlines() == [
         "2.5/0003-pytorch-leave-out-frozen-parameters.patch: should be named "
-        f"0002-pytorch-leave-out-frozen-parameters.patch by its place and its subject, {series_check.EXPORT_ANEW}",
+        f"0002-pytorch-leave-out-frozen-parameters.patch by its place and its subject, {series_check.RECORD_ANEW}",
         "2.5/README: is not a patch named like 0001-slug.patch, remove it",
     ]
 

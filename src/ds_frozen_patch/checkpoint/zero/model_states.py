@@ -20,7 +20,7 @@ from .new_tensors import NewTensors
 from .partitions import parameter_shard_size
 from .shard import shard_of
 from .states import States
-from .trained import Group, Trained, Values, require_shard, whole
+from .trained import Group, Trained, Values, by_plain_name, require_shard, whole
 from .weights import Weights
 
 
@@ -50,9 +50,7 @@ class ModelStates:
         self.states, self.weights, self.made = states, weights, made
         self.before, self.stage, self.ranks = states.zero_stage, stage, ranks
         self.crosses = (self.before == 3) != (stage == 3)
-        before, now = (
-            {plain(name): one for group in which for name, one in group.parameters.items()} for which in (saved, groups)
-        )
+        before, now = by_plain_name(saved), by_plain_name(groups)
         self.trained = {**before, **now}
         self.frozen_since = {name: one for name, one in before.items() if name not in now}
         self.rest = self._rest()

@@ -22,7 +22,7 @@ from ..format.writing import write_archive
 from .labels import PLAIN_GROUPS
 from .partitions import Shapes
 from .states import States
-from .trained import Group, Trained, whole
+from .trained import Group, Trained, by_plain_name, whole
 from .weights import locate_weights
 
 _MASTERS = "float32"
@@ -103,7 +103,7 @@ def select(states: States, saved: Sequence[Group], selection: Selection) -> list
     Raises:
         CheckpointError: a parameter would have a master of another dtype than the others.
     """
-    trained = {plain(name): one for group in saved for name, one in group.parameters.items()}
+    trained = by_plain_name(saved)
     if selection.fresh and any(one.master.like.dtype != _MASTERS for one in trained.values()):
         raise CheckpointError(
             f"{states.layout.root} has no fp32 masters, so no other parameters than before can be trained from it."

@@ -7,7 +7,7 @@ one flat tensor, and in ZeRO-3 that of a sub-group is the shards of its paramete
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -88,6 +88,11 @@ class Group:
     def shapes(self) -> Shapes:
         """The shapes of its parameters."""
         return {name: parameter.shape for name, parameter in self.parameters.items()}
+
+
+def by_plain_name(groups: Iterable[Group]) -> dict[str, Trained]:
+    """Return the parameters of all groups."""
+    return {plain(name): one for group in groups for name, one in group.parameters.items()}
 
 
 def locate_trained(states: States, with_state: bool = True) -> list[Group]:
