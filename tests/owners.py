@@ -109,7 +109,7 @@ class Run:
 
     def _alone(self) -> None:
         adapt_deepspeed()  # else a program killed while DeepSpeed builds an op leaves a lock
-        deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+        deepspeed.init_distributed("gloo" if training.is_cpu_rank() else "nccl", auto_mpi_discovery=False)
         config = {**self._config(), "train_micro_batch_size_per_gpu": SAMPLES // self.world_size}
         adam, scheduler = self._optimizer()
         if self.options.pop("as_file", False):
@@ -212,7 +212,7 @@ class Run:
 
     def _batches(self) -> Iterator[Any]:
         rank = torch.distributed.get_rank()
-        return (rows[rank :: self.world_size] for rows in tokens().split(SAMPLES))
+        return (rows[rank :: self.world_size].to(self.engine.device) for rows in tokens().split(SAMPLES))
 
 
 @contextlib.contextmanager

@@ -34,19 +34,28 @@ def convert_to_universal(converter: Any, source: Path, target: Path) -> None:
     converter.main(Namespace(**places, **workers, strict=True, inject_missing_state=True))
 
 
+def is_cpu_rank() -> bool:
+    """Whether DeepSpeed runs on the CPU in this process."""
+    from deepspeed.accelerator import get_accelerator
+
+    name: str = get_accelerator().device_name()
+    return name == "cpu"
+
+
 def on_cpu_ranks() -> None:
-    """Let accelerate's next state in this process be of CPU ranks with DeepSpeed."""
+    """Let accelerate's next state in this process be of CPU ranks with DeepSpeed, unless that has a GPU here."""
     from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 
     # accelerate knows several CPU ranks, and DeepSpeed, but not both at once: it would take each rank for the only one.
-    PartialState._prepare_backend = lambda state, *_: ("gloo", DistributedType.MULTI_CPU)
+    if is_cpu_rank():
+        PartialState._prepare_backend = lambda state, *_: ("gloo", DistributedType.MULTI_CPU)
     # What one Trainer has set up would stay for the next one of this process.
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
 def hugging_face(model: Any, data: Any, out: str, config: dict[str, Any] | None, **options: Any) -> Any:
-    """Return Hugging Face's Trainer on CPU ranks, with a DeepSpeed config or without; `data` are rows of tokens."""
+    """Return Hugging Face's Trainer, with a DeepSpeed config or on CPU ranks; `data` are rows of tokens."""
     from transformers import Trainer, TrainingArguments
 
     on_cpu_ranks()

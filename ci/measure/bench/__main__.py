@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import caching_disk
-from bench import fingerprint, growth, imports, inspect, resume, saves, stalls, steps, sync, tools
+from bench import fingerprint, gpu, growth, imports, inspect, resume, saves, stalls, steps, sync, tools
 from machine import described, machine
 from tables import ROOT, Block
 
@@ -31,6 +31,7 @@ PARTS: dict[str, tuple[str, ModuleType | tools.Tool]] = {
     "steps": ("What a save does beyond the flag's", steps),
     "sync": ("Sync", sync),
     "stalls": ("Stalls: saves that training does not wait for", stalls),
+    "gpu": ("On a GPU", gpu),
     "growth": ("As the model grows", growth),
     "resume": ("Resume, and test from a checkpoint", resume),
     "import": ("Import", imports),
@@ -43,19 +44,20 @@ PARTS: dict[str, tuple[str, ModuleType | tools.Tool]] = {
 def main() -> None:
     """Measure, and write both."""
     parser = argparse.ArgumentParser(prog="nox -f ci/noxfile.py -s bench --", description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; by default all but gpu")
     parser.add_argument("--rounds", type=int, help="instead of each part's own number")
     parser.add_argument("--folder", type=Path, default=ROOT, help="on a disk with 12 GB free (default: %(default)s)")
     given = parser.parse_args()
     if unknown := set(given.parts) - set(PARTS):
         parser.error(f"no part is named {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    if "stalls" in (given.parts or PARTS) and (why := caching_disk.why_unsupported()):
+    given.parts = given.parts or [name for name in PARTS if name != "gpu"]
+    if "stalls" in given.parts and (why := caching_disk.why_unsupported()):
         parser.error(f"stalls needs a slow disk, and {why}; install it, or name the other parts")
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process compiles anew what it imports
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that what is on disk is removed then too
     results = json.loads(RESULTS.read_text())
     with tempfile.TemporaryDirectory(prefix="bench-", dir=given.folder) as folder:
-        for name in given.parts or PARTS:
+        for name in given.parts:
             results[name] = measured(name, Path(folder), given.rounds)
             results = {name: results[name] for name in PARTS if name in results}
             RESULTS.write_text(dumped(results), encoding="utf-8")

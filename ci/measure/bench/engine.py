@@ -98,6 +98,11 @@ def start(shape: Shape, stage: int, precision: str, hugging_face: bool = False) 
     return {"trainable": _now["trainable"], "frozen_bytes": frozen, "buffer_bytes": buffers}
 
 
+def use(trainer: Any, stage: int, trainable: int) -> None:
+    """Keep a Trainer whose fit goes on, with so many trained parameters, in bf16."""
+    _now.update(lightning=trainer, stage=stage, precision="bf16-true", trainable=trainable)
+
+
 def end() -> None:
     """Forget them."""
     import torch
@@ -158,7 +163,7 @@ def _steps_beside() -> tuple[float, ...]:
     found: list[float] = []
     while True:
         is_writing = any(thread.name == "ds_frozen_patch: save" for thread in threading.enumerate())
-        flag = torch.tensor(int(is_writing))
+        flag = torch.tensor(int(is_writing), device=_device())
         torch.distributed.all_reduce(flag)
         if not flag:
             return tuple(found[:-1])  # the last one may have been beside it only in part
@@ -171,9 +176,23 @@ def _step() -> float:
     engine = _now["lightning"].strategy.model
     torch.distributed.barrier()
     begun = time.perf_counter()
-    engine.backward(engine(torch.arange(16).reshape(2, 8)))
+    engine.backward(engine(torch.arange(16, device=_device()).reshape(2, 8)))
     engine.step()
+    _finish()
     return time.perf_counter() - begun
+
+
+def _device() -> Any:
+    """Where this rank trains."""
+    return _now["lightning"].strategy.root_device
+
+
+def _finish() -> None:
+    """Wait for what runs on a GPU."""
+    import torch
+
+    if _device().type == "cuda":
+        torch.cuda.synchronize()
 
 
 def _ways() -> dict[str, Callable[[str], object]]:
@@ -205,6 +224,7 @@ def _ways() -> dict[str, Callable[[str], object]]:
         with _two_threads():
             for value in frozen():
                 value.view(-1).view(torch.int64).sum()
+            _finish()
 
     def multiply(_: str) -> None:
         words = torch.arange(1 << 18)  # 2 MiB, as many as a pass takes at once
@@ -256,11 +276,13 @@ def _trained_bytes() -> int:
 
 
 def _copy() -> None:
-    """Copy as much as this rank saves, into memory that was used before."""
+    """Copy as much as this rank saves, from where it trains, into memory of the CPU that was used before."""
     import torch
 
     if "copied" not in _now:
-        _now["copied"] = [torch.full((_trained_bytes(),), number, dtype=torch.uint8) for number in (1, 2)]
+        source, target = (torch.full((_trained_bytes(),), number, dtype=torch.uint8) for number in (1, 2))
+        is_gpu = _device().type == "cuda"
+        _now["copied"] = source.to(_device()), target.pin_memory() if is_gpu else target
         torch.distributed.barrier()
     source, target = _now["copied"]
     target.copy_(source)
@@ -308,13 +330,15 @@ def weight_bytes(stage: int, precision: str) -> int:
     return 0 if stage == 3 else 2 if precision == "bf16-true" else 4
 
 
-def trainer(stage: int, precision: Any, steps: int = 1, strategy: Any = None) -> Any:
+def trainer(
+    stage: int, precision: Any, steps: int = 1, strategy: Any = None, callbacks: list[Any] | None = None
+) -> Any:
     """Return Lightning's, of all ranks of the pool, or with a strategy of its own of one rank."""
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import DeepSpeedStrategy
 
     return pl.Trainer(
-        accelerator="cpu", devices=1 if strategy else int(os.environ["WORLD_SIZE"]),
+        accelerator="cpu" if training.is_cpu_rank() else "gpu", callbacks=callbacks, devices=1 if strategy else int(os.environ["WORLD_SIZE"]),
         strategy=strategy or DeepSpeedStrategy(config=training.settings(stage)), precision=precision, max_steps=steps,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
