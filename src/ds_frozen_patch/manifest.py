@@ -20,7 +20,18 @@ from .common.errors import CheckpointMismatchError
 from .common.text import human_bytes
 from .common.versions import version_of
 from .fingerprint import Shard, fingerprints, process_memory
-from .parameters import BUFFER, PARAMETER, PART, ModuleTensor, compiled_modules, is_name, part_name, part_suffix, plain
+from .parameters import (
+    BUFFER,
+    PARAMETER,
+    PART,
+    Contents,
+    ModuleTensor,
+    compiled_modules,
+    is_name,
+    part_name,
+    part_suffix,
+    plain,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -291,7 +302,7 @@ def _plain_value(value: Any) -> Any:
 def describe(
     left_out: Sequence[ModuleTensor],
     *,
-    module: torch.nn.Module,
+    contents: Contents,
     device: Any,
     zero_stage: int,
     world_size: int,
@@ -302,7 +313,7 @@ def describe(
 
     Args:
         left_out: what the checkpoint leaves out, the same on every rank.
-        module: the module that it belongs to.
+        contents: of the module that it belongs to.
         device: where the ranks' contributions to fingerprints are summed.
         zero_stage: of the run.
         world_size: of the run.
@@ -320,8 +331,8 @@ def describe(
         zero_stage=zero_stage,
         world_size=world_size,
         versions=versions(),
-        adapters=adapters_of(module),
-        compiled=compiled_modules(name for name, _ in module.named_parameters(remove_duplicate=False)),
+        adapters=adapters_of(contents.module),
+        compiled=compiled_modules(contents.raw_names),
     )
 
 

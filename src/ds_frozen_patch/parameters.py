@@ -11,7 +11,7 @@ import json
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -128,29 +128,6 @@ def prefix_of(names: Iterable[str]) -> str:
     return PREFIX if next(iter(names), "").startswith(PREFIX) else ""
 
 
-def contents_by_name(module: torch.nn.Module) -> dict[str, ModuleTensor]:
-    """What `contents` returns, by all names."""
-    return {name: held for held in contents(module) for name in held.names}
-
-
-def parameters_by_name(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters of a module by plain name, including tied aliases, in the module's order."""
-    return {plain(name): parameter for name, parameter in module.named_parameters(remove_duplicate=False)}
-
-
-def names_by_parameter(module: torch.nn.Module) -> dict[torch.nn.Parameter, tuple[str, ...]]:
-    """Each parameter of a module with all its plain names, tied aliases included, in the module's order."""
-    names: dict[torch.nn.Parameter, list[str]] = {}
-    for name, parameter in parameters_by_name(module).items():
-        names.setdefault(parameter, []).append(name)
-    return {parameter: tuple(all_names) for parameter, all_names in names.items()}
-
-
-def frozen_names(module: torch.nn.Module) -> dict[torch.nn.Parameter, tuple[str, ...]]:
-    """Each frozen parameter of a module with all its plain names, in the module's order."""
-    return {p: names for p, names in names_by_parameter(module).items() if not p.requires_grad}
-
-
 def shape_of(parameter: torch.Tensor) -> tuple[int, ...]:
     """The shape of the whole parameter, even if ZeRO-3 has partitioned it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
@@ -178,62 +155,110 @@ def inner_tensors(tensor: Any) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def contents(module: torch.nn.Module) -> list[ModuleTensor]:
-    """Everything that a module contains: parameters, each with its parts, and persistent buffers."""
-    state = _state_dict(module)
-    parameters = parameters_by_name(module)
-    buffers = {plain(name): buffer for name, buffer in module.named_buffers(remove_duplicate=False)}
-    quantized = dict(_quantized_layers(module))
-    names = _all_names(parameters, state)
-    first = {name: all_names[0] for all_names in names.values() for name in all_names}
-    by_parameter: dict[str, list[ModuleTensor]] = {}
-    for parameter, all_names in names.items():
-        tensor = described(settings_of(parameter)) if inner_tensors(parameter) else parameter
-        is_frozen = not parameter.requires_grad
-        whole = ModuleTensor(
-            all_names, PARAMETER, shape_of(parameter), dtype_of(parameter), tensor, all_names[0], is_frozen
-        )
-        by_parameter[whole.name] = [whole]
-    assigned = set(first)
-    others = []
-    for name, value in state.items():
-        if name in assigned:
-            continue
-        if name in buffers:
-            layer, _, last = name.rpartition(".")
-            tensor, is_frozen = buffers[name], last in quantized.get(layer, ())
-            others.append(ModuleTensor((name,), BUFFER, tuple(tensor.shape), dtype_of(tensor), tensor, name, is_frozen))
-        elif (owner := _owner(name, first, quantized)) is not None:
-            group, suffix = owner
-            part = _part(by_parameter[group][0], suffix, value if hasattr(value, "element_size") else described(value))
-            by_parameter[group].append(part)
-            assigned.update(part.names)
-    for parameter, (whole, *parts) in zip(names, by_parameter.values(), strict=True):
-        # A subclass that saves its parts itself (optimum-quanto's) does so in a layout that is not that of a kernel.
-        if not parts:
-            by_parameter[whole.name] += [
-                _part(whole, f".{rest}", inner) for rest, inner in inner_tensors(parameter).items()
-            ]
-    return [*(held for its_tensors in by_parameter.values() for held in its_tensors), *others]
+class Contents:
+    """What a module contains at present, by plain name.
 
+    Each of torch's walks through a large module takes milliseconds, so each is made only once.
 
-def names_in_state_dict(module: torch.nn.Module) -> dict[torch.nn.Parameter, tuple[str, ...]]:
-    """The parameters that a module's state dict contains, each with all its plain names there.
-
-    These can be others than in `named_parameters()`. They are found by identity, or by name or storage where
-    the module has a `state_dict` of its own.
+    Attributes:
+        module: the module.
+        raw_names: of its parameters, with those of wrappers.
+        parameters: including tied aliases, in the module's order.
     """
-    state = _state_dict(module)
-    saved_names: dict[torch.nn.Parameter, tuple[str, ...]] = {}
-    at: dict[int, list[str]] = {}
-    for name, value in state.items():
-        at.setdefault(id(value), []).append(name)
-    storages = {value.data_ptr(): [name] for name, value in state.items() if hasattr(value, "data_ptr")}
-    for parameter, names in names_by_parameter(module).items():
-        saved = at.get(id(parameter)) or [name for name in names if name in state]
-        if saved := saved or (storages.get(parameter.data_ptr(), []) if parameter.numel() else []):
-            saved_names[parameter] = tuple(saved)
-    return saved_names
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        named = dict(module.named_parameters(remove_duplicate=False))
+        self.module, self.raw_names = module, named.keys()
+        self.parameters = {plain(name): parameter for name, parameter in named.items()}
+
+    @cached_property
+    def names(self) -> dict[torch.nn.Parameter, tuple[str, ...]]:
+        """Each parameter with all its names, tied aliases included, in the module's order."""
+        names: dict[torch.nn.Parameter, list[str]] = {}
+        for name, parameter in self.parameters.items():
+            names.setdefault(parameter, []).append(name)
+        return {parameter: tuple(all_names) for parameter, all_names in names.items()}
+
+    @property
+    def frozen_names(self) -> dict[torch.nn.Parameter, tuple[str, ...]]:
+        """Each frozen parameter with all its names, in the module's order."""
+        return {parameter: names for parameter, names in self.names.items() if not parameter.requires_grad}
+
+    @cached_property
+    def state(self) -> dict[str, Any]:
+        """The module's state dict, with the parameters themselves if the module supports that."""
+        try:
+            return {plain(name): value for name, value in self.module.state_dict(keep_vars=True).items()}
+        except TypeError:  # one that takes no arguments
+            return {plain(name): value for name, value in self.module.state_dict().items()}
+
+    @property
+    def names_in_state(self) -> dict[torch.nn.Parameter, tuple[str, ...]]:
+        """The parameters that the state dict contains, each with all its names there.
+
+        These can be others than in `parameters`. They are found by identity, or by name or storage where the module has
+        a `state_dict` of its own.
+        """
+        saved_names: dict[torch.nn.Parameter, tuple[str, ...]] = {}
+        at: dict[int, list[str]] = {}
+        for name, value in self.state.items():
+            at.setdefault(id(value), []).append(name)
+        storages = {value.data_ptr(): [name] for name, value in self.state.items() if hasattr(value, "data_ptr")}
+        for parameter, names in self.names.items():
+            saved = at.get(id(parameter)) or [name for name in names if name in self.state]
+            if saved := saved or (storages.get(parameter.data_ptr(), []) if parameter.numel() else []):
+                saved_names[parameter] = tuple(saved)
+        return saved_names
+
+    @cached_property
+    def tensors(self) -> list[ModuleTensor]:
+        """Everything that the module contains: parameters, each with its parts, and persistent buffers."""
+        buffers = {plain(name): buffer for name, buffer in self.module.named_buffers(remove_duplicate=False)}
+        quantized = dict(_quantized_layers(self.module))
+        by_identity = {id(parameter): parameter for parameter in self.names}
+        names = dict(self.names)
+        for name, value in self.state.items():  # it may have other names
+            if name not in self.parameters and id(value) in by_identity:
+                names[by_identity[id(value)]] += (name,)
+        first = {name: all_names[0] for all_names in names.values() for name in all_names}
+        by_parameter: dict[str, list[ModuleTensor]] = {}
+        for parameter, all_names in names.items():
+            tensor = described(settings_of(parameter)) if inner_tensors(parameter) else parameter
+            is_frozen = not parameter.requires_grad
+            whole = ModuleTensor(
+                all_names, PARAMETER, shape_of(parameter), dtype_of(parameter), tensor, all_names[0], is_frozen
+            )
+            by_parameter[whole.name] = [whole]
+        assigned = set(first)
+        others = []
+        for name, value in self.state.items():
+            if name in assigned:
+                continue
+            if name in buffers:
+                layer, _, last = name.rpartition(".")
+                tensor, is_frozen = buffers[name], last in quantized.get(layer, ())
+                others.append(
+                    ModuleTensor((name,), BUFFER, tuple(tensor.shape), dtype_of(tensor), tensor, name, is_frozen)
+                )
+            elif (owner := _owner(name, first, quantized)) is not None:
+                group, suffix = owner
+                part = _part(
+                    by_parameter[group][0], suffix, value if hasattr(value, "element_size") else described(value)
+                )
+                by_parameter[group].append(part)
+                assigned.update(part.names)
+        for parameter, (whole, *parts) in zip(names, by_parameter.values(), strict=True):
+            # A subclass that saves its parts itself (optimum-quanto's) does so in a layout that is no kernel's.
+            if not parts:
+                by_parameter[whole.name] += [
+                    _part(whole, f".{rest}", inner) for rest, inner in inner_tensors(parameter).items()
+                ]
+        return [*(held for its_tensors in by_parameter.values() for held in its_tensors), *others]
+
+    @property
+    def by_name(self) -> dict[str, ModuleTensor]:
+        """The same, by all names."""
+        return {name: held for held in self.tensors for name in held.names}
 
 
 def part_name(name: str, suffix: str) -> str:
@@ -250,28 +275,6 @@ def part_suffix(name: str, of: str) -> str:
 def _part(of: ModuleTensor, suffix: str, tensor: Any) -> ModuleTensor:
     names = tuple(dict.fromkeys(part_name(name, suffix) for name in of.names))
     return ModuleTensor(names, PART, tuple(tensor.shape), dtype_of(tensor), tensor, of.name, of.is_frozen)
-
-
-def _state_dict(module: torch.nn.Module) -> dict[str, Any]:
-    """A module's state dict by plain name, with the parameters themselves if the module supports that."""
-    try:
-        return {plain(name): value for name, value in module.state_dict(keep_vars=True).items()}
-    except TypeError:  # one that takes no arguments
-        return {plain(name): value for name, value in module.state_dict().items()}
-
-
-def _all_names(
-    parameters: Mapping[str, torch.nn.Parameter], state: Mapping[str, Any]
-) -> dict[torch.nn.Parameter, tuple[str, ...]]:
-    """Each parameter with all its names, including those that are only in the state dict."""
-    names: dict[torch.nn.Parameter, dict[str, None]] = {}
-    for name, parameter in parameters.items():
-        names.setdefault(parameter, {})[name] = None
-    by_identity = {id(parameter): parameter for parameter in names}
-    for name, value in state.items():
-        if name not in parameters and id(value) in by_identity:
-            names[by_identity[id(value)]][name] = None
-    return {parameter: tuple(all_names) for parameter, all_names in names.items()}
 
 
 def _quantized_layers(module: torch.nn.Module) -> Iterator[tuple[str, Collection[str]]]:

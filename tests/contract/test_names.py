@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import ds_frozen_patch
-from ds_frozen_patch.parameters import contents
+from ds_frozen_patch.parameters import Contents
 
 pytestmark = [pytest.mark.promise(15), pytest.mark.everyday, pytest.mark.once]
 
@@ -93,7 +93,9 @@ def loads_strictly(out: Path, way: str) -> None:
 @pytest.mark.short
 @pytest.mark.parametrize("way", ["compiled", "checkpointed"])
 def test_names_are_those_of_the_plain_module(way: str) -> None:
-    assert [one.names for one in contents(Wrapped(way))] == [one.names for one in contents(runs.LoraRun())]
+    assert [one.names for one in Contents(Wrapped(way)).tensors] == [
+        one.names for one in Contents(runs.LoraRun()).tensors
+    ]
 
 
 class Renames(torch.nn.Module):
@@ -111,5 +113,5 @@ def _rename(_: torch.nn.Module, state: dict[str, Any], prefix: str, __: Any) -> 
 
 @pytest.mark.short
 def test_parameters_are_found_by_their_state_dict_names() -> None:
-    (held,) = contents(torch.nn.Sequential(Renames()))
+    (held,) = Contents(torch.nn.Sequential(Renames())).tensors
     assert held.names == ("0.weight", "0.w")

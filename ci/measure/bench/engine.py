@@ -338,7 +338,8 @@ def trainer(
     from lightning.pytorch.strategies import DeepSpeedStrategy
 
     return pl.Trainer(
-        accelerator="cpu" if training.is_cpu_rank() else "gpu", callbacks=callbacks, devices=1 if strategy else int(os.environ["WORLD_SIZE"]),
+        accelerator="cpu" if training.is_cpu_rank() else "gpu", callbacks=callbacks,
+        devices=1 if strategy else int(os.environ["WORLD_SIZE"]),
         strategy=strategy or DeepSpeedStrategy(config=training.settings(stage)), precision=precision, max_steps=steps,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip

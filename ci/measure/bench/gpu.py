@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ PASSES = (PASS, READ)  # of a base that is whole on each rank
 
 
 def measure(folder: Path, rounds: int) -> dict[str, Any]:
-    """Return what saves cost on one GPU, by ZeRO stage; each way's first round is kept apart."""
+    """Return what saves cost on one GPU, by ZeRO stage; the first round is kept apart."""
     pool = Ranks(1, folder / "ranks.txt", "gpu")
     try:
         return {f"ZeRO-{stage}": pool(_fit, stage=stage, place=str(folder), rounds=rounds)[0] for stage in STAGES}
@@ -59,8 +60,11 @@ def _fit(stage: int, place: str, rounds: int) -> dict[str, Any]:
             found["frozen"] = sum(getattr(v, "ds_numel", v.numel()) for v in values if not v.requires_grad)
             engine.use(trainer, stage, found["trainable"])
             ways = (*SAVES, *(PASSES if stage == 2 else ()))
-            found["ways"] = {way: _costs(way, f"{place}/saved", rounds) for way in ways}
-            found["ways"][FULL] = _costs(FULL, f"{place}/saved", 1)
+            found["ways"] = {way: {"seconds": [], "beside": [], "until": [], "gpu": 0} for way in (*ways, FULL)}
+            for number in range(rounds + 1):
+                for way in random.Random(number).sample(ways, len(ways)) if number else ways:
+                    _measure(way, f"{place}/saved", found["ways"][way], is_first=not number)
+            _measure(FULL, f"{place}/saved", found["ways"][FULL])
             found["steps"] = engine.steps(3 * rounds)
 
     ds_frozen_patch.patch()
@@ -70,28 +74,25 @@ def _fit(stage: int, place: str, rounds: int) -> dict[str, Any]:
     return found
 
 
-def _costs(way: str, path: str, rounds: int) -> dict[str, Any]:
-    """Return the costs of a way, and the memory of the GPU that it takes at most beside what is there."""
+def _measure(way: str, path: str, costs: dict[str, Any], is_first: bool = False) -> None:
+    """Save in a way; adds what it costs, and the memory of the GPU that it takes at most beside what is there."""
     import torch
 
-    costs: dict[str, Any] = {"seconds": [], "beside": [], "until": [], "gpu": 0, "memory": 0}
-    for number in range(rounds + 1):
-        os.sync()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        cost = engine.save(way, path)
-        gpu = torch.cuda.max_memory_allocated() - before
-        costs["bytes"] = sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
-        shutil.rmtree(path, ignore_errors=True)
-        if not number:
-            costs["first"] = {"seconds": cost.seconds, "memory": cost.memory, "gpu": gpu}
-            continue
-        costs["seconds"].append(cost.seconds)
-        costs["until"].append(cost.until)
-        costs["beside"].extend(cost.beside)
-        costs["gpu"], costs["memory"] = max(costs["gpu"], gpu), max(costs["memory"], cost.memory)
-    return costs
+    os.sync()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    cost = engine.save(way, path)
+    gpu = torch.cuda.max_memory_allocated() - before
+    costs["bytes"] = sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
+    shutil.rmtree(path, ignore_errors=True)
+    if is_first:
+        costs["first"] = {"seconds": cost.seconds, "gpu": gpu}
+        return
+    costs["seconds"].append(cost.seconds)
+    costs["until"].append(cost.until)
+    costs["beside"].extend(cost.beside)
+    costs["gpu"] = max(costs["gpu"], gpu)
 
 
 def render(found: dict[str, Any]) -> str:

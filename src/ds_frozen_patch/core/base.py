@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..common.collectives import on_any_rank
 from ..engine.origins import Origin, changed, origins
 from ..engine.topology import is_divided
-from ..parameters import BUFFER, PARAMETER, PART, ModuleTensor, contents, parameters_by_name
+from ..parameters import BUFFER, PARAMETER, PART, Contents, ModuleTensor
 from ..settings import current as settings
 from ..workarounds.for_deepspeed import has_plain_optimizer
 
@@ -21,12 +21,10 @@ if TYPE_CHECKING:
     import torch
 
 
-def frozen(module: torch.nn.Module) -> list[ModuleTensor]:
+def frozen(contents: Contents) -> list[ModuleTensor]:
     """What of a module may be its base."""
-    everything = contents(module)
-    return [
-        held for held in everything if held.is_frozen or (held.kind == BUFFER and settings().leaves_out(held.names))
-    ]
+    leaves_out = settings().leaves_out
+    return [held for held in contents.tensors if held.is_frozen or (held.kind == BUFFER and leaves_out(held.names))]
 
 
 def optimized(engine: Any) -> set[torch.nn.Parameter]:
@@ -48,16 +46,16 @@ def mark_trained(engine: Any) -> None:
     In ZeRO stage 0, an optimizer made of all parameters of a module also has those that are frozen from the start.
     """
     trained, known = optimized(engine), origins(engine.module)
-    for name, parameter in parameters_by_name(engine.module).items():
+    for name, parameter in Contents(engine.module).parameters.items():
         if parameter in trained and parameter.requires_grad:
             known[name].is_trained = True
 
 
-def to_leave_out(engine: Any, known: Mapping[str, Origin]) -> list[ModuleTensor]:
-    """What a save leaves out, as far as all ranks know; `known` is what `origins` returns."""
-    in_optimizer, candidates = optimized(engine), frozen(engine.module)
+def to_leave_out(engine: Any, contents: Contents, known: Mapping[str, Origin]) -> list[ModuleTensor]:
+    """What a save leaves out of a module's contents, as far as all ranks know; `known` is what `origins` returns."""
+    in_optimizer, candidates = optimized(engine), frozen(contents)
     left_out: list[ModuleTensor] = []
-    kept_groups = _not_comparable(engine, candidates)
+    kept_groups = _not_comparable(engine, contents.parameters, candidates)
     for held in candidates:
         is_kept = held.kind != PART and _is_kept(held, known.get(held.group), in_optimizer)
         if is_kept or held.group in kept_groups or settings().keeps(held.names):
@@ -67,12 +65,11 @@ def to_leave_out(engine: Any, known: Mapping[str, Origin]) -> list[ModuleTensor]
     return left_out
 
 
-def _not_comparable(engine: Any, candidates: Iterable[ModuleTensor]) -> set[str]:
+def _not_comparable(engine: Any, parameters: Mapping[str, Any], candidates: Iterable[ModuleTensor]) -> set[str]:
     """The groups of buffers, and of parameters with parts, of which ranks have different shards.
 
     Only the fingerprint of a plain parameter is made of all its shards.
     """
-    parameters = parameters_by_name(engine.module)
     others = (held for held in candidates if held.kind != PARAMETER)
     return {held.group for held in others if is_divided(engine, parameters.get(held.group, held.tensor))}
 

@@ -32,7 +32,7 @@ from ..load.running import Load, current
 from ..load.strictness import check_optimizer_layout, check_optimizer_state, forgiving, saved_elsewhere
 from ..load.trust import refuse_unsafe_in, runs_nothing, trust
 from ..manifest import Manifest
-from ..parameters import contents_by_name, plain
+from ..parameters import Contents, plain
 from ..publish import in_flight
 from ..workarounds import for_deepspeed as cures
 
@@ -143,7 +143,7 @@ def load_module_state_dict(
     ):
         result = wrapped(*call.args, **call.kwargs)
     fitting.put_from_partitions(load, in_partitions)
-    check_parts(parts, contents_by_name(engine.module) if parts else {}, load)
+    check_parts(parts, Contents(engine.module).by_name if parts else {}, load)
     return result
 
 

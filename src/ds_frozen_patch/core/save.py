@@ -122,10 +122,10 @@ def begin(
     """
     in_flight.wait()
     sample_at_save(engine, served)
+    save = Save(engine, served, place_of(engine, served, path, folder, shown, is_managed), None)
     known_values = origins(engine.module) if exclude else {}
-    candidates = base.to_leave_out(engine, known_values) if exclude else None
+    candidates = save.left_out = base.to_leave_out(engine, save.contents, known_values) if exclude else None
     changed = base.changed_since_start(known_values, candidates or ())
-    save = Save(engine, served, place_of(engine, served, path, folder, shown, is_managed), candidates)
     if is_managed and is_first(save.owner):
         save.open(is_tag=folder is not None)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..parameters import names_by_parameter, plain
+from ..parameters import Contents, plain
 from ..settings import current
 from ..workarounds.for_deepspeed import on_the_accelerator
 
@@ -50,7 +50,7 @@ def put(module: torch.nn.Module, weights: Mapping[str, Any]) -> None:
     from deepspeed import zero
 
     with torch.no_grad():
-        for parameter, names in names_by_parameter(module).items():
+        for parameter, names in Contents(module).names.items():
             value = next((weights[name] for name in names if name in weights), None)
             if value is not None:
                 with zero.GatheredParameters([parameter], modifier_rank=0):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from ..fingerprint import is_readable, own_values
-from ..parameters import PARAMETER, PART, ModuleTensor, contents, part_suffix, plain, shape_of
+from ..parameters import PARAMETER, PART, Contents, ModuleTensor, part_suffix, plain, shape_of
 from .served import ServedEngine
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def sample(tensors: Mapping[_Key, torch.Tensor]) -> dict[_Key, Sample]:
 def remember(module: torch.nn.Module) -> None:
     """Take samples of a whole module when training begins; changes before that are how the program builds it."""
     origin_of = origins(module)
-    for held, taken in sample({held: held.tensor for held in contents(module)}).items():
+    for held, taken in sample({held: held.tensor for held in Contents(module).tensors}).items():
         if held.group in origin_of:
             origin_of[held.group].samples[_part(held)] = taken
 
@@ -184,7 +184,7 @@ def notice_earlier_training(module: torch.nn.Module) -> None:
     origin_of = origins(module)
     if not any(origin.samples for origin in origin_of.values()) and not trained:
         return
-    everything = contents(module)
+    everything = Contents(module).tensors
     suspected = changed(origin_of, everything)
     now = sample({key: tensor for key, (tensor, _) in trained.items()})
     copied = {
@@ -209,9 +209,9 @@ def replacing(module: torch.nn.Module, left_out: frozenset[str] | None = None) -
         module: that the checkpoint is loaded into.
         left_out: from a trainable-only checkpoint; its other parameters were trained, also where no sample shows it.
     """
-    before = sample({held: held.tensor for held in contents(module) if held.is_frozen})
+    before = sample({held: held.tensor for held in Contents(module).tensors if held.is_frozen})
     yield
-    origin_of, everything = origins(module), contents(module)
+    origin_of, everything = origins(module), Contents(module).tensors
     samples_before = {(held.group, _part(held)): then for held, then in before.items()}
     after = sample({held: held.tensor for held in everything if held.is_frozen})
     replaced = {

@@ -14,6 +14,7 @@ from ..core.base import frozen, mark_trained
 from ..engine.origins import notice_earlier_training, sample_at_start
 from ..engine.owner import Owner, warn
 from ..engine.served import attach
+from ..parameters import Contents
 from ..settings import current as settings
 from ..settings import matches
 
@@ -41,7 +42,7 @@ def _check_patterns(owner: Owner, module: Any) -> None:
     now = settings()
     if not now.keep and not now.leave_out:
         return
-    names = [one.names for one in frozen(module)]
+    names = [one.names for one in frozen(Contents(module))]
     for option, patterns in (("keep", now.keep), ("leave_out", now.leave_out)):
         if idle := [pattern for pattern in patterns if not any(matches(own, [pattern]) for own in names)]:
             warn(owner, f"patch({option}=[...]) matches nothing that is frozen: {named(idle)}. It has no effect.")

@@ -15,6 +15,7 @@ from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..core.base import frozen
 from ..engine.owner import is_first, warn
 from ..fingerprint import process_memory
+from ..parameters import Contents
 from ..publish.work_folder import left_behind
 from ..settings import current as settings
 from .files import check_files, own_share, read_record, share
@@ -119,7 +120,7 @@ def _knows_base(load: Load) -> bool:
     module = getattr(load.engine, "module", None)
     if module is None or settings().verify_base == "off":
         return True
-    return all(process_memory().holds(held.tensor) for held in frozen(module))
+    return all(process_memory().holds(held.tensor) for held in frozen(Contents(module)))
 
 
 def raise_on_all_ranks(load: Load, problem: Exception | None) -> None:

@@ -16,7 +16,7 @@ from ..engine.groups import trained_groups
 from ..engine.origins import origins
 from ..engine.owner import warn
 from ..engine.served import attached
-from ..parameters import parameters_by_name, plain, with_adapters
+from ..parameters import Contents, plain, with_adapters
 from ..workarounds.for_deepspeed import has_plain_optimizer
 from .listing import Listing
 from .running import Load
@@ -112,7 +112,7 @@ def selection_of(change: Change, engine: Any) -> Selection:
 
 def values_of_fresh(change: Change, engine: Any, on_this_rank: bool) -> Iterator[tuple[str, Any]]:
     """The model's values of what starts fresh; every rank must go through all of them."""
-    parameters = parameters_by_name(engine.module)
+    parameters = Contents(engine.module).parameters
     return gathered({name: parameters[name] for name in change.fresh}, on_this_rank)
 
 

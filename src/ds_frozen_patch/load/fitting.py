@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..engine.gathering import put
-from ..parameters import names_by_parameter, plain, prefix_of
+from ..parameters import Contents, plain, prefix_of
 from ..workarounds import for_deepspeed as cures
 from .running import Load
 
@@ -39,7 +39,7 @@ def _whole(load: Load) -> dict[str, Any]:
 def frozen_meanwhile(engine: Any, checkpoint: Mapping[str, Any]) -> Iterator[None]:
     """Let DeepSpeed load all fragments, also of parameters that are no longer frozen."""
     fragments = set(map(plain, checkpoint.get("frozen_param_fragments") or {}))
-    thawed = [p for p, names in names_by_parameter(engine.module).items() if p.requires_grad and names[0] in fragments]
+    thawed = [p for p, names in Contents(engine.module).names.items() if p.requires_grad and names[0] in fragments]
     for parameter in thawed:
         parameter.requires_grad_(False)
     try:
@@ -62,7 +62,7 @@ def with_all_fragments(checkpoint: Mapping[str, Any], engine: Any) -> Mapping[st
         saved = {name: value for name, value in saved.items() if name not in in_state}
     if not saved:
         return {**checkpoint, "frozen_param_fragments": None}
-    own = {names[0]: getattr(p, "ds_tensor", p) for p, names in names_by_parameter(engine.module).items()}
+    own = {names[0]: getattr(p, "ds_tensor", p) for p, names in Contents(engine.module).names.items()}
     return {**checkpoint, "frozen_param_fragments": {**own, **saved}}
 
 

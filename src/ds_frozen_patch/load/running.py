@@ -12,7 +12,7 @@ from typing import Any
 from ..checkpoint.zero.states import FileDigests
 from ..core.record import Record
 from ..engine.owner import Owner
-from ..parameters import ModuleTensor, contents_by_name
+from ..parameters import Contents, ModuleTensor
 
 current: ContextVar[Load | None] = ContextVar("ds_frozen_patch_load", default=None)
 """The load that is running, for what DeepSpeed calls back."""
@@ -68,4 +68,4 @@ class Load:
     @cached_property
     def held(self) -> dict[str, ModuleTensor]:
         """What the engine's module holds before the load, by all names."""
-        return contents_by_name(self.engine.module)
+        return Contents(self.engine.module).by_name

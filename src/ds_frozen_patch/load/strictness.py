@@ -10,16 +10,7 @@ from ..checkpoint.zero.labels import PLAIN_GROUPS
 from ..common.errors import CheckpointMismatchError, named
 from ..engine.groups import plain_groups
 from ..manifest import Manifest
-from ..parameters import (
-    PARAMETER,
-    PART,
-    ModuleTensor,
-    frozen_names,
-    names_by_parameter,
-    names_in_state_dict,
-    plain,
-    with_adapters,
-)
+from ..parameters import PARAMETER, PART, Contents, ModuleTensor, plain, with_adapters
 from ..settings import current
 from ..workarounds.for_deepspeed import has_plain_optimizer
 from .running import Load
@@ -92,7 +83,7 @@ def left_out_by_others(checkpoint: Mapping[str, Any], module: Any) -> frozenset[
     DeepSpeed's own flag does not leave out the alias of a tied parameter, so the first name counts.
     """
     saved = {plain(name) for name in checkpoint["module"]}
-    frozen = frozen_names(module).values()
+    frozen = Contents(module).frozen_names.values()
     if checkpoint.get("frozen_param_shapes") is not None:
         return frozenset()  # it is full, with or without frozen parameters; DeepSpeed says so from ZeRO-2 on
     if any(names[0] in saved for names in frozen):
@@ -108,8 +99,9 @@ def saved_elsewhere(checkpoint: Mapping[str, Any], module: Any) -> tuple[frozens
     partitioned = frozenset(plain(name) for group in groups for name in group) - in_state - fragments
     if not partitioned:
         return fragments, partitioned  # as a rule
-    in_state_now = names_in_state_dict(module)
-    lacking = [names for parameter, names in names_by_parameter(module).items() if parameter not in in_state_now]
+    now = Contents(module)
+    in_state_now = now.names_in_state
+    lacking = [names for parameter, names in now.names.items() if parameter not in in_state_now]
     return fragments, partitioned.intersection(name for names in lacking for name in names)
 
 
@@ -120,7 +112,8 @@ def forgiving(module: Any, missing: frozenset[str], parts: Mapping[str, Any]) ->
     A quantized layer may save parts that it does not load, and may save its weight under another name.
     """
     saved = {plain(name) for name in module.state_dict()}
-    missing = missing | {name for names in frozen_names(module).values() for name in names if name not in saved}
+    frozen = Contents(module).frozen_names.values()
+    missing = missing | {name for names in frozen for name in names if name not in saved}
 
     def forgive(_: Any, incompatible: Any) -> None:
         incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if plain(name) not in missing]

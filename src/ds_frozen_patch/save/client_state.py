@@ -12,7 +12,7 @@ from ..core.base import in_partitions
 from ..engine.groups import plain_groups
 from ..engine.topology import is_expert
 from ..manifest import KEY, Manifest
-from ..parameters import names_by_parameter, names_in_state_dict, plain
+from ..parameters import plain
 from ..workarounds import for_deepspeed as cures
 from .running import Save
 
@@ -58,8 +58,8 @@ def _kept_fragments(save: Save) -> dict[str, Any]:
     """
     engine, partitioned = save.engine, in_partitions(save.engine)
     left_out = {tensor.name for tensor in save.left_out or ()}
-    in_state = set(names_in_state_dict(engine.module))
-    saved = {p: names[0] for p, names in names_by_parameter(engine.module).items() if names[0] not in left_out}
+    in_state = set(save.contents.names_in_state)
+    saved = {p: names[0] for p, names in save.contents.names.items() if names[0] not in left_out}
     if lacking := [name for p, name in saved.items() if p in partitioned and p not in in_state]:
         save.served.warn_once(
             f"{type(engine.module).__name__}.state_dict() lacks {len(lacking)} trained parameters ({named(lacking)}),"

@@ -14,9 +14,8 @@ from ..core.base import frozen, to_leave_out
 from ..engine.gathering import gathered
 from ..engine.origins import origins
 from ..engine.owner import is_first
-from ..engine.served import ServedEngine
 from ..manifest import adapters_of
-from ..parameters import dtype_of, names_by_parameter, parameters_by_name, plain, shape_of
+from ..parameters import dtype_of, plain, shape_of
 from ..publish.durable import write_beside
 from ..settings import current
 from .running import Save
@@ -47,18 +46,19 @@ def _write_all(save: Save, folder: Path) -> None:
         folder: where the checkpoint is being written.
     """
     engine = save.engine
-    all_names = names_by_parameter(engine.module)
-    left_out_now = to_leave_out(engine, origins(engine.module)) if save.left_out is None else save.left_out
+    all_names = save.contents.names
+    known = origins(engine.module) if save.left_out is None else {}
+    left_out_now = to_leave_out(engine, save.contents, known) if save.left_out is None else save.left_out
     base = {held.name for held in left_out_now}
     chosen = {
         names[0]: parameter for parameter, names in all_names.items() if parameter.requires_grad or names[0] not in base
     }
     if current().export == "safetensors":
-        left_out = {name for held in frozen(engine.module) for name in held.names}
+        left_out = {name for held in frozen(save.contents) for name in held.names}
         persistent = _persistent_buffers(engine.module, remove_duplicate=True)
         buffers = {name: buffer for name, buffer in persistent.items() if name not in left_out}
         _write(save, folder / FILE, chosen, buffers)
-    elif (adapter := _trained_adapter(engine, save.served)) is not None:
+    elif (adapter := _trained_adapter(save)) is not None:
         parameters = {name: parameter for parameter, names in all_names.items() for name in names}
         buffers = _persistent_buffers(engine.module, remove_duplicate=False)
         adapters = adapters_of(engine.module)[adapter.module]
@@ -78,24 +78,24 @@ def _persistent_buffers(module: Any, remove_duplicate: bool) -> dict[str, Any]:
     return {plain(name): buffer for name, buffer in named if plain(name) in saved}
 
 
-def _trained_adapter(engine: Any, served: ServedEngine) -> Adapter | None:
+def _trained_adapter(save: Save) -> Adapter | None:
     """The only PEFT adapter that the module trains; None, with a warning, if there is not one that can be exported."""
     all_adapters = [
         Adapter(module, name, json.loads(config))
-        for module, adapters in adapters_of(engine.module).items()
+        for module, adapters in adapters_of(save.engine.module).items()
         for name, config in adapters.items()
     ]
-    trained = [name for name, parameter in parameters_by_name(engine.module).items() if parameter.requires_grad]
+    trained = [name for name, parameter in save.contents.parameters.items() if parameter.requires_grad]
     trained_adapters = [adapter for adapter in all_adapters if any(map(adapter.owns, trained))]
     if len(trained_adapters) != 1:
-        served.warn_once(
+        save.served.warn_once(
             f'patch(export="peft") writes no adapter: the module trains {len(trained_adapters)} PEFT adapters, not one.'
         )
         return None
     try:
         trained_adapters[0].check_exportable()
     except CheckpointError as error:
-        served.warn_once(f'patch(export="peft") writes no adapter. {error}')
+        save.served.warn_once(f'patch(export="peft") writes no adapter. {error}')
         return None
     return trained_adapters[0]
 

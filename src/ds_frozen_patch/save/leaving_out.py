@@ -10,7 +10,7 @@ from ..common.text import human_bytes
 from ..engine.origins import origins
 from ..engine.owner import is_first, warn
 from ..engine.topology import shard_of
-from ..parameters import PARAMETER, contents
+from ..parameters import PARAMETER
 from ..settings import current as settings
 from .running import Save
 
@@ -43,7 +43,7 @@ def _describe(save: Save) -> manifest.Manifest:
     engine, topology, left_out = save.engine, save.served.topology, save.left_out or ()
     return manifest.describe(
         left_out,
-        module=engine.module,
+        contents=save.contents,
         device=engine.device,
         zero_stage=topology.stage,
         world_size=topology.ranks,
@@ -78,7 +78,7 @@ def log_once(save: Save, left_out: manifest.Manifest) -> None:
     if not count:
         owner.logger.info("ds_frozen_patch: no parameter is frozen, so checkpoints leave nothing out.")
         return
-    everything = contents(save.engine.module)
+    everything = save.contents.tensors
     removed = sum(tensor.nbytes for tensor in save.left_out or () if save.removed.intersection(tensor.names))
     is_shown = owner.logger.isEnabledFor(logging.INFO)  # not by Trainer and Accelerate, as they come
     owner.logger.log(

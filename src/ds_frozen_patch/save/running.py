@@ -13,7 +13,7 @@ from ..checkpoint.names import WRITER
 from ..core.record import File, Record, write_record
 from ..engine.owner import Owner
 from ..engine.served import ServedEngine
-from ..parameters import ModuleTensor
+from ..parameters import Contents, ModuleTensor
 from ..publish.publication import Publication
 from ..publish.ways import Way
 from ..settings import current as settings
@@ -62,6 +62,11 @@ class Save:
     def owner(self) -> Owner:
         """Whoever made the engine."""
         return self.served.owner
+
+    @cached_property
+    def contents(self) -> Contents:
+        """What the module contains, at the moment of the save."""
+        return Contents(self.engine.module)
 
     @cached_property
     def failures(self) -> Failures:

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..checkpoint.format.records import TensorSource
 from ..common.errors import CheckpointError
-from ..parameters import names_by_parameter
+from ..parameters import Contents
 
 CONFIG = "config.json"
 _MOST_CONFIG = 1 << 24
@@ -75,7 +75,7 @@ def parameter_names(folder: Path) -> list[tuple[str, ...]]:
         return []
     with suppress(Exception):
         model.tie_weights()
-    return list(names_by_parameter(model).values())
+    return list(Contents(model).names.values())
 
 
 def empty_model(folder: Path) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..common.errors import CheckpointError
 from ..common.overrides import Attributes
-from ..parameters import parameters_by_name, plain
+from ..parameters import Contents, plain
 from .fault import Fault, is_older, source
 
 USE_WEIGHTS_ONLY = (
@@ -140,7 +140,7 @@ def with_own_buffers(checkpoint: Mapping[str, Any], saved: Mapping[str, Any], mo
     """The checkpoint with everything but parameters as `remember_module` has received it."""
     shapes = [*(checkpoint.get("param_shapes") or []), checkpoint.get("frozen_param_shapes") or {}]
     parameters = {plain(name) for names in (*shapes, checkpoint.get("shared_params") or {}) for name in names}
-    parameters |= parameters_by_name(module).keys()
+    parameters |= Contents(module).parameters.keys()
     buffers = {name: value for name, value in saved.items() if plain(name) not in parameters}
     return {**checkpoint, "module": {**checkpoint["module"], **buffers}}
 

@@ -22,7 +22,7 @@ from ...load.quantized import check_parts, is_part, without_own_values
 from ...load.running import Load
 from ...load.trust import refuse_unsafe
 from ...manifest import KEY, Manifest
-from ...parameters import contents_by_name, names_by_parameter, names_in_state_dict, plain
+from ...parameters import Contents, plain
 from ...publish.durable import exchange, sync_folder
 from ...publish.ways import Way
 from ...publish.work_folder import WORK
@@ -92,7 +92,7 @@ def save(save: Save, strategy: Any, checkpoint: Mapping[str, Any], storage_optio
     left_out = manifest.names if manifest else frozenset()
     # A module's own `state_dict` may return only a part, and use other names.
     dumped = {name: value for name, value in checkpoint["state_dict"].items() if plain(name) not in left_out}
-    parameters = {p: [n for n in own if n in dumped] for p, own in names_in_state_dict(module).items()}
+    parameters = {p: [n for n in own if n in dumped] for p, own in Contents(module).names_in_state.items()}
     firsts = {own[0]: parameter for parameter, own in parameters.items() if own}
     aliases = {own[0]: own for own in parameters.values() if own}
     for name, value in gathered(firsts, writes):
@@ -124,7 +124,7 @@ def _from_whole_module(module: Any, left_out: frozenset[str], names: Collection[
 
     if not names:
         return {}
-    parameters = [p for p, own in names_by_parameter(module).items() if left_out.isdisjoint(own)]
+    parameters = [p for p, own in Contents(module).names.items() if left_out.isdisjoint(own)]
     with zero.GatheredParameters(parameters):
         state = module.state_dict() if writes else {}
         return {name: state[name].detach().to("cpu", copy=True) for name in names if name in state}
@@ -155,7 +155,7 @@ def load(load: Load, strategy: Any, file: Path, checkpoint: dict[str, Any]) -> d
     """
     module, engine = strategy.lightning_module, strategy.model
     weights = {plain(name): value for name, value in checkpoint.pop("state_dict").items()}
-    manifest, held = Manifest.from_checkpoint(checkpoint), contents_by_name(module)
+    manifest, held = Manifest.from_checkpoint(checkpoint), Contents(module).by_name
     _check(load, module, weights, manifest, file)
     checkpoint.pop(KEY, None)
     with replacing(module):
@@ -176,7 +176,7 @@ def load(load: Load, strategy: Any, file: Path, checkpoint: dict[str, Any]) -> d
 
 
 def _check(load: Load, module: Any, weights: Mapping[str, Any], manifest: Manifest | None, file: Path) -> None:
-    held = contents_by_name(module)
+    held = Contents(module).by_name
     strict = getattr(module, "strict_loading", True)  # Lightning 2.0 and 2.1 are always strict
     unverifiable = f"{file} has no frozen parameters and no manifest: its base cannot be verified."
     may_be_missing = check_base(
@@ -200,7 +200,7 @@ def _put_masters(module: Any, weights: Mapping[str, Any]) -> None:
     from deepspeed import utils
 
     put = getattr(utils, "safe_set_full_fp32_param", None)
-    for parameter, names in names_by_parameter(module).items():
+    for parameter, names in Contents(module).names.items():
         value = next((weights[name] for name in names if name in weights), None)
         if put and value is not None and parameter.requires_grad and parameter.dtype != value.dtype == torch.float32:
             put(parameter, value.to(parameter.device))
