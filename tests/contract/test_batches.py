@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+import torch
 from batched import EPOCHS, SAMPLES, assert_goes_on, fit, in_processes, whole_and_resumed
 from torch.utils.data import DataLoader
 
-from ds_frozen_patch.frameworks.for_lightning.batches import _without_first
+from ds_frozen_patch.frameworks.for_lightning.batches import KEY, _without_first
 
 everyday = pytest.mark.everyday
 
@@ -127,3 +129,29 @@ def test_warns_of_a_shuffle_that_was_not_saved(ranks: Any, tmp_path: Path) -> No
     (resumed,) = ranks(1, fit, out=str(tmp_path), step=10**6, resume=str(tmp_path / "step=5.ckpt"), **options)
     (message,) = resumed["said"]
     assert "the shuffle is drawn anew" in message
+
+
+def resume_with(position: Any, out: str, **options: Any) -> Any:
+    """Resume from a checkpoint in which the position is another one."""
+    (file,) = Path(out, "step=5.ckpt").rglob("*model_states.pt")
+    torch.save(torch.load(file, weights_only=False) | {KEY: position}, file)
+    os.environ["DS_FROZEN_PATCH_VERIFY_FILES"] = "0"
+    return fit(out=out, step=10**6, resume=f"{out}/step=5.ckpt", **options)
+
+
+@everyday
+def test_goes_on_without_random_states(ranks: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"world_size": 1, "order": "global"}
+    ranks(1, fit, out=str(tmp_path), step=5, **options)
+    state = torch.get_rng_state()
+    for position in (
+        "text",
+        {"ranks": 1},
+        {"ranks": torch.ones(2)},
+        {"ranks": 1, "now": state.float(), "global": state, "generators": []},
+        {"ranks": 1, "now": state, "global": state[1:], "generators": []},
+        {"ranks": 1, "now": state, "global": state, "generators": 3},
+    ):
+        (resumed,) = ranks(1, resume_with, position=position, out=str(tmp_path), **options)
+        (message,) = resumed["said"]
+        assert "the shuffle is drawn anew" in message

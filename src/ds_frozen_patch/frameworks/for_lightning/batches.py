@@ -60,7 +60,7 @@ def begin_epoch(wrapped: Callable[..., None], loop: Any, args: tuple[Any, ...], 
     before = _iterator_of(fetcher)
     wrapped(*args, **kwargs)
     if count:
-        return _go_on(loop, fetcher, loaders, count, position or {})
+        return _go_on(loop, fetcher, loaders, count, position if isinstance(position, Mapping) else {})
     if before is None or before is _iterator_of(fetcher):  # workers have started, which draws random numbers
         _restore(loaders, _begun[trainer.strategy])
         iter(fetcher)
@@ -93,7 +93,7 @@ def _go_on(loop: Any, fetcher: Any, loaders: list[Any], count: int, position: Ma
     import torch
 
     trainer, progress = loop.trainer, loop.batch_progress.current
-    is_drawn_again = position.get("ranks") == 1 == trainer.world_size
+    is_drawn_again = trainer.world_size == 1 and _can_restore(loaders, position)
     if is_drawn_again:
         _restore(loaders, position)
         _begun[trainer.strategy] = {name: position[name] for name in ("global", "generators")}
@@ -160,6 +160,22 @@ def _restore(loaders: list[Any], states: Mapping[str, Any]) -> None:
         generator.set_state(state)
 
 
+def _can_restore(loaders: list[Any], position: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint has the random states of one rank."""
+    import torch
+
+    before = _random_states(loaders)
+    try:
+        if position["ranks"] != 1:
+            return False
+        torch.set_rng_state(position["now"])
+        _restore(loaders, position)
+    except (AttributeError, KeyError, RuntimeError, TypeError):
+        _restore(loaders, before)
+        return False
+    return True
+
+
 def _can_skip(loaders: list[Any]) -> bool:
     """Whether there is one loader, of torch, whose sampler says what comes next."""
     from torch.utils.data import DataLoader, IterableDataset
@@ -183,8 +199,8 @@ def _inexact(trainer: Any, loader: Any, count: int, is_drawn_again: bool) -> lis
     names = {cls.__name__ for sampler in _samplers(loader) for cls in type(sampler).__mro__}
     if not is_drawn_again and names.intersection(_DRAWN_BY):
         reasons.append(
-            "the shuffle is drawn anew, as the checkpoint was saved without resume_batches=True, or with several ranks"
-            " and without DistributedSampler."
+            "the shuffle is drawn anew, as the checkpoint has no random states to restore: it was saved without"
+            " resume_batches=True, or with several ranks and without DistributedSampler."
         )
     if count % trainer.accumulate_grad_batches:
         reasons.append("the gradients that were accumulated since the last step are not in the checkpoint.")
