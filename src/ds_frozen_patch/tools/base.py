@@ -41,22 +41,21 @@ class Base:
     tensors: dict[str, TensorSource]
     quantizer: Quantizer = field(default_factory=Quantizer)
 
-    def read(self, records: Records, tensor: TensorSource, parameter: LeftOut) -> bytearray:
+    def read(self, records: Records, tensor: TensorSource, entry: LeftOut) -> bytearray:
         """Read a tensor as the run had it: in the same dtype, and quantized if it was."""
         if isinstance(tensor, Quantized):
-            return self.quantizer.read(records, tensor, parameter)
+            return self.quantizer.read(records, tensor, entry)
         # A program may load its base in another dtype than that of the file.
-        return dtypes.convert(records.read(tensor), tensor.dtype, parameter.dtype)
+        return dtypes.convert(records.read(tensor), tensor.dtype, entry.dtype)
 
-    def find(self, parameter: LeftOut) -> TensorSource | None:
+    def find(self, entry: LeftOut) -> TensorSource | None:
         """The tensor of a parameter that was left out, under any of its names; None if there is none."""
-        for name in parameter.names:
-            found = name if name in self.tensors else self._in_files.find(without_wrappers(name))
-            if found is not None:
-                return self.tensors[found]
-        names = [without_wrappers(name) for name in parameter.names]
-        found = next(filter(None, map(self._in_model.find, names)), None)
-        return None if found is None else self.loaded[found]
+        for name in entry.names:
+            in_file = name if name in self.tensors else self._in_files.find(without_wrappers(name))
+            if in_file is not None:
+                return self.tensors[in_file]
+        names = map(self._in_model.find, map(without_wrappers, entry.names))
+        return next((self.loaded[name] for name in names if name is not None), None)
 
     def __getitem__(self, name: str) -> TensorSource:
         """A tensor by its name in the files, or in the model that transformers makes of them."""
@@ -85,14 +84,14 @@ class Base:
 class _Names:
     """The tensors of a base by name, to be found by the names that they have in a larger or smaller module."""
 
-    known: Mapping[str, TensorSource]
+    tensors: Mapping[str, TensorSource]
 
     def find(self, name: str) -> str | None:
         """The name that is, or ends with, the given name or an ending of it."""
         # The trained module contains the model as an attribute, so its names have prefixes. Or the files are those of a
         # larger model, such as one with a head, and their names have prefixes.
         for ending in (name, *_endings(name)):
-            if ending in self.known:
+            if ending in self.tensors:
                 return ending
         for ending in (name, *_endings(name)):
             if "." in ending and (longer := self._longer.get(ending)) is not None:
@@ -102,11 +101,11 @@ class _Names:
     @cached_property
     def _longer(self) -> dict[str, str | None]:
         """The name with each ending; None if several names have it."""
-        found: dict[str, str | None] = {}
-        for known in filter(is_name, self.known):
-            for ending in _endings(known):
-                found[ending] = None if ending in found else known
-        return found
+        by_ending: dict[str, str | None] = {}
+        for name in filter(is_name, self.tensors):
+            for ending in _endings(name):
+                by_ending[ending] = None if ending in by_ending else name
+        return by_ending
 
 
 def _endings(name: str) -> Iterator[str]:
@@ -161,9 +160,9 @@ def _read_folder(folder: Path, trust: bool) -> dict[str, TensorSource]:
         if missing := [item.name for item in paths if not item.is_file()]:
             raise CheckpointError(f"{folder} lacks {named(missing)}, which its index names. Get a complete copy of it.")
     else:
-        found = sorted(item for item in folder.iterdir() if item.is_file())
-        paths = [item for item in found if item.match("*.safetensors")]
-        paths = paths or [item for item in found if item.match("pytorch_model*.bin")]
+        items = sorted(filter(Path.is_file, folder.iterdir()))
+        paths = [item for item in items if item.match("*.safetensors")]
+        paths = paths or [item for item in items if item.match("pytorch_model*.bin")]
     if not paths:
         raise CheckpointError(
             f"{folder} contains no base: no *.safetensors, no pytorch_model*.bin and no DeepSpeed checkpoint."
@@ -174,14 +173,14 @@ def _read_folder(folder: Path, trust: bool) -> dict[str, TensorSource]:
 def _read_file(file: Path, trust: bool) -> dict[str, TensorSource]:
     """The tensors of one file, including the tied aliases that the metadata of a safetensors file list."""
     if file.suffix == ".safetensors":
-        found = {}
+        tensors = {}
         for name, (dtype, shape) in safetensors_file.read_types(file).items():
             tensor = TensorSource(dtype, shape, ())
             storage = Storage(file, name, dtype, tensor.numel)
-            found[name] = TensorSource(dtype, shape, (Piece(storage, 0, tensor.numel),))
+            tensors[name] = TensorSource(dtype, shape, (Piece(storage, 0, tensor.numel),))
         about = safetensors_file.read_metadata(file)
-        tied = {alias: found[to] for alias, to in about.items() if to in found and alias not in found}
-        return {**found, **tied, **_unflatten_names(found, about)}
+        tied = {alias: tensors[to] for alias, to in about.items() if to in tensors and alias not in tensors}
+        return {**tensors, **tied, **_unflatten_names(tensors, about)}
     state: Any = read_archive(file, trust=trust).state
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]
@@ -189,23 +188,23 @@ def _read_file(file: Path, trust: bool) -> dict[str, TensorSource]:
         raise CheckpointError(f"{file} contains no weights: it is not a state dict and contains none. Check the path.")
     tensors = {plain(str(name)): from_stored(item) for name, item in state.items() if isinstance(item, StoredTensor)}
     for name, item in state.items():
-        if (one := parse_subclass(item)) is not None:
-            tensors |= {f"{plain(str(name))}.{rest}": from_stored(tensor) for rest, tensor in one.inner.items()}
+        if (subclass := parse_subclass(item)) is not None:
+            tensors |= {f"{plain(str(name))}.{rest}": from_stored(tensor) for rest, tensor in subclass.inner.items()}
     return tensors
 
 
 def _unflatten_names(tensors: Mapping[str, TensorSource], about: Mapping[str, str]) -> dict[str, TensorSource]:
     """torchao's inner tensors by the names of parts: `layer._weight_scale` in the file is `layer.weight.scale`."""
-    found: dict[str, TensorSource] = {}
+    unflattened: dict[str, TensorSource] = {}
     flattened = about.keys() - tensors.keys()
-    for own in tensors if flattened else ():
-        layer, _, last = own.rpartition(".")
+    for flat in tensors if flattened else ():
+        layer, _, last = flat.rpartition(".")
         words = last[1:].split("_", _MOST_WORDS) if last.startswith("_") else []
         for count in range(1, len(words)):
             name = f"{layer}.{'_'.join(words[:count])}"
             if name in flattened:
-                found[f"{name}.{'_'.join(words[count:])}"] = tensors[own]
-    return found
+                unflattened[f"{name}.{'_'.join(words[count:])}"] = tensors[flat]
+    return unflattened
 
 
 _MOST_WORDS = 8
@@ -223,20 +222,20 @@ def match_base(manifest: Manifest, base: Base) -> dict[LeftOut, TensorSource]:
     there: dict[LeftOut, TensorSource] = {}
     missing, reshaped = [], []
     for group in group_with_parts(manifest.left_out):
-        found = {one: base.find(one) for one in group if not is_subclass(one)}
-        weight = found.get(group[0])
-        if weight is not None and not any(found.get(one) for one in group[1:]):
-            found |= plan_quantized(group, weight)
-        for one, tensor in found.items():
-            if tensor is not None and tensor.shape == one.shape:
-                there[one] = tensor
+        tensors = {entry: base.find(entry) for entry in group if not is_subclass(entry)}
+        weight = tensors.get(group[0])
+        if weight is not None and not any(tensors.get(entry) for entry in group[1:]):
+            tensors |= plan_quantized(group, weight)
+        for entry, tensor in tensors.items():
+            if tensor is not None and tensor.shape == entry.shape:
+                there[entry] = tensor
             elif tensor is not None:
-                reshaped.append(f"{one.name!r} has shape {list(tensor.shape)} instead of {list(one.shape)}")
+                reshaped.append(f"{entry.name!r} has shape {list(tensor.shape)} instead of {list(entry.shape)}")
             else:
-                missing.append(one)
+                missing.append(entry)
     if missing:
         raise CheckpointError(
-            f"{base.path} lacks {named([one.name for one in missing])}. {_suggest_remedy(missing, manifest)}"
+            f"{base.path} lacks {named([entry.name for entry in missing])}. {_suggest_remedy(missing, manifest)}"
         )
     if reshaped:
         raise CheckpointError(f"{base.path} is not the base that the run used: {'; '.join(reshaped[:5])}.")
@@ -251,26 +250,26 @@ def match_base(manifest: Manifest, base: Base) -> dict[LeftOut, TensorSource]:
 
 def _suggest_remedy(missing: Iterable[LeftOut], manifest: Manifest) -> str:
     """What to do about a base that lacks these."""
-    adapters = {adapter for known in manifest.adapters.values() for adapter in known}
-    owners = [adapters & set(one.name.split(".")) for one in missing]
+    adapters = {adapter for configs in manifest.adapters.values() for adapter in configs}
+    owners = [adapters & set(entry.name.split(".")) for entry in missing]
     if all(owners):
         return (
             f"They belong to the adapter {named(sorted(set().union(*owners)))} and were frozen; a base has no adapters."
             " Save them with patch(keep=[...]), or pass a full checkpoint of the run as the base."
         )
-    was_quantized = any(one.kind != PARAMETER for one in missing)
+    was_quantized = any(entry.kind != PARAMETER for entry in missing)
     return "Pass the base that the run was built from" + (": it was quantized." if was_quantized else ".")
 
 
 def check_values(
-    base: Base, records: Records, tensor: TensorSource, parameter: LeftOut, values: bytearray, manifest: Manifest
+    base: Base, records: Records, tensor: TensorSource, entry: LeftOut, values: bytearray, manifest: Manifest
 ) -> None:
     """Raise CheckpointError if the values of a base's tensor, in the dtype of the run, are not those of the run."""
-    if dtypes.matches_fingerprint(parameter, values):
+    if dtypes.matches_fingerprint(entry, values):
         return
     for piece in tensor.pieces:
         records.check(piece.storage)  # a damaged file gets a message of its own
-    message = describe_wrong_values(base, [parameter.name], manifest)
+    message = describe_wrong_values(base, [entry.name], manifest)
     raise CheckpointError(f"{message} Pass the base that the run was built from.")
 
 
@@ -288,11 +287,11 @@ def describe_wrong_values(base: Base, names: Iterable[str], manifest: Manifest) 
 
 def _rewriting_inits(manifest: Manifest) -> list[str]:
     """The adapters' initialisations that change the base."""
-    found = set()
+    inits = set()
     for config in (config for adapters in manifest.adapters.values() for config in adapters.values()):
         try:
             init = str(json.loads(config)["init_lora_weights"]).lower()
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
-        found |= {name for begin, name in _REWRITING_INITS.items() if init.startswith(begin)}
-    return sorted(found)
+        inits |= {name for begin, name in _REWRITING_INITS.items() if init.startswith(begin)}
+    return sorted(inits)

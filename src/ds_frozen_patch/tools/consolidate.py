@@ -180,19 +180,24 @@ def consolidate(
         tensors=len(plan.tensors),
         size=plan.size,
         files=tuple(shards),
-        unverified=tuple(name for name, parameter in plan.from_base.items() if parameter.fingerprint is None),
+        unverified=tuple(name for name, entry in plan.from_base.items() if entry.fingerprint is None),
     )
     sources = [checkpoint.path, *([Path(base)] if base is not None else [])]
     if dry_run:
         check_output(path, *sources)
         return done
-    with new_output(path, *sources) as made, Records() as records, progress("writing", done.size, quiet) as progressed:
+    with (
+        new_output(path, *sources) as output,
+        Records() as records,
+        progress("writing", done.size, quiet) as progressed,
+    ):
+        reader = OutputReader(records, plan, progressed)
         if path.suffix in TORCH_SUFFIXES:
-            _write_torch(made, checkpoint, plan, is_whole, OutputReader(records, plan, progressed), trust)
+            _write_torch(output, checkpoint, plan, is_whole, reader, trust)
         elif path.suffix == ".safetensors":
-            write_shard(made, plan.tensors, plan, OutputReader(records, plan, progressed))
+            write_shard(output, plan.tensors, plan, reader)
         else:
-            _write_folder(made, shards, plan, OutputReader(records, plan, progressed))
+            _write_folder(output, shards, plan, reader)
     return done
 
 
@@ -208,36 +213,32 @@ def consolidate_over(checkpoint_dir: str | Path, output_file: str | Path, tag: s
     checkpoint = open_source(checkpoint_dir, tag, trust=True)
     plan = _plan_output(checkpoint, None, None)
     file = Path(output_file)
-    with (
-        new_output(file, replace=True) as made,
-        Records() as records,
-        progress("writing", plan.size, False) as progressed,
-    ):
+    with new_output(file, replace=True) as output, Records() as records, progress("writing", plan.size, False) as done:
         is_whole = not (checkpoint.manifest and checkpoint.lacks_frozen)
-        _write_torch(made, checkpoint, plan, is_whole, OutputReader(records, plan, progressed), trust=True)
+        _write_torch(output, checkpoint, plan, is_whole, OutputReader(records, plan, done), trust=True)
     state: dict[str, Any] = read_archive(file, trust=True).state
     stored = {name: from_stored(item) for name, item in state["state_dict"].items()}
     return {**state, "state_dict": map_into_memory(stored)}
 
 
 def _plan_output(source: Source, base: Base | None, dtype: str | None) -> OutputPlan:
-    found, manifest = source.weights, source.manifest
+    weights, manifest = source.weights, source.manifest
     from_base = match_base(manifest, base) if manifest and base else {}
-    if base and (unlike := [one.name for one in manifest.left_out if is_torchao(one.dtype)] if manifest else []):
+    if base and (unlike := [entry.name for entry in manifest.left_out if is_torchao(entry.dtype)] if manifest else []):
         raise CheckpointError(
             f"{named(unlike, 3)} are torchao tensors, which only torchao can create. Consolidate without a base, and"
             " let the program that loads the file build the base."
         )
-    more = {alias: one.name for one in from_base for alias in one.names[1:]}
-    pickled = {name: one.item for name, one in found.subclasses.items() if one.is_in_module}
+    more = {alias: entry.name for entry in from_base for alias in entry.names[1:]}
+    pickled = {name: subclass.item for name, subclass in weights.subclasses.items() if subclass.is_in_module}
     return OutputPlan(
-        tensors={n: item for n, item in found.all.items() if found.owners.get(n) not in pickled}
-        | {one.name: tensor for one, tensor in from_base.items()},
-        aliases={**found.aliases, **more},
-        from_base={one.name: one for one in from_base},
+        tensors={n: item for n, item in weights.all.items() if weights.owners.get(n) not in pickled}
+        | {entry.name: tensor for entry, tensor in from_base.items()},
+        aliases={**weights.aliases, **more},
+        from_base={entry.name: entry for entry in from_base},
         base=base,
         dtype=dtype,
-        quantized=found.quantized | _quantized_names(from_base),
+        quantized=weights.quantized | _quantized_names(from_base),
         pickled=pickled,
         manifest=manifest,
         compiled=source.compiled,
@@ -248,9 +249,9 @@ def _quantized_names(left_out: Iterable[LeftOut]) -> frozenset[str]:
     """The names of the tensors of a quantized base: buffers, parts, and the parameters that these belong to."""
     return frozenset(
         name
-        for one in left_out
-        if one.kind != PARAMETER
-        for name in ((one.name, one.group) if one.group else one.names)
+        for entry in left_out
+        if entry.kind != PARAMETER
+        for name in ((entry.name, entry.group) if entry.group else entry.names)
     )
 
 
@@ -280,15 +281,15 @@ class OutputReader:
 
     def __call__(self, name: str) -> bytearray:
         tensor = self.plan.tensors[name]
-        parameter = self.plan.from_base.get(name)
-        if parameter is None or self.plan.base is None or self.plan.manifest is None:
+        entry = self.plan.from_base.get(name)
+        if entry is None or self.plan.base is None or self.plan.manifest is None:
             values, dtype = self.records.read(tensor), tensor.dtype
         else:
-            values, dtype = self.plan.base.read(self.records, tensor, parameter), parameter.dtype
-            check_values(self.plan.base, self.records, tensor, parameter, values, self.plan.manifest)
-        made = dtypes.convert(values, dtype, self.plan.dtype_of(name))
-        self.progressed(len(made))
-        return made
+            values, dtype = self.plan.base.read(self.records, tensor, entry), entry.dtype
+            check_values(self.plan.base, self.records, tensor, entry, values, self.plan.manifest)
+        converted = dtypes.convert(values, dtype, self.plan.dtype_of(name))
+        self.progressed(len(converted))
+        return converted
 
 
 def _write_torch(
@@ -307,15 +308,14 @@ def _write_torch(
                 " load_from_checkpoint as arguments. If you trust the checkpoint, keep them with --trust (trust=True).",
                 stacklevel=3,
             )
-    made: dict[str, Any] = dict(plan.pickled)
+    tensors: dict[str, Any] = dict(plan.pickled)
     for name, tensor in plan.tensors.items():
         storage = Storage(None, name, plan.dtype_of(name), tensor.numel)
-        made[name] = StoredTensor(storage, storage.dtype, 0, tensor.shape, _contiguous_strides(tensor.shape))
+        tensors[name] = StoredTensor(storage, storage.dtype, 0, tensor.shape, _contiguous_strides(tensor.shape))
     for alias, name in plan.aliases.items():
-        if name in made:
-            made[alias] = made[name]
-
-    made = {plan.name_of(name): item for name, item in made.items()}
+        if name in tensors:
+            tensors[alias] = tensors[name]
+    tensors = {plan.name_of(name): item for name, item in tensors.items()}
 
     def content(storage: Storage, begin: int, count: int) -> Iterator[bytes | memoryview]:
         if storage.file is None:
@@ -323,7 +323,7 @@ def _write_torch(
         else:
             yield from reader.records.chunks(TensorSource("uint8", (count,), (Piece(storage, begin, count),)))
 
-    write_archive(file, {**kept, "state_dict": made}, content)
+    write_archive(file, {**kept, "state_dict": tensors}, content)
 
 
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -99,21 +99,21 @@ def export(
             f"{target} would be a safetensors file, and programs would take it for one of torch.save. Call it {better}."
         )
     checkpoint = open_checkpoint(source, tag, trainable=trainable, trust=trust)
-    states, found = checkpoint.states, checkpoint.weights
+    states, weights = checkpoint.states, checkpoint.weights
     chosen = None
     if format == "peft":
-        chosen = choose_adapter(found, states.manifest, adapter, adapter_config)
+        chosen = choose_adapter(weights, states.manifest, adapter, adapter_config)
         chosen.check_exportable()
-        named_, outside = match_adapter(found, states.manifest, chosen)
+        named_, outside = match_adapter(weights, states.manifest, chosen)
     else:
         # A frozen parameter in a trainable-only checkpoint was kept on purpose: the base lacks its value.
-        kept = found.frozen if states.manifest else {}
-        named_, outside = {name: name for name in (*found.trained, *kept, *found.buffers)}, []
-    tensors = found.all
-    tensors |= {alias: tensors[first] for alias, first in found.aliases.items() if first in tensors}
+        kept = weights.frozen if states.manifest else {}
+        named_, outside = {name: name for name in (*weights.trained, *kept, *weights.buffers)}, []
+    tensors = weights.all
+    tensors |= {alias: tensors[first] for alias, first in weights.aliases.items() if first in tensors}
     plan = OutputPlan(
-        tensors={name: tensors[own] for name, own in named_.items()},
-        aliases=found.aliases if format == "safetensors" else {},
+        tensors={name: tensors[key] for name, key in named_.items()},
+        aliases=weights.aliases if format == "safetensors" else {},
         from_base={},
         base=None,
         dtype=kind,
@@ -125,14 +125,14 @@ def export(
         check_output(path, states.layout.root)
         return done
     with (
-        new_output(path, states.layout.root) as made,
+        new_output(path, states.layout.root) as output,
         Records() as records,
         progress("writing", size, quiet) as progressed,
     ):
-        file = made
+        file = output
         if chosen is not None:
-            made.mkdir()
-            file = made / "adapter_model.safetensors"
-            (made / "adapter_config.json").write_text(chosen.config_json, encoding="utf-8")
+            output.mkdir()
+            file = output / "adapter_model.safetensors"
+            (output / "adapter_config.json").write_text(chosen.config_json, encoding="utf-8")
         write_shard(file, plan.tensors, plan, OutputReader(records, plan, progressed))
     return done

@@ -115,8 +115,8 @@ class Folding:
 
     def adapts(self, module: str, parameter: str) -> bool:
         """Whether the adapter changes a parameter of a module. It changes a bias only if it has one itself."""
-        found = self._adapting.get((module, parameter))
-        return found is not None and (parameter != "bias" or self._with_bias(found[1]))
+        _, layer = self._adapting.get((module, parameter), ("", None))
+        return layer is not None and (parameter != "bias" or self._with_bias(layer))
 
     def fold(
         self,
@@ -140,10 +140,10 @@ class Folding:
         needed = {"weight", "bias"} if self._with_bias(layer) else {parameter}
         with torch.no_grad(), _in_peft():
             # PeftModel.from_pretrained also keeps adapters in fp32, whatever the dtype of the base.
-            state = {own: read(name).float() for own, name in _names(place, layer).items()}
+            state = {key: read(name).float() for key, name in _names(place, layer).items()}
             layer.load_state_dict(state, strict=False, assign=True)
-            for own in needed:
-                setattr(base, own, torch.nn.Parameter(value(own), requires_grad=False))
+            for name in needed:
+                setattr(base, name, torch.nn.Parameter(value(name), requires_grad=False))
             layer.merge(adapter_names=[_NAME])
             merged: torch.Tensor = getattr(base, parameter).data
             layer.merged_adapters.clear()
@@ -165,7 +165,7 @@ class Folding:
                 **self._config,
                 **{name: value for name, value in _KNOWN.items() if name in self._config},
                 "target_modules": [name for name in self._layers if name not in self._wrapped],
-                "target_parameters": [f"{name}.{own}" for name, all_own in self._wrapped.items() for own in all_own],
+                "target_parameters": [f"{name}.{last}" for name, names in self._wrapped.items() for last in names],
             })  # fmt: skip
         _check_variant(config, self._config.get("init_lora_weights"))
         root = torch.nn.Module()
@@ -179,13 +179,13 @@ class Folding:
         odd = {}
         for name, layer in self._layers.items():
             place, expected = name, dict[str, Shape]()
-            found: Any = root.get_submodule(name)
-            while hasattr(found, "base_layer"):  # PEFT has one layer around another for each of several parameters
-                own = [found.parameter_name] if name in self._wrapped else layer.parameters
-                self._adapting |= {(name, parameter): (place, found) for parameter in own}
-                shapes = found.state_dict()
-                expected |= {file: tuple(shapes[own].shape) for own, file in _names(place, found).items()}
-                place, found = f"{place}.base_layer", found.base_layer
+            peft_layer: Any = root.get_submodule(name)
+            while hasattr(peft_layer, "base_layer"):  # PEFT has one layer around another for each of several parameters
+                names = [peft_layer.parameter_name] if name in self._wrapped else layer.parameters
+                self._adapting |= {(name, parameter): (place, peft_layer) for parameter in names}
+                shapes = peft_layer.state_dict()
+                expected |= {file: tuple(shapes[key].shape) for key, file in _names(place, peft_layer).items()}
+                place, peft_layer = f"{place}.base_layer", peft_layer.base_layer
             there = {f"{name}.{rest}": shape for rest, shape in layer.adapter.items()}
             if wrong := sorted(set(expected.items()) ^ set(there.items())):
                 odd[name] = f"{wrong[0][0]!r} {_compare(wrong[0][0], expected, there)}."
@@ -203,21 +203,22 @@ def _compare(name: str, expected: Mapping[str, Shape], there: Mapping[str, Shape
 
 def _target_parameters(config: Mapping[str, Any], layers: Mapping[str, Layer]) -> dict[str, list[str]]:
     """The parameters that are adapted by their own names, such as those of experts, by module."""
-    targets = config.get("target_parameters") or ()
-    found = {
-        name: [own for own in layer.parameters if any(f".{name}.{own}".endswith(f".{one}") for one in targets)]
+    suffixes = tuple(f".{target}" for target in config.get("target_parameters") or ())
+    adapted = {
+        name: [parameter for parameter in layer.parameters if f".{name}.{parameter}".endswith(suffixes)]
         for name, layer in layers.items()
     }
-    return {name: all_own for name, all_own in found.items() if all_own}
+    return {name: names for name, names in adapted.items() if names}
 
 
 def _names(place: str, layer: Any) -> dict[str, str]:
     """The names of the adapter's tensors: in PEFT's layer, and in PEFT's files."""
     adapter = Adapter("", _NAME, None)
-    found = {
-        own: adapter.peft_name(f"{place}.{own}") for own in layer.state_dict() if not own.startswith("base_layer.")
+    return {
+        key: name.removeprefix(PEFTS_PREFIX)
+        for key in layer.state_dict()
+        if not key.startswith("base_layer.") and (name := adapter.peft_name(f"{place}.{key}")) is not None
     }
-    return {own: name.removeprefix(PEFTS_PREFIX) for own, name in found.items() if name is not None}
 
 
 def _check_variant(config: Any, init: Any) -> None:
@@ -241,8 +242,8 @@ def _linear_or_embedding(name: str, layer: Layer, has_conv1d: bool) -> torch.nn.
     if "lora_embedding_A" in layer.adapter:
         return torch.nn.Embedding(*weight)
     if has_conv1d if weight[0] == weight[1] else rows == weight[:1]:
-        made: torch.nn.Module = Conv1D(weight[1], weight[0])  # type: ignore[no-untyped-call]
-        return made
+        conv1d: torch.nn.Module = Conv1D(weight[1], weight[0])  # type: ignore[no-untyped-call]
+        return conv1d
     return torch.nn.Linear(weight[1], weight[0], bias="bias" in layer.parameters)
 
 

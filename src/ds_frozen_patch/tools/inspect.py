@@ -111,10 +111,10 @@ def inspect(path: str | Path, tag: str | None = None, *, trust: bool = False) ->
     states = read_states(path, tag, trust)
     files: dict[str, dict[str, int]] = {}
     manifest = states.manifest
-    for file, found in zip(states.layout.files, states.contents, strict=True):
+    for file, contents in zip(states.layout.files, states.contents, strict=True):
         is_model = file not in states.layout.optimizer
-        kinds_of = _model_kinds(found.state, manifest) if is_model else _optimizer_kinds(found.state)
-        files[file.name] = _sum_sizes(found, kinds_of, file.stat().st_size)
+        kinds_of = _model_kinds(contents.state, manifest) if is_model else _optimizer_kinds(contents.state)
+        files[file.name] = _sum_sizes(contents, kinds_of, file.stat().st_size)
     model = states.models[0]
     return Inspection(
         path=str(states.layout.root),
@@ -136,22 +136,22 @@ def _entry_dtypes(model: Mapping[str, Any], manifest: Manifest | None) -> dict[s
     left_out = manifest.left_out if manifest else ()
     return {
         **{name: tensor.dtype for name, tensor in entries.tensors.items()},
-        **{name: one.name for name, one in entries.subclasses.items()},
-        **{name: one.dtype for one in left_out for name in one.names},
+        **{name: subclass.name for name, subclass in entries.subclasses.items()},
+        **{name: entry.dtype for entry in left_out for name in entry.names},
     }
 
 
 def _sum_sizes(file: Contents, kinds: Iterator[tuple[str, StoredTensor]], size: int) -> dict[str, int]:
     """The size of each kind in a file. A storage counts once, as the kind of its first tensor."""
-    found: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     seen: set[str] = set()
     for kind, tensor in kinds:
         if tensor.storage.key not in seen:
             seen.add(tensor.storage.key)
-            found[kind] += tensor.storage.nbytes
-    found[CLIENT_STATE] += file.pickle_bytes
-    found[FORMAT] = size - found.total()
-    return {kind: found[kind] for kind in KINDS if found[kind]}
+            sizes[kind] += tensor.storage.nbytes
+    sizes[CLIENT_STATE] += file.pickle_bytes
+    sizes[FORMAT] = size - sizes.total()
+    return {kind: sizes[kind] for kind in KINDS if sizes[kind]}
 
 
 def _model_kinds(state: Mapping[str, Any], manifest: Manifest | None) -> Iterator[tuple[str, StoredTensor]]:

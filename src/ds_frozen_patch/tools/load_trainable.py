@@ -42,36 +42,33 @@ def load_trainable(
     """
     import torch
 
-    found = _find_tensors(Path(path), tag, trust)
+    tensors = _find_tensors(Path(path), tag, trust)
     if (Path(path) / "adapter_config.json").is_file():
-        found = _rename_for_module(module, found, adapter, Path(path))
-    there = {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
-    there = {plain(name): tensor for name, tensor in there.items()}
-    _check_keys_and_shapes(module, there, found, Path(path))
+        tensors = _rename_for_module(module, tensors, adapter, Path(path))
+    named_tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    in_module = {plain(name): tensor for name, tensor in named_tensors}
+    _check_keys_and_shapes(module, in_module, tensors, Path(path))
     with Records() as records:
-        values = {name: records.read(tensor) for name, tensor in found.items()}
+        values = {name: records.read(tensor) for name, tensor in tensors.items()}
     with torch.no_grad():
         for name, content in values.items():
             if content:
-                elements = torch.frombuffer(content, dtype=getattr(torch, found[name].dtype))
-                there[name].copy_(elements.view(found[name].shape))
+                elements = torch.frombuffer(content, dtype=getattr(torch, tensors[name].dtype))
+                in_module[name].copy_(elements.view(tensors[name].shape))
 
 
 def _find_tensors(path: Path, tag: str | None, trust: bool) -> dict[str, TensorSource]:
     """All tensors by name; from a checkpoint, the masters of the trained weights."""
     if tag is None and not (path / "latest").is_file():
         return open_base(path, trust).tensors
-    found = open_checkpoint(path, tag, trust=trust).weights
+    weights = open_checkpoint(path, tag, trust=trust).weights
     # A quantized base stays as the program builds it: no parameter could take its scales.
-    frozen = {name: tensor for name, tensor in found.frozen.items() if name not in found.quantized}
-    return {**frozen, **found.trained, **found.buffers}
+    frozen = {name: tensor for name, tensor in weights.frozen.items() if name not in weights.quantized}
+    return {**frozen, **weights.trained, **weights.buffers}
 
 
 def _rename_for_module(
-    module: torch.nn.Module, found: Mapping[str, TensorSource], adapter: str | None, path: Path
+    module: torch.nn.Module, tensors: Mapping[str, TensorSource], adapter: str | None, path: Path
 ) -> dict[str, TensorSource]:
     """The tensors of an adapter folder by their names in the module."""
     recorded = adapters_of(module)
@@ -81,21 +78,21 @@ def _rename_for_module(
         )
     ((inner, adapters),) = recorded.items()
     name = adapter or (next(iter(adapters)) if len(adapters) == 1 else "default")
-    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    here = Adapter(inner, name, None).members([plain(own) for own, _ in named], (), (), adapters)
+    named_tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    here = Adapter(inner, name, None).members([plain(key) for key, _ in named_tensors], (), (), adapters)
     # A key that is not in the module keeps its name, for the error message.
-    return {here.get(own, own): tensor for own, tensor in found.items()}
+    return {here.get(key, key): tensor for key, tensor in tensors.items()}
 
 
 def _check_keys_and_shapes(
-    module: torch.nn.Module, own: Mapping[str, torch.Tensor], found: Mapping[str, TensorSource], path: Path
+    module: torch.nn.Module, in_module: Mapping[str, torch.Tensor], tensors: Mapping[str, TensorSource], path: Path
 ) -> None:
     """Raise CheckpointMismatchError for missing and unexpected keys and other shapes."""
-    taken = {id(own[name]) for name in found if name in own}
+    taken = {id(in_module[name]) for name in tensors if name in in_module}
     problems = {
         "missing keys": [plain(n) for n, p in module.named_parameters() if p.requires_grad and id(p) not in taken],
-        "unexpected keys": [name for name in found if name not in own],
-        "other shapes": [name for name, t in found.items() if name in own and own[name].shape != t.shape],
+        "unexpected keys": [name for name in tensors if name not in in_module],
+        "other shapes": [name for name, t in tensors.items() if name in in_module and in_module[name].shape != t.shape],
     }
     problems_found = [f"{problem}: {named(names)}" for problem, names in problems.items() if names]
     if problems_found:

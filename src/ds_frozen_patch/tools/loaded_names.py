@@ -48,7 +48,7 @@ def loaded_names(folder: Path, tensors: Mapping[str, TensorSource]) -> dict[str,
         return {}
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
-    found: dict[str, TensorSource] = {}
+    loaded: dict[str, TensorSource] = {}
     groups: dict[tuple[str, int], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name in tensors:
         renamed = name
@@ -61,11 +61,11 @@ def loaded_names(folder: Path, tensors: Mapping[str, TensorSource]) -> dict[str,
                 break
         else:
             if renamed != name:
-                found[renamed] = tensors[name]
+                loaded[renamed] = tensors[name]
     for (target, place), parts in groups.items():
         if joined := _join(converters[place], parts, tensors):
-            found[target] = joined
-    return found
+            loaded[target] = joined
+    return loaded
 
 
 def parameter_names(folder: Path) -> list[tuple[str, ...]]:

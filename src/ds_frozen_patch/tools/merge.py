@@ -156,12 +156,12 @@ def merge(
     if dry_run:
         check_output(Path(target), *sources)
         return done
-    with new_output(target, *sources) as made, progress("merging", plan.size, quiet) as progressed:
-        made.mkdir()
-        scripts, links = copy_more(folder.path, made)
-        (made / CONFIG).write_text(json.dumps(_config(folder, plan), indent=2) + "\n", encoding="utf-8")
+    with new_output(target, *sources) as output, progress("merging", plan.size, quiet) as progressed:
+        output.mkdir()
+        scripts, links = copy_more(folder.path, output)
+        (output / CONFIG).write_text(json.dumps(_config(folder, plan), indent=2) + "\n", encoding="utf-8")
         with Records() as records:
-            _write_weights(made, folder, plan, _Reader(records, folder, tuned, plan), progressed)
+            _write_weights(output, folder, plan, _Reader(records, folder, tuned, plan), progressed)
     return replace(done, skipped=(*scripts, *links))
 
 
@@ -178,29 +178,29 @@ def _config(folder: ModelFolder, plan: MergePlan) -> dict[str, Any]:
 
 
 def _write_weights(
-    made: Path, folder: ModelFolder, plan: MergePlan, read: _Reader, progressed: Callable[[int], object]
+    output: Path, folder: ModelFolder, plan: MergePlan, read: _Reader, progressed: Callable[[int], object]
 ) -> None:
     for file, parts in plan.files.items():
         # Parts of one weight one after another, so that it is made once.
         ordered = dict(sorted(parts.items(), key=lambda item: (item[1].weight, item[1].begin)))
         entries = {name: (plan.dtype_of(part.weight), part.shape) for name, part in ordered.items()}
         about = {} if plan.is_untied else folder.files[file].metadata
-        safetensors_file.write_file(made / file, entries, _contents(ordered, plan, read, progressed), about)
+        safetensors_file.write_file(output / file, entries, _contents(ordered, plan, read, progressed), about)
     if len(plan.files) > 1:
         where = {name: file for file, parts in plan.files.items() for name in parts}
         index = {"metadata": {"total_size": plan.size}, "weight_map": where}
-        (made / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (output / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _contents(
     parts: dict[str, Part], plan: MergePlan, read: _Reader, progressed: Callable[[int], object]
 ) -> Iterator[memoryview]:
-    known, value = "", memoryview(b"")
+    weight, value = "", memoryview(b"")
     for part in parts.values():
-        if part.weight != known:
+        if part.weight != weight:
             value.release()  # before the next is read
             _give_back_memory()
-            known, value = part.weight, memoryview(read(part.weight))
+            weight, value = part.weight, memoryview(read(part.weight))
         width = ITEM_SIZES[plan.dtype_of(part.weight)]
         chunk = value[part.begin * width : (part.begin + part.numel) * width]
         yield chunk
@@ -229,7 +229,7 @@ class _Reader:
         folded = self.plan.folding.fold(
             module,
             change.parameter,
-            lambda own: self._tensor(self._unfolded(name := self.plan.weights[module, own]), name),
+            lambda parameter: self._tensor(self._unfolded(name := self.plan.weights[module, parameter]), name),
             self._adapter,
         )
         return _bytes(folded)
@@ -251,13 +251,13 @@ class _Reader:
 
     def _verify(self, weight: str, values: bytearray) -> None:
         stored = self.plan.base[weight]
-        for one, tensor in self.plan.compared.get(weight, ()):
+        for entry, tensor in self.plan.compared.get(weight, ()):
             if isinstance(tensor, Quantized):
-                found = self.base.read(self.records, tensor, one)
+                converted = self.base.read(self.records, tensor, entry)
             else:
-                found = dtypes.convert(values, stored.dtype, one.dtype)
+                converted = dtypes.convert(values, stored.dtype, entry.dtype)
             if self.plan.manifest is not None:
-                check_values(self.base, self.records, tensor, one, found, self.plan.manifest)
+                check_values(self.base, self.records, tensor, entry, converted, self.plan.manifest)
 
     def _tensor(self, values: bytearray, weight: str) -> torch.Tensor:
         import torch

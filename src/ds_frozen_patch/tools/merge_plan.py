@@ -95,7 +95,8 @@ class MergePlan:
     @cached_property
     def weights(self) -> dict[tuple[str, str], str]:
         """The weights that an adapter is folded into, by the adapted module and their name in it."""
-        return {(one.module, one.parameter): weight for weight, one in self.changes.items() if one.module is not None}
+        changes = self.changes.items()
+        return {(change.module, change.parameter): weight for weight, change in changes if change.module is not None}
 
     @property
     def size(self) -> int:
@@ -107,9 +108,9 @@ class MergePlan:
     def unverified(self) -> tuple[str, ...]:
         """The weights whose values are the base's, and that nothing can be compared with."""
         used = {part.weight for parts in self.files.values() for part in parts.values()}
-        known = {weight for weight, ones in self.compared.items() if any(one.fingerprint for one, _ in ones)}
-        known |= {weight for weight, change in self.changes.items() if change.source is not None}
-        return tuple(sorted(used - known))
+        verified = {weight for weight, pairs in self.compared.items() if any(entry.fingerprint for entry, _ in pairs)}
+        replaced = {weight for weight, change in self.changes.items() if change.source is not None}
+        return tuple(sorted(used - verified - replaced))
 
 
 def plan_merge(folder: ModelFolder, tuned: Tuned, dtype: str | None) -> MergePlan:
@@ -164,12 +165,12 @@ class _Places:
 
     def find(self, name: str) -> str | None:
         """The base's name of a weight; None if the base has none. It is that of a tensor in a file, if it is one."""
-        for known in (self.renamed(name), name):
-            if known in self._there:
-                return known
-        for known in (self.renamed(name), name):
-            if known in self._base.loaded:
-                return self.at(self._base.loaded[known])[0]
+        for candidate in (self.renamed(name), name):
+            if candidate in self._there:
+                return candidate
+        for candidate in (self.renamed(name), name):
+            if candidate in self._base.loaded:
+                return self.at(self._base.loaded[candidate])[0]
         return None
 
     def find_tied(self, name: str) -> str | None:
@@ -178,7 +179,7 @@ class _Places:
 
     def at(self, tensor: TensorSource) -> list[str]:
         """The names of a tensor of the base."""
-        return self._at.get(tensor.pieces) or [name for name, one in self._base.loaded.items() if one == tensor]
+        return self._at.get(tensor.pieces) or [name for name, loaded in self._base.loaded.items() if loaded == tensor]
 
     def renamed(self, name: str) -> str:
         """A name as the base would have it."""
@@ -188,7 +189,7 @@ class _Places:
         """Whether a parameter can belong to the base's model."""
         return without_wrappers(name).startswith(self._own)
 
-    def known(self) -> list[str]:
+    def names(self) -> list[str]:
         """All names that the base has."""
         return [*self._base.loaded, *self._there]
 
@@ -201,21 +202,21 @@ class _Places:
                 parts |= dict.fromkeys(self._at[(piece,)], (weight, begin))
                 begin += piece.count
         return {
-            name: {own: Part(*parts.get(own, (own, 0)), self._base.tensors[own].shape) for own in file.names}
-            for name, file in self._files.items()
+            file_name: {name: Part(*parts.get(name, (name, 0)), self._base.tensors[name].shape) for name in file.names}
+            for file_name, file in self._files.items()
         }
 
     def _prefixes(self, names: Iterable[str]) -> tuple[str, str] | None:
         """What most of the names begin with, and what the base's names for them begin with."""
-        found: Counter[tuple[str, str]] = Counter()
+        counts: Counter[tuple[str, str]] = Counter()
         for name in names:
-            own, base = name.split("."), (self._base.name_of(name) or "").split(".")
-            while own and base and own[-1] == base[-1]:
-                own.pop()
-                base.pop()
-            if base != [""]:
-                found["".join(f"{word}." for word in own), "".join(f"{word}." for word in base)] += 1
-        return found.most_common(1)[0][0] if found else None
+            words, base_words = name.split("."), (self._base.name_of(name) or "").split(".")
+            while words and base_words and words[-1] == base_words[-1]:
+                words.pop()
+                base_words.pop()
+            if base_words != [""]:
+                counts["".join(f"{word}." for word in words), "".join(f"{word}." for word in base_words)] += 1
+        return counts.most_common(1)[0][0] if counts else None
 
 
 def _adapted_layers(folder: ModelFolder, tuned: Tuned, places: _Places) -> dict[str, Layer]:
@@ -224,32 +225,32 @@ def _adapted_layers(folder: ModelFolder, tuned: Tuned, places: _Places) -> dict[
     for name, tensor in tuned.adapter.items():
         if (split := split_name(name)) is not None:
             adapted.setdefault(split[0], {})[split[1]] = tensor.shape
-    own: dict[str, dict[str, tuple[int, ...]]] = {module: {} for module in adapted}
-    for name in (*(name for names in tuned.names for name in names), *places.known()):
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {module: {} for module in adapted}
+    for name in (*(name for names in tuned.names for name in names), *places.names()):
         module, _, parameter = name.rpartition(".")
-        if module in own and (weight := places.find_tied(name)) is not None:
-            own[module].setdefault(parameter, folder.base[weight].shape)
+        if module in shapes and (weight := places.find_tied(name)) is not None:
+            shapes[module].setdefault(parameter, folder.base[weight].shape)
             if folder.base[weight].dtype not in dtypes.FLOATING:
                 raise CheckpointError(
                     f"{folder.path} has {weight!r} in {folder.base[weight].dtype}: it is quantized, and an adapter can"
                     " only be merged into unquantized weights. Pass the folder of the unquantized model."
                 )
-    if missing := [module for module, parameters in own.items() if not parameters]:
+    if missing := [module for module, parameters in shapes.items() if not parameters]:
         raise CheckpointError(
             f"{folder.path} lacks the weights of {named(missing)}, which the adapter is on. Pass the base that the run"
             " was built from."
         )
-    return {module: Layer(own[module], tensors) for module, tensors in adapted.items()}
+    return {module: Layer(shapes[module], tensors) for module, tensors in adapted.items()}
 
 
 def _changes(tuned: Tuned, layers: Mapping[str, Layer], folding: Folding | None) -> dict[str, Change]:
     """What becomes of each weight, by the run's names."""
-    found = {name: Change(source=tensor) for name, tensor in {**tuned.buffers, **tuned.trained}.items()}
+    changes = {name: Change(source=tensor) for name, tensor in {**tuned.buffers, **tuned.trained}.items()}
     for module, layer in layers.items():
         for parameter in layer.parameters:
             if folding is not None and folding.adapts(module, parameter):
-                before = found.get(f"{module}.{parameter}", Change())
-                found[f"{module}.{parameter}"] = replace(before, module=module, parameter=parameter)
+                before = changes.get(f"{module}.{parameter}", Change())
+                changes[f"{module}.{parameter}"] = replace(before, module=module, parameter=parameter)
     for module, rows in tuned.tokens.items():
         indices = _token_indices(tuned.config or {}, module)
         if len(indices) != rows.shape[0]:
@@ -260,31 +261,31 @@ def _changes(tuned: Tuned, layers: Mapping[str, Layer], folding: Folding | None)
         names = {f"{module}.weight"}
         # PEFT trains the rows of tied weights together.
         names = names.union(*(group for group in tuned.names if not names.isdisjoint(group)))
-        found |= {name: replace(found.get(name, Change()), rows=rows, indices=indices) for name in names}
-    return found
+        changes |= {name: replace(changes.get(name, Change()), rows=rows, indices=indices) for name in names}
+    return changes
 
 
 def _token_indices(config: Mapping[str, Any], module: str) -> tuple[int, ...]:
     """The rows that PEFT trains of an embedding."""
-    said = config.get("trainable_token_indices")
-    if isinstance(said, dict):
-        said = next((indices for name, indices in said.items() if f".{module}".endswith(f".{name}")), None)
-    if not isinstance(said, list) or not all(type(index) is int and index >= 0 for index in said):
+    indices = config.get("trainable_token_indices")
+    if isinstance(indices, dict):
+        indices = next((of_module for name, of_module in indices.items() if f".{module}".endswith(f".{name}")), None)
+    if not isinstance(indices, list) or not all(type(index) is int and index >= 0 for index in indices):
         raise CheckpointError(
             f"The adapter's configuration does not say which tokens of {module!r} were trained. Pass the"
             " adapter_config.json that belongs to it: --adapter-config."
         )
-    return tuple(said)
+    return tuple(indices)
 
 
 def _untied(tuned: Tuned, wanted: Mapping[str, Change], places: _Places) -> dict[str, str]:
     """The names of tied weights that differ from now on, each with the weight of the base that they share."""
-    found: dict[str, str] = {}
+    untied: dict[str, str] = {}
     for names in tuned.names:
         shared = places.find_tied(names[0])
         if shared is not None and len({wanted.get(name) for name in names}) > 1:
-            found |= dict.fromkeys(names, shared)
-    return found
+            untied |= dict.fromkeys(names, shared)
+    return untied
 
 
 def _check_shapes(folder: ModelFolder, changes: Mapping[str, Change], base: Mapping[str, TensorSource]) -> None:
@@ -324,7 +325,7 @@ def _comparable(
     """What the manifest says of each weight of the base; and whether the run had quantized the base."""
     if tuned.manifest is None:
         return {}, False
-    known: list[LeftOut] = []
+    left_out: list[LeftOut] = []
     was_quantized = False
     for group in group_with_parts(tuned.manifest.left_out):
         if tuned.config is None and not any(map(places.is_inside, group[0].names)):
@@ -334,13 +335,13 @@ def _comparable(
             was_quantized = True
             is_there = bool(quant_type(group) and find_spec("bitsandbytes"))  # which quantizes the base again
         if is_there or (group[0].kind == PARAMETER and not _is_quantized(group)):
-            known += group
-    manifest = replace(tuned.manifest, left_out=tuple(known))
-    found: dict[str, list[tuple[LeftOut, TensorSource]]] = defaultdict(list)
-    for one, tensor in match_base(manifest, base).items():
+            left_out += group
+    manifest = replace(tuned.manifest, left_out=tuple(left_out))
+    compared: dict[str, list[tuple[LeftOut, TensorSource]]] = defaultdict(list)
+    for entry, tensor in match_base(manifest, base).items():
         for name in places.at(tensor):
-            found[name].append((one, tensor))
-    return dict(found), was_quantized
+            compared[name].append((entry, tensor))
+    return dict(compared), was_quantized
 
 
 def _is_quantized(group: tuple[LeftOut, ...]) -> bool:
@@ -350,5 +351,5 @@ def _is_quantized(group: tuple[LeftOut, ...]) -> bool:
 
 def _is_there(group: tuple[LeftOut, ...], base: Base) -> bool:
     """Whether a base has all of a quantized parameter, as the run had it."""
-    found = [(one, base.find(one)) for one in group if not is_subclass(one)]
-    return bool(found) and all(tensor is not None and tensor.shape == one.shape for one, tensor in found)
+    matches = [(entry, base.find(entry)) for entry in group if not is_subclass(entry)]
+    return bool(matches) and all(tensor is not None and tensor.shape == entry.shape for entry, tensor in matches)

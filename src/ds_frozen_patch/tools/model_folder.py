@@ -80,8 +80,8 @@ def open_model_folder(path: str | Path, trust: bool = False) -> ModelFolder:
         by_file = {whole: by_file[whole]}
     for file, names in by_file.items():
         if file.suffix == ".safetensors":  # the base has aliases, too
-            own = safetensors_file.read_types(file)
-            names[:] = [name for name in names if name in own]
+            stored = safetensors_file.read_types(file)
+            names[:] = [name for name in names if name in stored]
     files = {_new_name(file, by_file): WeightsFile(file, names) for file, names in by_file.items()}
     return ModelFolder(folder, base, config, files)
 
@@ -142,8 +142,8 @@ def _is_inside(item: Path, folder: Path) -> bool:
         return item.is_file()
     home = folder.resolve()
     blobs = [home.parent.parent / "blobs"] if home.parent.name == "snapshots" else []
-    found = item.resolve()
-    return found.is_file() and any(place in found.parents for place in (home, *blobs))
+    resolved = item.resolve()
+    return resolved.is_file() and any(place in resolved.parents for place in (home, *blobs))
 
 
 def _copy(item: Path, target: Path) -> bool:
@@ -152,8 +152,8 @@ def _copy(item: Path, target: Path) -> bool:
         if (chunk := source.read(CHUNK_BYTES)).startswith(b"#!"):
             return False
         target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("xb") as made:
+        with target.open("xb") as copy:
             while chunk:
-                made.write(chunk)
+                copy.write(chunk)
                 chunk = source.read(CHUNK_BYTES)
     return True

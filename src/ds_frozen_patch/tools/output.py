@@ -126,21 +126,21 @@ class _Copies:
 
     def _file(self, source: Path, folder: int, target: Path) -> None:
         with _opened(source, os.O_NONBLOCK, folder) as opened:
-            found = os.fstat(opened)
-            if not stat.S_ISREG(found.st_mode):  # it was replaced in between
+            status = os.fstat(opened)
+            if not stat.S_ISREG(status.st_mode):  # it was replaced in between
                 self.skipped.append(source)
                 return
-            self._take(found.st_size, source)
+            self._take(status.st_size, source)
             if os.pread(opened, 2, 0) == b"#!":
                 self.scripts.append(source)
                 return
             copied = 0
-            with target.open("xb") as made:
+            with target.open("xb") as copy:
                 while chunk := os.read(opened, CHUNK_BYTES):
                     copied += len(chunk)
-                    if copied > found.st_size:  # it grows
+                    if copied > status.st_size:  # it grows
                         self._take(len(chunk), source)
-                    made.write(chunk)
+                    copy.write(chunk)
 
     def _take(self, size: int, source: Path) -> None:
         self.room -= size

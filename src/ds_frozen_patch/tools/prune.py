@@ -47,7 +47,7 @@ class Pruned:
     def __str__(self) -> str:
         size = f"{human_bytes(self.size_after)} of " if self.size_after is not None else "a part of "
         lines = [f"{self.target}: {size}{human_bytes(self.size_before)}.", f"Left out: {self.manifest}."]
-        if self.size_after is not None and not any(one.fingerprint for one in self.manifest.left_out):
+        if self.size_after is not None and not any(parameter.fingerprint for parameter in self.manifest.left_out):
             lines.append("It has no fingerprints: loads cannot verify the base.")
         return printable_lines(lines)
 
@@ -92,22 +92,22 @@ def prune(
         CheckpointMismatchError: it has a manifest, which is damaged or has a format that this release does not know.
     """
     checkpoint = open_checkpoint(source, tag, trainable=trainable, trust=trust)
-    states, found = checkpoint.states, checkpoint.weights
-    if states.manifest or not (found.base or found.subclasses):
+    states, weights = checkpoint.states, checkpoint.weights
+    if states.manifest or not (weights.base or weights.subclasses):
         raise CheckpointError(f"{source} contains no frozen parameters, so there is nothing to prune.")
-    found = _without_kept(found, keep)
+    weights = _without_kept(weights, keep)
     layout = states.layout
     size = sum(file.stat().st_size for file in layout.files)
     prints: Mapping[str, str] = {}
     if dry_run:
         check_output(Path(target), layout.root)
-        return Pruned(str(source), str(target), size, None, _make_manifest(states, found, prints))
-    with new_output(target, layout.root) as made:
+        return Pruned(str(source), str(target), size, None, _make_manifest(states, weights, prints))
+    with new_output(target, layout.root) as output:
         with Records() as records:
             if fingerprints:
-                prints = _compute_fingerprints(records, found, states.quantizes_frozen, quiet)
-            manifest = _make_manifest(states, found, prints)
-            folder = made / layout.tag
+                prints = _compute_fingerprints(records, weights, states.quantizes_frozen, quiet)
+            manifest = _make_manifest(states, weights, prints)
+            folder = output / layout.tag
             folder.mkdir(parents=True)
             with progress("writing", size - manifest.total_bytes, quiet) as done:
                 first = layout.model[0]
@@ -120,46 +120,46 @@ def prune(
                     write_archive(folder / file.name, contents.state, _make_reader(records, done))
                 save = get_save_id(states.models[0]) or identify(layout.files)
                 write_record(folder, states.make_record(save, manifest, states.world_size))
-        copy_other_files(layout, made)
+        copy_other_files(layout, output)
         size_after = sum(file.stat().st_size for file in folder.iterdir())
     return Pruned(str(source), str(target), size, size_after, manifest)
 
 
-def _without_kept(found: Weights, patterns: Sequence[str]) -> Weights:
+def _without_kept(weights: Weights, patterns: Sequence[str]) -> Weights:
     """The weights without the base's that are to be kept."""
-    names = {name: found.names_of(name) for name in (*found.frozen, *found.subclasses, *found.packed)}
-    if idle := [pattern for pattern in patterns if not any(matches(own, [pattern]) for own in names.values())]:
+    names = {name: weights.names_of(name) for name in (*weights.frozen, *weights.subclasses, *weights.packed)}
+    if idle := [pattern for pattern in patterns if not any(matches(aliases, [pattern]) for aliases in names.values())]:
         raise CheckpointError(f"The patterns of what to keep match nothing that would be left out: {named(idle)}.")
-    kept = {name for name, own in names.items() if matches(own, patterns)}
-    owners = {name: owner for name, owner in found.owners.items() if owner not in kept}
+    kept = {name for name, aliases in names.items() if matches(aliases, patterns)}
+    owners = {name: owner for name, owner in weights.owners.items() if owner not in kept}
     return replace(
-        found,
-        frozen={name: item for name, item in found.frozen.items() if name not in kept},
-        subclasses={name: item for name, item in found.subclasses.items() if name not in kept},
-        packed={name: item for name, item in found.packed.items() if name not in kept},
-        parts={name: item for name, item in found.parts.items() if name in owners},
+        weights,
+        frozen={name: item for name, item in weights.frozen.items() if name not in kept},
+        subclasses={name: item for name, item in weights.subclasses.items() if name not in kept},
+        packed={name: item for name, item in weights.packed.items() if name not in kept},
+        parts={name: item for name, item in weights.parts.items() if name in owners},
         owners=owners,
     )
 
 
 def _compute_fingerprints(
-    records: Records, found: Weights, are_partitions_in_int8: bool, quiet: bool
+    records: Records, weights: Weights, are_partitions_in_int8: bool, quiet: bool
 ) -> dict[str, str]:
     prints = {}
-    with progress("fingerprints", sum(item.nbytes for item in found.base.values()), quiet) as done:
-        for name, item in found.base.items():
+    with progress("fingerprints", sum(item.nbytes for item in weights.base.values()), quiet) as done:
+        for name, item in weights.base.items():
             # ZeRO++ does not save the scales of what it quantizes: the values alone mean nothing.
-            is_partition_in_int8 = are_partitions_in_int8 and item.dtype == "int8" and name in found.frozen
+            is_partition_in_int8 = are_partitions_in_int8 and item.dtype == "int8" and name in weights.frozen
             if not is_partition_in_int8:
                 chunks = records.chunks(item) if item.view is None else [records.read(item)]
                 prints[name] = of_stream(item.dtype, item.numel, _report_progress(chunks, done))
     return prints
 
 
-def _make_manifest(states: States, found: Weights, prints: Mapping[str, str]) -> Manifest:
+def _make_manifest(states: States, weights: Weights, prints: Mapping[str, str]) -> Manifest:
     return Manifest(
-        left_out=tuple(_list_left_out(found, prints)),
-        total_bytes=sum(item.nbytes for item in found.base.values()),
+        left_out=tuple(_list_left_out(weights, prints)),
+        total_bytes=sum(item.nbytes for item in weights.base.values()),
         zero_stage=states.zero_stage,
         world_size=states.world_size,
         versions={"ds_frozen_patch": version_of("ds_frozen_patch"), **states.versions},
@@ -167,16 +167,16 @@ def _make_manifest(states: States, found: Weights, prints: Mapping[str, str]) ->
     )
 
 
-def _list_left_out(found: Weights, prints: Mapping[str, str]) -> Iterator[LeftOut]:
-    for name, item in found.frozen.items():
-        yield LeftOut(found.names_of(name), item.shape, item.dtype, prints.get(name))
-    for name, one in found.subclasses.items():
+def _list_left_out(weights: Weights, prints: Mapping[str, str]) -> Iterator[LeftOut]:
+    for name, item in weights.frozen.items():
+        yield LeftOut(weights.names_of(name), item.shape, item.dtype, prints.get(name))
+    for name, subclass in weights.subclasses.items():
         # A save has a fingerprint of its settings, which only the library can compute.
-        yield LeftOut(found.names_of(name), one.shape, one.name, None)
-    for name, item in found.base.items():
-        if owner := found.owners.get(name):
-            yield LeftOut(found.names_of(name), item.shape, item.dtype, prints.get(name), PART, owner)
-    for name, item in found.packed.items():
+        yield LeftOut(weights.names_of(name), subclass.shape, subclass.name, None)
+    for name, item in weights.base.items():
+        if owner := weights.owners.get(name):
+            yield LeftOut(weights.names_of(name), item.shape, item.dtype, prints.get(name), PART, owner)
+    for name, item in weights.packed.items():
         yield LeftOut((name,), item.shape, item.dtype, prints.get(name), BUFFER)
 
 

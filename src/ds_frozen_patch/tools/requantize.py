@@ -40,7 +40,7 @@ class Quantized(TensorSource):
     group: tuple[LeftOut, ...]
 
 
-def plan_quantized(group: Sequence[LeftOut], weight: TensorSource) -> dict[LeftOut, Quantized]:
+def plan_quantized(group: tuple[LeftOut, ...], weight: TensorSource) -> dict[LeftOut, Quantized]:
     """The results of quantizing a weight; empty if its dtype or size does not fit.
 
     Args:
@@ -51,11 +51,11 @@ def plan_quantized(group: Sequence[LeftOut], weight: TensorSource) -> dict[LeftO
     fits = weight.shape == packed.shape if kind == "int8" else -(-weight.numel // 2) == _size(packed)
     if weight.dtype not in dtypes.FLOATING or kind is None or not fits:
         return {}
-    return {one: Quantized(one.dtype, one.shape, weight.pieces, weight=weight, group=tuple(group)) for one in group}
+    return {entry: Quantized(entry.dtype, entry.shape, weight.pieces, weight=weight, group=group) for entry in group}
 
 
-def _size(one: LeftOut) -> int:
-    return prod(one.shape) * ITEM_SIZES.get(one.dtype, 0)
+def _size(entry: LeftOut) -> int:
+    return prod(entry.shape) * ITEM_SIZES.get(entry.dtype, 0)
 
 
 def check_bitsandbytes() -> None:
@@ -77,12 +77,12 @@ class Quantizer:
         self._name = ""
         self._values: dict[str, bytearray] = {}
 
-    def read(self, records: Records, tensor: Quantized, parameter: LeftOut) -> bytearray:
+    def read(self, records: Records, tensor: Quantized, entry: LeftOut) -> bytearray:
         """The content of a packed parameter or of a part of it."""
         if self._name != tensor.group[0].name:
             self._values = self._quantize(records.read(tensor.weight), tensor)
             self._name = tensor.group[0].name
-        return self._values[parameter.name]
+        return self._values[entry.name]
 
     def _quantize(self, content: bytearray, tensor: Quantized) -> dict[str, bytearray]:
         """The values from the settings that match most fingerprints; for the right base they match all."""
@@ -91,8 +91,8 @@ class Quantizer:
         for way in sorted(_ways(tensor), key=lambda way: way != self._way):  # first those that matched before
             values = _quantize(content, tensor, *way)
             right = sum(
-                len(values[one.name]) == _size(one) and dtypes.matches_fingerprint(one, values[one.name])
-                for one in tensor.group
+                len(values[entry.name]) == _size(entry) and dtypes.matches_fingerprint(entry, values[entry.name])
+                for entry in tensor.group
             )
             if right > most:
                 best, most = values, right
@@ -111,7 +111,7 @@ def _ways(tensor: Quantized) -> Iterable[tuple[str, str, int]]:
 
     sizes = [0]
     if quant_type(tensor.group) != "int8":
-        (scales,) = [prod(one.shape) for one in tensor.group if one.name.endswith(".absmax")] or [0]
+        (scales,) = [prod(entry.shape) for entry in tensor.group if entry.name.endswith(".absmax")] or [0]
         sizes = [size for size in _BLOCK_SIZES if -(-tensor.weight.numel // size) == scales] or [64]
     return product(["cpu", *(["cuda"] if torch.cuda.is_available() else [])], _DTYPES, sizes)
 
@@ -123,14 +123,14 @@ def _quantize(content: bytearray, tensor: Quantized, device: str, dtype: str, bl
     converted = dtypes.convert(content, tensor.weight.dtype, dtype) or bytearray(1)
     values = torch.frombuffer(converted, dtype=getattr(torch, dtype)).view(tensor.weight.shape).to(device)
     try:
-        made = _to_4_bits(values, tensor.group, block_size) if block_size else _to_8_bits(values, tensor.group[0].name)
+        parts = _to_4_bits(values, tensor.group, block_size) if block_size else _to_8_bits(values, tensor.group[0].name)
     except Exception as error:  # whatever its kernels say
         raise CheckpointError(
             f"bitsandbytes cannot quantize the base here ({type(error).__name__}: {error}). Pass the directory of the"
             " quantized model."
         ) from None
-    flat = {name: value.detach().cpu().contiguous().flatten().view(torch.uint8) for name, value in made.items()}
-    return {one.name: bytearray(flat[one.name].numpy() if one.name in flat else b"") for one in tensor.group}
+    flat = {name: value.detach().cpu().contiguous().flatten().view(torch.uint8) for name, value in parts.items()}
+    return {entry.name: bytearray(flat[entry.name].numpy() if entry.name in flat else b"") for entry in tensor.group}
 
 
 def _to_4_bits(values: torch.Tensor, group: Sequence[LeftOut], block_size: int) -> dict[str, torch.Tensor]:
@@ -140,7 +140,7 @@ def _to_4_bits(values: torch.Tensor, group: Sequence[LeftOut], block_size: int) 
     packed, state = quantize_4bit(
         values,
         blocksize=block_size,
-        compress_statistics=any(one.name.endswith(".nested_absmax") for one in group),
+        compress_statistics=any(entry.name.endswith(".nested_absmax") for entry in group),
         quant_type=quant_type(group),
         quant_storage=getattr(torch, group[0].dtype),
     )

@@ -122,11 +122,11 @@ def reshard(
     if dry_run:
         check_output(path, root)
         return done
-    with new_output(path, root) as made:
-        folder = made / states.layout.tag
+    with new_output(path, root) as output:
+        folder = output / states.layout.tag
         folder.mkdir(parents=True)
         resharded.write(folder, quiet)
-        copy_other_files(states.layout, made)
+        copy_other_files(states.layout, output)
     return done
 
 

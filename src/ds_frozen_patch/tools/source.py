@@ -83,8 +83,8 @@ def _open_file(file: Path, trust: bool) -> Source:
     first: dict[Any, str] = {}
     aliases = {}
     for name, tensor in entries.tensors.items():
-        if tensor.numel and (known := first.setdefault(storage_place(tensor), name)) != name:
-            aliases[name] = known
+        if tensor.numel and (original := first.setdefault(storage_place(tensor), name)) != name:
+            aliases[name] = original
     sources = {name: from_stored(tensor) for name, tensor in entries.tensors.items() if name not in aliases}
     check_total_size(sum(item.nbytes for item in sources.values()), file)
     weights = Weights(

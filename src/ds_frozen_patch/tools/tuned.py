@@ -101,8 +101,8 @@ def _of_peft(folder: Path, base: Path, name: str | None, adapter_config: str | P
         text = _text(folder / "adapter_config.json")
         config = read_config(adapter_config) if adapter_config else parse_recorded_config(text)
     check_foldable(config)
-    found = {name.removeprefix(PEFTS_PREFIX): tensor for name, tensor in open_base(file, trust).tensors.items()}
-    return _of_file(Tuned(folder, "default", config, parameter_names(base), {}), found)
+    tensors = {name.removeprefix(PEFTS_PREFIX): tensor for name, tensor in open_base(file, trust).tensors.items()}
+    return _of_file(Tuned(folder, "default", config, parameter_names(base), {}), tensors)
 
 
 def _text(file: Path) -> str:
@@ -121,13 +121,13 @@ def _of_adapter(checkpoint: Checkpoint, name: str | None, adapter_config: str | 
     members, outside = match_adapter(weights, manifest, adapter)
     tensors = _with_aliases(weights, weights.all)
     # The base lacks the value of a frozen parameter that was kept.
-    more = [*(alias for own in members.values() for alias in weights.names_of(own)[1:])]
-    more += [name for own in (weights.frozen if manifest else ()) for name in weights.names_of(own)]
-    inner = {own: name for own in (*more, *weights.buffers) if (name := _in_model(own, adapter)) is not None}
-    trained = {inner[own]: tensors[own] for own in more if own in inner and own in tensors}
-    names = [tuple(filter(None, (_in_model(own, adapter) for own in group))) for group in _groups(weights, manifest)]
+    more = [*(alias for key in members.values() for alias in weights.names_of(key)[1:])]
+    more += [name for key in (weights.frozen if manifest else ()) for name in weights.names_of(key)]
+    inner = {key: name for key in (*more, *weights.buffers) if (name := _in_model(key, adapter)) is not None}
+    trained = {inner[key]: tensors[key] for key in more if key in inner and key in tensors}
+    names = [tuple(filter(None, (_in_model(key, adapter) for key in group))) for group in _groups(weights, manifest)]
     if manifest:
-        left_out = [one for one in manifest.left_out if any(_in_model(own, adapter) for own in one.names)]
+        left_out = [entry for entry in manifest.left_out if any(_in_model(key, adapter) for key in entry.names)]
         manifest = replace(manifest, left_out=tuple(left_out))
     tuned = Tuned(
         root=checkpoint.states.layout.root,
@@ -135,11 +135,11 @@ def _of_adapter(checkpoint: Checkpoint, name: str | None, adapter_config: str | 
         config=adapter.config,
         names=[*filter(None, names)],
         trained=trained,
-        buffers={inner[own]: tensor for own, tensor in weights.buffers.items() if own in inner},
+        buffers={inner[key]: tensor for key, tensor in weights.buffers.items() if key in inner},
         manifest=manifest,
         outside=outside,
     )
-    return _of_file(tuned, {name.removeprefix(PEFTS_PREFIX): tensors[own] for name, own in members.items()})
+    return _of_file(tuned, {name.removeprefix(PEFTS_PREFIX): tensors[key] for name, key in members.items()})
 
 
 @contextmanager
@@ -150,9 +150,9 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _in_model(own: str, adapter: Adapter) -> str | None:
+def _in_model(key: str, adapter: Adapter) -> str | None:
     """A parameter's name in the model that the adapter is on; None if it is elsewhere, or is an adapter's."""
-    name = adapter.peft_name(own)
+    name = adapter.peft_name(key)
     if name is None or split_name(name) or name.endswith(_TOKENS) or ".modules_to_save." in name:  # of another one
         return None
     return without_wrappers(name.removeprefix(PEFTS_PREFIX))
@@ -165,7 +165,7 @@ def _with_aliases(weights: Weights, tensors: dict[str, TensorSource]) -> dict[st
 def _groups(weights: Weights, manifest: Manifest | None) -> list[tuple[str, ...]]:
     """All names of each parameter: of those that were left out, and of those that the checkpoint has."""
     there = map(weights.names_of, (*weights.frozen, *weights.trained))
-    return [*(one.names for one in (manifest.left_out if manifest else ())), *there]
+    return [*(entry.names for entry in (manifest.left_out if manifest else ())), *there]
 
 
 def _without_adapter(checkpoint: Checkpoint) -> Tuned:
@@ -183,10 +183,10 @@ def _without_adapter(checkpoint: Checkpoint) -> Tuned:
     )
 
 
-def _of_file(tuned: Tuned, found: dict[str, TensorSource]) -> Tuned:
+def _of_file(tuned: Tuned, tensors: dict[str, TensorSource]) -> Tuned:
     """Add the tensors that an adapter's file has: those of the adapter, and other trained parameters."""
-    tokens = {name.removesuffix(_TOKENS): tensor for name, tensor in found.items() if name.endswith(_TOKENS)}
-    adapter = {name: tensor for name, tensor in found.items() if split_name(name)}
-    rest = {name: tensor for name, tensor in found.items() if name not in adapter and not name.endswith(_TOKENS)}
+    tokens = {name.removesuffix(_TOKENS): tensor for name, tensor in tensors.items() if name.endswith(_TOKENS)}
+    adapter = {name: tensor for name, tensor in tensors.items() if split_name(name)}
+    rest = {name: tensor for name, tensor in tensors.items() if name not in adapter and not name.endswith(_TOKENS)}
     trained = {without_wrappers(name): tensor for name, tensor in rest.items()}
     return replace(tuned, trained=tuned.trained | trained, adapter=adapter, tokens=tokens)

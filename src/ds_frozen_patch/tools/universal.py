@@ -103,22 +103,22 @@ def universal(
     of_one = plan_repartition(states, Target(1, sub_group_size=inf))
     _check_convertible(states, of_one, version)
     path, root = Path(target), states.layout.root
-    given = _sanitize(of_one, root)
+    sanitized = _sanitize(of_one, root)
     if dry_run:
         check_output(path, root)
         return Universal(str(source), str(target), states.zero_stage, version, None)
-    with new_output(path, root) as made:
-        folder, tag_ = made.with_name("of one rank"), states.layout.tag
+    with new_output(path, root) as output:
+        folder, tag_ = output.with_name("of one rank"), states.layout.tag
         folder.mkdir()
-        made.mkdir()
-        given.write(folder, quiet)
-        _run_converter(folder, made / tag_, version, quiet)
+        output.mkdir()
+        sanitized.write(folder, quiet)
+        _run_converter(folder, output / tag_, version, quiet)
         models = {name: _final_model_state(state) for name, state in of_one.files.items() if "module" in state}
-        Repartition(models, of_one.made).write(made / tag_, quiet)
-        copy_other_files(states.layout, made)
-        (made / "latest").unlink()
-        (made / "latest_universal").write_text(tag_, encoding="utf-8")
-        size = sum(file.stat().st_size for file in made.rglob("*") if file.is_file())
+        Repartition(models, of_one.made).write(output / tag_, quiet)
+        copy_other_files(states.layout, output)
+        (output / "latest").unlink()
+        (output / "latest_universal").write_text(tag_, encoding="utf-8")
+        size = sum(file.stat().st_size for file in output.rglob("*") if file.is_file())
     return Universal(str(source), str(target), states.zero_stage, version, size)
 
 
@@ -166,13 +166,13 @@ def _sanitize(of_one: Repartition, root: Path) -> Repartition:
     try:
         for name, state in of_one.files.items():
             keys = kept if "module" in state else ("optimizer_state_dict", "ds_version")
-            made = _copy_plain({key: state[key] for key in keys if key in state}, {})
+            copy = _copy_plain({key: state[key] for key in keys if key in state}, {})
             if "module" in state:
-                made = {"module": {}, **UNIVERSAL_INFO, **made}
-            for held in (made.get("param_shapes"), made.get("optimizer_state_dict", {}).get("param_slice_mappings")):
-                _check_folders(held)
-            _check_numbers(made)
-            files[name] = made
+                copy = {"module": {}, **UNIVERSAL_INFO, **copy}
+            for groups in (copy.get("param_shapes"), copy.get("optimizer_state_dict", {}).get("param_slice_mappings")):
+                _check_folders(groups)
+            _check_numbers(copy)
+            files[name] = copy
     except _UnexpectedError as error:
         raise CheckpointError(
             f"{root} cannot be converted: {error}, and DeepSpeed's converter would unpickle it. None of DeepSpeed's"
@@ -186,12 +186,12 @@ class _UnexpectedError(Exception):
     """A value that must not reach the converter."""
 
 
-def _copy_plain(value: Any, known: dict[int, Any]) -> Any:
+def _copy_plain(value: Any, copies: dict[int, Any]) -> Any:
     """Copy a value that consists of numbers, strings, tensors and DeepSpeed's own classes, without attributes.
 
     Args:
         value: from an optimizer's state, without cycles.
-        known: the copies of values so far, by id.
+        copies: those of values so far, by id.
 
     Raises:
         _UnexpectedError: it contains something else.
@@ -199,36 +199,36 @@ def _copy_plain(value: Any, known: dict[int, Any]) -> Any:
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
-    if id(value) not in known:
+    if id(value) not in copies:
         if kind in (list, tuple):
-            known[id(value)] = kind(_copy_plain(item, known) for item in value)
+            copies[id(value)] = kind(_copy_plain(item, copies) for item in value)
         elif kind is Size:
-            known[id(value)] = Size(value)
+            copies[id(value)] = Size(value)
         elif kind in (dict, OrderedDict):
             if odd := [key for key in value if type(key) not in (int, str)]:
                 raise _UnexpectedError(f"a key is a {_class_name(odd[0])}")
-            known[id(value)] = kind((key, _copy_plain(item, known)) for key, item in value.items())
+            copies[id(value)] = kind((key, _copy_plain(item, copies)) for key, item in value.items())
         elif kind is StoredTensor:
-            known[id(value)] = StoredTensor(value.storage, value.dtype, value.offset, value.shape, value.stride)
+            copies[id(value)] = StoredTensor(value.storage, value.dtype, value.offset, value.shape, value.stride)
         elif isinstance(value, StandIn):
-            known[id(value)] = _copy_object(value)
+            copies[id(value)] = _copy_object(value)
         elif isinstance(value, type) and getattr(value, "stands_for", "").removeprefix("torch.") in ITEM_SIZES:
             return value
         else:
             raise _UnexpectedError(f"its optimizer's state names {_class_name(value)!r}")
-    return known[id(value)]
+    return copies[id(value)]
 
 
 def _copy_object(value: StandIn) -> StandIn:
     state = value.state if isinstance(value.state, dict) else {}
-    held = [*value.arguments, *(_copy_plain(item, {}) for item in state.values())]
+    values = [*value.arguments, *(_copy_plain(item, {}) for item in state.values())]
     is_known = value.stands_for in OF_DEEPSPEED and all(type(name) is str and name.isidentifier() for name in state)
-    is_of_numbers = all(item is None or isinstance(item, bool | int | float | type) for item in held)
+    is_of_numbers = all(item is None or isinstance(item, bool | int | float | type) for item in values)
     if not is_known or not is_of_numbers or value.items or value.pairs or not isinstance(value.state, dict | None):
         raise _UnexpectedError(f"its optimizer's state names {_class_name(value)!r}")
-    made = stand_in(value.stands_for)(*value.arguments)
-    made.is_called, made.state = value.is_called, dict(state) or None
-    return made
+    copy = stand_in(value.stands_for)(*value.arguments)
+    copy.is_called, copy.state = value.is_called, dict(state) or None
+    return copy
 
 
 def _class_name(value: Any) -> str:
@@ -254,19 +254,19 @@ def _final_model_state(state: dict[str, Any]) -> dict[str, Any]:
     return {**UNIVERSAL_INFO, **kept}
 
 
-def _run_converter(folder: Path, made: Path, version: str, quiet: bool) -> None:
+def _run_converter(folder: Path, output: Path, version: str, quiet: bool) -> None:
     if not quiet:
         print(f"converting by deepspeed {version} ...", file=sys.stderr)
     workers = [f"--num_{what}_workers=1" for what in ("extract", "merge")]
-    folders = ["--input_folder", str(folder.resolve()), "--output_folder", str(made.resolve())]
+    folders = ["--input_folder", str(folder.resolve()), "--output_folder", str(output.resolve())]
     names = " ".join([CONVERTER, *OF_DEEPSPEED])
     # Nothing is imported from the current folder, which may be someone else's.
-    own = folder.with_name("nothing")
-    own.mkdir()
+    empty = folder.with_name("nothing")
+    empty.mkdir()
     safe = ["-P"] if sys.version_info >= (3, 11) else []
     line = [sys.executable, *safe, "-c", _LAUNCHER, names, *folders, *workers]
-    ran = subprocess.run(line, capture_output=True, text=True, check=False, cwd=own, env=_environment())
-    if ran.returncode or not (made / "zero").is_dir():
+    ran = subprocess.run(line, capture_output=True, text=True, check=False, cwd=empty, env=_environment())
+    if ran.returncode or not (output / "zero").is_dir():
         last = (ran.stderr.strip() or ran.stdout.strip() or "nothing").splitlines()[-1]
         raise CheckpointError(f"The converter of deepspeed {version} failed; its last output was: {last}")
 

@@ -99,25 +99,25 @@ def verify(
     except (CheckpointError, CheckpointMismatchError) as error:
         return Verified(str(path), (str(error),), 0, 0, 0, 0, 0, ())
     opened = open_base(base, trust) if base is not None else None
-    found = None
+    weights = None
     try:
         check_same_save(states)
-        found = _locate_weights_of_any(states)
+        weights = _locate_weights_of_any(states)
     except CheckpointError as error:
         problems.append(str(error))
     size = sum(file.stat().st_size for file in states.layout.files)
     with progress("reading", size, quiet) as progressed:
         problems += _check_each_file(states, lambda file: check_file(file, progressed))
-    if found is not None and not problems:
+    if weights is not None and not problems:
         try:
-            check_masters_match(found.trained, found.halves)
+            check_masters_match(weights.trained, weights.halves)
         except CheckpointError as error:
             problems.append(str(error))
     if manifest is not None:
         problems += _check_manifest(states, manifest)
     problems = problems or _check_record(states)
     compared = 0
-    unverified = [one.name for one in (manifest.left_out if manifest else ()) if one.fingerprint is None]
+    unverified = [entry.name for entry in (manifest.left_out if manifest else ()) if entry.fingerprint is None]
     if opened is not None:
         wrong, compared, unknown = _compare_base(manifest, opened, quiet)
         problems += wrong
@@ -132,7 +132,7 @@ def verify(
         problems=tuple(dict.fromkeys(problems)),  # one damage may be found twice
         files=len(states.layout.files),
         size=size,
-        trained=len(found.trained) if found else 0,
+        trained=len(weights.trained) if weights else 0,
         left_out=len(manifest.parameters) if manifest else 0,
         compared=compared,
         unverified=tuple(unverified),
@@ -186,9 +186,9 @@ def _check_manifest(states: States, manifest: Manifest) -> list[str]:
         ),
     }
     problems = [
-        f"The manifest has the wrong {what}: {one} instead of {other}."
-        for what, (one, other) in facts.items()
-        if one != other
+        f"The manifest has the wrong {what}: {recorded} instead of {actual}."
+        for what, (recorded, actual) in facts.items()
+        if recorded != actual
     ]
     if there:
         problems.append(f"The manifest lists {named(there)} as left out, but the checkpoint contains them.")
@@ -203,15 +203,15 @@ def _compare_base(manifest: Manifest | None, base: Base, quiet: bool) -> tuple[l
         there = match_base(manifest, base)
     except CheckpointError as error:
         return [str(error)], 0, []
-    fingerprinted = {one.name for one in there if one.fingerprint is not None}
-    unknown = [one.name for one in manifest.left_out if one.name not in fingerprinted]
+    fingerprinted = {entry.name for entry in there if entry.fingerprint is not None}
+    unknown = [entry.name for entry in manifest.left_out if entry.name not in fingerprinted]
     wrong, right = [], 0
     with Records() as records, progress("base", sum(t.nbytes for t in there.values()), quiet) as progressed:
-        for one, tensor in there.items():
-            if one.fingerprint is not None:
-                same = dtypes.matches_fingerprint(one, base.read(records, tensor, one))
-                wrong += [] if same else [one.name]
-                right += same and one.kind == PARAMETER
+        for entry, tensor in there.items():
+            if entry.fingerprint is not None:
+                same = dtypes.matches_fingerprint(entry, base.read(records, tensor, entry))
+                wrong += [] if same else [entry.name]
+                right += same and entry.kind == PARAMETER
             progressed(tensor.nbytes)
     if wrong:
         return [describe_wrong_values(base, wrong, manifest)], right, unknown
