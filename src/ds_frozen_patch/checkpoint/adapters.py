@@ -79,8 +79,7 @@ class Adapter:
         chosen = [name for name in trained if not _is_layer_alias(name) and not has_other_owner(name)]
         chosen += [name for name in aliases if self.owns(name) and ".token_adapter." not in name]
         chosen += [name for name in others if self.owns(name)]
-        found = {self.peft_name(name): name for name in chosen}
-        return {name: own for name, own in found.items() if name is not None}
+        return {in_file: name for name in chosen if (in_file := self.peft_name(name)) is not None}
 
     def check_exportable(self) -> None:
         """Raise CheckpointError if PEFT's files contain something else than the weights of a checkpoint."""
@@ -107,7 +106,7 @@ def _is_layer_alias(name: str) -> bool:
 
 
 def choose_adapter(
-    found: Weights,
+    weights: Weights,
     manifest: Manifest | None,
     name: str | None,
     file: str | Path | None,
@@ -116,7 +115,7 @@ def choose_adapter(
     """The requested adapter, as the manifest records it, or else as the names of the trained parameters tell.
 
     Args:
-        found: the weights of the checkpoint.
+        weights: those of the checkpoint.
         manifest: of the checkpoint.
         name: of the adapter; by default the only one, or "default".
         file: an `adapter_config.json`, or its directory, to use instead of the recorded configuration.
@@ -132,13 +131,13 @@ def choose_adapter(
             f" {otherwise}"
         )
     for module, adapters in recorded.items():
-        known = name or (next(iter(adapters)) if len(adapters) == 1 else "default")
-        if known not in adapters:
+        name = name or (next(iter(adapters)) if len(adapters) == 1 else "default")
+        if name not in adapters:
             raise CheckpointError(
-                f"The run had no adapter {known!r}, but {named(list(adapters))}. Choose one with --adapter."
+                f"The run had no adapter {name!r}, but {named(list(adapters))}. Choose one with --adapter."
             )
-        return Adapter(module, known, read_config(file) if file else parse_recorded_config(adapters[known]))
-    prefixes = {own.partition(PEFTS_PREFIX)[0] for own in found.trained if PEFTS_PREFIX in own}
+        return Adapter(module, name, read_config(file) if file else parse_recorded_config(adapters[name]))
+    prefixes = {parameter.partition(PEFTS_PREFIX)[0] for parameter in weights.trained if PEFTS_PREFIX in parameter}
     if len(prefixes) != 1:
         raise CheckpointError(
             f"The names of the trained parameters are not those of exactly one PEFT model. {otherwise}"
@@ -210,7 +209,7 @@ def _check_patterns(config: dict[str, Any]) -> None:
                 raise ValueError(f"{key} has {pattern!r:.100}, which could take forever to match")
 
 
-def match_adapter(found: Weights, manifest: Manifest | None, adapter: Adapter) -> tuple[dict[str, str], list[str]]:
+def match_adapter(weights: Weights, manifest: Manifest | None, adapter: Adapter) -> tuple[dict[str, str], list[str]]:
     """Map the names in the adapter's file to those in the checkpoint; also return what was trained outside of it."""
     left_out = [name for name in (manifest.names if manifest else ()) if adapter.owns(name)]
     if left_out:
@@ -219,11 +218,11 @@ def match_adapter(found: Weights, manifest: Manifest | None, adapter: Adapter) -
             " patch(keep=[...]), or use a full checkpoint."
         )
     adapters = manifest.adapters.get(adapter.module, {}) if manifest else ()
-    members = adapter.members(found.trained, found.aliases, (*found.frozen, *found.buffers), adapters)
+    members = adapter.members(weights.trained, weights.aliases, (*weights.frozen, *weights.buffers), adapters)
     if not any(adapter.owns(name) for name in members.values()):
         raise CheckpointError(f"The checkpoint contains no adapter {adapter.name!r}. Choose one with --adapter.")
     inside = set(members.values())
-    return members, [name for name in found.trained if inside.isdisjoint(found.names_of(name))]
+    return members, [name for name in weights.trained if inside.isdisjoint(weights.names_of(name))]
 
 
 def count_steps(pattern: str) -> float:

@@ -35,9 +35,9 @@ def convert(values: bytearray, from_: str, to: str) -> bytearray:
     import torch
 
     elements = torch.frombuffer(values, dtype=getattr(torch, from_))
-    made = bytearray(len(elements) * getattr(torch, to).itemsize)
-    torch.frombuffer(made, dtype=getattr(torch, to)).copy_(elements)
-    return made
+    converted = bytearray(len(elements) * getattr(torch, to).itemsize)
+    torch.frombuffer(converted, dtype=getattr(torch, to)).copy_(elements)
+    return converted
 
 
 def matches_fingerprint(parameter: LeftOut, values: bytearray) -> bool:

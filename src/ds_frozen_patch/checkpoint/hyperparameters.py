@@ -48,23 +48,23 @@ def without_classes(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
     Args:
         state: the checkpoint's; stand-ins in it are modified.
     """
-    made: dict[str, Any] = dict(state)
+    cleaned: dict[str, Any] = dict(state)
     dropped: list[str] = []
     for key in KEYS:
-        if key not in made or not _names_classes(made[key], set()):
+        if key not in cleaned or not _names_classes(cleaned[key], set()):
             continue
         kept: list[tuple[Any, Any]] = []
         odd: list[tuple[Any, Any]] = []
-        seen = {id(made[key])}  # omegaconf's values refer to their container
-        for name, value in _entries(made[key]):
+        seen = {id(cleaned[key])}  # omegaconf's values refer to their container
+        for name, value in _entries(cleaned[key]):
             names_classes = len(odd) > _MOST or _is_mark(name, _MARKS) or _names_classes(value, seen)
             (odd if names_classes else kept).append((name, value))
         dropped += [str(name) for name, _ in odd]
-        made[key] = _with_entries(made[key], kept)
-        if _names_classes(made[key], set()):  # in an unknown format
-            del made[key]
+        cleaned[key] = _with_entries(cleaned[key], kept)
+        if _names_classes(cleaned[key], set()):  # in an unknown format
+            del cleaned[key]
             dropped.append(key)
-    return made, dropped
+    return cleaned, dropped
 
 
 _MARKS = (_INSTANTIATOR, *_CLASSES)
@@ -103,11 +103,11 @@ def _values_under(
         else:
             pairs = item.pairs if isinstance(item, StandIn) else ()
         yield from (value for key, value in pairs if _is_mark(key, marks))
-        held = list(children(item))
+        inner = list(children(item))
         if not isinstance(item, dict):
-            following = zip(held, [*held[1:], *held[-1:]], strict=True)
+            following = zip(inner, [*inner[1:], *inner[-1:]], strict=True)
             yield from (value for key, value in following if isinstance(key, str) and key in marks)
-        waiting += held
+        waiting += inner
 
 
 def _is_mark(key: Any, marks: Collection[str]) -> bool:

@@ -75,8 +75,9 @@ class Subclass:
     def name(self) -> str:
         """The name of the class, without its module; for quanto's kernel-specific subclasses that of their base."""
         name = self.full_name.rpartition(".")[2]
-        of_quanto = self.full_name.startswith("optimum.quanto.")
-        return next((one for one in _QUANTOS_OWN if of_quanto and name.endswith(one.removeprefix("Weight"))), name)
+        if not self.full_name.startswith("optimum.quanto."):
+            return name
+        return next((parent for parent in _QUANTOS_OWN if name.endswith(parent.removeprefix("Weight"))), name)
 
 
 def parse_subclass(item: Any, depth: int = 0) -> Subclass | None:
@@ -105,13 +106,8 @@ def find_owners(there: Mapping[str, str], parameters: Collection[str]) -> dict[s
         there: the dtype of each entry of a state dict, by plain name, without buffers.
         parameters: the plain names of known parameters, also of those that were left out.
     """
-    found = {}
-    for name in there:
-        if name not in parameters and not name.endswith("_extra_state"):
-            owner = _owner(name, there, parameters)
-            if owner is not None:
-                found[name] = owner
-    return found
+    parts = [name for name in there if name not in parameters and not name.endswith("_extra_state")]
+    return {name: owner for name in parts if (owner := _owner(name, there, parameters)) is not None}
 
 
 def _owner(name: str, there: Mapping[str, str], parameters: Collection[str]) -> str | None:
@@ -122,16 +118,15 @@ def _owner(name: str, there: Mapping[str, str], parameters: Collection[str]) -> 
     weight = f"{layer}.weight"
     if last in BESIDE_INT8 and (f"{layer}.SCB" in there) and there.get(weight, "int8") == "int8":
         return weight
-    if last != "W_q" and all(f"{layer}.{one}" in there for one in _HQQS):
+    if last != "W_q" and all(f"{layer}.{setting}" in there for setting in _HQQS):
         return f"{layer}.W_q"
     if last in _QUANTOS_PARTS:
         while name.rpartition(".")[2] in _QUANTOS_PARTS:
             name = name.rpartition(".")[0]
         return name if f"{name}._scale" in there else None
     match = _IN_4_BITS.fullmatch(name)
-    if match and any(f"{match[1]}.quant_state.bitsandbytes__{kind}" in there for kind in ("nf4", "fp4")):
-        return match[1]
-    return None
+    has_state = match and any(f"{match[1]}.quant_state.bitsandbytes__{kind}" in there for kind in ("nf4", "fp4"))
+    return match[1] if match and has_state else None
 
 
 def ancestors(name: str) -> Iterator[str]:
@@ -149,13 +144,13 @@ def base_buffers(buffers: Collection[str], parts: Mapping[str, str]) -> set[str]
         parts: the owner of each part.
     """
     quantos = {owner for name, owner in parts.items() if name.rpartition(".")[2] == "_data"}
-    found = set()
+    of_base = set()
     for name in buffers:
         layer, _, last = name.rpartition(".")
         is_packed = last in PACKED and f"{layer}.qweight" in buffers and f"{layer}.scales" in buffers
         if is_packed or (last in _QUANTOS_BUFFERS and f"{layer}.weight" in quantos):
-            found.add(name)
-    return found
+            of_base.add(name)
+    return of_base
 
 
 def quant_type(group: Sequence[LeftOut]) -> str | None:
@@ -164,25 +159,25 @@ def quant_type(group: Sequence[LeftOut]) -> str | None:
     Args:
         group: the parameter and its parts.
     """
-    for one in group[1:]:
-        if match := _STATE.fullmatch(one.name):
+    for part in group[1:]:
+        if match := _STATE.fullmatch(part.name):
             return match[2]
-        if one.name.endswith(".SCB"):
+        if part.name.endswith(".SCB"):
             return "int8"
     return None
 
 
 def group_with_parts(left_out: Sequence[LeftOut]) -> list[tuple[LeftOut, ...]]:
     """Group each parameter or buffer with its parts."""
-    found: dict[str, list[LeftOut]] = {one.name: [] for one in left_out if one.kind != PART}
-    for one in left_out:
-        found.setdefault(one.group if one.kind == PART else one.name, []).append(one)
-    return [tuple(members) for members in found.values()]
+    groups: dict[str, list[LeftOut]] = {entry.name: [] for entry in left_out if entry.kind != PART}
+    for entry in left_out:
+        groups.setdefault(entry.group if entry.kind == PART else entry.name, []).append(entry)
+    return [tuple(members) for members in groups.values()]
 
 
-def is_subclass(one: LeftOut) -> bool:
+def is_subclass(entry: LeftOut) -> bool:
     """Whether it is a tensor subclass that consists of its parts."""
-    return one.dtype not in ITEM_SIZES
+    return entry.dtype not in ITEM_SIZES
 
 
 def is_torchao(class_name: str) -> bool:
@@ -196,20 +191,20 @@ def name_quantization(dtypes: Mapping[str, str]) -> tuple[str, ...]:
     Args:
         dtypes: the dtype of each parameter, part and buffer, by plain name; for a tensor subclass its class's name.
     """
-    found: dict[str, None] = {}
+    kinds: dict[str, None] = {}
     for name, dtype in dtypes.items():
         layer, _, last = name.rpartition(".")
         if match := _STATE.fullmatch(name):
             double = ", double quantization" if f"{match[1]}.nested_absmax" in dtypes else ""
-            found[f"bitsandbytes {match[2]}{double}"] = None
+            kinds[f"bitsandbytes {match[2]}{double}"] = None
         elif last == "SCB":
-            found["bitsandbytes int8"] = None
+            kinds["bitsandbytes int8"] = None
         elif last == "nbits" and f"{layer}.group_size" in dtypes:
-            found["HQQ"] = None
+            kinds["HQQ"] = None
         elif last == "qweight" and f"{layer}.scales" in dtypes:
-            found["GPTQ or AWQ (packed in buffers)"] = None
+            kinds["GPTQ or AWQ (packed in buffers)"] = None
         elif last == "_data" or dtype in _QUANTOS_OWN:
-            found["optimum-quanto"] = None
+            kinds["optimum-quanto"] = None
         elif dtype in _TORCHAO:
-            found[f"torchao {dtype}"] = None
-    return tuple(found)
+            kinds[f"torchao {dtype}"] = None
+    return tuple(kinds)

@@ -57,10 +57,10 @@ def read_archive(path: Path, *, trust: bool = False) -> Contents:
         ) from None
     try:
         state, unexpected = unpickle(path, content, trust)
-        found = {tensor for _, tensor in iter_tensors(state)}
-        for tensor in found:
+        tensors = {tensor for _, tensor in iter_tensors(state)}
+        for tensor in tensors:
             _check_within_records(tensor, sizes)
-        if sum(tensor.numel * ITEM_SIZES[tensor.dtype] for tensor in found) > 10 * sum(sizes.values()) + (1 << 26):
+        if sum(tensor.numel * ITEM_SIZES[tensor.dtype] for tensor in tensors) > 10 * sum(sizes.values()) + (1 << 26):
             raise ValueError("its tensors claim far more elements than it contains")
     except CheckpointError:
         raise

@@ -63,9 +63,9 @@ def _make_subclass(maker: str, function: Any, cls: Any, arguments: Any, state: A
         return stand_in(maker)(function, cls, arguments, state)
     if not isinstance(function, partial) or function.func is not _make_tensor or len(arguments) > 10:
         raise ValueError("a tensor is not created by a function of torch")
-    made: StoredTensor = function(*arguments)
+    tensor: StoredTensor = function(*arguments)
     _check_attributes(state)
-    return replace(made, wrapper=(maker, (cls, state)))
+    return replace(tensor, wrapper=(maker, (cls, state)))
 
 
 def _make_bytes(text: str, encoding: str) -> bytes:

@@ -75,7 +75,7 @@ def map_into_memory(tensors: Mapping[str, TensorSource]) -> dict[str, torch.Tens
     import torch
 
     files: dict[Path, torch.Tensor] = {}
-    made = {}
+    mapped = {}
     with Records() as records:
         for name, tensor in tensors.items():
             (piece,) = tensor.pieces
@@ -84,8 +84,8 @@ def map_into_memory(tensors: Mapping[str, TensorSource]) -> dict[str, torch.Tens
                 files[file] = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
             begin = records.place(piece.storage) + piece.begin * width
             values = files[file][begin : begin + tensor.nbytes].view(getattr(torch, tensor.dtype))
-            made[name] = values.view(tensor.shape)
-    return made
+            mapped[name] = values.view(tensor.shape)
+    return mapped
 
 
 def check_file(
@@ -259,8 +259,8 @@ def _open_file(path: Path) -> tuple[IO[bytes], Mapping[str, Record]]:
         ) from None
 
 
-def _find(storage: Storage, known: Mapping[str, Record]) -> _RecordState:
-    place = known.get(storage.key)
+def _find(storage: Storage, records: Mapping[str, Record]) -> _RecordState:
+    place = records.get(storage.key)
     if place is None or place.size != storage.nbytes:
         raise CheckpointError(f"{storage.path} is damaged: it has no record {storage.key} that matches its pickle.")
     return _RecordState(place.begin, place.size, place.checksum)

@@ -67,7 +67,7 @@ def _containers(state: Any) -> list[Any]:
     """Python's own containers in a state; raises ValueError if it is too deep, or has a function as a value."""
     if isinstance(state, StorageType):
         raise ValueError("a class of torch is a value")
-    found, seen = [state], {id(state)}
+    containers, seen = [state], {id(state)}
     waiting = [children(state)]
     while waiting:
         for item in waiting[-1]:
@@ -77,13 +77,13 @@ def _containers(state: Any) -> list[Any]:
                 seen.add(id(item))
                 waiting.append(children(item))
                 if isinstance(item, _CONTAINERS):
-                    found.append(item)
+                    containers.append(item)
                 break
         else:
             waiting.pop()
         if len(waiting) > DEPTH:
             raise ValueError("its values are nested too deeply")
-    return found
+    return containers
 
 
 class _Frame:

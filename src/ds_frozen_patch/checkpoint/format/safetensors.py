@@ -133,7 +133,7 @@ def _is_unicode(name: str) -> bool:
 
 
 def _torch_dtype(name: str) -> str:
-    for dtype, known in DTYPES.items():
-        if known == name:
+    for dtype, code in DTYPES.items():
+        if code == name:
             return dtype
     raise ValueError(f"dtype {name} is unknown")

@@ -124,9 +124,9 @@ class StandIn:
 
     def __new__(cls, *arguments: Any, **_: Any) -> StandIn:
         """Called instead of the class or function."""
-        made = super().__new__(cls)
-        made.arguments, made.is_called, made.items, made.pairs, made.state = arguments, False, (), (), None
-        return made
+        item = super().__new__(cls)
+        item.arguments, item.is_called, item.items, item.pairs, item.state = arguments, False, (), (), None
+        return item
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.is_called = True

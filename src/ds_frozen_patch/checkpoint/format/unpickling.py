@@ -107,14 +107,14 @@ class _Unpickler(pickle._Unpickler):
             if isinstance(item, Sized) and not isinstance(item, type):
                 self._pay(4 * len(item) if isinstance(item, str | bytes | bytearray) else 100 * len(item))
         if function in (set, frozenset, OrderedDict) and arguments:
-            (held,) = arguments
-            if not isinstance(held, list | tuple):
-                raise ValueError(f"a {function.__name__} is created from a {type(held).__name__}")
+            (items,) = arguments
+            if not isinstance(items, list | tuple):
+                raise ValueError(f"a {function.__name__} is created from a {type(items).__name__}")
             if function is OrderedDict:
-                if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in held):
+                if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in items):
                     raise ValueError("a dictionary is not created from pairs")
-                held = [pair[0] for pair in held]
-            self._check_keys({}, held)
+                items = [pair[0] for pair in items]
+            self._check_keys({}, items)
         if function is complex and not all(isinstance(part, float) for part in arguments):
             raise ValueError("a complex number is not created from two numbers")
         if function is bytes and arguments:  # protocol 2 uses this for empty bytes only
@@ -139,16 +139,16 @@ class _Unpickler(pickle._Unpickler):
 
     def load_build(self) -> None:
         state = self.stack.pop()
-        made = self.stack[-1]
-        if isinstance(made, StandIn):
-            if not self.trust and not may_have_state(made.stands_for, state):
-                raise self._unexpected(f"sets a state of {made.stands_for} that", "no library sets")
-            made.__setstate__(state)
-        elif type(made) is OrderedDict and type(state) is dict and not any(key in _OF_DICTIONARIES for key in state):
+        target = self.stack[-1]
+        if isinstance(target, StandIn):
+            if not self.trust and not may_have_state(target.stands_for, state):
+                raise self._unexpected(f"sets a state of {target.stands_for} that", "no library sets")
+            target.__setstate__(state)
+        elif type(target) is OrderedDict and type(state) is dict and not any(key in _OF_DICTIONARIES for key in state):
             self._pay(100 * len(state))
-            vars(made).update(state)
+            vars(target).update(state)
         else:
-            raise ValueError(f"it changes a {type(made).__name__}")
+            raise ValueError(f"it changes a {type(target).__name__}")
 
     def load_append(self) -> None:
         value = self.stack.pop()
@@ -159,12 +159,12 @@ class _Unpickler(pickle._Unpickler):
         self._extend(items)
 
     def _extend(self, items: list[Any]) -> None:
-        made = self.stack[-1]
-        if isinstance(made, StandIn) and not self.trust and made.stands_for not in LISTS:
-            raise self._unexpected(f"appends to {made.stands_for}, which", "no library does")
-        if type(made) is not list and not isinstance(made, StandIn):
-            raise ValueError(f"it appends to a {type(made).__name__}")
-        made.extend(items)
+        target = self.stack[-1]
+        if isinstance(target, StandIn) and not self.trust and target.stands_for not in LISTS:
+            raise self._unexpected(f"appends to {target.stands_for}, which", "no library does")
+        if type(target) is not list and not isinstance(target, StandIn):
+            raise ValueError(f"it appends to a {type(target).__name__}")
+        target.extend(items)
 
     def load_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
@@ -180,34 +180,34 @@ class _Unpickler(pickle._Unpickler):
         self._set(items)
 
     def _set(self, items: list[Any]) -> None:
-        made = self.stack[-1]
-        if isinstance(made, StandIn):
-            if not self.trust and made.stands_for not in MAPPINGS:
-                raise self._unexpected(f"sets items of {made.stands_for}, which", "no library does")
-        elif type(made) in (dict, OrderedDict):
-            self._check_keys(made, items[::2])
+        target = self.stack[-1]
+        if isinstance(target, StandIn):
+            if not self.trust and target.stands_for not in MAPPINGS:
+                raise self._unexpected(f"sets items of {target.stands_for}, which", "no library does")
+        elif type(target) in (dict, OrderedDict):
+            self._check_keys(target, items[::2])
         else:
-            raise ValueError(f"it sets items of a {type(made).__name__}")
+            raise ValueError(f"it sets items of a {type(target).__name__}")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            made[key] = value
+            target[key] = value
 
     def load_additems(self) -> None:
         items = self.pop_mark()  # type: ignore[attr-defined]
-        made = self.stack[-1]
-        if type(made) is not set:
-            raise ValueError(f"it adds to a {type(made).__name__}")
-        self._check_keys(made, items)
-        made.update(items)
+        target = self.stack[-1]
+        if type(target) is not set:
+            raise ValueError(f"it adds to a {type(target).__name__}")
+        self._check_keys(target, items)
+        target.update(items)
 
     def load_frozenset(self) -> None:
         items = self.pop_mark()  # type: ignore[attr-defined]
         self._check_keys(frozenset(), items)
         self.append(frozenset(items))
 
-    def _check_keys(self, held: Sized, keys: Iterable[Any]) -> None:
+    def _check_keys(self, container: Sized, keys: Iterable[Any]) -> None:
         """Raise ValueError for keys that are slow to look up: too many whose hashes can be chosen."""
-        count = self.odd_keys.get(id(held), 0) if held else 0
-        for place, key in enumerate(keys, len(held)):
+        count = self.odd_keys.get(id(container), 0) if container else 0
+        for place, key in enumerate(keys, len(container)):
             if isinstance(key, int | float) and abs(key) < _PRIME:
                 count += not (isinstance(key, int) and place <= key + 1 <= place + 64)  # such as 0, 1, 2, ...
             elif isinstance(key, tuple):
@@ -219,15 +219,14 @@ class _Unpickler(pickle._Unpickler):
                 raise ValueError(f"a {type(key).__name__} is a key")
             if count > _KEYS:
                 raise ValueError("too many keys are unordered numbers or tuples")
-        self.odd_keys[id(held)] = count
+        self.odd_keys[id(container)] = count
 
     def load_long4(self) -> None:
         raise ValueError("it has a number of more than 255 bytes")
 
     def load_bytearray8(self) -> None:
-        raise ValueError(
-            "it has a bytearray as torch.save does not write it"
-        )  # it would be allocated before it is read
+        # It would be allocated before it is read.
+        raise ValueError("it has a bytearray as torch.save does not write it")
 
     def get_extension(self, code: int) -> Any:
         raise ValueError(f"it has an extension code {code}")

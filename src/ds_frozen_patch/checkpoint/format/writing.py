@@ -34,8 +34,8 @@ def write_archive(path: Path, state: Any, content: Callable[[Storage, int, int],
         storage, begin, end = tensor.storage, tensor.offset, tensor.offset + tensor.extent
         if storage.dtype != tensor.dtype or not tensor.numel:
             begin, end = 0, storage.numel
-        known = spans.get(storage, (begin, end))
-        spans[storage] = min(begin, known[0]), max(end, known[1])
+        span = spans.get(storage, (begin, end))
+        spans[storage] = min(begin, span[0]), max(end, span[1])
     pickled = BytesIO()
     pickler = _Pickler(pickled, spans)
     pickler.dump(state)
@@ -93,7 +93,7 @@ class _Pickler(pickle._Pickler):
                     copyreg.__newobj__,  # type: ignore[attr-defined]
                     (type(obj), *obj.arguments),
                 )
-            items, pairs = (iter(held) if held else None for held in (obj.items, obj.pairs))
+            items, pairs = (iter(values) if values else None for values in (obj.items, obj.pairs))
             return (*call, obj.state, items, pairs)
         return NotImplemented
 

@@ -91,11 +91,8 @@ def read_directory(file: IO[bytes]) -> dict[str, Record]:
         raise ValueError("it has no record data.pkl or version")
     places = _check_headers(file, entries, begin)
     has_checksums = any(entry.checksum for entry in entries)  # torch.serialization.set_crc32_options(False): all are 0
-    found = {}
-    for entry in entries:
-        name = entry.name.decode()
-        found[name] = Record(name, places[entry], entry.size, entry.checksum if has_checksums else None)
-    return found
+    records = (Record(e.name.decode(), places[e], e.size, e.checksum if has_checksums else None) for e in entries)
+    return {record.name: record for record in records}
 
 
 def storage_records(records: Mapping[str, Record]) -> dict[str, Record]:
@@ -137,7 +134,7 @@ def _find_directory(file: IO[bytes], size: int) -> tuple[int, int, int]:
     mark, disk, first_disk, here, count, length, begin, comment = _END.unpack(_read(file, at, _END.size))
     if mark != b"PK\5\6" or comment:
         raise ValueError("it does not end like an archive of torch.save")
-    end, said = at, (disk, first_disk, here, count, length, begin)
+    end, numbers = at, (disk, first_disk, here, count, length, begin)
     if at >= _LOCATOR.size and _read(file, at - _LOCATOR.size, 4) == b"PK\6\7":
         end = at - _LOCATOR.size - _END64.size
         _, locator_disk, there, disks = _LOCATOR.unpack(_read(file, at - _LOCATOR.size, _LOCATOR.size))
@@ -146,7 +143,7 @@ def _find_directory(file: IO[bytes], size: int) -> tuple[int, int, int]:
         mark, record, _, _, *large = _END64.unpack(_read(file, end, _END64.size))
         if mark != b"PK\6\6" or record != _END64.size - 12:
             raise ValueError("its zip64 end record is damaged")
-        if any(short not in (full, most) for short, full, most in zip(said, large, _MOST, strict=True)):
+        if any(short not in (full, most) for short, full, most in zip(numbers, large, _MOST, strict=True)):
             raise ValueError("its two end records differ")
         disk, first_disk, here, count, length, begin = large
     if disk or first_disk or here != count:
@@ -191,24 +188,24 @@ def _read_entries(file: IO[bytes], at: int, end: int, count: int) -> Iterator[_E
 
 def _parse_extra_fields(extra: bytes) -> dict[int, bytes]:
     """The extra fields of an entry or of a header, by number."""
-    found: dict[int, bytes] = {}
+    by_number: dict[int, bytes] = {}
     at = 0
     while at < len(extra):
         if at + 4 > len(extra):
             raise ValueError("an extra field is truncated")
         kind, length = struct.unpack_from("<HH", extra, at)
         at += 4 + length
-        if kind not in (_ZIP64, _PADDING) or kind in found or at > len(extra):
+        if kind not in (_ZIP64, _PADDING) or kind in by_number or at > len(extra):
             raise ValueError(f"it has an extra field {kind:#06x}, which torch.save does not write there")
-        found[kind] = extra[at - length : at]
-    return found
+        by_number[kind] = extra[at - length : at]
+    return by_number
 
 
 def _check_headers(file: IO[bytes], entries: list[_Entry], directory: int) -> dict[_Entry, int]:
     """Check that headers and records fill the file up to its directory; returns where each record begins."""
     places: dict[_Entry, int] = {}
     end, has_descriptor = 0, False
-    for entry in sorted(entries, key=lambda one: one.offset):
+    for entry in sorted(entries, key=lambda entry: entry.offset):
         gap = entry.offset - end
         if gap not in (_DESCRIPTORS if has_descriptor else (0,)):
             raise ValueError(f"there is a gap before its record {entry.name.decode()}, or records overlap")
