@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -23,85 +24,81 @@ from ..tools.verify import verify
 _SETTINGS = ("strict", "cpu", *(field.name for field in fields(Settings)))
 
 
-def run_run(given: argparse.Namespace) -> int:
+def run_run(args: argparse.Namespace) -> int:
     """Replace this process by the given command, or print the variables that patch its children."""
-    settings = {name: value for name in _SETTINGS if (value := getattr(given, name)) is not None}
-    command = given.program[given.program[:1] == ["--"] :]
-    if bool(command) == bool(given.env):
-        given.wrong("pass a command, such as: ds-frozen-patch run -- python train.py; or --env without a command")
+    settings = {name: value for name in _SETTINGS if (value := getattr(args, name)) is not None}
+    command = args.program[args.program[:1] == ["--"] :]
+    if bool(command) == bool(args.env):
+        args.wrong("pass a command, such as: ds-frozen-patch run -- python train.py; or --env without a command")
     if command:
         replace_by(command, settings)
     print("\n".join(lines(settings)))
     return 0
 
 
-def run_status(given: argparse.Namespace) -> int:
+def run_status(args: argparse.Namespace) -> int:
     """Print what is installed."""
-    found = status()
-    print(json.dumps({name: asdict(item) for name, item in found.items()}, indent=1) if given.json else found)
+    report = status()
+    print(json.dumps({name: asdict(item) for name, item in report.items()}, indent=1) if args.json else report)
     return 0
 
 
-def run_inspect(given: argparse.Namespace) -> int:
+def run_inspect(args: argparse.Namespace) -> int:
     """Print the sizes."""
-    found = inspect(given.checkpoint, given.tag, trust=given.trust)
-    _print_json(found) if given.json else print(found)
+    result = inspect(args.checkpoint, args.tag, trust=args.trust)
+    _print_json(result) if args.json else print(result)
     return 0
 
 
-def run_prune(given: argparse.Namespace) -> int:
+def run_prune(args: argparse.Namespace) -> int:
     """Prune a checkpoint."""
-    options = {"trainable": given.trainable, "keep": given.keep, "fingerprints": not given.no_fingerprints}
-    return _report(given, prune(given.source, given.target, given.tag, **options, **_common_options(given)))
+    options = {"trainable": args.trainable, "keep": args.keep, "fingerprints": not args.no_fingerprints}
+    return _write(args, prune, trust=args.trust, **options)
 
 
-def run_consolidate(given: argparse.Namespace) -> int:
+def run_consolidate(args: argparse.Namespace) -> int:
     """Consolidate a checkpoint."""
-    options = {"dtype": given.dtype, "base": given.base, "max_shard_size": given.max_shard_size or DEFAULT_SHARD_BYTES}
-    return _report(given, consolidate(given.source, given.target, given.tag, **options, **_common_options(given)))
+    options = {"dtype": args.dtype, "base": args.base, "max_shard_size": args.max_shard_size or DEFAULT_SHARD_BYTES}
+    return _write(args, consolidate, trust=args.trust, **options)
 
 
-def run_merge(given: argparse.Namespace) -> int:
+def run_merge(args: argparse.Namespace) -> int:
     """Merge a checkpoint and its base: into a Hugging Face folder, or under the names of the run's module."""
-    if given.format is None:
-        if given.adapter or given.adapter_config:
-            given.wrong("--adapter and --adapter-config are for --format hf")
-        return run_consolidate(given)
-    if given.max_shard_size:
-        given.wrong("--format hf writes files as large as the base's; --max-shard-size has no effect")
-    options = {name: getattr(given, name) for name in ("base", "dtype", "adapter", "adapter_config")}
-    return _report(given, merge(given.source, given.target, given.tag, **options, **_common_options(given)))
+    if args.format is None:
+        if args.adapter or args.adapter_config:
+            args.wrong("--adapter and --adapter-config are for --format hf")
+        return run_consolidate(args)
+    if args.max_shard_size:
+        args.wrong("--format hf writes files as large as the base's; --max-shard-size has no effect")
+    return _write(args, merge, **_options(args, "base", "dtype", "adapter", "adapter_config", "trust"))
 
 
-def run_export(given: argparse.Namespace) -> int:
+def run_export(args: argparse.Namespace) -> int:
     """Export what was trained."""
-    names = ("format", "dtype", "adapter", "adapter_config", "trainable")
-    options = {name: getattr(given, name) for name in names}
-    return _report(given, export(given.source, given.target, given.tag, **options, **_common_options(given)))
+    names = ("format", "dtype", "adapter", "adapter_config", "trainable", "trust")
+    return _write(args, export, **_options(args, *names))
 
 
-def run_reshard(given: argparse.Namespace) -> int:
+def run_reshard(args: argparse.Namespace) -> int:
     """Reshard a checkpoint."""
-    if given.ranks is None and given.stage is None and given.precision is None:
-        given.wrong("pass --ranks, --stage or --precision")
-    options = {name: getattr(given, name) for name in ("ranks", "stage", "precision", "optimizer")}
-    return _report(given, reshard(given.source, given.target, given.tag, **options, **_common_options(given)))
+    if args.ranks is None and args.stage is None and args.precision is None:
+        args.wrong("pass --ranks, --stage or --precision")
+    return _write(args, reshard, **_options(args, "ranks", "stage", "precision", "optimizer", "trust"))
 
 
-def run_universal(given: argparse.Namespace) -> int:
+def run_universal(args: argparse.Namespace) -> int:
     """Convert a checkpoint."""
-    quiet = given.quiet or given.json
-    return _report(given, universal(given.source, given.target, given.tag, dry_run=given.dry_run, quiet=quiet))
+    return _write(args, universal)
 
 
-def run_verify(given: argparse.Namespace) -> int:
+def run_verify(args: argparse.Namespace) -> int:
     """Verify a checkpoint. Problems are printed even with --quiet."""
-    found = verify(given.checkpoint, given.tag, base=given.base, trust=given.trust, quiet=given.quiet or given.json)
-    if given.json:
-        _print_json(found)
-    elif found.problems or not given.quiet:
-        print(found)
-    return 1 if found.problems else 0
+    result = verify(args.checkpoint, args.tag, base=args.base, trust=args.trust, quiet=args.quiet or args.json)
+    if args.json:
+        _print_json(result)
+    elif result.problems or not args.quiet:
+        print(result)
+    return 1 if result.problems else 0
 
 
 def to_json(result: Any) -> dict[str, Any]:
@@ -111,16 +108,18 @@ def to_json(result: Any) -> dict[str, Any]:
     return {name: value.to_state() if isinstance(value, Manifest) else value for name, value in values.items()}
 
 
-def _common_options(given: argparse.Namespace) -> dict[str, Any]:
-    return {"trust": given.trust, "dry_run": given.dry_run, "quiet": given.quiet or given.json}
+def _options(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in names}
 
 
-def _report(given: argparse.Namespace, result: Any) -> int:
-    """Print what a command has written, or would write; returns the exit status."""
-    if given.json:
-        _print_json(result, dry_run=given.dry_run)
-    elif not given.quiet:
-        print("Would write" if given.dry_run else "Wrote", result)
+def _write(args: argparse.Namespace, tool: Callable[..., Any], **options: Any) -> int:
+    """Run a tool, and print what it has written, or would write; returns the exit status."""
+    quiet = args.quiet or args.json
+    result = tool(args.source, args.target, args.tag, **options, dry_run=args.dry_run, quiet=quiet)
+    if args.json:
+        _print_json(result, dry_run=args.dry_run)
+    elif not args.quiet:
+        print("Would write" if args.dry_run else "Wrote", result)
     return 0
 
 

@@ -19,18 +19,18 @@ def run_command(arguments: Sequence[str] | None) -> int:
         import argcomplete
 
         argcomplete.autocomplete(parser)
-    given, unknown = parser.parse_known_args(arguments)
+    args, unknown = parser.parse_known_args(arguments)
     if unknown:  # argparse itself would show the usage of no command
-        given.wrong(f"unrecognized arguments: {' '.join(unknown)}")
+        args.wrong(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        status: int = given.run(given)
+        status: int = args.run(args)
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader, such as `head`, has closed stdout; Python's own flush at exit would fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        if given.debug:
+        if args.debug:
             raise
         print(f"ds-frozen-patch: {printable(_message(error))}", file=sys.stderr)
         return error.status if isinstance(error, CommandError) else 1
