@@ -70,11 +70,11 @@ def in_nf4(model: Any) -> Any:
             shape = (linear.in_features, linear.out_features)
             # DeepSpeed up to 0.17 gathers no bytes in ZeRO-3, and so the packed weights look like bf16.
             kind = {"quant_type": "nf4", "quant_storage": torch.bfloat16, "compute_dtype": torch.bfloat16}
-            made = Linear4bit(*shape, bias=False, **kind)
-            made.weight.data = linear.weight.data.to(torch.bfloat16)
-            made.support_avx512bf16_for_cpu = False  # else an evaluation repacks the weights for such a CPU
-            parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, made.to("cpu"))  # which quantizes
+            quantized = Linear4bit(*shape, bias=False, **kind)
+            quantized.weight.data = linear.weight.data.to(torch.bfloat16)
+            quantized.support_avx512bf16_for_cpu = False  # else an evaluation repacks the weights for such a CPU
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, quantized.to("cpu"))  # which quantizes
     model.is_loaded_in_4bit = True  # for PEFT
     return model
 
