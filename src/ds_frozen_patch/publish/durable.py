@@ -113,7 +113,7 @@ def make_folder(path: Path, sync: bool = True) -> None:
             sync_folder(folder.parent)
 
 
-def exchange(one: Path, other: Path) -> bool:
+def exchange(first: Path, second: Path) -> bool:
     """Swap the names of two files or folders atomically; False if the kernel or file system cannot (such as NFS).
 
     Raises:
@@ -122,12 +122,12 @@ def exchange(one: Path, other: Path) -> bool:
     renameat2 = _renameat2()
     if renameat2 is None:
         return False
-    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+    if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
         return True
     number = ctypes.get_errno()
     if number in _CANNOT_EXCHANGE:
         return False
-    raise OSError(number, os.strerror(number), str(one), None, str(other))
+    raise OSError(number, os.strerror(number), str(first), None, str(second))
 
 
 @cache

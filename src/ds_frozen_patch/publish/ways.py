@@ -84,8 +84,8 @@ def make_like(target: Path, new: Path) -> None:
     new.mkdir()
     with suppress(OSError):
         shutil.copystat(target, new)
-        found = target.stat()
-        os.chown(new, found.st_uid, found.st_gid)
+        status = target.stat()
+        os.chown(new, status.st_uid, status.st_gid)
 
 
 def put(source: Path, target: Path) -> None:

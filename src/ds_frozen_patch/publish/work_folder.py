@@ -91,10 +91,10 @@ def entries(folder: Path) -> list[Path]:
 def identity(path: Path) -> tuple[int, ...]:
     """Device and inode, which differ between two files that have had the same name; empty if there is no file."""
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except OSError:
         return ()
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 # Which saves run
