@@ -15,13 +15,12 @@ def names_in_files(module: torch.nn.Module) -> dict[str, str]:
     from deepspeed.moe.layer import MoE
     from deepspeed.utils import groups
 
-    found = {}
+    names = {}
     for path, layer in module.named_modules():
-        if not isinstance(layer, MoE):
-            continue
-        first = groups._get_expert_parallel_rank(layer.expert_group_name) * layer.num_local_experts
-        for number, expert in enumerate(layer.deepspeed_moe.experts.deepspeed_experts):
+        if isinstance(layer, MoE):
+            first = groups._get_expert_parallel_rank(layer.expert_group_name) * layer.num_local_experts
             prefix = f"{path}.deepspeed_moe.experts.deepspeed_experts."
-            for name in expert.state_dict(keep_vars=True):
-                found[plain(f"{prefix}{first + number}.{name}")] = plain(f"{prefix}{number}.{name}")
-    return found
+            for number, expert in enumerate(layer.deepspeed_moe.experts.deepspeed_experts):
+                for name in expert.state_dict(keep_vars=True):
+                    names[plain(f"{prefix}{first + number}.{name}")] = plain(f"{prefix}{number}.{name}")
+    return names

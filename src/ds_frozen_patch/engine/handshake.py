@@ -43,8 +43,8 @@ def announce() -> None:
     store = default_store()
     if store is None or store == _agreed.store:
         return
-    own = {"version": version_of("ds_frozen_patch"), **asdict(current())}
-    store.set(_key(rank()), json.dumps(own))
+    settings = {"version": version_of("ds_frozen_patch"), **asdict(current())}
+    store.set(_key(rank()), json.dumps(settings))
 
 
 def check(wait_seconds: float | None = None, call: str = "patch()") -> None:
@@ -82,9 +82,9 @@ def _verdict(store: Any, seconds: float, call: str) -> str:
     settings = [json.loads(store.get(_key(number))) for number in range(world_size())]
     first = settings[0]
     lines = []
-    for number, own in enumerate(settings):
+    for number, values in enumerate(settings):
         differing = [
-            f"{key}={value!r}, not {first.get(key)!r}" for key, value in own.items() if value != first.get(key)
+            f"{key}={value!r}, not {first.get(key)!r}" for key, value in values.items() if value != first.get(key)
         ]
         if differing:
             lines.append(f"- rank {number}: " + ", ".join(differing))

@@ -88,9 +88,9 @@ def origins(module: torch.nn.Module) -> dict[str, Origin]:
     origin_of: dict[str, Origin] = {}
     elsewhere: dict[int, Origin] | None = None
     for path, inner in module.named_modules(remove_duplicate=False):
-        entries = _known.get(inner, {})
-        for name, tensor in _held_by(inner):
-            identity, origin = entries.get(name, (0, None))
+        by_name = _known.get(inner, {})
+        for name, tensor in _tensors_of(inner):
+            identity, origin = by_name.get(name, (0, None))
             if origin is None or identity != id(tensor):
                 if elsewhere is None:
                     elsewhere = {id(living): its_origin for living, its_origin in _living()}
@@ -102,17 +102,17 @@ def origins(module: torch.nn.Module) -> dict[str, Origin]:
 
 def _living() -> Iterator[tuple[Any, Origin]]:
     """The known tensors that are still where they were."""
-    for module, entries in list(_known.items()):
-        for name, tensor in _held_by(module):
-            identity, origin = entries.get(name, (0, None))
+    for module, by_name in list(_known.items()):
+        for name, tensor in _tensors_of(module):
+            identity, origin = by_name.get(name, (0, None))
             if identity == id(tensor) and origin is not None:
                 yield tensor, origin
 
 
-def _held_by(module: Any) -> Iterator[tuple[str, Any]]:
+def _tensors_of(module: Any) -> Iterator[tuple[str, Any]]:
     """A module's own parameters and buffers."""
-    for held in (module._parameters, module._buffers):
-        yield from ((name, tensor) for name, tensor in held.items() if tensor is not None)
+    for tensors in (module._parameters, module._buffers):
+        yield from ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
 
 
 def sample(tensors: Mapping[_Key, torch.Tensor]) -> dict[_Key, Sample]:
@@ -139,9 +139,9 @@ def sample(tensors: Mapping[_Key, torch.Tensor]) -> dict[_Key, Sample]:
 def remember(module: torch.nn.Module) -> None:
     """Take samples of a whole module when training begins; changes before that are how the program builds it."""
     origin_of = origins(module)
-    for held, taken in sample({held: held.tensor for held in Contents(module).tensors}).items():
-        if held.group in origin_of:
-            origin_of[held.group].samples[_part(held)] = taken
+    for entry, taken in sample({entry: entry.tensor for entry in Contents(module).tensors}).items():
+        if entry.group in origin_of:
+            origin_of[entry.group].samples[_part(entry)] = taken
 
 
 def sample_at_start(engine: Any, served: ServedEngine) -> None:
@@ -170,9 +170,10 @@ def _sample(engine: Any, served: ServedEngine) -> None:
 
 def changed(origin_of: Mapping[str, Origin], candidates: Iterable[ModuleTensor]) -> set[str]:
     """The groups (see `ModuleTensor`) that differ from what training began with, as far as this rank sees."""
-    before = {held: origin_of[held.group].samples.get(_part(held)) for held in candidates if held.group in origin_of}
-    taken = sample({held: held.tensor for held, then in before.items() if then is not None})
-    return {held.group for held, now in taken.items() if (then := before[held]) is not None and then.differs_from(now)}
+    entries = [entry for entry in candidates if entry.group in origin_of]
+    before = {entry: then for entry in entries if (then := origin_of[entry.group].samples.get(_part(entry)))}
+    now = sample({entry: entry.tensor for entry in before})
+    return {entry.group for entry, values in now.items() if before[entry].differs_from(values)}
 
 
 def notice_earlier_training(module: torch.nn.Module) -> None:
@@ -190,13 +191,11 @@ def notice_earlier_training(module: torch.nn.Module) -> None:
     copied = {
         values
         for key, values in now.items()
-        if (then := trained[key][1].samples.get("")) is not None
-        and then.differs_from(values)
-        and not values.is_constant
+        if (then := trained[key][1].samples.get("")) and then.differs_from(values) and not values.is_constant
     }
     if copied:
-        frozen = sample({held: held.tensor for held in everything if held.is_frozen})
-        suspected |= {held.group for held, values in frozen.items() if values in copied}
+        frozen = sample({entry: entry.tensor for entry in everything if entry.is_frozen})
+        suspected |= {entry.group for entry, values in frozen.items() if values in copied}
     for name in suspected & origin_of.keys():
         origin_of[name].is_suspected = True
 
@@ -209,25 +208,26 @@ def replacing(module: torch.nn.Module, left_out: frozenset[str] | None = None) -
         module: that the checkpoint is loaded into.
         left_out: from a trainable-only checkpoint; its other parameters were trained, also where no sample shows it.
     """
-    before = sample({held: held.tensor for held in Contents(module).tensors if held.is_frozen})
+    before = sample(
+        {(entry.group, _part(entry)): entry.tensor for entry in Contents(module).tensors if entry.is_frozen}
+    )
     yield
     origin_of, everything = origins(module), Contents(module).tensors
-    samples_before = {(held.group, _part(held)): then for held, then in before.items()}
-    after = sample({held: held.tensor for held in everything if held.is_frozen})
+    after = sample({entry: entry.tensor for entry in everything if entry.is_frozen})
     replaced = {
-        held.group
-        for held in everything
-        if held.kind == PARAMETER and (not held.is_frozen or (left_out is not None and held.name not in left_out))
+        entry.group
+        for entry in everything
+        if entry.kind == PARAMETER and (not entry.is_frozen or (left_out is not None and entry.name not in left_out))
     }
-    for held, now in after.items():
-        then = samples_before.get((held.group, _part(held)))
+    for entry, now in after.items():
+        then = before.get((entry.group, _part(entry)))
         if then is not None and then.differs_from(now):
-            replaced.add(held.group)
-        if held.group in origin_of and (taken := origin_of[held.group].samples):
-            taken[_part(held)] = now
+            replaced.add(entry.group)
+        if entry.group in origin_of and (taken := origin_of[entry.group].samples):
+            taken[_part(entry)] = now
     for name in replaced & origin_of.keys():
         origin_of[name].is_suspected = True
 
 
-def _part(held: ModuleTensor) -> str:
-    return part_suffix(held.name, held.group) if held.kind == PART else ""
+def _part(entry: ModuleTensor) -> str:
+    return part_suffix(entry.name, entry.group) if entry.kind == PART else ""

@@ -83,6 +83,6 @@ def attached(engine: Any) -> ServedEngine | None:
 
 def release_all() -> None:
     """Take off every engine what was put on it."""
-    for engine, known in list(_engines.items()):
-        while known is not None and known.undo:
-            known.undo.pop()(engine)
+    for engine, served in list(_engines.items()):
+        while served is not None and served.undo:
+            served.undo.pop()(engine)

@@ -73,7 +73,7 @@ def _why_unserved(engine: Any, stage: int, tensor_parallel: int, has_experts: bo
 
 def _differs_among_ranks(engine: Any) -> bool:
     sizes = [(name, tuple(parameter.shape)) for name, parameter in engine.module.named_parameters()]
-    return len({tuple(one) for one in gather_numbers([digest(sizes)], engine.device)}) > 1
+    return len({tuple(numbers) for numbers in gather_numbers([digest(sizes)], engine.device)}) > 1
 
 
 def is_expert(parameter: Any) -> bool:
