@@ -123,9 +123,9 @@ def begin(
     in_flight.wait()
     sample_at_save(engine, served)
     save = Save(engine, served, place_of(engine, served, path, folder, shown, is_managed), None)
-    known_values = origins(engine.module) if exclude else {}
-    candidates = save.left_out = base.to_leave_out(engine, save.contents, known_values) if exclude else None
-    changed = base.changed_since_start(known_values, candidates or ())
+    origin_of = origins(engine.module) if exclude else {}
+    candidates = save.left_out = base.to_leave_out(engine, save.contents, origin_of) if exclude else None
+    changed = base.changed_since_start(origin_of, candidates or ())
     if is_managed and is_first(save.owner):
         save.open(is_tag=folder is not None)
     try:

@@ -30,11 +30,11 @@ class Around:
         self._folder = folder
         self._since = time.time() - _CLOCKS_DIFFER
 
-    def end(self, known: ServedEngine) -> None:
+    def end(self, served: ServedEngine) -> None:
         """Sync what is new in the folder, and raise an error of one rank on all; every rank must call it.
 
         Args:
-            known: of an engine that was saved there, whose own files are synced already.
+            served: an engine that was saved there, whose own files are synced already.
 
         Raises:
             CheckpointError: a rank could not write or sync its files.
@@ -42,7 +42,7 @@ class Around:
         self._raise()
         if not settings().sync:
             return
-        if known.publishes:
+        if served.publishes:
             with self.failures.deferred(self._folder):
                 for item in entries(self._folder):
                     with suppress(FileNotFoundError, PermissionError):  # other programs have files here too

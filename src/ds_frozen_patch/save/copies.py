@@ -20,7 +20,7 @@ def warn_of_copies(save: Save, client_state: Mapping[str, Any]) -> None:
     tensors = dict(enumerate(_tensors(client_state, ())))
     if not tensors:
         return
-    left_out = sample({held: held.tensor for held in save.left_out or ()}).values()
+    left_out = sample({entry: entry.tensor for entry in save.left_out or ()}).values()
     base = {values for values in left_out if not values.is_constant}
     sizes: dict[str, int] = {}
     for number, values in sample({number: tensor for number, (_, tensor) in tensors.items()}).items():

@@ -47,14 +47,14 @@ def _write_all(save: Save, folder: Path) -> None:
     """
     engine = save.engine
     all_names = save.contents.names
-    known = origins(engine.module) if save.left_out is None else {}
-    left_out_now = to_leave_out(engine, save.contents, known) if save.left_out is None else save.left_out
-    base = {held.name for held in left_out_now}
+    origin_of = origins(engine.module) if save.left_out is None else {}
+    left_out_now = to_leave_out(engine, save.contents, origin_of) if save.left_out is None else save.left_out
+    base = {entry.name for entry in left_out_now}
     chosen = {
         names[0]: parameter for parameter, names in all_names.items() if parameter.requires_grad or names[0] not in base
     }
     if current().export == "safetensors":
-        left_out = {name for held in frozen(save.contents) for name in held.names}
+        left_out = {name for entry in frozen(save.contents) for name in entry.names}
         persistent = _persistent_buffers(engine.module, remove_duplicate=True)
         buffers = {name: buffer for name, buffer in persistent.items() if name not in left_out}
         _write(save, folder / FILE, chosen, buffers)

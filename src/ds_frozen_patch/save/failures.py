@@ -73,11 +73,10 @@ class Failures:
         Args:
             state: what is at the path now, as a sentence; None if another rank says it.
         """
-        found = gather((str(self.errors[0]) if self.errors else None, state))
-        errors = [f"Rank {rank}: {text.removesuffix('.')}." for rank, (text, _) in enumerate(found) if text]
-        error = failure(
-            self.target, errors[:2], len(errors), " ".join(dict.fromkeys(text for _, text in found if text))
-        )
+        reports = gather((str(self.errors[0]) if self.errors else None, state))
+        errors = [f"Rank {rank}: {text.removesuffix('.')}." for rank, (text, _) in enumerate(reports) if text]
+        states = " ".join(dict.fromkeys(text for _, text in reports if text))
+        error = failure(self.target, errors[:2], len(errors), states)
         error.__cause__ = self.errors[0] if self.errors else None
         return error
 

@@ -25,7 +25,7 @@ def describe(save: Save) -> manifest.Manifest:
     now = {left_out.name: left_out.fingerprint for left_out in described.left_out}
     changed = {name for name, print_ in now.items() if print_ and (before.get(name) or print_) != print_}
     if changed:
-        keep_changed(save, {tensor.group for tensor in save.left_out or () if tensor.name in changed})
+        keep_changed(save, {entry.group for entry in save.left_out or () if entry.name in changed})
         save.base_is_known = True
         described = _describe(save)
         now = {left_out.name: left_out.fingerprint for left_out in described.left_out}
@@ -48,19 +48,19 @@ def _describe(save: Save) -> manifest.Manifest:
         zero_stage=topology.stage,
         world_size=topology.ranks,
         all_known=save.base_is_known,
-        shards=[shard_of(engine, tensor.tensor) for tensor in left_out] if topology.is_divided else (),
+        shards=[shard_of(engine, entry.tensor) for entry in left_out] if topology.is_divided else (),
     )
 
 
 def keep_changed(save: Save, changed: set[str]) -> None:
     """Save these groups (see `ModuleTensor`) from now on, since no base has their values."""
     assert save.left_out is not None
-    overruled = {tensor.group for tensor in save.left_out if settings().leaves_out(tensor.names)}
+    overruled = {entry.group for entry in save.left_out if settings().leaves_out(entry.names)}
     if changed := changed - overruled:
-        known = origins(save.engine.module)
-        for name in changed & known.keys():
-            known[name].is_changed = True
-        save.left_out = [tensor for tensor in save.left_out if tensor.group not in changed]
+        origin_of = origins(save.engine.module)
+        for name in changed & origin_of.keys():
+            origin_of[name].is_changed = True
+        save.left_out = [entry for entry in save.left_out if entry.group not in changed]
         warn(
             save.owner,
             "Frozen parameters differ from what the program built, because training has changed them or a checkpoint"
@@ -79,16 +79,16 @@ def log_once(save: Save, left_out: manifest.Manifest) -> None:
         owner.logger.info("ds_frozen_patch: no parameter is frozen, so checkpoints leave nothing out.")
         return
     everything = save.contents.tensors
-    removed = sum(tensor.nbytes for tensor in save.left_out or () if save.removed.intersection(tensor.names))
+    removed = sum(entry.nbytes for entry in save.left_out or () if save.removed.intersection(entry.names))
     is_shown = owner.logger.isEnabledFor(logging.INFO)  # not by Trainer and Accelerate, as they come
     owner.logger.log(
         logging.INFO if is_shown else logging.WARNING,
         "ds_frozen_patch: checkpoints leave out %d of %d parameters, %s of %s (%s%s). A resume needs them: build the"
         " model as in this run.",
         count,
-        sum(tensor.kind == PARAMETER for tensor in everything),
+        sum(entry.kind == PARAMETER for entry in everything),
         human_bytes(removed),
-        human_bytes(sum(tensor.nbytes for tensor in everything)),
+        human_bytes(sum(entry.nbytes for entry in everything)),
         ", ".join(parameter.name for parameter in left_out.parameters[:2]),
         ", ..." if count > 2 else "",
     )

@@ -79,7 +79,7 @@ class Recorder:
     def _file(self, file: Path) -> Iterator[_Calls]:
         calls = _Calls(self)
         yield calls
-        self.files.append((file.absolute(), calls.made))
+        self.files.append((file.absolute(), calls.calls))
 
     @contextmanager
     def _other(self, opened: Any) -> Iterator[Any]:
@@ -107,8 +107,8 @@ class Recorder:
         import torch
 
         if self._used == len(self._buffers) or self._buffers[self._used].nbytes() != size:
-            made = torch.empty(size, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
-            self._buffers[self._used : self._used + 1] = [made]
+            new = torch.empty(size, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
+            self._buffers[self._used : self._used + 1] = [new]
         buffer = self._buffers[self._used]
         self._used += 1
         self.copies.add(buffer.data_ptr())
@@ -120,7 +120,7 @@ class _Calls:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self.made: list[tuple[str, tuple[Any, ...]]] = []
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
 
     def write_record(self, name: str, data: Any, size: int) -> None:
         """Record data: text, bytes, a storage, or in old releases of torch the address of one."""
@@ -128,7 +128,7 @@ class _Calls:
             address = data if isinstance(data, int) else data.data_ptr()
             if address not in self._recorder.copies:
                 data = self._recorder._copy_from(data, size) if isinstance(data, int) else self._recorder._copy(data)
-        self.made.append(("write_record", (name, data, size)))
+        self.calls.append(("write_record", (name, data, size)))
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *arguments: self.made.append((name, arguments))
+        return lambda *arguments: self.calls.append((name, arguments))

@@ -81,16 +81,16 @@ def _write_states(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    name = Path(path).name
-    if is_rank_file(name):
-        state_dict = add_label(state_dict, save.place.id, name, has_record=save.record is not None)
+    file = Path(path)
+    if is_rank_file(file.name):
+        state_dict = add_label(state_dict, save.place.id, file.name, has_record=save.record is not None)
     elif save.names_left_out:  # an expert's file, whose keys are parameters
-        left_out = {key: own for key in state_dict if (own := experts.get(plain(key))) in save.names_left_out}
+        left_out = {key: name for key in state_dict if (name := experts.get(plain(key))) in save.names_left_out}
         save.removed.update(left_out.values())
         state_dict = {key: value for key, value in state_dict.items() if key not in left_out}
     write(state_dict, path, *args, **kwargs)
-    if Path(path).is_file():  # else it is only recorded
-        _finish(save, Path(path))
+    if file.is_file():  # else it is only recorded
+        _finish(save, file)
 
 
 def _finish(save: Save, file: Path) -> None:
