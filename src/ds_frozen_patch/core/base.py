@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 def frozen(contents: Contents) -> list[ModuleTensor]:
     """What of a module may be its base."""
-    leaves_out = settings().leaves_out
-    return [held for held in contents.tensors if held.is_frozen or (held.kind == BUFFER and leaves_out(held.names))]
+    entries, leaves_out = contents.tensors, settings().leaves_out
+    return [entry for entry in entries if entry.is_frozen or (entry.kind == BUFFER and leaves_out(entry.names))]
 
 
 def optimized(engine: Any) -> set[torch.nn.Parameter]:
@@ -45,23 +45,23 @@ def mark_trained(engine: Any) -> None:
 
     In ZeRO stage 0, an optimizer made of all parameters of a module also has those that are frozen from the start.
     """
-    trained, known = optimized(engine), origins(engine.module)
+    trained, origin_of = optimized(engine), origins(engine.module)
     for name, parameter in Contents(engine.module).parameters.items():
         if parameter in trained and parameter.requires_grad:
-            known[name].is_trained = True
+            origin_of[name].is_trained = True
 
 
-def to_leave_out(engine: Any, contents: Contents, known: Mapping[str, Origin]) -> list[ModuleTensor]:
-    """What a save leaves out of a module's contents, as far as all ranks know; `known` is what `origins` returns."""
+def to_leave_out(engine: Any, contents: Contents, origin_of: Mapping[str, Origin]) -> list[ModuleTensor]:
+    """What a save leaves out of a module's contents, as far as all ranks know; `origin_of` comes from `origins`."""
     in_optimizer, candidates = optimized(engine), frozen(contents)
     left_out: list[ModuleTensor] = []
     kept_groups = _not_comparable(engine, contents.parameters, candidates)
-    for held in candidates:
-        is_kept = held.kind != PART and _is_kept(held, known.get(held.group), in_optimizer)
-        if is_kept or held.group in kept_groups or settings().keeps(held.names):
-            kept_groups.add(held.group)
+    for entry in candidates:
+        is_kept = entry.kind != PART and _is_kept(entry, origin_of.get(entry.group), in_optimizer)
+        if is_kept or entry.group in kept_groups or settings().keeps(entry.names):
+            kept_groups.add(entry.group)
         else:
-            left_out.append(held)
+            left_out.append(entry)
     return left_out
 
 
@@ -70,24 +70,24 @@ def _not_comparable(engine: Any, parameters: Mapping[str, Any], candidates: Iter
 
     Only the fingerprint of a plain parameter is made of all its shards.
     """
-    others = (held for held in candidates if held.kind != PARAMETER)
-    return {held.group for held in others if is_divided(engine, parameters.get(held.group, held.tensor))}
+    others = (entry for entry in candidates if entry.kind != PARAMETER)
+    return {entry.group for entry in others if is_divided(engine, parameters.get(entry.group, entry.tensor))}
 
 
-def _is_kept(held: ModuleTensor, origin: Origin | None, in_optimizer: set[torch.nn.Parameter]) -> bool:
-    if origin is None or (origin.is_trained and held.tensor in in_optimizer):
+def _is_kept(entry: ModuleTensor, origin: Origin | None, in_optimizer: set[torch.nn.Parameter]) -> bool:
+    if origin is None or (origin.is_trained and entry.tensor in in_optimizer):
         return origin is not None
-    return (origin.is_trained or origin.is_changed) and not settings().leaves_out(held.names)
+    return (origin.is_trained or origin.is_changed) and not settings().leaves_out(entry.names)
 
 
-def changed_since_start(known: Mapping[str, Origin], candidates: Iterable[ModuleTensor]) -> set[str]:
+def changed_since_start(origin_of: Mapping[str, Origin], candidates: Iterable[ModuleTensor]) -> set[str]:
     """The groups that training or a checkpoint has changed, as far as this rank has seen."""
-    compared = [held for held in candidates if not settings().leaves_out(held.names)]
-    suspected = {held.group for held in compared if held.group in known and known[held.group].is_suspected}
-    return suspected | changed(known, compared)
+    compared = [entry for entry in candidates if not settings().leaves_out(entry.names)]
+    suspected = {entry.group for entry in compared if (origin := origin_of.get(entry.group)) and origin.is_suspected}
+    return suspected | changed(origin_of, compared)
 
 
 def on_all_ranks(changed: set[str], candidates: Sequence[ModuleTensor], device: Any) -> set[str]:
     """The groups that any rank has seen changed; every rank must call it with the same candidates."""
-    flags = on_any_rank([held.group in changed for held in candidates], device)
-    return {held.group for held, is_changed in zip(candidates, flags, strict=True) if is_changed}
+    flags = on_any_rank([entry.group in changed for entry in candidates], device)
+    return {entry.group for entry, is_changed in zip(candidates, flags, strict=True) if is_changed}

@@ -80,17 +80,17 @@ class Record:
         return json_lines({**values, "digest": digest_of(values)}, 3)
 
 
-def write_record(folder: Path, record: Record, known: Mapping[int, File] | None = None) -> None:
+def write_record(folder: Path, record: Record, described: Mapping[int, File] | None = None) -> None:
     """Write a record, once all other files of a checkpoint are in its folder: it will list them.
 
     Args:
         folder: of the files.
         record: without files.
-        known: files that need not be read, by the digests of their names.
+        described: files that need not be read, by the digests of their names.
     """
-    with os.scandir(folder) as found:
-        names = sorted(item.name for item in found if is_state_file(item.name) and item.is_file())
-    files = {name: (known or {}).get(digest(name)) or describe_file(folder / name) for name in names}
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in entries if is_state_file(entry.name) and entry.is_file())
+    files = {name: (described or {}).get(digest(name)) or describe_file(folder / name) for name in names}
     (folder / RECORD).write_text(replace(record, files=files).to_json(), encoding="utf-8")
 
 
