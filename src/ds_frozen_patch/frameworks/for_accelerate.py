@@ -69,22 +69,22 @@ def save_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, .
     Accelerate would remove it before.
     """
     engine = next(iter(accelerator._models), None)
-    known = attached(engine) if engine is not None else None
+    served = attached(engine) if engine is not None else None
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     project = accelerator.project_configuration
     folder = call.arguments.get("output_dir")
     is_numbered = project.automatic_checkpoint_naming and accelerator.project_dir is not None
     if is_numbered:
         folder = Path(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}")
-    if known is None or folder is None:
+    if served is None or folder is None:
         return wrapped(*args, **kwargs)
-    around, limit = Around(known.owner, Path(folder)), project.total_limit
+    around, limit = Around(served.owner, Path(folder)), project.total_limit
     writers = [(sys.modules[TARGET.module], name) for name in _WRITERS]
     changes = [(module, name, around.failures.deferring(getattr(module, name))) for module, name in writers]
     with overridden([*changes, (project, "total_limit", None)]):
         saved = wrapped(*args, **kwargs)
-    around.end(known)
-    if is_numbered and is_first(known.owner):
+    around.end(served)
+    if is_numbered and is_first(served.owner):
         in_flight.afterwards(partial(_remove_oldest, Path(folder).parent, limit))
     return saved
 
@@ -109,8 +109,8 @@ def _is_whole(folder: Path) -> bool:
 
 def _numbered(folder: Path) -> list[Path]:
     """The checkpoints in a folder, by their numbers."""
-    found = [(int(number), item) for item in entries(folder) if (number := item.name.rpartition("_")[2]).isdecimal()]
-    return [item for _, item in sorted(found)]
+    numbered = [(int(number), item) for item in entries(folder) if (number := item.name.rpartition("_")[2]).isdecimal()]
+    return [item for _, item in sorted(numbered)]
 
 
 def _remove_oldest(folder: Path, limit: int | None) -> None:

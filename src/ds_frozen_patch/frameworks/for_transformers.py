@@ -77,18 +77,18 @@ def save_checkpoint(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, 
 
     The removal of older checkpoints follows after that, and uploads after a save in flight.
     """
-    known = attached(trainer.model_wrapped)
-    if known is None:
+    served = attached(trainer.model_wrapped)
+    if served is None:
         return wrapped(*args, **kwargs)
     trial = inspect.signature(wrapped).bind(*args, **kwargs).arguments.get("trial")
     prefix = sys.modules[TARGET.module].PREFIX_CHECKPOINT_DIR
     folder = Path(trainer._get_output_dir(trial=trial), f"{prefix}-{trainer.state.global_step}")
-    around, later = Around(known.owner, folder), list[Callable[[], Any]]()
+    around, later = Around(served.owner, folder), list[Callable[[], Any]]()
     with overridden(_replacements(trainer, around, later)):
         result = wrapped(*args, **kwargs)
     if saves_the_best(trainer):
         trainer.state.best_model_checkpoint = str(folder)
-    around.end(known)
+    around.end(served)
     for call in later:
         in_flight.afterwards(call)
     if in_flight.is_any() and goes_on_after(type(trainer), sys.modules[TARGET.module].Trainer, "_save_checkpoint"):
@@ -155,15 +155,15 @@ def _save_without_weights(trainer: Any, output_dir: str, **_: Any) -> None:
 def find_last(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`get_last_checkpoint`, for `resume_from_checkpoint=True`: the newest one that is whole."""
     in_flight.wait()
-    found = wrapped(*args, **kwargs)
-    if found is None or _is_whole(Path(found)):
-        return found
-    names = Path(found).name.rpartition("-")[0]
-    folders = [item for item in entries(Path(found).parent) if re.fullmatch(rf"{names}-\d+", item.name)]
+    path = wrapped(*args, **kwargs)
+    if path is None or _is_whole(Path(path)):
+        return path
+    names = Path(path).name.rpartition("-")[0]
+    folders = [item for item in entries(Path(path).parent) if re.fullmatch(rf"{names}-\d+", item.name)]
     folders.sort(key=lambda item: int(item.name.rpartition("-")[2]))
     newest = last_whole(folders, _is_whole, logger_of("transformers"))
-    if newest is None and not is_not_whole(Path(found)):
-        return found  # one without DeepSpeed, of which we know nothing
+    if newest is None and not is_not_whole(Path(path)):
+        return path  # one without DeepSpeed, of which we know nothing
     return str(newest) if newest is not None else None
 
 

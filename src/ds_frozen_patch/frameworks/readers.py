@@ -35,7 +35,7 @@ def may_read(item: Any, method: str) -> bool:
 
 def goes_on_after(cls: type, base: type, method: str) -> bool:
     """Whether a class overrides a method of a base, and does more after it has called that."""
-    overrides = [vars(one)[method] for one in cls.__mro__[: cls.__mro__.index(base)] if method in vars(one)]
+    overrides = [vars(derived)[method] for derived in cls.__mro__[: cls.__mro__.index(base)] if method in vars(derived)]
     return not all(_ends_with_super(override, method) for override in overrides)
 
 

@@ -42,7 +42,7 @@ def _check_patterns(owner: Owner, module: Any) -> None:
     now = settings()
     if not now.keep and not now.leave_out:
         return
-    names = [one.names for one in frozen(Contents(module))]
+    names = [entry.names for entry in frozen(Contents(module))]
     for option, patterns in (("keep", now.keep), ("leave_out", now.leave_out)):
-        if idle := [pattern for pattern in patterns if not any(matches(own, [pattern]) for own in names)]:
+        if idle := [pattern for pattern in patterns if not any(matches(aliases, [pattern]) for aliases in names)]:
             warn(owner, f"patch({option}=[...]) matches nothing that is frozen: {named(idle)}. It has no effect.")

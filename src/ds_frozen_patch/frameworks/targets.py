@@ -28,12 +28,13 @@ def chosen(names: Iterable[str] | None) -> frozenset[str]:
     Raises:
         TypeError, ValueError: there is no such target.
     """
-    known = [what.name for what in (*OWNERS, ENGINE)]
+    possible = [what.name for what in (*OWNERS, ENGINE)]
     if names is None:
-        return frozenset(known)
-    given = [names] if isinstance(names, str) or not isinstance(names, Iterable) else list(names)
-    if isinstance(names, str) or not all(isinstance(name, str) for name in given):
-        raise TypeError(f"targets must be a list of names such as {known[:1]!r}, not {names!r}")
-    if unknown := [name for name in given if name not in known]:
-        raise ValueError(f"targets must be of {', '.join(map(repr, known))}, not {', '.join(map(repr, unknown))}")
-    return frozenset([*given, ENGINE.name, *([accelerate.TARGET.name] if transformers.TARGET.name in given else [])])
+        return frozenset(possible)
+    requested = [names] if isinstance(names, str) or not isinstance(names, Iterable) else list(names)
+    if isinstance(names, str) or not all(isinstance(name, str) for name in requested):
+        raise TypeError(f"targets must be a list of names such as {possible[:1]!r}, not {names!r}")
+    if unknown := [name for name in requested if name not in possible]:
+        raise ValueError(f"targets must be of {', '.join(map(repr, possible))}, not {', '.join(map(repr, unknown))}")
+    needed = [accelerate.TARGET.name] if transformers.TARGET.name in requested else []
+    return frozenset([*requested, ENGINE.name, *needed])

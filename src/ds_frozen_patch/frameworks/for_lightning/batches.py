@@ -128,21 +128,21 @@ def _restore_lost(fit_loop: Any, fetcher: Any, count: int) -> None:
 
 def _samplers(loader: Any) -> list[Any]:
     """The samplers of a loader, from the outer to the inner."""
-    found, sampler = [], getattr(loader, "batch_sampler", None)
+    samplers, sampler = [], getattr(loader, "batch_sampler", None)
     if sampler is None:
         sampler = getattr(loader, "sampler", None)
-    while sampler is not None and sampler not in found:
-        found.append(sampler)
+    while sampler is not None and sampler not in samplers:
+        samplers.append(sampler)
         in_wrapper = getattr(getattr(sampler, "dataset", None), "_sampler", None)  # Lightning's, for several ranks
         sampler = getattr(sampler, "sampler", in_wrapper)
-    return found
+    return samplers
 
 
 def _generators(loaders: list[Any]) -> list[Any]:
     """The generators of loaders and samplers, each once."""
     holders = [holder for loader in loaders for holder in (loader, *_samplers(loader))]
-    found = [getattr(holder, "generator", None) for holder in holders]
-    return list({id(generator): generator for generator in found if hasattr(generator, "get_state")}.values())
+    generators = [getattr(holder, "generator", None) for holder in holders]
+    return list({id(generator): generator for generator in generators if hasattr(generator, "get_state")}.values())
 
 
 def _random_states(loaders: list[Any]) -> dict[str, Any]:

@@ -26,8 +26,8 @@ def save_by_callback(wrapped: Callable[..., Any], callback: Any, args: tuple[Any
         return wrapped(*args, **kwargs)
     trainer = inspect.signature(wrapped).bind(*args, **kwargs).arguments["trainer"]
     readers = [type(logger).__name__ for logger in trainer.loggers if _reads(logger)]
-    own = next(cls for cls in reversed(type(callback).__mro__) if "_save_checkpoint" in vars(cls))
-    if goes_on_after(type(callback), own, "_save_checkpoint"):
+    framework_class = next(cls for cls in reversed(type(callback).__mro__) if "_save_checkpoint" in vars(cls))
+    if goes_on_after(type(callback), framework_class, "_save_checkpoint"):
         readers.append(type(callback).__name__)
     if not readers:
         return wrapped(*args, **kwargs)

@@ -36,8 +36,8 @@ def resume(owner: Owner, engine: Any, state: Mapping[str, Any], client_state: di
     if before.ranks == now.ranks and "loss_factor" not in record:
         return
     factor = record.get("loss_factor", 1.0) * now.accumulated / before.accumulated
-    if (known := attach(engine, owner)) is not None:
-        scale_loss(known, engine, factor)
+    if (served := attach(engine, owner)) is not None:
+        scale_loss(served, engine, factor)
     if before.ranks == now.ranks:
         return
     _rescale_batch_count(client_state, Fraction(before.ranks * before.size, now.ranks * now.size))

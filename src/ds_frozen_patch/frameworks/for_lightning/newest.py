@@ -19,16 +19,16 @@ _REQUEUED = "hpc_ckpt_"
 def find_last(wrapped: Callable[..., set[str]], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`ModelCheckpoint._find_last_checkpoints`, for `ckpt_path="last"`."""
     in_flight.wait()
-    found = wrapped(*args, **kwargs)
-    return {path for path in found if not is_local(path) or last_whole([Path(path)], _is_whole, _logger(wrapped))}
+    paths = wrapped(*args, **kwargs)
+    return {path for path in paths if not is_local(path) or last_whole([Path(path)], _is_whole, _logger(wrapped))}
 
 
 def find_requeued(wrapped: Callable[..., int | None], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The number of the newest `hpc_ckpt_N.ckpt`, from which Lightning resumes in Slurm."""
-    found = wrapped(*args, **kwargs)
+    highest = wrapped(*args, **kwargs)
     folder, *prefix = *args, *kwargs.values()
-    if found is None or prefix != [_REQUEUED] or not is_local(folder):
-        return found  # it is about to choose the name of the next
+    if highest is None or prefix != [_REQUEUED] or not is_local(folder):
+        return highest  # it is about to choose the name of the next
     numbers = {int(number): item for item in entries(Path(folder)) if (number := _number(item)).isdecimal()}
     newest = last_whole([numbers[number] for number in sorted(numbers)], _is_whole, _logger(wrapped))
     return int(_number(newest)) if newest is not None else None

@@ -92,14 +92,14 @@ def save(save: Save, strategy: Any, checkpoint: Mapping[str, Any], storage_optio
     left_out = manifest.names if manifest else frozenset()
     # A module's own `state_dict` may return only a part, and use other names.
     dumped = {name: value for name, value in checkpoint["state_dict"].items() if plain(name) not in left_out}
-    parameters = {p: [n for n in own if n in dumped] for p, own in Contents(module).names_in_state.items()}
-    firsts = {own[0]: parameter for parameter, own in parameters.items() if own}
-    aliases = {own[0]: own for own in parameters.values() if own}
+    parameters = {p: [n for n in names if n in dumped] for p, names in Contents(module).names_in_state.items()}
+    firsts = {names[0]: parameter for parameter, names in parameters.items() if names}
+    aliases = {names[0]: names for names in parameters.values() if names}
     for name, value in gathered(firsts, writes):
         dumped.update(dict.fromkeys(aliases[name], value))
     if save.engine.zero_optimization_partition_weights():
-        known = {name for own in aliases.values() for name in own}
-        placeholders = [name for name, value in dumped.items() if name not in known and _is_empty(value)]
+        gathered_names = {name for names in aliases.values() for name in names}
+        placeholders = [name for name, value in dumped.items() if name not in gathered_names and _is_empty(value)]
         dumped.update(_from_whole_module(module, left_out, placeholders, writes))
     if writes:
         with save.failures.deferred(save.place.target):
@@ -124,7 +124,7 @@ def _from_whole_module(module: Any, left_out: frozenset[str], names: Collection[
 
     if not names:
         return {}
-    parameters = [p for p, own in Contents(module).names.items() if left_out.isdisjoint(own)]
+    parameters = [p for p, aliases in Contents(module).names.items() if left_out.isdisjoint(aliases)]
     with zero.GatheredParameters(parameters):
         state = module.state_dict() if writes else {}
         return {name: state[name].detach().to("cpu", copy=True) for name in names if name in state}
@@ -155,11 +155,11 @@ def load(load: Load, strategy: Any, file: Path, checkpoint: dict[str, Any]) -> d
     """
     module, engine = strategy.lightning_module, strategy.model
     weights = {plain(name): value for name, value in checkpoint.pop("state_dict").items()}
-    manifest, held = Manifest.from_checkpoint(checkpoint), Contents(module).by_name
+    manifest = Manifest.from_checkpoint(checkpoint)
     _check(load, module, weights, manifest, file)
     checkpoint.pop(KEY, None)
     with replacing(module):
-        put(module, without_own_values(weights, held, manifest, load))
+        put(module, without_own_values(weights, Contents(module).by_name, manifest, load))
     forget_second_copies(engine)
     if module.trainer.state.fn != "fit":
         return checkpoint
@@ -167,31 +167,30 @@ def load(load: Load, strategy: Any, file: Path, checkpoint: dict[str, Any]) -> d
         engine.optimizer.refresh_fp32_params()
         _put_masters(module, weights)
     checkpoint.pop("loops", None)
-    said = f"Training starts from the weights in {file}: the optimizer, the schedulers and the step count start anew."
+    text = f"Training starts from the weights in {file}: the optimizer, the schedulers and the step count start anew."
     if checkpoint.get("optimizer_states"):
-        warn(load.owner, f"{said} The file has their states, but of another strategy, and DeepSpeed cannot load those.")
+        warn(load.owner, f"{text} The file has their states, but of another strategy, and DeepSpeed cannot load those.")
     else:
-        load.owner.logger.info("%s The file has none of them.", said)
+        load.owner.logger.info("%s The file has none of them.", text)
     return {**checkpoint, "lr_schedulers": [item.scheduler.state_dict() for item in strategy.lr_scheduler_configs]}
 
 
 def _check(load: Load, module: Any, weights: Mapping[str, Any], manifest: Manifest | None, file: Path) -> None:
-    held = Contents(module).by_name
+    by_name = Contents(module).by_name
     strict = getattr(module, "strict_loading", True)  # Lightning 2.0 and 2.1 are always strict
     unverifiable = f"{file} has no frozen parameters and no manifest: its base cannot be verified."
     may_be_missing = check_base(
-        {"module": weights}, manifest, module, held, load, strict=strict, unverifiable=unverifiable
+        {"module": weights}, manifest, module, by_name, load, strict=strict, unverifiable=unverifiable
     )
-    check_parts({name: value for name, value in weights.items() if is_part(held.get(name))}, held, load)
+    check_parts({name: value for name, value in weights.items() if is_part(by_name.get(name))}, by_name, load)
     now = {plain(name) for name in module.state_dict()}
-    reshaped = [n for n, value in weights.items() if n in held and tuple(value.shape) != held[n].shape]
-    problems = {"other shapes": reshaped}
+    problems = {"other shapes": [n for n, v in weights.items() if n in by_name and tuple(v.shape) != by_name[n].shape]}
     if strict:
         problems["missing keys"] = list(now - weights.keys() - may_be_missing)
         problems["unexpected keys"] = list(weights.keys() - now)
-    found = [f"{what}: {named(names)}" for what, names in problems.items() if names]
-    if found:
-        raise CheckpointMismatchError(f"{file} does not fit this module: {'; '.join(found)}.")
+    differences = [f"{what}: {named(names)}" for what, names in problems.items() if names]
+    if differences:
+        raise CheckpointMismatchError(f"{file} does not fit this module: {'; '.join(differences)}.")
 
 
 def _put_masters(module: Any, weights: Mapping[str, Any]) -> None:

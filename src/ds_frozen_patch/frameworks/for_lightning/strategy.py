@@ -80,8 +80,8 @@ def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
     if engine is None:
         return wrapped(*args, **kwargs)
     owner = owner_of(strategy)
-    known = attach(engine, owner)
-    if known is None:
+    served = attach(engine, owner)
+    if served is None:
         with overridden([(strategy, FLAG, False)] if hasattr(strategy, FLAG) else []):
             return wrapped(*args, **kwargs)
     if name is None:
@@ -89,13 +89,13 @@ def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
     path = call.arguments[name]
     if settings().resume_batches and isinstance(call.arguments.get("checkpoint"), dict):
         batches.add_position(strategy, call.arguments["checkpoint"])
-    is_divided = known.topology.is_divided  # no rank has all weights, so the engine saves, as without `patch()`
+    is_divided = served.topology.is_divided  # no rank has all weights, so the engine saves, as without `patch()`
     if not is_divided and is_local(path) and single_file.is_weights_only(call.arguments.get("checkpoint", {})):
         path = strategy.broadcast(path)  # as Lightning does before the engine saves
         file, shown = single_file.place_of(Path(path)), Path(path)
         with explaining_errors(path) as saves:
             where: dict[str, Any] = {"shown": shown, "is_managed": single_file.writes_locally(strategy.checkpoint_io)}
-            saves.append(begin(engine, known, file, "the weights alone", owner.excludes(None), **where))
+            saves.append(begin(engine, served, file, "the weights alone", owner.excludes(None), **where))
             single_file.save(saves[0], strategy, call.arguments["checkpoint"], call.arguments.get("storage_options"))
         return None
     is_first_on_disk = owner.rank == 0 or (owner.local_rank == 0 and engine.use_node_local_storage())
