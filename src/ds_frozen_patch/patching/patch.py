@@ -68,8 +68,8 @@ class _Patch:
     def replaced(self, what: Target) -> list[str]:
         """The wrapped methods of a target that somebody has replaced since, perhaps by one that calls ours."""
         cls = imported_class(what)
-        own = [wrapping for wrapping in self.wrappings.get(what.module, ()) if wrapping.cls is cls]
-        return [wrapping.attribute for wrapping in own if not wrapping.is_in_place()]
+        wrappings = [wrapping for wrapping in self.wrappings.get(what.module, ()) if wrapping.cls is cls]
+        return [wrapping.attribute for wrapping in wrappings if not wrapping.is_in_place()]
 
 
 _current: _Patch | None = None
@@ -151,12 +151,11 @@ def patch(
     """
     global _current
     before = _settings.current() if _current else None
-    given: dict[str, Any] = {"verify_base": verify_base, "keep": keep, "leave_out": leave_out, "export": export}
-    given |= {"fp32_weights": fp32_weights, "elastic": elastic, "sync": sync, "trust": trust}
-    given["optimizer"] = optimizer
-    given |= {"whole_model": whole_model, "async_save": async_save, "verify_files": verify_files}
-    given |= {"resume_batches": resume_batches}
-    new_settings = _settings.checked(given, before)
+    arguments: dict[str, Any] = {"verify_base": verify_base, "keep": keep, "leave_out": leave_out, "export": export}
+    arguments |= {"fp32_weights": fp32_weights, "elastic": elastic, "sync": sync, "trust": trust}
+    arguments |= {"optimizer": optimizer, "whole_model": whole_model, "async_save": async_save}
+    arguments |= {"verify_files": verify_files, "resume_batches": resume_batches}
+    new_settings = _settings.checked(arguments, before)
     names = chosen(targets)
     _finish_imports()
     findings = probe_all(names, targets is not None) if _current is None else {}

@@ -33,9 +33,9 @@ def serve(engine: Any) -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     if not isinstance(engine, DeepSpeedEngine):
-        given = f"{type(engine).__module__}.{type(engine).__qualname__}"
+        name = f"{type(engine).__module__}.{type(engine).__qualname__}"
         raise TypeError(
-            f"serve() takes the engine that deepspeed.initialize returns first, not an object of {given}. Engines of"
+            f"serve() takes the engine that deepspeed.initialize returns first, not an object of {name}. Engines of"
             " Lightning, Accelerate and Trainer need patch() alone."
         )
     if not is_in_force():

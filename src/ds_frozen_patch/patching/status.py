@@ -31,8 +31,8 @@ class Status(dict[str, TargetStatus]):
     def __str__(self) -> str:
         rows = [("target", "version", "state", "wrapped", "found")]
         for name, item in self.items():
-            found = f"{item.found}: {item.remedy}" if item.remedy else item.found
-            rows.append((name, item.version or "-", item.state, "yes" if item.wrapped else "no", found))
+            reason = f"{item.found}: {item.remedy}" if item.remedy else item.found
+            rows.append((name, item.version or "-", item.state, "yes" if item.wrapped else "no", reason))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = [
             "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]).rstrip()

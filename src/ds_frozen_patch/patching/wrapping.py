@@ -94,10 +94,10 @@ class Wrapping:
 
     def is_in_place(self) -> bool:
         """Whether a call of the attribute still reaches our wrapper: somebody may have replaced or wrapped it."""
-        found = self.cls.__dict__.get(self.attribute)
-        while found is not None and _unbound(found) is not self.wrapper:
-            found = getattr(found, "__wrapped__", None)
-        return found is not None
+        function = self.cls.__dict__.get(self.attribute)
+        while function is not None and _unbound(function) is not self.wrapper:
+            function = getattr(function, "__wrapped__", None)
+        return function is not None
 
     def undo(self) -> None:
         """Restore the original object, if the attribute is still our wrapper."""
