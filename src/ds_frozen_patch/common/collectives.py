@@ -41,11 +41,11 @@ def gather_numbers(numbers: Sequence[int], device: Any) -> list[list[int]]:
 
     if world_size() == 1:
         return [list(numbers)]
-    own = torch.tensor(numbers, dtype=torch.int64, device=device)
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, own)
-    found: list[list[int]] = torch.stack(everyone).tolist()
-    return found
+    tensor = torch.tensor(numbers, dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, tensor)
+    by_rank: list[list[int]] = torch.stack(everyone).tolist()
+    return by_rank
 
 
 def add_up(numbers: torch.Tensor, device: Any) -> torch.Tensor:

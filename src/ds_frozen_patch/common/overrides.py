@@ -28,11 +28,7 @@ def overridden(attributes: Attributes) -> Iterator[None]:
     """While this lasts, each object has the attribute of that name and value; what fails half way is undone."""
     with ExitStack() as undo:
         for owner, name, value in attributes:
-            own = vars(owner).get(name, _ABSENT)
+            before = vars(owner).get(name, _ABSENT)
             setattr(owner, name, value)
-            undo.callback(_restore, owner, name, own)
+            undo.callback(delattr, owner, name) if before is _ABSENT else undo.callback(setattr, owner, name, before)
         yield
-
-
-def _restore(owner: Any, name: str, own: Any) -> None:
-    delattr(owner, name) if own is _ABSENT else setattr(owner, name, own)

@@ -172,13 +172,13 @@ def _methods(source: str, what: Target) -> dict[str, ast.FunctionDef]:
     its_lines = re.split(r"\n(?=[A-Za-z@])", source[begin.start() :], maxsplit=1)[0] if begin else ""
     # What begins a statement of the class, and not the bracket that ends a list of arguments.
     statements = re.split(r"^(?= {4}[A-Za-z@#])", its_lines, flags=re.MULTILINE)
-    found = {}
+    methods = {}
     for statement in statements:
-        if (said := re.match(r" {4}def (\w+)\(", statement)) and said[1] in what.methods:
+        if (match := re.match(r" {4}def (\w+)\(", statement)) and match[1] in what.methods:
             (method,) = ast.parse(dedent(statement)).body
             if isinstance(method, ast.FunctionDef):
-                found[said[1]] = method
-    return found
+                methods[match[1]] = method
+    return methods
 
 
 def _names_used(method: ast.FunctionDef) -> frozenset[str]:

@@ -26,11 +26,11 @@ def printable_lines(lines: Iterable[str]) -> str:
     return "\n".join(map(printable, lines))
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, words: Iterable[str]) -> str:
     """Return "Did you mean 'prune'?" for the known word that is most like `word`, or "" if none is."""
     from difflib import get_close_matches  # rarely needed
 
-    return "".join(f"Did you mean '{close}'?" for close in get_close_matches(word, list(known), n=1))
+    return "".join(f"Did you mean '{close}'?" for close in get_close_matches(word, list(words), n=1))
 
 
 def json_lines(value: Any, levels: int) -> str:
