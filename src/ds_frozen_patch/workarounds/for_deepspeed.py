@@ -54,8 +54,8 @@ def weights_of_the_tag(tag: Callable[[], Any]) -> Attributes:
     if merge is None:
         return []
 
-    def merge_tag(folder: str, own: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        wanted = tag() if own is None else own
+    def merge_tag(folder: str, requested: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        wanted = tag() if requested is None else requested
         return merge(folder, None if wanted is None else str(wanted), *args, **kwargs)
 
     return [(engine, name, merge_tag)]
@@ -122,16 +122,16 @@ def remember_module(receive: Callable[[Mapping[str, Any]], None]) -> Attributes:
     make_loader = SDLoaderFactory.get_sd_loader
 
     def loader(*args: Any, **kwargs: Any) -> Any:
-        made = make_loader(*args, **kwargs)
-        read = made.load
+        sd_loader = make_loader(*args, **kwargs)
+        read = sd_loader.load
 
         def remember(*args: Any, **kwargs: Any) -> Any:
             path, state, *rest = read(*args, **kwargs)
             receive(state["module"] if isinstance(state, Mapping) else {})
             return path, state, *rest
 
-        made.load = remember
-        return made
+        sd_loader.load = remember
+        return sd_loader
 
     return [(SDLoaderFactory, "get_sd_loader", staticmethod(loader))]
 
