@@ -216,11 +216,11 @@ def block_sums(piece: torch.Tensor, offset: int) -> tuple[int, torch.Tensor]:
         start = begin - block * per_block
         elements[start : start + end - begin].copy_(piece[begin - offset : end - offset])
         torch.mul(words, low, out=weighed)
-        found = weighed.sum(1)
+        totals = weighed.sum(1)
         words.bitwise_right_shift_(32).bitwise_and_(0xFFFFFFFF).mul_(high)
-        found += words.sum(1)
+        totals += words.sum(1)
         place = block - first
-        sums[place : place + at_once] = found[: len(sums) - place]
+        sums[place : place + at_once] = totals[: len(sums) - place]
     return first, sums
 
 
@@ -257,11 +257,11 @@ def _own_sums(parameter: Any, shard: Shard | None, index: int) -> Iterator[tuple
         return
     per_block = BLOCK_BYTES // parameter.element_size()
     # Consecutive blocks for each rank, and a different first rank for each parameter, to distribute small ones too.
-    own, ranks = (rank(), world_size()) if shard is None else (shard.copy, shard.copies)
+    copy, copies = (rank(), world_size()) if shard is None else (shard.copy, shard.copies)
     start = 0 if shard is None else shard.index * parameter.numel()
-    turn = (own + index) % ranks
+    turn = (copy + index) % copies
     blocks = _block_count(parameter, None)
-    begin, end = (blocks * turn // ranks) * per_block, (blocks * (turn + 1) // ranks) * per_block
+    begin, end = (blocks * turn // copies) * per_block, (blocks * (turn + 1) // copies) * per_block
     for piece, offset in _pieces(parameter.detach(), 0):
         from_, to = max(begin - offset, 0), min(end - offset, piece.numel())
         if from_ < to:

@@ -99,11 +99,11 @@ class Manifest:
     @property
     def parameters(self) -> tuple[LeftOut, ...]:
         """The parameters among what was left out."""
-        return tuple(left_out for left_out in self.left_out if left_out.kind == PARAMETER)
+        return tuple(entry for entry in self.left_out if entry.kind == PARAMETER)
 
     def __str__(self) -> str:
         """How much was left out: "56 frozen parameters, 91.6 MB"."""
-        counts = Counter(left_out.kind for left_out in self.left_out)
+        counts = Counter(entry.kind for entry in self.left_out)
         parts = f", {counts[PART]} parts of them" if counts[PART] else ""
         buffers = f", {counts[BUFFER]} buffers" if counts[BUFFER] else ""
         return f"{counts[PARAMETER]} frozen parameters{parts}{buffers}, {human_bytes(self.total_bytes)}"
@@ -112,16 +112,14 @@ class Manifest:
         """The manifest as plain values, for a checkpoint."""
         state = {
             "format": FORMAT,
-            "left_out": [
-                _values_of(left_out, left_out.names) for left_out in self.left_out if left_out.kind == PARAMETER
-            ],
+            "left_out": [_values_of(entry, entry.names) for entry in self.left_out if entry.kind == PARAMETER],
             **({"parts": parts} if (parts := self._parts_by_parameter()) else {}),
             **({"buffers": buffers} if (buffers := self._buffers()) else {}),
             "total_bytes": self.total_bytes,
             "zero_stage": self.zero_stage,
             "world_size": self.world_size,
             "versions": dict(self.versions),
-            **({"adapters": {name: dict(said) for name, said in self.adapters.items()}} if self.adapters else {}),
+            **({"adapters": {name: dict(configs) for name, configs in self.adapters.items()}} if self.adapters else {}),
             **({"compiled": sorted(self.compiled)} if self.compiled else {}),
         }
         return {**state, "digest": _digest(state)}
@@ -167,11 +165,11 @@ class Manifest:
         parts = dict(state.get("parts", {}))
         _check_number(state["left_out"], parts)
         for names, *values in state["left_out"]:
-            left_out.append(_made_of(PARAMETER, "", names, *values))
+            left_out.append(_make_entry(PARAMETER, "", names, *values))
             left_out += _parts_of(names, parts.pop(names[0], ()))
         # `prune` may not find a parameter that consists of its parts.
         left_out += [part for name, values in parts.items() for part in _parts_of([name], values)]
-        left_out += [_made_of(BUFFER, "", [name], *values) for name, *values in state.get("buffers", ())]
+        left_out += [_make_entry(BUFFER, "", [name], *values) for name, *values in state.get("buffers", ())]
         manifest = cls(
             left_out=tuple(left_out),
             total_bytes=state["total_bytes"],
@@ -203,20 +201,20 @@ class Manifest:
         """The parts in `to_state`, in a short form: a quantized layer can have twenty, the same in all layers."""
         same: dict[Any, Any] = {}  # pickle writes one object once
         by_parameter: dict[str, list[tuple[Any, ...]]] = {}
-        for left_out in self.left_out:
-            if left_out.kind == PART:
-                suffix = part_suffix(left_out.name, left_out.group)
-                values = _values_of(left_out, same.setdefault(suffix, suffix))
-                key = (values[0], left_out.shape, *values[2:])
-                by_parameter.setdefault(left_out.group, []).append(same.setdefault(key, values))
+        for entry in self.left_out:
+            if entry.kind == PART:
+                suffix = part_suffix(entry.name, entry.group)
+                values = _values_of(entry, same.setdefault(suffix, suffix))
+                key = (values[0], entry.shape, *values[2:])
+                by_parameter.setdefault(entry.group, []).append(same.setdefault(key, values))
         return by_parameter
 
     def _buffers(self) -> list[tuple[Any, ...]]:
-        return [_values_of(left_out, left_out.name) for left_out in self.left_out if left_out.kind == BUFFER]
+        return [_values_of(entry, entry.name) for entry in self.left_out if entry.kind == BUFFER]
 
 
-def _values_of(left_out: LeftOut, name: str | tuple[str, ...]) -> tuple[Any, ...]:
-    return name if isinstance(name, str) else list(name), list(left_out.shape), left_out.dtype, left_out.fingerprint
+def _values_of(entry: LeftOut, name: str | tuple[str, ...]) -> tuple[Any, ...]:
+    return name if isinstance(name, str) else list(name), list(entry.shape), entry.dtype, entry.fingerprint
 
 
 def _check_number(left_out: Sequence[Any], parts: Mapping[str, Sequence[Any]]) -> None:
@@ -236,10 +234,10 @@ def _parts_of(names: Sequence[str], parts: Iterable[tuple[Any, ...]]) -> Iterato
         if not is_name(suffix) or not all(map(is_name, names)):
             raise ValueError("a name is no text, or too long")
         part_names = dict.fromkeys(part_name(name, suffix) for name in names)
-        yield _made_of(PART, names[0], part_names, *values)
+        yield _make_entry(PART, names[0], part_names, *values)
 
 
-def _made_of(
+def _make_entry(
     kind: str, group: str, names: Iterable[str], shape: Iterable[int], dtype: str, print_: str | None
 ) -> LeftOut:
     return LeftOut(tuple(names), tuple(shape), dtype, print_, kind, group)
@@ -265,8 +263,8 @@ def digest_of(state: Any) -> Any:
 
 
 def _digest(state: Mapping[str, Any]) -> str:
-    said = {key: value for key, value in state.items() if key != "digest"}
-    return sha256(json.dumps(said, sort_keys=True, default=repr).encode()).hexdigest()
+    content = {key: value for key, value in state.items() if key != "digest"}
+    return sha256(json.dumps(content, sort_keys=True, default=repr).encode()).hexdigest()
 
 
 def adapters_of(module: torch.nn.Module) -> dict[str, dict[str, str]]:
@@ -320,14 +318,15 @@ def describe(
         all_known: whether every rank has cached all fingerprints.
         shards: see `fingerprints`.
     """
-    tensors = [held.tensor for held in left_out]
+    tensors = [entry.tensor for entry in left_out]
     prints = fingerprints(tensors, device, process_memory(), all_known=all_known, shards=shards)
+    entries = (
+        LeftOut(entry.names, entry.shape, entry.dtype, print_, entry.kind, entry.group if entry.kind == PART else "")
+        for entry, print_ in zip(left_out, prints, strict=True)
+    )
     return Manifest(
-        left_out=tuple(
-            LeftOut(held.names, held.shape, held.dtype, print_, held.kind, held.group if held.kind == PART else "")
-            for held, print_ in zip(left_out, prints, strict=True)
-        ),
-        total_bytes=sum(held.nbytes for held in left_out),
+        left_out=tuple(entries),
+        total_bytes=sum(entry.nbytes for entry in left_out),
         zero_stage=zero_stage,
         world_size=world_size,
         versions=versions(),

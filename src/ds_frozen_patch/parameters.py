@@ -253,12 +253,12 @@ class Contents:
                 by_parameter[whole.name] += [
                     _part(whole, f".{rest}", inner) for rest, inner in inner_tensors(parameter).items()
                 ]
-        return [*(held for its_tensors in by_parameter.values() for held in its_tensors), *others]
+        return [*(entry for its_tensors in by_parameter.values() for entry in its_tensors), *others]
 
     @property
     def by_name(self) -> dict[str, ModuleTensor]:
         """The same, by all names."""
-        return {name: held for held in self.tensors for name in held.names}
+        return {name: entry for entry in self.tensors for name in entry.names}
 
 
 def part_name(name: str, suffix: str) -> str:

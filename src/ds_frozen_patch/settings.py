@@ -57,11 +57,11 @@ def matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-def checked(given: Mapping[str, Any], before: Settings | None = None) -> Settings:
+def checked(arguments: Mapping[str, Any], before: Settings | None = None) -> Settings:
     """New settings from the arguments of `patch()`.
 
     Args:
-        given: the arguments by name; None leaves a setting as it was.
+        arguments: by name; None leaves a setting as it was.
         before: the settings until now; None for those of the environment.
 
     Raises:
@@ -69,7 +69,7 @@ def checked(given: Mapping[str, Any], before: Settings | None = None) -> Setting
         TypeError: an argument has the wrong type.
     """
     new = from_environment() if before is None else before
-    return replace(new, **{name: _CHECKS[name](value, name) for name, value in given.items() if value is not None})
+    return replace(new, **{name: _CHECKS[name](value, name) for name, value in arguments.items() if value is not None})
 
 
 def from_environment() -> Settings:
@@ -79,15 +79,15 @@ def from_environment() -> Settings:
         ValueError: a variable has none of its possible values.
     """
     words = {name: os.environ.get(variable(name), "") for name in _CHECKS}
-    given = {name: _from_word(name, word) for name, word in words.items() if word}
-    return replace(Settings(), **given)
+    values = {name: _from_word(name, word) for name, word in words.items() if word}
+    return replace(Settings(), **values)
 
 
 def unknown_variables() -> list[str]:
     """What is wrong with each environment variable that has our prefix, and no meaning."""
-    known = [*OF_RUN, *map(variable, _CHECKS)]
-    unknown = sorted(name for name in os.environ if name.startswith("DS_FROZEN_PATCH") and name not in known)
-    return [f"The environment variable {name} has no effect. {did_you_mean(name, known)}".strip() for name in unknown]
+    names = [*OF_RUN, *map(variable, _CHECKS)]
+    unknown = sorted(name for name in os.environ if name.startswith("DS_FROZEN_PATCH") and name not in names)
+    return [f"The environment variable {name} has no effect. {did_you_mean(name, names)}".strip() for name in unknown]
 
 
 def current() -> Settings:

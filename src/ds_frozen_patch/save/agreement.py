@@ -37,7 +37,7 @@ def agree_on_request(save: Save, what: str, exclude: bool, base_has_changed: boo
     """
     place, now = save.place, settings()
     request = {"what is saved": what, FLAG: exclude, **{name: getattr(now, name) for name in _MUST_BE_EQUAL}}
-    base_is_known = all(process_memory().holds(left_out.tensor) for left_out in save.left_out or ())
+    base_is_known = all(process_memory().holds(entry.tensor) for entry in save.left_out or ())
     numbers = [digest(sorted(request.items())), digest(str(place.target)), int(place.id, 16), base_is_known]
     everyone = gather_numbers([*numbers, base_has_changed, place.way, save.owner.local_rank], save.owner.device)
     requests, targets, ids, base_known, base_changed, ways, local_ranks = zip(*everyone, strict=True)

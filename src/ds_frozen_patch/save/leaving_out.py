@@ -22,13 +22,13 @@ def describe(save: Save) -> manifest.Manifest:
     """
     described = _describe(save)
     before = save.served.prints
-    now = {left_out.name: left_out.fingerprint for left_out in described.left_out}
+    now = {entry.name: entry.fingerprint for entry in described.left_out}
     changed = {name for name, print_ in now.items() if print_ and (before.get(name) or print_) != print_}
     if changed:
         keep_changed(save, {entry.group for entry in save.left_out or () if entry.name in changed})
         save.base_is_known = True
         described = _describe(save)
-        now = {left_out.name: left_out.fingerprint for left_out in described.left_out}
+        now = {entry.name: entry.fingerprint for entry in described.left_out}
     if unread := [name for name, print_ in now.items() if print_ is None and name not in before]:
         warn(
             save.owner,
