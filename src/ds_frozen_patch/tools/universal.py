@@ -33,8 +33,8 @@ _LAUNCHER = """
 import importlib, os, runpy, sys, torch
 converter, *classes = sys.argv.pop(1).split()
 if hasattr(torch.serialization, "add_safe_globals"):
-    found = [name.rpartition(".") for name in classes]
-    torch.serialization.add_safe_globals([getattr(importlib.import_module(module), name) for module, _, name in found])
+    paths = [name.rpartition(".") for name in classes]
+    torch.serialization.add_safe_globals([getattr(importlib.import_module(module), name) for module, _, name in paths])
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
 runpy.run_module(converter, run_name="__main__", alter_sys=True)
