@@ -10,15 +10,21 @@ from collections.abc import Callable
 from typing import Any
 
 import deepspeed
+import pytest
 import runs
 import torch
 import torch.distributed as dist
+from under_test import CELL
 
 import ds_frozen_patch
 
 SAMPLES = 24  # in each step
 STEPS = 3  # before the save
 NEXT = 5  # after it
+
+trains_in_half = pytest.mark.skipif(
+    (0, 14) <= CELL.releases[1].release < (0, 17), reason="this DeepSpeed cannot train in bf16 in stage 0"
+)
 
 State = dict[str, dict[str, torch.Tensor]]
 """The master of each trained parameter and the optimizer's state of it, by name."""
@@ -130,6 +136,7 @@ def begin(
     sub_group_size: int = 20,
     number: int = 2,
     lr: float = 1e-2,
+    accumulates: str | None = None,
     **model: Any,
 ) -> Any:
     """An engine that is served, with parameter groups of different settings."""
@@ -149,6 +156,7 @@ def begin(
         "train_micro_batch_size_per_gpu": SAMPLES // dist.get_world_size(),
         "gradient_clipping": 0.0,
         **({precision: {"enabled": True}} if precision != "fp32" else {}),
+        **({"data_types": {"grad_accum_dtype": accumulates}} if accumulates else {}),
     }
     engine = deepspeed.initialize(model=module, optimizer=OPTIMIZERS[optimizer](groups), config=config)[0]
     ds_frozen_patch.serve(engine)
@@ -165,6 +173,8 @@ def go_on(engine: Any, steps: int) -> list[float]:
         loss = engine(batch.to(dtype))
         engine.backward(loss)
         engine.step()
+        if hasattr(engine.optimizer, "fp32_groups"):  # in bf16 in stage 0, DeepSpeed 0.17 keeps and sums up gradients
+            engine.optimizer.zero_grad()
         total = loss.detach().double()
         dist.all_reduce(total)
         losses.append(total.item() / dist.get_world_size())
@@ -176,25 +186,27 @@ def state_of(engine: Any) -> State:
     optimizer, names = engine.optimizer, engine.param_names
     stage = engine.zero_optimization_stage()
     found: State = {}
-    if stage == 0:
-        for group in optimizer.param_groups:
-            states = [_tensors(optimizer.state[parameter]) for parameter in group["params"]]
+    if hasattr(optimizer, "fp32_groups") or isinstance(optimizer, torch.optim.Optimizer):  # in stage 0
+        inner = getattr(optimizer, "optimizer", optimizer)
+        groups = getattr(optimizer, "fp16_groups", [group["params"] for group in inner.param_groups])
+        for parameters, group in zip(groups, inner.param_groups, strict=True):
+            states = [_tensors(inner.state[master]) for master in group["params"]]
             steps = [state["step"] for state in states if "step" in state]
             most = {"step": max(steps)} if steps else {}  # FusedAdam counts those of the last parameter alone
-            for parameter, state in zip(group["params"], states, strict=True):
-                found[names[parameter]] = {"master": parameter.detach().clone(), **state, **most}
+            for parameter, master, state in zip(parameters, group["params"], states, strict=True):
+                found[names[parameter]] = {"master": master.detach().clone(), **state, **most}
         return found
-    groups = optimizer.fp16_groups if stage == 3 else optimizer.round_robin_bit16_groups
-    flats = optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups
-    for parameters, flat in zip(groups, flats, strict=True):
+    for parameters, flat in zip(*_flat_groups(optimizer), strict=True):
         parts = {"master": flat.detach(), **_tensors(optimizer.optimizer.state[flat])}
         for key, part in parts.items():
             if part.numel() != flat.numel() or key == "step":
                 for parameter in parameters:
                     found.setdefault(names[parameter], {})[key] = part.clone()
                 continue
-            shards = [torch.empty_like(part) for _ in range(dist.get_world_size())]
-            dist.all_gather(shards, part.contiguous())
+            shards = [part]
+            if not hasattr(optimizer, "fp32_groups_flat"):
+                shards = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+                dist.all_gather(shards, part.contiguous())
             begin = 0
             for parameter in parameters:
                 if stage == 3:
@@ -207,6 +219,19 @@ def state_of(engine: Any) -> State:
                 shape = parameter.ds_shape if stage == 3 else parameter.shape
                 found.setdefault(names[parameter], {})[key] = whole.view(shape).clone()
     return found
+
+
+def _flat_groups(optimizer: Any) -> tuple[Any, Any]:
+    """The parameters of each flat tensor, and the flat masters; in ZeRO this rank's shards of them."""
+    for groups, flats in (
+        ("fp16_groups", "fp32_partitioned_groups_flat"),
+        ("round_robin_bit16_groups", "single_partition_of_fp32_groups"),
+        ("bf16_groups", "fp32_groups_flat_partition"),  # DeepSpeed's BF16_Optimizer, in stage 0 and 1
+        ("fp16_groups", "fp32_groups_flat"),  # its FP16_Optimizer, in stage 0 with FusedAdam
+    ):
+        if hasattr(optimizer, flats):
+            return getattr(optimizer, groups), getattr(optimizer, flats)
+    raise AssertionError(type(optimizer))
 
 
 def _tensors(state: Any) -> dict[str, torch.Tensor]:

@@ -25,6 +25,13 @@ pytestmark = [pytest.mark.promise(10), pytest.mark.everyday]
 
 COMPILED = {"FusedAdam": "fused_adam", "DeepSpeedCPUAdam": "cpu_adam"}
 """Optimizers of DeepSpeed that it compiles when they are first used, and the names of what it compiles."""
+
+
+def is_built(name: str) -> bool:
+    return any(Path(get_default_build_root()).glob(f"*/{name}/{name}.so"))
+
+
+needs_fused_adam = pytest.mark.skipif(not is_built("fused_adam"), reason="DeepSpeed has not compiled it yet")
 BF16 = 2.0**-8  # the rounding of one value, relative
 
 
@@ -122,6 +129,61 @@ def test_another_precision(ranks: Any, saved: Any, stage: int, precision: str) -
     assert_goes_on(ranks, 2, before, within=2 * BF16, stage=stage, precision=precision)
 
 
+HALF: dict[str, Any] = {"stage": 0, "precision": "bf16"}
+
+
+@pytest.mark.once
+@stages.trains_in_half
+@pytest.mark.parametrize("optimizer", ["AdamW", pytest.param("FusedAdam", marks=needs_fused_adam)])
+def test_stage_0_in_bf16(ranks: Any, saved: Any, tmp_path: Path, optimizer: str) -> None:
+    """It has fp32 masters: one for each parameter, or with FusedAdam a flat one for each group."""
+    sources = [
+        saved(2, stage=stage, precision=precision, optimizer=optimizer)
+        for stage, precision in ((0, "bf16"), (0, "fp32"), (2, "fp32"), (3, "bf16"))
+    ]
+    assert_goes_on(ranks, 3, sources, within=4 * BF16, optimizer=optimizer, **HALF)
+    for stage, precision in ((0, "fp32"), (1, "bf16"), (3, "bf16")):
+        options: dict[str, Any] = {"stage": stage, "precision": precision, "optimizer": optimizer}
+        assert_goes_on(ranks, 3, sources[:1], within=4 * BF16, **options)
+    source, state, _ = sources[0]
+    reshard(source / "small", tmp_path / "out", stage=2)
+    options = {"paths": [str(tmp_path / "out")], "stage": 2, "precision": "bf16", "elastic": None}
+    ((resumed, _, _),) = ranks(2, stages.resume_from, optimizer=optimizer, **options)[0]
+    assert stages.difference(resumed, state) == 0
+
+
+@pytest.mark.short
+@pytest.mark.once
+@stages.trains_in_half
+def test_stage_0_in_another_format(ranks: Any, saved: Any, tmp_path: Path) -> None:
+    """Without masters, or with none at all, a load or `reshard` says so; nothing is loaded half."""
+    source = saved(2, **HALF)[0] / "small"
+    for path, options in ((source, {"stage": 0}), (saved(2, stage=0)[0] / "small", HALF)):
+        for elastic in (None, False):
+            for kind, said in ranks(2, stages.refusal_of, path=str(path), elastic=elastic, **options):
+                assert kind == "CheckpointMismatchError"
+                assert said.startswith("The checkpoint's optimizer has its fp32 masters in another format")
+                assert ("patch(elastic=True)" in said) == (elastic is None)
+    shutil.copytree(source, tmp_path / "in")
+    for file in (tmp_path / "in" / "a").glob("*_states.pt"):
+        changed(file, lambda state: state.update(optimizer=None))
+    unlabel(tmp_path / "in")
+    with pytest.raises(CheckpointError, match="no optimizer state with fp32 masters"):
+        reshard(tmp_path / "in", tmp_path / "out", stage=2)
+
+
+@pytest.mark.once
+@stages.trains_in_half
+def test_gradients_in_fp32(ranks: Any, saved: Any) -> None:
+    """In bf16 with `grad_accum_dtype` fp32: which of its optimizers stage 1 has depends on DeepSpeed's release."""
+    options: dict[str, Any] = {"stage": 1, "precision": "bf16", "accumulates": "fp32"}
+    source = saved(2, **options)
+    for stage, number in ((1, 3), (3, 2)):
+        assert_goes_on(ranks, number, [source], within=2 * BF16, stage=stage, precision="bf16")
+    others = [source, saved(2, **HALF), saved(2, stage=3, precision="bf16")]
+    assert_goes_on(ranks, 3, others, within=2 * BF16, **options)
+
+
 def in_fp16(source: Path, to: Path) -> Path:
     """A copy of a bf16 checkpoint as a run in fp16 would have saved it; the CPU cannot train in fp16."""
 
@@ -146,19 +208,18 @@ def in_fp16(source: Path, to: Path) -> Path:
 
 
 @pytest.mark.once
+@stages.trains_in_half
 @pytest.mark.parametrize("stage", [2, 3])
 def test_fp16_to_bf16(ranks: Any, saved: Any, tmp_path: Path, stage: int) -> None:
-    source, state, losses = saved(2, stage=2, precision="bf16")
-    in_fp16(source / "small", tmp_path / "small")
-    given = [(tmp_path, state, losses)]
+    given = []
+    for before in (0, 2):
+        source, state, losses = saved(2, stage=before, precision="bf16")
+        in_fp16(source / "small", tmp_path / f"{before}" / "small")
+        given.append((tmp_path / f"{before}", state, losses))
     assert_goes_on(ranks, 3, given, within=2 * BF16, names=("small",), stage=stage, precision="bf16")
-    reshard(tmp_path / "small", tmp_path / "out", ranks=1)
+    reshard(tmp_path / "2" / "small", tmp_path / "out", ranks=1)
     (kept,) = (loaded(file) for file in (tmp_path / "out" / "a").glob("zero_pp_rank_0_*optim_states.pt"))
     assert kept["optimizer_state_dict"]["loss_scaler"].dynamic  # it is still of fp16
-
-
-def is_built(name: str) -> bool:
-    return any(Path(get_default_build_root()).glob(f"*/{name}/{name}.so"))
 
 
 @pytest.mark.once

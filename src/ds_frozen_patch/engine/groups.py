@@ -16,9 +16,10 @@ def plain_groups(engine: Any) -> list[dict[str, tuple[int, ...]]]:
     if engine.optimizer is None or not has_plain_optimizer(engine):
         return []
     names = engine.param_names
-    groups = [group["params"] for group in engine.optimizer.param_groups]
+    # In 16 bits, the groups of the wrapped optimizer have the masters.
+    groups = getattr(engine.optimizer, "fp16_groups", None) or [g["params"] for g in engine.optimizer.param_groups]
     if not all(parameter in names for group in groups for parameter in group):
-        return []  # in 16 bits they are flat copies
+        return []
     return [{names[parameter]: tuple(parameter.shape) for parameter in group} for group in groups]
 
 

@@ -16,6 +16,7 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.zero.labels import ELASTIC_KEY
+from ..checkpoint.zero.states import FLAT_MASTERS, masters_key
 from ..common.collectives import gather
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..engine.owner import is_first
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 NEEDED = (ELASTIC_KEY, "ds_config", "dp_world_size")
 """What `Owner.after_load` needs of the checkpoint's own state."""
 _PRECISIONS = ("in bf16", "in fp16 or fp32")
+_MASTERS = {"": "in fp32", "fp32_groups": "in 16 bits", FLAT_MASTERS: "in 16 bits with FusedAdam"}
 
 
 @contextmanager
@@ -103,7 +105,10 @@ def _differences(engine: Any, saved: Saved, listing: Listing, stage: int, ranks:
     """In what the save and this run differ so that DeepSpeed cannot load the optimizer: then, and now."""
     is_plain = has_plain_optimizer(engine)
     if is_plain and not saved.in_parts:
-        return [], []
+        in_masters = masters_key(vars(engine.optimizer))
+        if listing.masters in (None, in_masters):
+            return [], []
+        return [_MASTERS[listing.masters]], [_MASTERS[in_masters]]
     kinds = [
         3 if at == 3 else 0 if plain else 1 for at, plain in ((saved.stage, not saved.in_parts), (stage, is_plain))
     ]
@@ -148,11 +153,17 @@ def _target(engine: Any, stage: int, ranks: int, change: Change | None) -> Targe
     from deepspeed import __version__
 
     from ..checkpoint.zero.repartition import Target
+    from ..checkpoint.zero.trained import BASE_STATE
 
+    is_plain = has_plain_optimizer(engine)
+    stage = 0 if is_plain else stage or 1  # DeepSpeed's BF16_Optimizer is as ZeRO-1 in stage 0
+    in_masters = masters_key(vars(engine.optimizer)) if is_plain else ""
+    optimizer = {**engine.optimizer.state_dict(), BASE_STATE[3]: None, in_masters: None} if in_masters else {}
     round_robin = bool(engine.zero_round_robin_gradients()) and not ignores_round_robin(__version__, stage)
     has_state = current().optimizer != "restart"
     selection = None if change is None else changed_parameters.selection_of(change, engine)
-    return Target(ranks, stage, _precision(engine), engine.zero_sub_group_size(), round_robin, has_state, selection)
+    size = engine.zero_sub_group_size()
+    return Target(ranks, stage, _precision(engine), size, round_robin, has_state, selection, optimizer)
 
 
 def _reshard(load: Load, listing: Listing, change: Change | None) -> tuple[Path, bool]:

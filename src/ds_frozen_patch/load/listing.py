@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.zero.layout import Layout, NothingSavedError, UnknownLayoutError, find_layout, latest_tag
+from ..checkpoint.zero.states import masters_key, parameter_groups
 from ..common.errors import CheckpointError
 from ..common.overrides import Attributes
 from ..core.record import Record
@@ -47,6 +48,8 @@ class Listing:
     """Whether the reason is that nothing has been saved there."""
     trained: tuple[Mapping[str, Sequence[int]], ...] = ()
     """What was trained, as DeepSpeed saves it in `param_shapes`; only for `patch(elastic=True)`."""
+    masters: str | None = None
+    """The key of the masters in the state of an optimizer that is not ZeRO's, see `masters_key`; likewise."""
     record: Record | None = None
     """On the rank that has looked; the others read it themselves, since with many ranks it is large."""
 
@@ -94,20 +97,22 @@ def list_all(source: str, tag: str | None, with_optimizer: bool) -> Listing:
     except OSError as error:  # the other ranks wait for this one
         return Listing(problem=f"{source} cannot be read: {error}.")
     model, optimizer = ([file.name for file in files] for files in (layout.model, layout.optimizer))
-    trained = _read_trained(layout) if with_optimizer and settings().elastic else ()
-    return Listing(layout.tag, tuple(model), tuple(optimizer), _saved(layout, record), trained=trained, record=record)
+    trained, masters = _read_trained(layout) if with_optimizer and settings().elastic else ((), None)
+    saved = _saved(layout, record)
+    return Listing(layout.tag, tuple(model), tuple(optimizer), saved, trained=trained, masters=masters, record=record)
 
 
-def _read_trained(layout: Layout) -> tuple[Mapping[str, Sequence[int]], ...]:
-    """For `Listing.trained`; empty if the file does not tell, or cannot be read, which `agreement.check` reports."""
+def _read_trained(layout: Layout) -> tuple[tuple[Mapping[str, Sequence[int]], ...], str | None]:
+    """`Listing.trained` and `masters`; nothing if the file cannot be read, which `agreement.check` reports."""
     from ..checkpoint.format.archive import read_archive
-    from ..checkpoint.zero.states import parameter_groups
 
     try:
-        groups = parameter_groups(read_archive(layout.model[0], trust=True).state)
-        return tuple({name: tuple(shape) for name, shape in group.items()} for group in groups)
+        state = read_archive(layout.model[0], trust=True).state
+        trained = tuple({name: tuple(shape) for name, shape in group.items()} for group in parameter_groups(state))
+        optimizer = state.get("optimizer")
+        return trained, None if optimizer is None else masters_key(optimizer)
     except (AttributeError, CheckpointError, OSError, TypeError):
-        return ()
+        return (), None
 
 
 def list_own(engine: Any, source: str, tag: str | None) -> Listing:

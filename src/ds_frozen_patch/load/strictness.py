@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..checkpoint.zero.labels import PLAIN_GROUPS
+from ..checkpoint.zero.states import masters_key
 from ..common.errors import CheckpointMismatchError, named
 from ..engine.groups import plain_groups
 from ..manifest import Manifest
@@ -152,10 +153,17 @@ def check_optimizer_layout(checkpoint: Mapping[str, Any], engine: Any) -> None:
     Raises:
         CheckpointMismatchError: they are not.
     """
+    is_plain, saved_optimizer = has_plain_optimizer(engine), checkpoint.get("optimizer")
+    if is_plain and saved_optimizer and masters_key(saved_optimizer) != masters_key(vars(engine.optimizer)):
+        raise CheckpointMismatchError(
+            "The checkpoint's optimizer has its fp32 masters in another format than this run's: in ZeRO stage 0, fp32"
+            " has none, and 16 bits have others with FusedAdam. Resume with the precision and the optimizer of the run"
+            " that saved it."
+            + (" Or pass patch(elastic=True) or set DS_FROZEN_PATCH_ELASTIC=1." if current().elastic is None else "")
+        )
     saved_groups = checkpoint.get("param_shapes") or checkpoint.get(PLAIN_GROUPS)
     if not saved_groups or not hasattr(engine.optimizer, "load_state_dict"):
         return
-    is_plain = has_plain_optimizer(engine)
     now_groups = plain_groups(engine) if is_plain else engine._get_zero_param_shapes()
     if is_plain and not now_groups:
         return

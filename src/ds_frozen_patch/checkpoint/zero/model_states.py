@@ -19,7 +19,7 @@ from .masters import without_padding
 from .new_tensors import NewTensors
 from .partitions import parameter_shard_size
 from .shard import shard_of
-from .states import States
+from .states import States, masters_key
 from .trained import Group, Trained, Values, by_plain_name, require_shard, whole
 from .weights import Weights
 
@@ -74,7 +74,7 @@ class ModelStates:
         shapes = {name: Size(self._named(name, one).shape) for name, one in self.rest.items()}
         has_fragments = self.stage >= 2 and (bool(shapes) or self._is_full)
         return {
-            "module": self._module(model["module"]),
+            "module": self._module(model),
             "shared_params": None if not self.stage else {} if rank else shared,  # only the first rank saves them
             "frozen_param_shapes": OrderedDict(shapes) if has_fragments else None,
             "frozen_param_fragments": self._fragments(rank) if has_fragments else None,
@@ -117,9 +117,10 @@ class ModelStates:
         pieces = [Piece(shard.storage, shard.offset, shard.numel) for shard in shards]
         return Trained(tuple(shape), Values(without_padding(pieces, prod(shape)), shards[0]), {})
 
-    def _module(self, module: dict[str, Any]) -> dict[str, Any]:
-        """The module's state dict."""
-        if not self.crosses and (self.stage or not self.before):
+    def _module(self, model: Mapping[str, Any]) -> dict[str, Any]:
+        """The module's state dict; in stage 0 in fp32 it has the masters."""
+        module: dict[str, Any] = model["module"]
+        if not self.crosses and (self.stage or not (self.states.optimizers or masters_key(model["optimizer"]))):
             return module
         rest = {plain(name): name for name in self.rest}
         changed = {}

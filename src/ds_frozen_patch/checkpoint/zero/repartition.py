@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from .new_tensors import NewTensors
 from .partitions import SUB_GROUP_SIZE, Shapes
 from .selection import Selection, select
 from .shard import Sharded, in_groups, in_stage_0, in_sub_groups
-from .states import States, as_integer, check_same_save, parameter_groups, zero_setting
+from .states import States, as_integer, check_same_save, masters_key, parameter_groups, zero_setting
 from .trained import BASE_STATE, Group, locate_trained, uses_round_robin
 from .weights import Weights, locate_weights
 
@@ -50,6 +50,8 @@ class Target:
         round_robin: whether ZeRO 1 and 2 order parameters by `round_robin_gradients`.
         has_state: whether the optimizer's state is written, besides the masters.
         selection: what is trained from now on.
+        optimizer: in stage 0 in 16 bits, what the state of DeepSpeed's optimizer has, with no tensors: the format
+            depends on the release and on the wrapped optimizer. Empty in fp32, and in ZeRO 1 to 3.
     """
 
     ranks: int
@@ -59,6 +61,7 @@ class Target:
     round_robin: bool | None = None
     has_state: bool = True
     selection: Selection | None = None
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -123,11 +126,12 @@ def plan_repartition(states: States, target: Target) -> Repartition:
 
 
 def _check_can_be_loaded(states: States, target: Target) -> None:
-    """Raise CheckpointError for a target that keeps the optimizer's state in a format of its own."""
-    if target.stage == 0 and target.precision != "fp32":
+    """Raise CheckpointError for a target that keeps the optimizer's state in an unknown format."""
+    if target.stage == 0 and target.precision != "fp32" and not target.optimizer:
         raise CheckpointError(
             f"{states.layout.root} cannot be resharded for {target.precision} in stage 0, which keeps the optimizer's"
-            " state in another format, or not at all. Choose stage 1, 2 or 3, or fp32."
+            " state in a format that depends on the optimizer and on DeepSpeed's release. Load it with"
+            " patch(elastic=True), which sees both, or choose stage 1, 2 or 3, or fp32."
         )
 
 
@@ -144,6 +148,7 @@ def _completed(target: Target, states: States) -> Target:
         bool(round_robin) if target.round_robin is None else target.round_robin,
         target.has_state,
         target.selection,
+        target.optimizer,
     )
 
 
@@ -201,12 +206,13 @@ def _name_for_rank(name: str, rank: int) -> str:
 def _check_can_repartition(states: States) -> None:
     """Raise CheckpointError, with the reason, if a checkpoint cannot be resharded."""
     root, stage = states.layout.root, states.zero_stage
-    if not stage or not states.layout.optimizer:
-        optimizer = states.models[0].get("optimizer")
-        if not isinstance(optimizer, dict) or "param_groups" not in optimizer:
+    if not states.layout.optimizer:
+        optimizer: Any = states.models[0].get("optimizer")
+        inner = optimizer.get(BASE_STATE[3]) if masters_key(optimizer) else optimizer
+        if not isinstance(inner, dict) or "param_groups" not in inner:
             raise CheckpointError(
-                f"{root} cannot be resharded: it has no optimizer state of fp32 training. In 16 bits, stage 0 keeps"
-                " it in another format, or not at all."
+                f"{root} cannot be resharded: it has no optimizer state with fp32 masters. In bf16 in stage 0, some"
+                " releases of DeepSpeed save none. Resume in stage 0 under patch(), and save again."
             )
         if not parameter_groups(states.models[0]):
             raise CheckpointError(
@@ -242,11 +248,11 @@ def _optimizer_like(states: States, target: Target) -> Mapping[str, Any]:
     base: dict[str, Any] = {"state": {}, "param_groups": []}
     stage = target.stage or 0
     first = states.optimizers[0] if states.optimizers else {}
-    same = precision_of(states) == target.precision and states.zero_stage > 0
+    same = precision_of(states) == target.precision and all(key in first for key in _SCALING)
     scaling: dict[str, Any] = {key: first[key] for key in _SCALING if key in first}
     if not same:
         scaling = {"loss_scaler": _static_scaler(), "dynamic_loss_scale": False, "overflow": False}
-    if states.zero_stage == stage or {states.zero_stage, stage} == {1, 2}:
+    if first and (states.zero_stage == stage or {states.zero_stage, stage} == {1, 2}):
         like: dict[str, Any] = {**first, **scaling}
     elif stage == 3:
         like = {**scaling, "partition_count": None, BASE_STATE[3]: base, "fp32_flat_groups": None}
@@ -308,7 +314,7 @@ def _model_files(
             **contents.fields(model, rank),
             "dp_world_size": target.ranks,
             "param_shapes": [OrderedDict(group) for group in shapes] if stage else None,
-            "optimizer": None if stage else in_stage_0(groups, made),
+            "optimizer": None if stage else in_stage_0(groups, target.optimizer, made),
             "ds_config": _config(model, target),
             ELASTIC_KEY: {"world_size": states.world_size, **(model.get(ELASTIC_KEY) or {})},
         }

@@ -19,7 +19,7 @@ from .partitions import (
     round_robin_order,
     split_into_sub_groups,
 )
-from .states import as_integer
+from .states import FLAT_MASTERS, as_integer, masters_key
 from .trained import BASE_STATE, MASTERS, Group, Trained, Values
 
 
@@ -50,8 +50,39 @@ class Sharded:
     optimizers: list[dict[str, Any]]
 
 
-def in_stage_0(groups: Sequence[Group], made: NewTensors) -> dict[str, Any]:
-    """The state of the optimizer in stage 0, which is not sharded."""
+def in_stage_0(groups: Sequence[Group], like: Mapping[str, Any], made: NewTensors) -> dict[str, Any]:
+    """The state of the optimizer in stage 0, which is not sharded.
+
+    Args:
+        groups: of the optimizer.
+        like: in 16 bits, the state of the optimizer that has the masters, see `Target.optimizer`.
+        made: the new tensors.
+    """
+    in_masters = masters_key(like)
+    if not in_masters:
+        return _for_each_parameter(groups, made)
+    if in_masters == FLAT_MASTERS:
+        cuts = [[Slice(one, 0, prod(one.shape)) for one in group.parameters.values()] for group in groups]
+        states = [_state(group, cut, 0, made) for group, cut in zip(groups, cuts, strict=True)]
+        base = {
+            "state": {index: kept for index, kept in enumerate(states) if kept},
+            "param_groups": [{**group.settings, "params": [index]} for index, group in enumerate(groups)],
+        }
+        masters: list[Any] = [_flat(group, cut, None, 0, made) for group, cut in zip(groups, cuts, strict=True)]
+    else:
+        base = _for_each_parameter(groups, made)
+        masters = [
+            [
+                made.whole_like(one.master.like, one.master.part(0, prod(one.shape)), one.shape)
+                for one in group.parameters.values()
+            ]
+            for group in groups
+        ]
+    return {**like, BASE_STATE[3]: base, in_masters: masters}
+
+
+def _for_each_parameter(groups: Sequence[Group], made: NewTensors) -> dict[str, Any]:
+    """The state of an optimizer of torch."""
     state: dict[int, Any] = {}
     settings = []
     for group in groups:

@@ -85,7 +85,7 @@ class States:
             stage = stage.arguments[0] if isinstance(stage, StandIn) and stage.arguments else stage  # DeepSpeed's enum
             if stage in (1, 2, 3):
                 return int(stage)
-        return configured_stage(self.models[0])
+        return configured_stage(self.models[0]) or int(bool(self.optimizers))  # DeepSpeed's BF16_Optimizer is as ZeRO-1
 
     @property
     def quantizes_frozen(self) -> bool:
@@ -337,6 +337,18 @@ def parameter_groups(model: Mapping[str, Any]) -> list[dict[str, tuple[int, ...]
     """
     groups = model.get("param_shapes") or model.get(PLAIN_GROUPS)
     return [dict(group) for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+
+
+FLAT_MASTERS = "fp32_groups_flat"
+_PLAIN_MASTERS = ("fp32_groups", FLAT_MASTERS)
+
+
+def masters_key(optimizer: Any) -> str:
+    """The key of the masters in the state of an optimizer that is not ZeRO's; empty if it has none, as in fp32.
+
+    In 16 bits, stage 0 has a master for each parameter, or with FusedAdam a flat one for each group.
+    """
+    return next((key for key in _PLAIN_MASTERS if isinstance(optimizer, Mapping) and key in optimizer), "")
 
 
 def as_names(value: Any) -> set[str]:

@@ -23,12 +23,13 @@ from .masters import without_padding
 from .partitions import (
     Shapes,
     group_shard_size,
+    numel,
     parameter_offsets,
     parameter_shard_size,
     sub_group_shard_size,
     undo_round_robin,
 )
-from .states import States, parameter_groups, zero_setting
+from .states import FLAT_MASTERS, States, masters_key, parameter_groups, zero_setting
 
 BASE_STATE = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_state_dict"}
 """The key of the wrapped optimizer's state in that of ZeRO's optimizer, by stage."""
@@ -105,7 +106,7 @@ def locate_trained(states: States, with_state: bool = True) -> list[Group]:
     Raises:
         CheckpointError: they are inconsistent, or the optimizer's state is not one value for each element.
     """
-    if states.zero_stage == 0:
+    if not states.optimizers:
         groups = _in_stage_0(states, with_state)
     else:
         groups = _in_sub_groups(states, with_state) if states.zero_stage == 3 else _in_groups(states, with_state)
@@ -128,15 +129,36 @@ def _in_stage_0(states: States, with_state: bool) -> list[Group]:
     fragments = model.get("frozen_param_fragments")
     whole_ones = {**(fragments if isinstance(fragments, dict) else {}), **model["module"]}
     weights = {plain(name): value for name, value in whole_ones.items()}
-    optimizer = model["optimizer"]
+    in_masters = masters_key(model["optimizer"])
+    optimizer = model["optimizer"][BASE_STATE[3]] if in_masters else model["optimizer"]
+    kept = optimizer["state"] if with_state else {}
     found = []
-    for settings, shapes in zip(optimizer["param_groups"], parameter_groups(model), strict=True):
+    for number, (settings, shapes) in enumerate(zip(optimizer["param_groups"], parameter_groups(model), strict=True)):
+        if in_masters == FLAT_MASTERS:
+            flat = model["optimizer"][in_masters][number]
+            found.append(Group(settings, _in_flat_group(states, shapes, flat, kept.get(settings["params"][0], {}))))
+            continue
+        masters = model["optimizer"][in_masters][number] if in_masters else [weights[plain(name)] for name in shapes]
         parameters = {}
-        for index, (name, shape) in zip(settings["params"], shapes.items(), strict=True):
-            kept = optimizer["state"].get(index, {}) if with_state else {}
-            state = {key: _per_element(states, value, shape, key) for key, value in kept.items()}
-            parameters[name] = Trained(shape, whole(states, weights[plain(name)], name), state)
+        for index, master, (name, shape) in zip(settings["params"], masters, shapes.items(), strict=True):
+            state = {key: _per_element(states, value, shape, key) for key, value in kept.get(index, {}).items()}
+            parameters[name] = Trained(shape, whole(states, master, name), state)
         found.append(Group(settings, parameters))
+    return found
+
+
+def _in_flat_group(states: States, shapes: Shapes, flat: Any, kept: Mapping[str, Any]) -> dict[str, Trained]:
+    """The parameters of a group whose master is one flat tensor, without padding."""
+    size = numel(shapes)
+    master = whole(states, require_shard(states, flat, size, FLAT_MASTERS), FLAT_MASTERS)
+    state = {key: _per_element(states, value, (size,), key) for key, value in kept.items()}
+    found = {}
+    for name, begin in parameter_offsets(shapes).items():
+
+        def cut(values: Any, begin: int = begin, count: int = prod(shapes[name])) -> Any:
+            return Values(tuple(values.part(begin, count)), values.like) if isinstance(values, Values) else values
+
+        found[name] = Trained(shapes[name], cut(master), {key: cut(value) for key, value in state.items()})
     return found
 
 
