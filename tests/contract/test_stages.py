@@ -113,6 +113,21 @@ def test_round_robin_gradients(ranks: Any, saved: Any, stage: int) -> None:
         assert_goes_on(ranks, 3, sources, names=("small",), stage=stage, round_robin=round_robin)
 
 
+@pytest.mark.short
+@pytest.mark.once
+def test_another_sub_group_size(ranks: Any, saved: Any) -> None:
+    """ZeRO-3's sub-groups then have other parameters: flat tensors of the same total size."""
+    source = saved(2, stage=3)
+    for size in (50, 10**9):
+        assert_goes_on(ranks, 2, [source], within=0, stage=3, sub_group_size=size)
+    for elastic in (None, False):
+        options: dict[str, Any] = {"stage": 3, "sub_group_size": 50, "elastic": elastic}
+        for kind, said in ranks(2, stages.refusal_of, path=str(source[0] / "small"), **options):
+            assert kind == "CheckpointMismatchError"
+            assert "in other sub-groups: zero_optimization.sub_group_size was 20 at the save, and is 50 now" in said
+            assert ("patch(elastic=True)" in said) == (elastic is None)
+
+
 @pytest.mark.parametrize(
     ("stage", "precision"),
     [

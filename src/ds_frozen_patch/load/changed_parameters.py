@@ -132,7 +132,7 @@ def finish(load: Load, change: Change) -> None:
     if change.frozen:
         said.append(f"Frozen from now on, with their trained values: {named(change.frozen)}.")
     if not said:
-        said = ["They are in other parameter groups, or in another order."]
+        said = ["They are in other parameter groups or sub-groups (sub_group_size), or in another order."]
     warn(
         load.owner,
         "patch(elastic=True): the trained parameters are not those of the checkpoint, and were restored by name."

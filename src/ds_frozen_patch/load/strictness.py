@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..checkpoint.zero.labels import PLAIN_GROUPS
-from ..checkpoint.zero.states import masters_key
+from ..checkpoint.zero.partitions import SUB_GROUP_SIZE
+from ..checkpoint.zero.states import masters_key, zero_config
 from ..common.errors import CheckpointMismatchError, named
 from ..engine.groups import plain_groups
 from ..manifest import Manifest
@@ -144,6 +145,11 @@ def check_optimizer_state(checkpoint: Mapping[str, Any], engine: Any) -> None:
         )
 
 
+def _sub_group_size(checkpoint: Mapping[str, Any]) -> Any:
+    """The setting of the run that saved a checkpoint, or DeepSpeed's default."""
+    return zero_config(checkpoint).get("sub_group_size", SUB_GROUP_SIZE)
+
+
 def check_optimizer_layout(checkpoint: Mapping[str, Any], engine: Any) -> None:
     """Check that the optimizer's state is of the parameters that the optimizer has now.
 
@@ -185,7 +191,12 @@ def check_optimizer_layout(checkpoint: Mapping[str, Any], engine: Any) -> None:
     ]:
         problems.append(f"in another shape: {named(reshaped)}")
     if not problems and [list(group) for group in saved_groups] != [list(group) for group in now_groups]:
-        problems.append("in another order, or in other parameter groups, than at the save")
+        sizes = _sub_group_size(checkpoint), engine.zero_sub_group_size()
+        problems.append(
+            f"in other sub-groups: zero_optimization.sub_group_size was {sizes[0]} at the save, and is {sizes[1]} now"
+            if engine.zero_optimization_partition_weights() and sizes[0] != sizes[1]
+            else "in another order, or in other parameter groups, than at the save"
+        )
     if problems:
         raise CheckpointMismatchError(
             "The checkpoint's trainable parameters are not the model's:\n"

@@ -90,7 +90,7 @@ class States:
     @property
     def quantizes_frozen(self) -> bool:
         """Whether ZeRO++ keeps the partitions of frozen parameters in int8, whose scales it does not save."""
-        return bool(_zero_config(self.models[0]).get("zero_quantized_nontrainable_weights"))
+        return bool(zero_config(self.models[0]).get("zero_quantized_nontrainable_weights"))
 
     @property
     def leaves_out_frozen(self) -> bool:
@@ -314,11 +314,11 @@ def _to_comparable_text(value: Any) -> str:
 
 def configured_stage(model: Mapping[str, Any]) -> int:
     """The ZeRO stage in the configuration that the model states contain."""
-    stage = _zero_config(model).get("stage")
+    stage = zero_config(model).get("stage")
     return stage if stage in (1, 2, 3) else 0
 
 
-def _zero_config(model: Mapping[str, Any]) -> Mapping[str, Any]:
+def zero_config(model: Mapping[str, Any]) -> Mapping[str, Any]:
     """The section on ZeRO in the configuration that the model states contain."""
     config = model.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
@@ -327,7 +327,7 @@ def _zero_config(model: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def zero_setting(states: States, name: str) -> Any:
     """A setting in the section on ZeRO of the run's configuration."""
-    return _zero_config(states.models[0]).get(name)
+    return zero_config(states.models[0]).get(name)
 
 
 def parameter_groups(model: Mapping[str, Any]) -> list[dict[str, tuple[int, ...]]]:
