@@ -6,10 +6,12 @@ import errno
 import os
 import tempfile
 from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import deepspeed
+import owners
 import pytest
 import runs
 import stages
@@ -286,3 +288,45 @@ def test_an_adapter_more(ranks: Any, tmp_path: Path, stage: int, number: int) ->
     kept = {name for state in model_states(out + "/run.ckpt") for name in left_out_of(state)}
     assert kept
     assert not [name for name in kept if "lora_" in name]
+
+
+def by_owner(by: str, out: str, stage: int) -> Any:
+    """What an engine holds after an epoch, and after a resume that trains a layer more; the losses of both runs."""
+    found: list[tuple[stages.State, list[float]]] = []
+    for elastic, passes in ((None, owners.STEPS), (True, 0)):
+        module = owners.model(owners.BY_HAND, 1)
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad |= bool(elastic) and MORE in name
+        with owners.served(elastic=elastic):
+            run = owners.Run(by, out if elastic is None else f"{out}/again", 2, stage, module=module)
+            seen = remember_before(run, passes)
+            run.train(run.at(0, out) if elastic else None)
+        found.append((seen[0], module.losses))
+    return found
+
+
+def remember_before(run: owners.Run, number: int) -> list[stages.State]:
+    """A list that gets what the engine holds before a forward pass, counted from 0."""
+    found: list[stages.State] = []
+    calls = count()
+
+    def remember(*_: Any) -> None:
+        if next(calls) == number:
+            found.append(stages.state_of(run.engine or run.trainer.model_wrapped))
+
+    run.module.register_forward_pre_hook(remember)
+    return found
+
+
+MORE = "layers.0.mlp.up_proj"
+
+
+@pytest.mark.parametrize(("by", "stage"), [("accelerate", 3), ("trainer", 2)])
+def test_by_other_owners(ranks: Any, tmp_path: Path, by: str, stage: int) -> None:
+    for (saved, losses), (resumed, again) in ranks(2, by_owner, by=by, out=str(tmp_path), stage=stage):
+        (fresh,) = resumed.keys() - saved.keys()
+        assert MORE in fresh
+        assert not any(resumed[fresh][key].any() for key in ("exp_avg", "exp_avg_sq"))
+        assert stages.difference({name: resumed[name] for name in saved}, saved) == 0
+        assert again[0] == losses[owners.STEPS]
+        assert len(again) == owners.STEPS
