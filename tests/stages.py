@@ -137,6 +137,7 @@ def begin(
     number: int = 2,
     lr: float = 1e-2,
     accumulates: str | None = None,
+    aligned: bool = False,
     **model: Any,
 ) -> Any:
     """An engine that is served, with parameter groups of different settings."""
@@ -148,7 +149,7 @@ def begin(
     groups += [{"params": trained[index::number], "lr": 1e-3, "weight_decay": 0.1} for index in range(1, number)]
     if optimizer == "Adagrad":
         groups = [{"params": trained, "lr": 1e-2}]  # of several, DeepSpeed makes one, and fails
-    zero: dict[str, Any] = {"round_robin_gradients": round_robin}
+    zero: dict[str, Any] = {"round_robin_gradients": round_robin, **({"parameter_alignment": True} if aligned else {})}
     if stage == 3:
         zero = {"stage3_param_persistence_threshold": 0, "sub_group_size": sub_group_size}
     config = {
@@ -196,7 +197,9 @@ def state_of(engine: Any) -> State:
             for parameter, master, state in zip(parameters, group["params"], states, strict=True):
                 found[names[parameter]] = {"master": master.detach().clone(), **state, **most}
         return found
-    for parameters, flat in zip(*_flat_groups(optimizer), strict=True):
+    for index, (parameters, flat) in enumerate(zip(*_flat_groups(optimizer), strict=True)):
+        # Since DeepSpeed 0.19.8 there may be gaps between the parameters.
+        offsets = getattr(optimizer, "round_robin_bit16_offsets", {index: None})[index]
         parts = {"master": flat.detach(), **_tensors(optimizer.optimizer.state[flat])}
         for key, part in parts.items():
             if part.numel() != flat.numel() or key == "step":
@@ -208,12 +211,13 @@ def state_of(engine: Any) -> State:
                 shards = [torch.empty_like(part) for _ in range(dist.get_world_size())]
                 dist.all_gather(shards, part.contiguous())
             begin = 0
-            for parameter in parameters:
+            for number, parameter in enumerate(parameters):
                 if stage == 3:
                     size = parameter.ds_tensor.ds_numel
                     whole = torch.cat([shard[begin : begin + size] for shard in shards])[: parameter.ds_numel]
                     begin += size
                 else:
+                    begin = begin if offsets is None else offsets[number]
                     whole = torch.cat(shards)[begin : begin + parameter.numel()]
                     begin += parameter.numel()
                 shape = parameter.ds_shape if stage == 3 else parameter.shape

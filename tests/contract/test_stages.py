@@ -14,11 +14,12 @@ import pytest
 import stages
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from tools_checkpoints import changed, loaded, snapshot, unlabel
 from torch.utils.cpp_extension import get_default_build_root
 
 import ds_frozen_patch
-from ds_frozen_patch import CheckpointError, reshard, verify
+from ds_frozen_patch import CheckpointError, consolidate, reshard, verify
 from ds_frozen_patch.checkpoint.zero.trained import BASE_STATE
 
 pytestmark = [pytest.mark.promise(10), pytest.mark.everyday]
@@ -32,6 +33,7 @@ def is_built(name: str) -> bool:
 
 
 needs_fused_adam = pytest.mark.skipif(not is_built("fused_adam"), reason="DeepSpeed has not compiled it yet")
+SETTINGS = getattr(DeepSpeedZeroConfig, "model_fields", {})
 BF16 = 2.0**-8  # the rounding of one value, relative
 
 
@@ -111,6 +113,25 @@ def test_round_robin_gradients(ranks: Any, saved: Any, stage: int) -> None:
     sources = [saved(2, stage=before, round_robin=True) for before in (1, 2)] + [saved(2, stage=2), saved(2, stage=3)]
     for round_robin in (True, False):
         assert_goes_on(ranks, 3, sources, names=("small",), stage=stage, round_robin=round_robin)
+
+
+@pytest.mark.skipif("parameter_alignment" not in SETTINGS, reason="this DeepSpeed has no parameter_alignment")
+def test_parameter_alignment(ranks: Any, saved: Any, tmp_path: Path) -> None:
+    """Gaps between the parameters, since DeepSpeed 0.19.8: a run goes on with them or without."""
+    bf16: dict[str, Any] = {"precision": "bf16", "round_robin": True}
+    aligned = [saved(2, stage=2, aligned=True), saved(2, stage=1, aligned=True, **bf16)]
+    sources = [*aligned, saved(2, stage=2), saved(2, stage=3)]
+    for number, is_aligned in ((2, True), (2, False), (3, True)):
+        assert_goes_on(ranks, number, sources, within=2 * BF16, stage=2, aligned=is_aligned)
+    assert_goes_on(ranks, 3, aligned, within=2 * BF16, stage=3)
+    assert_goes_on(ranks, 2, sources[:1], within=2 * BF16, stage=1, aligned=True, **bf16)
+    source, state, _ = aligned[0]
+    file = next((source / "small" / "a").glob("*_0_*optim_states.pt"))
+    assert any(map(any, loaded(file)["optimizer_state_dict"]["param_alignment_paddings"]))
+    consolidate(source / "small", tmp_path / "weights.pt")
+    weights = loaded(tmp_path / "weights.pt")
+    weights = weights.get("state_dict", weights)
+    assert all(torch.equal(weights[name], values["master"]) for name, values in state.items())
 
 
 @pytest.mark.short

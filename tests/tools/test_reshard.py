@@ -146,7 +146,7 @@ CANNOT: dict[str, tuple[int, Callable[[Path], None]]] = {
         2,
         in_every("optim", lambda state: state["optimizer_state_dict"].update(base_optimizer_state=[])),
     ),
-    "parameter_alignment": (
+    "'param_alignment_paddings' does not fit": (
         2,
         in_every("optim", lambda state: state["optimizer_state_dict"].update(param_alignment_paddings=[[0, 4]])),
     ),

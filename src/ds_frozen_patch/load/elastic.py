@@ -119,6 +119,11 @@ def _differences(engine: Any, saved: Saved, listing: Listing, stage: int, ranks:
     if kinds[0] != kinds[1]:
         before.append(f"in ZeRO stage {saved.stage}")
         now.append(f"in stage {stage}")
+    has_gaps = any(map(any, getattr(engine.optimizer, "round_robin_bit16_padding", ())))
+    if kinds == [1, 1] and listing.has_gaps != has_gaps:
+        words = "without zero_optimization.parameter_alignment", "with it"
+        before.append(words[listing.has_gaps])
+        now.append(words[has_gaps])
     if kinds[0] and kinds[1] and listing.optimizer[0].startswith("bf16_") != engine.bfloat16_enabled():
         before.append(_PRECISIONS[engine.bfloat16_enabled()])
         now.append(_PRECISIONS[not engine.bfloat16_enabled()])

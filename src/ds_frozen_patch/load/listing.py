@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.zero.layout import Layout, NothingSavedError, UnknownLayoutError, find_layout, latest_tag
-from ..checkpoint.zero.states import masters_key, parameter_groups
+from ..checkpoint.zero.states import GAPS, masters_key, parameter_groups, zero_config
 from ..common.errors import CheckpointError
 from ..common.overrides import Attributes
 from ..core.record import Record
@@ -50,6 +50,8 @@ class Listing:
     """What was trained, as DeepSpeed saves it in `param_shapes`; only for `patch(elastic=True)`."""
     masters: str | None = None
     """The key of the masters in the state of an optimizer that is not ZeRO's, see `masters_key`; likewise."""
+    has_gaps: bool = False
+    """Whether `parameter_alignment` has put gaps between the parameters in ZeRO 1 and 2; likewise."""
     record: Record | None = None
     """On the rank that has looked; the others read it themselves, since with many ranks it is large."""
 
@@ -97,22 +99,24 @@ def list_all(source: str, tag: str | None, with_optimizer: bool) -> Listing:
     except OSError as error:  # the other ranks wait for this one
         return Listing(problem=f"{source} cannot be read: {error}.")
     model, optimizer = ([file.name for file in files] for files in (layout.model, layout.optimizer))
-    trained, masters = _read_trained(layout) if with_optimizer and settings().elastic else ((), None)
-    saved = _saved(layout, record)
-    return Listing(layout.tag, tuple(model), tuple(optimizer), saved, trained=trained, masters=masters, record=record)
+    trained = _read_trained(layout) if with_optimizer and settings().elastic else {}
+    return Listing(layout.tag, tuple(model), tuple(optimizer), _saved(layout, record), record=record, **trained)
 
 
-def _read_trained(layout: Layout) -> tuple[tuple[Mapping[str, Sequence[int]], ...], str | None]:
-    """`Listing.trained` and `masters`; nothing if the file cannot be read, which `agreement.check` reports."""
+def _read_trained(layout: Layout) -> dict[str, Any]:
+    """`trained`, `masters` and `has_gaps` of a listing; nothing if a file is damaged, as `agreement.check` reports."""
     from ..checkpoint.format.archive import read_archive
 
     try:
         state = read_archive(layout.model[0], trust=True).state
         trained = tuple({name: tuple(shape) for name, shape in group.items()} for group in parameter_groups(state))
-        optimizer = state.get("optimizer")
-        return trained, None if optimizer is None else masters_key(optimizer)
-    except (AttributeError, CheckpointError, OSError, TypeError):
-        return (), None
+        optimizer, gaps = state.get("optimizer"), None
+        if layout.optimizer and zero_config(state).get("parameter_alignment"):
+            gaps = read_archive(layout.optimizer[0], trust=True).state["optimizer_state_dict"].get(GAPS)
+        masters = None if optimizer is None else masters_key(optimizer)
+        return {"trained": trained, "masters": masters, "has_gaps": any(map(any, gaps or ()))}
+    except (AttributeError, CheckpointError, LookupError, OSError, TypeError):
+        return {}
 
 
 def list_own(engine: Any, source: str, tag: str | None) -> Listing:

@@ -16,8 +16,8 @@ from ...common.errors import CheckpointError, named
 from ..dtypes import FLOATING
 from ..format.records import Piece, Records, TensorSource, pieces_of_range
 from ..format.stored import StoredTensor, iter_tensors
-from .partitions import ALIGNMENT, Shapes, group_shard_size, numel, parameter_shard_size
-from .states import States
+from .partitions import ALIGNMENT, Shapes, group_shard_size, numel, parameter_offsets, parameter_shard_size
+from .states import States, groups_in_memory
 
 SAMPLE = 64
 """How many elements of each rank's shard of a master `check_masters_match` compares."""
@@ -49,20 +49,19 @@ def locate_masters(states: States, groups: Sequence[Shapes]) -> dict[str, Tensor
             found[name] = TensorSource(shards[0][0].dtype, tuple(shape), without_padding(pieces, prod(shape)))
             begin += sizes[name]
         return found
-    for index, group in enumerate(groups):
+    for index, (group, flat) in enumerate(zip(groups, groups_in_memory(states, groups), strict=True)):
         for file, own in zip(states.layout.optimizer, shards, strict=True):
             if len(own) <= index:
                 raise CheckpointError(
                     f"{file} lacks the masters of parameter group {index}. Get a complete copy of it."
                 )
         flats = [own[index] for own in shards]
-        size, shard = numel(group), group_shard_size(group, len(shards))
+        size, shard = numel(flat), group_shard_size(flat, len(shards))
         least = [min(max(size - rank * shard, 0), shard) for rank in range(len(flats))]
         _check_master_sizes(states, [flat.numel for flat in flats], least, ALIGNMENT * len(shards))
-        begin = 0
+        begins = parameter_offsets(flat)
         for name, shape in group.items():
-            found[name] = TensorSource(flats[0].dtype, tuple(shape), pieces_of_range(flats, begin, prod(shape)))
-            begin += prod(shape)
+            found[name] = TensorSource(flats[0].dtype, tuple(shape), pieces_of_range(flats, begins[name], prod(shape)))
     return found
 
 

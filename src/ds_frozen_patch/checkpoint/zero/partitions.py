@@ -34,6 +34,14 @@ def sub_group_shard_size(group: Shapes, ranks: int) -> int:
     return sum(parameter_shard_size(shape, ranks) for shape in group.values())
 
 
+def with_gaps(group: Shapes, gaps: Sequence[int]) -> Shapes:
+    """A group in ZeRO 1 and 2 as it is in memory: with the gap after each parameter, if any, as an entry of its own."""
+    if not any(gaps):
+        return group
+    items = zip(group.items(), gaps, strict=True)
+    return dict(entry for item, gap in items for entry in (item, (f"{item[0]} (gap)", (gap,))))
+
+
 def numel(group: Shapes) -> int:
     """The number of elements in the parameters of a group."""
     return sum(map(prod, group.values()))

@@ -23,7 +23,7 @@ from .new_tensors import NewTensors
 from .partitions import SUB_GROUP_SIZE, Shapes
 from .selection import Selection, select
 from .shard import Sharded, in_groups, in_stage_0, in_sub_groups
-from .states import States, as_integer, check_same_save, masters_key, parameter_groups, zero_setting
+from .states import GAPS, States, as_integer, check_same_save, masters_key, parameter_groups, zero_setting
 from .trained import BASE_STATE, Group, locate_trained, uses_round_robin
 from .weights import Weights, locate_weights
 
@@ -228,8 +228,6 @@ def _check_can_repartition(states: States) -> None:
         why = "MiCS shards the optimizer's state over groups of ranks"
     elif isinstance(base, list):
         why = "zero_optimization.elastic_checkpoint saves the optimizer's state in another format; set it to false"
-    elif any(map(any, first.get("param_alignment_paddings") or [])):
-        why = "zero_optimization.parameter_alignment puts gaps between the parameters; set it to false"
     elif first.get("ds_zero_partition_groups") is not None:
         why = "it has groups of experts, which are sharded differently"
     elif (
@@ -260,6 +258,7 @@ def _optimizer_like(states: States, target: Target) -> Mapping[str, Any]:
         last = {"ds_version": states.contents[-1].state.get("ds_version"), "param_slice_mappings": None}
         places = {"single_partition_of_fp32_groups": None, "group_paddings": None, "partition_count": None, **last}
         like = {**scaling, BASE_STATE[stage or 1]: base, **places}
+    like.pop(GAPS, None)  # DeepSpeed then makes those that it needs
     if states.zero_stage != stage:
         like["zero_stage"] = stand_in("deepspeed.runtime.zero.config.ZeroStageEnum")(stage)
     return like

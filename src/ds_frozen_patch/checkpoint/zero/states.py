@@ -20,6 +20,7 @@ from ..format.stored import StandIn, StoredTensor, is_shape, iter_tensors
 from ..quantization import parse_subclass
 from .labels import PLAIN_GROUPS, get_label
 from .layout import Layout, check_links_stay_inside, find_layout
+from .partitions import Shapes, with_gaps
 
 DEEPSPEEDS_OWN = frozenset(
     [
@@ -339,6 +340,8 @@ def parameter_groups(model: Mapping[str, Any]) -> list[dict[str, tuple[int, ...]
     return [dict(group) for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
 
 
+GAPS = "param_alignment_paddings"
+"""The key of the gaps in the state of ZeRO's optimizer, see `groups_in_memory`."""
 FLAT_MASTERS = "fp32_groups_flat"
 _PLAIN_MASTERS = ("fp32_groups", FLAT_MASTERS)
 
@@ -349,6 +352,24 @@ def masters_key(optimizer: Any) -> str:
     In 16 bits, stage 0 has a master for each parameter, or with FusedAdam a flat one for each group.
     """
     return next((key for key in _PLAIN_MASTERS if isinstance(optimizer, Mapping) and key in optimizer), "")
+
+
+def groups_in_memory(states: States, groups: Sequence[Shapes]) -> Sequence[Shapes]:
+    """The parameter groups as flat tensors have them: in ZeRO 1 and 2 with the gaps of `parameter_alignment`.
+
+    Raises:
+        CheckpointError: the gaps do not fit the groups.
+    """
+    gaps = states.optimizers[0].get(GAPS)  # since DeepSpeed 0.19.8
+    if gaps is None:
+        return groups
+    if not isinstance(gaps, list) or [len(group) for group in groups] != [
+        len(own) if isinstance(own, list) and is_shape(tuple(own)) else None for own in gaps
+    ]:
+        raise CheckpointError(
+            f"{states.layout.optimizer[0]} is damaged: {GAPS!r} does not fit the parameters. Get a complete copy of it."
+        )
+    return [with_gaps(group, own) for group, own in zip(groups, gaps, strict=True)]
 
 
 def as_names(value: Any) -> set[str]:

@@ -29,7 +29,7 @@ from .partitions import (
     sub_group_shard_size,
     undo_round_robin,
 )
-from .states import FLAT_MASTERS, States, masters_key, parameter_groups, zero_setting
+from .states import FLAT_MASTERS, States, groups_in_memory, masters_key, parameter_groups, zero_setting
 
 BASE_STATE = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_state_dict"}
 """The key of the wrapped optimizer's state in that of ZeRO's optimizer, by stage."""
@@ -185,7 +185,7 @@ def _in_groups(states: States, with_state: bool) -> list[Group]:
     shards = _Shards(states, group_shard_size, with_state)
     found = []
     for index, (settings, group) in enumerate(zip(shards.settings, shards.groups, strict=True)):
-        begins = parameter_offsets(group)
+        begins = parameter_offsets(shards.in_memory[index])
         parameters = {}
         for name, shape in shards.in_order(group).items():
 
@@ -230,7 +230,8 @@ class _Shards:
         stage = states.zero_stage
         self.checkpoint, self.ranks = states, len(states.optimizers)
         self.groups = parameter_groups(states.models[0])
-        self.sizes = [size(group, self.ranks) for group in self.groups]
+        self.in_memory = groups_in_memory(states, self.groups)
+        self.sizes = [size(group, self.ranks) for group in self.in_memory]
         self.bases = [optimizer[BASE_STATE[stage]]["state"] for optimizer in states.optimizers]
         self.settings = states.optimizers[0][BASE_STATE[stage]]["param_groups"]
         if sorted(index for group in self.settings for index in group["params"]) != list(range(len(self.groups))):
