@@ -117,8 +117,8 @@ def _compare(pairs: Mapping[ModuleTensor, tuple[str, LeftOut]], load: Load) -> t
         pairs: by what the module holds: its name, and what was left out under that name.
         load: the running load.
     """
-    comparable = [held for held, (_, saved) in pairs.items() if saved.fingerprint and saved.dtype == held.dtype]
-    tensors = [held.tensor for held in comparable]
+    comparable = [entry for entry, (_, saved) in pairs.items() if saved.fingerprint and saved.dtype == entry.dtype]
+    tensors = [entry.tensor for entry in comparable]
     # Of what is trained, the memory may not have noticed that it has changed.
     memory = None if load.starts_fresh else process_memory()
     all_known = load.base_is_known and memory is not None
@@ -128,10 +128,10 @@ def _compare(pairs: Mapping[ModuleTensor, tuple[str, LeftOut]], load: Load) -> t
     prints = fingerprints(tensors, engine.device, memory, all_known=all_known, shards=shards)
     print_of = dict(zip(comparable, prints, strict=True))
     differ, unread = [], []
-    for held, (name, saved) in pairs.items():
-        now = print_of.get(held)
-        if saved.dtype != held.dtype and not _is_rounded(saved, held):
-            differ.append(f"- {name}: saved as {saved.dtype}, now {held.dtype}")
+    for entry, (name, saved) in pairs.items():
+        now = print_of.get(entry)
+        if saved.dtype != entry.dtype and not _is_rounded(saved, entry):
+            differ.append(f"- {name}: saved as {saved.dtype}, now {entry.dtype}")
         elif now is None:
             unread.append(name)
         elif now != saved.fingerprint:

@@ -64,7 +64,8 @@ def find_change(load: Load, listing: Listing, is_resharded: bool) -> Change | No
     if now.keys() == saved.keys() and (is_resharded or _is_in_order(load.engine, listing)):
         return None
     fresh, frozen = (
-        {name: shape for name, shape in one.items() if name not in other} for one, other in ((now, saved), (saved, now))
+        {name: shape for name, shape in names.items() if name not in other}
+        for names, other in ((now, saved), (saved, now))
     )
     return Change(groups, fresh, frozen, frozenset(load.held))
 
@@ -82,10 +83,10 @@ def _is_in_order(engine: Any, listing: Listing) -> bool:
 
 def _check_model_has(saved: Shapes, now: Shapes, load: Load) -> None:
     problems = []
-    held = load.held
-    if gone := [name for name in saved.keys() - now.keys() if name not in held or held[name].name in now]:
+    contents = load.held
+    if gone := [name for name in saved.keys() - now.keys() if name not in contents or contents[name].name in now]:
         problems.append(f"trained in the checkpoint, and not in the model, or under another name there: {named(gone)}")
-    shapes = {name: now[name] if name in now else held[name].shape for name in saved.keys() - {*gone}}
+    shapes = {name: now[name] if name in now else contents[name].shape for name in saved.keys() - {*gone}}
     if reshaped := [
         f"{name}: saved {list(saved[name])}, now {list(shape)}"
         for name, shape in shapes.items()
@@ -123,18 +124,18 @@ def begin(load: Load, change: Change) -> None:
 
 def finish(load: Load, change: Change) -> None:
     """Once the checkpoint is loaded: say what has changed, and keep what is frozen now in later checkpoints."""
-    known = origins(load.engine.module)
+    origin_of = origins(load.engine.module)
     for name in change.frozen:
-        known[name].is_trained = True
-    said = []
+        origin_of[name].is_trained = True
+    sentences = []
     if change.fresh:
-        said.append(f"Trained from now on, with a fresh optimizer state: {named(change.fresh)}.")
+        sentences.append(f"Trained from now on, with a fresh optimizer state: {named(change.fresh)}.")
     if change.frozen:
-        said.append(f"Frozen from now on, with their trained values: {named(change.frozen)}.")
-    if not said:
-        said = ["They are in other parameter groups or sub-groups (sub_group_size), or in another order."]
+        sentences.append(f"Frozen from now on, with their trained values: {named(change.frozen)}.")
+    if not sentences:
+        sentences = ["They are in other parameter groups or sub-groups (sub_group_size), or in another order."]
     warn(
         load.owner,
         "patch(elastic=True): the trained parameters are not those of the checkpoint, and were restored by name."
-        f" {' '.join(said)}",
+        f" {' '.join(sentences)}",
     )

@@ -75,10 +75,10 @@ def resharded(load: Load, listing: Listing) -> Iterator[Listing]:
 
 
 def _needs_resharding(load: Load, listing: Listing) -> bool:
-    engine, known, saved = load.engine, attached(load.engine), listing.saved
-    if saved is None or known is None:
+    engine, served, saved = load.engine, attached(load.engine), listing.saved
+    if saved is None or served is None:
         return False  # `agreement.check` reports what is wrong
-    stage, ranks = known.topology.stage, known.topology.ranks
+    stage, ranks = served.topology.stage, served.topology.ranks
     if not load.restores_optimizer:
         # Without an optimizer every rank reads all files, but DeepSpeed looks for one of its own.
         fits = stage < 3 or saved.stage < 3 or saved.ranks >= ranks
@@ -182,10 +182,10 @@ def _reshard(load: Load, listing: Listing, change: Change | None) -> tuple[Path,
     owner, source = load.owner, Path(load.source)
     (name, *_) = gather(f"ds_frozen_patch-{token_hex(8)}")
     folder, error, is_made_here = Path(tempfile.gettempdir(), name), "", False
-    known, saved = attached(load.engine), listing.saved
-    assert known is not None
+    served, saved = attached(load.engine), listing.saved
+    assert served is not None
     assert saved is not None
-    target = _target(load.engine, known.topology.stage, known.topology.ranks, change)
+    target = _target(load.engine, served.topology.stage, served.topology.ranks, change)
     fresh: Iterator[tuple[str, Any]] = iter(())
     try:
         folder.mkdir(mode=0o700)

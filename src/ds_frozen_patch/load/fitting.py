@@ -62,8 +62,8 @@ def with_all_fragments(checkpoint: Mapping[str, Any], engine: Any) -> Mapping[st
         saved = {name: value for name, value in saved.items() if name not in in_state}
     if not saved:
         return {**checkpoint, "frozen_param_fragments": None}
-    own = {names[0]: getattr(p, "ds_tensor", p) for p, names in Contents(engine.module).names.items()}
-    return {**checkpoint, "frozen_param_fragments": {**own, **saved}}
+    values = {names[0]: getattr(p, "ds_tensor", p) for p, names in Contents(engine.module).names.items()}
+    return {**checkpoint, "frozen_param_fragments": {**values, **saved}}
 
 
 def renamed(checkpoint: Mapping[str, Any], module: Any) -> Mapping[str, Any]:

@@ -43,15 +43,15 @@ def check_left_out(manifest: Manifest, held: Mapping[str, ModuleTensor], load: L
     gone: list[str] = []
     quantized: list[str] = []
     trained, reshaped = [], []
-    for one in manifest.left_out:
-        for name in one.names:
+    for entry in manifest.left_out:
+        for name in entry.names:
             now = held.get(name)
             if now is None:
-                (quantized if one.kind == PART else gone).append(name)
-            elif one.kind == PARAMETER and not now.is_frozen and now.name not in load.starts_fresh:
+                (quantized if entry.kind == PART else gone).append(name)
+            elif entry.kind == PARAMETER and not now.is_frozen and now.name not in load.starts_fresh:
                 trained.append(name)
-            elif now.shape != one.shape:
-                reshaped.append(f"{name}: saved {list(one.shape)}, now {list(now.shape)}")
+            elif now.shape != entry.shape:
+                reshaped.append(f"{name}: saved {list(entry.shape)}, now {list(now.shape)}")
     problems = []
     if gone:
         problems.append(

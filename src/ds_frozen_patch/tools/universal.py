@@ -114,7 +114,7 @@ def universal(
         sanitized.write(folder, quiet)
         _run_converter(folder, output / tag_, version, quiet)
         models = {name: _final_model_state(state) for name, state in of_one.files.items() if "module" in state}
-        Repartition(models, of_one.made).write(output / tag_, quiet)
+        Repartition(models, of_one.tensors).write(output / tag_, quiet)
         copy_other_files(states.layout, output)
         (output / "latest").unlink()
         (output / "latest_universal").write_text(tag_, encoding="utf-8")
@@ -179,7 +179,7 @@ def _sanitize(of_one: Repartition, root: Path) -> Repartition:
             " optimizers saves that. Nothing was run. To resume with a different number of ranks, use ds-frozen-patch"
             " reshard."
         ) from None
-    return Repartition(files, of_one.made)
+    return Repartition(files, of_one.tensors)
 
 
 class _UnexpectedError(Exception):

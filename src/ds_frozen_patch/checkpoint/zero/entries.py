@@ -60,21 +60,21 @@ def read_entries(model: Mapping[str, Any], manifest: Manifest | None) -> ModuleE
     for name, item in model["module"].items():
         if isinstance(item, StoredTensor):
             module[name] = item
-        elif (found := parse_subclass(item)) is not None:
-            subclasses[name] = found
-            for rest, tensor in found.inner.items():
+        elif (subclass := parse_subclass(item)) is not None:
+            subclasses[name] = subclass
+            for rest, tensor in subclass.inner.items():
                 module[f"{name}.{rest}"] = tensor
                 inner[f"{name}.{rest}"] = name
     fragments = model.get("frozen_param_fragments") or {}
     for name, item in fragments.items():
-        if name not in subclasses and (found := parse_subclass(item)) is not None:
-            subclasses[name] = replace(found, is_in_module=False)
+        if name not in subclasses and (subclass := parse_subclass(item)) is not None:
+            subclasses[name] = replace(subclass, is_in_module=False)
     buffers = _find_buffers(model, module)
-    known = {name for group in parameter_groups(model) for name in group}
-    known |= {*(model.get("frozen_param_shapes") or {})}
-    known |= {name for one in (manifest.parameters if manifest else ()) for name in one.names}
+    names = {name for group in parameter_groups(model) for name in group}
+    names |= {*(model.get("frozen_param_shapes") or {})}
+    names |= {name for entry in (manifest.parameters if manifest else ()) for name in entry.names}
     dtypes = {name: tensor.dtype for name, tensor in module.items() if name not in buffers}
-    return ModuleEntries(module, subclasses, {**find_owners(dtypes, known), **inner}, buffers)
+    return ModuleEntries(module, subclasses, {**find_owners(dtypes, names), **inner}, buffers)
 
 
 def _find_buffers(model: Mapping[str, Any], module: Mapping[str, StoredTensor]) -> set[str]:

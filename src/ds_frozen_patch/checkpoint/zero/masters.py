@@ -35,34 +35,36 @@ def locate_masters(states: States, groups: Sequence[Shapes]) -> dict[str, Tensor
         _flat_tensors(state, "fp32_flat_groups") or _flat_tensors(state, "single_partition_of_fp32_groups")
         for state in states.optimizers
     ]
-    if not all(shards) or any(tensor.dtype not in FLOATING for own in shards for tensor in own):
+    if not all(shards) or any(tensor.dtype not in FLOATING for tensors in shards for tensor in tensors):
         raise CheckpointError(f"{states.layout.root} has no fp32 master weights among its optimizer states.")
-    found: dict[str, TensorSource] = {}
+    masters: dict[str, TensorSource] = {}
     if states.zero_stage == 3:
         shapes = {name: shape for group in groups for name, shape in group.items()}
         sizes = {name: parameter_shard_size(shape, len(shards)) for name, shape in shapes.items()}
         expected = [sum(sizes.values())] * len(shards)
-        _check_master_sizes(states, [sum(item.numel for item in own) for own in shards], expected)
+        _check_master_sizes(states, [sum(item.numel for item in tensors) for tensors in shards], expected)
         begin = 0
         for name, shape in shapes.items():
-            pieces = [piece for own in shards for piece in pieces_of_range(own, begin, sizes[name])]
-            found[name] = TensorSource(shards[0][0].dtype, tuple(shape), without_padding(pieces, prod(shape)))
+            pieces = [piece for tensors in shards for piece in pieces_of_range(tensors, begin, sizes[name])]
+            masters[name] = TensorSource(shards[0][0].dtype, tuple(shape), without_padding(pieces, prod(shape)))
             begin += sizes[name]
-        return found
+        return masters
     for index, (group, flat) in enumerate(zip(groups, groups_in_memory(states, groups), strict=True)):
-        for file, own in zip(states.layout.optimizer, shards, strict=True):
-            if len(own) <= index:
+        for file, tensors in zip(states.layout.optimizer, shards, strict=True):
+            if len(tensors) <= index:
                 raise CheckpointError(
                     f"{file} lacks the masters of parameter group {index}. Get a complete copy of it."
                 )
-        flats = [own[index] for own in shards]
+        flats = [tensors[index] for tensors in shards]
         size, shard = numel(flat), group_shard_size(flat, len(shards))
         least = [min(max(size - rank * shard, 0), shard) for rank in range(len(flats))]
         _check_master_sizes(states, [flat.numel for flat in flats], least, ALIGNMENT * len(shards))
         begins = parameter_offsets(flat)
         for name, shape in group.items():
-            found[name] = TensorSource(flats[0].dtype, tuple(shape), pieces_of_range(flats, begins[name], prod(shape)))
-    return found
+            masters[name] = TensorSource(
+                flats[0].dtype, tuple(shape), pieces_of_range(flats, begins[name], prod(shape))
+            )
+    return masters
 
 
 def without_padding(pieces: Sequence[Piece], count: int) -> tuple[Piece, ...]:
@@ -133,8 +135,8 @@ def _check_master_sizes(states: States, sizes: Sequence[int], expected: Sequence
 
 def _flat_tensors(state: Mapping[str, Any], key: str) -> list[StoredTensor]:
     """The flat tensors of a rank, in the order of the groups."""
-    found = sorted(iter_tensors(state.get(key)), key=lambda item: [str(k).zfill(9) for k in item[0]])
-    return [tensor for _, tensor in found if tensor.is_contiguous]
+    entries = sorted(iter_tensors(state.get(key)), key=lambda item: [str(k).zfill(9) for k in item[0]])
+    return [tensor for _, tensor in entries if tensor.is_contiguous]
 
 
 def _unpack_numbers(content: bytearray, dtype: str) -> Sequence[float]:

@@ -34,7 +34,7 @@ class ModelStates:
         groups: the ones that are trained from now on.
         stage: the new one.
         ranks: the new world size.
-        made: the new tensors.
+        tensors: the new ones.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class ModelStates:
         groups: Sequence[Group],
         stage: int,
         ranks: int,
-        made: NewTensors,
+        tensors: NewTensors,
     ) -> None:
-        self.states, self.weights, self.made = states, weights, made
+        self.states, self.weights, self.tensors = states, weights, tensors
         self.before, self.stage, self.ranks = states.zero_stage, stage, ranks
         self.crosses = (self.before == 3) != (stage == 3)
         before, now = by_plain_name(saved), by_plain_name(groups)
         self.trained = {**before, **now}
-        self.frozen_since = {name: one for name, one in before.items() if name not in now}
+        self.frozen_since = {name: parameter for name, parameter in before.items() if name not in now}
         self.rest = self._rest()
         if stage == 3:  # below, the module's state dict has their values
-            self.rest = {**self.rest, **{name: one.master.like for name, one in self.frozen_since.items()}}
+            self.rest = {**self.rest, **{name: parameter.master.like for name, parameter in self.frozen_since.items()}}
         self._whole: dict[str, StoredTensor] = {}
         if self.crosses and self.rest and (weights.parts or weights.packed or weights.subclasses):
             raise CheckpointError(
@@ -71,7 +71,7 @@ class ModelStates:
             rank: the new file's.
         """
         shared = model.get("shared_params") if self.before else self.weights.aliases
-        shapes = {name: Size(self._named(name, one).shape) for name, one in self.rest.items()}
+        shapes = {name: Size(self._named(name, parameter).shape) for name, parameter in self.rest.items()}
         has_fragments = self.stage >= 2 and (bool(shapes) or self._is_full)
         return {
             "module": self._module(model),
@@ -129,7 +129,7 @@ class ModelStates:
             if not isinstance(item, StoredTensor) or first not in (*self.trained, *rest):
                 changed[name] = item
             elif self.stage == 3:
-                changed[name] = self.made.flat_like(item, [])
+                changed[name] = self.tensors.flat_like(item, [])
             elif first in self.trained:
                 changed[name] = self._made_whole(first, self.trained[first])
             else:
@@ -142,7 +142,7 @@ class ModelStates:
     def _made_whole(self, name: str, parameter: Trained) -> StoredTensor:
         """A whole tensor, the same one for all names."""
         if name not in self._whole:
-            self._whole[name] = self.made.whole_like(
+            self._whole[name] = self.tensors.whole_like(
                 parameter.master.like, parameter.master.part(0, prod(parameter.shape)), parameter.shape
             )
         return self._whole[name]
@@ -155,9 +155,9 @@ class ModelStates:
                 for name, stored in self.rest.items()
             }
             return OrderedDict(whole_ones)
-        found = OrderedDict()
+        fragments = OrderedDict()
         for name, stored in self.rest.items():
             frozen = self._named(name, stored)
             part = shard_of(frozen, self.ranks, rank)
-            found[name] = self.made.flat_like(frozen.master.like, part.pieces(frozen.master))
-        return found
+            fragments[name] = self.tensors.flat_like(frozen.master.like, part.pieces(frozen.master))
+        return fragments

@@ -28,8 +28,8 @@ class NewTensors:
 
     def flat_like(self, like: StoredTensor, pieces: Iterable[Piece | int]) -> StoredTensor:
         """Add a flat tensor of pieces and zeros, of the dtype and kind of another tensor."""
-        made = self.flat(like.dtype, list(pieces))
-        return replace(like, storage=made.storage, offset=0, shape=made.shape, stride=made.stride)
+        tensor = self.flat(like.dtype, list(pieces))
+        return replace(like, storage=tensor.storage, offset=0, shape=tensor.shape, stride=tensor.stride)
 
     def whole_like(self, like: StoredTensor, pieces: Iterable[Piece | int], shape: Sequence[int]) -> StoredTensor:
         """Add a contiguous tensor of a shape, of the dtype and kind of another tensor."""
@@ -40,8 +40,8 @@ class NewTensors:
         """Copy a tensor: ranks that shared one step counter would each count the other's steps."""
         if not isinstance(value, StoredTensor):
             return value
-        made = self.flat(value.dtype, [Piece(value.storage, value.offset, value.extent)])
-        return replace(value, storage=made.storage, offset=0)
+        tensor = self.flat(value.dtype, [Piece(value.storage, value.offset, value.extent)])
+        return replace(value, storage=tensor.storage, offset=0)
 
     def content(self, records: Records, storage: Storage, begin: int, count: int) -> Iterator[bytes | memoryview]:
         """The bytes of a new storage, or of one in a file."""

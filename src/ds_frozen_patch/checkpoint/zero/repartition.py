@@ -69,7 +69,7 @@ class Repartition:
     """The state of each file to write, by name, what the new tensors in them consist of, and the record."""
 
     files: dict[str, Any]
-    made: NewTensors
+    tensors: NewTensors
     record: Record | None = None
 
     @property
@@ -85,7 +85,7 @@ class Repartition:
         with Records() as records, progress("writing", self.size, quiet) as done:
 
             def content(storage: Storage, begin: int, count: int) -> Iterator[bytes | memoryview]:
-                for chunk in self.made.content(records, storage, begin, count):
+                for chunk in self.tensors.content(records, storage, begin, count):
                     yield chunk
                     done(len(chunk))
 
@@ -167,19 +167,19 @@ def precision_of(states: States) -> str:
 
 
 def _repartition(states: States, weights: Weights, target: Target) -> Repartition:
-    made = NewTensors()
+    tensors = NewTensors()
     saved = locate_trained(states, target.has_state)
     groups = saved if target.selection is None else select(states, saved, target.selection)
     like = _optimizer_like(states, target)
     if target.stage == 0:
         sharded = Sharded([group.shapes for group in groups], [])
     elif target.stage == 3:
-        sharded = in_sub_groups(groups, target.ranks, target.sub_group_size or SUB_GROUP_SIZE, like, made)
+        sharded = in_sub_groups(groups, target.ranks, target.sub_group_size or SUB_GROUP_SIZE, like, tensors)
     else:
-        sharded = in_groups(groups, target.ranks, bool(target.round_robin), like, made)
+        sharded = in_groups(groups, target.ranks, bool(target.round_robin), like, tensors)
     stage = target.stage or 0
-    contents = ModelStates(states, weights, saved, groups, stage, target.ranks, made)
-    files = _model_files(states, contents, groups, sharded.groups, target, made)
+    contents = ModelStates(states, weights, saved, groups, stage, target.ranks, tensors)
+    files = _model_files(states, contents, groups, sharded.groups, target, tensors)
     rest = {key: states.contents[-1].state[key] for key in ("ds_version",)}
     if states.optimizers:
         rest = states.contents[len(states.layout.model)].state
@@ -191,7 +191,7 @@ def _repartition(states: States, weights: Weights, target: Target) -> Repartitio
     has_record = states.manifest is not None or (states.layout.model[0].parent / RECORD).is_file()
     files = {name: add_label(state, save, name, has_record) for name, state in files.items()}
     record = states.make_record(save, _manifest(states, target), target.ranks)
-    return Repartition(files, made, replace(record, zero_stage=stage) if has_record else None)
+    return Repartition(files, tensors, replace(record, zero_stage=stage) if has_record else None)
 
 
 def _manifest(states: States, target: Target) -> manifest.Manifest | None:
@@ -299,7 +299,7 @@ def _model_files(
     groups: Sequence[Group],
     shapes: Sequence[Shapes],
     target: Target,
-    made: NewTensors,
+    tensors: NewTensors,
 ) -> dict[str, Any]:
     """The files of model states, by name."""
     stage, first = target.stage or 0, _MODEL.get(target.stage or 0, _OF_ALL_RANKS)
@@ -313,7 +313,7 @@ def _model_files(
             **contents.fields(model, rank),
             "dp_world_size": target.ranks,
             "param_shapes": [OrderedDict(group) for group in shapes] if stage else None,
-            "optimizer": None if stage else in_stage_0(groups, target.optimizer, made),
+            "optimizer": None if stage else in_stage_0(groups, target.optimizer, tensors),
             "ds_config": _config(model, target),
             ELASTIC_KEY: {"world_size": states.world_size, **(model.get(ELASTIC_KEY) or {})},
         }

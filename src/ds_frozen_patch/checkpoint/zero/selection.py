@@ -50,7 +50,7 @@ class Selection:
 def rename(states: States, names: Container[str]) -> States:
     """The states with the names of a model to which PEFT has added adapters since."""
     manifest = states.manifest
-    left_out = () if manifest is None else tuple(_renamed(one, names) for one in manifest.left_out)
+    left_out = () if manifest is None else tuple(_renamed(entry, names) for entry in manifest.left_out)
     changed = manifest and replace(manifest, left_out=left_out)
     contents = list(states.contents)
     for index, model in enumerate(states.models):
@@ -86,9 +86,9 @@ def _with_names(values: dict[str, Any], names: Container[str]) -> dict[str, Any]
     return result
 
 
-def _renamed(one: LeftOut, names: Container[str]) -> LeftOut:
+def _renamed(entry: LeftOut, names: Container[str]) -> LeftOut:
     return replace(
-        one, names=tuple(with_adapters(name, names) for name in one.names), group=with_adapters(one.group, names)
+        entry, names=tuple(with_adapters(name, names) for name in entry.names), group=with_adapters(entry.group, names)
     )
 
 
@@ -104,7 +104,7 @@ def select(states: States, saved: Sequence[Group], selection: Selection) -> list
         CheckpointError: a parameter would have a master of another dtype than the others.
     """
     trained = by_plain_name(saved)
-    if selection.fresh and any(one.master.like.dtype != _MASTERS for one in trained.values()):
+    if selection.fresh and any(parameter.master.like.dtype != _MASTERS for parameter in trained.values()):
         raise CheckpointError(
             f"{states.layout.root} has no fp32 masters, so no other parameters than before can be trained from it."
             " Freeze them, or resume in fp32, or with fp32 masters."
@@ -114,8 +114,8 @@ def select(states: States, saved: Sequence[Group], selection: Selection) -> list
     has_same_number = len(saved) == len(selection.groups)
     settings = [group.settings for group in saved] if has_same_number else selection.settings
     return [
-        Group(own, {name: trained[plain(name)] for name in group})
-        for own, group in zip(settings, selection.groups, strict=True)
+        Group(group_settings, {name: trained[plain(name)] for name in group})
+        for group_settings, group in zip(settings, selection.groups, strict=True)
     ]
 
 

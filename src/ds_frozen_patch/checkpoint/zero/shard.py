@@ -50,38 +50,42 @@ class Sharded:
     optimizers: list[dict[str, Any]]
 
 
-def in_stage_0(groups: Sequence[Group], like: Mapping[str, Any], made: NewTensors) -> dict[str, Any]:
+def in_stage_0(groups: Sequence[Group], like: Mapping[str, Any], tensors: NewTensors) -> dict[str, Any]:
     """The state of the optimizer in stage 0, which is not sharded.
 
     Args:
         groups: of the optimizer.
         like: in 16 bits, the state of the optimizer that has the masters, see `Target.optimizer`.
-        made: the new tensors.
+        tensors: the new ones.
     """
     in_masters = masters_key(like)
     if not in_masters:
-        return _for_each_parameter(groups, made)
+        return _for_each_parameter(groups, tensors)
     if in_masters == FLAT_MASTERS:
-        cuts = [[Slice(one, 0, prod(one.shape)) for one in group.parameters.values()] for group in groups]
-        states = [_state(group, cut, 0, made) for group, cut in zip(groups, cuts, strict=True)]
+        cuts = [
+            [Slice(parameter, 0, prod(parameter.shape)) for parameter in group.parameters.values()] for group in groups
+        ]
+        states = [_state(group, cut, 0, tensors) for group, cut in zip(groups, cuts, strict=True)]
         base = {
             "state": {index: kept for index, kept in enumerate(states) if kept},
             "param_groups": [{**group.settings, "params": [index]} for index, group in enumerate(groups)],
         }
-        masters: list[Any] = [_flat(group, cut, None, 0, made) for group, cut in zip(groups, cuts, strict=True)]
+        masters: list[Any] = [_flat(group, cut, None, 0, tensors) for group, cut in zip(groups, cuts, strict=True)]
     else:
-        base = _for_each_parameter(groups, made)
+        base = _for_each_parameter(groups, tensors)
         masters = [
             [
-                made.whole_like(one.master.like, one.master.part(0, prod(one.shape)), one.shape)
-                for one in group.parameters.values()
+                tensors.whole_like(
+                    parameter.master.like, parameter.master.part(0, prod(parameter.shape)), parameter.shape
+                )
+                for parameter in group.parameters.values()
             ]
             for group in groups
         ]
     return {**like, BASE_STATE[3]: base, in_masters: masters}
 
 
-def _for_each_parameter(groups: Sequence[Group], made: NewTensors) -> dict[str, Any]:
+def _for_each_parameter(groups: Sequence[Group], tensors: NewTensors) -> dict[str, Any]:
     """The state of an optimizer of torch."""
     state: dict[int, Any] = {}
     settings = []
@@ -92,9 +96,9 @@ def _for_each_parameter(groups: Sequence[Group], made: NewTensors) -> dict[str, 
             # Where each parameter has a step counter of its own, one without state begins with its first gradient.
             is_fresh = not parameter.state and isinstance(kept.get("step"), StoredTensor)
             state[len(state)] = {
-                key: made.whole_like(value.like, _all(parameter, key, value), parameter.shape)
+                key: tensors.whole_like(value.like, _all(parameter, key, value), parameter.shape)
                 if isinstance(value, Values)
-                else made.copy(parameter.state.get(key, value) if isinstance(value, StoredTensor) else value)
+                else tensors.copy(parameter.state.get(key, value) if isinstance(value, StoredTensor) else value)
                 for key, value in ({} if is_fresh else kept).items()
             }
         settings.append({**group.settings, "params": list(range(first, len(state)))})
@@ -106,7 +110,7 @@ def _all(parameter: Trained, key: str, value: Values) -> Iterator[Piece | int]:
 
 
 def in_groups(
-    groups: Sequence[Group], ranks: int, round_robin: bool, like: Mapping[str, Any], made: NewTensors
+    groups: Sequence[Group], ranks: int, round_robin: bool, like: Mapping[str, Any], tensors: NewTensors
 ) -> Sharded:
     """In ZeRO 1 and 2: each group is one flat tensor.
 
@@ -115,7 +119,7 @@ def in_groups(
         ranks: the world size.
         round_robin: whether parameters are ordered by `round_robin_gradients`.
         like: a rank's state, whose other entries are kept.
-        made: the new tensors.
+        tensors: the new ones.
     """
     shapes = [round_robin_order(group.shapes, ranks) if round_robin else group.shapes for group in groups]
     optimizers = []
@@ -124,8 +128,8 @@ def in_groups(
         for index, (group, order) in enumerate(zip(groups, shapes, strict=True)):
             cut = [Slice(group.parameters[n], at, count) for n, at, _, count in parameter_slices(order, ranks, rank)]
             padding = group_shard_size(order, ranks) - sum(item.count for item in cut)
-            masters.append(_flat(group, cut, None, 0, made))  # masters are saved without padding
-            states[index] = _state(group, cut, padding, made)
+            masters.append(_flat(group, cut, None, 0, tensors))  # masters are saved without padding
+            states[index] = _state(group, cut, padding, tensors)
             paddings.append(padding)
         changed = {
             BASE_STATE[2]: {
@@ -143,7 +147,7 @@ def in_groups(
 
 
 def in_sub_groups(
-    groups: Sequence[Group], ranks: int, size: float, like: Mapping[str, Any], made: NewTensors
+    groups: Sequence[Group], ranks: int, size: float, like: Mapping[str, Any], tensors: NewTensors
 ) -> Sharded:
     """In ZeRO-3: each parameter is sharded, and the shards of some are a sub-group.
 
@@ -152,7 +156,7 @@ def in_sub_groups(
         ranks: the world size.
         size: the size of a sub-group.
         like: a rank's state, whose other entries are kept.
-        made: the new tensors.
+        tensors: the new ones.
     """
     shapes: list[Shapes] = []
     homes: list[Group] = []
@@ -168,7 +172,7 @@ def in_sub_groups(
             [shard_of(group.parameters[name], ranks, rank) for name in part]
             for group, part in zip(homes, shapes, strict=True)
         ]
-        states = [_state(group, cut, 0, made) for group, cut in zip(homes, cuts, strict=True)]
+        states = [_state(group, cut, 0, tensors) for group, cut in zip(homes, cuts, strict=True)]
         optimizers.append(
             {
                 **like,
@@ -177,7 +181,7 @@ def in_sub_groups(
                     "state": {index: kept for index, kept in enumerate(states) if kept},
                     "param_groups": settings,
                 },
-                MASTERS[3]: [_flat(group, cut, None, 0, made) for group, cut in zip(homes, cuts, strict=True)],
+                MASTERS[3]: [_flat(group, cut, None, 0, tensors) for group, cut in zip(homes, cuts, strict=True)],
                 "partition_count": ranks,
             }
         )
@@ -200,24 +204,24 @@ def keys_of(parameters: Iterable[Trained]) -> Mapping[str, Any]:
     return max(states, key=lambda state: as_integer(state.get("step")) or 0, default={})
 
 
-def _state(group: Group, cut: Sequence[Slice], padding: int, made: NewTensors) -> dict[str, Any]:
+def _state(group: Group, cut: Sequence[Slice], padding: int, tensors: NewTensors) -> dict[str, Any]:
     """The state of a flat tensor that consists of slices."""
     kept = keys_of(group.parameters.values())  # not of the slices: the ranks' step counters must be the same
     return {
-        key: _flat(group, cut, key, padding, made) if isinstance(value, Values) else made.copy(value)
+        key: _flat(group, cut, key, padding, tensors) if isinstance(value, Values) else tensors.copy(value)
         for key, value in kept.items()
     }
 
 
-def _flat(group: Group, cut: Sequence[Slice], key: str | None, padding: int, made: NewTensors) -> Any:
+def _flat(group: Group, cut: Sequence[Slice], key: str | None, padding: int, tensors: NewTensors) -> Any:
     """A flat tensor of slices of masters, or of what the optimizer's state has under a key."""
 
     def values(parameter: Trained) -> Values | None:
         return parameter.master if key is None else parameter.state.get(key)
 
-    like = next(found.like for found in map(values, group.parameters.values()) if found is not None)
+    like = next(value.like for value in map(values, group.parameters.values()) if value is not None)
     pieces = [piece for item in cut for piece in item.pieces(values(item.of))]
-    return made.flat_like(like, [*pieces, padding] if key is not None else pieces)
+    return tensors.flat_like(like, [*pieces, padding] if key is not None else pieces)
 
 
 def _fragment_addresses(group: Shapes, ranks: int, rank: int) -> dict[str, Any]:

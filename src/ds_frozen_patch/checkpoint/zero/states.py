@@ -117,8 +117,8 @@ class States:
             return dict(self.manifest.versions)
         # Both packages of Lightning save their release under this key.
         recorded = {"deepspeed": "ds_version", "lightning": "pytorch-lightning_version"}
-        found = {name: self.models[0].get(key) for name, key in recorded.items()}
-        return {name: version for name, version in found.items() if isinstance(version, str)}
+        releases = {name: self.models[0].get(key) for name, key in recorded.items()}
+        return {name: version for name, version in releases.items() if isinstance(version, str)}
 
 
 def read_states(path: str | Path, tag: str | None, trust: bool) -> States:
@@ -207,12 +207,12 @@ def _check_manifest_references(states: States) -> None:
     for file, state in zip(states.layout.model, states.models, strict=True):
         try:
             referred = reference(state.get(KEY))
-            found = Manifest.from_checkpoint(state) if referred is None else None
+            manifest = Manifest.from_checkpoint(state) if referred is None else None
         except CheckpointMismatchError as error:
             raise CheckpointError(f"{file}: {error}") from None
         if referred is not None:
             named_by[referred[0]] = file
-        elif found is not None:
+        elif manifest is not None:
             have.add(file.name)
     for name, file in named_by.items():
         if name not in have:
@@ -253,25 +253,25 @@ def digest_file(file: Path, contents: Contents) -> FileDigests:
     return FileDigests(file, "model" if is_model else "optimizer", digests, label.get("save"), label.get("file"))
 
 
-def check_digests_agree(found: Sequence[FileDigests]) -> None:
+def check_digests_agree(digests: Sequence[FileDigests]) -> None:
     """Raise CheckpointError if a file is from another save than the others, or has another file's name."""
     first: dict[str, FileDigests] = {}
-    for one in found:
-        if one.name not in (None, one.file.name):
+    for entry in digests:
+        if entry.name not in (None, entry.file.name):
             raise CheckpointError(
-                f"{one.file} was saved as {one.name}: files of the checkpoint were swapped or renamed. Give each the"
-                " name that it was saved under, or get a complete copy."
+                f"{entry.file} was saved as {entry.name}: files of the checkpoint were swapped or renamed. Give each"
+                " the name that it was saved under, or get a complete copy."
             )
-        if one.save != found[0].save:
+        if entry.save != digests[0].save:
             raise CheckpointError(
-                f"{one.file} is of another save than {found[0].file.name}, or is being replaced. Take all"
+                f"{entry.file} is of another save than {digests[0].file.name}, or is being replaced. Take all"
                 " files from one checkpoint."
             )
-        other = first.setdefault(one.kind, one)
-        if differ := [key for key in one.alike if one.alike[key] != other.alike[key]]:
+        other = first.setdefault(entry.kind, entry)
+        if differ := [key for key in entry.alike if entry.alike[key] != other.alike[key]]:
             raise CheckpointError(
-                f"{one.file} is of another save than {other.file.name}: they differ in {differ[0]}. Take all"
-                f" {one.kind} states from one checkpoint."
+                f"{entry.file} is of another save than {other.file.name}: they differ in {differ[0]}. Take all"
+                f" {entry.kind} states from one checkpoint."
             )
 
 
@@ -283,19 +283,19 @@ def _model_fields(state: Mapping[str, Any]) -> dict[str, str]:
 
 def _optimizer_fields(contents: Contents) -> dict[str, str]:
     """What is the same in all ranks' optimizers: the settings, and the number of steps."""
-    own = contents.state["optimizer_state_dict"]
-    inner = own.get("base_optimizer_state", own.get("optimizer_state_dict"))
+    optimizer = contents.state["optimizer_state_dict"]
+    inner = optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict"))
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
     with Records() as records:
         steps = [
             bytes(records.read(from_stored(tensor))).hex()
-            for path, tensor in iter_tensors(own)
+            for path, tensor in iter_tensors(optimizer)
             if path[-1:] == ("step",) and tensor.numel == 1
         ]
     return {
         "ds_version": _to_comparable_text(contents.state.get("ds_version")),
         "ds_config": _to_comparable_text(contents.state.get("ds_config")),
-        "partition_count": _to_comparable_text(own.get("partition_count")),
+        "partition_count": _to_comparable_text(optimizer.get("partition_count")),
         "the optimizer's settings": _to_comparable_text(groups),
         "the number of steps": _to_comparable_text(sorted(steps)),
     }
@@ -364,12 +364,12 @@ def groups_in_memory(states: States, groups: Sequence[Shapes]) -> Sequence[Shape
     if gaps is None:
         return groups
     if not isinstance(gaps, list) or [len(group) for group in groups] != [
-        len(own) if isinstance(own, list) and is_shape(tuple(own)) else None for own in gaps
+        len(group_gaps) if isinstance(group_gaps, list) and is_shape(tuple(group_gaps)) else None for group_gaps in gaps
     ]:
         raise CheckpointError(
             f"{states.layout.optimizer[0]} is damaged: {GAPS!r} does not fit the parameters. Get a complete copy of it."
         )
-    return [with_gaps(group, own) for group, own in zip(groups, gaps, strict=True)]
+    return [with_gaps(group, group_gaps) for group, group_gaps in zip(groups, gaps, strict=True)]
 
 
 def as_names(value: Any) -> set[str]:

@@ -93,7 +93,7 @@ class Group:
 
 def by_plain_name(groups: Iterable[Group]) -> dict[str, Trained]:
     """Return the parameters of all groups."""
-    return {plain(name): one for group in groups for name, one in group.parameters.items()}
+    return {plain(name): parameter for group in groups for name, parameter in group.parameters.items()}
 
 
 def locate_trained(states: States, with_state: bool = True) -> list[Group]:
@@ -132,19 +132,19 @@ def _in_stage_0(states: States, with_state: bool) -> list[Group]:
     in_masters = masters_key(model["optimizer"])
     optimizer = model["optimizer"][BASE_STATE[3]] if in_masters else model["optimizer"]
     kept = optimizer["state"] if with_state else {}
-    found = []
+    groups = []
     for number, (settings, shapes) in enumerate(zip(optimizer["param_groups"], parameter_groups(model), strict=True)):
         if in_masters == FLAT_MASTERS:
             flat = model["optimizer"][in_masters][number]
-            found.append(Group(settings, _in_flat_group(states, shapes, flat, kept.get(settings["params"][0], {}))))
+            groups.append(Group(settings, _in_flat_group(states, shapes, flat, kept.get(settings["params"][0], {}))))
             continue
         masters = model["optimizer"][in_masters][number] if in_masters else [weights[plain(name)] for name in shapes]
         parameters = {}
         for index, master, (name, shape) in zip(settings["params"], masters, shapes.items(), strict=True):
             state = {key: _per_element(states, value, shape, key) for key, value in kept.get(index, {}).items()}
             parameters[name] = Trained(shape, whole(states, master, name), state)
-        found.append(Group(settings, parameters))
-    return found
+        groups.append(Group(settings, parameters))
+    return groups
 
 
 def _in_flat_group(states: States, shapes: Shapes, flat: Any, kept: Mapping[str, Any]) -> dict[str, Trained]:
@@ -152,14 +152,14 @@ def _in_flat_group(states: States, shapes: Shapes, flat: Any, kept: Mapping[str,
     size = numel(shapes)
     master = whole(states, require_shard(states, flat, size, FLAT_MASTERS), FLAT_MASTERS)
     state = {key: _per_element(states, value, (size,), key) for key, value in kept.items()}
-    found = {}
+    parameters = {}
     for name, begin in parameter_offsets(shapes).items():
 
         def cut(values: Any, begin: int = begin, count: int = prod(shapes[name])) -> Any:
             return Values(tuple(values.part(begin, count)), values.like) if isinstance(values, Values) else values
 
-        found[name] = Trained(shapes[name], cut(master), {key: cut(value) for key, value in state.items()})
-    return found
+        parameters[name] = Trained(shapes[name], cut(master), {key: cut(value) for key, value in state.items()})
+    return parameters
 
 
 def _per_element(states: States, value: Any, shape: tuple[int, ...], key: str) -> Any:
@@ -183,7 +183,7 @@ def whole(states: States, value: Any, what: str) -> Values:
 def _in_groups(states: States, with_state: bool) -> list[Group]:
     """In ZeRO 1 and 2."""
     shards = _Shards(states, group_shard_size, with_state)
-    found = []
+    groups = []
     for index, (settings, group) in enumerate(zip(shards.settings, shards.groups, strict=True)):
         begins = parameter_offsets(shards.in_memory[index])
         parameters = {}
@@ -193,14 +193,14 @@ def _in_groups(states: States, with_state: bool) -> list[Group]:
                 return pieces_of_range(flats, begin, prod(shape))
 
             parameters[name] = shards.trained(index, shape, cut)
-        found.append(Group(settings, parameters))
-    return found
+        groups.append(Group(settings, parameters))
+    return groups
 
 
 def _in_sub_groups(states: States, with_state: bool) -> list[Group]:
     """In ZeRO-3."""
     shards = _Shards(states, sub_group_shard_size, with_state)
-    found = []
+    groups = []
     for settings in shards.settings:
         parameters = {}
         for index in settings["params"]:
@@ -213,8 +213,8 @@ def _in_sub_groups(states: States, with_state: bool) -> list[Group]:
                     return [piece for flat in flats for piece in pieces_of_range([flat], begin, size)]
 
                 parameters[name] = shards.trained(index, shape, cut)
-        found.append(Group(settings, parameters))
-    return found
+        groups.append(Group(settings, parameters))
+    return groups
 
 
 class _Shards:

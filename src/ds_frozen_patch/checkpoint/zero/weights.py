@@ -130,7 +130,7 @@ def locate_weights(states: States, trainable: Sequence[str] = ()) -> Weights:
     same = {n: first.get(o, o) + n.removeprefix(o) for n, o in parts.items() if n.startswith(f"{o}.")}
     same = {name: to for name, to in same.items() if name != to and to in parts}
     ours = {*trained, *frozen, *entries.subclasses}
-    found = Weights(
+    weights = Weights(
         trained=trained,
         frozen=frozen,
         buffers={name: from_stored(module[name]) for name in module if name in buffers and name not in packed},
@@ -145,8 +145,8 @@ def locate_weights(states: States, trainable: Sequence[str] = ()) -> Weights:
         packed={name: from_stored(module[name]) for name in module if name in packed},
         subclasses=entries.subclasses,
     )
-    check_total_size(sum(item.nbytes for item in found.all.values()), *states.layout.files)
-    return found
+    check_total_size(sum(item.nbytes for item in weights.all.values()), *states.layout.files)
+    return weights
 
 
 def check_total_size(size: int, *files: Path) -> None:
@@ -188,9 +188,9 @@ def _locate_frozen(
     """The frozen parameters that DeepSpeed lists, from ZeRO-2 on."""
     shapes = models[0].get("frozen_param_shapes") or {}
     if states.zero_stage < 3:
-        own = {**(models[0].get("frozen_param_fragments") or {}), **module}
-        return {name: from_stored(own[name]) for name in shapes if isinstance(own.get(name), StoredTensor)}
-    found = {}
+        tensors = {**(models[0].get("frozen_param_fragments") or {}), **module}
+        return {name: from_stored(tensors[name]) for name in shapes if isinstance(tensors.get(name), StoredTensor)}
+    sources = {}
     for name, shape in shapes.items():
         shards: list[Any] = [(model.get("frozen_param_fragments") or {}).get(name) for model in models]
         if parse_subclass(shards[0]) is not None:
@@ -200,11 +200,11 @@ def _locate_frozen(
                 raise CheckpointError(f"{file} lacks its shard of {name!r}. Get a complete copy of it.")
         if sum(shard.numel for shard in shards) < prod(shape):
             size = parameter_shard_size(shape, len(shards))
-            file = next(file for file, own in zip(states.layout.model, shards, strict=True) if own.numel < size)
+            file = next(file for file, tensors in zip(states.layout.model, shards, strict=True) if tensors.numel < size)
             raise CheckpointError(f"{file} lacks elements of its shard of {name!r}. Get a complete copy of it.")
         pieces = [piece for shard in shards for piece in pieces_of_range([shard], 0, shard.numel)]
-        found[name] = TensorSource(shards[0].dtype, tuple(shape), without_padding(pieces, prod(shape)))
-    return found
+        sources[name] = TensorSource(shards[0].dtype, tuple(shape), without_padding(pieces, prod(shape)))
+    return sources
 
 
 def _infer_trained(
