@@ -15,6 +15,7 @@ from typing import Any
 import deepspeed
 import pytest
 import runs
+import stages
 import torch
 import torch.distributed as dist
 import training
@@ -292,12 +293,15 @@ class Grid:
 def sequence_run(out: str, stage: int, by: str) -> Any:
     """Every rank has a part of the same sequences: here all of them, since attention is not what is tested."""
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
-    if by == "program":
-        mpu: Any = Grid()
-    else:
-        mpu = import_module("deepspeed.runtime.sequence_parallel.parallel_state_sp")
-        mpu.initialize_sequence_parallel(sequence_parallel_size=2)
+    mpu = Grid() if by == "program" else in_pairs()
     return resumed_like_uninterrupted(out, stage, plain_llama, mpu=mpu)
+
+
+def in_pairs() -> Any:
+    """DeepSpeed's own unit for sequence parallelism, with two ranks for each sequence."""
+    mpu = import_module("deepspeed.runtime.sequence_parallel.parallel_state_sp")
+    mpu.initialize_sequence_parallel(sequence_parallel_size=2)
+    return mpu
 
 
 @needs_new
@@ -307,6 +311,61 @@ def test_sequence_and_data_parallel_engines_are_served(ranks: Any, tmp_path: Pat
     assert ranks(4, sequence_run, out=str(tmp_path), stage=stage, by="deepspeed", alone=True) == [([], True)] * 4
     assert json.loads((tmp_path / "checkpoint" / "ds_frozen_patch.json").read_text())["world_size"] == 4
     assert not ds_frozen_patch.verify(tmp_path, "checkpoint").problems
+
+
+def new_engine(kind: str, stage: int) -> Any:
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+    if kind == "sequences":
+        return engine_of(plain_llama(), stage, mpu=in_pairs())
+    if kind == "tensors":
+        return engine_of(without_lora(is_frozen=True), stage, config=TENSOR_PARALLEL)
+    return engine_of(like_mixtral(2, train_experts=True), stage)
+
+
+def save_of(kind: str, out: str, stage: int) -> Any:
+    engine = new_engine(kind, stage)
+    train(engine, 1, alike=True)
+    engine.save_checkpoint(out, tag="checkpoint")
+    return None if kind != "sequences" else (stages.state_of(engine), train(engine, 2, alike=True))
+
+
+def go_on(kind: str, out: str, stage: int) -> Any:
+    ds_frozen_patch.patch(elastic=True)
+    engine = new_engine(kind, stage)
+    if kind != "sequences":
+        return runs.refusal(engine.load_checkpoint, out, tag="checkpoint")
+    engine.load_checkpoint(out, tag="checkpoint")
+    return stages.state_of(engine), train(engine, 2, alike=True)
+
+
+@needs_new
+@pytest.mark.parametrize(("before", "after"), [((4, 3), (2, 3)), ((2, 1), (4, 2)), ((4, 2), (2, 3))])
+def test_sequence_parallel_runs_go_on_at_another_world_size(
+    ranks: Any, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    """Each is a world size and a ZeRO stage. The samples are the same on all ranks, so the losses are too.
+
+    But in ZeRO-3 DeepSpeed takes other steps with sequence parallelism than below it, from the start.
+    """
+    run = {"kind": "sequences", "out": str(tmp_path), "alone": True}
+    (state, losses), *_ = ranks(before[0], save_of, stage=before[1], **run)
+    for restored, next_losses in ranks(after[0], go_on, stage=after[1], **run):
+        assert stages.difference(restored, state) == 0
+        if (before[1] == 3) == (after[1] == 3):
+            assert next_losses == pytest.approx(losses, rel=1e-5)
+
+
+@needs_new
+@pytest.mark.parametrize(("before", "after"), [((2, 2), (4, 2)), ((2, 0), (2, 2))])
+@pytest.mark.parametrize("kind", ["tensors", "experts"])
+def test_divided_engines_go_on_as_they_were_saved_only(
+    ranks: Any, tmp_path: Path, kind: str, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    run = {"kind": kind, "out": str(tmp_path), "alone": True}
+    ranks(before[0], save_of, stage=before[1], **run)
+    for name, message in ranks(after[0], go_on, stage=after[1], **run):
+        assert name == "CheckpointMismatchError"
+        assert "patch(elastic=True) changes neither the world size nor the ZeRO stage" in message
 
 
 def resumed_like_uninterrupted(out: str, stage: int, build: Any, **options: Any) -> Any:

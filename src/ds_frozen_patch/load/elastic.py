@@ -55,7 +55,18 @@ def resharded(load: Load, listing: Listing) -> Iterator[Listing]:
     # Rank 0's settings decide for all ranks; that they agree is checked afterwards.
     change = changed_parameters.find_change(load, listing, is_needed) if listing.trained else None
     if not is_needed and change is None:
-        yield listing
+        try:
+            yield listing
+        except (CheckpointError, CheckpointMismatchError):
+            raise
+        except Exception as error:
+            served = attached(load.engine)
+            if served is None or not (served.topology.is_divided and load.restores_optimizer and current().elastic):
+                raise
+            raise CheckpointMismatchError(
+                f"{load.source} could not be loaded ({error}). With tensor parallelism, or experts of deepspeed.moe,"
+                " patch(elastic=True) changes neither the world size nor the ZeRO stage. Resume with those of the save."
+            ) from error
         return
     source, tag, scaling = load.source, load.tag, _loss_scaling(load.engine)
     folder, is_made_here = _reshard(load, listing, change)
