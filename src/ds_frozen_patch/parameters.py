@@ -255,7 +255,7 @@ class Contents:
                 ]
         return [*(entry for its_tensors in by_parameter.values() for entry in its_tensors), *others]
 
-    @property
+    @cached_property
     def by_name(self) -> dict[str, ModuleTensor]:
         """The same, by all names."""
         return {name: entry for entry in self.tensors for name in entry.names}

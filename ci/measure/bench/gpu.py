@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from bench.engine import (
     UNSYNCED,
     Shape,
 )
+from bench.saves import shuffled
 from bench.words import ratios, seconds, size, spread
 from ranks import Ranks
 from tables import markdown
@@ -49,6 +49,7 @@ def _fit(stage: int, place: str, rounds: int) -> dict[str, Any]:
     from lightning.pytorch.callbacks import Callback
 
     import ds_frozen_patch
+    from ds_frozen_patch.parameters import numel_of
 
     found: dict[str, Any] = {"device": torch.cuda.get_device_name()}
 
@@ -56,13 +57,13 @@ def _fit(stage: int, place: str, rounds: int) -> dict[str, Any]:
         def on_train_end(self, trainer: Any, module: Any) -> None:
             ds_frozen_patch.unpatch()  # which leaves no trace: each way patches, or does not
             values = list(module.parameters())
-            found["trainable"] = sum(getattr(v, "ds_numel", v.numel()) for v in values if v.requires_grad)
-            found["frozen"] = sum(getattr(v, "ds_numel", v.numel()) for v in values if not v.requires_grad)
+            found["trainable"] = sum(numel_of(value) for value in values if value.requires_grad)
+            found["frozen"] = sum(numel_of(value) for value in values if not value.requires_grad)
             engine.use(trainer, stage, found["trainable"])
             ways = (*SAVES, *(PASSES if stage == 2 else ()))
             found["ways"] = {way: {"seconds": [], "beside": [], "until": [], "gpu": 0} for way in (*ways, FULL)}
             for number in range(rounds + 1):
-                for way in random.Random(number).sample(ways, len(ways)) if number else ways:
+                for way in shuffled(ways, number):
                     _measure(way, f"{place}/saved", found["ways"][way], is_first=not number)
             _measure(FULL, f"{place}/saved", found["ways"][FULL])
             found["steps"] = engine.steps(3 * rounds)

@@ -110,13 +110,18 @@ def turns(
     Yields the round, the way, what its save has cost each rank, and its bytes.
     """
     for number in range(rounds + 1):
-        for way in random.Random(number).sample(ways, len(ways)) if number else ways:
+        for way in shuffled(ways, number):
             os.sync()  # so that nobody waits for what others have written
             costs = pool(engine.save, way=way, path=str(place))
             check(way, place)
             written = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
             shutil.rmtree(place, ignore_errors=True)  # fingerprints and copies write nothing
             yield number, way, costs, written
+
+
+def shuffled(ways: tuple[str, ...], number: int) -> list[str]:
+    """Return the ways in the order of a round: as they are given in round 0, and in another order in each later one."""
+    return random.Random(number).sample(ways, len(ways)) if number else list(ways)
 
 
 def check(way: str, place: Path) -> None:

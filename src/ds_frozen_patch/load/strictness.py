@@ -113,9 +113,9 @@ def forgiving(module: Any, missing: frozenset[str], parts: Mapping[str, Any]) ->
 
     A quantized layer may save parts that it does not load, and may save its weight under another name.
     """
-    saved = {plain(name) for name in module.state_dict()}
-    frozen = Contents(module).frozen_names.values()
-    missing = missing | {name for names in frozen for name in names if name not in saved}
+    contents = Contents(module)
+    frozen = contents.frozen_names.values()
+    missing = missing | {name for names in frozen for name in names if name not in contents.state}
 
     def forgive(_: Any, incompatible: Any) -> None:
         incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if plain(name) not in missing]

@@ -77,7 +77,7 @@ def _kept_fragments(save: Save) -> dict[str, Any]:
     }
     if not kept:
         return {}
-    actual = {plain(name): name for name, _ in engine.module.named_parameters()}
+    actual = {plain(name): name for name in save.contents.raw_names}
     shape, fragment = engine._get_param_shape_func, engine._get_param_fragment_func
     return {
         "frozen_param_shapes": {actual[name]: shape(parameter) for name, parameter in kept.items()},

@@ -15,7 +15,7 @@ from ..engine.gathering import gathered
 from ..engine.origins import origins
 from ..engine.owner import is_first
 from ..manifest import adapters_of
-from ..parameters import dtype_of, plain, shape_of
+from ..parameters import Contents, dtype_of, plain, shape_of
 from ..publish.durable import write_beside
 from ..settings import current
 from .running import Save
@@ -55,12 +55,12 @@ def _write_all(save: Save, folder: Path) -> None:
     }
     if current().export == "safetensors":
         left_out = {name for entry in frozen(save.contents) for name in entry.names}
-        persistent = _persistent_buffers(engine.module, remove_duplicate=True)
+        persistent = _persistent_buffers(save.contents, remove_duplicate=True)
         buffers = {name: buffer for name, buffer in persistent.items() if name not in left_out}
         _write(save, folder / FILE, chosen, buffers)
     elif (adapter := _trained_adapter(save)) is not None:
         parameters = {name: parameter for parameter, names in all_names.items() for name in names}
-        buffers = _persistent_buffers(engine.module, remove_duplicate=False)
+        buffers = _persistent_buffers(save.contents, remove_duplicate=False)
         adapters = adapters_of(engine.module)[adapter.module]
         aliases = [name for names in all_names.values() for name in names[1:]]
         others = [names[0] for names in all_names.values() if names[0] not in chosen]
@@ -71,11 +71,10 @@ def _write_all(save: Save, folder: Path) -> None:
         _write(save, file, adapter_parameters, adapter_buffers, adapter.config_json)
 
 
-def _persistent_buffers(module: Any, remove_duplicate: bool) -> dict[str, Any]:
+def _persistent_buffers(contents: Contents, remove_duplicate: bool) -> dict[str, Any]:
     """The buffers that are in the module's state dict, by name."""
-    saved = {plain(name) for name in module.state_dict()}
-    named = module.named_buffers(remove_duplicate=remove_duplicate)
-    return {plain(name): buffer for name, buffer in named if plain(name) in saved}
+    named = contents.module.named_buffers(remove_duplicate=remove_duplicate)
+    return {plain(name): buffer for name, buffer in named if plain(name) in contents.state}
 
 
 def _trained_adapter(save: Save) -> Adapter | None:

@@ -93,9 +93,8 @@ def _go_on(loop: Any, fetcher: Any, loaders: list[Any], count: int, position: Ma
     import torch
 
     trainer, progress = loop.trainer, loop.batch_progress.current
-    is_drawn_again = trainer.world_size == 1 and _can_restore(loaders, position)
+    is_drawn_again = trainer.world_size == 1 and _restore_saved(loaders, position)
     if is_drawn_again:
-        _restore(loaders, position)
         _begun[trainer.strategy] = {name: position[name] for name in ("global", "generators")}
     if has_skipped := _can_skip(loaders):
         with _without_first(loaders[0], count) as skipping:
@@ -160,8 +159,8 @@ def _restore(loaders: list[Any], states: Mapping[str, Any]) -> None:
         generator.set_state(state)
 
 
-def _can_restore(loaders: list[Any], position: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint has the random states of one rank."""
+def _restore_saved(loaders: list[Any], position: Mapping[str, Any]) -> bool:
+    """Restore a checkpoint's random states; return False, and change nothing, if it has none of a single rank."""
     import torch
 
     before = _random_states(loaders)

@@ -155,11 +155,11 @@ def load(load: Load, strategy: Any, file: Path, checkpoint: dict[str, Any]) -> d
     """
     module, engine = strategy.lightning_module, strategy.model
     weights = {plain(name): value for name, value in checkpoint.pop("state_dict").items()}
-    manifest = Manifest.from_checkpoint(checkpoint)
-    _check(load, module, weights, manifest, file)
+    manifest, contents = Manifest.from_checkpoint(checkpoint), Contents(module)
+    _check(load, contents, weights, manifest, file)
     checkpoint.pop(KEY, None)
     with replacing(module):
-        put(module, without_own_values(weights, Contents(module).by_name, manifest, load))
+        put(module, without_own_values(weights, contents.by_name, manifest, load))
     forget_second_copies(engine)
     if module.trainer.state.fn != "fit":
         return checkpoint
@@ -175,15 +175,15 @@ def load(load: Load, strategy: Any, file: Path, checkpoint: dict[str, Any]) -> d
     return {**checkpoint, "lr_schedulers": [item.scheduler.state_dict() for item in strategy.lr_scheduler_configs]}
 
 
-def _check(load: Load, module: Any, weights: Mapping[str, Any], manifest: Manifest | None, file: Path) -> None:
-    by_name = Contents(module).by_name
+def _check(load: Load, contents: Contents, weights: Mapping[str, Any], manifest: Manifest | None, file: Path) -> None:
+    module, by_name = contents.module, contents.by_name
     strict = getattr(module, "strict_loading", True)  # Lightning 2.0 and 2.1 are always strict
     unverifiable = f"{file} has no frozen parameters and no manifest: its base cannot be verified."
     may_be_missing = check_base(
         {"module": weights}, manifest, module, by_name, load, strict=strict, unverifiable=unverifiable
     )
     check_parts({name: value for name, value in weights.items() if is_part(by_name.get(name))}, by_name, load)
-    now = {plain(name) for name in module.state_dict()}
+    now = contents.state.keys()
     problems = {"other shapes": [n for n, v in weights.items() if n in by_name and tuple(v.shape) != by_name[n].shape]}
     if strict:
         problems["missing keys"] = list(now - weights.keys() - may_be_missing)
