@@ -100,8 +100,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         fp32 = pairs([Run(stage, number) for stage in STAGES for number in NUMBERS], folder)
-        kinds = [(stage, "fp32") for stage in STAGES] + [(stage, "bf16") for stage in STAGES[1:]]
-        mixed = pairs([Run(stage, number, precision) for stage, precision in kinds for number in (2, 3)], folder)
+        kinds = itertools.product(("fp32", "bf16"), STAGES)
+        mixed = pairs([Run(stage, number, precision) for precision, stage in kinds for number in (2, 3)], folder)
     installed = ", ".join(f"{package} {release}" for package, release in releases().items() if package != "lightning")
     text = "\n".join(
         [
