@@ -21,6 +21,7 @@ import ds_frozen_patch
 SAMPLES = 24  # in each step
 STEPS = 3  # before the save
 NEXT = 5  # after it
+NAMES = ("first", "second", "scale", "odd", "last")  # of what is trained, if a test does not say
 
 trains_in_half = pytest.mark.skipif(
     (0, 14) <= CELL.releases[1].release < (0, 17), reason="this DeepSpeed cannot train in bf16 in stage 0"
@@ -38,7 +39,7 @@ class Net(torch.nn.Module):
     def __init__(
         self,
         seed: int = 1,
-        names: tuple[str, ...] = ("first", "second", "scale", "odd", "last"),
+        names: tuple[str, ...] = NAMES,
         adapters: tuple[str, ...] = (),
     ) -> None:
         super().__init__()

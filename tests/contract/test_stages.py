@@ -19,7 +19,7 @@ from tools_checkpoints import changed, loaded, snapshot, unlabel
 from torch.utils.cpp_extension import get_default_build_root
 
 import ds_frozen_patch
-from ds_frozen_patch import CheckpointError, consolidate, reshard, verify
+from ds_frozen_patch import CheckpointError, consolidate, prune, reshard, verify
 from ds_frozen_patch.checkpoint.zero.trained import BASE_STATE
 
 pytestmark = [pytest.mark.promise(10), pytest.mark.everyday]
@@ -67,16 +67,16 @@ def assert_goes_on(
     number: int,
     sources: list[tuple[Path, stages.State, list[float]]],
     within: float = 1e-6,
-    names: tuple[str, ...] = ("small", "full"),
+    kinds: tuple[str, ...] = ("small", "full"),
     **options: Any,
 ) -> None:
     """Assert that a run holds what the others held, bit for bit, and that its losses go on as theirs did."""
-    paths = [str(source / name) for source, _, _ in sources for name in names]
+    paths = [str(source / name) for source, _, _ in sources for name in kinds]
     before = {path: snapshot(Path(path)) for path in paths}
     with tempfile.TemporaryDirectory() as scratch:
         found = ranks(number, resume_in, scratch=scratch, paths=paths, **options)[0]
         assert not list(Path(scratch).iterdir())
-    expected = [source for source in sources for _ in names]
+    expected = [source for source in sources for _ in kinds]
     for path, (state, losses, seen), (_, there, continued) in zip(paths, found, expected, strict=True):
         assert stages.difference(state, there) == 0, path
         assert stages.apart(losses, continued) <= within, path
@@ -104,7 +104,7 @@ def test_another_stage(ranks: Any, saved: Any, stage: int, number: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_full_checkpoint_onto_another_base(ranks: Any, saved: Any, stage: int) -> None:
     sources = [saved(2, stage=before) for before in range(4)]
-    assert_goes_on(ranks, 2, sources, names=("full",), stage=stage, seed=7)
+    assert_goes_on(ranks, 2, sources, kinds=("full",), stage=stage, seed=7)
 
 
 @pytest.mark.once
@@ -112,7 +112,22 @@ def test_a_full_checkpoint_onto_another_base(ranks: Any, saved: Any, stage: int)
 def test_round_robin_gradients(ranks: Any, saved: Any, stage: int) -> None:
     sources = [saved(2, stage=before, round_robin=True) for before in (1, 2)] + [saved(2, stage=2), saved(2, stage=3)]
     for round_robin in (True, False):
-        assert_goes_on(ranks, 3, sources, names=("small",), stage=stage, round_robin=round_robin)
+        assert_goes_on(ranks, 3, sources, kinds=("small",), stage=stage, round_robin=round_robin)
+
+
+@pytest.mark.short
+def test_many_parameters(ranks: Any, saved: Any, tmp_path: Path) -> None:
+    """More in a group than a tensor can have dimensions: a list of sizes is not a shape."""
+    options: dict[str, Any] = {"adapters": tuple(f"adapter_{index}" for index in range(130))}
+    options["names"] = (*stages.NAMES, "adapters")
+    source, state, _ = saved(2, stage=2, **options)
+    assert_goes_on(ranks, 2, [saved(2, stage=2, **options)], kinds=("small",), stage=3, **options)
+    prune(source / "full", tmp_path / "pruned")
+    for number, checkpoint in enumerate((source / "small", source / "full", tmp_path / "pruned")):
+        consolidate(checkpoint, tmp_path / f"{number}.pt")
+        weights = loaded(tmp_path / f"{number}.pt")
+        weights = weights.get("state_dict", weights)
+        assert all(torch.equal(weights[name], values["master"]) for name, values in state.items())
 
 
 @pytest.mark.skipif("parameter_alignment" not in SETTINGS, reason="this DeepSpeed has no parameter_alignment")
@@ -252,7 +267,7 @@ def test_fp16_to_bf16(ranks: Any, saved: Any, tmp_path: Path, stage: int) -> Non
         source, state, losses = saved(2, stage=before, precision="bf16")
         in_fp16(source / "small", tmp_path / f"{before}" / "small")
         given.append((tmp_path / f"{before}", state, losses))
-    assert_goes_on(ranks, 3, given, within=2 * BF16, names=("small",), stage=stage, precision="bf16")
+    assert_goes_on(ranks, 3, given, within=2 * BF16, kinds=("small",), stage=stage, precision="bf16")
     reshard(tmp_path / "2" / "small", tmp_path / "out", ranks=1)
     (kept,) = (loaded(file) for file in (tmp_path / "out" / "a").glob("zero_pp_rank_0_*optim_states.pt"))
     assert kept["optimizer_state_dict"]["loss_scaler"].dynamic  # it is still of fp16
@@ -267,7 +282,7 @@ def test_other_optimizers(ranks: Any, saved: Any, optimizer: str) -> None:
     known = (0, 1, 2) if optimizer == "Adagrad" else (0, 2, 3)
     sources = [saved(2, stage=before, optimizer=optimizer) for before in known]
     for stage in known:
-        assert_goes_on(ranks, 3, sources, names=("small",), stage=stage, optimizer=optimizer)
+        assert_goes_on(ranks, 3, sources, kinds=("small",), stage=stage, optimizer=optimizer)
 
 
 @pytest.mark.once

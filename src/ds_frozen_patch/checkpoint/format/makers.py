@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from .stored import Size, StandIn, Storage, StoredTensor, is_shape, stand_in
+from .stored import Size, StandIn, Storage, StoredTensor, is_shape, is_size, stand_in
 
 _CHANGE_VALUES = frozenset([
     "H", "T", "data", "device", "dtype", "grad", "grad_dtype", "grad_fn", "imag", "layout", "mH", "mT", "name", "names",
@@ -17,7 +17,7 @@ _CHANGE_VALUES = frozenset([
 
 
 def _make_tensor(maker: str, storage: Storage, offset: int, shape: Any, stride: Any, *more: Any) -> StoredTensor:
-    if not isinstance(storage, Storage) or not all(map(is_shape, ((offset,), shape, stride))):
+    if not isinstance(storage, Storage) or not (is_size(offset) and is_shape(shape) and is_shape(stride)):
         raise ValueError("a tensor has invalid sizes")
     dtype = storage.dtype
     flags, hooks, *rest = more or (False, OrderedDict())

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.errors import CheckpointError
-from .stored import ITEM_SIZES, is_shape
+from .stored import ITEM_SIZES, is_shape, is_size
 from .zip_directory import open_regular
 
 DTYPES = {
@@ -47,7 +47,7 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
         for name, entry in sorted(named.items(), key=lambda item: item[1]["data_offsets"]):
             start, end = entry["data_offsets"]
             width = ITEM_SIZES[_torch_dtype(entry["dtype"])]
-            if not is_shape((start, end)) or not is_shape(tuple(entry["shape"])):
+            if not (is_size(start) and is_size(end)) or not is_shape(tuple(entry["shape"])):
                 raise ValueError(f"{name} has invalid sizes")
             if not last <= start <= end <= size - begin or end - start != prod(entry["shape"]) * width:
                 raise ValueError(f"{name} is outside the file, or has the wrong size")

@@ -158,12 +158,13 @@ def stand_in(name: str) -> type[StandIn]:
 
 
 def is_shape(value: Any) -> bool:
-    """Whether a value is a tuple of possible sizes, strides or offsets."""
-    return (
-        isinstance(value, tuple)
-        and len(value) <= 64
-        and all(type(size) is int and 0 <= size < 1 << 60 for size in value)
-    )
+    """Whether a value is a tuple of possible sizes, strides or offsets, of no more dimensions than torch allows."""
+    return isinstance(value, tuple) and len(value) <= 64 and all(map(is_size, value))
+
+
+def is_size(value: Any) -> bool:
+    """Whether a value is a possible number of elements."""
+    return type(value) is int and 0 <= value < 1 << 60
 
 
 def iter_tensors(value: Any) -> Iterator[tuple[tuple[Any, ...], StoredTensor]]:

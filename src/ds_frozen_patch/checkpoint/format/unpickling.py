@@ -19,7 +19,7 @@ from ...common.errors import CheckpointError
 from .allowed import EXPECTED, LISTS, MAPPINGS, may_be_called, may_have_state, value_of_member
 from .makers import MAKERS, PLAIN
 from .references import check_references
-from .stored import STORAGES, StandIn, Storage, StorageType, is_shape, stand_in
+from .stored import STORAGES, StandIn, Storage, StorageType, is_size, stand_in
 
 _BYTES_PER_BYTE = 50
 _BYTES_FOR_ALL = 1 << 25
@@ -274,12 +274,7 @@ class _Unpickler(pickle._Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         kind, dtype, key, _, numel = pid
-        if (
-            kind != "storage"
-            or not isinstance(dtype, StorageType)
-            or not isinstance(key, str)
-            or not is_shape((numel,))
-        ):
+        if kind != "storage" or not isinstance(dtype, StorageType) or not isinstance(key, str) or not is_size(numel):
             raise ValueError("it has an unknown record")
         storage = Storage(self.path, key, str(dtype), numel)
         if self.storages.setdefault(key, storage) != storage:  # torch would take the first of them for both

@@ -16,7 +16,7 @@ from ...parameters import compiled_modules, is_name
 from .. import hyperparameters
 from ..format.archive import Contents, read_archive
 from ..format.records import Records, from_stored
-from ..format.stored import StandIn, StoredTensor, is_shape, iter_tensors
+from ..format.stored import StandIn, StoredTensor, is_shape, is_size, iter_tensors
 from ..quantization import parse_subclass
 from .labels import PLAIN_GROUPS, get_label
 from .layout import Layout, check_links_stay_inside, find_layout
@@ -167,7 +167,7 @@ def _check_value_types(file: Path, state: Mapping[str, Any]) -> None:
         "frozen_param_fragments": _is_mapping(
             state.get("frozen_param_fragments"), lambda part: isinstance(part, StoredTensor) or parse_subclass(part)
         ),
-        "dp_world_size": is_shape((state.get("dp_world_size", 0),)),
+        "dp_world_size": is_size(state.get("dp_world_size", 0)),
     }
     if wrong := [name for name, is_sound in sound.items() if not is_sound]:
         raise CheckpointError(f"{file} is damaged: unexpected values for {named(wrong)}. Get a complete copy of it.")
@@ -364,7 +364,8 @@ def groups_in_memory(states: States, groups: Sequence[Shapes]) -> Sequence[Shape
     if gaps is None:
         return groups
     if not isinstance(gaps, list) or [len(group) for group in groups] != [
-        len(group_gaps) if isinstance(group_gaps, list) and is_shape(tuple(group_gaps)) else None for group_gaps in gaps
+        len(group_gaps) if isinstance(group_gaps, list) and all(map(is_size, group_gaps)) else None
+        for group_gaps in gaps
     ]:
         raise CheckpointError(
             f"{states.layout.optimizer[0]} is damaged: {GAPS!r} does not fit the parameters. Get a complete copy of it."
