@@ -67,6 +67,24 @@ class Net(torch.nn.Module):
         return loss
 
 
+class Blocks(Net):
+    """Parameters of 16 and 12 blocks of 256 elements, which is what 8-bit optimizers have one scale for."""
+
+    def __init__(self, seed: int = 1) -> None:
+        super().__init__(seed, names=())
+        torch.manual_seed(seed)
+        self.base = torch.nn.Linear(6, 64).requires_grad_(False)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, size, bias=False) for size in (64, 64, 48))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        hidden = self.base(batch)
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        loss: torch.Tensor = hidden.float().square().mean()
+        return loss
+
+
 def adamw(groups: Any) -> Any:
     return torch.optim.AdamW(groups)
 
@@ -125,8 +143,21 @@ def cpu_adam(groups: Any) -> Any:
     return DeepSpeedCPUAdam(groups)
 
 
+def adamw_8bit(groups: Any) -> Any:
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit(groups, min_8bit_size=16)
+
+
+def adamw_8bit_of_torchao(groups: Any) -> Any:
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit(groups, block_size=16)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {"AdamW": adamw, "SGD": sgd, "Adagrad": adagrad, "Lion": Lion}
 OPTIMIZERS |= {"Muon": muon, "FusedAdam": fused_adam, "DeepSpeedCPUAdam": cpu_adam}
+OPTIMIZERS |= {"AdamW8bit": adamw_8bit, "AdamW8bit of torchao": adamw_8bit_of_torchao}
 
 
 def begin(
@@ -144,7 +175,7 @@ def begin(
     """An engine that is served, with parameter groups of different settings."""
     if not dist.is_initialized():
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
-    module = Net(**model)
+    module = Blocks(**model) if optimizer.startswith("AdamW8bit") else Net(**model)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [{"params": trained[::number], "lr": lr}]
     groups += [{"params": trained[index::number], "lr": 1e-3, "weight_decay": 0.1} for index in range(1, number)]
@@ -240,7 +271,11 @@ def _flat_groups(optimizer: Any) -> tuple[Any, Any]:
 
 
 def _tensors(state: Any) -> dict[str, torch.Tensor]:
-    return {key: torch.as_tensor(value).detach().clone() for key, value in state.items() if value is not None}
+    kept = {key: torch.as_tensor(value).detach().clone() for key, value in state.items() if value is not None}
+    for key in kept.keys() & {"absmax1", "absmax2"}:  # each is the scale of a block of elements
+        like = kept["state1"]
+        kept[key] = kept[key].repeat_interleave(256)[: like.numel()].view_as(like)
+    return kept
 
 
 def train_and_save(out: str, stage: int, **options: Any) -> tuple[State, list[float]]:

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import quantized
 import runs
+import stages
 import torch
 from disk import model_states, size
 from quantized import AVAILABLE, DAMAGES, QuantizedRun
 from under_test import TRAINER
 
 import ds_frozen_patch
+from ds_frozen_patch import CheckpointError, reshard
 
 pytestmark = [pytest.mark.promise(16), pytest.mark.quantized]
 
@@ -173,6 +175,44 @@ def with_8_bits(out: str, library: str, stage: int) -> Any:
     trainer(out, stage).fit(modules[0], runs.batches(2))
     trainer(f"{out}/again", stage).fit(modules[1], runs.batches(2), ckpt_path=f"{out}/epoch=0.ckpt")
     return modules[1].losses == modules[0].losses[runs.BATCHES :], trained(modules[1]) == trained(modules[0])
+
+
+def test_optimizers_with_8_bits_in_other_stages(ranks: Any, tmp_path: Path) -> None:
+    """Where every parameter and shard begins with a block, which has one scale; otherwise the masters alone go on."""
+    pytest.importorskip("bitsandbytes.optim")
+    options: dict[str, Any] = {"optimizer": "AdamW8bit", "sub_group_size": 10**9}
+    outs = {stage: tmp_path / f"{stage}" for stage in range(4)}
+    saved = [ranks(2, stages.train_and_save, out=str(out), stage=stage, **options)[0] for stage, out in outs.items()]
+    paths = [str(out / kind) for out in outs.values() for kind in ("small", "full")]
+    for number, stage in ((4, 2), (4, 3), (1, 1), (2, 0)):
+        found = ranks(number, stages.resume_from, paths=paths, stage=stage, **options)[0]
+        expected = [run for run in saved for _ in ("small", "full")]
+        for path, (state, losses, _), (there, continued) in zip(paths, found, expected, strict=True):
+            assert {"state1", "absmax1", "qmap2"} <= next(iter(state.values())).keys()
+            assert stages.difference(state, there) == 0, (path, number, stage)
+            assert stages.apart(losses, continued) <= 1e-3, (path, number, stage)
+    ranks(3, stages.train_and_save, out=str(tmp_path / "of 3"), stage=2, **options)
+    for path, stage, number in ((paths[2], 2, 3), (paths[2], 3, 3), (tmp_path / "of 3" / "small", 2, 1)):
+        with pytest.raises(CheckpointError, match=r"each 256 elements, and a parameter or a shard, .*restart"):
+            reshard(path, tmp_path / "out", stage=stage, ranks=number)
+    assert reshard(paths[2], tmp_path / "out", ranks=3, optimizer="restart").ranks == 3
+
+
+def save_with_torchao(out: str, stage: int) -> None:
+    ds_frozen_patch.patch()
+    engine = stages.begin(stage, optimizer="AdamW8bit of torchao")
+    stages.go_on(engine, 1)
+    engine.save_checkpoint(out, tag="a")
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_blocks_in_subclasses_need_a_fresh_optimizer(ranks: Any, tmp_path: Path, stage: int) -> None:
+    """What holds more than one value for all elements is not copied to every shard."""
+    pytest.importorskip("torchao.optim")
+    ranks(1, save_with_torchao, out=str(tmp_path / "small"), stage=stage, alone=True)
+    with pytest.raises(CheckpointError, match=r"'exp_avg' in the optimizer's state has \d+ elements .*restart"):
+        reshard(tmp_path / "small", tmp_path / "out", ranks=2, stage=stage or 2, trust=True)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

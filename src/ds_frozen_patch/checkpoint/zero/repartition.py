@@ -24,7 +24,7 @@ from .partitions import SUB_GROUP_SIZE, Shapes
 from .selection import Selection, select
 from .shard import Sharded, in_groups, in_stage_0, in_sub_groups
 from .states import GAPS, States, as_integer, check_same_save, masters_key, parameter_groups, zero_setting
-from .trained import BASE_STATE, Group, locate_trained, uses_round_robin
+from .trained import BASE_STATE, BLOCK, MASTERS_ALONE, Group, SharedBlockError, locate_trained, uses_round_robin
 from .weights import Weights, locate_weights
 
 _MODEL = {3: "zero_pp_rank_0_mp_rank_00_model_states.pt"}
@@ -118,6 +118,11 @@ def plan_repartition(states: States, target: Target) -> Repartition:
         completed = _completed(target, states)
         _check_can_be_loaded(states, completed)
         return _repartition(states, weights, completed)
+    except SharedBlockError:
+        raise CheckpointError(
+            f"{states.layout.root} cannot be resharded: its 8-bit optimizer has a scale for each {BLOCK} elements, and"
+            f" a parameter or a shard, then or now, does not begin at a multiple of them. {MASTERS_ALONE}"
+        ) from None
     except (AttributeError, LookupError, TypeError, ValueError) as error:  # an optimizer's state can be anything
         raise CheckpointError(
             f"{states.layout.root} cannot be resharded: the format of its optimizer's state is unknown"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -20,7 +21,7 @@ from .partitions import (
     split_into_sub_groups,
 )
 from .states import FLAT_MASTERS, as_integer, masters_key
-from .trained import BASE_STATE, MASTERS, Group, Trained, Values
+from .trained import BASE_STATE, MASTERS, Group, SharedBlockError, Trained, Values, nested
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,18 @@ class Slice:
     count: int
     padding: int = 0
 
-    def pieces(self, values: Values | None) -> Iterator[Piece | int]:
-        """Those of the master or of the optimizer's state; zeros where the optimizer has none yet."""
+    def pieces(self, values: Values | None, per: int = 1) -> Iterator[Piece | int]:
+        """Those of the master or of the optimizer's state; zeros where the optimizer has none yet.
+
+        Each value is for `per` elements, at whose multiples the slice begins.
+        """
+        count = -(-self.count // per)
         if values is None:
-            yield self.count
+            yield count
         else:
             yield from values.part(self.begin, self.count)
         if self.padding:
-            yield self.padding
+            yield -(-(self.count + self.padding) // per) - count
 
 
 @dataclass(frozen=True)
@@ -95,18 +100,23 @@ def _for_each_parameter(groups: Sequence[Group], tensors: NewTensors) -> dict[st
         for parameter in group.parameters.values():
             # Where each parameter has a step counter of its own, one without state begins with its first gradient.
             is_fresh = not parameter.state and isinstance(kept.get("step"), StoredTensor)
-            state[len(state)] = {
-                key: tensors.whole_like(value.like, _all(parameter, key, value), parameter.shape)
+            values = {
+                key: tensors.whole_like(value.like, _all(parameter, key, value), _shape(parameter, value))
                 if isinstance(value, Values)
                 else tensors.copy(parameter.state.get(key, value) if isinstance(value, StoredTensor) else value)
                 for key, value in ({} if is_fresh else kept).items()
             }
+            state[len(state)] = nested(values)
         settings.append({**group.settings, "params": list(range(first, len(state)))})
     return {"state": {index: item for index, item in state.items() if item}, "param_groups": settings}
 
 
 def _all(parameter: Trained, key: str, value: Values) -> Iterator[Piece | int]:
-    return Slice(parameter, 0, prod(parameter.shape)).pieces(parameter.state.get(key))
+    return Slice(parameter, 0, prod(parameter.shape)).pieces(parameter.state.get(key), value.per)
+
+
+def _shape(parameter: Trained, value: Values) -> tuple[int, ...]:
+    return parameter.shape if value.per == 1 else (-(-prod(parameter.shape) // value.per),)
 
 
 def in_groups(
@@ -207,10 +217,11 @@ def keys_of(parameters: Iterable[Trained]) -> Mapping[str, Any]:
 def _state(group: Group, cut: Sequence[Slice], padding: int, tensors: NewTensors) -> dict[str, Any]:
     """The state of a flat tensor that consists of slices."""
     kept = keys_of(group.parameters.values())  # not of the slices: the ranks' step counters must be the same
-    return {
+    values = {
         key: _flat(group, cut, key, padding, tensors) if isinstance(value, Values) else tensors.copy(value)
         for key, value in kept.items()
     }
+    return nested(values)
 
 
 def _flat(group: Group, cut: Sequence[Slice], key: str | None, padding: int, tensors: NewTensors) -> Any:
@@ -219,9 +230,16 @@ def _flat(group: Group, cut: Sequence[Slice], key: str | None, padding: int, ten
     def values(parameter: Trained) -> Values | None:
         return parameter.master if key is None else parameter.state.get(key)
 
-    like = next(value.like for value in map(values, group.parameters.values()) if value is not None)
-    pieces = [piece for item in cut for piece in item.pieces(values(item.of))]
-    return tensors.flat_like(like, [*pieces, padding] if key is not None else pieces)
+    present = [value for value in map(values, group.parameters.values()) if value is not None]
+    like, per = present[0].like, present[0].per
+    if any(value.like.dtype != like.dtype for value in present):
+        raise TypeError(f"some of {key!r} is in {like.dtype}, and some is not")
+    *offsets, size = accumulate((item.count + item.padding for item in cut), initial=0)
+    if any(at % per or item.begin % per for at, item in zip(offsets, cut, strict=True)):
+        raise SharedBlockError
+    pieces = [piece for item in cut for piece in item.pieces(values(item.of), per)]
+    more = -(-(size + padding) // per) - -(-size // per)
+    return tensors.flat_like(like, [*pieces, more] if key is not None else pieces)
 
 
 def _fragment_addresses(group: Shapes, ranks: int, rank: int) -> dict[str, Any]:

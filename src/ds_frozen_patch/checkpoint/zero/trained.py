@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
@@ -18,7 +18,7 @@ from ...common.errors import CheckpointError
 from ...parameters import plain
 from ...workarounds.for_deepspeed import ignores_round_robin
 from ..format.records import Piece, pieces_of_range
-from ..format.stored import StoredTensor
+from ..format.stored import StoredTensor, iter_tensors
 from .masters import without_padding
 from .partitions import (
     Shapes,
@@ -41,19 +41,38 @@ Flats = Sequence[StoredTensor]
 """The flat tensors of all ranks."""
 
 
+BLOCK = 256
+"""How many elements an 8-bit optimizer of bitsandbytes has one scale for, as in its releases 0.46 and 0.50."""
+_NEST = "__bnb_optimizer_quant_state__"
+"""The key of the dict in which 0.50 saves what belongs to a parameter's 8 bits; here its keys follow this and a dot."""
+_SCALES, _MAPS = (
+    {f"{prefix}{name}{number}" for prefix in ("", f"{_NEST}.") for number in (1, 2)} for name in ("absmax", "qmap")
+)
+"""The keys of these scales, and of the tables of the 256 values that they scale."""
+
+
+class SharedBlockError(Exception):
+    """A parameter or a shard, of the checkpoint or of the target, begins within a block that has one scale."""
+
+
 @dataclass(frozen=True)
 class Values:
-    """The elements of a tensor, flattened: where they are, and a tensor whose dtype and kind they have."""
+    """The elements of a tensor, flattened: where they are, and a tensor whose dtype and kind they have.
+
+    `per` is the number of elements of the parameter for each: 1, or that of a block that has one scale.
+    """
 
     pieces: tuple[Piece, ...]
     like: StoredTensor
+    per: int = 1
 
     @cached_property
     def _begins(self) -> list[int]:
         return list(accumulate((piece.count for piece in self.pieces), initial=0))
 
     def part(self, begin: int, count: int) -> Iterator[Piece]:
-        """The pieces of `count` elements from `begin` on."""
+        """The pieces for `count` elements of the parameter from `begin` on, which is where a block begins."""
+        begin, count = begin // self.per, -(-count // self.per)
         index = bisect_right(self._begins, begin) - 1
         while count > 0:
             piece, skipped = self.pieces[index], begin - self._begins[index]
@@ -113,15 +132,16 @@ def locate_trained(states: States, with_state: bool = True) -> list[Group]:
     if with_state and any(group.settings.get("use_muon") for group in groups):
         raise CheckpointError(
             f"{states.layout.root} cannot be resharded: with Muon, each rank keeps the momentum of whole parameters."
-            f" {_MASTERS_ALONE}"
+            f" {MASTERS_ALONE}"
         )
     return groups
 
 
-_MASTERS_ALONE = (
+MASTERS_ALONE = (
     'The masters alone can be resharded, for a fresh optimizer: patch(optimizer="restart"), or reshard --optimizer'
     " restart."
 )
+"""What to do about an optimizer's state that cannot be resharded."""
 
 
 def _in_stage_0(states: States, with_state: bool) -> list[Group]:
@@ -141,7 +161,9 @@ def _in_stage_0(states: States, with_state: bool) -> list[Group]:
         masters = model["optimizer"][in_masters][number] if in_masters else [weights[plain(name)] for name in shapes]
         parameters = {}
         for index, master, (name, shape) in zip(settings["params"], masters, shapes.items(), strict=True):
-            state = {key: _per_element(states, value, shape, key) for key, value in kept.get(index, {}).items()}
+            state = {
+                key: _per_element(states, value, shape, key) for key, value in _unnested(kept.get(index, {})).items()
+            }
             parameters[name] = Trained(shape, whole(states, master, name), state)
         groups.append(Group(settings, parameters))
     return groups
@@ -151,23 +173,50 @@ def _in_flat_group(states: States, shapes: Shapes, flat: Any, kept: Mapping[str,
     """The parameters of a group whose master is one flat tensor, without padding."""
     size = numel(shapes)
     master = whole(states, require_shard(states, flat, size, FLAT_MASTERS), FLAT_MASTERS)
-    state = {key: _per_element(states, value, (size,), key) for key, value in kept.items()}
+    state = {key: _per_element(states, value, (size,), key) for key, value in _unnested(kept).items()}
     parameters = {}
     for name, begin in parameter_offsets(shapes).items():
 
         def cut(values: Any, begin: int = begin, count: int = prod(shapes[name])) -> Any:
-            return Values(tuple(values.part(begin, count)), values.like) if isinstance(values, Values) else values
+            return replace(values, pieces=tuple(values.part(begin, count))) if isinstance(values, Values) else values
 
         parameters[name] = Trained(shapes[name], cut(master), {key: cut(value) for key, value in state.items()})
     return parameters
 
 
 def _per_element(states: States, value: Any, shape: tuple[int, ...], key: str) -> Any:
+    if key in _SCALES and isinstance(value, StoredTensor) and value.shape == (-(-prod(shape) // BLOCK),):
+        return replace(whole(states, value, key), per=BLOCK)
     if isinstance(value, StoredTensor) and value.shape == shape and key != "step":
         return whole(states, value, key)
-    if isinstance(value, StoredTensor) and value.numel > 1:
-        raise _not_elementwise(states, key, value, prod(shape))
+    return _for_all_elements(states, value, prod(shape), key)
+
+
+def _for_all_elements(states: States, value: Any, size: int, key: str) -> Any:
+    """A value that stands for all elements, such as a step counter; raises CheckpointError for what holds more."""
+    largest = max((tensor.numel for _, tensor in iter_tensors(value)), default=0)
+    if largest > 1 and key not in _MAPS:
+        raise CheckpointError(
+            f"{states.layout.root} cannot be resharded: {key!r} in the optimizer's state has {largest} elements for"
+            f" {size} of the weights; how they correspond is unknown. {MASTERS_ALONE}"
+        )
     return value
+
+
+def _unnested(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state without the dict for 8 bits in it."""
+    inner = state.get(_NEST)
+    if not isinstance(inner, Mapping):
+        return dict(state)
+    outer = {key: value for key, value in state.items() if key != _NEST}
+    return outer | {f"{_NEST}.{key}": value for key, value in inner.items()}
+
+
+def nested(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state as the optimizer saves it: the inverse of how this module reads it."""
+    inner = {key: value for key, value in state.items() if key.startswith(f"{_NEST}.")}
+    outer = {key: value for key, value in state.items() if key not in inner}
+    return outer | ({_NEST: {key.removeprefix(f"{_NEST}."): value for key, value in inner.items()}} if inner else {})
 
 
 def whole(states: States, value: Any, what: str) -> Values:
@@ -189,8 +238,8 @@ def _in_groups(states: States, with_state: bool) -> list[Group]:
         parameters = {}
         for name, shape in shards.in_order(group).items():
 
-            def cut(flats: Flats, begin: int = begins[name], shape: tuple[int, ...] = shape) -> Sequence[Piece]:
-                return pieces_of_range(flats, begin, prod(shape))
+            def cut(flats: Flats, per: int, begin: int = begins[name], size: int = prod(shape)) -> Sequence[Piece]:
+                return pieces_of_range(flats, begin // per, -(-size // per))
 
             parameters[name] = shards.trained(index, shape, cut)
         groups.append(Group(settings, parameters))
@@ -209,8 +258,8 @@ def _in_sub_groups(states: States, with_state: bool) -> list[Group]:
                 shape = group[name]
                 size = parameter_shard_size(shape, shards.ranks)
 
-                def cut(flats: Flats, begin: int = begin, size: int = size) -> Sequence[Piece]:
-                    return [piece for flat in flats for piece in pieces_of_range([flat], begin, size)]
+                def cut(flats: Flats, per: int, begin: int = begin, size: int = size) -> Sequence[Piece]:
+                    return [piece for flat in flats for piece in pieces_of_range([flat], begin // per, -(-size // per))]
 
                 parameters[name] = shards.trained(index, shape, cut)
         groups.append(Group(settings, parameters))
@@ -251,30 +300,37 @@ class _Shards:
         """A group in the order of the optimizer."""
         return undo_round_robin(group, self.ranks) if uses_round_robin(self.checkpoint) else group
 
-    def trained(self, index: int, shape: tuple[int, ...], cut: Callable[[Flats], Sequence[Piece]]) -> Trained:
-        """A parameter of a group, whose pieces of the ranks' shards `cut` returns."""
-        flats = self.masters[index]
-        master = Values(without_padding(cut(flats), prod(shape)), flats[0])
+    def trained(self, index: int, shape: tuple[int, ...], cut: Callable[[Flats, int], Sequence[Piece]]) -> Trained:
+        """A parameter of a group, whose pieces of the ranks' shards `cut` returns, for so many elements each."""
+
+        def values(flats: Flats, per: int = 1) -> Values:
+            return Values(without_padding(cut(flats, per), -(-prod(shape) // per)), flats[0], per)
+
         state = {
-            key: Values(without_padding(cut(value), prod(shape)), value[0]) if isinstance(value, tuple) else value
+            key: values(value, BLOCK if key in _SCALES else 1) if isinstance(value, tuple) else value
             for key, value in self.states[index].items()
         }
-        return Trained(shape, master, state)
+        return Trained(shape, values(self.masters[index]), state)
 
     def _states(self, index: int) -> dict[str, Any]:
         """A group's state: the shards of all ranks for what has a value for each element, else that of rank 0."""
         found: dict[str, Any] = {}
-        for key, value in self.bases[0].get(index, {}).items():
-            if isinstance(value, StoredTensor) and value.shape == (self.sizes[index],):
-                found[key] = tuple(self._shard(base.get(index, {}).get(key), index, key) for base in self.bases)
-            elif not isinstance(value, StoredTensor) or value.numel == 1:
-                found[key] = value
+        states = [_unnested(base.get(index, {})) for base in self.bases]
+        for key, value in states[0].items():
+            size = self._scales(index) if key in _SCALES else self.sizes[index]
+            if isinstance(value, StoredTensor) and value.shape == (size,) and key not in _MAPS:
+                found[key] = tuple(require_shard(self.checkpoint, state.get(key), size, key) for state in states)
             else:
-                raise _not_elementwise(self.checkpoint, key, value, self.sizes[index])
+                found[key] = _for_all_elements(self.checkpoint, value, self.sizes[index], key)
         return found
 
-    def _shard(self, flat: Any, index: int, key: str) -> StoredTensor:
-        return require_shard(self.checkpoint, flat, self.sizes[index], key)
+    def _scales(self, index: int) -> int:
+        """The number of scales in a rank's shard of a group; raises CheckpointError if parameters share one."""
+        stage, group = self.checkpoint.zero_stage, self.in_memory[index]
+        begins = [*parameter_offsets(group, self.ranks if stage == 3 else 0).values()]
+        if any(begin % BLOCK for begin in begins) or (self.ranks > 1 and self.sizes[index] % BLOCK):
+            raise SharedBlockError
+        return -(-self.sizes[index] // BLOCK)
 
 
 def require_shard(states: States, flat: Any, size: int, what: str) -> StoredTensor:
@@ -285,13 +341,6 @@ def require_shard(states: States, flat: Any, size: int, what: str) -> StoredTens
             " from another run, or on NVMe; take all files from one checkpoint."
         )
     return flat
-
-
-def _not_elementwise(states: States, key: str, value: StoredTensor, size: int) -> CheckpointError:
-    return CheckpointError(
-        f"{states.layout.root} cannot be resharded: {key!r} in the optimizer's state has {value.numel} elements for"
-        f" {size} of the weights; how they correspond is unknown. {_MASTERS_ALONE}"
-    )
 
 
 def uses_round_robin(states: States) -> bool:
