@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ds_frozen_patch.checkpoint.names import is_state
+from ds_frozen_patch.checkpoint.names import WRITER, is_state
 from ds_frozen_patch.publish import work_folder
-from ds_frozen_patch.publish.ways import remove_work
-from ds_frozen_patch.publish.work_folder import left_behind, swap
+from ds_frozen_patch.publish.publication import Publication
+from ds_frozen_patch.publish.ways import Way, remove_work
+from ds_frozen_patch.publish.work_folder import is_locked, left_behind, swap
 
 
 def folder_of(job: str, at: Path) -> Path:
@@ -47,3 +50,22 @@ def test_two_jobs_replace_a_folder_in_two_steps(tmp_path: Path, monkeypatch: Any
     assert (target / "mp_rank_00_model_states.pt").read_text() == "this"
     remove_work(work, is_state)
     assert [item.name for item in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_a_forked_process_does_not_keep_a_lock(tmp_path: Path) -> None:
+    """Such as a dataloader's worker, which has the lock's descriptor too."""
+    target, kept = tmp_path / "a.ckpt", tmp_path / "kept"
+    publication = Publication(target, tmp_path, target, Way.UNMANAGED, WRITER, True, False, True, print)
+    publication.open(chooses_way=True)
+    if (child := os.fork()) == 0:
+        signal.pause()
+    try:
+        kept.mkdir()
+        (kept / "lock").hardlink_to(publication.work / "lock")
+        assert is_locked(kept)
+        publication.close()
+        assert not publication.work.exists()
+        assert not is_locked(kept)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
