@@ -192,9 +192,9 @@ def test_optimizers_with_8_bits_in_other_stages(ranks: Any, tmp_path: Path) -> N
             assert stages.difference(state, there) == 0, (path, number, stage)
             assert stages.apart(losses, continued) <= 1e-3, (path, number, stage)
     ranks(3, stages.train_and_save, out=str(tmp_path / "of 3"), stage=2, **options)
-    for path, stage, number in ((paths[2], 2, 3), (paths[2], 3, 3), (tmp_path / "of 3" / "small", 2, 1)):
+    for source, stage, number in ((paths[2], 2, 3), (paths[2], 3, 3), (str(tmp_path / "of 3" / "small"), 2, 1)):
         with pytest.raises(CheckpointError, match=r"each 256 elements, and a parameter or a shard, .*restart"):
-            reshard(path, tmp_path / "out", stage=stage, ranks=number)
+            reshard(source, tmp_path / "out", stage=stage, ranks=number)
     assert reshard(paths[2], tmp_path / "out", ranks=3, optimizer="restart").ranks == 3
 
 
