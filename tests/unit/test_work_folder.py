@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from ds_frozen_patch.checkpoint.names import WRITER, is_state
-from ds_frozen_patch.publish import work_folder
+from ds_frozen_patch.publish import in_flight, work_folder
+from ds_frozen_patch.publish.durable import sync_tree
 from ds_frozen_patch.publish.publication import Publication
 from ds_frozen_patch.publish.ways import Way, remove_work
 from ds_frozen_patch.publish.work_folder import is_locked, left_behind, swap
@@ -69,3 +70,25 @@ def test_a_forked_process_does_not_keep_a_lock(tmp_path: Path) -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_a_process_that_has_ended_is_not_waited_for() -> None:
+    """By a forked process, which waits for the saves of the one that forked it."""
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert [in_flight._runs(process) for process in (child, os.getpid(), 1)] == [False, True, True]
+
+
+def test_all_of_a_folder_is_synced(tmp_path: Path, monkeypatch: Any) -> None:
+    folder, synced = tmp_path / "folder", set()
+    (folder / "inner" / "empty").mkdir(parents=True)
+    for name in ("one", "inner/two", "outside"):
+        (folder / name).write_text(name)
+    (folder / "outside").rename(tmp_path / "outside")
+    (folder / "link").symlink_to(tmp_path / "outside")
+    os.mkfifo(folder / "pipe")
+    monkeypatch.setattr(os, "fsync", lambda opened: synced.add(Path(f"/proc/self/fd/{opened}").readlink()))
+    sync_tree(folder)
+    names = {str(path.relative_to(tmp_path)) for path in synced}
+    assert names == {"folder", "folder/one", "folder/inner", "folder/inner/two", "folder/inner/empty"}
