@@ -120,8 +120,9 @@ def test_many_parameters(ranks: Any, saved: Any, tmp_path: Path) -> None:
     """More in a group than a tensor can have dimensions: a list of sizes is not a shape."""
     options: dict[str, Any] = {"adapters": tuple(f"adapter_{index}" for index in range(130))}
     options["names"] = (*stages.NAMES, "adapters")
-    source, state, _ = saved(2, stage=2, **options)
-    assert_goes_on(ranks, 2, [saved(2, stage=2, **options)], kinds=("small",), stage=3, **options)
+    run = saved(2, stage=2, **options)
+    assert_goes_on(ranks, 2, [run], kinds=("small",), stage=3, **options)
+    source, state, _ = run
     prune(source / "full", tmp_path / "pruned")
     for number, checkpoint in enumerate((source / "small", source / "full", tmp_path / "pruned")):
         consolidate(checkpoint, tmp_path / f"{number}.pt")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,8 @@ def test_a_forked_process_does_not_keep_a_lock(tmp_path: Path) -> None:
     target, kept = tmp_path / "a.ckpt", tmp_path / "kept"
     publication = Publication(target, tmp_path, target, Way.UNMANAGED, WRITER, True, False, True, print)
     publication.open(chooses_way=True)
-    if (child := os.fork()) == 0:
-        signal.pause()
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    worker.start()
     try:
         kept.mkdir()
         (kept / "lock").hardlink_to(publication.work / "lock")
@@ -68,8 +69,8 @@ def test_a_forked_process_does_not_keep_a_lock(tmp_path: Path) -> None:
         assert not publication.work.exists()
         assert not is_locked(kept)
     finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        worker.kill()
+        worker.join()
 
 
 def test_a_process_that_has_ended_is_not_waited_for() -> None:

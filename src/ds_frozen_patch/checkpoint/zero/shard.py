@@ -21,7 +21,7 @@ from .partitions import (
     split_into_sub_groups,
 )
 from .states import FLAT_MASTERS, as_integer, masters_key
-from .trained import BASE_STATE, MASTERS, Group, SharedBlockError, Trained, Values, nested
+from .trained import BASE_STATE, MASTERS, Group, SharedBlockError, Trained, Values, blocks_in, nested
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Slice:
 
         Each value is for `per` elements, at whose multiples the slice begins.
         """
-        count = -(-self.count // per)
+        count = blocks_in(self.count, per)
         if values is None:
             yield count
         else:
             yield from values.part(self.begin, self.count)
         if self.padding:
-            yield -(-(self.count + self.padding) // per) - count
+            yield blocks_in(self.count + self.padding, per) - count
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _all(parameter: Trained, key: str, value: Values) -> Iterator[Piece | int]:
 
 
 def _shape(parameter: Trained, value: Values) -> tuple[int, ...]:
-    return parameter.shape if value.per == 1 else (-(-prod(parameter.shape) // value.per),)
+    return parameter.shape if value.per == 1 else (blocks_in(prod(parameter.shape), value.per),)
 
 
 def in_groups(
@@ -238,7 +238,7 @@ def _flat(group: Group, cut: Sequence[Slice], key: str | None, padding: int, ten
     if any(at % per or item.begin % per for at, item in zip(offsets, cut, strict=True)):
         raise SharedBlockError
     pieces = [piece for item in cut for piece in item.pieces(values(item.of), per)]
-    more = -(-(size + padding) // per) - -(-size // per)
+    more = blocks_in(size + padding, per) - blocks_in(size, per)
     return tensors.flat_like(like, [*pieces, more] if key is not None else pieces)
 
 

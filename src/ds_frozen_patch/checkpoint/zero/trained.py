@@ -51,6 +51,11 @@ _SCALES, _MAPS = (
 """The keys of these scales, and of the tables of the 256 values that they scale."""
 
 
+def blocks_in(elements: int, per: int) -> int:
+    """The number of blocks of `per` elements, the last of which may be shorter."""
+    return -(-elements // per)
+
+
 class SharedBlockError(Exception):
     """A parameter or a shard, of the checkpoint or of the target, begins within a block that has one scale."""
 
@@ -72,7 +77,7 @@ class Values:
 
     def part(self, begin: int, count: int) -> Iterator[Piece]:
         """The pieces for `count` elements of the parameter from `begin` on, which is where a block begins."""
-        begin, count = begin // self.per, -(-count // self.per)
+        begin, count = begin // self.per, blocks_in(count, self.per)
         index = bisect_right(self._begins, begin) - 1
         while count > 0:
             piece, skipped = self.pieces[index], begin - self._begins[index]
@@ -185,7 +190,7 @@ def _in_flat_group(states: States, shapes: Shapes, flat: Any, kept: Mapping[str,
 
 
 def _per_element(states: States, value: Any, shape: tuple[int, ...], key: str) -> Any:
-    if key in _SCALES and isinstance(value, StoredTensor) and value.shape == (-(-prod(shape) // BLOCK),):
+    if key in _SCALES and isinstance(value, StoredTensor) and value.shape == (blocks_in(prod(shape), BLOCK),):
         return replace(whole(states, value, key), per=BLOCK)
     if isinstance(value, StoredTensor) and value.shape == shape and key != "step":
         return whole(states, value, key)
@@ -237,11 +242,7 @@ def _in_groups(states: States, with_state: bool) -> list[Group]:
         begins = parameter_offsets(shards.in_memory[index])
         parameters = {}
         for name, shape in shards.in_order(group).items():
-
-            def cut(flats: Flats, per: int, begin: int = begins[name], size: int = prod(shape)) -> Sequence[Piece]:
-                return pieces_of_range(flats, begin // per, -(-size // per))
-
-            parameters[name] = shards.trained(index, shape, cut)
+            parameters[name] = shards.trained(index, shape, begins[name], prod(shape), pieces_of_range)
         groups.append(Group(settings, parameters))
     return groups
 
@@ -255,15 +256,15 @@ def _in_sub_groups(states: States, with_state: bool) -> list[Group]:
         for index in settings["params"]:
             group = shards.groups[index]
             for name, begin in parameter_offsets(group, shards.ranks).items():
-                shape = group[name]
-                size = parameter_shard_size(shape, shards.ranks)
-
-                def cut(flats: Flats, per: int, begin: int = begin, size: int = size) -> Sequence[Piece]:
-                    return [piece for flat in flats for piece in pieces_of_range([flat], begin // per, -(-size // per))]
-
-                parameters[name] = shards.trained(index, shape, cut)
+                size = parameter_shard_size(group[name], shards.ranks)
+                parameters[name] = shards.trained(index, group[name], begin, size, _pieces_of_each)
         groups.append(Group(settings, parameters))
     return groups
+
+
+def _pieces_of_each(flats: Flats, begin: int, count: int) -> list[Piece]:
+    """The pieces of `count` elements of each flat tensor from `begin` on."""
+    return [piece for flat in flats for piece in pieces_of_range([flat], begin, count)]
 
 
 class _Shards:
@@ -300,11 +301,19 @@ class _Shards:
         """A group in the order of the optimizer."""
         return undo_round_robin(group, self.ranks) if uses_round_robin(self.checkpoint) else group
 
-    def trained(self, index: int, shape: tuple[int, ...], cut: Callable[[Flats, int], Sequence[Piece]]) -> Trained:
-        """A parameter of a group, whose pieces of the ranks' shards `cut` returns, for so many elements each."""
+    def trained(
+        self,
+        index: int,
+        shape: tuple[int, ...],
+        begin: int,
+        size: int,
+        cut: Callable[[Flats, int, int], Sequence[Piece]],
+    ) -> Trained:
+        """A parameter of a group: the pieces that `cut` returns of the ranks' shards, `size` elements from `begin`."""
 
         def values(flats: Flats, per: int = 1) -> Values:
-            return Values(without_padding(cut(flats, per), -(-prod(shape) // per)), flats[0], per)
+            pieces = cut(flats, begin // per, blocks_in(size, per))
+            return Values(without_padding(pieces, blocks_in(prod(shape), per)), flats[0], per)
 
         state = {
             key: values(value, BLOCK if key in _SCALES else 1) if isinstance(value, tuple) else value
@@ -325,12 +334,12 @@ class _Shards:
         return found
 
     def _scales(self, index: int) -> int:
-        """The number of scales in a rank's shard of a group; raises CheckpointError if parameters share one."""
+        """The number of scales in a rank's shard of a group; raises SharedBlockError if parameters share one."""
         stage, group = self.checkpoint.zero_stage, self.in_memory[index]
         begins = [*parameter_offsets(group, self.ranks if stage == 3 else 0).values()]
         if any(begin % BLOCK for begin in begins) or (self.ranks > 1 and self.sizes[index] % BLOCK):
             raise SharedBlockError
-        return -(-self.sizes[index] // BLOCK)
+        return blocks_in(self.sizes[index], BLOCK)
 
 
 def require_shard(states: States, flat: Any, size: int, what: str) -> StoredTensor:
