@@ -22,7 +22,8 @@ from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..engine.owner import is_first
 from ..engine.served import attached
 from ..settings import current
-from ..workarounds.for_deepspeed import has_plain_optimizer, ignores_round_robin
+from ..workarounds.for_deepspeed import has_plain_optimizer
+from ..workarounds.old_deepspeed import ignores_round_robin
 from . import changed_parameters
 from .agreement import list_files
 from .changed_parameters import Change

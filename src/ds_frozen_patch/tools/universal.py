@@ -25,7 +25,7 @@ from ..common.errors import CheckpointError
 from ..common.text import human_bytes, printable_lines
 from ..common.versions import version_of
 from ..parameters import is_name
-from ..workarounds.for_deepspeed import converter_needed, converter_reads_one_group
+from ..workarounds.old_deepspeed import converter_needed, converter_reads_one_group
 from .output import check_output, copy_other_files, new_output
 
 CONVERTER = "deepspeed.checkpoint.ds_to_universal"
