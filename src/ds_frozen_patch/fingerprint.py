@@ -118,26 +118,42 @@ def fingerprints(
     return [memory.recall(parameter) for parameter in parameters]
 
 
-def of_stream(dtype: str, numel: int, chunks: Iterable[bytes | bytearray | memoryview]) -> str:
-    """The fingerprint of a whole parameter whose content arrives in chunks, without collectives.
+class Stream:
+    """Computes the fingerprint of a whole parameter whose content arrives in chunks, without collectives.
 
     Args:
         dtype: torch's name of the dtype, such as "bfloat16".
         numel: the number of elements.
-        chunks: the bytes in order; each chunk has a whole number of elements.
     """
-    import torch
 
-    kind: torch.dtype = getattr(torch, dtype)
-    size = numel * kind.itemsize
-    sums = torch.zeros(-(-size // BLOCK_BYTES), dtype=torch.int64)
-    offset = 0
+    def __init__(self, dtype: str, numel: int) -> None:
+        import torch
+
+        self._kind: torch.dtype = getattr(torch, dtype)
+        self._size = numel * self._kind.itemsize
+        self._sums = torch.zeros(-(-self._size // BLOCK_BYTES), dtype=torch.int64)
+        self._offset = 0
+
+    def add(self, chunk: bytes | bytearray | memoryview) -> None:
+        """Take the next bytes, a whole number of elements."""
+        import torch
+
+        piece = torch.frombuffer(chunk, dtype=self._kind)
+        block, added = block_sums(piece, self._offset)
+        self._sums[block : block + len(added)] += added
+        self._offset += len(piece)
+
+    def digest(self) -> str:
+        """The fingerprint, after the last chunk."""
+        return _digest(self._size, self._sums)
+
+
+def of_stream(dtype: str, numel: int, chunks: Iterable[bytes | bytearray | memoryview]) -> str:
+    """The fingerprint of a whole parameter, whose bytes arrive in these chunks (see `Stream`)."""
+    stream = Stream(dtype, numel)
     for chunk in chunks:
-        piece = torch.frombuffer(chunk, dtype=kind)
-        block, added = block_sums(piece, offset)
-        sums[block : block + len(added)] += added
-        offset += len(piece)
-    return _digest(size, sums)
+        stream.add(chunk)
+    return stream.digest()
 
 
 @cache

@@ -327,6 +327,27 @@ def test_in_the_dtype_of_the_base(made: Made, bases: Callable[..., Path], tmp_pa
         assert same(model, wanted)
 
 
+@pytest.mark.short
+@pytest.mark.parametrize("chunk", [256, 2048])
+def test_unchanged_weights_are_copied_in_pieces(
+    made: Made, bases: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    for module in ("checkpoint.format.records", "tools.merge"):
+        monkeypatch.setattr(f"ds_frozen_patch.{module}.CHUNK_BYTES", chunk)
+    run, folder = made("tied", 2), bases("tied")
+    done = merge(run.small, tmp_path / "served", base=folder)
+    assert done.unverified == ()
+    assert same(served(tmp_path / "served"), run.merged("default"))
+
+    other = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight[-1, -1] += 1  # in the last piece
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"values differ in .*up_proj"):
+        merge(run.small, tmp_path / "refused", base=tmp_path / "other")
+    assert not (tmp_path / "refused").exists()
+
+
 def test_the_files_are_those_of_the_base(made: Made, bases: Callable[..., Path], tmp_path: Path) -> None:
     run, folder = made("llama", 2), bases("llama")
     done = merge(run.small, tmp_path / "served", base=folder)

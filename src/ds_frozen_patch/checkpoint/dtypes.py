@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import TypeVar
 
 from ..fingerprint import of_stream
 from ..manifest import LeftOut
@@ -10,6 +11,7 @@ from ..manifest import LeftOut
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """torch's names of the dtypes of outputs, by their names on the command line."""
 FLOATING = frozenset(("float64", "float32", "float16", "bfloat16"))
+Bytes = TypeVar("Bytes", bytearray, memoryview)
 
 
 def output_dtype(saved: str, dtype: str | None) -> str:
@@ -28,8 +30,8 @@ def torch_dtype(name: str | None) -> str | None:
     return DTYPES[name] if name else None
 
 
-def convert(values: bytearray, from_: str, to: str) -> bytearray:
-    """Convert elements to another dtype, with torch's rounding."""
+def convert(values: Bytes, from_: str, to: str) -> Bytes | bytearray:
+    """Convert elements to another dtype, with torch's rounding; to their own, they are returned as they are."""
     if from_ == to or not values:
         return values
     import torch

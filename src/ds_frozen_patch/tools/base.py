@@ -265,12 +265,18 @@ def check_values(
     base: Base, records: Records, tensor: TensorSource, entry: LeftOut, values: bytearray, manifest: Manifest
 ) -> None:
     """Raise CheckpointError if the values of a base's tensor, in the dtype of the run, are not those of the run."""
-    if dtypes.matches_fingerprint(entry, values):
-        return
+    if not dtypes.matches_fingerprint(entry, values):
+        raise wrong_values(base, records, tensor, entry, manifest)
+
+
+def wrong_values(
+    base: Base, records: Records, tensor: TensorSource, entry: LeftOut, manifest: Manifest
+) -> CheckpointError:
+    """The error for a base's tensor whose values are not those of the run."""
     for piece in tensor.pieces:
         records.check(piece.storage)  # a damaged file gets a message of its own
     message = describe_wrong_values(base, [entry.name], manifest)
-    raise CheckpointError(f"{message} Pass the base that the run was built from.")
+    return CheckpointError(f"{message} Pass the base that the run was built from.")
 
 
 def describe_wrong_values(base: Base, names: Iterable[str], manifest: Manifest) -> str:

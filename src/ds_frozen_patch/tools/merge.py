@@ -1,7 +1,8 @@
 """Merge a checkpoint and its base into a folder that serves: for `from_pretrained`, vLLM and the like.
 
-The folder has the files of the base's, one for one, so at most a file's largest tensor is in memory, with what it is
-made of. What the run has trained replaces the base's tensors, and LoRA is folded into them.
+The folder has the files of the base's, one for one. What the run has trained replaces the base's tensors, and LoRA is
+folded into them. Of what changes, at most two tensors are in memory, with what they are made of: one is written while
+the next is made. The others are copied in small pieces.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +20,12 @@ from ..checkpoint import dtypes
 from ..checkpoint.format import safetensors as safetensors_file
 from ..checkpoint.format.records import Records
 from ..checkpoint.format.stored import ITEM_SIZES
+from ..checkpoint.format.zip_directory import CHUNK_BYTES
 from ..common.errors import named
 from ..common.progress import progress
 from ..common.text import human_bytes, printable_lines
-from .base import check_values
+from ..fingerprint import Stream
+from .base import check_values, wrong_values
 from .loaded_names import CONFIG
 from .merge_plan import MergePlan, Part, plan_merge
 from .model_folder import INDEX, ModelFolder, copy_more, open_model_folder
@@ -185,7 +190,8 @@ def _write_weights(
         ordered = dict(sorted(parts.items(), key=lambda item: (item[1].weight, item[1].begin)))
         entries = {name: (plan.dtype_of(part.weight), part.shape) for name, part in ordered.items()}
         about = {} if plan.is_untied else folder.files[file].metadata
-        safetensors_file.write_file(output / file, entries, _contents(ordered, plan, read, progressed), about)
+        contents = _prefetched(_contents(ordered, plan, read, progressed))
+        safetensors_file.write_file(output / file, entries, contents, about)
     if len(plan.files) > 1:
         where = {name: file for file, parts in plan.files.items() for name in parts}
         index = {"metadata": {"total_size": plan.size}, "weight_map": where}
@@ -197,15 +203,28 @@ def _contents(
 ) -> Iterator[memoryview]:
     weight, value = "", memoryview(b"")
     for part in parts.values():
+        if read.is_copied(part):
+            for chunk in read.copied(part.weight):
+                progressed(len(chunk))
+                yield chunk
+            continue
         if part.weight != weight:
-            value.release()  # before the next is read
+            value = memoryview(b"")  # before the next is read
             _give_back_memory()
             weight, value = part.weight, memoryview(read(part.weight))
         width = ITEM_SIZES[plan.dtype_of(part.weight)]
-        chunk = value[part.begin * width : (part.begin + part.numel) * width]
-        yield chunk
-        progressed(len(chunk))
-        chunk.release()
+        progressed(part.numel * width)
+        yield value[part.begin * width : (part.begin + part.numel) * width]
+
+
+def _prefetched(contents: Iterator[memoryview]) -> Iterator[memoryview]:
+    """The same contents; each is made in a thread while the one before is written."""
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(next, contents, None)
+        while (content := coming.result()) is not None:
+            coming = thread.submit(next, contents, None)
+            yield content
+            content.release()
 
 
 def _give_back_memory() -> None:
@@ -220,6 +239,30 @@ class _Reader:
 
     def __init__(self, records: Records, folder: ModelFolder, tuned: Tuned, plan: MergePlan) -> None:
         self.records, self.base, self.tuned, self.plan = records, folder.base, tuned, plan
+        self.buffers = cycle([memoryview(bytearray(CHUNK_BYTES)) for _ in range(2)])
+
+    def is_copied(self, part: Part) -> bool:
+        """Whether a part of the output is a whole weight of the base, whose values stay as they are."""
+        weight, tensor = part.weight, self.plan.base[part.weight]
+        return (
+            weight not in self.plan.changes
+            and (part.begin, part.numel) == (0, tensor.numel)
+            and tensor.view is None
+            and not any(isinstance(source, Quantized) for _, source in self.plan.compared.get(weight, ()))
+        )
+
+    def copied(self, weight: str) -> Iterator[memoryview]:
+        """Read and verify such a weight; each chunk is valid until the next but one."""
+        tensor, manifest = self.plan.base[weight], self.plan.manifest
+        entries = [entry for entry, _ in self.plan.compared.get(weight, ()) if entry.fingerprint]
+        streams = [Stream(entry.dtype, tensor.numel) for entry in entries]
+        for chunk in self.records.chunks(tensor, self.buffers):
+            for entry, stream in zip(entries, streams, strict=True):
+                stream.add(dtypes.convert(chunk, tensor.dtype, entry.dtype))
+            yield memoryview(dtypes.convert(chunk, tensor.dtype, self.plan.dtype_of(weight)))
+        for entry, stream in zip(entries, streams, strict=True):
+            if manifest is not None and stream.digest() != entry.fingerprint:
+                raise wrong_values(self.base, self.records, tensor, entry, manifest)
 
     def __call__(self, weight: str) -> bytearray | memoryview:
         change = self.plan.changes.get(weight)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from math import prod
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -164,10 +165,10 @@ class Records:
     def read(self, tensor: TensorSource) -> bytearray:
         """Read all elements of a tensor into memory."""
         content = bytearray(sum(piece.count for piece in tensor.pieces) * ITEM_SIZES[tensor.dtype])
-        begin = 0
-        for chunk in self.chunks(tensor):
-            content[begin : begin + len(chunk)] = chunk
-            begin += len(chunk)
+        left = memoryview(content)
+        for storage, begin, size in _spans(tensor):
+            self._read_into(storage, begin, left[:size])
+            left = left[size:]
         if tensor.view is None:
             return content
         import torch
@@ -178,17 +179,19 @@ class Records:
         torch.frombuffer(ordered, dtype=dtype).view(tensor.shape).copy_(elements)
         return ordered
 
-    def chunks(self, tensor: TensorSource) -> Iterator[memoryview]:
-        """Read a tensor's pieces, a few MiB at a time; each chunk is valid until the next one."""
-        buffer = memoryview(bytearray(min(CHUNK_BYTES, tensor.nbytes)))
-        width = ITEM_SIZES[tensor.dtype]
-        for piece in tensor.pieces:
-            begin, end = piece.begin * width, (piece.begin + piece.count) * width
-            while begin < end:
-                chunk = buffer[: min(len(buffer), end - begin)]
-                self._read_into(piece.storage, begin, chunk)
-                yield chunk
-                begin += len(chunk)
+    def chunks(self, tensor: TensorSource, buffers: Iterator[memoryview] | None = None) -> Iterator[memoryview]:
+        """Read a tensor's pieces, at most `CHUNK_BYTES` at a time; each chunk is valid until the next one.
+
+        Args:
+            tensor: what to read.
+            buffers: what to read each chunk into, of `CHUNK_BYTES`.
+        """
+        if buffers is None:
+            buffers = repeat(memoryview(bytearray(max((size for *_, size in _spans(tensor)), default=0))))
+        for storage, begin, size in _spans(tensor):
+            chunk = next(buffers)[:size]
+            self._read_into(storage, begin, chunk)
+            yield chunk
 
     def place(self, storage: Storage) -> int:
         """The offset of a storage in its file."""
@@ -239,6 +242,15 @@ class Records:
         if storage.path not in self._files:
             self._files[storage.path] = _open_file(storage.path)
         return _find(storage, self._files[storage.path][1])
+
+
+def _spans(tensor: TensorSource) -> Iterator[tuple[Storage, int, int]]:
+    """A tensor's pieces, at most `CHUNK_BYTES` at a time: the storage, and the first byte and the size in it."""
+    width = ITEM_SIZES[tensor.dtype]
+    for piece in tensor.pieces:
+        end = (piece.begin + piece.count) * width
+        for begin in range(piece.begin * width, end, CHUNK_BYTES):
+            yield piece.storage, begin, min(CHUNK_BYTES, end - begin)
 
 
 def _open_file(path: Path) -> tuple[IO[bytes], Mapping[str, Record]]:
