@@ -11,12 +11,13 @@ from typing import Any
 
 from bench.svg import CARD, bars, grid, page
 from bench.words import seconds, size
+from sharded import WITHOUT_FROZEN
 
 CI = Path(__file__).resolve().parents[1]
 CHARTS = CI.parent / "docs" / "charts"
 MEASURED = ("measure/bench/bench.json", "measure/compare/compare.json")
 PATCHED = "Lightning, patch()"
-WAYS = {"`patch()`": "ours", "`serve()`": "ours"}
+WAYS = {"`patch()`": "ours", "`serve()`": "ours", WITHOUT_FROZEN: "flag"}
 KINDS = {
     "hostile": "hostile files, read by the tools",
     "write error": "write errors, full and missing disks",
@@ -61,7 +62,7 @@ def saves(found: list[dict[str, Any]]) -> str:
 def tools(bench: dict[str, Any]) -> str:
     """Seconds of each tool beside what else does its work."""
     lines, y = [], 28
-    for tool in ("prune", "consolidate", "reshard"):
+    for tool in ("prune", "consolidate", "reshard", "merge"):
         times = {way: [round_["seconds"] for round_ in rounds] for way, rounds in bench[tool]["found"].items()}
         ours_first = sorted(times, key=lambda way: not way.startswith(tool))
         rows = [(way, statistics.median(times[way]), seconds(times[way])) for way in ours_first]

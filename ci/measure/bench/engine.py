@@ -10,13 +10,14 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import sharded
 import training
 from memory import give_back_memory, memory, release, reset_peak_memory
 
@@ -29,6 +30,8 @@ FULL = "Lightning"
 FULL_SYNCED = "Lightning, and then fsync"
 DEEPSPEED = "DeepSpeed's `save_checkpoint`, with the flag"
 HUGGING_FACE = "Hugging Face's Trainer, PEFT"
+FSDP = f"FSDP2, `dcp.save`, {sharded.WITHOUT_FROZEN}"
+FSDP_ASYNC = f"FSDP2, `dcp.async_save`, {sharded.WITHOUT_FROZEN}"
 MENDED = "Lightning, with the method that DeepSpeed lacks"
 NOTHING = "without a checkpoint"
 FLOOR = "floor: one `write` and fsync"
@@ -77,8 +80,11 @@ SETTINGS: dict[str, dict[str, Any]] = {OURS: {}, OURS_UNSYNCED: {"sync": False},
 _now: dict[str, Any] = {}  # what this rank has in memory between two calls
 
 
-def start(shape: Shape, stage: int, precision: str, hugging_face: bool = False) -> dict[str, int]:
-    """Train a step under `patch()`, which leaves no trace once it is undone, and keep the Trainer; returns sizes."""
+def start(shape: Shape, stage: int, precision: str, ways: Iterable[str] = ()) -> dict[str, int]:
+    """Train a step under `patch()`, which leaves no trace once it is undone, and keep the Trainer; returns sizes.
+
+    What other systems need that are among the ways is kept too.
+    """
     import deepspeed
 
     import ds_frozen_patch
@@ -87,8 +93,10 @@ def start(shape: Shape, stage: int, precision: str, hugging_face: bool = False) 
     with ds_frozen_patch.patched():
         _now["lightning"] = trainer(stage, precision)
         _now["lightning"].fit(module(shape, precision), data())
-    if hugging_face:
+    if HUGGING_FACE in ways:
         _now["hugging face"] = _hugging_face(shape, stage)
+    if FSDP in ways:
+        _now["fsdp"] = _fsdp(shape, stage)
     model = _now["lightning"].lightning_module
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         frozen = sum(value.nbytes for value in model.parameters() if not value.requires_grad)
@@ -130,10 +138,12 @@ def save(way: str, path: str) -> Cost:
         reset_peak_memory()
         before = memory("VmRSS")
         begun = time.perf_counter()
-        work(path)
+        writing = work(path)
         torch.distributed.barrier()
         taken = time.perf_counter() - begun
         peak = memory("VmHWM") - before
+        if way == FSDP_ASYNC:
+            writing.result()
         beside = _steps_beside() if way == OURS_ASYNC else ()
         return Cost(taken, peak, beside, time.perf_counter() - begun)
 
@@ -195,8 +205,9 @@ def _finish() -> None:
         torch.cuda.synchronize()
 
 
-def _ways() -> dict[str, Callable[[str], object]]:
+def _ways() -> dict[str, Callable[[str], Any]]:
     import torch
+    from torch.distributed.checkpoint import state_dict_saver as dcp
 
     trainer = _now["lightning"]
 
@@ -213,6 +224,13 @@ def _ways() -> dict[str, Callable[[str], object]]:
         other = _now["hugging face"]
         other.args.output_dir = path
         other._save_checkpoint(other.model, trial=None)
+
+    def by_fsdp(path: str, is_async: bool) -> Any:
+        model, adam, group = _now["fsdp"]
+        state = sharded.state(model, adam, without_frozen=True)
+        if is_async:
+            return dcp.async_save(state, checkpoint_id=path, process_group=group)
+        return dcp.save(state, checkpoint_id=path)
 
     def fingerprints_of_base(_: str) -> None:
         from ds_frozen_patch.fingerprint import Memory, fingerprints
@@ -244,6 +262,8 @@ def _ways() -> dict[str, Callable[[str], object]]:
         FULL_SYNCED: partial(by_lightning, exclude=False, sync=True),
         DEEPSPEED: by_deepspeed,
         HUGGING_FACE: by_hugging_face,
+        FSDP: partial(by_fsdp, is_async=False),
+        FSDP_ASYNC: partial(by_fsdp, is_async=True),
         FLOOR: partial(_write, sync=True),
         UNSYNCED: partial(_write, sync=False),
         PASS: fingerprints_of_base,
@@ -426,6 +446,18 @@ def _hugging_face(shape: Shape, stage: int) -> Any:
     trained = training.hugging_face(lora(shape, torch.float32), rows, "unused", training.settings(stage), **options)
     trained.train()
     return trained
+
+
+def _fsdp(shape: Shape, stage: int) -> tuple[Any, Any, Any]:
+    """Return a model of FSDP2 after a step in fp32, its optimizer, and a group for what is beside the training."""
+    import torch
+
+    model = sharded.shard(lora(shape, torch.float32), stage)
+    adam = torch.optim.AdamW([value for value in model.parameters() if value.requires_grad])
+    batch = torch.arange(16).reshape(2, 8)
+    model(input_ids=batch, labels=batch).loss.backward()
+    adam.step()
+    return model, adam, torch.distributed.new_group(backend="gloo")
 
 
 def begin(verb: str, way: str, shape: Shape, stage: int, path: str | None) -> Cost:

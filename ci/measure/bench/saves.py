@@ -82,8 +82,8 @@ def measured(
 ) -> list[dict[str, Any]]:
     """Train a model; returns its sizes, and what saves cost in the ways of each turn for so many rounds."""
     print(f"  {shape}, {precision}, ZeRO-{stage}", file=sys.stderr, flush=True)
-    other = any(HUGGING_FACE in ways for ways, _ in turns)
-    model = pool(engine.start, shape=shape, stage=stage, precision=precision, hugging_face=other)[0]
+    ways = [way for ways, _ in turns for way in ways]
+    model = pool(engine.start, shape=shape, stage=stage, precision=precision, ways=ways)[0]
     costs = [saves(pool, pool.log.with_name("saved"), ways, rounds) for ways, rounds in turns]
     pool(engine.end)
     return [model, *costs]

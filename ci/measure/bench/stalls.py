@@ -14,7 +14,7 @@ from typing import Any
 
 import caching_disk
 from bench import engine
-from bench.engine import COPY, FULL, HUGGING_FACE, NATIVE, OURS, OURS_ASYNC, RANKS, Shape
+from bench.engine import COPY, FSDP, FSDP_ASYNC, FULL, HUGGING_FACE, NATIVE, OURS, OURS_ASYNC, RANKS, Shape
 from bench.saves import ranks, turns
 from bench.words import judged, ratios, seconds, size, spread
 from ranks import Ranks
@@ -25,7 +25,8 @@ SHAPE = Shape(hidden=1024, intermediate=2816, layers=6, vocabulary=8000, lora=16
 SPEED = 50e6
 STAGES = (2, 3)
 FAST, SLOW = "this disk", f"a disk of {SPEED / 1e6:.0f} MB/s"
-WAYS = {FAST: (COPY, OURS_ASYNC, OURS, NATIVE, FULL, HUGGING_FACE), SLOW: (COPY, OURS_ASYNC, OURS, FULL, HUGGING_FACE)}
+PEERS = (HUGGING_FACE, FSDP_ASYNC, FSDP)
+WAYS = {FAST: (COPY, OURS_ASYNC, OURS, NATIVE, FULL, *PEERS), SLOW: (COPY, OURS_ASYNC, OURS, FULL, *PEERS)}
 # The aims: at most so many times a copy, and so many seconds more; and how much slower a step may be.
 TIMES, MORE, STEP = 1.2, 0.01, 1.03
 
@@ -35,7 +36,7 @@ def measure(folder: Path, rounds: int) -> list[dict[str, Any]]:
     found = []
     with ranks(folder) as pool, disks(folder) as places:
         for stage in STAGES:
-            model = pool(engine.start, shape=SHAPE, stage=stage, precision="32-true", hugging_face=True)[0]
+            model = pool(engine.start, shape=SHAPE, stage=stage, precision="32-true", ways=PEERS)[0]
             for disk, place in places.items():
                 print(f"  ZeRO-{stage}, {disk}", file=sys.stderr, flush=True)
                 alone = slowest(pool(engine.steps, count=3 * rounds))

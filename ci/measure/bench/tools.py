@@ -8,6 +8,7 @@ write the same is for `tests/tools` to say.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import statistics
@@ -39,8 +40,10 @@ Work = Callable[[Path, Path], Iterator[None]]
 class Tool:
     """A tool, and what is expected of it.
 
-    `ways`: the functions that are compared, each with the checkpoint that it reads, "full" or "small" (trainable-only).
-    `pairs`: a way, its rival, how many times faster it should be, and at most what share of the memory it should take.
+    `ways`: the functions that are compared, each with the checkpoint that it reads, "full" or "small" (trainable-only),
+    or the folder of a "tuned" one, of its base and its adapter.
+    `pairs`: a way, its rival, how many times faster it should be (0: no aim), and at most what share of the memory it
+    should take (infinity: no comparison).
     """
 
     name: str
@@ -50,7 +53,7 @@ class Tool:
 
     def measure(self, folder: Path, rounds: int) -> dict[str, list[dict[str, Any]]]:
         """Return the cost of each way in each round: seconds of the work and of its process, and bytes."""
-        sources = make_checkpoints(folder)
+        sources = make_checkpoints(folder, {source for _, source in self.ways.values()})
         costs: dict[str, list[dict[str, Any]]] = {name: [] for name in self.ways}
         for number in range(rounds):
             print(f"  round {number + 1} of {rounds}", file=sys.stderr, flush=True)
@@ -84,20 +87,38 @@ class Tool:
             peak, added = (median(name, what) / median(rival, what) for what in ("peak", "added"))
             times = spread(turns, ".1f") if statistics.median(turns) >= faster else f"**{spread(turns, '.1f')} missed**"
             share = f"{added:.3f}" if added <= smaller else f"**{added:.3f} missed**"
-            against.append([f"{name} / {rival}", times, f"{faster:g}", f"{peak:.3f}", share, f"{smaller:g}"])
+            of_memory = ["", "", ""] if math.isinf(smaller) else [f"{peak:.3f}", share, f"{smaller:g}"]
+            against.append([f"{name} / {rival}", times, f"{faster:.2g}" if faster else "", *of_memory])
         header = ["", "seconds", "whole process, s", "peak, MB", "above imports, MB", "written, MB"]
         aims = ["", "times faster", "aim: at least", "of its peak", "of its memory above imports", "aim: at most"]
         return f"{markdown(header, lines)}\n{markdown(aims, against)}"
 
 
-def make_checkpoints(folder: Path) -> dict[str, Path]:
-    """Return the full checkpoint and the trainable-only one, made if they are not there."""
-    made = {name: folder / f"{name}.ckpt" for name in ("full", "small")}
-    if not made["full"].exists():
-        print("  making the checkpoints", file=sys.stderr, flush=True)
-        run("-m", "bench.tools", "make", made["full"])
+def make_checkpoints(folder: Path, wanted: set[str]) -> dict[str, Path]:
+    """Return the full checkpoint and the trainable-only one, or the folder "tuned", made if they are not there."""
+    made = {"full": folder / "full.ckpt", "small": folder / "small.ckpt", "tuned": folder / "tuned"}
+    if all(made[name].exists() for name in wanted):
+        return made
+    print("  making the checkpoints", file=sys.stderr, flush=True)
+    if "tuned" in wanted:
+        run("-m", "bench.tools", "make", "tuned", made["tuned"])
+    else:
+        run("-m", "bench.tools", "make", "full", made["full"])
         run("-m", "ds_frozen_patch", "prune", made["full"], made["small"], "-q")
     return made
+
+
+def make(name: str, path: Path) -> None:
+    """Train, and save the full checkpoint; or a folder with the trainable-only one, its base and its adapter."""
+    if name == "full":
+        engine.fitted(SHAPE).save_checkpoint(path)
+        return
+    ds_frozen_patch.patch()
+    trainer = engine.fitted(SHAPE)
+    trainer.save_checkpoint(path / CHECKPOINT)
+    model = trainer.lightning_module.model
+    model.save_pretrained(path / ADAPTER)
+    model.unload().save_pretrained(path / BASE, max_shard_size="1GB")
 
 
 def run(*arguments: str | Path) -> str:
@@ -173,6 +194,44 @@ def ds_to_universal(source: Path, target: Path) -> Iterator[None]:
     training.convert_to_universal(ds_to_universal, source / "checkpoint", target / "out.ckpt" / "checkpoint")
 
 
+def merge(source: Path, target: Path) -> Iterator[None]:
+    """Ours, which also compares the base with its fingerprints, and syncs what it writes."""
+    import peft  # noqa: F401
+    import transformers  # noqa: F401
+
+    merging = ds_frozen_patch.merge
+    yield
+    merging(source / CHECKPOINT, target / "served", base=source / BASE)
+
+
+def merge_by_peft(source: Path, target: Path) -> Iterator[None]:
+    """As PEFT's documentation says."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    yield
+    base = AutoModelForCausalLM.from_pretrained(source / BASE, dtype="auto")
+    PeftModel.from_pretrained(base, source / ADAPTER).merge_and_unload().save_pretrained(target / "served")
+
+
+def merge_by_axolotl(source: Path, target: Path) -> Iterator[None]:
+    """Shard by shard, as its command `merge-lora` does by default."""
+    merging = import_module("axolotl.cli.utils.lora_merge").merge_lora_sharded_efficient
+    yield
+    merging(source / BASE, source / ADAPTER, target / "served")
+
+
+def copy_and_sync(source: Path, target: Path) -> Iterator[None]:
+    """Only read and write the base's bytes, to the disk."""
+    yield
+    for path in (source / BASE).iterdir():
+        with path.open("rb") as original, (target / path.name).open("wb") as file:
+            shutil.copyfileobj(original, file, 8 << 20)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+CHECKPOINT, BASE, ADAPTER = "tuned.ckpt", "base", "adapter"
 BY_HAND, FAST, FLOOR = "load, delete, save", "prune --no-fingerprints", "floor: one `write` and fsync of each file"
 THEIRS, SMALL, FULL = "zero_to_fp32, full", "consolidate, trainable-only", "consolidate, full"
 RESHARD, RESHARD_FULL = "reshard, trainable-only", "reshard, full"
@@ -187,20 +246,32 @@ CONSOLIDATE = ours("consolidate", "made.ckpt", "torch")  # makes all of them fp3
 CONSOLIDATES = {THEIRS: (zero_to_fp32, "full"), SMALL: (CONSOLIDATE, "small"), FULL: (CONSOLIDATE, "full")}
 RESHARD_OURS = ours("reshard", "out.ckpt", ranks=RESHARD_TO)
 RESHARDS = {RESHARD: (RESHARD_OURS, "small"), RESHARD_FULL: (RESHARD_OURS, "full")}
+MERGE, PEFT, AXOLOTL = "merge --format hf", "PEFT's merge_and_unload", "axolotl's merge, shard by shard"
+COPY = "floor: the base read, written and synced once"
+MERGES = {MERGE: merge, PEFT: merge_by_peft, AXOLOTL: merge_by_axolotl, COPY: copy_and_sync}
 RESHARDS |= {CONVERT: (ds_to_universal, "small"), CONVERT_FULL: (ds_to_universal, "full")}
 TOOLS = {
-    "prune": Tool("prune", PRUNES, ((FAST, BY_HAND, 20, 0.1), ("prune", BY_HAND, 20, 0.1), (FLOOR, BY_HAND, 20, 0.1))),
+    "prune": Tool(
+        "prune",
+        PRUNES,
+        ((FAST, BY_HAND, 10, 0.1), ("prune", BY_HAND, 10, 0.1), (FAST, FLOOR, 1 / 1.5, math.inf)),
+    ),
     "consolidate": Tool("consolidate", CONSOLIDATES, ((SMALL, THEIRS, 10, 0.1), (FULL, THEIRS, 1, 0.5))),
     "reshard": Tool(
         "reshard",
         RESHARDS,
         ((RESHARD, RESHARD_FULL, 5, 1), (RESHARD, CONVERT, 1, 0.5), (RESHARD_FULL, CONVERT_FULL, 1, 0.5)),
     ),
+    "merge": Tool(
+        "merge",
+        {name: (way, "tuned") for name, way in MERGES.items()},
+        ((MERGE, COPY, 1 / 1.5, math.inf), (MERGE, PEFT, 0, 0.5), (MERGE, AXOLOTL, 0, 1)),
+    ),
 }
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "make":
-        engine.fitted(SHAPE).save_checkpoint(sys.argv[2])
+        make(sys.argv[2], Path(sys.argv[3]))
     else:
         work(*sys.argv[1:])

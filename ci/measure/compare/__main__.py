@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import sharded
 from compare.features import FEATURES, ROWS, STAGES
 from compare.task import FLAG, OURS
 from compare.trial import System, Trial
@@ -37,6 +38,10 @@ ACCELERATE = System(
 )  # fmt: skip
 DEEPSPEED = System("DeepSpeed", "plain", "compare.deepspeed", "step{step}", "`save_16bit_model()`")
 WITH_FLAG = replace(DEEPSPEED, way="flag", kind=FLAG, weights_only="`save_16bit_model(exclude_frozen_parameters=True)`")
+FSDP = System(
+    "FSDP2 and DCP", "plain", "compare.fsdp", "step{step}", "the model's state dict alone",
+    asynchronous="`dcp.async_save`", consolidates="compare.fsdp",
+)  # fmt: skip
 SYSTEMS = (
     replace(LIGHTNING, way="`patch()`", kind=OURS),
     replace(LIGHTNING, way="flag", kind=FLAG),
@@ -49,6 +54,8 @@ SYSTEMS = (
     replace(WITH_FLAG, way="`serve()`", kind=OURS),
     WITH_FLAG,
     DEEPSPEED,
+    replace(FSDP, way=sharded.WITHOUT_FROZEN, kind=FLAG),
+    FSDP,
 )
 
 

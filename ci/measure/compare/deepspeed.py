@@ -19,21 +19,25 @@ class Loop:
     def __init__(self, run: Run, optimizer: bool = True) -> None:
         self.run, self.epoch = run, 0
         module = task.model(run)
-        parts: list[Any] = []
+        parts: tuple[Any, ...] = ()
         if optimizer:
-            adam = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=LEARNING_RATE)
-            parts = [adam, torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 1 / (1 + step))]
+            parts = adam(module)
         config = {**task.settings(run), "train_micro_batch_size_per_gpu": SAMPLES // run.world_size}
         task.patch(run)
         self.engine = self.prepare(config, module, *parts)
 
     def prepare(self, config: dict[str, Any], module: Any, optimizer: Any = None, scheduler: Any = None) -> Any:
         """Return the engine."""
-        deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+        on_cpu()
         engine = deepspeed.initialize(model=module, config=config, optimizer=optimizer, lr_scheduler=scheduler)[0]
         if self.run.kind == task.OURS:
             ds_frozen_patch.serve(engine)
         return engine
+
+    @property
+    def trained(self) -> Any:
+        """The model."""
+        return self.engine.module
 
     def step(self, loss: Any) -> None:
         """Take a step of the optimizer."""
@@ -76,6 +80,17 @@ class Loop:
         return [samples[rank :: self.run.world_size] for samples in task.tokens().split(SAMPLES)]
 
 
+def on_cpu() -> None:
+    """Have a process group of CPU ranks."""
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+
+
+def adam(module: Any) -> tuple[Any, Any]:
+    """Return an optimizer of what is trained, and its scheduler."""
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=LEARNING_RATE)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
 def train(run: Run, made: type[Loop] = Loop) -> Seen:
     """Train and save each epoch, and evaluate what is in memory then."""
     loop = made(run)
@@ -88,7 +103,7 @@ def train(run: Run, made: type[Loop] = Loop) -> Seen:
                 loop.step(loop.engine(input_ids=batch, labels=batch).loss)
             loop.epoch += 1
             (loop.save_weights if run.weights_only else loop.save)()
-    return task.seen(loop.engine.module, loop.evaluate())
+    return task.seen(loop.trained, loop.evaluate())
 
 
 def evaluate(run: Run, optimizer: bool = True, made: type[Loop] = Loop) -> float:

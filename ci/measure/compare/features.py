@@ -223,4 +223,4 @@ def does_not_wait(trial: Trial) -> Outcome:
     if not all(seen.beside for seen in saved):
         return Outcome("no")
     again = trial.run("train", "slow-again", resume=trial.checkpoint(1, "slow"), strict=trial.strict)
-    return _yes(trial.goes_on(again), _said(again) or "with `patch(async_save=True)`")
+    return _yes(trial.goes_on(again), _said(again) or f"with {trial.system.asynchronous}")

@@ -48,9 +48,16 @@ def embeddings(run: Run, checkpoint: str) -> list[str]:
     """Return the names under which any file of a checkpoint holds the tied embedding, whole or a part of it."""
     import torch
     from safetensors.torch import load_file
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     found: set[str] = set()
     for file in Path(checkpoint).rglob("*"):
+        if file.name == ".metadata":  # of torch's distributed checkpoints
+            return sorted(
+                name
+                for name in FileSystemReader(file.parent).read_metadata().state_dict_metadata
+                if name.endswith(EMBEDDING)
+            )
         if file.suffix == ".safetensors":
             loaded: Any = load_file(file)
         elif file.suffix in (".pt", ".ckpt", ".bin") and "states" in file.name:

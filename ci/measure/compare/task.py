@@ -70,6 +70,7 @@ _counts = {"steps": 0, "beside": 0}  # of this rank
 def attempt(module: str, verb: str, run: Run, **options: Any) -> tuple[str, Any]:
     """Return ("done", the result of a system's verb) or ("failed", its error); our own errors are raised."""
     import torch
+    from torch.distributed.checkpoint.api import CheckpointException
 
     torch.manual_seed(0)
     try:
@@ -78,6 +79,9 @@ def attempt(module: str, verb: str, run: Run, **options: Any) -> tuple[str, Any]
         if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent == Path(__file__).parent:
             raise
         return "failed", f"{type(error).__name__}: {error}"
+    except CheckpointException as error:  # of each rank's exception
+        (first, _), *_ = error.failures.values()
+        return "failed", f"{type(first).__name__}: {first}"
 
 
 def base(seed: int) -> Any:
@@ -157,13 +161,24 @@ def seen(trained: Any, evaluated: float) -> Seen:
 
 
 def digest(tensor: Any) -> str:
-    """Return a digest of a tensor's fp32 values."""
+    """Return a digest of a tensor's fp32 values; of a sharded one, all ranks must ask for it."""
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
     return hashlib.sha256(tensor.detach().float().contiguous().numpy().tobytes()).hexdigest()
 
 
 def disturbed(run: Run) -> AbstractContextManager[None]:
     """Disturb what is saved while this lasts, if the run asks for that."""
     return _halting(run) if run.halt else _slow() if run.slow else nullcontext()
+
+
+@contextmanager
+def written_slowly(is_slow: bool = True) -> Iterator[None]:
+    """Take half a second more, and count the steps that begin meanwhile."""
+    before = _counts["steps"]
+    time.sleep(0.5 * is_slow)
+    yield
+    _counts["beside"] += _counts["steps"] - before
 
 
 @contextmanager
@@ -176,10 +191,8 @@ def _slow() -> Iterator[None]:
 
     class Slow(writer):  # type: ignore[misc, valid-type]
         def __exit__(self, *args: Any) -> None:
-            before = _counts["steps"]
-            time.sleep(0.5)
-            super().__exit__(*args)
-            _counts["beside"] += _counts["steps"] - before
+            with written_slowly():
+                super().__exit__(*args)
 
     _counts["beside"] = 0
     module._open_zipfile_writer_file = Slow

@@ -25,6 +25,7 @@ class System:
     kind: str = ""  # which of the systems that the module runs
     middle: str = ""  # in an epoch's middle, where the system saves there by itself
     states: str = ""  # the folder in it that DeepSpeed made
+    asynchronous: str = "`patch(async_save=True)`"
     consolidates: str = "compare.files"  # the module whose `consolidate` makes one fp32 file of it
 
     @property
