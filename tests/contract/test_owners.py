@@ -407,6 +407,45 @@ def test_numbered_by_accelerate(ranks: Any, tmp_path: Path, limit: int | None, k
     assert (tmp_path / "checkpoints" / "checkpoint_3" / "custom_checkpoint_0.pkl").is_file()
 
 
+def numbered_run(out: str, iteration: int = 0) -> Run:
+    from accelerate.utils import ProjectConfiguration
+
+    project = ProjectConfiguration(out, automatic_checkpoint_naming=True, iteration=iteration)
+    run = Run("accelerate", out, 2, 2, accelerator={"project_config": project})
+    run.accelerator.register_for_checkpointing(run.scheduler.scheduler)
+    return run
+
+
+def killed_while_numbering(out: str, at: str) -> None:
+    with owners.served(), owners.dying(at):
+        numbered_run(out).train()
+
+
+def numbered_again(out: str) -> Any:
+    """Go on from the first checkpoint, and save the second anew."""
+    with owners.served():
+        run = numbered_run(out, iteration=1)
+        run.accelerator.load_state()
+        run.accelerator.save_state()
+        refused = runs.refusal(numbered_run(out, iteration=1).accelerator.save_state)
+        again = numbered_run(out)
+        again.accelerator.load_state()
+        return run.accelerator.project_configuration.iteration, again.seen()[1] == run.seen()[1], refused[0]
+
+
+@ACCELERATE
+@pytest.mark.synchronous("it kills a process within the call")
+@pytest.mark.parametrize("at", ["model_states.pt", pytest.param("random_states_0.pkl", marks=EVERYDAY)])
+def test_killed_while_accelerate_numbers(ranks: Any, tmp_path: Path, at: str) -> None:
+    with pytest.raises(RankError):
+        ranks(2, killed_while_numbering, out=str(tmp_path), at=at)
+    folders = [tmp_path / "checkpoints" / f"checkpoint_{number}" for number in range(2)]
+    assert sorted(folders[0].parent.iterdir()) == folders
+    assert ranks(2, numbered_again, out=str(tmp_path)) == [(2, True, "ValueError")] * 2
+    assert sorted(folders[0].parent.iterdir()) == folders
+    assert not list(tmp_path.rglob(".*"))
+
+
 def asked_of_accelerate(out: str) -> Any:
     """What the program says to `save_state` and `load_state` counts."""
     with owners.served():

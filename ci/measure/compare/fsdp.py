@@ -28,8 +28,11 @@ class Writer(FileSystemWriter):
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         """Write this rank's file."""
-        with task.written_slowly(self.run.slow):
-            return super().write_data(*args, **kwargs)
+        results = super().write_data(*args, **kwargs)
+        if self.run.slow:
+            files = Path(self.path).glob(f"__{torch.distributed.get_rank()}_*")
+            task.wait_for_disk(sum(file.stat().st_size for file in files))
+        return results
 
     def finish(self, *args: Any, **kwargs: Any) -> None:
         """Write the metadata, on rank 0."""

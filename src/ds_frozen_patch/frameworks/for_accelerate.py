@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.names import is_not_whole
-from ..common.overrides import overridden
+from ..common.overrides import Attributes, overridden
 from ..common.probing import Finding, Methods, Target
 from ..engine import handshake
 from ..engine.owner import is_first
@@ -66,7 +66,8 @@ def save_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, .
     """`Accelerator.save_state`: an error of one rank is raised on all, and what it writes is synced.
 
     With `ProjectConfiguration(automatic_checkpoint_naming=True)`, what exceeds its `total_limit` is removed after that;
-    Accelerate would remove it before.
+    Accelerate would remove it before. It would also refuse a folder that an interrupted save has left, and that
+    `load_state` passes over; here the save goes into it.
     """
     engine = next(iter(accelerator._models), None)
     served = attached(engine) if engine is not None else None
@@ -79,10 +80,14 @@ def save_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, .
     if served is None or folder is None:
         return wrapped(*args, **kwargs)
     around, limit = Around(served.owner, Path(folder)), project.total_limit
+    settings: Attributes = [(project, "total_limit", None)]
+    if is_numbered and Path(folder).is_dir() and not _is_whole(Path(folder)):
+        call.arguments["output_dir"] = str(folder)
+        settings.append((project, "automatic_checkpoint_naming", False))
     writers = [(sys.modules[TARGET.module], name) for name in _WRITERS]
     changes = [(module, name, around.failures.deferring(getattr(module, name))) for module, name in writers]
-    with overridden([*changes, (project, "total_limit", None)]):
-        saved = wrapped(*args, **kwargs)
+    with overridden([*changes, *settings]):
+        saved = wrapped(*call.args, **call.kwargs)
     around.end(served)
     if is_numbered and is_first(served.owner):
         in_flight.afterwards(partial(_remove_oldest, Path(folder).parent, limit))
