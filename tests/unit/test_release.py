@@ -76,6 +76,10 @@ def test_a_version_with_its_section_and_tag() -> None:
     assert "the tag is v1.3.0" in problem
 
 
+def test_the_program_that_tries_a_wheel_is_one() -> None:
+    compile(release.TRIAL, "TRIAL", "exec")
+
+
 def test_the_version_is_the_one_in_setup_cfg() -> None:
     assert (
         f"\nversion = {release.read_version(release.ROOT / 'setup.cfg')}\n" in (release.ROOT / "setup.cfg").read_text()
