@@ -502,7 +502,7 @@ def test_merge_into_the_unquantized_base(saved: Callable[..., Path], tmp_path: P
     assert bool(done.unverified) == (kind not in UNQUANTIZED)
     assert all("_proj" in name for name in done.unverified)
     load: Any = AutoModelForCausalLM.from_pretrained
-    model, info = load(tmp_path / "served", dtype="auto", output_loading_info=True)
+    model, info = load(tmp_path / "served", torch_dtype="auto", output_loading_info=True)
     assert not any(info.values())
     export(small, tmp_path / "adapter", format="peft")
     wanted = PeftModel.from_pretrained(quantized.original(1), tmp_path / "adapter").merge_and_unload()
