@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import inspect
 import logging
@@ -377,21 +378,26 @@ def test_a_configuration_in_a_file(ranks: Any, tmp_path: Path) -> None:
 # Accelerate
 
 
-def numbered(out: str, limit: int | None) -> Any:
+def numbered_run(out: str, **options: Any) -> Run:
     from accelerate.utils import ProjectConfiguration
 
-    project = ProjectConfiguration(out, automatic_checkpoint_naming=True, total_limit=limit)
+    project = ProjectConfiguration(out, automatic_checkpoint_naming=True, **options)
+    run = Run("accelerate", out, 2, 2, accelerator={"project_config": project})
+    run.accelerator.register_for_checkpointing(run.scheduler.scheduler)
+    return run
+
+
+def numbered(out: str, limit: int | None) -> Any:
     with owners.served():
-        run = Run("accelerate", out, 2, 2, accelerator={"project_config": project})
-        run.accelerator.register_for_checkpointing(run.scheduler.scheduler)
+        run = numbered_run(out, total_limit=limit)
         hooked: list[str] = []
         run.accelerator.register_save_state_pre_hook(lambda models, weights, folder: hooked.append(folder))
         run.train(epochs=3)
         said = run.accelerator.save_state()
-        again = Run("accelerate", out, 2, 2, accelerator={"project_config": project})
-        again.accelerator.register_for_checkpointing(again.scheduler.scheduler)
+        again = numbered_run(out, total_limit=limit)
         again.accelerator.load_state()
-        return str(said), len(hooked), again.seen()[1] == run.seen()[1], project.iteration
+        is_same = again.seen()[1] == run.seen()[1]
+        return str(said), len(hooked), is_same, run.accelerator.project_configuration.iteration
 
 
 @ACCELERATE
@@ -407,18 +413,14 @@ def test_numbered_by_accelerate(ranks: Any, tmp_path: Path, limit: int | None, k
     assert (tmp_path / "checkpoints" / "checkpoint_3" / "custom_checkpoint_0.pkl").is_file()
 
 
-def numbered_run(out: str, iteration: int = 0) -> Run:
-    from accelerate.utils import ProjectConfiguration
-
-    project = ProjectConfiguration(out, automatic_checkpoint_naming=True, iteration=iteration)
-    run = Run("accelerate", out, 2, 2, accelerator={"project_config": project})
-    run.accelerator.register_for_checkpointing(run.scheduler.scheduler)
-    return run
-
-
 def killed_while_numbering(out: str, at: str) -> None:
     with owners.served(), owners.dying(at):
         numbered_run(out).train()
+
+
+def refused_number(out: str) -> Any:
+    with owners.served():
+        return runs.refusal(numbered_run(out, iteration=1).accelerator.save_state)[0]
 
 
 def numbered_again(out: str) -> Any:
@@ -441,6 +443,11 @@ def test_killed_while_accelerate_numbers(ranks: Any, tmp_path: Path, at: str) ->
         ranks(2, killed_while_numbering, out=str(tmp_path), at=at)
     folders = [tmp_path / "checkpoints" / f"checkpoint_{number}" for number in range(2)]
     assert sorted(folders[0].parent.iterdir()) == folders
+    if at == "model_states.pt":  # a job that still writes it has this lock
+        (lock,) = folders[1].glob("*/.ds_frozen_patch-*/lock")
+        with lock.open("r+") as opened:
+            fcntl.flock(opened, fcntl.LOCK_EX)
+            assert ranks(2, refused_number, out=str(tmp_path)) == ["ValueError"] * 2
     assert ranks(2, numbered_again, out=str(tmp_path)) == [(2, True, "ValueError")] * 2
     assert sorted(folders[0].parent.iterdir()) == folders
     assert not list(tmp_path.rglob(".*"))

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.names import is_not_whole
+from ..common.collectives import gather
 from ..common.overrides import Attributes, overridden
 from ..common.probing import Finding, Methods, Target
 from ..engine import handshake
 from ..engine.owner import is_first
 from ..engine.served import attached
 from ..publish import in_flight
-from ..publish.work_folder import entries
+from ..publish.work_folder import entries, is_locked, work_folders
 from ..save.around import Around
 from .newest import last_whole
 from .plain import logger_of, owner_of
@@ -81,7 +82,7 @@ def save_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, .
         return wrapped(*args, **kwargs)
     around, limit = Around(served.owner, Path(folder)), project.total_limit
     settings: Attributes = [(project, "total_limit", None)]
-    if is_numbered and Path(folder).is_dir() and not _is_whole(Path(folder)):
+    if is_numbered and any(gather(_was_interrupted(Path(folder)))):
         call.arguments["output_dir"] = str(folder)
         settings.append((project, "automatic_checkpoint_naming", False))
     writers = [(sys.modules[TARGET.module], name) for name in _WRITERS]
@@ -110,6 +111,12 @@ def _is_whole(folder: Path) -> bool:
     """Whether all files of a checkpoint are there: Accelerate writes the random states and custom objects last."""
     last = [*folder.glob("random_states_*.pkl"), *folder.glob("custom_checkpoint_*.pkl")]
     return not is_not_whole(folder) and bool(last) and all(map(zipfile.is_zipfile, last))
+
+
+def _was_interrupted(folder: Path) -> bool:
+    """Whether an incomplete checkpoint is there that no running process writes."""
+    marks = [mark for tag in entries(folder) for mark in work_folders(tag)]
+    return folder.is_dir() and not _is_whole(folder) and not any(map(is_locked, marks))
 
 
 def _numbered(folder: Path) -> list[Path]:
