@@ -38,7 +38,7 @@ for command in ("--help", "status"):
     said = subprocess.check_output([f"{sys.prefix}/bin/ds-frozen-patch", command], text=True)
     assert "deepspeed" in said.lower(), said
 said = subprocess.check_output([sys.executable, "-m", "ds_frozen_patch", "--version"], text=True)
-assert said.strip() == f"ds-frozen-patch {sys.argv[1]}", said
+assert said == f"ds-frozen-patch {sys.argv[1]}\\n", said
 """
 
 
