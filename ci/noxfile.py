@@ -56,7 +56,7 @@ UPSTREAM = {"2.0.9.post0": "lightning-2.4", "2.1.4": "lightning-2.4", "2.4.0": "
 UPSTREAM |= {"2.5.2": "everyday", "2.6.5": "newest", "7f0c3436cd3f6ad3753125672024fc415cbcb414": "newest"}
 UPSTREAM_DEEPSPEED = {"v0.19.5": "newest"}
 
-# What merges beside us: a program of its own, without what it trains with.
+# axolotl, whose merge is measured beside ours, without what it needs only for training.
 AXOLOTL = ROOT / ".nox" / "axolotl"
 OF_AXOLOTL = ("axolotl==0.19.0", "colorama==0.4.6", "requests==2.34.2", "urllib3==2.8.0", "certifi==2026.10.19.post1")
 
@@ -304,7 +304,7 @@ def bench(session: nox.Session) -> None:
     """What saves, resumes, the import and the tools cost against others; or `-- PART...` alone."""
     if not session.posargs or "merge" in session.posargs:
         install_beside(session, cell_python(session, CELLS["newest"]), AXOLOTL, "--no-deps", *OF_AXOLOTL)
-    run_part(session, "newest", "bench", *session.posargs)
+    run_part(session, "newest", "bench", *session.posargs, beside=(AXOLOTL,))
 
 
 @nox.session(venv_backend="none")
@@ -383,9 +383,9 @@ def run(session: nox.Session, cell: str, *arguments: str, **environment: str) ->
     session.run(python, *arguments, env=CELLS[cell].environment | environment, external=True)
 
 
-def run_part(session: nox.Session, cell: str, module: str, *arguments: str) -> None:
-    """Run a module of `ci/`, `ci/measure/` or `patches/` in a cell's environment."""
-    folders = ":".join(str(ROOT / folder) for folder in ("ci", "ci/measure", "tests", "patches", AXOLOTL))
+def run_part(session: nox.Session, cell: str, module: str, *arguments: str, beside: tuple[Path, ...] = ()) -> None:
+    """Run a module of `ci/`, `ci/measure/` or `patches/` in a cell's environment, and with the folders beside it."""
+    folders = ":".join(str(ROOT / folder) for folder in ("ci", "ci/measure", "tests", "patches", *beside))
     run(session, cell, "-m", module, *arguments, CELL=cell, PYTHONPATH=folders)
 
 

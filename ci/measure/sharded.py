@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 WITHOUT_FROZEN = "`ignore_frozen_params=True`"
+METADATA = ".metadata"  # which DCP writes last
 
 
 def shard(model: Any, stage: int) -> Any:
@@ -32,7 +33,7 @@ def state(model: Any, optimizer: Any, without_frozen: bool) -> dict[str, Any]:
     return {"model": values, "optimizer": moments}
 
 
-def take(model: Any, optimizer: Any, loaded: Mapping[str, Any], without_frozen: bool, strict: bool = True) -> None:
+def take(model: Any, optimizer: Any, loaded: Mapping[str, Any], without_frozen: bool, strict: bool) -> None:
     """Give a model, and its optimizer if there is one, the state that DCP has loaded."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import sharded
 import training
 from compare.task import Run, base, digest
 
@@ -52,7 +53,7 @@ def embeddings(run: Run, checkpoint: str) -> list[str]:
 
     found: set[str] = set()
     for file in Path(checkpoint).rglob("*"):
-        if file.name == ".metadata":  # of torch's distributed checkpoints
+        if file.name == sharded.METADATA:  # of torch's distributed checkpoints
             return sorted(
                 name
                 for name in FileSystemReader(file.parent).read_metadata().state_dict_metadata

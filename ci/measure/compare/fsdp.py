@@ -16,8 +16,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-METADATA = ".metadata"  # DCP writes it last
-
 
 class Writer(FileSystemWriter):
     """Writes slowly, or keeps what a kill half-way through the second save would leave, if the run asks for that."""
@@ -88,7 +86,7 @@ class Loop(deepspeed.Loop):
         save(self._state(None), checkpoint_id=f"{self.run.out}/{self._tag}")
 
     def load(self, place: str | None, **options: Any) -> None:
-        folder = place or max(str(file.parent) for file in Path(self.run.out).glob(f"*/{METADATA}"))
+        folder = place or max(str(file.parent) for file in Path(self.run.out).glob(f"*/{sharded.METADATA}"))
         state = self._state(self.adam)
         if self.adam is not None:
             state |= {"scheduler": self.scheduler.state_dict(), "epoch": 0}

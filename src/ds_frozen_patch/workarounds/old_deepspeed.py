@@ -1,4 +1,4 @@
-"""What old releases of DeepSpeed do otherwise with files, told by their version or their source alone."""
+"""How old releases of DeepSpeed treat files differently, recognised by their version or source alone."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ class Records:
 
         Args:
             tensor: what to read.
-            buffers: what to read each chunk into, of `CHUNK_BYTES`.
+            buffers: what to read the chunks into, each of `CHUNK_BYTES`; a chunk is valid until its buffer comes again.
         """
         if buffers is None:
             buffers = repeat(memoryview(bytearray(max((size for *_, size in _spans(tensor)), default=0))))
