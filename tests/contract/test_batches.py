@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from ds_frozen_patch.frameworks.for_lightning.batches import KEY, _without_first
 
+pytestmark = pytest.mark.promise(28)
 everyday = pytest.mark.everyday
 
 CASES: dict[str, tuple[int, int, str, dict[str, Any]]] = {

@@ -1,4 +1,4 @@
-"""Promise 15: a parameter that is frozen and still changes is in no base, so it is saved."""
+"""Promise 23: a parameter that is frozen and still changes is in no base, so it is saved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import ds_frozen_patch
 from ds_frozen_patch import fingerprint
 from ds_frozen_patch.common.overrides import overridden
 
-pytestmark = [pytest.mark.promise(15), pytest.mark.everyday, pytest.mark.once]
+pytestmark = [pytest.mark.promise(23), pytest.mark.everyday, pytest.mark.once]
 
 
 class WithAverage(runs.LoraRun):

@@ -1,4 +1,4 @@
-"""Promise 10: a run goes on with other trained parameters: what was trained is restored by name, the rest is fresh."""
+"""Promise 28: a run goes on with other trained parameters: what was trained is restored by name, the rest is fresh."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import ds_frozen_patch
 from ds_frozen_patch.checkpoint.zero import selection
 from ds_frozen_patch.common.overrides import overridden
 
-pytestmark = [pytest.mark.promise(10), pytest.mark.everyday, pytest.mark.once]
+pytestmark = [pytest.mark.promise(28), pytest.mark.everyday, pytest.mark.once]
 
 BEFORE: dict[str, Any] = {"names": ("first", "second", "scale", "odd")}
 NOW: dict[str, Any] = {"names": ("first", "odd", "last", "adapters"), "adapters": ("more",)}

@@ -1,4 +1,4 @@
-"""Promise 15: nothing that we saved, and nothing that plain DeepSpeed loads strictly, is refused."""
+"""Promise 24: nothing that we saved, and nothing that plain DeepSpeed loads strictly, is refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ds_frozen_patch.checkpoint.names import RECORD
 from ds_frozen_patch.checkpoint.zero import layout
 from ds_frozen_patch.common.overrides import overridden
 
-pytestmark = [pytest.mark.promise(15), pytest.mark.everyday, pytest.mark.once]
+pytestmark = [pytest.mark.promise(24), pytest.mark.everyday, pytest.mark.once]
 
 INFO = {"universal_checkpoint_version": 0.2, "vocabulary_parameter_patterns": ["lm_head"]}
 

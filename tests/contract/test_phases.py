@@ -1,4 +1,4 @@
-"""Promise 15: what an earlier training of the same process has changed is no base for the next one."""
+"""Promise 23: what an earlier training of the same process has changed is no base for the next one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from under_test import DeepSpeedStrategy, ModelCheckpoint, pl
 
 import ds_frozen_patch
 
-pytestmark = [pytest.mark.promise(15), pytest.mark.everyday, pytest.mark.once]
+pytestmark = [pytest.mark.promise(23), pytest.mark.everyday, pytest.mark.once]
 
 
 class Phases(runs.LoraRun):

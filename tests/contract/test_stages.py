@@ -1,6 +1,6 @@
-"""Promises 10 and 28: a run goes on in another ZeRO stage and precision, and with another number of ranks.
+"""Promise 28: a run goes on in another ZeRO stage and precision, and with another number of ranks.
 
-`ci/measure/stages.py` has the table of all pairs.
+`ci/measure/stage_pairs.py` has the table of all pairs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import ds_frozen_patch
 from ds_frozen_patch import CheckpointError, consolidate, prune, reshard, verify
 from ds_frozen_patch.checkpoint.zero.trained import BASE_STATE
 
-pytestmark = [pytest.mark.promise(10), pytest.mark.everyday]
+pytestmark = [pytest.mark.promise(28), pytest.mark.everyday]
 
 COMPILED = {"FusedAdam": "fused_adam", "DeepSpeedCPUAdam": "cpu_adam"}
 """Optimizers of DeepSpeed that it compiles when they are first used, and the names of what it compiles."""

@@ -1,4 +1,4 @@
-"""`merge`: folders that `from_pretrained` loads, against what PEFT's `merge_and_unload` makes in memory."""
+"""Promise 27, `merge`: folders that `from_pretrained` loads, against what PEFT's `merge_and_unload` makes in memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ds_frozen_patch.cli import main
 from ds_frozen_patch.manifest import KEY
 from ds_frozen_patch.tools.loaded_names import empty_model
 
-pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
+pytestmark = [pytest.mark.promise(27), pytest.mark.everyday, pytest.mark.once]
 
 QV = ["q_proj", "v_proj"]
 SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 64}
