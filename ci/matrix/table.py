@@ -35,8 +35,8 @@ PROMISES = {
     28: "another stage, precision, batch, or set of trained parameters",
 }  # fmt: skip
 OF_PROMISES = """\
-Each promise, and the cells in which its tests passed. Every test runs in `everyday`, and nearly every one in `newest`.
-The other cells run the tests that depend on releases and are not slow."""
+Each promise, and the cells in which its tests passed. Every test runs in `everyday`, all that may depend on releases in
+`newest`, and of these the faster ones in the other cells."""
 
 
 def collect(results: Path, last_run: dict[str, Any], chosen: Collection[str] = ()) -> dict[str, Any]:
