@@ -246,8 +246,7 @@ def tried(
                     save(folder / name)
                 except CheckpointError as error:
                     text = str(error)
-            target = folder / name / "checkpoint" if way == "direct" else folder / name
-            assert text.startswith(f"{target} was not saved. Rank "), (title, text)
+            assert text.startswith(f"{folder / name} was not saved. Rank "), (title, text)
             assert said in text, (title, text)
             assert text.count("Rank ") <= 2, text
             assert "\n" not in text.split(")")[0], text
