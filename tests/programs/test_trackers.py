@@ -45,7 +45,8 @@ def check(kind: str, folder: Path) -> None:
         "MLFLOW_TRACKING_URI": f"file:{folder / 'mlruns'}",
         "HF_MLFLOW_LOG_ARTIFACTS": "1",
     }
-    path = Path(os.pathsep.join(str(place) for place in (TESTS, TESTS.parent / "ci")))
+    places = (TESTS, TESTS.parent / "ci", TESTS.parent / "ci" / "measure")
+    path = Path(os.pathsep.join(map(str, places)))
     program = str(TESTS / "programs" / "trackers" / "train.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", program, kind]
     start(command, folder, "--async-save", ranks=[environment], path=path)
