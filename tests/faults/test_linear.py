@@ -33,6 +33,8 @@ On a busy machine the same work takes up to three times the CPU seconds.
 """
 SECONDS, BYTES = 0.5, 64 * MB
 """What does not count: a small file's cost is noise."""
+REUSED = 4
+"""The bytes of memory for each byte of a file that may have been there before."""
 MOST_SECONDS, MOST_BYTES = 9.0, 60
 """The factors: CPU seconds for each MB, and bytes of memory for each byte."""
 
@@ -117,7 +119,8 @@ def grows(costs: dict[float, tuple[float, int]], sizes: dict[float, int]) -> lis
         times = TIMES * sizes[large] / sizes[small]
         if more_seconds > times * max(seconds, SECONDS / 10) + SECONDS:
             found.append(f"{large} MB: {more_seconds:.1f} s, and {seconds:.1f} s for {small} MB")
-        if more_rise > times * max(rise, BYTES / 10) + BYTES:
+        # A rise may be small because Python had memory left from the command before.
+        if more_rise > times * max(rise, BYTES / 10, REUSED * sizes[small]) + BYTES:
             found.append(f"{large} MB: {more_rise >> 20} MiB, and {rise >> 20} MiB for {small} MB")
         if more_seconds > MOST_SECONDS * sizes[large] / MB + SECONDS:
             found.append(f"{large} MB: {more_seconds:.1f} s")
