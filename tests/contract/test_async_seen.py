@@ -446,10 +446,9 @@ def test_tools_read_what_was_just_saved(ranks: Any, tmp_path: Path) -> None:
 
 def patient(out: str, is_there: bool) -> None:
     """Rank 0 ends by an error; rank 1 writes for longer than rank 0 would wait for one that is gone."""
-    # Without an error, a rank that is gone would be given up after the pool's timeout only.
-    seconds = {"_GRACE_SECONDS": 1.0, "_BEAT_SECONDS": 0.1, "_LOST_SECONDS": 3600.0}
-    short = [(background, name, value) for name, value in seconds.items()]
-    with owners.served(async_save=True), writing(seconds=3, rank=1), overridden(short):
+    limits = [(background, "_GRACE_SECONDS", 1.0), (background, "_BEAT_SECONDS", 0.1)]
+    limits += [(background, "_LOST_SECONDS", 3600.0)]  # the limit without an error: longer than the test may take
+    with owners.served(async_save=True), writing(seconds=3, rank=1), overridden(limits):
         run = Run("deepspeed", out, 2, 2)
         is_gone = not is_there and torch.distributed.get_rank() == 1
         with overridden([(in_flight, "start", lambda *_: os._exit(9))] if is_gone else []):

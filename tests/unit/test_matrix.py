@@ -28,6 +28,11 @@ SERVED = [cell for cell in CELLS.values() if not cell.refused]
 REGENERATE = "run nox -f ci/noxfile.py -s lock -- CELL, with the name of the cell that is new or changed"
 
 
+def test_every_promise_has_a_row() -> None:
+    listed = re.findall(r"^\| (\d+) \| ", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert list(map(int, listed)) == list(table.PROMISES)
+
+
 def metadata() -> configparser.ConfigParser:
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
