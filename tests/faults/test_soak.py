@@ -1,6 +1,7 @@
 """A soak: one loop of training, saves, kills and resumes, at the same and at another world size.
 
-`nox -s faults -- tests/faults/test_soak.py --soak 120` runs it for 120 minutes. Every choice is drawn from a seed.
+`nox -s faults -- tests/faults/test_soak.py --soak 120` runs it for 120 minutes. Every choice is drawn from a seed; with
+`--soak-seed 1000` they begin at another one, so that two parts of an hour differ.
 """
 
 from __future__ import annotations
@@ -245,9 +246,10 @@ def test_a_soak(
     counted: Callable[[str, int], None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    minutes, begun, seed = request.config.getoption("soak"), time.monotonic(), 0
+    minutes, first = request.config.getoption("soak"), request.config.getoption("soak_seed")
+    begun, seed = time.monotonic(), first
     soak = Soak(ranks, tmp_path)
-    while not seed or time.monotonic() < begun + 60 * minutes:
+    while seed == first or time.monotonic() < begun + 60 * minutes:
         soak.train_in_turns(seed)
         seed += 1
         with capsys.disabled():
@@ -255,7 +257,7 @@ def test_a_soak(
             print(f"\nsoak: {past:.0f} of {minutes} minutes: {dict(soak.counts)}", file=sys.stderr, flush=True)
     grown = soak.grown()
     with capsys.disabled():
-        print(f"{seed} seeds, and by process (world size, rank) what it has more of: {grown}")
+        print(f"seeds {first} to {seed - 1}, and by process (world size, rank) what it has more of: {grown}")
     for process, more in grown.items():
         assert more["files"] <= 0, process
         assert more["bytes"] < GROWTH, process
