@@ -96,8 +96,8 @@ class Run(runs.LoraRun):
         self.model = base(kind)
         if kind == "no adapter":
             self.model.requires_grad_(False).model.norm.requires_grad_(True)
-        elif kind == "injected":  # by the model's own method: without a PeftModel around it
-            self.model.add_adapter(CONFIGS["lora"](rank))
+        elif kind == "injected":  # as the model's own `add_adapter` does, which may want a newer PEFT than there is
+            peft.inject_adapter_in_model(CONFIGS["lora"](rank), self.model)
         else:
             self.model = peft.get_peft_model(self.model, CONFIGS.get(kind, CONFIGS["lora"])(rank), adapter_name=name)
             inner = self.model.base_model.model

@@ -137,8 +137,8 @@ class Run(runs.LoraRun):
             parts = {"by hand, tied": "embed", "experts, by hand": "experts", "all, tied": ""}
             for name, parameter in self.model.named_parameters():
                 parameter.requires_grad_(parts.get(kind, "layers.1.") in name)
-        elif kind == "injected":  # by the model's own method: without a PeftModel around it
-            self.model.add_adapter(lora())
+        elif kind == "injected":  # as the model's own `add_adapter` does, which may want a newer PEFT than there is
+            peft.inject_adapter_in_model(lora(), self.model)
         else:
             name = "first" if kind == "two" else "default"
             self.model = peft.get_peft_model(self.model, CONFIGS.get(kind, lora)(), adapter_name=name)
