@@ -356,7 +356,7 @@ for name, (end, fails) in json.loads(sys.argv[1]).items():
     children[name] = pid
 else:
     statuses = {{name: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for name, pid in children.items()}}
-    print(json.dumps(statuses))
+    print(json.dumps(statuses), flush=True)
     os._exit(0)
 os.dup2(os.open(os.path.join(out, "stderr"), os.O_WRONLY | os.O_CREAT), 2)
 os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0", PATCHED="1")
