@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import multiprocessing
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ds_frozen_patch.checkpoint.names import WRITER, is_state
-from ds_frozen_patch.publish import in_flight, work_folder
+from ds_frozen_patch.publish import durable, in_flight, work_folder
 from ds_frozen_patch.publish.durable import sync_tree
 from ds_frozen_patch.publish.publication import Publication
 from ds_frozen_patch.publish.ways import Way, remove_work
@@ -52,6 +55,51 @@ def test_two_jobs_replace_a_folder_in_two_steps(tmp_path: Path, monkeypatch: Any
     assert (target / "mp_rank_00_model_states.pt").read_text() == "this"
     remove_work(work, is_state)
     assert [item.name for item in tmp_path.iterdir()] == ["checkpoint"]
+
+
+@pytest.mark.parametrize("number", [None, errno.EINVAL, errno.EIO])
+def test_a_disk_that_cannot_exchange_names(tmp_path: Path, monkeypatch: Any, number: int | None) -> None:
+    """NFS says so, an old C library has no such function, and what fails changes nothing."""
+
+    def fail(*_: Any) -> int:
+        ctypes.set_errno(number or 0)
+        return -1
+
+    target, work = folder_of("before", tmp_path / "checkpoint"), tmp_path / f"{work_folder.WORK}0123456789ab"
+    new = folder_of("this", work / "new" / "checkpoint")
+    (work / "old").mkdir()
+    monkeypatch.setattr(durable, "_renameat2", lambda: number and fail)
+    with pytest.raises(OSError, match="Input/output") if number == errno.EIO else nullcontext():
+        swap(new, target, work / "old")
+    names = {file.read_text(): file.parent for file in tmp_path.rglob("mp_rank_00_model_states.pt")}
+    unchanged = {"before": target, "this": new}
+    assert names == (unchanged if number == errno.EIO else {"before": work / "old" / "checkpoint", "this": target})
+
+
+def test_names_of_which_one_is_missing_are_not_exchanged(tmp_path: Path) -> None:
+    there = folder_of("this", tmp_path / "there")
+    with pytest.raises(FileNotFoundError):
+        durable.exchange(there, tmp_path / "missing")
+    assert there.is_dir()
+
+
+def test_a_folder_that_another_process_makes_meanwhile(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "made").mkdir()
+    monkeypatch.setattr(Path, "exists", lambda path: path == tmp_path)
+    durable.make_folder(tmp_path / "made" / "inner")
+    assert (tmp_path / "made" / "inner").is_dir()
+
+
+@pytest.mark.parametrize(("number", "is_lost"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_a_folder_that_cannot_be_synced(tmp_path: Path, monkeypatch: Any, number: int, is_lost: bool) -> None:
+    """Some file systems cannot; an error of the disk is one of the save."""
+
+    def fail(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="Input/output") if is_lost else nullcontext():
+        durable.sync_folder(tmp_path)
 
 
 def test_a_forked_process_does_not_keep_a_lock(tmp_path: Path) -> None:
