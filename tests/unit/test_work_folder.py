@@ -18,7 +18,7 @@ from ds_frozen_patch.publish import durable, in_flight, work_folder
 from ds_frozen_patch.publish.durable import sync_tree
 from ds_frozen_patch.publish.publication import Publication
 from ds_frozen_patch.publish.ways import Way, remove_work
-from ds_frozen_patch.publish.work_folder import is_locked, left_behind, swap
+from ds_frozen_patch.publish.work_folder import is_locked, left_behind, swap, work_folders
 
 
 def folder_of(job: str, at: Path) -> Path:
@@ -74,6 +74,35 @@ def test_a_disk_that_cannot_exchange_names(tmp_path: Path, monkeypatch: Any, num
     names = {file.read_text(): file.parent for file in tmp_path.rglob("mp_rank_00_model_states.pt")}
     unchanged = {"before": target, "this": new}
     assert names == (unchanged if number == errno.EIO else {"before": work / "old" / "checkpoint", "this": target})
+
+
+@pytest.mark.parametrize("there", ["nothing", "a checkpoint", "a link"])
+def test_what_is_published_is_synced(tmp_path: Path, monkeypatch: Any, there: str) -> None:
+    """But for the files that the ranks have written, and synced, themselves."""
+    target, synced = tmp_path / "run" / "checkpoint", set()
+    target.parent.mkdir()
+    if there == "a checkpoint":
+        folder_of("before", target)
+    elif there == "a link":
+        target.symlink_to(folder_of("before", tmp_path / "elsewhere"))
+    publication = Publication(target, target.parent, target, Way.EXCHANGED, WRITER, True, False, False, print)
+    publication.open(chooses_way=True)
+    for name in WRITER.late:
+        (publication.destination / name).write_text("new")
+    publication.latest = "checkpoint"
+    latest = target.parent / "latest"
+
+    def sync(opened: int) -> None:
+        synced.add((os.fstat(opened).st_ino, bool(work_folders(target)), latest.exists()))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    publication.give_name()
+    publication.close()
+    assert latest.read_text() == "checkpoint"
+    before_latest = {target, target.parent, *([] if there == "a link" else [latest])}  # a link's is written in place
+    assert {path.stat().st_ino for path in before_latest} <= {file for file, *state in synced if not any(state)}
+    assert (target.parent.stat().st_ino, False, True) in synced
+    assert {path.stat().st_ino for path in (latest, *target.iterdir())} <= {file for file, *_ in synced}
 
 
 def test_names_of_which_one_is_missing_are_not_exchanged(tmp_path: Path) -> None:
