@@ -9,7 +9,6 @@ import gc
 import io
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -29,7 +28,6 @@ from slow_disk import writing
 from under_test import TRAINER, Callback, ModelCheckpoint, pl
 
 import ds_frozen_patch
-from ds_frozen_patch import CheckpointError
 from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.frameworks.readers import goes_on_after, may_read
 from ds_frozen_patch.publish import in_flight
@@ -487,35 +485,6 @@ def waited_in_a_forked_process(out: str) -> Any:
 def test_a_forked_process_waits_too(ranks: Any, tmp_path: Path) -> None:
     arguments = {"function": waited_in_a_forked_process, "out": str(tmp_path), "async_save": True, "arguments": {}}
     assert ranks(2, in_one_way, **arguments) == [0, 0]
-
-
-def test_a_forked_process_does_not_call_what_was_put_off(tmp_path: Path) -> None:
-    told = threading.Event()
-    in_flight.start(lambda: CheckpointError("late") if told.wait(60) else None, lambda *_: None)
-    in_flight.afterwards((tmp_path / "removed").touch)
-    if (child := os.fork()) == 0:
-        in_flight.afterwards((tmp_path / "own").touch)
-        os._exit(0)
-    told.set()
-    os.waitpid(child, 0)
-    with pytest.raises(CheckpointError, match="late"):
-        ds_frozen_patch.wait()
-    assert [item.name for item in tmp_path.iterdir()] == ["own"]
-
-
-def test_nothing_follows_an_unexpected_error(tmp_path: Path) -> None:
-    told = threading.Event()
-
-    def fail() -> None:
-        told.wait(60)
-        raise KeyError("unexpected")
-
-    in_flight.start(fail, lambda *_: None)
-    in_flight.afterwards((tmp_path / "removed").touch)
-    told.set()
-    with pytest.raises(CheckpointError, match="KeyError: 'unexpected'"):
-        ds_frozen_patch.wait()
-    assert not list(tmp_path.iterdir())
 
 
 # What may read

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from ds_frozen_patch.checkpoint.names import WRITER, is_state
-from ds_frozen_patch.publish import durable, in_flight, work_folder
-from ds_frozen_patch.publish.durable import sync_tree
+from ds_frozen_patch.publish import durable, work_folder
 from ds_frozen_patch.publish.publication import Publication
 from ds_frozen_patch.publish.ways import Way, remove_work
 from ds_frozen_patch.publish.work_folder import is_locked, left_behind, swap, work_folders
@@ -105,32 +104,6 @@ def test_what_is_published_is_synced(tmp_path: Path, monkeypatch: Any, there: st
     assert {path.stat().st_ino for path in (latest, *target.iterdir())} <= {file for file, *_ in synced}
 
 
-def test_names_of_which_one_is_missing_are_not_exchanged(tmp_path: Path) -> None:
-    there = folder_of("this", tmp_path / "there")
-    with pytest.raises(FileNotFoundError):
-        durable.exchange(there, tmp_path / "missing")
-    assert there.is_dir()
-
-
-def test_a_folder_that_another_process_makes_meanwhile(tmp_path: Path, monkeypatch: Any) -> None:
-    (tmp_path / "made").mkdir()
-    monkeypatch.setattr(Path, "exists", lambda path: path == tmp_path)
-    durable.make_folder(tmp_path / "made" / "inner")
-    assert (tmp_path / "made" / "inner").is_dir()
-
-
-@pytest.mark.parametrize(("number", "is_lost"), [(errno.EINVAL, False), (errno.EIO, True)])
-def test_a_folder_that_cannot_be_synced(tmp_path: Path, monkeypatch: Any, number: int, is_lost: bool) -> None:
-    """Some file systems cannot; an error of the disk is one of the save."""
-
-    def fail(_: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="Input/output") if is_lost else nullcontext():
-        durable.sync_folder(tmp_path)
-
-
 def test_a_forked_process_does_not_keep_a_lock(tmp_path: Path) -> None:
     """Such as a dataloader's worker, which has the lock's descriptor too."""
     target, kept = tmp_path / "a.ckpt", tmp_path / "kept"
@@ -148,25 +121,3 @@ def test_a_forked_process_does_not_keep_a_lock(tmp_path: Path) -> None:
     finally:
         worker.kill()
         worker.join()
-
-
-def test_a_process_that_has_ended_is_not_waited_for() -> None:
-    """By a forked process, which waits for the saves of the one that forked it."""
-    if (child := os.fork()) == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert [in_flight._runs(process) for process in (child, os.getpid(), 1)] == [False, True, True]
-
-
-def test_all_of_a_folder_is_synced(tmp_path: Path, monkeypatch: Any) -> None:
-    folder, synced = tmp_path / "folder", set()
-    (folder / "inner" / "empty").mkdir(parents=True)
-    for name in ("one", "inner/two", "outside"):
-        (folder / name).write_text(name)
-    (folder / "outside").rename(tmp_path / "outside")
-    (folder / "link").symlink_to(tmp_path / "outside")
-    os.mkfifo(folder / "pipe")
-    monkeypatch.setattr(os, "fsync", lambda opened: synced.add(Path(f"/proc/self/fd/{opened}").readlink()))
-    sync_tree(folder)
-    names = {str(path.relative_to(tmp_path)) for path in synced}
-    assert names == {"folder", "folder/one", "folder/inner", "folder/inner/two", "folder/inner/empty"}
