@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import multiprocessing
-import os
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ds_frozen_patch.checkpoint.names import WRITER, is_state
+from ds_frozen_patch.checkpoint.names import is_state
 from ds_frozen_patch.publish import durable, work_folder
-from ds_frozen_patch.publish.publication import Publication
-from ds_frozen_patch.publish.ways import Way, remove_work
-from ds_frozen_patch.publish.work_folder import is_locked, left_behind, swap, work_folders
+from ds_frozen_patch.publish.ways import remove_work
+from ds_frozen_patch.publish.work_folder import left_behind, swap
 
 
 def folder_of(job: str, at: Path) -> Path:
@@ -73,51 +69,3 @@ def test_a_disk_that_cannot_exchange_names(tmp_path: Path, monkeypatch: Any, num
     names = {file.read_text(): file.parent for file in tmp_path.rglob("mp_rank_00_model_states.pt")}
     unchanged = {"before": target, "this": new}
     assert names == (unchanged if number == errno.EIO else {"before": work / "old" / "checkpoint", "this": target})
-
-
-@pytest.mark.parametrize("there", ["nothing", "a checkpoint", "a link"])
-def test_what_is_published_is_synced(tmp_path: Path, monkeypatch: Any, there: str) -> None:
-    """But for the files that the ranks have written, and synced, themselves."""
-    target, synced = tmp_path / "run" / "checkpoint", set()
-    target.parent.mkdir()
-    if there == "a checkpoint":
-        folder_of("before", target)
-    elif there == "a link":
-        target.symlink_to(folder_of("before", tmp_path / "elsewhere"))
-    publication = Publication(target, target.parent, target, Way.EXCHANGED, WRITER, True, False, False, print)
-    publication.open(chooses_way=True)
-    for name in WRITER.late:
-        (publication.destination / name).write_text("new")
-    publication.latest = "checkpoint"
-    latest = target.parent / "latest"
-
-    def sync(opened: int) -> None:
-        synced.add((os.fstat(opened).st_ino, bool(work_folders(target)), latest.exists()))
-
-    monkeypatch.setattr(os, "fsync", sync)
-    publication.give_name()
-    publication.close()
-    assert latest.read_text() == "checkpoint"
-    before_latest = {target, target.parent, *([] if there == "a link" else [latest])}  # a link's is written in place
-    assert {path.stat().st_ino for path in before_latest} <= {file for file, *state in synced if not any(state)}
-    assert (target.parent.stat().st_ino, False, True) in synced
-    assert {path.stat().st_ino for path in (latest, *target.iterdir())} <= {file for file, *_ in synced}
-
-
-def test_a_forked_process_does_not_keep_a_lock(tmp_path: Path) -> None:
-    """Such as a dataloader's worker, which has the lock's descriptor too."""
-    target, kept = tmp_path / "a.ckpt", tmp_path / "kept"
-    publication = Publication(target, tmp_path, target, Way.UNMANAGED, WRITER, True, False, True, print)
-    publication.open(chooses_way=True)
-    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
-    worker.start()
-    try:
-        kept.mkdir()
-        (kept / "lock").hardlink_to(publication.work / "lock")
-        assert is_locked(kept)
-        publication.close()
-        assert not publication.work.exists()
-        assert not is_locked(kept)
-    finally:
-        worker.kill()
-        worker.join()

@@ -1,0 +1,281 @@
+"""One entry of a folder is published, is discarded, or fails, in each way and beside what others have there."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_frozen_patch import CheckpointError
+from ds_frozen_patch.checkpoint.names import WRITER
+from ds_frozen_patch.publish import publication as module
+from ds_frozen_patch.publish.publication import INCOMPLETE, NOTHING, UNCHANGED, Publication
+from ds_frozen_patch.publish.ways import Way
+from ds_frozen_patch.publish.work_folder import WORK, identity, is_locked, lock, work_folders
+
+STATES = "mp_rank_00_model_states.pt"
+WAYS = {"nothing": Way.NEW, "theirs": Way.NEW, "checkpoint": Way.EXCHANGED, "link": Way.OVER}
+"""How a target is written where this is."""
+in_each_way = pytest.mark.parametrize("there", WAYS)
+
+
+class Place:
+    """A target, `run/checkpoint`, with something at it already; and what is warned of."""
+
+    def __init__(self, path: Path, there: str) -> None:
+        self.folder, self.way = path / "run", WAYS[there]
+        self.target = self.folder / "checkpoint"
+        self.warnings: list[tuple[str, str]] = []
+        if there == "nothing":
+            return
+        self.folder.mkdir()
+        inside = path / "elsewhere" if there == "link" else self.target
+        inside.mkdir()
+        if there == "link":
+            self.target.symlink_to(inside)
+        (inside / "theirs").write_text("theirs")
+        if there != "theirs":
+            (inside / STATES).write_text("before")
+
+    def publication(self, **fields: Any) -> Publication:
+        """A new one, of which rank 0 has chosen the way."""
+        given = {"sync": False, "is_on_own_disks": False, "is_alone": False, **fields}
+
+        def warn(kind: str, text: str) -> None:
+            self.warnings.append((kind, text))
+
+        return Publication(self.target, self.folder, self.target, Way.EXCHANGED, WRITER, warn=warn, **given)
+
+    def written(self, **fields: Any) -> Publication:
+        """One whose files are written, but have no names yet."""
+        made = self.publication(**fields)
+        made.open(chooses_way=True)
+        made.before = identity(made.target)
+        (made.destination / STATES).write_text("new")
+        (made.destination.parent / "zero_to_fp32.py").write_text("new")
+        return made
+
+    def seen(self) -> dict[str, str]:
+        """The files in the folder, and in a target that is a link, by their paths."""
+        files = [*self.folder.rglob("*"), *(self.target.iterdir() if self.target.is_symlink() else ())]
+        return {str(file.relative_to(self.folder)): file.read_text() for file in files if file.is_file()}
+
+
+def killed(folder: Path, name: str = "0123456789ab", replaces: str = "") -> Path:
+    """The work folder of a killed save, which has moved a file of others there."""
+    work = folder / f"{WORK}{name}"
+    (work / "new").mkdir(parents=True)
+    (work / "old" / replaces).mkdir(parents=True)
+    (work / "lock").touch()
+    return work
+
+
+@in_each_way
+def test_what_is_published_has_its_names_and_nothing_else_changes(tmp_path: Path, there: str) -> None:
+    place = Place(tmp_path, there)
+    before = place.seen()
+    made = place.written()
+    assert made.way is place.way
+    if made.way is Way.EXCHANGED:
+        assert place.seen().items() >= before.items()
+    assert bool(work_folders(place.target)) == (made.way is not Way.EXCHANGED)
+    made.latest = "checkpoint"
+    made.give_name()
+    assert not work_folders(place.target)
+    assert made.state_of_target() == (
+        (INCOMPLETE, False)
+        if made.way is Way.OVER
+        else (f"{place.target} is the new checkpoint already, and complete.", True)
+    )
+    made.discard()  # keeps what has its name
+    made.close()
+    new = {f"checkpoint/{STATES}": "new", "zero_to_fp32.py": "new", "latest": "checkpoint"}
+    theirs = {} if there == "nothing" else {"checkpoint/theirs": "theirs"}
+    assert place.seen() == new | theirs
+    assert (tmp_path / "run" / "checkpoint").is_symlink() == (there == "link")
+    assert [kind for kind, _ in place.warnings] == (["a target that cannot be exchanged"] if there == "link" else [])
+
+
+@in_each_way
+def test_what_is_discarded_leaves_what_was_there(tmp_path: Path, there: str) -> None:
+    place = Place(tmp_path, there)
+    before = place.seen()
+    made = place.written()
+    assert made.state_of_target() == ((UNCHANGED, False) if made.way is Way.EXCHANGED else (INCOMPLETE, False))
+    made.discard()
+    if there == "link":
+        assert work_folders(place.target)  # it stays incomplete
+        return
+    assert place.seen() == before
+    assert place.folder.exists() == bool(before)
+    assert made.state_of_target() == ((UNCHANGED if made.way is Way.EXCHANGED else NOTHING), False)
+
+
+@in_each_way
+def test_what_is_published_is_synced(tmp_path: Path, monkeypatch: Any, there: str) -> None:
+    """But for the files that the ranks have written, and synced, themselves."""
+    place = Place(tmp_path, there)
+    target, synced = place.target, set()
+    publication = place.publication(sync=True)
+    publication.open(chooses_way=True)
+    for name in WRITER.late:
+        (publication.destination / name).write_text("new")
+    publication.latest = "checkpoint"
+    latest = target.parent / "latest"
+
+    def sync(opened: int) -> None:
+        synced.add((os.fstat(opened).st_ino, bool(work_folders(target)), latest.exists()))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    publication.give_name()
+    publication.close()
+    assert latest.read_text() == "checkpoint"
+    before_latest = {target, target.parent, *([latest] if there != "link" else [])}  # a link's is written in place
+    assert {path.stat().st_ino for path in before_latest} <= {file for file, *state in synced if not any(state)}
+    assert (target.parent.stat().st_ino, False, True) in synced
+    assert {path.stat().st_ino for path in (latest, *map(target.joinpath, WRITER.late))} <= {
+        file for file, *_ in synced
+    }
+
+
+def test_a_forked_process_does_not_keep_a_lock(tmp_path: Path) -> None:
+    """Such as a dataloader's worker, which has the lock's descriptor too."""
+    kept = tmp_path / "kept"
+    publication = Place(tmp_path, "nothing").publication()
+    publication.open(chooses_way=True)
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    worker.start()
+    try:
+        kept.mkdir()
+        (kept / "lock").hardlink_to(publication.work / "lock")
+        assert is_locked(kept)
+        publication.close()
+        assert not publication.work.exists()
+        assert not is_locked(kept)
+    finally:
+        worker.kill()
+        worker.join()
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+@in_each_way
+def test_what_is_exported_is_in_the_target_or_beside_it(tmp_path: Path, there: str, is_alone: bool) -> None:
+    place = Place(tmp_path, there)
+    made = place.written(is_alone=is_alone)
+    exported = place.folder / "adapter" if is_alone else place.target / "adapter"
+    (made.export / "adapter").mkdir(parents=True)
+    (made.export / "adapter" / "file").write_text("new")
+    assert made.final(made.export / "file") == place.folder / "file"
+    assert made.final(made.destination / STATES) == place.target / STATES
+    assert made.final("/elsewhere") == Path("/elsewhere")
+    made.give_name()
+    made.close()
+    assert [*exported.iterdir()] == [exported / "file"]
+    made.way = Way.UNMANAGED
+    assert made.export == exported.parent
+    assert made.state_of_target() == (INCOMPLETE, False)
+
+
+def test_a_link_is_not_written_through(tmp_path: Path) -> None:
+    place = Place(tmp_path, "theirs")
+    (place.target / "adapter").symlink_to(tmp_path)
+    made = place.written()
+    (made.export / "adapter").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="adapter is a link"):
+        made.give_name()
+
+
+@in_each_way
+def test_a_work_folder_that_somebody_removes_is_an_error(tmp_path: Path, there: str) -> None:
+    place = Place(tmp_path, there)
+    before = place.seen()
+    made = place.written()
+    shutil.rmtree(made.work)
+    with pytest.raises(FileNotFoundError):
+        made.give_name()
+    assert made.way is not Way.EXCHANGED or place.seen() == before
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_another_job_that_writes_the_target_is_waited_for(tmp_path: Path, monkeypatch: Any, is_over: bool) -> None:
+    place = Place(tmp_path, "checkpoint")
+    first, other = place.written(), place.target / f"{WORK}other"
+    assert not place.warnings
+    other.mkdir()
+    descriptor = lock(other)
+    second = place.publication()
+    second.open(chooses_way=True)
+    assert [text[:40] for _, text in place.warnings] == [f"Another job is saving {place.target}"[:40]]
+    monkeypatch.setattr(module, "_WAIT_SECONDS", 60.0 if is_over else 0.2)
+    threading.Timer(0.3, os.close, [descriptor]).start()
+    with nullcontext() if is_over else pytest.raises(CheckpointError, match="has been saving"):
+        first.give_name()
+    assert (place.target / STATES).read_text() == ("new" if is_over else "before")
+    assert is_locked(other) == (not is_over)
+    first.close()
+    second.close()
+
+
+def test_two_jobs_that_replace_a_target_warn(tmp_path: Path) -> None:
+    place = Place(tmp_path, "checkpoint")
+    made = place.written()
+    place.publication().open(chooses_way=True)
+    assert len(place.warnings) == 1
+    made.close()
+
+
+@pytest.mark.parametrize("is_on_own_disks", [False, True])
+def test_what_killed_saves_have_left_is_removed(tmp_path: Path, is_on_own_disks: bool) -> None:
+    """On several disks only what is not of another target, which a load may need; nowhere what is still in use."""
+    place = Place(tmp_path, "nothing")
+    dead, of_other, running = (killed(place.folder, name) for name in ("dead", "of other", "running"))
+    (of_other / "old" / "other").mkdir()
+    (place.folder / "other").mkdir()
+    descriptor = lock(running)
+    made = place.publication(is_on_own_disks=is_on_own_disks)
+    made.open(chooses_way=True)
+    mark = killed(place.target, "mark")
+    made.give_name()
+    assert not mark.exists()
+    derived, others = place.target.with_name("checkpoint.ranks4"), place.target.with_name("checkpoint2")
+    for folder in (derived, others):
+        folder.mkdir()
+        (folder / STATES).touch()
+    made.close()
+    os.close(descriptor)
+    assert not dead.exists()
+    assert of_other.exists() == is_on_own_disks
+    assert running.exists()
+    assert not derived.exists()
+    assert others.exists()
+
+
+def test_disks_of_nodes(tmp_path: Path) -> None:
+    place = Place(tmp_path, "nothing")
+    first, second = place.publication(), place.publication()
+    assert second.is_on_another_disk()
+    assert place.folder.is_dir()
+    second.id = first.id
+    first.open(chooses_way=True)
+    second.way = first.way
+    assert not second.is_on_another_disk()
+    second.target = tmp_path / "file" / "checkpoint"
+    second.target.parent.touch()
+    assert second.is_on_another_disk()
+
+
+def test_a_current_folder_that_changes_meanwhile(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = Place(Path(), "nothing")
+    made = place.written()
+    made.use_absolute_paths()
+    monkeypatch.chdir("/")
+    made.discard()
+    assert not [*tmp_path.iterdir()]
