@@ -22,21 +22,25 @@ def synced(monkeypatch: Any) -> set[Path]:
     return found
 
 
-@pytest.mark.parametrize("sync", [True, False])
-def test_what_is_written_beside_is_synced_before_it_has_its_name(tmp_path: Path, synced: set[Path], sync: bool) -> None:
+@pytest.mark.parametrize("options", [{}, {"sync": False}])
+def test_what_is_written_beside_is_synced_before_it_has_its_name(
+    tmp_path: Path, synced: set[Path], options: dict[str, bool]
+) -> None:
     target = tmp_path / "new" / "file"
-    with durable.write_beside(target, sync=sync) as hidden:
+    with durable.write_beside(target, **options) as hidden:
         hidden.write_text("content")
         hidden.with_name("scratch").touch()
         assert not target.exists()
     assert target.read_text() == "content"
     assert [*target.parent.iterdir()] == [target]
-    assert synced == ({tmp_path, hidden, target.parent} if sync else set())
+    assert synced == (set() if options else {tmp_path, hidden, target.parent})
 
 
 @pytest.mark.parametrize("there", ["file", "link", "folder"])
-@pytest.mark.parametrize("replace", [False, True])
-def test_what_is_there_is_replaced_only_if_that_is_asked_for(tmp_path: Path, there: str, replace: bool) -> None:
+@pytest.mark.parametrize("options", [{}, {"replace": True}])
+def test_what_is_there_is_replaced_only_if_that_is_asked_for(
+    tmp_path: Path, there: str, options: dict[str, bool]
+) -> None:
     target = tmp_path / "target"
     if there == "file":
         target.write_text("before")
@@ -44,12 +48,12 @@ def test_what_is_there_is_replaced_only_if_that_is_asked_for(tmp_path: Path, the
         target.symlink_to(tmp_path / "missing")
     else:
         target.mkdir()
-    is_replaced = replace and there != "folder"
-    refusal = pytest.raises(IsADirectoryError if replace else FileExistsError)
-    with nullcontext() if is_replaced else refusal, durable.write_beside(target, replace=replace) as hidden:
+    is_replaced = bool(options) and there != "folder"
+    refusal = pytest.raises(IsADirectoryError if options else FileExistsError)
+    with nullcontext() if is_replaced else refusal, durable.write_beside(target, **options) as hidden:
         hidden.write_text("new")
     assert (target.is_file() and target.read_text() == "new") == is_replaced
-    assert target.is_symlink() == (there == "link" and not replace)
+    assert target.is_symlink() == (there == "link" and not options)
     assert [*tmp_path.iterdir()] == [target]
 
 
@@ -73,11 +77,14 @@ def test_a_name_that_a_network_disk_has_cached_as_missing(
     assert slept == [1] * waits
 
 
-@pytest.mark.parametrize("sync", [True, False])
-def test_folders_are_made_and_synced(tmp_path: Path, synced: set[Path], sync: bool) -> None:
-    durable.make_folder(tmp_path / "outer" / "inner", sync)
+@pytest.mark.parametrize("options", [{}, {"sync": False}])
+def test_folders_are_made_and_synced(tmp_path: Path, synced: set[Path], options: dict[str, bool]) -> None:
+    opened = Path("/proc/self/fd")
+    before = len([*opened.iterdir()])
+    durable.make_folder(tmp_path / "outer" / "inner", **options)
     assert (tmp_path / "outer" / "inner").is_dir()
-    assert synced == ({tmp_path, tmp_path / "outer"} if sync else set())
+    assert synced == (set() if options else {tmp_path, tmp_path / "outer"})
+    assert len([*opened.iterdir()]) == before
 
 
 def test_names_of_which_one_is_missing_are_not_exchanged(tmp_path: Path) -> None:

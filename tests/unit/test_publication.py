@@ -20,7 +20,7 @@ from ds_frozen_patch.publish.publication import INCOMPLETE, NOTHING, UNCHANGED, 
 from ds_frozen_patch.publish.ways import Way
 from ds_frozen_patch.publish.work_folder import WORK, identity, is_locked, lock, work_folders
 
-STATES = "mp_rank_00_model_states.pt"
+STATES, OF_RANK = "mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 WAYS = {"nothing": Way.NEW, "theirs": Way.NEW, "checkpoint": Way.EXCHANGED, "link": Way.OVER}
 """How a target is written where this is."""
 in_each_way = pytest.mark.parametrize("there", WAYS)
@@ -42,7 +42,8 @@ class Place:
             self.target.symlink_to(inside)
         (inside / "theirs").write_text("theirs")
         if there != "theirs":
-            (inside / STATES).write_text("before")
+            for name in (STATES, OF_RANK):
+                (inside / name).write_text("before")
 
     def publication(self, **fields: Any) -> Publication:
         """A new one, of which rank 0 has chosen the way."""
@@ -122,18 +123,20 @@ def test_what_is_discarded_leaves_what_was_there(tmp_path: Path, there: str) -> 
 def test_what_is_published_is_synced(tmp_path: Path, monkeypatch: Any, there: str) -> None:
     """But for the files that the ranks have written, and synced, themselves."""
     place = Place(tmp_path, there)
-    target, synced = place.target, set()
+    target, synced = place.target, set[Any]()
     publication = place.publication(sync=True)
-    publication.open(chooses_way=True)
-    for name in WRITER.late:
-        (publication.destination / name).write_text("new")
-    publication.latest = "checkpoint"
     latest = target.parent / "latest"
 
     def sync(opened: int) -> None:
         synced.add((os.fstat(opened).st_ino, bool(work_folders(target)), latest.exists()))
 
     monkeypatch.setattr(os, "fsync", sync)
+    publication.open(chooses_way=True)
+    assert publication.work.parent.stat().st_ino in {file for file, *_ in synced}
+    synced.clear()
+    for name in WRITER.late:
+        (publication.destination / name).write_text("new")
+    publication.latest = "checkpoint"
     publication.give_name()
     publication.close()
     assert latest.read_text() == "checkpoint"
@@ -223,11 +226,30 @@ def test_another_job_that_writes_the_target_is_waited_for(tmp_path: Path, monkey
     second.close()
 
 
-def test_two_jobs_that_replace_a_target_warn(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_same", [True, False])
+def test_two_jobs_that_replace_one_target_are_warned(tmp_path: Path, is_same: bool) -> None:
     place = Place(tmp_path, "checkpoint")
-    made = place.written()
-    place.publication().open(chooses_way=True)
-    assert len(place.warnings) == 1
+    first, second = place.publication(), place.publication()
+    if not is_same:
+        second.target = place.folder / "other"
+    for made in (first, second):
+        made.open(chooses_way=True)
+    assert len(place.warnings) == is_same
+    first.close()
+    second.close()
+
+
+def test_another_node_writes_as_rank_0_has_chosen(tmp_path: Path) -> None:
+    """Its own disk may have files of a save that is not on rank 0's, or no folder."""
+    place = Place(tmp_path, "checkpoint")
+    made = place.publication(is_on_own_disks=True)
+    made.way = Way.NEW
+    made.open(chooses_way=False)
+    assert place.seen() == {"checkpoint/theirs": "theirs", f"checkpoint/{made.work.name}/lock": ""}
+    made.close()
+    made = Place(tmp_path / "empty", "nothing").publication()
+    made.open(chooses_way=False)
+    assert made.work.is_dir()
     made.close()
 
 
