@@ -18,7 +18,7 @@ from ds_frozen_patch.checkpoint.names import WRITER
 from ds_frozen_patch.publish import publication as module
 from ds_frozen_patch.publish.publication import INCOMPLETE, NOTHING, UNCHANGED, Publication
 from ds_frozen_patch.publish.ways import Way
-from ds_frozen_patch.publish.work_folder import WORK, identity, is_locked, lock, work_folders
+from ds_frozen_patch.publish.work_folder import WORK, identity, is_locked, left_behind, lock, work_folders
 
 STATES, OF_RANK = "mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 WAYS = {"nothing": Way.NEW, "theirs": Way.NEW, "checkpoint": Way.EXCHANGED, "link": Way.OVER}
@@ -165,6 +165,17 @@ def test_a_forked_process_does_not_keep_a_lock(tmp_path: Path) -> None:
     finally:
         worker.kill()
         worker.join()
+
+
+@pytest.mark.parametrize("is_on_own_disks", [False, True])
+def test_what_was_replaced_stays_if_another_disk_may_not_have_the_new_one(
+    tmp_path: Path, is_on_own_disks: bool
+) -> None:
+    place = Place(tmp_path, "checkpoint")
+    made = place.written(is_on_own_disks=is_on_own_disks)
+    made.give_name()
+    made.discard()
+    assert left_behind(place.target) == ([made.work / "old" / "checkpoint"] if is_on_own_disks else [])
 
 
 @pytest.mark.parametrize("is_alone", [False, True])
