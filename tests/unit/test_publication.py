@@ -69,6 +69,11 @@ class Place:
         return {str(file.relative_to(self.folder)): file.read_text() for file in files if file.is_file()}
 
 
+def opened() -> int:
+    """How many files this process has open."""
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
 def killed(folder: Path, name: str = "0123456789ab", replaces: str = "") -> Path:
     """The work folder of a killed save, which has moved a file of others there."""
     work = folder / f"{WORK}{name}"
@@ -81,7 +86,7 @@ def killed(folder: Path, name: str = "0123456789ab", replaces: str = "") -> Path
 @in_each_way
 def test_what_is_published_has_its_names_and_nothing_else_changes(tmp_path: Path, there: str) -> None:
     place = Place(tmp_path, there)
-    before = place.seen()
+    before, files = place.seen(), opened()
     made = place.written()
     assert made.way is place.way
     if made.way is Way.EXCHANGED:
@@ -97,6 +102,7 @@ def test_what_is_published_has_its_names_and_nothing_else_changes(tmp_path: Path
     )
     made.discard()  # keeps what has its name
     made.close()
+    assert opened() == files
     new = {f"checkpoint/{STATES}": "new", "zero_to_fp32.py": "new", "latest": "checkpoint"}
     theirs = {} if there == "nothing" else {"checkpoint/theirs": "theirs"}
     assert place.seen() == new | theirs
@@ -107,10 +113,11 @@ def test_what_is_published_has_its_names_and_nothing_else_changes(tmp_path: Path
 @in_each_way
 def test_what_is_discarded_leaves_what_was_there(tmp_path: Path, there: str) -> None:
     place = Place(tmp_path, there)
-    before = place.seen()
+    before, files = place.seen(), opened()
     made = place.written()
     assert made.state_of_target() == ((UNCHANGED, False) if made.way is Way.EXCHANGED else (INCOMPLETE, False))
     made.discard()
+    assert opened() == files
     if there == "link":
         assert work_folders(place.target)  # it stays incomplete
         return
@@ -146,6 +153,25 @@ def test_what_is_published_is_synced(tmp_path: Path, monkeypatch: Any, there: st
     assert {path.stat().st_ino for path in (latest, *map(target.joinpath, WRITER.late))} <= {
         file for file, *_ in synced
     }
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_file_is_published(tmp_path: Path, monkeypatch: Any, is_there: bool) -> None:
+    """Weights alone; `run/checkpoint` is a file."""
+    place, synced = Place(tmp_path, "nothing"), set[int]()
+    place.folder.mkdir()
+    if is_there:
+        place.target.write_text("before")
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.fstat(file).st_ino))
+    made = place.publication(sync=True)
+    made.open(chooses_way=False)
+    made.before = identity(place.target)
+    made.destination.write_text("new")
+    assert made.state_of_target() == (UNCHANGED if is_there else NOTHING, False)
+    made.give_name()
+    made.close()
+    assert place.seen() == {"checkpoint": "new"}
+    assert place.target.stat().st_ino in synced
 
 
 def test_a_forked_process_does_not_keep_a_lock(tmp_path: Path) -> None:
