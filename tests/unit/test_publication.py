@@ -21,7 +21,7 @@ from ds_frozen_patch.publish.ways import Way
 from ds_frozen_patch.publish.work_folder import WORK, identity, is_locked, left_behind, lock, work_folders
 
 STATES, OF_RANK = "mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-WAYS = {"nothing": Way.NEW, "theirs": Way.NEW, "checkpoint": Way.EXCHANGED, "link": Way.OVER}
+WAYS = {"nothing": Way.NEW, "folder": Way.NEW, "theirs": Way.NEW, "checkpoint": Way.EXCHANGED, "link": Way.OVER}
 """How a target is written where this is."""
 in_each_way = pytest.mark.parametrize("there", WAYS)
 
@@ -36,6 +36,8 @@ class Place:
         if there == "nothing":
             return
         self.folder.mkdir()
+        if there == "folder":
+            return
         inside = path / "elsewhere" if there == "link" else self.target
         inside.mkdir()
         if there == "link":
@@ -104,9 +106,9 @@ def test_what_is_published_has_its_names_and_nothing_else_changes(tmp_path: Path
     made.close()
     assert opened() == files
     new = {f"checkpoint/{STATES}": "new", "zero_to_fp32.py": "new", "latest": "checkpoint"}
-    theirs = {} if there == "nothing" else {"checkpoint/theirs": "theirs"}
+    theirs = {name: text for name, text in before.items() if text == "theirs"}
     assert place.seen() == new | theirs
-    assert (tmp_path / "run" / "checkpoint").is_symlink() == (there == "link")
+    assert place.target.is_symlink() == (there == "link")
     assert [kind for kind, _ in place.warnings] == (["a target that cannot be exchanged"] if there == "link" else [])
 
 
@@ -122,7 +124,7 @@ def test_what_is_discarded_leaves_what_was_there(tmp_path: Path, there: str) -> 
         assert work_folders(place.target)  # it stays incomplete
         return
     assert place.seen() == before
-    assert place.folder.exists() == bool(before)
+    assert place.folder.exists() == (there != "nothing")
     assert made.state_of_target() == ((UNCHANGED if made.way is Way.EXCHANGED else NOTHING), False)
 
 
@@ -153,6 +155,20 @@ def test_what_is_published_is_synced(tmp_path: Path, monkeypatch: Any, there: st
     assert {path.stat().st_ino for path in (latest, *map(target.joinpath, WRITER.late))} <= {
         file for file, *_ in synced
     }
+
+
+def test_a_folder_that_is_replaced_keeps_its_mode_and_owner(tmp_path: Path) -> None:
+    place = Place(tmp_path, "checkpoint")
+    place.target.chmod(0o2750)
+    if os.geteuid() == 0:
+        os.chown(place.target, 12, 34)
+    before = place.target.stat()
+    made = place.written()
+    made.give_name()
+    made.close()
+    after = place.target.stat()
+    assert after.st_ino != before.st_ino
+    assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
 
 
 @pytest.mark.parametrize("is_there", [False, True])
@@ -218,6 +234,12 @@ def test_what_is_exported_is_in_the_target_or_beside_it(tmp_path: Path, there: s
     made.give_name()
     made.close()
     assert [*exported.iterdir()] == [exported / "file"]
+    again = place.written(is_alone=is_alone)
+    (again.export / "adapter").mkdir(parents=True)
+    (again.export / "adapter" / "file").write_text("newer")
+    again.give_name()
+    again.close()
+    assert (exported / "file").read_text() == "newer"
     made.way = Way.UNMANAGED
     assert made.export == exported.parent
     assert made.state_of_target() == (INCOMPLETE, False)
@@ -293,7 +315,7 @@ def test_another_node_writes_as_rank_0_has_chosen(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_on_own_disks", [False, True])
 def test_what_killed_saves_have_left_is_removed(tmp_path: Path, is_on_own_disks: bool) -> None:
     """On several disks only what is not of another target, which a load may need; nowhere what is still in use."""
-    place = Place(tmp_path, "nothing")
+    place, files = Place(tmp_path, "nothing"), opened()
     dead, of_other, running = (killed(place.folder, name) for name in ("dead", "of other", "running"))
     (of_other / "old" / "other").mkdir()
     (place.folder / "other").mkdir()
@@ -303,12 +325,14 @@ def test_what_killed_saves_have_left_is_removed(tmp_path: Path, is_on_own_disks:
     mark = killed(place.target, "mark")
     made.give_name()
     assert not mark.exists()
+    assert left_behind(place.target) == []
     derived, others = place.target.with_name("checkpoint.ranks4"), place.target.with_name("checkpoint2")
     for folder in (derived, others):
         folder.mkdir()
         (folder / STATES).touch()
     made.close()
     os.close(descriptor)
+    assert opened() == files
     assert not dead.exists()
     assert of_other.exists() == is_on_own_disks
     assert running.exists()
