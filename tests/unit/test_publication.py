@@ -16,6 +16,7 @@ import pytest
 from ds_frozen_patch import CheckpointError
 from ds_frozen_patch.checkpoint.names import WRITER
 from ds_frozen_patch.publish import publication as module
+from ds_frozen_patch.publish import work_folder
 from ds_frozen_patch.publish.publication import INCOMPLETE, NOTHING, UNCHANGED, Publication
 from ds_frozen_patch.publish.ways import Way
 from ds_frozen_patch.publish.work_folder import WORK, identity, is_locked, left_behind, lock, work_folders
@@ -118,6 +119,8 @@ def test_what_is_discarded_leaves_what_was_there(tmp_path: Path, there: str) -> 
     before, files = place.seen(), opened()
     made = place.written()
     assert made.state_of_target() == ((UNCHANGED, False) if made.way is Way.EXCHANGED else (INCOMPLETE, False))
+    (made.destination / WRITER.late[0]).mkdir()
+    (made.destination / WRITER.late[0] / "tensor").touch()
     made.discard()
     assert opened() == files
     if there == "link":
@@ -171,9 +174,11 @@ def test_a_folder_that_is_replaced_keeps_its_mode_and_owner(tmp_path: Path) -> N
     assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
 
 
-@pytest.mark.parametrize("is_there", [False, True])
-def test_a_file_is_published(tmp_path: Path, monkeypatch: Any, is_there: bool) -> None:
+@pytest.mark.parametrize(("is_there", "can_exchange"), [(False, True), (True, True), (True, False)])
+def test_a_file_is_published(tmp_path: Path, monkeypatch: Any, is_there: bool, can_exchange: bool) -> None:
     """Weights alone; `run/checkpoint` is a file."""
+    if not can_exchange:
+        monkeypatch.setattr(work_folder, "exchange", lambda *_: False)
     place, synced = Place(tmp_path, "nothing"), set[int]()
     place.folder.mkdir()
     if is_there:
@@ -234,12 +239,14 @@ def test_what_is_exported_is_in_the_target_or_beside_it(tmp_path: Path, there: s
     made.give_name()
     made.close()
     assert [*exported.iterdir()] == [exported / "file"]
+    (exported / "theirs").touch()
     again = place.written(is_alone=is_alone)
     (again.export / "adapter").mkdir(parents=True)
     (again.export / "adapter" / "file").write_text("newer")
     again.give_name()
     again.close()
     assert (exported / "file").read_text() == "newer"
+    assert (exported / "theirs").exists()
     made.way = Way.UNMANAGED
     assert made.export == exported.parent
     assert made.state_of_target() == (INCOMPLETE, False)
@@ -252,6 +259,19 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
     (made.export / "adapter").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="adapter is a link"):
         made.give_name()
+
+
+def test_what_is_behind_a_link_of_others_stays_there(tmp_path: Path) -> None:
+    place, elsewhere = Place(tmp_path, "checkpoint"), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "theirs").touch()
+    (place.target / "adapter").symlink_to(elsewhere)
+    made = place.written()
+    (made.export / "adapter").mkdir(parents=True)
+    made.give_name()
+    made.close()
+    assert (elsewhere / "theirs").exists()
+    assert not (place.target / "adapter").is_symlink()
 
 
 @in_each_way
