@@ -24,6 +24,7 @@ from tools_checkpoints import refresh
 import ds_frozen_patch
 from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.engine import handshake
+from ds_frozen_patch.publish.publication import Publication
 
 pytestmark = [pytest.mark.promise(19), pytest.mark.everyday]
 by_each = pytest.mark.parametrize("by", OWNERS)
@@ -288,3 +289,26 @@ def test_nodes_with_disks_of_their_own(tmp_path: Path, by: str, stage: int) -> N
     for files in cluster.files:
         assert len(list(files.glob("run/*[04]/**/*optim_states.pt"))) == 1
         assert not list(files.glob("run/.ds_frozen_patch-*"))
+
+
+def closed_late_on_a_node(this: ThisProcess, at: str) -> tuple[float, float]:
+    """When this node has removed what its save does not need any more, and when the save has returned."""
+    close, closed = Publication.close, 0.0
+
+    def late(place: Publication) -> None:
+        nonlocal closed
+        time.sleep(float(os.environ["RANK"]))
+        close(place)
+        closed = time.monotonic()
+
+    config = {"checkpoint": {"use_node_local_storage": True}}
+    with owners.served(), overridden([(Publication, "close", late)]):
+        Run("deepspeed", f"{at}/run", 2, 2, PEFT, config=config).train(epochs=1)
+    return closed, time.monotonic()
+
+
+@pytest.mark.skipif(bool(nodes.why_unsupported()), reason=nodes.why_unsupported() or "-")
+def test_a_save_returns_once_every_node_is_done(tmp_path: Path) -> None:
+    cluster = nodes.own_disks(tmp_path, 2)
+    closed, returned = zip(*(times for _, times in cluster.run(closed_late_on_a_node)), strict=True)
+    assert max(closed) <= min(returned), cluster.log()

@@ -85,14 +85,16 @@ def test_what_follows_is_called_in_order_although_nobody_waits(work: Work) -> No
     assert (work.order[4:], in_flight.is_any()) == (["third", "fourth"], False)
 
 
-def test_what_is_passed_as_the_thread_ends_is_called_by_who_waits(work: Work) -> None:
+def test_what_is_passed_once_the_thread_has_ended_is_called_at_once_or_by_who_waits(work: Work) -> None:
     work.start()
     flying: Any = in_flight._in_flight
     work.told.set()
     flying._thread.join()
-    flying._afterwards.append(work.then("late"))
+    in_flight.afterwards(work.then("at once"))
+    assert work.order == ["saved", "at once"]
+    flying._afterwards.append(work.then("as it ended"))
     in_flight.wait()
-    assert work.order == ["saved", "late"]
+    assert work.order == ["saved", "at once", "as it ended"]
 
 
 @pytest.mark.parametrize("error", [LATE, KeyError("mine")])
@@ -227,6 +229,7 @@ ENDS: dict[str, tuple[str, int, bool]] = {
     "normal": ("begin(); print('end')", 0, False),
     "failed": ("begin(fails=True); print('end')", 1, False),
     "exception": ("begin(); print('end'); raise KeyError", 1, True),
+    "waited": ("begin(); in_flight.wait(); print('end')", 0, False),
     "thread": ("threading.Thread(target=begin).start(); print('end')", 0, False),
     "SIGTERM": ("begin(); print('end', flush=True); os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)", -15, True),
     "their handler": (
@@ -253,4 +256,5 @@ def test_the_end_of_a_process(tmp_path: Path, name: str) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (status, "end\n"), done.stderr
     assert (tmp_path / "saved").read_text() == f"{is_ending}\n"
-    assert ("ds_frozen_patch: no space\n" in done.stderr) == (name in ("failed", "their process"))
+    expected = "ds_frozen_patch: no space\n" if name in ("failed", "their process") else ""
+    assert done.stderr == expected or name == "exception"
