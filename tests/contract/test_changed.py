@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import owners
 import pytest
 import runs
 import torch
@@ -76,6 +77,28 @@ def test_changed_frozen_parameters_are_saved(ranks: Any, tmp_path: Path, stage: 
             assert list(first["frozen_param_fragments"]) == ["average.weight"]
         else:
             assert first["module"]["average.weight"].any()
+
+
+def trained_by_its_module(out: str) -> None:
+    with owners.served():
+        run = owners.Run("deepspeed", out, 2, 2)
+        batch = owners.tokens()[torch.distributed.get_rank() :: 2][:4]
+        for number in range(2):
+            run.engine.backward(run.engine.module(input_ids=batch, labels=batch).loss)
+            run.engine.step()
+            run.save(run.at(number))
+            next(p for p in run.module.parameters() if not p.requires_grad).data.mul_(0.5)
+
+
+@pytest.mark.short
+def test_a_change_after_training_that_did_not_call_the_engine(ranks: Any, tmp_path: Path) -> None:
+    """What is noticed then begins with the first save."""
+    ranks(2, trained_by_its_module, out=str(tmp_path))
+    files = [owners.model_files(tmp_path / f"epoch{number}")[0] for number in range(2)]
+    manifests = [torch.load(file, weights_only=False)["ds_frozen_patch"]["left_out"] for file in files]
+    first, second = ({name for names, *_ in left_out for name in names} for left_out in manifests)
+    tied = {"base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight"}
+    assert (first - second, second - first) == (tied, set())
 
 
 def test_leave_out_overrides(ranks: Any, tmp_path: Path) -> None:
