@@ -61,11 +61,17 @@ def resume_plainly(path: str, out: str, world_size: int, stage: int) -> tuple[li
     return made.losses, trainer.global_step
 
 
-def resume_under_patch(**options: Any) -> tuple[tuple[list[float], int], list[str]]:
+def resume_under_patch(**options: Any) -> tuple[tuple[list[float], int], list[str], list[str]]:
+    """What `resume_plainly` returns, our messages, and our keys in what the program loads."""
     import ds_frozen_patch
+    from ds_frozen_patch.common.overrides import overridden
 
-    with ds_frozen_patch.patched(), runs.heard() as said:
-        return resume_plainly(**options), [text for text in said if "load_universal" in text]
+    keys: list[str] = []
+    hook = "on_load_checkpoint", lambda _, checkpoint: keys.extend(checkpoint)
+    with ds_frozen_patch.patched(), runs.heard() as said, overridden([(runs.LoraRun, *hook)]):
+        resumed = resume_plainly(**options)
+    assert "epoch" in keys
+    return resumed, [text for text in said if "load_universal" in text], [key for key in keys if KEY in key]
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.once), 3])
@@ -78,8 +84,9 @@ def test_plain_lightning_resumes_from_it(checkpoints: Checkpoints, ranks: Any, t
     for (losses, steps), (theirs, their_steps) in zip(plain, expected, strict=True):
         assert steps == their_steps
         assert losses == pytest.approx(theirs, rel=1e-6)
-    for rank, (resumed, said) in enumerate(ranks(2, resume_under_patch, **options)):
+    for rank, (resumed, said, keys) in enumerate(ranks(2, resume_under_patch, **options)):
         assert resumed == plain[rank]
+        assert not keys
         assert len(said) == (rank == 0)
 
 
