@@ -220,7 +220,7 @@ from ds_frozen_patch.publish import in_flight
 def begin(fails=False):
     def work():
         with open(sys.argv[1], "w") as file:
-            file.write(f"{in_flight.is_ending.wait(0.3)}\\n")
+            file.write(f"{in_flight.is_ending.wait(float(sys.argv[2]))}\\n")
         return CheckpointError("no space") if fails else None
     in_flight.start(work, lambda *_: None)
 
@@ -252,7 +252,7 @@ ENDS: dict[str, tuple[str, int, bool]] = {
 def test_the_end_of_a_process(tmp_path: Path, name: str) -> None:
     end, status, is_ending = ENDS[name]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
-    command = [sys.executable, "-c", PROGRAM + end, str(tmp_path / "saved")]
+    command = [sys.executable, "-c", PROGRAM + end, str(tmp_path / "saved"), "30" if is_ending else "0.3"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (status, "end\n"), done.stderr
     assert (tmp_path / "saved").read_text() == f"{is_ending}\n"

@@ -296,11 +296,14 @@ def test_another_job_that_writes_the_target_is_waited_for(tmp_path: Path, monkey
     second.open(chooses_way=True)
     assert [text[:40] for _, text in place.warnings] == [f"Another job is saving {place.target}"[:40]]
     monkeypatch.setattr(module, "_WAIT_SECONDS", 60.0 if is_over else 0.2)
-    threading.Timer(0.3, os.close, [descriptor]).start()
+    if is_over:
+        threading.Timer(0.3, os.close, [descriptor]).start()
     with nullcontext() if is_over else pytest.raises(CheckpointError, match="has been saving"):
         first.give_name()
     assert (place.target / STATES).read_text() == ("new" if is_over else "before")
     assert is_locked(other) == (not is_over)
+    if not is_over:
+        os.close(descriptor)
     first.close()
     second.close()
 
