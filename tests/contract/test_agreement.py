@@ -10,14 +10,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import owners
 import pytest
 import runs
 import torch
 from disk import model_states
+from ranks import RankError
 
 import ds_frozen_patch
 from ds_frozen_patch import PatchError
+from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.engine import handshake
+from ds_frozen_patch.publish.work_folder import is_unfinished
+from ds_frozen_patch.save import agreement
 
 pytestmark = [pytest.mark.promise(18), pytest.mark.everyday]
 
@@ -237,3 +242,29 @@ def test_a_checkpoint_missing_on_one_rank(ranks: Any, tmp_path: Path, odd: int) 
     assert (name, other) == ("CheckpointError", "FileNotFoundError")
     assert f"Rank {odd}: {own}" in text
     assert f"There is no checkpoint at {tmp_path}/b.ckpt" in own
+
+
+def die_in_an_agreement(out: str, number: int) -> None:
+    """Rank 1 is gone when a save agrees: that all is written, or that it has its name."""
+    agree, calls = agreement.agree_on_end, iter(range(1, 3))
+
+    def agree_or_die(save: Any) -> Any:
+        if next(calls) == number and os.environ["RANK"] == "1":
+            os._exit(9)
+        return agree(save)
+
+    with owners.served(), overridden([(agreement, "agree_on_end", agree_or_die)]):
+        owners.Run("deepspeed", out, 2, 2).train(epochs=1)
+
+
+@pytest.mark.short
+@pytest.mark.parametrize(("number", "said"), [(1, "was not saved"), (2, "was saved, but not every rank has confirmed")])
+def test_a_rank_that_is_gone_at_the_end_of_a_save(ranks: Any, tmp_path: Path, number: int, said: str) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2, die_in_an_agreement, out=str(tmp_path), number=number)
+    assert caught.value.raised[0] is not None
+    kind, text = caught.value.raised[0]
+    assert kind == "CheckpointError"
+    assert f"{tmp_path}/epoch0 {said}" in text
+    assert text.endswith("What is there now is incomplete." if number == 1 else "already, and complete."), text
+    assert is_unfinished(tmp_path / "epoch0") == (number == 1)
