@@ -48,6 +48,7 @@ def tagged(out: str, tag: Any) -> tuple[bool, Any]:
         return other.seen()[1] == run.seen()[1], state
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("tag", [5, 0.25, "a/b"])
 def test_any_tag_and_any_key_of_the_client_state(ranks: Any, tmp_path: Path, tag: Any) -> None:
     for is_same, state in ranks(2, tagged, out=str(tmp_path), tag=tag):
