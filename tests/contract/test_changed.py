@@ -101,6 +101,28 @@ def test_a_change_after_training_that_did_not_call_the_engine(ranks: Any, tmp_pa
     assert (first - second, second - first) == (tied, set())
 
 
+def frozen_after_it_was_trained(out: str) -> None:
+    with owners.served():
+        module = owners.model(owners.PEFT, seed=1)
+        weight = module.get_input_embeddings().weight.requires_grad_(True)
+        run = owners.Run("deepspeed", out, 2, 2, module=module)
+        weight.data.view(-1)[1] += 1  # a value that is not among the samples, as if only its token had been trained
+        run.save(run.at(0))
+        again = owners.Run("deepspeed", out, 2, 2)
+        again.engine.load_checkpoint(out, tag="epoch0", load_module_only=True)
+        again.save(again.at(1))
+
+
+@pytest.mark.short
+def test_what_an_earlier_run_has_trained_is_saved_although_this_one_has_it_frozen(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, frozen_after_it_was_trained, out=str(tmp_path))
+    first, second = (
+        torch.load(owners.model_files(tmp_path / f"epoch{number}")[0], weights_only=False) for number in range(2)
+    )
+    name = "base_model.model.model.embed_tokens.weight"
+    assert torch.equal(second["module"][name], first["module"][name])
+
+
 def test_leave_out_overrides(ranks: Any, tmp_path: Path) -> None:
     found = ranks(2, leaves_out_all_the_same, out=str(tmp_path))[0]
     assert not [message for message in found if "differ from what the program" in message]
