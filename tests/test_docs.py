@@ -83,7 +83,7 @@ def python(example: Example) -> None:
     saved_by = 1 if "elastic" in block else 2
     if "last.ckpt" in block:
         ranks(saved_by, train_and_save, out=str(out), world_size=saved_by)
-    sets_levels = "logging" in block  # which would stay for the tests that run after these
+    sets_levels = "logging" in block  # of loggers, which later tests in the same processes would keep
     for found in ranks(2, run_block, block=block, out=str(out), alone=sets_levels):
         assert {name: found[name] for name in expected} == expected
 

@@ -7,6 +7,7 @@ import signal
 import time
 from contextlib import nullcontext
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -246,7 +247,7 @@ def test_a_checkpoint_missing_on_one_rank(ranks: Any, tmp_path: Path, odd: int) 
 
 def die_in_an_agreement(out: str, number: int) -> None:
     """Rank 1 is gone when a save agrees: that all is written, or that it has its name."""
-    agree, calls = agreement.agree_on_end, iter(range(1, 3))
+    agree, calls = agreement.agree_on_end, count(1)
 
     def agree_or_die(save: Any) -> Any:
         if next(calls) == number and os.environ["RANK"] == "1":

@@ -79,6 +79,12 @@ def test_changed_frozen_parameters_are_saved(ranks: Any, tmp_path: Path, stage: 
             assert first["module"]["average.weight"].any()
 
 
+def both_saves(out: Path) -> list[Any]:
+    """Rank 0's model states of the first and the second checkpoint."""
+    files = [owners.model_files(out / f"epoch{number}")[0] for number in range(2)]
+    return [torch.load(file, weights_only=False) for file in files]
+
+
 def trained_by_its_module(out: str) -> None:
     with owners.served():
         run = owners.Run("deepspeed", out, 2, 2)
@@ -92,10 +98,9 @@ def trained_by_its_module(out: str) -> None:
 
 @pytest.mark.short
 def test_a_change_after_training_that_did_not_call_the_engine(ranks: Any, tmp_path: Path) -> None:
-    """What is noticed then begins with the first save."""
+    """Changes are then noticed from the first save on."""
     ranks(2, trained_by_its_module, out=str(tmp_path))
-    files = [owners.model_files(tmp_path / f"epoch{number}")[0] for number in range(2)]
-    manifests = [torch.load(file, weights_only=False)["ds_frozen_patch"]["left_out"] for file in files]
+    manifests = [state["ds_frozen_patch"]["left_out"] for state in both_saves(tmp_path)]
     first, second = ({name for names, *_ in left_out for name in names} for left_out in manifests)
     tied = {"base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight"}
     assert (first - second, second - first) == (tied, set())
@@ -116,9 +121,7 @@ def frozen_after_it_was_trained(out: str) -> None:
 @pytest.mark.short
 def test_what_an_earlier_run_has_trained_is_saved_although_this_one_has_it_frozen(ranks: Any, tmp_path: Path) -> None:
     ranks(2, frozen_after_it_was_trained, out=str(tmp_path))
-    first, second = (
-        torch.load(owners.model_files(tmp_path / f"epoch{number}")[0], weights_only=False) for number in range(2)
-    )
+    first, second = both_saves(tmp_path)
     name = "base_model.model.model.embed_tokens.weight"
     assert torch.equal(second["module"][name], first["module"][name])
 

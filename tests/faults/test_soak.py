@@ -1,7 +1,7 @@
 """A soak: one loop of training, saves, kills and resumes, at the same and at another world size.
 
-`nox -s faults -- tests/faults/test_soak.py --soak 120` runs it for 120 minutes. Every choice is drawn from a seed; with
-`--soak-seed 1000` they begin at another one, so that two parts of an hour differ.
+`nox -s faults -- tests/faults/test_soak.py --soak 120` runs it for 120 minutes. Every choice is drawn from a seed.
+The seeds begin at 0, or at `--soak-seed`, so that a soak in two parts does not repeat itself.
 """
 
 from __future__ import annotations

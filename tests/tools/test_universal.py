@@ -67,8 +67,8 @@ def resume_under_patch(**options: Any) -> tuple[tuple[list[float], int], list[st
     from ds_frozen_patch.common.overrides import overridden
 
     keys: list[str] = []
-    hook = "on_load_checkpoint", lambda _, checkpoint: keys.extend(checkpoint)
-    with ds_frozen_patch.patched(), runs.heard() as said, overridden([(runs.LoraRun, *hook)]):
+    hooks = [(runs.LoraRun, "on_load_checkpoint", lambda _, checkpoint: keys.extend(checkpoint))]
+    with ds_frozen_patch.patched(), runs.heard() as said, overridden(hooks):
         resumed = resume_plainly(**options)
     assert "epoch" in keys
     return resumed, [text for text in said if "load_universal" in text], [key for key in keys if KEY in key]

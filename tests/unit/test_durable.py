@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from memory import open_files
 
 from ds_frozen_patch.publish import durable
 
@@ -79,12 +80,11 @@ def test_a_name_that_a_network_disk_has_cached_as_missing(
 
 @pytest.mark.parametrize("options", [{}, {"sync": False}])
 def test_folders_are_made_and_synced(tmp_path: Path, synced: set[Path], options: dict[str, bool]) -> None:
-    opened = Path("/proc/self/fd")
-    before = len([*opened.iterdir()])
+    before = open_files()
     durable.make_folder(tmp_path / "outer" / "inner", **options)
     assert (tmp_path / "outer" / "inner").is_dir()
     assert synced == (set() if options else {tmp_path, tmp_path / "outer"})
-    assert len([*opened.iterdir()]) == before
+    assert open_files() == before
 
 
 def test_names_of_which_one_is_missing_are_not_exchanged(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import ds_frozen_patch
 from ds_frozen_patch import CheckpointError
 from ds_frozen_patch.publish import in_flight
 
-LATE = CheckpointError("no space")
+NO_SPACE = CheckpointError("no space")
 
 
 class Work:
@@ -97,7 +97,7 @@ def test_what_is_passed_once_the_thread_has_ended_is_called_at_once_or_by_who_wa
     assert work.order == ["saved", "at once", "as it ended"]
 
 
-@pytest.mark.parametrize("error", [LATE, KeyError("mine")])
+@pytest.mark.parametrize("error", [NO_SPACE, KeyError("mine")])
 def test_nothing_follows_an_error_which_is_raised_once(work: Work, error: Exception) -> None:
     work.start(error)
     in_flight.afterwards(work.then("removed"))
@@ -143,7 +143,7 @@ def test_the_work_itself_does_not_wait_for_itself(work: Work) -> None:
 @pytest.mark.parametrize("is_error", [False, True])
 def test_the_end_of_a_run(work: Work, is_error: bool) -> None:
     """An exception that ends it is not replaced by that of a save, which is raised later."""
-    work.start(LATE, delay=0.01)
+    work.start(NO_SPACE, delay=0.01)
     try:
         if is_error:
             raise KeyError("mine")
@@ -167,7 +167,7 @@ def test_the_work_knows_that_an_error_ends_the_process(work: Work) -> None:
 @pytest.mark.parametrize("fails", [False, True])
 def test_wrappers_wait_first(work: Work, wrapper: Any, fails: bool) -> None:
     """What reads a checkpoint is not called if that has failed; what ends the process group always is."""
-    work.start(LATE if fails else None, delay=0.01)
+    work.start(NO_SPACE if fails else None, delay=0.01)
     with pytest.raises(CheckpointError) if fails else nullcontext():
         assert wrapper(work.then("called"), None, (1,), {}) == ("called", 1)
     called = [("called", 1)] if not fails or wrapper is in_flight.before_end else []
@@ -182,7 +182,7 @@ def test_a_forked_process_waits_but_neither_ends_it_nor_does_what_follows(tmp_pa
         os.read(reading, 1)
         time.sleep(0.2)
         saved.touch()
-        return LATE
+        return NO_SPACE
 
     in_flight.start(save, work.then("said"))
     in_flight.afterwards(ours.touch)
@@ -202,6 +202,8 @@ def test_a_forked_process_waits_but_neither_ends_it_nor_does_what_follows(tmp_pa
     with pytest.raises(CheckpointError, match="no space"):
         in_flight.wait()
     assert {*tmp_path.iterdir()} == {saved, theirs}
+    os.close(reading)
+    os.close(writing)
 
 
 def test_a_process_that_has_ended_is_not_waited_for() -> None:
@@ -251,6 +253,7 @@ ENDS: dict[str, tuple[str, int, bool]] = {
 @pytest.mark.parametrize("name", ENDS)
 def test_the_end_of_a_process(tmp_path: Path, name: str) -> None:
     end, status, is_ending = ENDS[name]
+    # Else it would not show that what was printed is flushed before an end by an error.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     command = [sys.executable, "-c", PROGRAM + end, str(tmp_path / "saved"), "30" if is_ending else "0.3"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)

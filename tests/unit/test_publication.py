@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from memory import open_files
 
 from ds_frozen_patch import CheckpointError
 from ds_frozen_patch.checkpoint.names import WRITER
@@ -72,16 +73,11 @@ class Place:
         return {str(file.relative_to(self.folder)): file.read_text() for file in files if file.is_file()}
 
 
-def opened() -> int:
-    """How many files this process has open."""
-    return len([*Path("/proc/self/fd").iterdir()])
-
-
-def killed(folder: Path, name: str = "0123456789ab", replaces: str = "") -> Path:
-    """The work folder of a killed save, which has moved a file of others there."""
+def killed(folder: Path, name: str) -> Path:
+    """The work folder that a killed save has left."""
     work = folder / f"{WORK}{name}"
-    (work / "new").mkdir(parents=True)
-    (work / "old" / replaces).mkdir(parents=True)
+    for inner in ("new", "old"):
+        (work / inner).mkdir(parents=True)
     (work / "lock").touch()
     return work
 
@@ -89,7 +85,7 @@ def killed(folder: Path, name: str = "0123456789ab", replaces: str = "") -> Path
 @in_each_way
 def test_what_is_published_has_its_names_and_nothing_else_changes(tmp_path: Path, there: str) -> None:
     place = Place(tmp_path, there)
-    before, files = place.seen(), opened()
+    before, files = place.seen(), open_files()
     made = place.written()
     assert made.way is place.way
     if made.way is Way.EXCHANGED:
@@ -105,7 +101,7 @@ def test_what_is_published_has_its_names_and_nothing_else_changes(tmp_path: Path
     )
     made.discard()  # keeps what has its name
     made.close()
-    assert opened() == files
+    assert open_files() == files
     new = {f"checkpoint/{STATES}": "new", "zero_to_fp32.py": "new", "latest": "checkpoint"}
     theirs = {name: text for name, text in before.items() if text == "theirs"}
     assert place.seen() == new | theirs
@@ -116,13 +112,13 @@ def test_what_is_published_has_its_names_and_nothing_else_changes(tmp_path: Path
 @in_each_way
 def test_what_is_discarded_leaves_what_was_there(tmp_path: Path, there: str) -> None:
     place = Place(tmp_path, there)
-    before, files = place.seen(), opened()
+    before, files = place.seen(), open_files()
     made = place.written()
     assert made.state_of_target() == ((UNCHANGED, False) if made.way is Way.EXCHANGED else (INCOMPLETE, False))
     (made.destination / WRITER.late[0]).mkdir()
     (made.destination / WRITER.late[0] / "tensor").touch()
     made.discard()
-    assert opened() == files
+    assert open_files() == files
     if there == "link":
         assert work_folders(place.target)  # it stays incomplete
         return
@@ -294,7 +290,8 @@ def test_another_job_that_writes_the_target_is_waited_for(tmp_path: Path, monkey
     descriptor = lock(other)
     second = place.publication()
     second.open(chooses_way=True)
-    assert [text[:40] for _, text in place.warnings] == [f"Another job is saving {place.target}"[:40]]
+    ((_, warning),) = place.warnings
+    assert warning.startswith(f"Another job is saving {place.target} at the same time")
     monkeypatch.setattr(module, "_WAIT_SECONDS", 60.0 if is_over else 0.2)
     if is_over:
         threading.Timer(0.3, os.close, [descriptor]).start()
@@ -338,7 +335,7 @@ def test_another_node_writes_as_rank_0_has_chosen(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_on_own_disks", [False, True])
 def test_what_killed_saves_have_left_is_removed(tmp_path: Path, is_on_own_disks: bool) -> None:
     """On several disks only what is not of another target, which a load may need; nowhere what is still in use."""
-    place, files = Place(tmp_path, "nothing"), opened()
+    place, files = Place(tmp_path, "nothing"), open_files()
     dead, of_other, running = (killed(place.folder, name) for name in ("dead", "of other", "running"))
     (of_other / "old" / "other").mkdir()
     (place.folder / "other").mkdir()
@@ -355,7 +352,7 @@ def test_what_killed_saves_have_left_is_removed(tmp_path: Path, is_on_own_disks:
         (folder / STATES).touch()
     made.close()
     os.close(descriptor)
-    assert opened() == files
+    assert open_files() == files
     assert not dead.exists()
     assert of_other.exists() == is_on_own_disks
     assert running.exists()
