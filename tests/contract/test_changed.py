@@ -126,6 +126,25 @@ def test_what_an_earlier_run_has_trained_is_saved_although_this_one_has_it_froze
     assert torch.equal(second["module"][name], first["module"][name])
 
 
+def frozen_since_its_optimizer_was_made(out: str, stage: int) -> None:
+    with owners.served(leave_out=["*embed*"]):
+        module = owners.model(owners.PEFT, seed=1)
+        weight = module.get_input_embeddings().weight.requires_grad_(True)
+        run = owners.Run("deepspeed", out, 2, stage, module=module)
+        weight.requires_grad_(False)
+        run.save(run.at(0))
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("stage", [0, 2])
+def test_what_the_optimizer_has_trained_is_saved_although_it_is_frozen_now(
+    ranks: Any, tmp_path: Path, stage: int
+) -> None:
+    ranks(2, frozen_since_its_optimizer_was_made, out=str(tmp_path), stage=stage)
+    state = torch.load(owners.model_files(tmp_path / "epoch0")[0], weights_only=False)
+    assert "base_model.model.model.embed_tokens.weight" in state["module"]
+
+
 def test_leave_out_overrides(ranks: Any, tmp_path: Path) -> None:
     found = ranks(2, leaves_out_all_the_same, out=str(tmp_path))[0]
     assert not [message for message in found if "differ from what the program" in message]

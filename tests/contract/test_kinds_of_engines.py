@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import logging
 import shutil
@@ -13,12 +14,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
+import owners
 import pytest
 import runs
 import stages
 import torch
 import torch.distributed as dist
 import training
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -664,3 +667,86 @@ def test_frozen_experts_of_other_owners(ranks: Any, tmp_path: Path, run: Any) ->
     assert len(files) >= 8
     for file in files:
         assert [name.rpartition(".")[2] for name in torch.load(file)] == ["scale"]
+
+
+class WritesLater(TorchCheckpointEngine):  # type: ignore[misc]
+    """Writes in the next step, as DeepSpeed's own engines do that write in the background."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.info: Any = None
+        self.files: dict[str, bytes] = {}
+
+    def is_decoupled(self) -> bool:
+        return True
+
+    def create(self, info: Any) -> None:
+        self.info = info
+
+    def get_commit_info(self) -> Any:
+        return self.info
+
+    def save(self, state_dict: Any, path: str) -> None:
+        content = io.BytesIO()
+        torch.save(state_dict, content)
+        self.files[path] = content.getvalue()
+
+    def commit(self, info: Any) -> bool:
+        for path, content in self.files.items():
+            Path(path).write_bytes(content)
+        self.info, self.files = None, {}
+        return True
+
+
+def save_later(out: str) -> Any:
+    with owners.served(export="safetensors"), runs.heard() as heard:
+        run = owners.Run("deepspeed", out, 2, 2)
+        run.engine.checkpoint_engine = WritesLater()
+        run.save(run.at(0))
+        run.save(run.at(1), 1)
+        saved, before = values(run.module), {file.name for file in run.at(1).iterdir()}
+        run.train_epoch()
+        again = owners.Run("deepspeed", out, 2, 2, seed=1)
+        again.load(run.at(1))
+    return differing(again.module, saved), before, heard
+
+
+@pytest.mark.short
+def test_a_checkpoint_engine_that_writes_later(ranks: Any, tmp_path: Path) -> None:
+    first, second = ranks(2, save_later, out=str(tmp_path))
+    for different, before, heard in (first, second):
+        assert not different
+        assert before == {"trainable.safetensors"}
+        said = [message for message in heard if "WritesLater writes after a save has returned" in message]
+        assert len(said) == (heard is first[2])
+    assert (tmp_path / "latest").read_text() == "epoch1"
+    assert left_out_by(tmp_path / "epoch1")
+
+
+def export_that_fails(out: str) -> str:
+    Path(out, "epoch0", "trainable.safetensors", "of a program").mkdir(parents=True, exist_ok=True)
+    with owners.served(export="safetensors"):
+        run = owners.Run("deepspeed", out, 2, 2)
+        run.engine.checkpoint_engine = WritesLater()
+        with pytest.raises(ds_frozen_patch.CheckpointError) as raised:
+            run.save(run.at(0))
+    return str(raised.value)
+
+
+@pytest.mark.short
+def test_an_export_that_fails_beside_files_that_are_written_later(ranks: Any, tmp_path: Path) -> None:
+    for error in ranks(2, export_that_fails, out=str(tmp_path)):
+        assert "trainable.safetensors" in error
+
+
+def state_by_the_program(out: str) -> Any:
+    with owners.served():
+        run, other = (owners.Run("deepspeed", out, 2, 2, seed=seed) for seed in (1, 2))
+        state = run.engine.module_state_dict()
+        other.engine.load_module_state_dict({"module": state})
+    return differing(other.module, values(run.module)), sorted(state) == sorted(run.module.state_dict())
+
+
+@pytest.mark.short
+def test_a_program_that_takes_and_loads_the_state_itself(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2, state_by_the_program, out=str(tmp_path)) == [([], True)] * 2
