@@ -76,6 +76,30 @@ class LoraRun(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+def saving_more(layer: torch.nn.Module, value: float) -> torch.nn.Module:
+    """Let a layer save entries below its weight's name without loading them, as those of `Linear4bit` do.
+
+    A class of layers would do so everywhere, but DeepSpeed 0.10 does not restore a class whose base it has wrapped.
+    """
+    save = layer._save_to_state_dict
+
+    def save_more(destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        save(destination, prefix, keep_vars)
+        for name in ("absmax", "quant_state.bitsandbytes__nf4"):
+            destination[f"{prefix}weight.{name}"] = torch.full((1,), value)
+
+    layer._save_to_state_dict = save_more  # type: ignore[method-assign]
+    return layer
+
+
+class OnQuantized(LoraRun):
+    """The run's model beside a frozen layer of that kind."""
+
+    def __init__(self, value: float = 1.0) -> None:
+        super().__init__()
+        self.base = saving_more(torch.nn.Linear(2, 2).requires_grad_(False), value)
+
+
 def batches(world_size: int) -> DataLoader[Any]:
     tokens = torch.randint(VOCABULARY, (2 * BATCHES * world_size, 8), generator=torch.Generator().manual_seed(0))
     return DataLoader(tokens, batch_size=2)  # type: ignore[arg-type]

@@ -175,12 +175,13 @@ def save_unlike(out: str, how: str) -> tuple[str, str, float, int]:
     settings = {"export": {"export": "safetensors"}, "keep": {"keep": ["*"]}, "fp32_weights": {"fp32_weights": True}}
     if odd:
         ds_frozen_patch.patch(**settings.get(how, {}))  # type: ignore[arg-type]
-    begun = time.monotonic()
+    begun, before = time.monotonic(), {*Path(out).rglob("*")}
     try:
         with ds_frozen_patch.full_checkpoint() if odd and how == "full_checkpoint" else nullcontext():
             trainer.save_checkpoint(f"{out}/a.ckpt", weights_only=odd and how == "weights_only")
     except Exception as error:
         said = type(error).__name__, str(error), time.monotonic() - begun
+    assert odd or {*Path(out).rglob("*")} == before
     if odd:
         ds_frozen_patch.unpatch()
         ds_frozen_patch.patch()

@@ -327,6 +327,25 @@ def test_keep_without_a_match(ranks: Any, tmp_path: Path) -> None:
     assert second == []
 
 
+def keep_with_its_entries(out: str) -> list[tuple[str, str]]:
+    ds_frozen_patch.patch(keep=["base.weight"])
+    runs.trainer(out, 2, 2, epochs=1).fit(runs.OnQuantized(), runs.batches(2))
+    fits = [(runs.trainer(f"{out}/again", 2, 2).fit, runs.OnQuantized(value)) for value in (1.0, 2.0)]
+    return [runs.outcome(fit, module, runs.batches(2), ckpt_path=f"{out}/epoch=0.ckpt") for fit, module in fits]
+
+
+@pytest.mark.everyday
+@pytest.mark.short
+def test_entries_of_a_kept_parameter_are_saved_and_compared_with_it(ranks: Any, tmp_path: Path) -> None:
+    for same, (kind, text) in ranks(2, keep_with_its_entries, out=str(tmp_path)):
+        assert same == ("", "")
+        assert kind == "CheckpointMismatchError"
+        assert "base.weight.absmax" in text
+    module = model_states(tmp_path / "epoch=0.ckpt")[0]["module"]
+    names = {"base.weight", "base.weight.absmax", "base.weight.quant_state.bitsandbytes__nf4"}
+    assert {name for name in module if name.startswith("base.")} == names
+
+
 class FreezesLater(Callback):
     """Freezes a parameter that the optimizer holds after the first epoch."""
 

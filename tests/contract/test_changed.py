@@ -220,6 +220,7 @@ def leaves_out_buffers(out: str) -> list[str]:
     return [*heard, *said]
 
 
+@pytest.mark.short
 def test_named_buffers_are_left_out(ranks: Any, tmp_path: Path) -> None:
     *heard, kind, text = ranks(2, leaves_out_buffers, out=str(tmp_path))[0]
     module = model_states(tmp_path / "epoch=0.ckpt")[0]["module"]

@@ -85,37 +85,13 @@ def test_buffers_are_loaded_as_saved(ranks: Any, tmp_path: Path, stage: int) -> 
         assert found["shared"].tolist() == [0.5, 0.5]
 
 
-def saving_more(layer: torch.nn.Module) -> torch.nn.Module:
-    """Return a class of layers that save entries below their weight's name without loading them, as `Linear4bit` does.
-
-    Defined as a class it would do so everywhere, but DeepSpeed 0.10 does not restore a class whose base it has wrapped.
-    """
-    save = layer._save_to_state_dict
-
-    def save_more(destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        save(destination, prefix, keep_vars)
-        for name in ("absmax", "quant_state.bitsandbytes__nf4"):
-            destination[f"{prefix}weight.{name}"] = torch.ones(1)
-
-    layer._save_to_state_dict = save_more  # type: ignore[method-assign]
-    return layer
-
-
-class OnQuantized(runs.LoraRun):
-    """A frozen layer of that kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = saving_more(torch.nn.Linear(2, 2).requires_grad_(False))
-
-
 def quantized_tested_and_resumed(out: str, stage: int) -> int:
     provider.trainable_only()
-    runs.trainer(out, 2, stage, epochs=1).fit(OnQuantized(), runs.batches(2))
+    runs.trainer(out, 2, stage, epochs=1).fit(runs.OnQuantized(), runs.batches(2))
     path = f"{out}/epoch=0.ckpt"
-    runs.trainer(out, 2, stage).test(OnQuantized(), runs.batches(2), ckpt_path=path, verbose=False)
+    runs.trainer(out, 2, stage).test(runs.OnQuantized(), runs.batches(2), ckpt_path=path, verbose=False)
     trainer = runs.trainer(f"{out}/resumed", 2, stage, epochs=2)
-    trainer.fit(OnQuantized(), runs.batches(2), ckpt_path=path)
+    trainer.fit(runs.OnQuantized(), runs.batches(2), ckpt_path=path)
     epoch: int = trainer.current_epoch
     return epoch
 

@@ -149,6 +149,39 @@ def test_an_error_of_one_rank_is_raised_on_all(ranks: Any, tmp_path: Path) -> No
         assert (kind, "Permission denied" in said) == ("CheckpointError", True)
 
 
+def nothing_to_load(out: str) -> list[Any]:
+    def load(folder: str) -> Any:
+        return Run("deepspeed", out, 2, 2).engine.load_checkpoint(folder)
+
+    Path(out, "empty").mkdir(exist_ok=True)
+    plain = load(f"{out}/empty")
+    with owners.served():
+        return [plain, load(f"{out}/empty"), load(f"{out}/missing")]
+
+
+@pytest.mark.short
+def test_a_program_may_begin_with_a_load_of_nothing(ranks: Any, tmp_path: Path) -> None:
+    for plain, *served in ranks(2, nothing_to_load, out=str(tmp_path)):
+        assert plain[0] is None
+        assert served == [plain, plain]
+
+
+def loaded_in_silence(out: str) -> list[str]:
+    with owners.served():
+        run = Run("deepspeed", out, 2, 2)
+        run.train_epoch()
+        run.save(run.at(0))
+        with runs.heard() as heard:
+            Run("deepspeed", out, 2, 2).load(run.at(0))
+            Run("deepspeed", out, 2, 2).load(run.at(0), load_module_only=True)
+    return [message for message in heard if message.startswith("WARNING")]
+
+
+@pytest.mark.short
+def test_a_load_of_the_same_run_or_of_weights_alone_warns_of_nothing(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2, loaded_in_silence, out=str(tmp_path)) == [[], []]
+
+
 def collected(out: str) -> None:
     ds_frozen_patch.patch()
     made = runs.fabric(2, 2)

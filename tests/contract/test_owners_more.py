@@ -86,6 +86,7 @@ def test_an_export_to_an_address(ranks: Any, tmp_path: Path, by: str) -> None:
     bucket = tmp_path / "s3:" / "bucket"
     checkpoints = [path for path in (*bucket.glob("*[0-9]"), *(bucket / "again").iterdir()) if path.is_dir()]
     assert {*tmp_path.rglob("adapter")} == {path / "adapter" for path in checkpoints}
+    assert not [*tmp_path.rglob("ds_frozen_patch.json")]
     assert all((path / "adapter" / "adapter_model.safetensors").is_file() for path in checkpoints)
 
 

@@ -286,7 +286,7 @@ def thaw(out: str, stage: int, seed: int) -> Any:
         return float(module.thawed.float().abs().sum()), before
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.short)])
 def test_what_no_optimizer_has_is_saved(ranks: Any, tmp_path: Path, stage: int) -> None:
     for value, _ in ranks(2, thaw, out=str(tmp_path), stage=stage, seed=1):
         assert value > 0
@@ -325,7 +325,7 @@ def head_only(out: str, stage: int) -> Any:
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.short), 1, 2, 3])
 def test_a_state_dict_without_what_is_trained(ranks: Any, tmp_path: Path, stage: int) -> None:
     found, other = ranks(2, head_only, out=str(tmp_path), stage=stage)
     for one in (found, other):

@@ -299,6 +299,7 @@ def test_weights_only_where_deepspeed_cannot_save(ranks: Any, tmp_path: Path) ->
     for said in ranks(2, save_with_nvme, out=str(tmp_path)):
         assert "NVMe offloading" in said
         assert "weights_only=True" in said
+    assert [item.name for item in tmp_path.iterdir()] == ["weights.ckpt"]
 
 
 class Wide(runs.LoraRun):
