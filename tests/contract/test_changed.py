@@ -145,6 +145,33 @@ def test_what_the_optimizer_has_trained_is_saved_although_it_is_frozen_now(
     assert "base_model.model.model.embed_tokens.weight" in state["module"]
 
 
+def from_a_full_checkpoint(out: str, stage: int) -> list[Any]:
+    with owners.served():
+        run = owners.Run("deepspeed", out, 2, stage, module=with_one_value_more())
+        with ds_frozen_patch.full_checkpoint():
+            run.save(run.at(0))
+        other = owners.Run("deepspeed", out, 2, stage)
+        other.load(run.at(0))
+        other.save(other.at(1))
+        again = owners.Run("deepspeed", out, 2, stage)
+        return [runs.outcome(again.load, again.at(1)), *map(runs.trained_state, (again.module, run.module))]
+
+
+def with_one_value_more() -> Any:
+    """A model whose embedding differs from the run's in a value that is not among the samples."""
+    module = owners.model(owners.PEFT, seed=1)
+    module.get_input_embeddings().weight.data.view(-1)[1] += 1
+    return module
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_a_full_checkpoint_has_replaced_is_saved(ranks: Any, tmp_path: Path, stage: int) -> None:
+    for outcome, loaded, saved in ranks(2, from_a_full_checkpoint, out=str(tmp_path), stage=stage):
+        assert outcome == ("", "")
+        assert loaded == saved
+
+
 def test_leave_out_overrides(ranks: Any, tmp_path: Path) -> None:
     found = ranks(2, leaves_out_all_the_same, out=str(tmp_path))[0]
     assert not [message for message in found if "differ from what the program" in message]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from ..fingerprint import is_readable, own_values
+from ..fingerprint import block_sums, is_readable, own_values
 from ..parameters import PARAMETER, PART, Contents, ModuleTensor, part_suffix, plain, shape_of
 from .served import ServedEngine
 
@@ -207,10 +207,12 @@ def replacing(module: torch.nn.Module, left_out: frozenset[str] | None = None) -
     Args:
         module: that the checkpoint is loaded into.
         left_out: from a trainable-only checkpoint; its other parameters were trained, also where no sample shows it.
+            Without it, all frozen values are compared.
     """
     before = sample(
         {(entry.group, _part(entry)): entry.tensor for entry in Contents(module).tensors if entry.is_frozen}
     )
+    sums = _sums(module) if left_out is None else {}
     yield
     origin_of, everything = origins(module), Contents(module).tensors
     after = sample({entry: entry.tensor for entry in everything if entry.is_frozen})
@@ -219,6 +221,8 @@ def replacing(module: torch.nn.Module, left_out: frozenset[str] | None = None) -
         for entry in everything
         if entry.kind == PARAMETER and (not entry.is_frozen or (left_out is not None and entry.name not in left_out))
     }
+    if sums:
+        replaced |= {key[0] for key, values in _sums(module).items() if not values.equal(sums.get(key, values))}
     for entry, now in after.items():
         then = before.get((entry.group, _part(entry)))
         if then is not None and then.differs_from(now):
@@ -227,6 +231,12 @@ def replacing(module: torch.nn.Module, left_out: frozenset[str] | None = None) -
             taken[_part(entry)] = now
     for name in replaced & origin_of.keys():
         origin_of[name].is_suspected = True
+
+
+def _sums(module: torch.nn.Module) -> dict[tuple[str, str], torch.Tensor]:
+    """Sums of what this rank has of each frozen tensor, by group and part; see `block_sums`."""
+    entries = [entry for entry in Contents(module).tensors if entry.is_frozen and is_readable(entry.tensor)]
+    return {(entry.group, _part(entry)): block_sums(own_values(entry.tensor), 0)[1] for entry in entries}
 
 
 def _part(entry: ModuleTensor) -> str:
