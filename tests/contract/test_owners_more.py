@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -313,3 +314,34 @@ def test_a_save_returns_once_every_node_is_done(tmp_path: Path) -> None:
     cluster = nodes.own_disks(tmp_path, 2)
     closed, returned = zip(*(times for _, times in cluster.run(closed_late_on_a_node)), strict=True)
     assert max(closed) <= min(returned), cluster.log()
+
+
+def failed_on_a_node(this: ThisProcess, at: str) -> Any:
+    """What a save says that the second node cannot name, and what a load finds afterwards."""
+
+    def fail(_: Publication) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    config = {"checkpoint": {"use_node_local_storage": True}}
+    with owners.served():
+        run = Run("deepspeed", f"{at}/run", 2, 2, PEFT, config=config)
+        run.train_epoch()
+        run.save(run.at(0))
+        saved = runs.trained_state(run.module)
+        run.train_epoch()
+        with overridden([(Publication, "give_name", fail)] if os.environ["RANK"] == "1" else []):
+            said = runs.refusal(run.save, run.at(0))
+        other = Run("deepspeed", f"{at}/run", 2, 2, PEFT, config=config)
+        return said, runs.outcome(other.load, other.at(0)), runs.trained_state(other.module), saved
+
+
+@pytest.mark.short
+@pytest.mark.skipif(bool(nodes.why_unsupported()), reason=nodes.why_unsupported() or "-")
+def test_a_save_that_one_node_cannot_name_loses_nothing(tmp_path: Path) -> None:
+    cluster = nodes.own_disks(tmp_path, 2)
+    for outcome, found in cluster.run(failed_on_a_node):
+        assert outcome == "returned", (found, cluster.log())
+        (kind, said), loaded, now, saved = found
+        assert (kind, "Input/output error" in said) == ("CheckpointError", True)
+        assert loaded == ("", "")
+        assert now == saved
