@@ -88,6 +88,7 @@ def test_plain_lightning_resumes_from_it(checkpoints: Checkpoints, ranks: Any, t
         assert resumed == plain[rank]
         assert not keys
         assert len(said) == (rank == 0)
+        assert stage == 3 or all("loads neither buffers nor frozen parameters" in text for text in said)
 
 
 def resume_by_us(path: str, out: str, world_size: int, stage: int) -> tuple[list[float], int]:
