@@ -236,7 +236,7 @@ def replacing(module: torch.nn.Module, left_out: frozenset[str] | None = None) -
 def _sums(module: torch.nn.Module) -> dict[tuple[str, str], torch.Tensor]:
     """Sums of what this rank has of each frozen tensor, by group and part; see `block_sums`."""
     entries = [entry for entry in Contents(module).tensors if entry.is_frozen and is_readable(entry.tensor)]
-    return {(entry.group, _part(entry)): block_sums(own_values(entry.tensor), 0)[1] for entry in entries}
+    return {(entry.group, _part(entry)): block_sums(own_values(entry.tensor), 0)[1].cpu() for entry in entries}
 
 
 def _part(entry: ModuleTensor) -> str:
