@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,8 @@ from pathlib import Path
 import pytest
 from series import check as series_check
 from series import commands as series
-from series.folder import PATCHES, SeriesError, already_applied, apply_to_package, for_package, git, read, read_index
-from series.trial import contents, landing, unlike
+from series.folder import PATCHES, SeriesError, already_applied, apply_to_package, git, read, read_index
+from series.trial import contents
 
 pytestmark = [pytest.mark.everyday, pytest.mark.once]
 STRATEGY = '''"""DeepSpeed."""
@@ -214,15 +213,6 @@ def test_the_real_index_has_every_release_but_the_malicious_ones() -> None:
     assert not {"2.6.2", "2.6.3"} & set(releases)
 
 
-def test_record_is_in_order(original: World) -> None:
-    names = [
-        "0001-fabric-leave-out-frozen-parameters-when-asked-to-whi.patch",
-        "0002-pytorch-leave-out-frozen-parameters.patch",
-    ]
-    assert sorted(file.name for file in (original.patches / "2.5").iterdir()) == names
-    assert series_check.lint(original.patches) == []
-
-
 def test_record_is_the_same_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a clone that the series was applied to, with other settings, at another time: byte for byte."""
     before = world.state[2]
@@ -259,17 +249,6 @@ def at(world: World, tag: str) -> None:
     git(world.clone, "switch", "--quiet", "--detach", tag)
 
 
-def test_apply_refuses_what_is_no_checkout(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "is no git checkout; name a clone" in world.refuses(capsys, "apply", str(world.patches))
-    assert "is no git checkout; name a clone" in world.refuses(capsys, "apply", str(world.clone / "nothing"))
-
-
-def test_apply_refuses_another_repository(world: World, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    git(tmp_path, "init", "--quiet", "other")
-    refusal = world.refuses(capsys, "apply", str(tmp_path / "other"))
-    assert "other has no src/lightning and no deepspeed; name a clone" in refusal
-
-
 def test_apply_refuses_a_dirty_tree(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     at(world, "2.5.0")
     (world.clone / "src" / "version.info").write_text("2.5.0 ")
@@ -304,15 +283,6 @@ def test_apply_merges_into_an_unknown_release(world: World, tag: str) -> None:
     assert "exclude=self.exclude" in text.partition("def save(")[2].partition("def load(")[0]
 
 
-def test_apply_merges_no_part_of_a_series(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of one that does not apply to the release that it was made on either."""
-    at(world, "2.5.0")
-    edit(read_index(world.patches)[0].patches[1], "         self.config = None", "         self.config = 0")
-    refusal = world.refuses(capsys, "apply", str(world.clone))
-    assert "2.5 does not apply to 2.5.1 itself (Patch failed at 0002" in refusal
-    assert refusal.endswith("make it anew: python patches export")
-
-
 def test_apply_merges_changelogs(world: World) -> None:
     """Entries of both sides are kept."""
     at(world, "2.5.2")
@@ -338,13 +308,6 @@ def test_apply_merges_into_what_has_a_part_of_it(world: World) -> None:
     assert read(file).count("more,") == read(file).count("self.exclude = exclude") == 1
 
 
-def test_apply_merges_no_file_that_is_gone(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    at(world, "2.5.2")
-    git(world.clone, "mv", "src/lightning/pytorch/strategies.py", "src/lightning/pytorch/others.py")
-    commit(world.clone, "Upstream moves things")
-    assert "in src/lightning/pytorch/strategies.py" in world.refuses(capsys, "apply", str(world.clone))
-
-
 def test_apply_refuses_what_is_patched(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     at(world, "2.5.0")
     series.apply(world.patches, world.clone)
@@ -363,23 +326,6 @@ def test_apply_refuses_half_a_series(world: World, capsys: pytest.CaptureFixture
     assert "(fabric: leave out `frozen` parameters" in refusal
 
 
-def test_apply_refuses_patched_code_that_was_changed_since(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    at(world, "2.5.0")
-    series.apply(world.patches, world.clone)
-    edit(world.clone / "src/lightning/pytorch/strategies.py", "self.exclude = exclude", "self.exclude = bool(exclude)")
-    commit(world.clone, "Our own")
-    assert "has all patches of" in world.refuses(capsys, "apply", str(world.clone))
-
-
-def test_apply_refuses_other_code(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    at(world, "2.5.0")
-    edit(world.clone / "src/lightning/pytorch/strategies.py", "self.config = None", "self.config = {}")
-    commit(world.clone, "Our own")
-    refusal = world.refuses(capsys, "apply", str(world.clone))
-    assert refusal.startswith("the checkout differs from the releases of Lightning, and the patches of ")
-    assert "1 of 11 hunks conflict: 1 in src/lightning/pytorch/strategies.py; nothing was changed" in refusal
-
-
 def test_apply_does_not_land_elsewhere(world: World) -> None:
     """In 2.6.0 `git am` changes the function before `save`, although the index says that the series is for it."""
     at(world, "2.6.0")
@@ -387,12 +333,6 @@ def test_apply_does_not_land_elsewhere(world: World) -> None:
     assert series.apply(world.patches, world.clone).startswith(f"merged 2 patches of {world.patches}/2.5 into")
     text = read(world.clone / "src/lightning/fabric/strategies.py")
     assert "exclude=self.exclude" in text.partition("def save(")[2].partition("def load(")[0]
-
-
-def test_apply_says_what_it_could_not_compare(world: World) -> None:
-    at(world, "2.5.0")
-    git(world.clone, "tag", "--delete", "2.5.1")
-    assert "2.5.1 is not in this clone" in series.apply(world.patches, world.clone)
 
 
 def test_apply_leaves_nothing_half_applied(world: World, capsys: pytest.CaptureFixture[str]) -> None:
@@ -404,12 +344,6 @@ def test_apply_leaves_nothing_half_applied(world: World, capsys: pytest.CaptureF
     hook.chmod(0o755)
     assert "git am failed and was aborted, nothing was changed" in world.refuses(capsys, "apply", str(world.clone))
     assert not (world.clone / ".git" / "rebase-apply").exists()
-
-
-def test_apply_refuses_a_folder_without_patches(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    at(world, "2.5.0")
-    shutil.rmtree(world.patches / "2.5")
-    assert "has no patches; get them" in world.refuses(capsys, "apply", str(world.clone))
 
 
 def test_record_of_a_new_line(world: World) -> None:
@@ -484,29 +418,6 @@ def test_a_change_that_an_older_line_cannot_follow(two_lines: World) -> None:
         series.export(two_lines.patches, ["2.4"])
 
 
-def test_export_refuses_an_unknown_line(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    assert world.refuses(capsys, "export", "2.8") == "there is no line 2.8; there are 2.5"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--line", "2.8"], "there is no line 2.8 (there are 2.5); for a new one, name its release with --since"),
-        (["--line", "../2.8", "--since", "2.5.0"], "../2.8 cannot be a folder of patches/"),
-        (["--line", "2.5", "--since", "nothing"], "has no nothing; fetch it with git fetch --tags"),
-        (["--line", "2.5", "--since", "2.7.0"], "is not at commits that follow 2.7.0"),
-        (["--line", "2.5", "--since", "series"], "is not at commits that follow series"),
-    ],
-)
-def test_record_refuses(world: World, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
-    assert said in world.refuses(capsys, "record", str(world.clone), *arguments)
-
-
-def test_record_refuses_merges(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    git(world.clone, "merge", "--quiet", "--no-edit", "--strategy", "ours", "2.5.2")
-    assert "there are merge commits after 2.5.1" in world.refuses(capsys, "record", str(world.clone), "--line", "2.5")
-
-
 def test_record_that_fails_leaves_the_old_series(
     world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -521,19 +432,6 @@ def test_new_release_that_a_series_serves(world: World) -> None:
     assert "patches/2.5 applies to 2.5.2 unchanged" in series.new(world.patches, world.clone, "2.5.2")
     assert world.lines() == {"2.5": ["2.5.0", "2.5.1", "2.5.2"]}
     assert series_check.lint(world.patches) == []
-
-
-def test_new_release_that_had_no_tag(world: World) -> None:
-    edit(world.patches / "index.json", '"2.5.1"]', '"2.5.1"], "untagged": ["2.5.2"]')
-    series.new(world.patches, world.clone, "2.5.2")
-    (line,) = read_index(world.patches)
-    assert (line.tags, line.untagged) == (("2.5.0", "2.5.1", "2.5.2"), ())
-
-
-def test_new_commit(world: World) -> None:
-    commit = git(world.clone, "rev-parse", "2.5.2").strip()
-    series.new(world.patches, world.clone, commit[:8])
-    assert world.lines() == {"2.5": ["2.5.0", "2.5.1", commit]}
 
 
 def test_new_release_that_conflicts(world: World) -> None:
@@ -566,37 +464,6 @@ def test_new_release_where_it_lands_elsewhere(world: World) -> None:
     assert "does not apply to 2.6.0 unchanged (it changes other places: Strategy.first in src/lightning/fabric" in done
     assert "all patches are applied; check them, and amend what is wrong" in done
     assert world.lines() == {"2.5": ["2.5.0", "2.5.1"]}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["2.5.1"], "patches/2.5 is for 2.5.1 already"),
-        (["9.9.9"], "has no 9.9.9; fetch it"),
-        (["2.5.2", "--from", "2.8"], "there is no line 2.8; there are 2.5"),
-    ],
-)
-def test_new_refuses(world: World, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
-    assert said in world.refuses(capsys, "new", str(world.clone), *arguments)
-
-
-@pytest.mark.parametrize(
-    ("name", "folder"),
-    [
-        ("2.5.7", "2.5"),
-        ("2.6.0rc1", "2.5"),
-        ("2.7.0", "2.6"),
-        ("2.6.2", "master"),
-        ("1.9", "2.5"),
-        ("7f0c3436cd", "master"),
-        ("1".zfill(40), "master"),
-    ],
-)
-def test_nearest(tmp_path: Path, name: str, folder: str) -> None:
-    tags = {"2.5": ["2.5.0", "2.5.6"], "2.6": ["2.6.0", "2.6.5"], "master": ["7f" * 20]}
-    lines = [{"folder": name, "made_on": listed[0], "tags": listed} for name, listed in tags.items()]
-    (tmp_path / "index.json").write_text(json.dumps({"lines": lines}))
-    assert series.nearest(read_index(tmp_path), name).folder.name == folder
 
 
 def test_check(world: World, capsys: pytest.CaptureFixture[str]) -> None:
@@ -648,17 +515,6 @@ def test_check_finds(world: World, capsys: pytest.CaptureFixture[str], old: str,
         series.main(["check", "--repo", str(world.clone)], world.patches)
     assert row in capsys.readouterr().out.splitlines()
     assert said in str(refused.value.code)
-
-
-def test_check_finds_what_does_not_compile(world: World) -> None:
-    (line,) = read_index(world.patches)
-    edit(line.patches[0], "+            exclude=self.exclude,", "+            exclude=self.exclude(,")
-    report = series_check.check_clone([line], world.clone, lambda _: None)
-    assert [problem for problem in report.problems if re.match("2.5.0: .* does not compile: line", problem)]
-
-
-def test_check_refuses_what_is_no_clone(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "is no git repository; name a clone" in world.refuses(capsys, "check", "--repo", str(world.patches))
 
 
 @pytest.mark.parametrize(
@@ -717,35 +573,6 @@ def test_lint_finds(patches: Path, file: str, old: str, new: str, said: str) -> 
     assert all(": " in problem for problem in problems)
 
 
-def test_lint_finds_files(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    """All problems are told, a line each."""
-    folder = world.patches / "2.5"
-    (folder / "0002-pytorch-leave-out-frozen-parameters.patch").rename(
-        folder / "0003-pytorch-leave-out-frozen-parameters.patch"
-    )
-    (folder / "README").write_text("")
-    assert world.refuses(capsys, "lint").splitlines() == [
-        "2.5/0003-pytorch-leave-out-frozen-parameters.patch: should be named "
-        f"0002-pytorch-leave-out-frozen-parameters.patch by its place and its subject, {series_check.RECORD_ANEW}",
-        "2.5/README: is not a patch named like 0001-slug.patch, remove it",
-    ]
-
-
-def test_lint_without_an_index(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    (world.patches / "index.json").unlink()
-    assert "index.json: there is no such file" in world.refuses(capsys, "lint")
-
-
-@pytest.mark.parametrize("subject", ["Fix: `a.b` -- (c)...", "..a..b/", "x" * 80, "Ünïcode ✓ too", "a. ", "[fabric] b"])
-def test_slug(tmp_path: Path, subject: str) -> None:
-    """As git makes it."""
-    git(tmp_path, "init", "--quiet")
-    git(tmp_path, "commit", "--quiet", "--allow-empty", "--message", subject)
-    git(tmp_path, "format-patch", "--root", "--always", "--quiet", "--output-directory", str(tmp_path))
-    (made,) = tmp_path.glob("*.patch")
-    assert made.name == f"0001-{series_check.slug(subject)[:52]}.patch"
-
-
 def site_packages(world: World, folder: Path, package: str) -> Path:
     """What the wheels of a release have, as if in an environment inside of a repository that ignores it."""
     folder.mkdir()
@@ -786,180 +613,3 @@ def test_apply_to_package_wholly_or_not_at_all(world: World, tmp_path: Path) -> 
     with pytest.raises(SeriesError, match=r"lightning/pytorch/strategies\.py"):
         apply_to_package(world.patches / "2.5", site, "lightning")
     assert read(site / "lightning/fabric/strategies.py") == before
-
-
-def test_apply_to_package_without_patches(tmp_path: Path) -> None:
-    with pytest.raises(SeriesError, match="has no patch that changes lightning"):
-        apply_to_package(tmp_path, tmp_path, "lightning")
-
-
-@pytest.mark.parametrize(
-    ("line", "renamed"),
-    [
-        ("from lightning.fabric.utilities import x", "from lightning_fabric.utilities import x"),
-        ("import lightning.pytorch", "import pytorch_lightning"),
-        ("import lightning.pytorch as pl", "import pytorch_lightning as pl"),
-        ('"lightning.pytorch.loggers"', '"pytorch_lightning.loggers"'),
-        (
-            ":class:`~lightning.pytorch.Trainer` and lightning.fabric.",
-            ":class:`~pytorch_lightning.Trainer` and lightning_fabric.",
-        ),
-        ("https://lightning.ai/docs/pytorch/stable", "https://lightning.ai/docs/pytorch/stable"),
-        ("lightning.pytorchx lightning.fabric_x", "lightning.pytorchx lightning.fabric_x"),
-        ("src/lightning/pytorch/x.py", "src/lightning/pytorch/x.py"),
-    ],
-)
-def test_for_package(line: str, renamed: str) -> None:
-    patch = (
-        "From 0\n\ndiff --git a/src/lightning/pytorch/x.py b/src/lightning/pytorch/x.py\n"
-        "--- a/src/lightning/pytorch/x.py\n+++ b/src/lightning/pytorch/x.py\n@@ -1,3 +1,3 @@\n"
-        f" {line}\n-{line}\n+{line}\n"
-        "diff --git a/tests/x.py b/tests/x.py\n@@ -1 +1 @@\n-a\n+b\n"
-        "diff --git a/src/lightning/pytorch/CHANGELOG.md b/src/lightning/pytorch/CHANGELOG.md\n@@ -1 +1 @@\n-a\n+b\n"
-    )
-    for package, path, text in (
-        ("lightning", "lightning/pytorch", line),
-        ("pytorch_lightning", "pytorch_lightning", renamed),
-    ):
-        head = f"diff --git a/{path}/x.py b/{path}/x.py\n--- a/{path}/x.py\n+++ b/{path}/x.py\n@@ -1,3 +1,3 @@\n"
-        assert for_package(patch, package) == f"{head} {text}\n-{text}\n+{text}\n"
-
-
-def test_for_package_that_has_no_such_file() -> None:
-    patch = "diff --git a/src/lightning/data/x.py b/src/lightning/data/x.py\n@@ -1 +1 @@\n-a\n+b\n"
-    assert "lightning/data" in for_package(patch, "lightning")
-    with pytest.raises(SeriesError, match=r"src/lightning/data/x\.py is not in pytorch_lightning"):
-        for_package(patch, "pytorch_lightning")
-
-
-PYTHON = "import a\n\n\nclass A:\n    def f(self):\n        pass\n\n    @a\n    def g(self):\n        pass\n"
-MARKDOWN = "# Log\n\n## [{}]\n\n### Added\n\n-\n\n### Fixed\n\n-\n\n## [1]\n\n### Added\n\n-\n"
-RST = "One\n===\n\ntext\n\nTwo\n---\n\ntext\n"
-
-
-@pytest.mark.parametrize(
-    ("path", "text", "changes", "where"),
-    [
-        ("a.py", PYTHON, ("        pass\n\n", "        pass\n        return\n\n"), "A.f in a.py"),
-        ("a.py", PYTHON, ("        pass\n\n", "        return\n\n"), "A.f in a.py"),
-        ("a.py", PYTHON, ("    @a\n", "    @a\n    @b\n"), "A.g in a.py"),
-        ("a.py", PYTHON, ("class A:\n", "class A:\n    x = 1\n"), "A in a.py"),
-        ("a.py", PYTHON, ("import a\n", "import a\nimport b\n"), "a.py"),
-        ("a.py", PYTHON, (PYTHON, "class A:\n"), "A in a.py, A.f in a.py, A.g in a.py, a.py"),
-        ("a.md", MARKDOWN.format(2), ("Added\n\n-\n", "Added\n\n-\n- x\n"), "release 1 ### Added in a.md"),
-        ("a.md", MARKDOWN.format(2), ("## [1]", "## [1.5]\n\n- x\n\n## [1]"), "## [1.5] after release 1 in a.md"),
-        ("a.md", MARKDOWN.format(2), ("# Log", "# Log\n\n## [new]\n\n- x"), "## [new] after the head in a.md"),
-        ("a.rst", RST, ("Two", "New\n---\n\ntext\n\nTwo"), "New after One in a.rst"),
-        ("a.rst", RST, ("Two\n---\n\ntext", "Two\n---\n\nother"), "Two in a.rst"),
-        ("a.txt", "text\n", ("text", "other"), "a.txt"),
-    ],
-)
-def test_landing(path: str, text: str, changes: tuple[str, str], where: str) -> None:
-    changed = landing({path: text}, {path: text.replace(*changes, 1)})
-    assert unlike(changed, {}).split(", ") == sorted(where.split(", "), key=lambda place: place != path)
-    # It does not depend on what is above, or on a release's name.
-    other = text.replace("import a\n", "import a\nimport z\n").replace("[2]", "[3]").replace("One\n", "text\n\nOne\n")
-    moved = landing({path: other}, {path: other.replace(*changes, 1)})
-    assert unlike(changed, moved) == "" or text == changes[0]
-
-
-def test_landing_within_a_function() -> None:
-    """Where a function was the same, it must be the same again; else the lines must be."""
-    text = "def f():\n    a()\n    a()\n"
-    first, second = "def f():\n    a()\n    b()\n    a()\n", "def f():\n    a()\n    a()\n    b()\n"
-    changed = landing({"a.py": text}, {"a.py": first})
-    assert unlike(changed, landing({"a.py": text}, {"a.py": first})) == ""
-    assert unlike(changed, landing({"a.py": text}, {"a.py": second})) == "f in a.py"
-    assert unlike(changed, landing({"a.py": f"{text}    c()\n"}, {"a.py": f"{second}    c()\n"})) == ""
-    assert unlike(changed, landing({"a.py": f"{text}    c()\n"}, {"a.py": f"{text}    c()\n    d()\n"})) == "f in a.py"
-
-
-INSTALLER = """
-import subprocess, sys
-from pathlib import Path
-
-_, clone, *_, target, _, wanted = sys.argv
-release = wanted.partition("==")[2]
-for part, renamed in (("fabric", "lightning_fabric"), ("pytorch", "pytorch_lightning")):
-    show = ["git", "-C", clone, "show", f"{release}:src/lightning/{part}/strategies.py"]
-    text = subprocess.run(show, check=True, capture_output=True, text=True).stdout
-    for name, own in ((f"lightning/{part}", text), (renamed, text.replace("lightning.fabric", "lightning_fabric"))):
-        Path(target, name).mkdir(parents=True)
-        Path(target, name, "strategies.py").write_text(own)
-"""
-
-
-def test_check_of_wheels(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an installer that makes wheels of tags; 2.7.0 does not apply, and 2.9.0 cannot be had."""
-    (tmp_path / "installer.py").write_text(INSTALLER)
-    monkeypatch.setattr(
-        series_check, "_installer", lambda: [sys.executable, str(tmp_path / "installer.py"), str(world.clone)]
-    )
-    monkeypatch.setattr(series_check, "_import_all", lambda _, releases: dict.fromkeys(releases, "") | {"2.5.2": "no"})
-    edit(
-        world.patches / "index.json",
-        '"2.5.1"]',
-        f'"2.5.1", "2.6.0", "2.7.0", "{40 * "a"}"], "untagged": ["2.5.2", "2.9.0"]',
-    )
-    report = series_check.check_wheels(read_index(world.patches), lambda _: None)
-    assert report.rows == [
-        ("2.5.0", "2.5", "lightning", "yes", "yes", "yes", "-"),
-        ("2.5.0", "2.5", "pytorch_lightning", "yes", "yes", "yes", "yes"),
-        ("2.5.1", "2.5", "lightning", "yes", "yes", "yes", "-"),
-        ("2.5.1", "2.5", "pytorch_lightning", "yes", "yes", "yes", "yes"),
-        ("2.6.0", "2.5", "lightning", "yes", "no", "yes", "-"),
-        ("2.6.0", "2.5", "pytorch_lightning", "yes", "no", "yes", "yes"),
-        ("2.7.0", "2.5", "lightning", "no", "-", "-", "-"),
-        ("2.7.0", "2.5", "pytorch_lightning", "no", "-", "-", "-"),
-        ("2.5.2", "2.5", "lightning", "yes", "yes", "yes", "-"),
-        ("2.5.2", "2.5", "pytorch_lightning", "yes", "yes", "yes", "no"),
-        ("2.9.0", "2.5", "lightning", "no", "-", "-", "-"),
-        ("2.9.0", "2.5", "pytorch_lightning", "no", "-", "-", "-"),
-    ]
-    said = [
-        "2.6.0: changes other places",
-        "2.7.0: .* does not apply",
-        "2.5.2: cannot be imported: no",
-        "2.9.0: cannot be installed",
-    ]
-    assert all(any(re.match(f"pytorch_lightning {words}", problem) for problem in report.problems) for words in said)
-    assert len(report.problems) == 7
-
-
-def test_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each release's own modules are what is imported; what ends the process is told of the rest."""
-    module = "class DeepSpeedStrategy:\n    def __init__(self, {}): ...\n"
-    contents = {
-        "good": module.format("exclude_frozen_parameters"),
-        "bad": module.format("stage"),
-        "again": module.format("exclude_frozen_parameters"),
-        "broken": "import no_such_module",
-        "deadly": "import os; os._exit(1)",
-        "installed": module.format("exclude_frozen_parameters"),
-    }
-    for name, text in contents.items():
-        for package in ("pytorch_lightning", "lightning_fabric"):
-            parts = {
-                f"{package}/__init__.py": "",
-                f"{package}/utilities/__init__.py": "",
-                f"{package}/strategies/__init__.py": "",
-            }
-            own = {f"{package}/strategies/deepspeed.py": text, f"{package}/utilities/deepspeed.py": ""}
-            write(tmp_path / name, parts | own)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "installed"))
-    found = series_check._import_all(tmp_path, ["good", "bad", "again", "broken", "empty", "deadly", "last"])
-    installed = tmp_path / "installed" / "pytorch_lightning" / "strategies" / "deepspeed.py"
-    assert found == {
-        "good": "",
-        "bad": "DeepSpeedStrategy of pytorch_lightning.strategies.deepspeed takes no exclude_frozen_parameters",
-        "again": "",
-        "broken": "ModuleNotFoundError: No module named 'no_such_module'",
-        "empty": f"pytorch_lightning.strategies.deepspeed was imported from {installed}",
-        "deadly": "the process ended: no reason given",
-        "last": "the process ended: no reason given",
-    }
-
-
-def test_contents(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"\xff\r\n")
-    assert contents([tmp_path / "a"]) == {"a": "\udcff\r\n"}

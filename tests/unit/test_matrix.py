@@ -145,22 +145,6 @@ def test_the_tables_show_the_results(session: str) -> None:
     assert results.BLOCKS[session].read() == results.RENDER[session](found).strip()
 
 
-def test_a_run_of_faults_in_parts(tmp_path: Path) -> None:
-    files = [tmp_path / "kills.xml", tmp_path / "soak.xml"]
-    for file in files:
-        case = f'<testcase><properties><property name="{file.stem}" value="3"/></properties></testcase>'
-        suite = f'<testsuite time="600" timestamp="2026-11-24T01:02:03">{case}</testsuite>'
-        file.write_text(f"<testsuites>{suite}</testsuites>")
-    before = {"runs": ["Run long ago."], "times": {"kills": 1, "soak": 1}}
-    whole = results.faults(before, *files)
-    assert whole["times"] == {"kills": 3, "soak": 3}
-    assert whole["runs"][0].startswith("Run on 2026-11-24, for 20 minutes, on ")
-    part = results.faults(before, files[0])
-    assert part["times"] == {"kills": 3, "soak": 1}
-    assert part["runs"][0] == "Run long ago."
-    assert part["runs"][1].startswith("Rerun on 2026-11-24, for 10 minutes, on ")
-
-
 def test_the_table_shows_the_comparison() -> None:
     result = json.loads(compare.RESULTS.read_text())
     assert list(result["features"]) == list(features.FEATURES), "compare again"
@@ -189,19 +173,6 @@ def test_every_promise_in_every_cell() -> None:
         assert outcome["found"] == ({} if CELLS[name].quantizers else states), name
 
 
-def test_each_promise_is_shown_with_its_cells() -> None:
-    outcomes = {
-        "oldest": {"entry": {}, "promises": {"1": {"passed": 2, "skipped": 1}, "20": {"skipped": 1}}},
-        "everyday": {"entry": {}, "promises": {"1": {"passed": 3}, "20": {"passed": 4}}},
-        "refused": {"entry": {}, "promises": {"12": {"passed": 1}}},
-        "everyday-patched": {"entry": {"patches": "2.5.0"}, "promises": {"1": {"passed": 5}}},
-    }
-    rows = {line.split(" ")[1]: line for line in table.promises_table(outcomes).splitlines() if line.startswith("| ")}
-    assert rows["1"] == "| 1 save | all but refused | all | 10 |"
-    assert rows["12"] == "| 12 refusal | refused |  | 1 |"
-    assert rows["20"] == "| 20 asynchronous saves | everyday |  | 4 |"
-
-
 def test_the_file_is_as_the_propose_command_writes_it() -> None:
     text = cells.MATRIX.read_text(encoding="utf-8")
     assert ",\n".join(map(cells.formatted, json.loads(text)["cells"])) in text
@@ -224,68 +195,7 @@ def test_each_patched_cell_has_the_series_for_its_lightning() -> None:
         assert CELLS[cell.lock].twin == cell
 
 
-@pytest.mark.parametrize(
-    ("lightning", "deepspeed", "nearest"),
-    [
-        ("2.4.0", "0.16.9", "lightning-2.4"),
-        ("2.3.3", "0.12.6", "lightning-2.2"),
-        ("2.5.4", "0.17.6", "everyday"),
-        ("99.0", "99.0", "newest"),
-        ("2.1.0", "0.9.5", "lightning-2.1"),
-    ],
-)
-def test_a_proposed_cell_is_like_the_nearest(lightning: str, deepspeed: str, nearest: str) -> None:
-    proposed, like = cells.cell(cells.propose(lightning, deepspeed)), CELLS[nearest]
-    assert proposed.releases == (Version(lightning), Version(deepspeed))
-    assert f"pytorch-lightning=={lightning}" in proposed.pins
-    assert (proposed.base, proposed.needs) == (like.base, like.needs)
-
-
-def test_a_proposed_cell_follows_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order matters: from old releases to new ones."""
-    before = list(cells.entries())
-    copied = tmp_path / "matrix.json"
-    copied.write_bytes(cells.MATRIX.read_bytes())
-    monkeypatch.setattr(cells, "MATRIX", copied)
-    entry = cells.propose("2.5.2.post9", "0.17.6")  # releases that there are not, and so no cells of them
-    cells.add(entry, after=cells.nearest("2.5.2.post9", "0.17.6").name)
-    place = before.index("everyday") + 1
-    assert list(cells.entries()) == [*before[:place], entry["name"], *before[place:]]
-    assert cells.entries()[entry["name"]] == entry
-
-
 @pytest.fixture
 def last_run() -> dict[str, Any]:
     found: dict[str, Any] = json.loads(table.LAST_RUN.read_text())
     return found
-
-
-def test_one_row_is_updated(tmp_path: Path, last_run: dict[str, Any]) -> None:
-    """Its outcome is replaced, even if its entry's `why` has changed; the rest stay, and the table gives both dates."""
-    newer = last_run["newest"] | {
-        "date": "2031-01-01",
-        "code": "f00",
-        "entry": last_run["newest"]["entry"] | {"why": "another"},
-    }
-    (tmp_path / "newest.json").write_text(json.dumps(newer))
-    found = table.collect(tmp_path, last_run, ["newest"])
-    assert list(found) == list(cells.entries())
-    assert found["newest"] == newer | {"entry": cells.entries()["newest"]}
-    assert {**found, "newest": last_run["newest"]} == last_run
-    oldest = min(outcome["date"] for outcome in last_run.values())
-    run = f"The cells were last run between {oldest} and 2031-01-01, at commit "
-    assert re.match(run + r".*\bf00\b.*:", table.render(found))
-
-
-def test_a_row_needs_a_successful_run(tmp_path: Path, last_run: dict[str, Any]) -> None:
-    (tmp_path / "newest.json").write_text(json.dumps(last_run["newest"] | {"failed": True}))
-    (tmp_path / "oldest.json").write_text(
-        json.dumps(last_run["oldest"] | {"entry": last_run["oldest"]["entry"] | {"deepspeed": "0.10.2"}})
-    )
-    wrong = (
-        "there is no cell nwest; oldest has changed in ci/matrix.json since it ran; everyday has not run; newest failed"
-    )
-    with pytest.raises(SystemExit, match=re.escape(wrong)):
-        table.collect(tmp_path, last_run, ["oldest", "everyday", "newest", "nwest"])
-    with pytest.raises(SystemExit, match=re.escape("lightning-2.1 has not run")):
-        table.collect(tmp_path, last_run)

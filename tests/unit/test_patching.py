@@ -60,19 +60,6 @@ print("same")
     assert site.run(LOOK + program).strip() == "same"
 
 
-def test_inherited_methods_are_restored(site: Site) -> None:
-    """A method that the class only inherits is not left on it."""
-    source = STRATEGY.format(flag="", save="save_checkpoint").replace("    def setup(self, trainer): ...\n", "")
-    site.write("lightning/pytorch/strategies/deepspeed.py", source.replace("def inherited", "def setup"))
-    program = """
-cls = imported()[0]
-assert "setup" not in vars(cls)
-dfp.patch(); assert "setup" in vars(cls)
-dfp.unpatch(); assert "setup" not in vars(cls)
-"""
-    site.run(LOOK + program)
-
-
 UNTIDY = """
 class DeepSpeedStrategyOfOthers:
     def __init__(self, exclude_frozen_parameters=True): ...
@@ -201,21 +188,6 @@ for _ in range(40):
     assert vars(engine)["save_checkpoint"] is plain
 """
     site.run(LOOK + program)
-
-
-def test_a_finder_without_find_spec(site: Site) -> None:
-    """Python passes over such an old one too."""
-    program = """
-class Old:
-    def find_module(self, name, path=None): ...
-sys.meta_path.insert(0, Old())
-assert dfp.status()["deepspeed"].state == "patchable"
-"""
-    site.run(program)
-
-
-def test_a_source_tree_without_metadata(site: Site) -> None:
-    site.run("from ds_frozen_patch.common.versions import version_of; assert version_of('ds_frozen_patch') == ''")
 
 
 @pytest.mark.parametrize("is_imported", [False, True])

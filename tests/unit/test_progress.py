@@ -9,35 +9,10 @@ import struct
 import subprocess
 import sys
 import termios
-from itertools import count
 
 import pytest
 
-from ds_frozen_patch.common import progress as progresses
-
 pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
-
-
-@pytest.mark.parametrize(
-    ("quiet", "seconds", "lines"),
-    [
-        (False, 6, ["reading: 2 GB of 5 GB (40%)", "reading: 4 GB of 5 GB (80%)"]),
-        (False, 1, []),
-        (True, 6, []),
-    ],
-)
-def test_lines_in_a_log(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, quiet: bool, seconds: int, lines: list[str]
-) -> None:
-    """Five steps that take some seconds each: a line is printed after at least ten."""
-    clock = count(0, seconds)
-    now = [next(clock)]
-    monkeypatch.setattr(progresses, "monotonic", lambda: now[0])
-    with progresses.progress("reading", 5 * 10**9, quiet) as done:
-        for _ in range(5):
-            now[0] = next(clock)
-            done(10**9)
-    assert capsys.readouterr().err.splitlines() == lines
 
 
 def test_a_bar_on_a_terminal() -> None:
