@@ -191,12 +191,6 @@ def faults(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
-def asynchronous(session: nox.Session) -> None:
-    """The contract with asynchronous saves, but for the tests that look at the moment of a save's return."""
-    run_tests(session, "everyday", *(session.posargs or ["tests/contract"]), DS_FROZEN_PATCH_ASYNC_SAVE="1")
-
-
-@nox.session(venv_backend="none")
 def scale(session: nox.Session) -> None:
     """Count what saves and loads do on 1 to 8 ranks, and make the tables of docs/scale.md."""
     results = f"{RESULTS}/scale.xml"

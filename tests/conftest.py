@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -93,8 +92,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--faults", action="store_true", help="run all of tests/faults, not the short part alone")
     parser.addoption("--rounds", type=int, default=1, help="how often --faults kills saves, with other seeds each time")
-    parser.addoption("--soak", type=int, default=0, help="for how many minutes the soak goes on; otherwise for one run")
-    parser.addoption("--soak-seed", type=int, default=0, help="the first seed of the soak; a second part takes another")
     parser.addoption("--outcome", type=Path, help="write what became of each promise into this JSON file")
 
 
@@ -111,9 +108,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             raise pytest.UsageError(f"ci/matrix.json lists {test} as one that {CELL.name} cannot run; there is none")
         for item in found:
             item.add_marker(pytest.mark.skip(reason=why))
-    for item in items:
-        if (mark := item.get_closest_marker("synchronous")) and os.environ.get("DS_FROZEN_PATCH_ASYNC_SAVE"):
-            item.add_marker(pytest.mark.skip(reason=mark.args[0]))
     if CELL.refused:
         _deselect(config, items, lambda item: "ranks" in getattr(item, "fixturenames", ()))
     if part := config.getoption("--part"):

@@ -14,8 +14,6 @@ from deepspeed import zero
 from disk import model_states
 
 import ds_frozen_patch
-from ds_frozen_patch import fingerprint
-from ds_frozen_patch.common.overrides import overridden
 
 pytestmark = [pytest.mark.promise(23), pytest.mark.everyday, pytest.mark.once]
 
@@ -195,26 +193,6 @@ def from_another_base(out: str, stage: int) -> list[str]:
         module = runs.LoraRun(seed=1)
         runs.trainer(f"{out}/again", 2, stage, epochs=3).fit(module, data, ckpt_path=f"{out}/small/epoch=1.ckpt")
     return heard
-
-
-def unread_at_first(out: str) -> list[str]:
-    """As where partitions are on NVMe at one save, and in memory at the next."""
-    ds_frozen_patch.patch()
-    module = runs.LoraRun()
-    trainer = runs.trainer(out, 2, 2, epochs=1)
-    with runs.heard() as heard:
-        with overridden([(fingerprint, "is_readable", lambda tensor: False)]):
-            trainer.fit(module, runs.batches(2))
-        trainer.save_checkpoint(f"{out}/again.ckpt")
-    return heard
-
-
-def test_values_that_could_not_be_read_before_have_not_changed(ranks: Any, tmp_path: Path) -> None:
-    heard = ranks(2, unread_at_first, out=str(tmp_path))[0]
-    assert [message for message in heard if "left-out parameters cannot be read" in message]
-    assert not [message for message in heard if "differ from what the program" in message]
-    left_out = model_states(tmp_path / "again.ckpt")[0]["ds_frozen_patch"]["left_out"]
-    assert [names for names, *_ in left_out if "embed_tokens" in names[0]]
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -558,41 +558,6 @@ def test_sequence_parallelism_of_accelerate(ranks: Any, tmp_path: Path, stage: i
     assert left_out_by(tmp_path)
 
 
-def sequence_by_trainer(out: str, stage: int, resume: bool, is_patched: bool) -> list[float]:
-    from accelerate import ParallelismConfig
-    from accelerate.utils import DeepSpeedSequenceParallelConfig
-
-    if is_patched:
-        ds_frozen_patch.patch()
-    handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa", sp_seq_length_is_variable=True)
-    options: dict[str, Any] = {
-        "parallelism_config": ParallelismConfig(sp_backend="deepspeed", sp_size=2, sp_handler=handler),
-        "per_device_train_batch_size": 2,
-        "num_train_epochs": 2,
-        "save_strategy": "epoch",  # Trainer cannot resume within an epoch in this way, plain or not
-        "logging_steps": 1,
-        "learning_rate": 0.05,
-    }
-    tokens = torch.randint(VOCABULARY, (16, 8), generator=torch.Generator().manual_seed(0))
-    trainer = training.hugging_face(plain_llama(), tokens, out, runs.config(stage), **options)
-    trainer.args.logging_strategy = "steps"
-    trainer.train_dataset = [{**sample, "position_ids": torch.arange(8)} for sample in trainer.train_dataset]
-    trainer.train(resume_from_checkpoint=f"{out}/checkpoint-8" if resume else None)
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry and 9 < entry["step"] < 16]
-
-
-@needs_new
-@pytest.mark.parametrize("stage", [2, 3])
-def test_sequence_parallelism_of_trainer(ranks: Any, tmp_path: Path, stage: int) -> None:
-    losses = []
-    for is_patched in (False, True):  # Trainer resumes with other samples than an uninterrupted run
-        options = {"out": str(tmp_path / str(is_patched)), "stage": stage, "is_patched": is_patched, "alone": True}
-        losses.append([ranks(2, sequence_by_trainer, resume=resume, **options) for resume in (False, True)])
-    assert losses[0] == losses[1]
-    assert len(losses[1][1][0]) == 6
-    assert left_out_by(tmp_path / "True" / "checkpoint-8")
-
-
 def on_unknown_ranks(out: str) -> Any:
     """Accelerate takes each rank for the only one, as it does with CPU ranks of torch's launcher."""
     from accelerate.state import AcceleratorState

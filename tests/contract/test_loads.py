@@ -478,7 +478,6 @@ def without_optimizer_files(out: str) -> Any:
         return other.seen()[1] == run.seen()[1], runs.refusal(Run("deepspeed", out, 2, 2).load, place)
 
 
-@pytest.mark.synchronous("it removes files of a save in flight")
 def test_weights_load_without_the_optimizer_files(ranks: Any, tmp_path: Path) -> None:
     for is_same, (kind, said) in ranks(2, without_optimizer_files, out=str(tmp_path)):
         assert is_same
@@ -506,7 +505,6 @@ def edited_files(out: str, verify_files: bool) -> Any:
 
 
 @pytest.mark.parametrize("verify_files", [True, False])
-@pytest.mark.synchronous("it changes files of a save in flight")
 def test_a_changed_file(ranks: Any, tmp_path: Path, verify_files: bool) -> None:
     for kind, said in ranks(2, edited_files, out=str(tmp_path), verify_files=verify_files):
         if not verify_files:

@@ -13,7 +13,6 @@ from safetensors import safe_open
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import ds_frozen_patch
-from ds_frozen_patch.parameters import Contents
 
 pytestmark = [pytest.mark.promise(15), pytest.mark.everyday, pytest.mark.once]
 
@@ -88,30 +87,3 @@ def loads_strictly(out: Path, way: str) -> None:
             assert {*file.keys(), *(file.metadata() or {})} - {"format"} == expected.keys()
     ds_frozen_patch.consolidate(out / "weights.ckpt", out / "of-weights.ckpt", base=out / "full.ckpt")
     module.load_state_dict(torch.load(out / "of-weights.ckpt", weights_only=True)["state_dict"])
-
-
-@pytest.mark.short
-@pytest.mark.parametrize("way", ["compiled", "checkpointed"])
-def test_names_are_those_of_the_plain_module(way: str) -> None:
-    assert [one.names for one in Contents(Wrapped(way)).tensors] == [
-        one.names for one in Contents(runs.LoraRun()).tensors
-    ]
-
-
-class Renames(torch.nn.Module):
-    """A module whose state dict has another name for its weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
-        self._register_state_dict_hook(_rename)  # type: ignore[no-untyped-call]
-
-
-def _rename(_: torch.nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
-    state[f"{prefix}w"] = state.pop(f"{prefix}weight")
-
-
-@pytest.mark.short
-def test_parameters_are_found_by_their_state_dict_names() -> None:
-    (held,) = Contents(torch.nn.Sequential(Renames())).tensors
-    assert held.names == ("0.weight", "0.w")

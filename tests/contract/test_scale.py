@@ -10,7 +10,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +18,7 @@ from counting import counted, own_calls
 from disk import model_states
 
 import ds_frozen_patch
-from ds_frozen_patch import CheckpointError
-from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.publish import in_flight
-from ds_frozen_patch.save import background
 
 pytestmark = [pytest.mark.promise(18), pytest.mark.everyday]
 
@@ -102,16 +98,6 @@ def at(ranks: int, values: Sequence[int]) -> int:
     return round((eight, eight + slope * (ranks - 8), eight + (slope + bend) * (ranks - 8))[growth(values)])
 
 
-LAWS: list[tuple[int, Callable[[int], int]]] = [(0, lambda n: 7), (1, lambda n: 3 * n + 5), (2, lambda n: n * n + n)]
-
-
-@pytest.mark.parametrize(("degree", "law"), LAWS)
-def test_growth(degree: int, law: Callable[[int], int]) -> None:
-    counts = [law(ranks) for ranks in COUNTED[1:]]
-    assert growth(counts) == degree
-    assert at(4096, counts) == law(4096)
-
-
 def saves_and_loads(out: str, world_size: int) -> dict[str, Counts]:
     """Return the counts of this rank by ZeRO stage and step, without and with `patch()`."""
     os.environ.update(NODE_RANK=os.environ["RANK"], LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", LOCAL_SIZE="1")
@@ -160,7 +146,6 @@ def values(found: Any, who: str, stage: int, step: str, row: Row) -> list[int]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.synchronous("it counts within the call")
 def test_nothing_grows_faster_than_the_ranks(found: Any, stage: int, step: str, record_property: Any) -> None:
     too_fast = {}
     for name, (allowed, row) in ROWS.items():
@@ -203,23 +188,6 @@ def test_one_manifest_for_all_ranks(found: Any, stage: int, size: int) -> None:
     assert ["left_out" in state["ds_frozen_patch"] for state in states] == [True] + [False] * (len(states) - 1)
 
 
-def longest_pause(ranks: int) -> float:
-    """Return how long one of so many ranks, which waits for a save in flight, lets pass between two requests."""
-    pauses: list[float] = []
-    save: Any = SimpleNamespace(place=SimpleNamespace(id="a save"), owner=SimpleNamespace(rank=1))
-    votes = background.Votes(save)
-    votes._ranks = ranks
-    clock = SimpleNamespace(monotonic=lambda: sum(pauses), sleep=pauses.append)
-    with overridden([(background, "time", clock)]), pytest.raises(CheckpointError, match=f"0 of {ranks} ranks"):
-        votes.wait("written", seconds=60)
-    return max(pauses)
-
-
-def test_more_ranks_ask_less_often() -> None:
-    assert longest_pause(2) == longest_pause(512) == 0.5
-    assert longest_pause(4096) == 8 * 0.5
-
-
 # How much of our code one save and one load pass
 
 
@@ -247,7 +215,6 @@ LENGTHS = {"save": (158, 33, 1800), "load": (169, 43, 3000)}
 @pytest.mark.once
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="code has no qualified names")
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.synchronous("it counts within the call")
 def test_one_save_and_one_load_are_short(ranks: Any, tmp_path: Path, stage: int) -> None:
     for found in ranks(2, own_length, out=str(tmp_path), stage=stage):
         print(f"ZeRO-{stage}, functions, modules and calls: {found}")
