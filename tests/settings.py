@@ -51,11 +51,6 @@ class Setting:
         return all(_agrees(has[key], value) for key, value in self.zero.items()) and self.shows(engine)
 
     @property
-    def is_slow(self) -> bool:
-        """Whether it needs new processes, or DeepSpeed compiles an op for it, which takes up to a minute."""
-        return self.alone or self.has_cpu_adam or any("quantized" in key for key in self.zero)
-
-    @property
     def has_cpu_adam(self) -> bool:
         """Whether DeepSpeed's own Adam for the CPU takes the steps.
 

@@ -73,8 +73,7 @@ def load(out: str, world_size: int, stage: int, change: str, evaluate: bool, **p
     return raised, [m for m in messages if m.startswith("WARNING")], module.losses
 
 
-@pytest.mark.parametrize("world_size", [slow(1), 2, slow(3)])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "world_size"), [*((stage, 2) for stage in range(4)), slow(1, 1), slow(3, 3)])
 def test_one_element_of_the_last_row(ranks: Any, tmp_path: Path, stage: int, world_size: int) -> None:
     ranks(world_size, save, out=str(tmp_path), world_size=world_size, stage=stage)
     for evaluate in (False, True):
@@ -90,8 +89,7 @@ def test_one_element_of_the_last_row(ranks: Any, tmp_path: Path, stage: int, wor
 
 
 @pytest.mark.everyday
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "world_size"), [(2, 2), (3, 1)])
 def test_at_another_world_size(ranks: Any, tmp_path: Path, stage: int, world_size: int) -> None:
     """Saved at world size 3, tested from at smaller ones."""
     ranks(3, save, out=str(tmp_path), world_size=3, stage=stage)
@@ -150,11 +148,10 @@ def prints(out: str, epoch: int = 0) -> dict[str, str]:
 @pytest.mark.everyday
 def test_same_fingerprints_in_every_stage_and_world_size(ranks: Any, tmp_path: Path) -> None:
     found = []
-    for world_size in (1, 2, 3):
-        for stage in (0, 1, 2, 3):
-            out = str(tmp_path / f"{world_size}-{stage}")
-            ranks(world_size, save, out=out, world_size=world_size, stage=stage, precision=PRECISION)
-            found.append(prints(out))
+    for world_size, stage in ((1, 0), (1, 3), (2, 1), (2, 3), (3, 2), (3, 3)):
+        out = str(tmp_path / f"{world_size}-{stage}")
+        ranks(world_size, save, out=out, world_size=world_size, stage=stage, precision=PRECISION)
+        found.append(prints(out))
     assert len(found[0]) == 20
     assert all(re.fullmatch("[0-9a-f]{32}", one) for one in found[0].values())
     assert len(set(found[0].values())) == 16  # the norms are all alike

@@ -126,13 +126,10 @@ LOSES_BATCHES = CELL.releases[1].release < (0, 18, 3)
 @pytest.mark.parametrize(
     ("stage", "number", "accumulate"),
     [
-        *(pytest.param(stage, 4, 1, marks=pytest.mark.once) for stage in (1, 2, 3)),
-        *(pytest.param(stage, 1, 1, marks=pytest.mark.once) for stage in (1, 3)),
         *(pytest.param(stage, 3, 1, marks=pytest.mark.short) for stage in (1, 2, 3)),
         (2, 1, 1),
         (1, 2, 2),
         (2, 2, 1 if LOSES_BATCHES else 2),
-        (3, 2, 2),
         (3, 1, 4),
     ],
 )
@@ -214,9 +211,7 @@ def test_elastic_is_suggested(ranks: Any, tmp_path: Path) -> None:
     assert snapshot(path) == before
 
 
-@pytest.mark.parametrize(
-    ("before", "now"), [(1, 2), (2, 1), (2, 3), pytest.param(3, 0, marks=pytest.mark.short), (0, 2)]
-)
+@pytest.mark.parametrize(("before", "now"), [(1, 2), pytest.param(3, 0, marks=pytest.mark.short)])
 def test_another_stage(ranks: Any, tmp_path: Path, before: int, now: int) -> None:
     """`test_stages` compares what the optimizer holds."""
     ranks(2, save_by_two, out=str(tmp_path), stage=before)
@@ -226,13 +221,12 @@ def test_another_stage(ranks: Any, tmp_path: Path, before: int, now: int) -> Non
     assert curve(ranks(1, train, world_size=1, stage=now, **options)) == pytest.approx(curve(same), rel=1e-6)
 
 
-@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.once), 3])
-def test_a_full_checkpoint(ranks: Any, tmp_path: Path, number: int) -> None:
+def test_a_full_checkpoint(ranks: Any, tmp_path: Path) -> None:
     """Its frozen parameters are loaded with it, in ZeRO-3 from partitions, onto any base."""
     ranks(2, save_by_two, out=str(tmp_path), stage=3, full=True)
     options = {"stage": 3, "out": str(tmp_path), "resume": str(tmp_path / "run.ckpt"), "epochs": 1}
     same = ranks(2, train, world_size=2, **options)
-    for found in ranks(number, train, world_size=number, seed=7, **options):
+    for found in ranks(3, train, world_size=3, seed=7, **options):
         assert found["state"] == same[0]["state"]
 
 

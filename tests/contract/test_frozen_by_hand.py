@@ -42,7 +42,7 @@ def size(checkpoint: Path) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2])
 def test_a_checkpoint_has_the_size_of_what_is_trained(ranks: Any, tmp_path: Path, stage: int) -> None:
     """It is at most 2 % larger than the floor, beside the files for `from_pretrained`.
 

@@ -24,10 +24,27 @@ pytestmark = [pytest.mark.promise(2), pytest.mark.everyday, pytest.mark.once, py
 ROUNDED = "on this CPU, DeepSpeed's own Adam rounds differently after a resume, from a full checkpoint as well"
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 CANNOT_HERE = {(item.name, stage): item for item in CANNOT if CELL.name in item.cells for stage in item.stages}
-# Each setting that is not slow is in its highest stage a test like others; all of them are with `-m settings`.
+# Settings that change what is saved, and how, are tests like others in their highest stage; `-m settings` runs all.
+ALWAYS = (
+    "bf16-true",
+    "16-mixed",
+    "several parameter groups",
+    "`optimizer`: torch's AdamW, and `scheduler`",
+    "`optimizer`: Muon",
+    "accumulate_grad_batches=2",
+    "`activation_checkpointing`",
+    "`offload_param` and `offload_optimizer`: cpu",
+    "`round_robin_gradients`, several parameter groups",
+    "`stage3_param_persistence_threshold`: 1e9",
+    "`sub_group_size`: several sub-groups, several parameter groups",
+    "`mics_shard_size`: 1",
+    "`compression_training`",
+    "`load_from_fp32_weights`: false, bf16",
+    "`elastic_checkpoint`",
+)
 ALL = pytest.mark.settings("all")
 ROWS = [
-    pytest.param(item.name, stage, marks=ALL if item.is_slow or stage < max(item.stages) else [])
+    pytest.param(item.name, stage, marks=() if item.name in ALWAYS and stage == max(item.stages) else ALL)
     for item in SETTINGS
     for stage in item.stages
 ]

@@ -100,7 +100,7 @@ def test_another_stage(ranks: Any, saved: Any, stage: int, number: int) -> None:
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_a_full_checkpoint_onto_another_base(ranks: Any, saved: Any, stage: int) -> None:
     sources = [saved(2, stage=before) for before in range(4)]
     assert_goes_on(ranks, 2, sources, kinds=("full",), stage=stage, seed=7)
@@ -252,7 +252,7 @@ def in_fp16(source: Path, to: Path) -> Path:
 
 @pytest.mark.once
 @stages.trains_in_half
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2])
 def test_fp16_to_bf16(ranks: Any, saved: Any, tmp_path: Path, stage: int) -> None:
     given = []
     for before in (0, 2):
@@ -266,7 +266,7 @@ def test_fp16_to_bf16(ranks: Any, saved: Any, tmp_path: Path, stage: int) -> Non
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "Lion", *COMPILED])
+@pytest.mark.parametrize("optimizer", ["Adagrad", "Lion", *COMPILED])
 def test_other_optimizers(ranks: Any, saved: Any, optimizer: str) -> None:
     if optimizer in COMPILED and not is_built(COMPILED[optimizer]):
         pytest.skip(f"DeepSpeed's {optimizer} is not compiled yet, and that takes minutes")
@@ -293,8 +293,7 @@ def masters(state: stages.State) -> stages.State:
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("number", [pytest.param(2, marks=pytest.mark.short), 3])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "number"), [(0, 3), (1, 2), pytest.param(3, 2, marks=pytest.mark.short), (3, 3)])
 def test_a_fresh_optimizer(ranks: Any, saved: Any, tmp_path: Path, stage: int, number: int) -> None:
     """Of another kind than the one that was saved: its moments are zero, and its masters those of the checkpoint."""
     sources = [saved(2, stage=before, optimizer="SGD") for before in (0, 2, 3)]

@@ -88,6 +88,9 @@ FILLINGS: dict[str, Fill] = {
     "lists of lists": lambda state, size: state.update(mine=[[[i]] for i in range(size // 12)]),
 }
 
+SHORT = ["small tensors", "parameters left out", "keys", "entries of the module"]
+"""Those that are tried in the short part."""
+
 # Each returns more tensors and metadata of a base.
 BASES: dict[str, Callable[[int], tuple[dict[str, torch.Tensor], dict[str, str]]]] = {
     "metadata": lambda size: ({}, {f"key.{i}": "x" for i in range(size // 18)}),
@@ -129,8 +132,14 @@ def grows(costs: dict[float, tuple[float, int]], sizes: dict[float, int]) -> lis
     return found
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    fillings: list[str] = list(FILLINGS if metafunc.function is test_a_checkpoint else BASES)
+    if metafunc.function is test_a_checkpoint and not metafunc.config.getoption("--faults"):
+        fillings = SHORT
+    metafunc.parametrize("filling", fillings)
+
+
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("filling", FILLINGS)
 def test_a_checkpoint(
     checkpoints: Checkpoints, tmp_path: Path, filling: str, long: bool, counted: Callable[[str, int], None]
 ) -> None:
@@ -157,7 +166,6 @@ def test_a_checkpoint(
 
 
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("filling", BASES)
 def test_a_base(
     checkpoints: Checkpoints, tmp_path: Path, filling: str, long: bool, counted: Callable[[str, int], None]
 ) -> None:

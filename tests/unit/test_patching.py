@@ -32,7 +32,7 @@ def state():
 """
 
 
-ORDERS = ["".join(order) for length in (1, 2, 3, 4) for order in itertools.product("ipu", repeat=length)]
+ORDERS = ["".join(order) for length in (1, 2, 3) for order in itertools.product("ipu", repeat=length)]
 
 
 @pytest.mark.parametrize("order", [order for order in ORDERS if order.count("i") == 1])
@@ -615,17 +615,17 @@ print(wrapped, type(vars(deepspeed.DeepSpeedEngine)["save_checkpoint"]).__name__
 
 @pytest.mark.everyday
 @pytest.mark.once
-@pytest.mark.parametrize("before", ["", "import {trainer}, deepspeed", "import {fabric}"])
+@pytest.mark.parametrize("before", ["", "import {trainer}, deepspeed"])
 def test_real_lightning_and_deepspeed(before: str) -> None:
     names = {"trainer": TRAINER, "fabric": FABRIC}
     program = REAL.format(before=before.format(**names), **names)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if not line.startswith("[2")]
-    assert lines[0] == ("[]" if not before else str(sorted(["deepspeed", "torch", TRAINER]))) or "fabric" in before
+    assert lines[0] == ("[]" if not before else str(sorted(["deepspeed", "torch", TRAINER])))
     assert lines[1:] == [
         # The package `lightning` imports all of itself; of the others each does so alone.
-        str("trainer" in before or (before != "" and TRAINER == "lightning.pytorch")),
+        str(bool(before)),
         str(sorted(["deepspeed", FABRIC, TRAINER])),
         "True",
         "FunctionWrapper function",
