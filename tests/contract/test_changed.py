@@ -183,26 +183,6 @@ def leaves_out_all_the_same(out: str) -> list[str]:
     return heard
 
 
-def from_another_base(out: str, stage: int) -> list[str]:
-    ds_frozen_patch.patch()
-    data = runs.batches(2)
-    with ds_frozen_patch.full_checkpoint():
-        runs.trainer(out, 2, stage, epochs=1).fit(runs.LoraRun(seed=2), data)
-    with runs.heard() as heard:  # the program builds another base than the one that it resumes from
-        runs.trainer(f"{out}/small", 2, stage).fit(runs.LoraRun(seed=1), data, ckpt_path=f"{out}/epoch=0.ckpt")
-        module = runs.LoraRun(seed=1)
-        runs.trainer(f"{out}/again", 2, stage, epochs=3).fit(module, data, ckpt_path=f"{out}/small/epoch=1.ckpt")
-    return heard
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_base_that_came_from_a_checkpoint_is_saved(ranks: Any, tmp_path: Path, stage: int) -> None:
-    heard = ranks(2, from_another_base, out=str(tmp_path), stage=stage)[0]
-    assert [message for message in heard if "a checkpoint has replaced them" in message]
-    saved = model_states(tmp_path / "small" / "epoch=1.ckpt")[0]
-    assert not [names for names, *_ in saved["ds_frozen_patch"]["left_out"] if "embed_tokens" in names[0]]
-
-
 class WithBuffers(runs.LoraRun):
     """Buffers of a quantized layer of an unknown library, and one of the user's own."""
 

@@ -415,23 +415,6 @@ def test_a_program_that_removes_what_it_does_not_know(ranks: Any, tmp_path: Path
     assert not problems
 
 
-def fails_beside(out: str) -> tuple[str, str]:
-    """A save fails in a folder where a program has put a file of its own, and no checkpoint is."""
-    with owners.served():
-        run = Run("deepspeed", out, 2, 2)
-        with owners.failing("_states.pt"):
-            return runs.refusal(run.save, run.at(0))
-
-
-def test_a_failed_save_beside_files_of_others(ranks: Any, tmp_path: Path) -> None:
-    (tmp_path / "epoch0").mkdir()
-    (tmp_path / "epoch0" / "mine.txt").write_text("mine")
-    for kind, said in ranks(2, fails_beside, out=str(tmp_path)):
-        assert kind == "CheckpointError"
-        assert "There is no checkpoint there now." in said
-    assert [item.name for item in (tmp_path / "epoch0").iterdir()] == ["mine.txt"]
-
-
 # Every rename and removal
 
 

@@ -513,22 +513,6 @@ for one in caught: print(one.filename, one.message)
     assert all(name in lines[0] and lines[0].startswith("<string>") for name in named)
 
 
-@pytest.mark.parametrize(("beside_lightning", "named"), [(True, 0), (False, 1)])
-def test_a_trainer_newer_than_the_tested_ones(site: Site, beside_lightning: bool, named: int) -> None:
-    """Not beside Lightning, whose programs have it with PEFT."""
-    site.transformers("99.1.0")
-    if not beside_lightning:
-        shutil.rmtree(site.root / "lightning")
-    program = """
-import warnings
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    dfp.patch()
-print(sum("transformers 99.1.0 (tested: up to " in str(one.message) for one in caught))
-"""
-    assert site.run(program) == f"{named}\n"
-
-
 @pytest.mark.promise(12)
 def test_wrong_arguments_patch_nothing(site: Site) -> None:
     program = """
