@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from contextlib import nullcontext
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import owners
 import pytest
 import runs
+import torch
 from disk import model_states
 from ranks import RankError
 
@@ -64,6 +67,55 @@ def test_an_unpatched_rank(ranks: Any, tmp_path: Path, odd: int) -> None:
     assert one is not None
     assert one[0] == PatchError.__name__
     assert f"patch() was called on this rank, but not on rank {odd}:" in one[1]
+
+
+@pytest.mark.once
+def test_a_rank_that_was_killed_is_not_taken_for_unpatched(ranks: Any) -> None:
+    """Rank 0 serves the store. If it is gone, the others get torch's error, and not the advice to call patch()."""
+    with pytest.raises(AssertionError) as raised:
+        ranks(2, die_in_the_handshake, alone=True)
+    other = raised.value.raised[1]  # type: ignore[attr-defined]
+    assert other is not None
+    assert other[0].startswith("Dist"), other
+
+
+def two_process_groups_of_one_store(out: str) -> str:
+    """Return the error of the second one, in which rank 1 is not patched.
+
+    Ours has the same keys in both; gloo has its own, since a rank that reads the other's old address cannot connect.
+    """
+    number, store = int(os.environ["RANK"]), torch.distributed.FileStore(f"{out}/store", 2)  # type: ignore[attr-defined]
+    said = ""
+    for attempt, is_patched in enumerate((True, number == 0)):
+        for_gloo = torch.distributed.PrefixStore(f"gloo/{attempt}", store)  # type: ignore[attr-defined]
+        torch.distributed.init_process_group("gloo", store=for_gloo, rank=number, world_size=2)
+        handshake.default_store = partial(torch.distributed.PrefixStore, "ours", store)  # type: ignore[attr-defined]
+        if is_patched:
+            ds_frozen_patch.patch()
+            try:
+                handshake.check(wait_seconds=2)
+            except PatchError as error:
+                said = str(error)
+            ds_frozen_patch.unpatch()
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    return said
+
+
+@pytest.mark.once
+def test_the_handshake_is_renewed_for_another_process_group(ranks: Any, tmp_path: Path) -> None:
+    first, second = ranks(2, two_process_groups_of_one_store, alone=True, out=str(tmp_path))
+    assert "was called on this rank, but not on rank 1" in first
+    assert second == ""
+
+
+def die_in_the_handshake() -> None:
+    torch.distributed.init_process_group("gloo")
+    ds_frozen_patch.patch()
+    if os.environ["RANK"] == "0":
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    handshake.check(wait_seconds=10)
 
 
 def set_up_and_end(out: str, odd: int) -> None:

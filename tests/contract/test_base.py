@@ -310,6 +310,20 @@ def test_keep(ranks: Any, tmp_path: Path, stage: int, zero: dict[str, Any]) -> N
     assert len(left_out) == 18
 
 
+def keep_nothing(out: str) -> list[str]:
+    ds_frozen_patch.patch(keep=["no.such.*"])
+    with runs.heard() as messages:
+        runs.trainer(out, 2, 2, epochs=1, enable_checkpointing=False).fit(runs.LoraRun(), runs.batches(2))
+    return [m for m in messages if m.startswith("WARNING")]
+
+
+def test_keep_without_a_match(ranks: Any, tmp_path: Path) -> None:
+    first, second = ranks(2, keep_nothing, out=str(tmp_path))
+    assert len(first) == 1
+    assert "'no.such.*'" in first[0]
+    assert second == []
+
+
 def keep_with_its_entries(out: str) -> list[tuple[str, str]]:
     ds_frozen_patch.patch(keep=["base.weight"])
     runs.trainer(out, 2, 2, epochs=1).fit(runs.OnQuantized(), runs.batches(2))

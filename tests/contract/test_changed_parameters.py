@@ -5,10 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import deepspeed
+import owners
 import pytest
 import runs
 import stages
@@ -196,6 +199,52 @@ def test_what_is_refused(ranks: Any, saved: Any, tmp_path: Path, stage: int) -> 
         assert "No space left" in broken[1]
 
 
+class Rows(torch.nn.Module):
+    """An embedding of which training changes one row, and a layer."""
+
+    def __init__(self, trained: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.rows, self.layer = torch.nn.Embedding(200, 4), torch.nn.Linear(4, 1)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name.startswith(trained))
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.layer(self.rows(index)).square().mean()
+        return loss
+
+
+def generations(out: str, stage: int) -> list[Any]:
+    """The changed row after each load, the first of which freezes it, and what each save but the first leaves out."""
+    ds_frozen_patch.patch(elastic=True)
+    found = []
+    for index, trained in enumerate(("rows", "layer", "layer", "layer")):
+        module = Rows(trained)
+        optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+        config = {**runs.config(stage), "train_micro_batch_size_per_gpu": 1}
+        engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=True)[0]
+        ds_frozen_patch.serve(engine)
+        if index:
+            engine.load_checkpoint(f"{out}/{index - 1}")
+        engine.backward(engine(torch.tensor([1])))
+        engine.step()
+        with nullcontext() if index else ds_frozen_patch.full_checkpoint():
+            engine.save_checkpoint(f"{out}/{index}", tag="checkpoint")
+        (state,) = model_states(f"{out}/{index}")
+        found.append((values_of(engine)["rows.weight"][1].tolist(), left_out_of(state) if index else None))
+    return found
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("stage", [2])
+def test_a_row_that_was_trained_is_kept(ranks: Any, tmp_path: Path, stage: int) -> None:
+    """Also where a sample of the parameter's values does not show it."""
+    first, *others = ranks(1, generations, out=str(tmp_path), stage=stage)[0]
+    assert first[0] != Rows("rows").rows.weight[1].tolist()
+    assert [row for row, _ in others] == [first[0]] * 3
+    assert [left_out for _, left_out in others] == [[]] * 3
+
+
 def left_out_of(state: dict[str, Any]) -> list[str]:
     return [name for names, *_ in state["ds_frozen_patch"].get("left_out", ()) for name in names]
 
@@ -239,3 +288,45 @@ def test_an_adapter_more(ranks: Any, tmp_path: Path, stage: int, number: int) ->
     kept = {name for state in model_states(out + "/run.ckpt") for name in left_out_of(state)}
     assert kept
     assert not [name for name in kept if "lora_" in name]
+
+
+def by_owner(by: str, out: str, stage: int) -> Any:
+    """What an engine holds after an epoch, and after a resume that trains a layer more; the losses of both runs."""
+    found: list[tuple[stages.State, list[float]]] = []
+    for elastic, passes in ((None, owners.STEPS), (True, 0)):
+        module = owners.model(owners.BY_HAND, 1)
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad |= bool(elastic) and MORE in name
+        with owners.served(elastic=elastic):
+            run = owners.Run(by, out if elastic is None else f"{out}/again", 2, stage, module=module)
+            seen = remember_before(run, passes)
+            run.train(run.at(0, out) if elastic else None)
+        found.append((seen[0], module.losses))
+    return found
+
+
+def remember_before(run: owners.Run, number: int) -> list[stages.State]:
+    """A list that gets what the engine holds before a forward pass, counted from 0."""
+    found: list[stages.State] = []
+    calls = count()
+
+    def remember(*_: Any) -> None:
+        if next(calls) == number:
+            found.append(stages.state_of(run.engine or run.trainer.model_wrapped))
+
+    run.module.register_forward_pre_hook(remember)
+    return found
+
+
+MORE = "layers.0.mlp.up_proj"
+
+
+@pytest.mark.parametrize(("by", "stage"), [("accelerate", 3), ("trainer", 2)])
+def test_by_other_owners(ranks: Any, tmp_path: Path, by: str, stage: int) -> None:
+    for (saved, losses), (resumed, again) in ranks(2, by_owner, by=by, out=str(tmp_path), stage=stage):
+        (fresh,) = resumed.keys() - saved.keys()
+        assert MORE in fresh
+        assert not any(resumed[fresh][key].any() for key in ("exp_avg", "exp_avg_sq"))
+        assert stages.difference({name: resumed[name] for name in saved}, saved) == 0
+        assert again[0] == losses[owners.STEPS]
+        assert len(again) == owners.STEPS

@@ -14,7 +14,7 @@ import torch
 from disk import model_states
 from tools_checkpoints import contents, snapshot
 from torch.utils.data import DataLoader
-from under_test import CELL, DeepSpeedStrategy, LambdaCallback
+from under_test import CELL, PRECISION, DeepSpeedStrategy, LambdaCallback
 
 import ds_frozen_patch
 from ds_frozen_patch import reshard
@@ -166,6 +166,14 @@ def test_the_gradients_keep_their_scale(ranks: Any, whole: Any, tmp_path: Path, 
     assert_goes_on(found, expected, accumulate=2)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_in_bf16(ranks: Any, whole: Any, tmp_path: Path, stage: int) -> None:
+    out, expected = whole(stage, precision=PRECISION)
+    path = copied(out, tmp_path)
+    found = ranks(2, train, out=str(tmp_path), world_size=2, stage=stage, precision=PRECISION, resume=str(path))
+    assert_goes_on(found, expected, 2e-3)
+
+
 def save_by_two(out: str, stage: int, full: bool = False, at_batch: int | None = None, batch: int = 6) -> None:
     """Train an epoch on 2 ranks, saved at its end or within it."""
 
@@ -221,7 +229,17 @@ def test_another_stage(ranks: Any, tmp_path: Path, before: int, now: int) -> Non
     assert curve(ranks(1, train, world_size=1, stage=now, **options)) == pytest.approx(curve(same), rel=1e-6)
 
 
-def test_a_full_checkpoint(ranks: Any, tmp_path: Path) -> None:
+def test_without_zero(ranks: Any, tmp_path: Path) -> None:
+    """Any world size can load it unchanged; the gradients keep their scale nevertheless."""
+    ranks(2, save_by_two, out=str(tmp_path), stage=0)
+    options = {"stage": 0, "out": str(tmp_path / "again"), "resume": str(tmp_path / "run.ckpt"), "elastic": None}
+    same = ranks(2, train, world_size=2, **options)
+    found = ranks(1, train, world_size=1, accumulate=2, **options)
+    assert curve(found, 2) == pytest.approx(curve(same), rel=1e-6)
+
+
+@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.once), 3])
+def test_a_full_checkpoint(ranks: Any, tmp_path: Path, number: int) -> None:
     """Its frozen parameters are loaded with it, in ZeRO-3 from partitions, onto any base."""
     ranks(2, save_by_two, out=str(tmp_path), stage=3, full=True)
     options = {"stage": 3, "out": str(tmp_path), "resume": str(tmp_path / "run.ckpt"), "epochs": 1}

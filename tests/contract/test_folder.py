@@ -25,6 +25,7 @@ from tools_checkpoints import contents
 from under_test import Callback
 
 import ds_frozen_patch
+from ds_frozen_patch import CheckpointError
 from ds_frozen_patch.checkpoint.names import RECORD, is_state
 from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.publish import durable, in_flight, work_folder
@@ -296,6 +297,22 @@ def test_a_link_named_latest_stays(ranks: Any, tmp_path: Path) -> None:
     assert (tmp_path / "newest.txt").read_text() == "epoch0"
 
 
+@EVERYDAY
+@pytest.mark.parametrize("tag", ["a/b", "0.25", "global step 3"])
+def test_tags(ranks: Any, tmp_path: Path, tag: str) -> None:
+    ranks(2, tagged, out=str(tmp_path), tag=tag)
+    assert (tmp_path / "latest").read_text() == tag
+    assert len(list((tmp_path / tag).glob("*_states.pt"))) == 3
+    assert not list(tmp_path.rglob(".*"))
+
+
+def tagged(out: str, tag: str) -> None:
+    with owners.served():
+        run = Run("deepspeed", out, 2, 2)
+        for _ in range(2):
+            run.engine.save_checkpoint(out, tag=tag)
+
+
 # What code sees that runs within a save
 
 
@@ -415,6 +432,23 @@ def test_a_program_that_removes_what_it_does_not_know(ranks: Any, tmp_path: Path
     assert not problems
 
 
+def fails_beside(out: str) -> tuple[str, str]:
+    """A save fails in a folder where a program has put a file of its own, and no checkpoint is."""
+    with owners.served():
+        run = Run("deepspeed", out, 2, 2)
+        with owners.failing("_states.pt"):
+            return runs.refusal(run.save, run.at(0))
+
+
+def test_a_failed_save_beside_files_of_others(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "epoch0").mkdir()
+    (tmp_path / "epoch0" / "mine.txt").write_text("mine")
+    for kind, said in ranks(2, fails_beside, out=str(tmp_path)):
+        assert kind == "CheckpointError"
+        assert "There is no checkpoint there now." in said
+    assert [item.name for item in (tmp_path / "epoch0").iterdir()] == ["mine.txt"]
+
+
 # Every rename and removal
 
 
@@ -480,3 +514,24 @@ def test_every_rename_and_removal_is_of_our_own(ranks: Any, tmp_path: Path, by: 
         # What others have put into a tag's folder comes back to where it was, with the exchange of that folder.
         assert not [call for call in foreign if ".ds_frozen_patch-" not in call[1] or call[0] != "os.rename"]
     assert_as_laid_out(tmp_path / "run")
+
+
+def test_messages_say_the_way_out(ranks: Any, tmp_path: Path) -> None:
+    """The error in words, what is there, and free space only where a lack of it is the cause."""
+    for said in ranks(2, refused_by_a_file, out=str(tmp_path)):
+        assert "Not a directory" in said
+        assert "Errno" not in said
+        assert "free on its disk" not in said
+        assert "There is no checkpoint there now." in said
+        assert "save again once the cause is removed" in said
+
+
+def refused_by_a_file(out: str) -> str:
+    ds_frozen_patch.patch()
+    trainer, _ = trained(out, 2)
+    if trainer.is_global_zero:
+        Path(out, "file").touch()
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError) as raised:
+        trainer.save_checkpoint(f"{out}/file/last.ckpt")
+    return str(raised.value)

@@ -9,6 +9,8 @@ import fractions
 import functools
 import gc
 import importlib
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -263,6 +265,41 @@ VALUES: dict[str, Any] = {
 }
 
 
+SIMPLE: list[Callable[[random.Random], Any]] = [
+    lambda chance: chance.choice(
+        [None, True, "", "ü\0\n", b"\0", 1j, ..., int, len, torch.bfloat16, Settings.Kind.ONE]
+    ),
+    lambda chance: chance.randint(-2, 2) * 7 ** chance.choice([1, 30, 300, 3000]),
+    lambda chance: chance.random() * 10 ** chance.randint(-300, 300),
+    lambda chance: Path("/", str(chance.random())),
+    lambda chance: chance.choice([np.float32, np.int64, np.bool_])(chance.randint(0, 9)),
+    lambda chance: functools.partial(int, base=chance.randint(2, 9)),
+    lambda chance: set(chance.sample(range(10**6), chance.choice([0, 3, 60_000]))),
+    lambda chance: {(str(number), chance.random()): number for number in range(chance.choice([3, 3000]))},
+    lambda chance: nested(chance.choice([3, 200])),
+    lambda chance: datetime.date(2026, 1, chance.randint(1, 30)),
+    lambda chance: fractions.Fraction(chance.randint(1, 9), 7),
+]
+
+
+def made_up(chance: random.Random, depth: int = 0) -> Any:
+    """Some value that a program may keep, of values within values."""
+    if depth == 4 or chance.random() < 0.3:
+        return chance.choice(SIMPLE)(chance)
+    inner = [made_up(chance, depth + 1) for _ in range(chance.randint(0, 4))]
+    makers: list[Callable[[list[Any]], Any]] = [
+        list,
+        tuple,
+        lambda items: dict(enumerate(items)),
+        lambda items: {f"key {number}": item for number, item in enumerate(items)},
+        Settings,
+        collections.deque,
+        lambda items: collections.OrderedDict(enumerate(items)),
+        lambda items: collections.defaultdict(list, {Settings.Kind.ONE: items}),
+    ]
+    return chance.choice(makers)(inner)
+
+
 def are_same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
@@ -306,16 +343,17 @@ class Keeping(Callback):
         self.value = state_dict["mine"]
 
 
-def carried(out: str, stage: int) -> dict[str, Any]:
+def carried(out: str, stage: int, what: str) -> dict[str, Any]:
+    value = VALUES if what == "each" else made_up(random.Random(what))
     ds_frozen_patch.patch()
     data = runs.batches(2)
-    module, again, callback = Carrying(VALUES), Carrying(None), Keeping(None)
+    module, again, callback = Carrying(value), Carrying(None), Keeping(None)
     kept = ModelCheckpoint(out, filename="{epoch}", save_top_k=-1)
-    trainer = runs.trainer(out, 2, stage, epochs=1, callbacks=[kept, Keeping(VALUES)])
+    trainer = runs.trainer(out, 2, stage, epochs=1, callbacks=[kept, Keeping(value)])
     trainer.fit(module, data)
     other = runs.trainer(f"{out}/again", 2, stage, epochs=1, callbacks=[callback])
     other.fit(again, data, ckpt_path=f"{out}/epoch=0.ckpt")
-    found: dict[str, Any] = {"same": [are_same(VALUES, one) for one in (*again.found, callback.value)]}
+    found: dict[str, Any] = {"same": [are_same(value, one) for one in (*again.found, callback.value)]}
     found["state"] = runs.trained_state(module) == runs.trained_state(again)
     if stage and trainer.is_global_zero:
         convert = importlib.import_module(f"{TRAINER}.utilities.deepspeed").convert_zero_checkpoint_to_fp32_state_dict
@@ -330,17 +368,27 @@ def carried(out: str, stage: int) -> dict[str, Any]:
     trainer.strategy.barrier()
     if stage:
         fit = runs.trainer(f"{out}/again", 2, stage, epochs=1).fit
-        found["said"] = runs.refusal(fit, Carrying(VALUES), data, ckpt_path=f"{out}/epoch=0.ckpt")[1]
+        found["said"] = runs.refusal(fit, Carrying(value), data, ckpt_path=f"{out}/epoch=0.ckpt")[1]
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_whatever_was_saved_is_loaded(ranks: Any, tmp_path: Path, stage: int) -> None:
-    for found in ranks(2, carried, out=str(tmp_path), stage=stage):
+def check_carried(ranks: Any, **arguments: Any) -> None:
+    for found in ranks(2, carried, **arguments):
         assert found.pop("same") == [True] * 3
         assert found.pop("state")
         assert "is of another save" in found.pop("said", "is of another save")
         assert found == {}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_whatever_was_saved_is_loaded(ranks: Any, tmp_path: Path, stage: int) -> None:
+    check_carried(ranks, out=str(tmp_path), stage=stage, what="each")
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_any_value(ranks: Any, tmp_path: Path, stage: int, pytestconfig: pytest.Config) -> None:
+    for number in range(30 if pytestconfig.getoption("--faults") else 2):
+        check_carried(ranks, out=str(tmp_path / str(number)), stage=stage, what=f"seed {number} in stage {stage}")
 
 
 # The record

@@ -210,6 +210,29 @@ def test_a_write_error_is_raised_on_every_rank(ranks: Any, tmp_path: Path, by: s
     assert {"epoch1"} <= names or names == {"checkpoint-8"}
 
 
+def with_files_of_others(by: str, out: str) -> None:
+    with owners.served():
+        run = Run(by, out, 2, 2)
+        run.train(epochs=1)
+        place = run.at(0) if by != "trainer" else run.at(1)
+        if torch.distributed.get_rank() == 0:
+            (place / "logs").mkdir()
+            (place / "logs" / "mine.txt").write_text("mine")
+            (place / "mine.json").write_text("{}")
+        torch.distributed.barrier()
+        run.save(place)
+
+
+@EVERYDAY
+@pytest.mark.parametrize("by", BY)
+def test_files_of_others_stay_in_a_folder_that_is_saved_again(ranks: Any, tmp_path: Path, by: str) -> None:
+    ranks(2, with_files_of_others, by=by, out=str(tmp_path))
+    (file,) = tmp_path.glob("*/logs/mine.txt")
+    assert file.read_text() == "mine"
+    assert (file.parents[1] / "mine.json").is_file()
+    assert list(file.parents[1].rglob("*model_states.pt"))
+
+
 # DeepSpeed alone
 
 
@@ -249,6 +272,45 @@ def test_engines_that_are_not_served_are_left_alone(ranks: Any, tmp_path: Path) 
         state = torch.load(file, weights_only=False)
         assert "ds_frozen_patch" not in state
         assert len(state["module"]) > 20
+
+
+def begun_with_a_load(out: str, patched: bool) -> Any:
+    """A program may load from a folder to which nothing has been saved yet."""
+    with owners.served() if patched else nullcontext():
+        run = Run("deepspeed", out, 2, 2)
+        loaded = [run.engine.load_checkpoint(place) for place in (f"{out}/nowhere", out)]
+        run.train(epochs=1)
+        return loaded, run.engine.load_checkpoint(out)[1]["epoch"], run.seen()
+
+
+@EVERYDAY
+def test_nothing_to_load(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    plain = ranks(2, begun_with_a_load, out=str(tmp_path / "plain"), patched=False)
+    assert ranks(2, begun_with_a_load, out=str(tmp_path), patched=True) == plain
+    assert plain[0][:2] == ([(None, None)] * 2, 1)
+
+
+def one_moved_away(out: str) -> Any:
+    """A save that was killed between two renames has left what was there in its work folder."""
+    with owners.served():
+        run = Run("deepspeed", out, 2, 2)
+        expected = run.train(epochs=1)[1]
+        if torch.distributed.get_rank() == 0:
+            work = Path(out, ".ds_frozen_patch-0123456789ab", "old")
+            work.mkdir(parents=True)
+            Path(out, "epoch0").rename(work / "epoch0")
+        torch.distributed.barrier()
+        again = Run("deepspeed", out, 2, 2, seed=1)
+        path, state = again.engine.load_checkpoint(out)
+        assert state["epoch"] == 1
+        return Path(path).relative_to(out).parts[1:3], again.seen()[1] == expected
+
+
+@EVERYDAY
+def test_a_checkpoint_that_a_killed_save_has_moved(ranks: Any, tmp_path: Path) -> None:
+    for place, is_same in ranks(2, one_moved_away, out=str(tmp_path)):
+        assert (place, is_same) == (("old", "epoch0"), True)
 
 
 def weights_of_an_earlier_tag(out: str, stage: int) -> Any:
@@ -586,6 +648,39 @@ def test_plain_trainer_and_ours(ranks: Any, tmp_path: Path, stage: int, kind: st
         warned = [message for message in heard if "cannot be verified" in message]
         assert len(warned) == (1 if rank == 0 and kind == PEFT else 0)
         assert back[0] == [] if kind == PEFT else "Missing key" in back[1]
+
+
+def of_others(out: str) -> dict[str, Any]:
+    """A load of each owner's checkpoint by each other."""
+    said = {}
+    with owners.served():
+        made = {by: Run(by, f"{out}/{by}", 2, 2) for by in BY}
+        for run in made.values():
+            run.train(epochs=1)
+        places = {by: run.at(1 if by == "trainer" else 0) for by, run in made.items()}
+        for by, run in made.items():
+            for other, place in places.items():
+                if other != by:
+                    said[f"{by} <- {other}"] = runs.refusal(run.train, place)
+    return said
+
+
+MISSING = {
+    "deepspeed <- accelerate": "contains no *model_states.pt",  # a folder of Accelerate is not a tag
+    "deepspeed <- trainer": "contains no *model_states.pt",
+    "accelerate <- deepspeed": "has no subdirectory 'pytorch_model'",
+    "accelerate <- trainer": "has no subdirectory 'pytorch_model'; it has 'global_step8'",
+    "trainer <- deepspeed": "trainer_state.json",
+    "trainer <- accelerate": "trainer_state.json",
+}
+
+
+@EVERYDAY
+def test_a_checkpoint_of_another_owner(ranks: Any, tmp_path: Path) -> None:
+    for said in ranks(2, of_others, out=str(tmp_path)):
+        for loading, (kind, text) in said.items():
+            assert kind == ("FileNotFoundError" if loading.startswith("trainer") else "CheckpointError")
+            assert MISSING[loading] in text
 
 
 # The pages

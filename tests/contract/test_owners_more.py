@@ -71,6 +71,43 @@ def test_masters_in_an_export(ranks: Any, tmp_path: Path, by: str) -> None:
     assert json.loads((files[0].parent / "adapter_config.json").read_text())["r"] == 4
 
 
+def exported_to_an_address(by: str, out: str) -> Any:
+    folder = Path.cwd()
+    os.chdir(out)
+    try:
+        return whole_and_resumed(by, "s3://bucket", 2, PEFT, {"export": "peft"})[0]
+    finally:
+        os.chdir(folder)
+
+
+@by_each
+def test_an_export_to_an_address(ranks: Any, tmp_path: Path, by: str) -> None:
+    """DeepSpeed takes an address for a path, and we leave its files to it; what is exported is where it always is."""
+    assert ranks(2, exported_to_an_address, by=by, out=str(tmp_path)) == [True, True]
+    bucket = tmp_path / "s3:" / "bucket"
+    checkpoints = [path for path in (*bucket.glob("*[0-9]"), *(bucket / "again").iterdir()) if path.is_dir()]
+    assert {*tmp_path.rglob("adapter")} == {path / "adapter" for path in checkpoints}
+    assert not [*tmp_path.rglob("ds_frozen_patch.json")]
+    assert all((path / "adapter" / "adapter_model.safetensors").is_file() for path in checkpoints)
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero"),
+    [
+        (2, {"offload_optimizer": {"device": "cpu"}}),
+        (3, {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}),
+    ],
+)
+@by_each
+def test_offload(ranks: Any, tmp_path: Path, by: str, stage: int, zero: dict[str, Any]) -> None:
+    arguments = {"stage": stage, "kind": PEFT, "settings": {}, "config": {"zero_optimization": zero}}
+    seen = ranks(2, whole_and_resumed, by=by, out=str(tmp_path), **arguments)
+    assert all(is_same for is_same, _ in seen)
+    trained = seen[0][1]
+    for file in owners.model_files(tmp_path):
+        assert sorted(torch.load(file, weights_only=False)["module"]) == trained
+
+
 class RunsCode:
     def __init__(self, canary: str) -> None:
         self.canary = canary

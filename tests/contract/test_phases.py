@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,28 @@ def test_a_second_training_keeps_what_the_first_one_has_trained(ranks: Any, tmp_
     assert ranks(2, resumed, out=str(tmp_path), stage=stage) == whole
 
 
+def set_up_twice(out: str, stage: int) -> None:
+    ds_frozen_patch.patch()
+    made = runs.fabric(2, stage)
+    module = Phases("adapters")
+    for phase in ("adapters", "head"):
+        chosen = [p for p in module.begin(phase).parameters() if p.requires_grad]
+        model, optimizer = made.setup(module, torch.optim.AdamW(chosen, lr=1e-2))
+        for tokens in made.setup_dataloaders(runs.batches(2)):
+            made.backward(model(tokens), model=model)
+            optimizer.step()
+            optimizer.zero_grad()
+    made.save(f"{out}/checkpoint", {"model": model})
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_fabric_sets_a_module_up_twice(ranks: Any, tmp_path: Path, stage: int) -> None:
+    ranks(2, set_up_twice, out=str(tmp_path), stage=stage)
+    left_out = names_left_out(tmp_path / "checkpoint")
+    assert left_out
+    assert not [name for name in left_out if "lora_" in name]
+
+
 def first_phase(out: str, stage: int) -> None:
     ds_frozen_patch.patch()
     runs.trainer(f"{out}/first", 2, stage, epochs=1).fit(Phases("adapters"), runs.batches(2))
@@ -120,6 +144,30 @@ def by_owner(out: str, by: str, stage: int) -> Any:
         second = Run(by, f"{out}/second", 2, stage, module=next_adapter(first.module))
         losses, state = second.train()
     return losses[2 * owners.STEPS :], state
+
+
+def told(out: str, by: str) -> list[str]:
+    """What is seen on stderr, of a program that has set no level."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setLevel(logging.WARNING)
+    logger = logging.getLogger("ds_frozen_patch" if by == "deepspeed" else "accelerate.ds_frozen_patch")
+    logger.addHandler(handler)
+    try:
+        with owners.served():
+            Run(by, out, 2, 2).train()
+    finally:
+        logger.removeHandler(handler)
+    return [line for line in stream.getvalue().splitlines() if "checkpoints leave out" in line]
+
+
+@pytest.mark.promise(19)
+@pytest.mark.parametrize("by", owners.OWNERS)
+def test_the_first_save_is_seen(ranks: Any, tmp_path: Path, by: str) -> None:
+    (said,), nothing = ranks(2, told, out=str(tmp_path), by=by)  # once, by rank 0
+    assert said.startswith("ds_frozen_patch: checkpoints leave out ")
+    assert "A resume needs them" in said
+    assert nothing == []
 
 
 def resumed_by_owner(out: str, by: str, stage: int) -> Any:

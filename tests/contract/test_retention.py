@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import runs
-from under_test import CELL, ModelCheckpoint, pl
+from disk import model_states
+from under_test import CELL, Fabric, FabricDeepSpeed, ModelCheckpoint, pl
 
 import ds_frozen_patch
 
@@ -113,3 +114,30 @@ def test_a_killed_requeue_save_is_not_resumed(ranks: Any, tmp_path: Path) -> Non
     (tmp_path / "hpc_ckpt_10.ckpt" / "checkpoint" / ".ds_frozen_patch-0123456789ab").mkdir(parents=True)
     expected = str(tmp_path / "hpc_ckpt_9.ckpt"), str(tmp_path / "hpc_ckpt_11.ckpt")
     assert ranks(1, requeued, out=str(tmp_path)) == [expected]
+
+
+def fabric_over(out: str) -> None:
+    ds_frozen_patch.patch()
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricDeepSpeed(config=runs.config(2)))
+    fabric.launch()
+    module = runs.LoraRun()
+    wrapped, optimizer = fabric.setup(module, torch_optimizer(module))
+    for _ in range(2):
+        fabric.save(f"{out}/fabric.ckpt", {"model": wrapped, "optimizer": optimizer})
+
+
+def torch_optimizer(module: Any) -> Any:
+    import torch
+
+    return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
+
+
+def test_fabric_saves_over_a_checkpoint(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "mine").write_text("of before")
+    (tmp_path / "fabric.ckpt").symlink_to("elsewhere")
+    ranks(2, fabric_over, out=str(tmp_path))
+    assert (tmp_path / "fabric.ckpt").is_symlink()
+    assert (tmp_path / "elsewhere" / "mine").read_text() == "of before"
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["elsewhere", "fabric.ckpt"]
+    assert len(model_states(tmp_path / "fabric.ckpt")[0]["ds_frozen_patch"]["left_out"]) == 20

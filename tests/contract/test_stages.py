@@ -20,6 +20,7 @@ from torch.utils.cpp_extension import get_default_build_root
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError, consolidate, prune, reshard, verify
+from ds_frozen_patch.checkpoint.zero.trained import BASE_STATE
 
 pytestmark = [pytest.mark.promise(28), pytest.mark.everyday]
 
@@ -104,6 +105,14 @@ def test_another_stage(ranks: Any, saved: Any, stage: int, number: int) -> None:
 def test_a_full_checkpoint_onto_another_base(ranks: Any, saved: Any, stage: int) -> None:
     sources = [saved(2, stage=before) for before in range(4)]
     assert_goes_on(ranks, 2, sources, kinds=("full",), stage=stage, seed=7)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_round_robin_gradients(ranks: Any, saved: Any, stage: int) -> None:
+    sources = [saved(2, stage=before, round_robin=True) for before in (1, 2)] + [saved(2, stage=2), saved(2, stage=3)]
+    for round_robin in (True, False):
+        assert_goes_on(ranks, 3, sources, kinds=("small",), stage=stage, round_robin=round_robin)
 
 
 @pytest.mark.short
@@ -278,6 +287,27 @@ def test_other_optimizers(ranks: Any, saved: Any, optimizer: str) -> None:
 
 
 @pytest.mark.once
+def test_steps_that_are_counted_once_for_each_group(saved: Any, tmp_path: Path) -> None:
+    """As FusedAdam does in stage 0, whether it is compiled here or not."""
+
+    def count_for_the_last(state: dict[str, Any]) -> None:
+        optimizer = state["optimizer"]
+        last = [group["params"][-1] for group in optimizer["param_groups"]]
+        for index, kept in optimizer["state"].items():
+            kept["step"] = stages.STEPS if index in last else 0
+
+    shutil.copytree(saved(2, stage=0)[0] / "small", tmp_path / "in")
+    for file in (tmp_path / "in" / "a").glob("*_states.pt"):
+        changed(file, count_for_the_last)
+    for stage in (2, 3):
+        reshard(tmp_path / "in", out := tmp_path / str(stage), stage=stage, ranks=3)
+        files = list((out / "a").glob("*optim_states.pt"))
+        inner = [loaded(file)["optimizer_state_dict"][BASE_STATE[stage]]["state"] for file in files]
+        assert len(files) == 3
+        assert {kept["step"] for state in inner for kept in state.values()} == {stages.STEPS}
+
+
+@pytest.mark.once
 def test_muon_needs_a_fresh_optimizer(ranks: Any, saved: Any, tmp_path: Path) -> None:
     """In DeepSpeed each rank keeps the momentum of whole matrices, also of those that two ranks share."""
     source, state, _ = saved(1, stage=2, optimizer="Muon")
@@ -420,3 +450,14 @@ def test_without_names(saved: Any, tmp_path: Path) -> None:
     ):
         reshard(tmp_path / "in", tmp_path / "out", stage=2)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.once
+def test_the_scaler_of_losses(saved: Any, tmp_path: Path) -> None:
+    """Stage 0 in fp32 has none; a checkpoint of ZeRO needs one."""
+    reshard(saved(2, stage=0)[0] / "small", tmp_path / "out", stage=3)
+    for file in (tmp_path / "out" / "a").glob("*optim_states.pt"):
+        kept = loaded(file)["optimizer_state_dict"]
+        assert kept["loss_scaler"].loss_scale == 1
+        assert not kept["dynamic_loss_scale"]
+        assert all(isinstance(flat, torch.Tensor) for flat in kept["fp32_flat_groups"])

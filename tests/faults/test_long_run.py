@@ -10,10 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import runs
 from memory import memory, open_files
-from under_test import Callback, ModelCheckpoint
+from under_test import Callback, DeepSpeedStrategy, ModelCheckpoint
 
 import ds_frozen_patch
 from ds_frozen_patch.settings import Export
@@ -95,3 +96,33 @@ def test_saves_leave_nothing_behind(
     for name in names:
         assert not ds_frozen_patch.verify(tmp_path / name).problems
     counted("saves in one process with old checkpoints deleted: no leaked files, objects or memory", 2 * steps)
+
+
+def patch_and_unpatch(out: str, rounds: int) -> tuple[dict[str, int], int]:
+    """Save trainable-only and full checkpoints alternately with the same trainer."""
+    originals = [vars(DeepSpeedStrategy)["save_checkpoint"], vars(deepspeed.DeepSpeedEngine)["save_checkpoint"]]
+    trainer = runs.trainer(out, 2, 2, epochs=1, enable_checkpointing=False)
+    module = runs.LoraRun()
+    trainer.fit(module, runs.batches(2))
+    found = []
+    for round_ in range(WARM + rounds):
+        ds_frozen_patch.patch()
+        trainer.save_checkpoint(f"{out}/small.ckpt")
+        ds_frozen_patch.unpatch()
+        trainer.save_checkpoint(f"{out}/full.ckpt")
+        now = [vars(DeepSpeedStrategy)["save_checkpoint"], vars(deepspeed.DeepSpeedEngine)["save_checkpoint"]]
+        assert all(one is other for one, other in zip(now, originals, strict=True))
+        if round_ + 1 in (WARM, WARM + rounds // 2, WARM + rounds):
+            found.append((held(module), memory("VmRSS")))
+    return grown(found, rounds)
+
+
+def test_patch_and_unpatch_leave_nothing_behind(
+    ranks: Any, tmp_path: Path, long: bool, counted: Callable[[str, int], None]
+) -> None:
+    rounds = 50 if long else 6
+    for more, size in ranks(2, patch_and_unpatch, out=str(tmp_path), rounds=rounds):
+        assert not more
+        assert size < ROOM
+    assert {item.name for item in tmp_path.iterdir()} == {"small.ckpt", "full.ckpt"}
+    counted("`patch()`, save, `unpatch()`, save, repeatedly", rounds)
