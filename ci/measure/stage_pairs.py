@@ -20,7 +20,7 @@ from typing import Any
 import stages
 from machine import releases
 from ranks import Ranks
-from tables import ROOT, Block, markdown
+from tables import PAIRS, markdown
 
 NUMBERS = (1, 2, 3, 4, 8)
 STAGES = (0, 1, 2, 3)
@@ -118,7 +118,7 @@ def main() -> None:
         ]
     )
     print(text)
-    Block("pairs", ROOT / "docs" / "world-size.md").write(text)
+    PAIRS.write(text)
 
 
 if __name__ == "__main__":
