@@ -5,34 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bench.finetune import (
-    COPY,
-    FLOOR,
-    FULL,
-    NATIVE,
-    NATIVE_SYNCED,
-    OURS,
-    OURS_ASYNC,
-    OURS_UNSYNCED,
-    PASS,
-    READ,
-    STEP,
-    UNSYNCED,
-    Shape,
-)
+from bench import finetune as run
 from bench.saves import measured, ranks
 from bench.timing import cost_of, ratios, seconds, size, spread
 from tables import markdown
 
 ROUNDS = 5
-SHAPE = Shape(hidden=2048, intermediate=8192, layers=24, vocabulary=32000, lora=64, tied=False)
-SAVES = (OURS_UNSYNCED, NATIVE, UNSYNCED, OURS, NATIVE_SYNCED, FLOOR, OURS_ASYNC, COPY)
-PASSES = (PASS, READ)  # of a base that is whole on each rank
+SHAPE = run.Shape(hidden=2048, intermediate=8192, layers=24, vocabulary=32000, lora=64, tied=False)
+SAVES = (run.OURS_UNSYNCED, run.NATIVE, run.UNSYNCED, run.OURS, run.NATIVE_SYNCED, run.FLOOR, run.OURS_ASYNC, run.COPY)
+PASSES = (run.PASS, run.READ)  # of a base that is whole on each rank
 PAIRS = {
-    "time, the flag, neither synced": (OURS_UNSYNCED, NATIVE),
-    "time, the flag, both synced": (OURS, NATIVE_SYNCED),
-    "time, floor with fsync": (OURS, FLOOR),
-    "stall of an asynchronous save, a copy to the CPU": (OURS_ASYNC, COPY),
+    "time, the flag, neither synced": (run.OURS_UNSYNCED, run.NATIVE),
+    "time, the flag, both synced": (run.OURS, run.NATIVE_SYNCED),
+    "time, floor with fsync": (run.OURS, run.FLOOR),
+    "stall of an asynchronous save, a copy to the CPU": (run.OURS_ASYNC, run.COPY),
 }
 
 
@@ -41,8 +27,8 @@ def measure(folder: Path, rounds: int) -> list[dict[str, Any]]:
     found = []
     with ranks(folder, 1, "gpu") as pool:
         for stage in (2, 3):
-            ways = (*SAVES, STEP, *(PASSES if stage == 2 else ()))
-            model, costs, full = measured(pool, SHAPE, stage, "bf16-true", (ways, rounds), ((FULL,), 1))
+            ways = (*SAVES, run.STEP, *(PASSES if stage == 2 else ()))
+            model, costs, full = measured(pool, SHAPE, stage, "bf16-true", (ways, rounds), ((run.FULL,), 1))
             found.append({**model, "ways": costs | full})
     return found
 
@@ -54,17 +40,17 @@ def render(found: list[dict[str, Any]]) -> str:
         f" {found[0]['trainable'] / 1e6:.2g} M trained ones, saved at the end of a `fit`, where they are on the GPU.\n"
     )
     cases = [case["ways"] for case in found]
-    names = (*SAVES, FULL, *PASSES)
+    names = (*SAVES, run.FULL, *PASSES)
     lines = [[way, *(cost_of(ways[way]) if way in ways else "" for ways in cases)] for way in names]
-    first = [ways[OURS_UNSYNCED]["first"] for ways in cases]
-    beside = [[step for of_save in ways[OURS_ASYNC]["beside"] for step in of_save] for ways in cases]
+    first = [ways[run.OURS_UNSYNCED]["first"] for ways in cases]
+    beside = [[step for of_save in ways[run.OURS_ASYNC]["beside"] for step in of_save] for ways in cases]
     aims = [
         *([title, *(spread(ratios(ways, *pair)) for ways in cases)] for title, pair in PAIRS.items()),
         ["steps while it writes", *(seconds(each) if each else "none was long enough" for each in beside)],
-        ["steps with nothing beside them", *(seconds(ways[STEP]) for ways in cases)],
+        ["steps with nothing beside them", *(seconds(ways[run.STEP]) for ways in cases)],
         ["first save, with the fingerprints", *(f"{cost['seconds']:.2f} s" for cost in first)],
         ["memory of the GPU that it takes", *(size(cost["gpu"]) for cost in first)],
-        ["memory of the GPU that a later one takes", *(size(max(ways[OURS]["gpu"])) for ways in cases)],
+        ["memory of the GPU that a later one takes", *(size(max(ways[run.OURS]["gpu"])) for ways in cases)],
     ]
     header = [f"ZeRO-{case['stage']}" for case in found]
     return f"{about}\n{markdown(['', *header], lines)}\n{markdown(['ours against', *header], aims)}"

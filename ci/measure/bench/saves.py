@@ -13,22 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench import finetune
-from bench.finetune import (
-    DEEPSPEED,
-    FLOOR,
-    FULL,
-    FULL_SYNCED,
-    HUGGING_FACE,
-    NATIVE,
-    NATIVE_SYNCED,
-    OURS,
-    OURS_UNSYNCED,
-    RANKS,
-    SETTINGS,
-    UNSYNCED,
-    Shape,
-)
+from bench import finetune as run
 from bench.timing import Costs, alternate, cost_of, judged, missed, ratios, size, spread
 from ranks import Ranks
 from tables import markdown
@@ -37,14 +22,14 @@ from ds_frozen_patch import inspect
 
 ROUNDS = 15
 STAGES = (1, 2, 3)
-SMALL = Shape(hidden=512, intermediate=1408, layers=4, vocabulary=16000, lora=32, tied=True)
-LARGE = Shape(hidden=1536, intermediate=4096, layers=20, vocabulary=32000, lora=128, tied=True)
-WAYS = (OURS_UNSYNCED, NATIVE, FULL, DEEPSPEED, UNSYNCED, OURS, NATIVE_SYNCED, FLOOR)
-PAIR = (OURS_UNSYNCED, NATIVE)
+SMALL = run.Shape(hidden=512, intermediate=1408, layers=4, vocabulary=16000, lora=32, tied=True)
+LARGE = run.Shape(hidden=1536, intermediate=4096, layers=20, vocabulary=32000, lora=128, tied=True)
+WAYS = (run.OURS_UNSYNCED, run.NATIVE, run.FULL, run.DEEPSPEED, run.UNSYNCED, run.OURS, run.NATIVE_SYNCED, run.FLOOR)
+PAIR = (run.OURS_UNSYNCED, run.NATIVE)
 # By the title of a table: the model, its precision, and the systems.
 CASES = {
     "small": (SMALL, "bf16-true", WAYS),
-    "small, fp32": (SMALL, "32-true", (*WAYS, HUGGING_FACE)),
+    "small, fp32": (SMALL, "32-true", (*WAYS, run.HUGGING_FACE)),
     "large": (LARGE, "bf16-true", WAYS),
 }
 # The aims: at most so much of the floor's bytes, of the native flag's time if the model is large, or so many seconds
@@ -74,9 +59,9 @@ def measure(folder: Path, rounds: int) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def ranks(folder: Path, count: int = RANKS, accelerator: str = "cpu") -> Iterator[Ranks]:
+def ranks(folder: Path, count: int = run.RANKS, accelerator: str = "cpu") -> Iterator[Ranks]:
     """Have a pool of ranks that write into this folder."""
-    pool = Ranks(count, folder / "ranks.txt", accelerator)
+    pool = Ranks(count, folder / f"ranks{count}.txt", accelerator)
     try:
         yield pool
     finally:
@@ -85,31 +70,31 @@ def ranks(folder: Path, count: int = RANKS, accelerator: str = "cpu") -> Iterato
 
 def measured(
     pool: Ranks,
-    shape: Shape,
+    shape: run.Shape,
     stage: int,
     precision: str,
     *groups: tuple[Sequence[str], int],
     places: Sequence[Path] = (),
-    save: Callable[..., dict[str, Any]] = finetune.save,
+    save: Callable[..., dict[str, Any]] = run.save,
 ) -> list[dict[str, Any]]:
     """Train a model; returns its sizes, and for each group of ways what so many rounds cost, in a place of its own."""
     print(f"  {shape}, {precision}, ZeRO-{stage}", file=sys.stderr, flush=True)
     every = [way for ways, _ in groups for way in ways]
-    model = pool(finetune.start, shape=shape, stage=stage, precision=precision, ways=every)[0]
+    model = pool(run.start, shape=shape, stage=stage, precision=precision, ways=every)[0]
     folders = places or [pool.log.parent] * len(groups)
     costs = [
         alternate(ways, rounds, partial(_cost, pool, save, folder / "saved"))
         for (ways, rounds), folder in zip(groups, folders, strict=True)
     ]
-    pool(finetune.end)
+    pool(run.end)
     return [{"stage": stage, **model}, *costs]
 
 
 def _cost(pool: Ranks, save: Callable[..., dict[str, Any]], place: Path, way: str) -> Costs:
     """Save in a way, and remove it; returns what that cost rank 0, the most memory of a rank, and the bytes."""
     costs = pool(save, way=way, path=str(place))
-    is_ours = way in SETTINGS
-    if is_ours or way in (NATIVE, NATIVE_SYNCED, FULL, FULL_SYNCED, DEEPSPEED):
+    is_ours = way in run.SETTINGS
+    if is_ours or way in (run.NATIVE, run.NATIVE_SYNCED, run.FULL, run.FULL_SYNCED, run.DEEPSPEED):
         assert (inspect(place).manifest is not None) == is_ours, f"{way}: with a manifest, or without one"
     written = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
     shutil.rmtree(place, ignore_errors=True)  # fingerprints and copies write nothing
@@ -168,7 +153,7 @@ def seconds_more(case: dict[str, Any]) -> float:
 def aims(case: dict[str, Any]) -> list[str]:
     """Return a line of the last table."""
     ways, is_large = case["ways"], case["title"] == "large"
-    ours, native = ways[OURS_UNSYNCED], ways[NATIVE]
+    ours, native = ways[run.OURS_UNSYNCED], ways[run.NATIVE]
     slower = seconds_more(case)
     more = f"{1000 * slower:+.0f} ms"
     times = ratios(case["pairs"], *PAIR)
@@ -178,14 +163,14 @@ def aims(case: dict[str, Any]) -> list[str]:
         flag = f"{judged(times, TIME)}, {more}"
     else:
         flag = f"{spread(times)}, {missed(more, slower > MORE)}"
-    against_floor = ratios(ways, OURS, FLOOR)
-    floor = finetune.trained_bytes(case["stage"], case["precision"], case["trainable"]) + case["buffer_bytes"]
+    against_floor = ratios(ways, run.OURS, run.FLOOR)
+    floor = run.trained_bytes(case["stage"], case["precision"], case["trainable"]) + case["buffer_bytes"]
     first = {what: ours["first"][what] - median(ours[what]) for what in ("seconds", "memory")}
     return [
         f"{case['title']}, {name(case)}",
         judged([ours["bytes"][-1] / (floor + ALLOWED)], BYTES, ".3f"),
         flag,
-        spread(ratios(ways, OURS, NATIVE_SYNCED)),
+        spread(ratios(ways, run.OURS, run.NATIVE_SYNCED)),
         judged(against_floor, FLOOR_TIME) if is_large else spread(against_floor),
         judged([(a - b) / floor for a, b in zip(ours["memory"], native["memory"], strict=True)], MEMORY, ".1%"),
         f"+{first['seconds']:.2f} s, +{size(first['memory'])}",

@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import owners
 import torch
 import training
+from accelerate.utils import ProjectConfiguration
 from compare.task import EPOCHS, FLAG, MIDDLE, OURS, STEPS, Run, Seen, digest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -62,6 +63,8 @@ class Owned(owners.Run):
         if by == "trainer":
             steps = STEPS if run.halt or run.last or run.asynchronous else MIDDLE
             options = {"save_strategy": "steps", "save_steps": steps, "save_only_model": run.weights_only}
+        if by == "accelerate":
+            options["accelerator"] = {"project_config": ProjectConfiguration(run.out, automatic_checkpoint_naming=True)}
         config = {"checkpoint": {"load_universal": True}} if run.universal else {}
         given = {"module": module or model(run), "config": config}
         super().__init__(by, run.out, run.world_size, run.stage, **given, **options)
@@ -72,15 +75,30 @@ class Owned(owners.Run):
             self.trainer.train(resume_from_checkpoint=True if self.of.last else self.of.resume)
             return
         if self.of.resume or self.of.last:
-            self.load(Path(self.of.resume) if self.of.resume else self.newest(), load_module_strict=self.of.strict)
+            self.load(Path(self.of.resume) if self.of.resume else None, load_module_strict=self.of.strict)
         for epoch in range(self.first, EPOCHS):
             self.train_epoch()
             (self.save_weights if self.of.weights_only else self.save)(self.at(epoch), epoch)
 
-    def newest(self) -> Path:
-        """Return the latest checkpoint, as DeepSpeed or the names say."""
-        latest = Path(self.out, "latest")
-        return Path(self.out, latest.read_text()) if latest.exists() else max(Path(self.out).glob("epoch*"))
+    def at(self, epoch: int, out: str | None = None) -> Path:
+        """Return where an epoch is saved, which Accelerate names itself."""
+        return Path(self.out, f"checkpoints/checkpoint_{epoch}" if self.by == "accelerate" else f"epoch{epoch}")
+
+    def save(self, place: Path, epoch: int = 0) -> None:
+        """Save what a resumed run needs."""
+        if self.by == "accelerate":
+            self.accelerator.save_state(**self.options)
+        else:
+            super().save(place, epoch)
+
+    def load(self, place: Path | None, **options: Any) -> None:
+        """Load a checkpoint, or what the owner finds to be the last one."""
+        if self.by == "accelerate":
+            self.accelerator.load_state(place and str(place), **options)
+            self.first = self.scheduler.scheduler.last_epoch // STEPS
+            self.accelerator.project_configuration.iteration = self.first
+        else:
+            super().load(place or Path(self.out, Path(self.out, "latest").read_text()), **options)
 
     def save_weights(self, place: Path, epoch: int = 0) -> None:
         """Save the weights alone, as the owner's documentation says."""
@@ -136,6 +154,11 @@ class Sharded(Owned):
     def save(self, place: Path, epoch: int = 0) -> None:
         if not self.of.asynchronous:
             save(self._state(epoch + 1), checkpoint_id=place)
+            if self.of.halt and epoch and torch.distributed.get_rank() == 0:  # as `halting` does with torch.save
+                shutil.copytree(self.out, self.of.left)
+                left = Path(self.of.left, place.name)
+                (left / METADATA).unlink()  # it is written last
+                os.truncate(left / "__0_0.distcp", (left / "__0_0.distcp").stat().st_size // 2)
             return
         if self.writing is not None:
             self.writing.result()
@@ -144,12 +167,9 @@ class Sharded(Owned):
     def save_weights(self, place: Path, epoch: int = 0) -> None:
         save(training.sharded_state(self.engine, None, self.of.kind == FLAG), checkpoint_id=place)
 
-    def newest(self) -> Path:
-        return max(file.parent for file in Path(self.out).glob(f"*/{METADATA}"))
-
-    def load(self, place: Path, **options: Any) -> None:
+    def load(self, place: Path | None, **options: Any) -> None:
         state = self._state(0)
-        load(state, checkpoint_id=place)
+        load(state, checkpoint_id=place or max(file.parent for file in Path(self.out).glob(f"*/{METADATA}")))
         training.take(self.engine, self.adam, state, self.of.kind == FLAG, self.of.strict)
         self.scheduler.load_state_dict(state["scheduler"])
         self.first = state["epoch"]
@@ -249,8 +269,8 @@ def halting(run: Run, losses: Sequence[float]) -> Iterator[None]:
     write = torch.save
 
     def halt(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
-        name = str(getattr(file, "name", file))
-        is_second = len(losses) == EPOCHS * STEPS and name.endswith(("mp_rank_00_model_states.pt", "__0_0.distcp"))
+        name = str(file)
+        is_second = len(losses) == EPOCHS * STEPS and name.endswith("mp_rank_00_model_states.pt")
         if run.halt and is_second and not Path(run.left).exists():
             whole = io.BytesIO()
             write(value, whole, *args, **kwargs)
