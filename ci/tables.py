@@ -73,6 +73,7 @@ RESULTS = {
     "scale": Block("scale", DOCS / "scale.md"),
 }
 CHARTS = DOCS / "charts"
+README_PICTURE = ROOT / "ci" / "measure" / "bench" / "checkpoint.svg"
 
 
 class Notes(list[str]):

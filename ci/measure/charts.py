@@ -13,9 +13,8 @@ from bench.finetune import FULL, OURS
 from bench.timing import seconds, size
 from matplotlib.figure import Figure
 from readme import read, shown_case
-from tables import CHARTS, ROOT
+from tables import CHARTS, README_PICTURE
 
-PICTURE = ROOT / "ci" / "measure" / "bench" / "checkpoint.svg"  # of the README
 BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#b0b7bf"
 KINDS = dict(zip((*checkpoint.KINDS, "all else"), (GREY, BLUE, "#009e73", "#e69f00", "#cc79a7"), strict=True))
 STYLE = {
@@ -95,7 +94,7 @@ def main() -> None:
     bench, _ = read()
     with mpl.rc_context(STYLE):
         pictures: dict[Path, Figure] = {
-            PICTURE: sizes(bench["checkpoint"]["found"]),
+            README_PICTURE: sizes(bench["checkpoint"]["found"]),
             CHARTS / "saves.svg": saves(shown_case(bench)),
             CHARTS / "growth.svg": growth(bench["growth"]["found"]),
         }

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import readme
 from bench import __main__ as bench
+from bench.timing import seconds, size
 from compare import __main__ as compare
 from compare import features
 from matrix import cells, declared, results, table
@@ -17,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from series.folder import PATCHES, read_index
 from settings import SETTINGS
-from tables import BENCHMARKS, COMPARISON, COMPATIBILITY
+from tables import BENCHMARKS, CHARTS, COMPARISON, COMPATIBILITY, README_PICTURE
 from tables import RESULTS as BLOCKS
 
 from ds_frozen_patch.patching.tested import TESTED
@@ -174,6 +176,17 @@ def test_the_table_shows_the_comparison() -> None:
 
 def test_the_benchmarks_show_the_results() -> None:
     assert BENCHMARKS.read() == bench.render(json.loads(bench.RESULTS.read_text())).strip()
+
+
+def test_the_charts_show_the_results() -> None:
+    measured, _ = readme.read()
+    texts = [(CHARTS / "saves.svg").read_text(encoding="utf-8"), README_PICTURE.read_text(encoding="utf-8")]
+    ways = {way: cost for way, cost in readme.shown_case(measured)["ways"].items() if "floor" not in way}
+    for cost in ways.values():
+        assert f">{size(cost['bytes'][-1])}</text>" in texts[0], "draw them again: nox -f ci/noxfile.py -s docs"
+        assert f">{seconds(cost)}</text>" in texts[0], "draw them again: nox -f ci/noxfile.py -s docs"
+    for kinds in measured["checkpoint"]["found"].values():
+        assert f": {size(sum(kinds.values()))}" in texts[1], "draw them again: nox -f ci/noxfile.py -s docs"
 
 
 def test_every_promise_in_every_cell() -> None:
