@@ -308,12 +308,6 @@ def pairs(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
-def picture(session: nox.Session) -> None:
-    """Draw the README's picture, from two checkpoints that are saved for it."""
-    run_part(session, "everyday", "bench.picture")
-
-
-@nox.session(venv_backend="none")
 def compare(session: nox.Session) -> None:
     """What Lightning, Trainer, Accelerate and DeepSpeed do with this package and without, and make the tables."""
     run_part(session, "newest", "compare")
@@ -334,11 +328,11 @@ def lint(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Write what is generated in `docs/`, and build it into `.nox/site`; a warning is an error."""
     session.chdir(ROOT)
-    for script in ("ci/measure/charts.py", "ci/measure/readme.py"):
-        session.run(tools_python(session, "docs"), script, external=True, env={"PYTHONPATH": str(ROOT / "ci")})
-    session.run(tools_python(session, "docs"), "ci/upstream.py", env={"PYTHONPATH": str(ROOT / "src")}, external=True)
+    python = tools_python(session, "docs")
+    environment = {"PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in ("src", "ci", "ci/measure"))}
     build = ("-m", "sphinx", "--quiet", "--fail-on-warning", "--fresh-env", "docs", str(ROOT / ".nox" / "site"))
-    session.run(tools_python(session, "docs"), *build, env={"PYTHONPATH": str(ROOT / "src")}, external=True)
+    for step in (("ci/measure/charts.py",), ("ci/measure/readme.py",), ("ci/upstream.py",), build):
+        session.run(python, *step, external=True, env=environment)
     session.log("open .nox/site/index.html")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
 
 
 def code() -> str:
@@ -42,6 +44,10 @@ class Block:
         before, _, after = self._parts()
         self.page.write_text(f"{before}\n{text.strip()}\n\n{after}", encoding="utf-8")
 
+    def link(self, place: Path) -> str:
+        """Return the relative path of a file, as a link of the page has it."""
+        return os.path.relpath(place, self.page.parent)
+
     def _parts(self) -> tuple[str, str, str]:
         begin = f"<!-- {self.session}: nox -f ci/noxfile.py -s {self.session} -->\n"
         end = f"<!-- end of {self.session} -->\n"
@@ -51,6 +57,23 @@ class Block:
         before, _, rest = text.partition(begin)
         inside, _, after = rest.partition(end)
         return before + begin, inside, end + after
+
+
+# All that is written into pages: by the session of each name, or by `docs`.
+README = Block("docs", ROOT / "README.md")
+UPSTREAM = Block("docs", DOCS / "upstream.md")
+BENCHMARKS = Block("bench", DOCS / "benchmarks.md")
+COMPARISON = Block("compare", DOCS / "comparison.md")
+PAIRS = Block("pairs", DOCS / "world-size.md")
+COMPATIBILITY = Block("table", DOCS / "compatibility.md")
+RESULTS = {
+    "settings": Block("settings", DOCS / "settings.md"),
+    "quantized": Block("quantized", DOCS / "qlora.md"),
+    "faults": Block("faults", DOCS / "faults.md"),
+    "scale": Block("scale", DOCS / "scale.md"),
+}
+CHARTS = DOCS / "charts"
+README_PICTURE = ROOT / "ci" / "measure" / "bench" / "checkpoint.svg"
 
 
 class Notes(list[str]):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 
-from tables import ROOT, Block, markdown
+from tables import ROOT, UPSTREAM, markdown
 
 from ds_frozen_patch.workarounds import FAULTS
 from ds_frozen_patch.workarounds.fault import Fault
 
-BLOCK = Block("docs", ROOT / "docs" / "upstream.md")
 TITLES = {"deepspeed": "DeepSpeed", "fabric": "Lightning's Fabric", "transformers": "Trainer of transformers"}
-SERIES = json.loads((ROOT / "patches" / "deepspeed" / "index.json").read_text(encoding="utf-8"))["lines"]
+BLOCK = UPSTREAM
+PATCHES = ROOT / "patches"
+SERIES = json.loads((PATCHES / "deepspeed" / "index.json").read_text(encoding="utf-8"))["lines"]
 NEWEST = {"deepspeed": f"deepspeed/{SERIES[-1]['folder']}", "fabric": "master"}
 HEADER = ("fault", "without ds_frozen_patch", "with it", "releases", "thread", "patch")
 
@@ -27,7 +28,7 @@ def text() -> str:
 def _row(package: str, fault: Fault) -> tuple[str, ...]:
     number, address = fault.thread.rpartition("/")[2], f"https://github.com/deepspeedai/DeepSpeed/{fault.thread}"
     thread = f"[{number}]({address})" if fault.thread else "none found"
-    patch = f"[{fault.patch[:4]}](../patches/{NEWEST[package]}/{fault.patch})" if fault.patch else ""
+    patch = f"[{fault.patch[:4]}]({BLOCK.link(PATCHES / NEWEST[package] / fault.patch)})" if fault.patch else ""
     return fault.name, fault.effect, fault.cure, _releases(fault), thread, patch
 
 

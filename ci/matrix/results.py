@@ -12,11 +12,10 @@ from xml.etree import ElementTree
 
 from machine import described, machine
 from matrix import cells
-from tables import ROOT, Block, Notes, cases, code, markdown, ranges
+from tables import RESULTS as BLOCKS
+from tables import Notes, cases, code, markdown, ranges
 
 RESULTS = Path(__file__).with_name("results.json")
-PAGES = {"settings": "settings.md", "quantized": "qlora.md", "faults": "faults.md", "scale": "scale.md"}
-BLOCKS = {session: Block(session, ROOT / "docs" / page) for session, page in PAGES.items()}
 
 
 def settings(before: dict[str, Any], *files: Path) -> dict[str, Any]:

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from matrix import cells
-from tables import ROOT, Block, Notes, markdown, ranges
+from tables import COMPATIBILITY, RESULTS, ROOT, Notes, markdown, ranges
 
 LAST_RUN = Path(__file__).with_name("last-run.json")
-BLOCK = Block("table", ROOT / "docs" / "compatibility.md")
 HEADER = ("cell", "Lightning", "DeepSpeed", "torch", "Python", "wrapt", "state", "promises", "tests", "s")
 HEADER_OF_OWNERS = ("cell", *cells.OWNERS, "DeepSpeed", "Trainer", "Accelerate", "DeepSpeed alone")
 OF_OWNERS = """\
@@ -111,7 +110,7 @@ def promises_table(outcomes: dict[str, Any]) -> str:
             for is_patched in (False, True)
         ]
         if not any(by_kind):
-            by_kind[0] = "[fault injection](faults.md) alone"
+            by_kind[0] = f"[fault injection]({COMPATIBILITY.link(RESULTS['faults'].page)}) alone"
         rows.append((f"{number} {promise}", *by_kind, str(sum(passed.values()) or "")))
     return f"{OF_PROMISES}\n\n{markdown(('promise', 'with `patch()`', 'with a patch series', 'tests'), rows)}"
 
@@ -140,7 +139,7 @@ def main() -> None:
     """Write `last-run.json` and the table."""
     outcomes = collect(ROOT / ".nox" / "results", json.loads(LAST_RUN.read_text()), sys.argv[1:])
     LAST_RUN.write_text(json.dumps(outcomes, indent=1) + "\n")
-    BLOCK.write(render(outcomes))
+    COMPATIBILITY.write(render(outcomes))
 
 
 if __name__ == "__main__":

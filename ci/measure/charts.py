@@ -1,123 +1,106 @@
-"""The charts of `docs/`, drawn from the JSON that its tables are made of: `nox -f ci/noxfile.py -s docs`."""
+"""The pictures of `docs/` and of the README, made of the figures of the tables: `nox -f ci/noxfile.py -s docs`."""
 
 from __future__ import annotations
 
-import json
-import statistics
-from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from textwrap import shorten
+from statistics import median
 from typing import Any
 
-from bench.svg import CARD, bars, grid, page
-from bench.words import seconds, size
-from sharded import WITHOUT_FROZEN
+import matplotlib as mpl
+from bench import checkpoint
+from bench.finetune import FULL, OURS
+from bench.timing import seconds, size
+from matplotlib.figure import Figure
+from readme import read, shown_case
+from tables import CHARTS, README_PICTURE
 
-CI = Path(__file__).resolve().parents[1]
-CHARTS = CI.parent / "docs" / "charts"
-MEASURED = ("measure/bench/bench.json", "measure/compare/compare.json")
-PATCHED = "Lightning, patch()"
-WAYS = {"`patch()`": "ours", "`serve()`": "ours", WITHOUT_FROZEN: "flag"}
-KINDS = {
-    "hostile": "hostile files, read by the tools",
-    "write error": "write errors, full and missing disks",
-    "kill -9": "processes killed in a save, or in a tool",
-    "damage": "damaged, missing and swapped files",
-    "share a disk": "saves of several nodes that share a disk",
-    "power cut": "power cuts in and after a save",
-    "concurrent": "two jobs that save to one path",
-}
-OTHERS = "many saves in one process, modules of any kind"
-MEANS = {"yes": "yes", "no": "no", "-": "", "converted": "partly"}  # a number is a yes: it can be saved so
+BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#b0b7bf"
+KINDS = dict(zip((*checkpoint.KINDS, "all else"), (GREY, BLUE, "#009e73", "#e69f00", "#cc79a7"), strict=True))
+STYLE = {
+    "svg.fonttype": "none", "svg.hashsalt": "ds_frozen_patch", "axes.titlelocation": "left", "axes.spines.top": False,
+    "axes.spines.right": False, "figure.constrained_layout.use": True, "figure.constrained_layout.w_pad": 0.12,
+    "figure.constrained_layout.h_pad": 0.1,
+}  # fmt: skip
 
 
-def drawn() -> dict[str, str]:
-    """Return each chart by the name of its file."""
-    bench, compared, results, matrix = (
-        json.loads((CI / file).read_text(encoding="utf-8"))
-        for file in (*MEASURED, "matrix/results.json", "matrix/last-run.json")
-    )
-    return {
-        "saves.svg": saves(bench["saves"]["found"]),
-        "tools.svg": tools(bench),
-        "comparison.svg": comparison(compared["features"]),
-        "faults.svg": faults(results["faults"]["times"]),
-        "settings.svg": settings(results["settings"]),
-        "matrix.svg": cells(matrix),
+def saves(case: Mapping[str, Any]) -> Figure:
+    """Draw bytes and seconds of a save of the large model, what people get first and in our colour."""
+    ways = {OURS: case["ways"][OURS], **{way: cost for way, cost in case["ways"].items() if "floor" not in way}}
+    figure = Figure((7, 5))
+    for axes, title, figures, written in zip(
+        figure.subplots(2),
+        ("Size of a checkpoint", "Time of a save"),
+        ([cost["bytes"][-1] for cost in ways.values()], [median(cost["seconds"]) for cost in ways.values()]),
+        ([size(cost["bytes"][-1]) for cost in ways.values()], [seconds(cost) for cost in ways.values()]),
+        strict=True,
+    ):
+        bars = axes.barh(range(len(ways)), figures, color=[BLUE, *[GREY] * (len(ways) - 1)])
+        axes.bar_label(bars, written, padding=4)
+        axes.set_yticks(range(len(ways)), [way.replace("`", "") for way in ways])
+        axes.set(title=title, xticks=[], xlim=(0, 1.15 * max(figures)))
+        axes.invert_yaxis()
+        axes.spines[["bottom", "left"]].set_visible(False)
+        axes.tick_params(left=False)
+    return figure
+
+
+def growth(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
+    """Draw seconds above and megabytes below, by the base and by what is trained."""
+    figure = Figure((8, 5.6))
+    plots = figure.subplots(2, 2)
+    for (above, below), (what, points) in zip(plots.T, found.items(), strict=True):
+        grows = [point["frozen_bytes" if what == "base" else "trainable"] / 1e6 for point in points]
+        for way, colour, name in ((OURS, BLUE, "patch()"), (FULL, ORANGE, "plain Lightning")):
+            costs = [point["ways"][way] for point in points]
+            above.plot(grows, [median(cost["seconds"]) for cost in costs], color=colour, label=name)
+            if way == OURS:
+                first = [cost["first"]["seconds"] for cost in costs]
+                above.plot(grows, first, "--", color=colour, label=f"{name}, first save")
+            below.plot(grows, [cost["bytes"][-1] / 1e6 for cost in costs], color=colour, label=name)
+        for axes, unit in ((above, "seconds of a save"), (below, "MB on disk")):
+            axes.set(
+                ylim=0, xlim=0, ylabel=unit, xlabel="MB of frozen weights" if what == "base" else "M trained parameters"
+            )
+    plots[0, 0].legend(frameon=False)
+    return figure
+
+
+def sizes(found: Mapping[str, Mapping[str, int]]) -> Figure:
+    """Draw both checkpoints to one scale as bars, and the small one magnified below."""
+    full, small = found["full"], found["trainable-only"]
+    most, least = sum(full.values()), sum(small.values())
+    bars = {
+        f"A full checkpoint: {size(most)}": (full, most),
+        f"The same, trainable-only: {size(least)}, {most / least:.0f} times smaller": (small, most),
+        f"The same, magnified {most / least:.0f} times:": (small, least),
     }
+    figure = Figure((7, 4))
+    for axes, (title, (kinds, scale)) in zip(figure.subplots(3), bars.items(), strict=True):
+        left = 0
+        for kind, colour in KINDS.items():
+            axes.barh(0, kinds[kind], left=left, color=colour, label=kind)
+            left += kinds[kind]
+        axes.set(xlim=(0, scale), ylim=(-0.4, 0.4))
+        axes.set_title(title)
+        axes.set_axis_off()
+    style = {"loc": "outside lower left", "ncols": 3, "frameon": False, "alignment": "left"}
+    figure.legend(*axes.get_legend_handles_labels(), title=checkpoint.ABOUT, **style)
+    return figure
 
 
-def saves(found: list[dict[str, Any]]) -> str:
-    """Bytes and seconds of a save of the large model, its embeddings tied, in ZeRO-2."""
-    (case,) = (case for case in found if (case["title"], case["stage"], case["tied"]) == ("large", 2, True))
-    ways = {name.replace("`", ""): way for name, way in case["ways"].items() if "floor" not in name}
-    ways = {PATCHED: ways[PATCHED], **ways}  # what people get is first, and in our colour
-    sizes = [(name, way["bytes"], size(way["bytes"])) for name, way in ways.items()]
-    times = [(name, statistics.median(way["seconds"]), seconds(way["seconds"])) for name, way in ways.items()]
-    height = 60 + 36 * len(ways)
-    lines = bars(28, "Size of a checkpoint", sizes) + bars(28 + height, "Time of a save", times)
-    return page(CARD, 2 * height, lines)
-
-
-def tools(bench: dict[str, Any]) -> str:
-    """Seconds of each tool beside what else does its work."""
-    lines, y = [], 28
-    for tool in ("prune", "consolidate", "reshard", "merge"):
-        times = {way: [round_["seconds"] for round_ in rounds] for way, rounds in bench[tool]["found"].items()}
-        ours_first = sorted(times, key=lambda way: not way.startswith(tool))
-        rows = [(way, statistics.median(times[way]), seconds(times[way])) for way in ours_first]
-        lines += bars(y, tool, rows, ours=sum(way.startswith(tool) for way in times))
-        y += 36 * len(rows) + 44
-    return page(CARD, y - 16, lines)
-
-
-def comparison(features: dict[str, Any]) -> str:
-    """What each system does: partly where it does so in one ZeRO stage, or after a conversion."""
-
-    def state(outcomes: dict[str, Any]) -> str:
-        found = {MEANS.get(outcome["value"], "yes") for outcome in outcomes.values()}
-        return found.pop() if len(found) == 1 else "partly"
-
-    rows = {title: [state(of) for of in row.values()] for title, row in features.items() if "MB" not in title}
-    systems = [system.split(", ") for system in next(iter(features.values()))]
-    return grid([WAYS.get(way, way) for _, way in systems], rows, groups=[owner for owner, _ in systems])
-
-
-def faults(times: dict[str, int]) -> str:
-    """How often each kind of fault was injected."""
-    kinds: Counter[str] = Counter()
-    for fault, count in times.items():
-        kinds[next((said for kind, said in KINDS.items() if kind in fault), OTHERS)] += count
-    rows = [(kind, float(count), f"{count:,}") for kind, count in kinds.most_common()]
-    title = f"{sum(kinds.values()):,} attempts to lose data, and nothing lost"
-    return page(CARD, 60 + 36 * len(rows), bars(28, title, rows, ours=len(rows)))
-
-
-def settings(results: dict[str, Any]) -> str:
-    """The ZeRO stages in which each setting works, by release; partly where there is something to note."""
-
-    def state(by_note: dict[str, list[int]], stage: int) -> str:
-        notes = [note for note, stages in by_note.items() if stage in stages]
-        return ("partly" if notes[0] else "yes") if notes else ""
-
-    columns = [str(stage) for _ in results["releases"] for stage in range(4)]
-    rows = {
-        shorten(name.replace("`", ""), 52, placeholder=" …"): [state(of, stage) for of in row for stage in range(4)]
-        for name, row in results["stages"].items()
-    }
-    return grid(columns, rows, beside=330)
-
-
-def cells(matrix: dict[str, Any]) -> str:
-    """The promises that were tested in each cell."""
-    numbers = sorted({number for cell in matrix.values() for number in cell["promises"]}, key=int)
-    rows = {
-        name: ["yes" if cell["promises"].get(number, {}).get("passed") else "" for number in numbers]
-        for name, cell in matrix.items()
-    }
-    return grid(numbers, rows, beside=160)
+def main() -> None:
+    """Draw all, each time with the same bytes."""
+    bench, _ = read()
+    with mpl.rc_context(STYLE):
+        pictures: dict[Path, Figure] = {
+            README_PICTURE: sizes(bench["checkpoint"]["found"]),
+            CHARTS / "saves.svg": saves(shown_case(bench)),
+            CHARTS / "growth.svg": growth(bench["growth"]["found"]),
+        }
+        for place, figure in pictures.items():
+            figure.savefig(place, format="svg", metadata={"Date": None, "Creator": None})
 
 
 if __name__ == "__main__":
-    for name, picture in drawn().items():
-        (CHARTS / name).write_text(picture, encoding="utf-8")
+    main()

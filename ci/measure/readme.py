@@ -5,17 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from bench.words import seconds, size
-from tables import ROOT, Block, markdown
+from bench.finetune import FULL, NATIVE, NATIVE_SYNCED, OURS
+from bench.timing import seconds, size
+from tables import BENCHMARKS, COMPARISON, README, ROOT, markdown
 
-BLOCK = Block("docs", ROOT / "README.md")
-HEADER = ("", "Lightning", "with its own flag", "with `patch()`")
-PLAIN, FLAG, FLAG_SYNCED, OURS = (
-    "Lightning",
-    "Lightning, `exclude_frozen_parameters=True`",
-    "Lightning, `exclude_frozen_parameters=True`, and then fsync",
-    "Lightning, `patch()`",
-)
 COMPARED = {
     "resumes strictly without settings": ("a run resumes without extra settings", "2"),
     "`test` in ZeRO-3": ("evaluation from a checkpoint equals evaluation of the model in memory", "3"),
@@ -25,44 +18,41 @@ COMPARED = {
 """What each row of yes and no says, the feature of the comparison that it is, and in which ZeRO stage."""
 
 
+def read() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the results of the benchmark and of the comparison."""
+    files = (ROOT / "ci" / "measure" / name for name in ("bench/bench.json", "compare/compare.json"))
+    bench, compared = (json.loads(file.read_text(encoding="utf-8")) for file in files)
+    return bench, compared
+
+
+def shown_case(bench: dict[str, Any]) -> dict[str, Any]:
+    """Return the case of the benchmark that the table shows, as the first chart of the benchmarks does."""
+    shown = ("large", 2, True)
+    (case,) = (case for case in bench["saves"]["found"] if (case["title"], case["stage"], case["tied"]) == shown)
+    return dict(case)
+
+
 def text() -> str:
     """Return the table, each row with a link to where its figures come from, and what they were measured with."""
-    bench, compared = (
-        json.loads((ROOT / "ci" / "measure" / file).read_text(encoding="utf-8"))
-        for file in ("bench/bench.json", "compare/compare.json")
-    )
-    (case,) = (case for case in bench["saves"]["found"] if is_shown(case))
-    model = (
-        f"{size(case['frozen_bytes'])} of frozen bf16 weights and {case['trainable'] / 1e6:.0f} M trained parameters"
-    )
-    return (
-        markdown(HEADER, [*_measured(case["ways"]), *_compared(compared["features"])])
-        + f"\nThe first two rows: a Llama with {model}, tied embeddings, ZeRO-2, two CPU ranks.\n"
-    )
-
-
-def is_shown(case: dict[str, Any]) -> bool:
-    """Whether this is the case of the benchmark that the table shows, as the first chart of the benchmarks does."""
-    return (case["title"], case["stage"], case["tied"]) == ("large", 2, True)
-
-
-def _measured(ways: dict[str, Any]) -> list[tuple[str, ...]]:
-    sizes = (size(ways[way]["bytes"]) for way in (PLAIN, FLAG, OURS))
-    plain, flag, synced, ours = (seconds(ways[way]["seconds"]) for way in (PLAIN, FLAG, FLAG_SYNCED, OURS))
-    return [
-        ("[size](docs/benchmarks.md#saves)", *sizes),
-        ("[time of a save](docs/benchmarks.md#saves)", plain, f"{flag}; {synced} with fsync", f"{ours} with fsync"),
+    bench, compared = read()
+    case = shown_case(bench)
+    ways, saves = case["ways"], f"({README.link(BENCHMARKS.page)}#saves)"
+    plain, flag, synced, ours = (seconds(ways[way]) for way in (FULL, NATIVE, NATIVE_SYNCED, OURS))
+    rows = [
+        [f"[size]{saves}", *(size(ways[way]["bytes"][-1]) for way in (FULL, NATIVE, OURS))],
+        [f"[time of a save]{saves}", plain, f"{flag}; {synced} with fsync", f"{ours} with fsync"],
     ]
-
-
-def _compared(features: dict[str, Any]) -> list[tuple[str, ...]]:
-    rows = []
     for title, (feature, stage) in COMPARED.items():
-        values = [features[feature][f"Lightning, {way}"][stage]["value"] for way in ("plain", "flag", "`patch()`")]
+        row = compared["features"][feature]
+        values = [row[f"Lightning, {way}"][stage]["value"] for way in ("plain", "flag", "`patch()`")]
         said = ["has its base" if value == "-" else value for value in values]
-        rows.append((f"[{title}](docs/comparison.md#lightning)", *said))
-    return rows
+        rows.append([f"[{title}]({README.link(COMPARISON.page)}#lightning)", *said])
+    return (
+        markdown(("", "Lightning", "with its own flag", "with `patch()`"), rows)
+        + f"\nThe first two rows: a Llama with {size(case['frozen_bytes'])} of frozen bf16 weights and"
+        f" {case['trainable'] / 1e6:.0f} M trained parameters, tied embeddings, ZeRO-2, two CPU ranks.\n"
+    )
 
 
 if __name__ == "__main__":
-    BLOCK.write(text())
+    README.write(text())

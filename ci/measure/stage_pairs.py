@@ -11,16 +11,13 @@ import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import stages
+from bench.saves import ranks
 from machine import releases
-from ranks import Ranks
-from tables import ROOT, Block, markdown
+from tables import PAIRS, markdown
 
 NUMBERS = (1, 2, 3, 4, 8)
 STAGES = (0, 1, 2, 3)
@@ -36,24 +33,9 @@ class Run:
     precision: str = "fp32"
 
     @property
-    def options(self) -> dict[str, Any]:
-        """The arguments of the functions of `stages`."""
-        return {"stage": self.stage, "precision": self.precision}
-
-    @property
     def label(self) -> str:
         """As in the table, without the number of ranks."""
         return f"stage {self.stage}, {self.precision}"
-
-
-@contextmanager
-def ranks(number: int, folder: Path) -> Iterator[Ranks]:
-    """Have a pool of ranks."""
-    pool = Ranks(number, folder / "ranks.txt")
-    try:
-        yield pool
-    finally:
-        pool.stop()
 
 
 def pairs(runs: list[Run], folder: Path) -> dict[tuple[Run, Run], tuple[float, float]]:
@@ -62,17 +44,18 @@ def pairs(runs: list[Run], folder: Path) -> dict[tuple[Run, Run], tuple[float, f
     saved: dict[Run, tuple[Path, stages.State, list[float]]] = {}
     found = {}
     for number, group in itertools.groupby(runs, key=lambda run: run.number):
-        with ranks(number, folder) as pool:
+        with ranks(folder, number) as pool:
             for run in group:
                 out = folder / f"{run.stage}-{number}-{run.precision}"
-                saved[run] = (out, *pool(stages.train_and_save, out=str(out), **run.options)[0])
+                given = {"out": str(out), "stage": run.stage, "precision": run.precision}
+                saved[run] = (out, *pool(stages.train_and_save, **given)[0])
     for number, group in itertools.groupby(runs, key=lambda run: run.number):
-        with ranks(number, folder) as pool:
+        with ranks(folder, number) as pool:
             for now in group:
                 begun = time.monotonic()
                 for before, (out, state, losses) in saved.items():
                     paths = [str(out / kind) for kind in KINDS]
-                    answers = pool(stages.resume_from, paths=paths, **now.options)[0]
+                    answers = pool(stages.resume_from, paths=paths, stage=now.stage, precision=now.precision)[0]
                     found[before, now] = (
                         max(stages.difference(held, state) for held, _, _ in answers),
                         max(stages.apart(continued, losses) for _, continued, _ in answers),
@@ -118,7 +101,7 @@ def main() -> None:
         ]
     )
     print(text)
-    Block("pairs", ROOT / "docs" / "world-size.md").write(text)
+    PAIRS.write(text)
 
 
 if __name__ == "__main__":

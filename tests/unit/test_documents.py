@@ -6,10 +6,9 @@ import inspect
 import re
 from pathlib import Path
 
-import charts
-import messages
 import pytest
 import readme
+from tables import README
 
 import ds_frozen_patch
 
@@ -42,32 +41,10 @@ def test_there_are_links() -> None:
     assert sum(len(LINK.findall(page.read_text(encoding="utf-8"))) for page in PAGES) > 20
 
 
-def test_charts_show_the_results() -> None:
-    drawn = {name: (charts.CHARTS / name).read_text(encoding="utf-8") for name in charts.drawn()}
-    assert drawn == charts.drawn(), "draw them again: nox -f ci/noxfile.py -s docs"
-
-
 def test_every_option_of_patch_is_explained() -> None:
     rows = re.findall(r"^\| `(\w+)=", (ROOT / "docs" / "usage.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert rows == list(inspect.signature(ds_frozen_patch.patch).parameters)
 
 
 def test_the_readme_shows_the_results() -> None:
-    assert readme.BLOCK.read() == readme.text().strip(), "write it again: nox -f ci/noxfile.py -s docs"
-
-
-def test_the_list_of_messages() -> None:
-    """What is raised, logged or said anywhere in the package is in it, and no code and no docstring."""
-    found = messages.text()
-    assert len(re.findall("^- ", found, re.MULTILINE)) > 300
-    for beginning in (
-        "The base is not the one that the checkpoint was saved with: … of",
-        "There is no checkpoint at …. Pass the directory",
-        "The ranks requested different saves (…). Call patch()",
-        "The environment variable … has no effect.",
-        "… already exists. Choose another path",
-        "its record … is larger than the file",
-    ):
-        assert f"\n- {beginning}" in found.replace("\\", "")
-    assert "\n- import " not in found
-    assert "Args:" not in found
+    assert README.read() == readme.text().strip(), "write it again: nox -f ci/noxfile.py -s docs"

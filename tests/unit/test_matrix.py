@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import readme
+from bench import __main__ as bench
+from bench.timing import seconds, size
 from compare import __main__ as compare
 from compare import features
 from matrix import cells, declared, results, table
@@ -16,6 +19,8 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from series.folder import PATCHES, read_index
 from settings import SETTINGS
+from tables import BENCHMARKS, CHARTS, COMPARISON, COMPATIBILITY, README_PICTURE
+from tables import RESULTS as BLOCKS
 
 from ds_frozen_patch.patching.tested import TESTED
 
@@ -129,20 +134,20 @@ def test_the_table_shows_the_last_full_run() -> None:
     assert [outcome["entry"] for outcome in last_run.values()] == list(cells.entries().values()), (
         "run the whole matrix again"
     )
-    assert table.BLOCK.read() == table.render(last_run).strip()
+    assert COMPATIBILITY.read() == table.render(last_run).strip()
 
 
 def test_the_table_shows_every_setting() -> None:
-    shown = results.BLOCKS["settings"].read()
+    shown = BLOCKS["settings"].read()
     rows = [[item.strip() for item in line.split("|")[1:-1]] for line in shown.splitlines() if line.startswith("|")]
     assert rows[0][1:] == [f"DeepSpeed {CELLS[cell].deepspeed}" for cell in ("everyday", "newest")]
     assert [row[0] for row in rows[2:]] == [setting.name for setting in SETTINGS], "run the settings again"
 
 
-@pytest.mark.parametrize("session", results.BLOCKS)
+@pytest.mark.parametrize("session", BLOCKS)
 def test_the_tables_show_the_results(session: str) -> None:
     found = json.loads(results.RESULTS.read_text())[session]
-    assert results.BLOCKS[session].read() == results.RENDER[session](found).strip()
+    assert BLOCKS[session].read() == results.RENDER[session](found).strip()
 
 
 def test_the_table_shows_the_comparison() -> None:
@@ -150,7 +155,22 @@ def test_the_table_shows_the_comparison() -> None:
     assert list(result["features"]) == list(features.FEATURES), "compare again"
     measured = (f"lightning {result['versions']['lightning']}", result["versions"]["deepspeed"])
     assert measured == (CELLS["newest"].lightning, CELLS["newest"].deepspeed)
-    assert compare.BLOCK.read() == compare.render(result).strip()
+    assert COMPARISON.read() == compare.render(result).strip()
+
+
+def test_the_benchmarks_show_the_results() -> None:
+    assert BENCHMARKS.read() == bench.render(json.loads(bench.RESULTS.read_text())).strip()
+
+
+def test_the_charts_show_the_results() -> None:
+    measured, _ = readme.read()
+    texts = [(CHARTS / "saves.svg").read_text(encoding="utf-8"), README_PICTURE.read_text(encoding="utf-8")]
+    ways = {way: cost for way, cost in readme.shown_case(measured)["ways"].items() if "floor" not in way}
+    for cost in ways.values():
+        assert f">{size(cost['bytes'][-1])}</text>" in texts[0], "draw them again: nox -f ci/noxfile.py -s docs"
+        assert f">{seconds(cost)}</text>" in texts[0], "draw them again: nox -f ci/noxfile.py -s docs"
+    for kinds in measured["checkpoint"]["found"].values():
+        assert f": {size(sum(kinds.values()))}" in texts[1], "draw them again: nox -f ci/noxfile.py -s docs"
 
 
 def test_every_promise_in_every_cell() -> None:

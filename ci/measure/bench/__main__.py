@@ -19,14 +19,15 @@ from types import ModuleType
 from typing import Any
 
 import caching_disk
-from bench import fingerprint, gpu, growth, imports, inspect, resume, saves, stalls, steps, sync, tools
+from bench import checkpoint, fingerprint, gpu, growth, imports, inspect, resume, saves, stalls, steps, sync, tools
 from machine import described, machine
-from tables import ROOT, Block
+from tables import BENCHMARKS, ROOT
 
 RESULTS = Path(__file__).with_name("bench.json")
 
 # Each has a title, and `measure(folder, rounds)`, which returns JSON, `render(found)`, and `ROUNDS`.
 PARTS: dict[str, tuple[str, ModuleType | tools.Tool]] = {
+    "checkpoint": ("Size of a checkpoint", checkpoint),
     "saves": ("Saves", saves),
     "steps": ("What a save does beyond the flag's", steps),
     "sync": ("Sync", sync),
@@ -61,7 +62,7 @@ def main() -> None:
             results[name] = measured(name, Path(folder), given.rounds)
             results = {name: results[name] for name in PARTS if name in results}
             RESULTS.write_text(dumped(results), encoding="utf-8")
-    Block("bench", ROOT / "docs" / "benchmarks.md").write(render(results))
+    BENCHMARKS.write(render(results))
 
 
 def measured(name: str, folder: Path, rounds: int | None) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bench.engine import FULL, FULL_SYNCED, MULTIPLY, NATIVE, OURS_UNSYNCED, PASS, READ, Shape
+from bench.finetune import FULL, FULL_SYNCED, MULTIPLY, NATIVE, OURS_UNSYNCED, PASS, READ, Shape
 from bench.saves import measured, ranks
-from bench.words import judged, ratios, spread
+from bench.timing import judged, ratios, spread
 from tables import markdown
 
 ROUNDS = 7
@@ -26,28 +26,31 @@ WAYS = {
 
 
 def measure(folder: Path, rounds: int) -> dict[str, Any]:
-    """Return seconds of each save and of a pass over the base, on one rank, and the memory that the pass adds."""
+    """Return what each save and a pass over the base cost, on one rank."""
     with ranks(folder, 1) as pool:
         model, costs = measured(pool, SHAPE, 2, "bf16-true", (tuple(WAYS), rounds))
-    seconds = {title: costs[way]["seconds"] for way, title in WAYS.items()}
-    parameters = model["frozen_bytes"] // 2
-    return {"seconds": seconds, "added": max(costs[PASS]["memory"]), "parameters": parameters}
+    return {**model, "ways": costs}
 
 
 def render(found: dict[str, Any]) -> str:
     """Return the tables."""
-    seconds = found["seconds"]
-    lines = [[name, spread(values, ".3f")] for name, values in seconds.items()]
-    full = ratios(seconds, WAYS[PASS], WAYS[FULL_SYNCED])
-    read = ratios(seconds, WAYS[PASS], WAYS[READ])
-    limit = ratios(seconds, WAYS[MULTIPLY], WAYS[READ])
-    later = ratios(seconds, WAYS[OURS_UNSYNCED], WAYS[NATIVE])
+    ways = found["ways"]
+    lines = [[title, spread(ways[way]["seconds"], ".3f")] for way, title in WAYS.items()]
+    read, added = 1 / READS, max(ways[PASS]["memory"]) / 2**20
     aims = [
-        ["fingerprints / full save that reaches the disk", judged(full, 0.5, ".3f"), "at most 0.5"],
-        ["fingerprints / plain read", judged(read, 1 / READS, ".2f"), f"at most {1 / READS:.2f}"],
-        [f"{MULTIPLY} / plain read", spread(limit), ""],
-        ["a later save under `patch(sync=False)` / DeepSpeed's flag", judged(later, 1.05, ".3f"), "at most 1.05"],
-        ["MiB of memory that the pass over the base adds", judged([found["added"] / 2**20], 64, ".1f"), "at most 64"],
+        [
+            "fingerprints / full save that reaches the disk",
+            judged(ratios(ways, PASS, FULL_SYNCED), 0.5, ".3f"),
+            "at most 0.5",
+        ],
+        ["fingerprints / plain read", judged(ratios(ways, PASS, READ), read), f"at most {read:.2f}"],
+        [f"{MULTIPLY} / plain read", spread(ratios(ways, MULTIPLY, READ)), ""],
+        [
+            "a later save under `patch(sync=False)` / DeepSpeed's flag",
+            judged(ratios(ways, OURS_UNSYNCED, NATIVE), 1.05, ".3f"),
+            "at most 1.05",
+        ],
+        ["MiB of memory that the pass over the base adds", judged([added], 64, ".1f"), "at most 64"],
     ]
-    about = f"{found['parameters'] / 1e6:.0f} M frozen bf16 parameters, one rank, cpu"
+    about = f"{found['frozen_bytes'] / 2e6:.0f} M frozen bf16 parameters, one rank, cpu"
     return f"{about}:\n\n{markdown(['', 'seconds'], lines)}\n{markdown(['', 'measured', 'aim'], aims)}"

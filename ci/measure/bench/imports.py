@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from bench.words import judged, ratios
+from bench.timing import Costs, alternate, judged, ratios
 from tables import markdown
 
 ROUNDS = 15
@@ -19,54 +19,42 @@ PROGRAMS = {
     PLAIN: "import lightning.pytorch",
     PATCHED: "import ds_frozen_patch; ds_frozen_patch.patch(); import lightning.pytorch",
 }
-HEAVY = ("torch", "lightning", "deepspeed")
 PROGRAM = """
 import json, sys, time
 begun = time.process_time()
 {}
 seconds = time.process_time() - begun
-print(json.dumps({{"seconds": seconds, "imported": [name for name in {} if name in sys.modules]}}))
+heavy = [name for name in ("torch", "lightning", "deepspeed") if name in sys.modules]
+print(json.dumps({{"seconds": seconds, "imported": heavy}}))
 """
 OWN, TOGETHER = 0.030, 1.01
 """The aims: at most so many seconds for the import, and so much of the time of Lightning's."""
 
 
 def measure(folder: Path, rounds: int) -> dict[str, Any]:
-    """Return the processor seconds of each program, by turns in new processes.
+    """Return the processor seconds of each program, each time in a new process; the first ones fill caches."""
 
-    The first round fills caches and is not kept.
-    """
-    found: dict[str, Any] = {name: [] for name in PROGRAMS}
-    for number in range(rounds + 1):
-        print(f"  round {number} of {rounds}", file=sys.stderr, flush=True)
-        for name, program in PROGRAMS.items():
-            said = json.loads(run(PROGRAM.format(program, HEAVY), folder))
-            if number:
-                found[name].append(said["seconds"])
-            if name == OURS:
-                found["imported"] = said["imported"]
-    return found
+    def run(name: str) -> Costs:
+        command = [sys.executable, "-c", PROGRAM.format(PROGRAMS[name])]
+        said = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
+        cost: Costs = json.loads(said.splitlines()[-1])
+        return cost
 
-
-def run(program: str, folder: Path) -> str:
-    """Return the last line that a program prints; the folder is where it runs."""
-    command = [sys.executable, "-c", program]
-    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
+    return alternate(tuple(PROGRAMS), rounds, run)
 
 
 def render(found: dict[str, Any]) -> str:
     """Return a line for each aim."""
-    heavy = f"it imports {' and '.join(found['imported'])}" if found["imported"] else "it imports no torch"
-    plain = statistics.median(found[PLAIN])
+    imported = found[OURS]["imported"][0]
+    heavy = f"it imports {' and '.join(imported)}" if imported else "it imports no torch"
+    own = judged([1000 * value for value in found[OURS]["seconds"]], 1000 * OWN, ".1f")
+    together = judged(ratios(found, PATCHED, PLAIN), TOGETHER, ".3f")
     lines = [
+        [f"`import ds_frozen_patch`, ms of the processor ({heavy})", own, f"{1000 * OWN:.0f}"],
         [
-            f"`import ds_frozen_patch`, ms of the processor ({heavy})",
-            judged([1000 * value for value in found[OURS]], 1000 * OWN, ".1f"),
-            f"{1000 * OWN:.0f}",
-        ],
-        [
-            f"`patch()` and `import lightning.pytorch`, against the {plain:.1f} s of the latter",
-            judged(ratios(found, PATCHED, PLAIN), TOGETHER, ".3f"),
+            "`patch()` and `import lightning.pytorch`, against the"
+            f" {median(found[PLAIN]['seconds']):.1f} s of the latter",
+            together,
             f"{TOGETHER}",
         ],
     ]

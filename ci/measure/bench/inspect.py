@@ -7,20 +7,19 @@ differ in nothing but the width of a layer.
 from __future__ import annotations
 
 import shutil
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench.words import ratios, spread
+from bench.timing import Costs, alternate, ratios, spread
 from tables import markdown
 
 from ds_frozen_patch.tools.inspect import inspect
 
 ROUNDS = 20
 LAYERS = 300
-SMALL, LARGE = 20, 2000  # MB
+SIZES = {"small": 20, "large": 2000}  # MB
 
 
 def make(folder: Path, megabytes: int) -> Path:
@@ -50,27 +49,25 @@ def make(folder: Path, megabytes: int) -> Path:
 
 
 def measure(folder: Path, rounds: int) -> dict[str, Any]:
-    """Return seconds of both, in turn."""
-    print("  writing the checkpoints", file=sys.stderr, flush=True)
-    places = {name: folder / f"inspected-{name}" for name in ("small", "large")}
-    made = {name: make(place, SMALL if name == "small" else LARGE) for name, place in places.items()}
-    found: dict[str, Any] = {name: [] for name in made}
-    for number in range(rounds + 1):
-        for name, checkpoint in made.items():
-            begun = time.perf_counter()
-            inspect(checkpoint)
-            if number:  # the first one reads the disk
-                found[name].append(time.perf_counter() - begun)
+    """Return seconds of both, by turns; the first ones read the disk."""
+    places = {name: make(folder / f"inspected-{name}", size) for name, size in SIZES.items()}
+
+    def inspected(name: str) -> Costs:
+        begun = time.perf_counter()
+        inspect(places[name])
+        return {"seconds": time.perf_counter() - begun}
+
+    found = alternate(tuple(places), rounds, inspected)
     for place in places.values():
         shutil.rmtree(place)
     return found
 
 
 def render(found: dict[str, Any]) -> str:
-    """Both, and their ratio."""
+    """Return both, and their ratio."""
     lines = [
-        [f"{size} MB", spread([1000 * value for value in found[name]], ".1f")]
-        for name, size in (("small", SMALL), ("large", LARGE))
+        [f"{size} MB", spread([1000 * value for value in found[name]["seconds"]], ".1f")]
+        for name, size in SIZES.items()
     ]
     said = f"The large one takes {spread(ratios(found, 'large', 'small'))} of the small one's time."
     return f"{said}\n\n{markdown(['`inspect` of', 'ms'], lines)}"

@@ -2,70 +2,51 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import statistics
-import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import wrapt
-from bench import engine
-from bench.engine import NATIVE, OURS_UNSYNCED
-from bench.saves import LARGE, SMALL, ranks
+from bench import finetune
+from bench.finetune import NATIVE, OURS_UNSYNCED, WALK
+from bench.saves import LARGE, SMALL, measured, ranks
 from tables import markdown
 
 ROUNDS = 30
 CASES = [(title, shape, stage) for title, shape in (("small", SMALL), ("large", LARGE)) for stage in (2, 3)]
 STEPS = {
-    "find what is frozen, in all of the module": ("ds_frozen_patch.core.base", "to_leave_out"),
-    "compare a sample of the frozen values with the one at the start": (
-        "ds_frozen_patch.core.base",
-        "changed_since_start",
-    ),
-    "agree on the save, in a collective": ("ds_frozen_patch.save.agreement", "agree_on_request"),
-    "make the work folder": ("ds_frozen_patch.save.running", "Save.open"),
-    "make the manifest": ("ds_frozen_patch.save.leaving_out", "describe"),
-    "wait for all ranks, give the name, and tell of errors, in a collective": (
-        "ds_frozen_patch.core.save",
-        "publish",
-    ),
+    "find what is frozen, in all of the module": ("core.base", "to_leave_out"),
+    "compare a sample of the frozen values with the one at the start": ("core.base", "changed_since_start"),
+    "agree on the save, in a collective": ("save.agreement", "agree_on_request"),
+    "make the work folder": ("save.running", "Save.open"),
+    "make the manifest": ("save.leaving_out", "describe"),
+    "wait for all ranks, give the name, and tell of errors, in a collective": ("core.save", "publish"),
 }
-FLOOR = "floor of the first step: torch's own walks for state dict, parameters, buffers, modules"
 
 
 def measure(folder: Path, rounds: int) -> list[dict[str, Any]]:
-    """Return the seconds of each step, and of whole saves with and without us in turn, on rank 0 of each case."""
+    """Return the seconds of each step, and of whole saves with and without us, on rank 0 of each case."""
     found = []
     with ranks(folder) as pool:
         for title, shape, stage in CASES:
-            print(f"  {title}, ZeRO-{stage}", file=sys.stderr, flush=True)
-            pool(engine.start, shape=replace(shape, tied=False), stage=stage, precision="bf16-true")
-            taken: dict[str, list[float]] = defaultdict(list)
-            for number in range(rounds + 1):
-                for way in (NATIVE, OURS_UNSYNCED):
-                    os.sync()  # so that neither waits for what the other has written
-                    costs = pool(save, way=way, path=str(folder / "saved"))[0]
-                    shutil.rmtree(folder / "saved")
-                    costs[FLOOR] = pool(engine.walk)[0]
-                    for step, cost in costs.items() if number else ():
-                        taken[step].append(cost)
-            pool(engine.end)
-            found.append({"title": f"{title}, ZeRO-{stage}", "seconds": dict(taken)})
+            group = ((NATIVE, OURS_UNSYNCED, WALK), rounds)
+            _, ways = measured(pool, replace(shape, tied=False), stage, "bf16-true", group, save=save)
+            taken = {step: ways[OURS_UNSYNCED][step] for step in STEPS}
+            taken |= {way: cost["seconds"] for way, cost in ways.items()}
+            found.append({"title": f"{title}, ZeRO-{stage}", "seconds": taken})
     return found
 
 
-def save(way: str, path: str) -> dict[str, float]:
-    """Save in a rank; returns the seconds of each step that the way has, and of the whole save."""
+def save(way: str, path: str) -> dict[str, Any]:
+    """Save in a rank; returns also the seconds of each step that the way has."""
     taken: dict[str, float] = {}
-    work = engine.save
-    for step, place in STEPS.items():
-        work = _timed(step, *place, taken)(work)
-    return taken | {way: work(way, path).seconds}
+    work = finetune.save
+    for step, (module, name) in STEPS.items():
+        work = _timed(step, f"ds_frozen_patch.{module}", name, taken)(work)
+    return {**work(way, path), **taken}
 
 
 def _timed(step: str, module: str, name: str, taken: dict[str, float]) -> Callable[[Any], Any]:
@@ -86,8 +67,8 @@ def _timed(step: str, module: str, name: str, taken: dict[str, float]) -> Callab
 def render(found: list[dict[str, Any]]) -> str:
     """Return a line for each step."""
     lines = [
-        [step, *(f"{1000 * statistics.median(case['seconds'][step]):.1f} ms" for case in found)]
-        for step in (*STEPS, FLOOR, OURS_UNSYNCED, NATIVE)
+        [step, *(f"{1000 * median(case['seconds'][step]):.1f} ms" for case in found)]
+        for step in (*STEPS, WALK, OURS_UNSYNCED, NATIVE)
     ]
     return (
         "The same models in bf16 with untied embeddings. Two ranks save again and again, and do nothing else. Figures"

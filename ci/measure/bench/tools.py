@@ -11,7 +11,6 @@ import json
 import math
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -19,17 +18,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import training
-from bench import engine
-from bench.words import spread
+from bench import finetune
+from bench.timing import Costs, alternate, missed, ratios, spread
 from memory import memory
 from tables import markdown
 
 import ds_frozen_patch
 
-SHAPE = engine.Shape(hidden=2048, intermediate=8192, layers=13, vocabulary=32000, lora=19, tied=False)
+SHAPE = finetune.Shape(hidden=2048, intermediate=8192, layers=13, vocabulary=32000, lora=19, tied=False)
 RESHARD_TO = 4
 
 Work = Callable[[Path, Path], Iterator[None]]
@@ -40,8 +40,7 @@ Work = Callable[[Path, Path], Iterator[None]]
 class Tool:
     """A tool, and what is expected of it.
 
-    `ways`: the functions that are compared, each with the checkpoint that it reads, "full" or "small" (trainable-only),
-    or the folder of a "tuned" one, of its base and its adapter.
+    `ways`: the functions that are compared, each with what it reads in the folder of checkpoints.
     `pairs`: a way, its rival, how many times faster it should be (0: no aim), and at most what share of the memory it
     should take (infinity: no comparison).
     """
@@ -51,70 +50,54 @@ class Tool:
     pairs: tuple[tuple[str, str, float, float], ...]
     ROUNDS = 3
 
-    def measure(self, folder: Path, rounds: int) -> dict[str, list[dict[str, Any]]]:
-        """Return the cost of each way in each round: seconds of the work and of its process, and bytes."""
-        sources = make_checkpoints(folder, {source for _, source in self.ways.values()})
-        costs: dict[str, list[dict[str, Any]]] = {name: [] for name in self.ways}
-        for number in range(rounds):
-            print(f"  round {number + 1} of {rounds}", file=sys.stderr, flush=True)
-            for name, (_, source) in self.ways.items():
-                target = folder / name
-                target.mkdir(parents=True)
-                os.sync()  # so that nobody waits for what others have written
-                begun = time.perf_counter()
-                said = run("-m", "bench.tools", self.name, name, sources[source], target)
-                process_seconds = time.perf_counter() - begun
-                written = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
-                own = json.loads(said.splitlines()[-1])
-                costs[name].append({**own, "process_seconds": process_seconds, "written": written})
-                shutil.rmtree(target)
-        return costs
+    def measure(self, folder: Path, rounds: int) -> dict[str, Costs]:
+        """Return the cost of each way: seconds of the work and of its process, and bytes."""
+        for source in sorted({source for _, source in self.ways.values()}):
+            if not (folder / source).exists():
+                print(f"  making {source}", file=sys.stderr, flush=True)
+                run("-m", "bench.tools", "make", source, folder / source)
 
-    def render(self, costs: dict[str, list[dict[str, Any]]]) -> str:
+        def process(name: str) -> Costs:
+            target = folder / name
+            target.mkdir(parents=True)
+            begun = time.perf_counter()
+            said = run("-m", "bench.tools", self.name, name, folder / self.ways[name][1], target)
+            process_seconds = time.perf_counter() - begun
+            written = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
+            shutil.rmtree(target)
+            return {**json.loads(said.splitlines()[-1]), "process_seconds": process_seconds, "written": written}
+
+        return alternate(tuple(self.ways), rounds, process)
+
+    def render(self, costs: dict[str, Costs]) -> str:
         """Return what was measured, and the ratios."""
-
-        def median(name: str, what: str) -> float:
-            return float(statistics.median(cost[what] for cost in costs[name]))
-
         lines = []
-        for name, found in costs.items():
-            megabytes = (f"{median(name, what) / 1e6:.0f}" for what in ("peak", "added", "written"))
-            seconds = spread([cost["seconds"] for cost in found])
-            lines.append([name, seconds, f"{median(name, 'process_seconds'):.2f}", *megabytes])
+        for name, cost in costs.items():
+            megabytes = (f"{median(cost[what]) / 1e6:.0f}" for what in ("peak", "added", "written"))
+            lines.append([name, spread(cost["seconds"]), f"{median(cost['process_seconds']):.2f}", *megabytes])
         against = []
         for name, rival, faster, smaller in self.pairs:
-            turns = [other["seconds"] / own["seconds"] for own, other in zip(costs[name], costs[rival], strict=True)]
-            peak, added = (median(name, what) / median(rival, what) for what in ("peak", "added"))
-            times = spread(turns, ".1f") if statistics.median(turns) >= faster else f"**{spread(turns, '.1f')} missed**"
-            share = f"{added:.3f}" if added <= smaller else f"**{added:.3f} missed**"
-            of_memory = ["", "", ""] if math.isinf(smaller) else [f"{peak:.3f}", share, f"{smaller:g}"]
-            against.append([f"{name} / {rival}", times, f"{faster:.2g}" if faster else "", *of_memory])
+            turns = ratios(costs, rival, name)
+            peak, added = (median(costs[name][what]) / median(costs[rival][what]) for what in ("peak", "added"))
+            shares = [f"{peak:.3f}", missed(f"{added:.3f}", added > smaller), f"{smaller:g}"]
+            times = missed(spread(turns, ".1f"), median(turns) < faster)
+            aim = f"{faster:.2g}" if faster else ""
+            against.append([f"{name} / {rival}", times, aim, *(["", "", ""] if math.isinf(smaller) else shares)])
         header = ["", "seconds", "whole process, s", "peak, MB", "above imports, MB", "written, MB"]
         aims = ["", "times faster", "aim: at least", "of its peak", "of its memory above imports", "aim: at most"]
         return f"{markdown(header, lines)}\n{markdown(aims, against)}"
 
 
-def make_checkpoints(folder: Path, wanted: set[str]) -> dict[str, Path]:
-    """Return the full checkpoint and the trainable-only one, or the folder "tuned", made if they are not there."""
-    made = {"full": folder / "full.ckpt", "small": folder / "small.ckpt", "tuned": folder / "tuned"}
-    if all(made[name].exists() for name in wanted):
-        return made
-    print("  making the checkpoints", file=sys.stderr, flush=True)
-    if "tuned" in wanted:
-        run("-m", "bench.tools", "make", "tuned", made["tuned"])
-    else:
-        run("-m", "bench.tools", "make", "full", made["full"])
-        run("-m", "ds_frozen_patch", "prune", made["full"], made["small"], "-q")
-    return made
-
-
 def make(name: str, path: Path) -> None:
-    """Train, and save the full checkpoint; or a folder with the trainable-only one, its base and its adapter."""
-    if name == "full":
-        engine.fitted(SHAPE).save_checkpoint(path)
+    """Train, and save a checkpoint; "tuned" is a folder with the trainable-only one, its base and its adapter."""
+    if name == FULL_ONE:
+        finetune.fitted(SHAPE).save_checkpoint(path)
         return
     ds_frozen_patch.patch()
-    trainer = engine.fitted(SHAPE)
+    trainer = finetune.fitted(SHAPE)
+    if name == SMALL_ONE:
+        trainer.save_checkpoint(path)
+        return
     trainer.save_checkpoint(path / CHECKPOINT)
     model = trainer.lightning_module.model
     model.save_pretrained(path / ADAPTER)
@@ -231,25 +214,26 @@ def copy_and_sync(source: Path, target: Path) -> Iterator[None]:
             os.fsync(file.fileno())
 
 
+FULL_ONE, SMALL_ONE, TUNED = "full.ckpt", "small.ckpt", "tuned"
 CHECKPOINT, BASE, ADAPTER = "tuned.ckpt", "base", "adapter"
 BY_HAND, FAST, FLOOR = "load, delete, save", "prune --no-fingerprints", "floor: one `write` and fsync of each file"
 THEIRS, SMALL, FULL = "zero_to_fp32, full", "consolidate, trainable-only", "consolidate, full"
 RESHARD, RESHARD_FULL = "reshard, trainable-only", "reshard, full"
 CONVERT, CONVERT_FULL = "ds_to_universal, trainable-only", "ds_to_universal, full"
 PRUNES = {
-    BY_HAND: (prune_by_hand, "full"),
-    FAST: (ours("prune", "pruned", fingerprints=False), "full"),  # needs no torch
-    "prune": (ours("prune", "pruned", "torch"), "full"),
-    FLOOR: (write_and_sync, "small"),
+    BY_HAND: (prune_by_hand, FULL_ONE),
+    FAST: (ours("prune", "pruned", fingerprints=False), FULL_ONE),  # needs no torch
+    "prune": (ours("prune", "pruned", "torch"), FULL_ONE),
+    FLOOR: (write_and_sync, SMALL_ONE),
 }
 CONSOLIDATE = ours("consolidate", "made.ckpt", "torch")  # makes all of them fp32
-CONSOLIDATES = {THEIRS: (zero_to_fp32, "full"), SMALL: (CONSOLIDATE, "small"), FULL: (CONSOLIDATE, "full")}
+CONSOLIDATES = {THEIRS: (zero_to_fp32, FULL_ONE), SMALL: (CONSOLIDATE, SMALL_ONE), FULL: (CONSOLIDATE, FULL_ONE)}
 RESHARD_OURS = ours("reshard", "out.ckpt", ranks=RESHARD_TO)
-RESHARDS = {RESHARD: (RESHARD_OURS, "small"), RESHARD_FULL: (RESHARD_OURS, "full")}
+RESHARDS = {RESHARD: (RESHARD_OURS, SMALL_ONE), RESHARD_FULL: (RESHARD_OURS, FULL_ONE)}
 MERGE, PEFT, AXOLOTL = "merge --format hf", "PEFT's merge_and_unload", "axolotl's merge, shard by shard"
 COPY = "floor: the base read, written and synced once"
 MERGES = {MERGE: merge, PEFT: merge_by_peft, AXOLOTL: merge_by_axolotl, COPY: copy_and_sync}
-RESHARDS |= {CONVERT: (ds_to_universal, "small"), CONVERT_FULL: (ds_to_universal, "full")}
+RESHARDS |= {CONVERT: (ds_to_universal, SMALL_ONE), CONVERT_FULL: (ds_to_universal, FULL_ONE)}
 TOOLS = {
     "prune": Tool(
         "prune",
@@ -264,7 +248,7 @@ TOOLS = {
     ),
     "merge": Tool(
         "merge",
-        {name: (way, "tuned") for name, way in MERGES.items()},
+        {name: (way, TUNED) for name, way in MERGES.items()},
         ((MERGE, COPY, 1 / 1.5, math.inf), (MERGE, PEFT, 0, 0.5), (MERGE, AXOLOTL, 0, 1)),
     ),
 }

@@ -10,38 +10,36 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import sharded
+import caching_disk
+from bench.saves import ranks
 from compare.features import FEATURES, ROWS, STAGES
 from compare.task import FLAG, OURS
 from compare.trial import System, Trial
 from machine import releases
-from ranks import Ranks
-from tables import ROOT, Block, Notes, markdown
+from tables import COMPARISON, Notes, markdown
+from training import WITHOUT_FROZEN
 
 RESULTS = Path(__file__).with_name("compare.json")
-BLOCK = Block("compare", ROOT / "docs" / "comparison.md")
 
 LIGHTNING = System(
-    "Lightning", "plain", "compare.lightning", saved="epoch={epoch}.ckpt", middle="step={step}.ckpt",
-    states="checkpoint", weights_only="`save_weights_only=True`", consolidates="compare.lightning",
+    "Lightning", "plain", "`save_weights_only=True`", saved="epoch={epoch}.ckpt", middle="step={step}.ckpt",
+    states="checkpoint",
 )  # fmt: skip
 TRAINER = System(
-    "Trainer", "plain", "compare.huggingface", saved="checkpoint-{step}", middle="checkpoint-{step}",
-    states="global_step{step}", weights_only="`save_only_model=True`",
+    "Trainer", "plain", "`save_only_model=True`", saved="checkpoint-{step}", middle="checkpoint-{step}",
+    states="global_step{step}",
 )  # fmt: skip
 ACCELERATE = System(
-    "Accelerate", "plain", "compare.accelerate", saved="checkpoints/checkpoint_{epoch}", states="pytorch_model",
-    weights_only="`unwrap_model(model).save_pretrained(...)`",
+    "Accelerate", "plain", "`unwrap_model(model).save_pretrained(...)`", saved="checkpoints/checkpoint_{epoch}",
+    states="pytorch_model",
 )  # fmt: skip
-DEEPSPEED = System("DeepSpeed", "plain", "compare.deepspeed", "step{step}", "`save_16bit_model()`")
+DEEPSPEED = System("DeepSpeed", "plain", "`save_16bit_model()`")
 WITH_FLAG = replace(DEEPSPEED, way="flag", kind=FLAG, weights_only="`save_16bit_model(exclude_frozen_parameters=True)`")
-FSDP = System(
-    "FSDP2 and DCP", "plain", "compare.fsdp", "step{step}", "the model's state dict alone",
-    asynchronous="`dcp.async_save`", consolidates="compare.fsdp",
-)  # fmt: skip
+FSDP = System("FSDP2 and DCP", "plain", "the model's state dict alone", asynchronous="`dcp.async_save`")
 SYSTEMS = (
     replace(LIGHTNING, way="`patch()`", kind=OURS),
     replace(LIGHTNING, way="flag", kind=FLAG),
@@ -54,30 +52,23 @@ SYSTEMS = (
     replace(WITH_FLAG, way="`serve()`", kind=OURS),
     WITH_FLAG,
     DEEPSPEED,
-    replace(FSDP, way=sharded.WITHOUT_FROZEN, kind=FLAG),
+    replace(FSDP, way=WITHOUT_FROZEN, kind=FLAG),
     FSDP,
 )
 
 
 def measure(folder: Path) -> dict[str, Any]:
     """Return the facts of the run, and the outcome of every feature, by system and ZeRO stage."""
-    pools = {number: Ranks(number, folder / f"ranks{number}.txt") for number in (1, 2)}
     found: dict[str, Any] = {title: {} for title in FEATURES}
-    try:
-        for system in SYSTEMS:
-            for stage in STAGES:
-                begun = time.monotonic()
-                print(f"{system.title}, ZeRO-{stage}", file=sys.stderr, flush=True)
-                trial = Trial(system, stage, pools, folder / f"{SYSTEMS.index(system)}-{stage}")
-                for title, row in FEATURES.items():
-                    if any(stage in stages for stages in ROWS[title]):
-                        outcome = vars(row(trial))
-                        found[title].setdefault(system.title, {})[str(stage)] = outcome
-                        print(f"  {title}: {outcome['value']} {outcome['note']}", file=sys.stderr, flush=True)
-                print(f"  {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
-    finally:
-        for pool in pools.values():
-            pool.stop()
+    with ranks(folder, 1) as one, ranks(folder, 2) as two:
+        for system, stage in product(SYSTEMS, STAGES):
+            print(f"{system.title}, ZeRO-{stage}", file=sys.stderr, flush=True)
+            trial = Trial(system, stage, {1: one, 2: two}, folder / f"{SYSTEMS.index(system)}-{stage}")
+            for title, row in FEATURES.items():
+                if any(stage in stages for stages in ROWS[title]):
+                    value, note = row(trial)
+                    found[title].setdefault(system.title, {})[str(stage)] = {"value": value, "note": note}
+                    print(f"  {title}: {value} {note}", file=sys.stderr, flush=True)
     return {"trainable": trial.whole[0].trainable, "frozen": trial.whole[0].frozen, "features": found}
 
 
@@ -111,6 +102,8 @@ def _cell(outcomes: dict[str, Any], stages: list[int], notes: Notes) -> str:
 
 def main() -> None:
     """Measure, and write the table."""
+    if why := caching_disk.why_unsupported():
+        sys.exit(f"The slow disk is missing: {why}")
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         found = measure(Path(folder))
@@ -121,7 +114,7 @@ def main() -> None:
         **found,
     }
     RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-    BLOCK.write(render(result))
+    COMPARISON.write(render(result))
     print(f"{result['seconds']} s in all", file=sys.stderr)
 
 

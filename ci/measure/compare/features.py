@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compare import task
-from compare.task import EPOCHS, MIDDLE, STEPS
+import caching_disk
+from compare.task import EPOCHS, MIDDLE, OURS, STEPS
 from compare.trial import Trial
 
 TOLERANCE = 1e-5  # of a loss, where other ranks add up other sums
+SPEED = 2e6  # bytes a second of the slow disk
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a cell of the table says in one ZeRO stage, and a footnote."""
-
-    value: str
-    note: str = ""
-
-
+Outcome = tuple[str, str]
+"""What a cell of the table says in one ZeRO stage, and a footnote."""
 Measure = Callable[[Trial], Outcome]
 STAGES = (2, 3)
 FEATURES: dict[str, Measure] = {}
@@ -38,94 +31,72 @@ def feature(title: str, rows: list[list[int]] | None = None) -> Callable[[Measur
     return add
 
 
-def _size(place: str) -> int:
-    file = Path(place)
-    return file.stat().st_size if file.is_file() else sum(f.stat().st_size for f in file.rglob("*") if f.is_file())
+def _size(place: Path) -> int:
+    files = [place] if place.is_file() else [file for file in place.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)
 
 
-def _yes(good: bool, note: str = "") -> Outcome:
-    return Outcome("yes" if good else "no", note)
-
-
-def _said(answers: Any) -> str:
-    return answers if isinstance(answers, str) else ""
+def _yes(good: bool, answers: Any = "") -> Outcome:
+    """Return yes or no, with the error text if the answers are one."""
+    return "yes" if good else "no", answers if isinstance(answers, str) else ""
 
 
 @feature("size in MB (times the floor)", [[2], [3]])
 def size(trial: Trial) -> Outcome:
-    found = _size(trial.checkpoint()) / 1e6
+    megabytes = _size(Path(trial.checkpoint())) / 1e6
     # A value and two moments for each element, of four bytes.
     least = trial.whole[0].trainable * 12 / 1e6
-    return Outcome(f"{found:.2f} ({found / least:.1f})")
+    return f"{megabytes:.2f} ({megabytes / least:.1f})", ""
 
 
 @feature("the tied embedding is left out")
 def tied(trial: Trial) -> Outcome:
-    (found,) = trial.run("embeddings", "", 1, "compare.files", checkpoint=trial.checkpoint())
-    return _yes(not found)
+    return _yes(not trial.on_files("embeddings", checkpoint=trial.checkpoint()))
 
 
 @feature("a run resumes without extra settings")
 def resumes(trial: Trial) -> Outcome:
-    return _yes(trial.strict, _said(trial.by_default))
+    return _yes(trial.strict, trial.by_default)
 
 
 @feature("the resumed run equals the uninterrupted run bit for bit")
 def bit_for_bit(trial: Trial) -> Outcome:
-    return _yes(trial.goes_on(trial.resumed), _said(trial.resumed))
+    return _yes(trial.goes_on(trial.resumed), trial.resumed)
 
 
 @feature("a buffer changed by training is restored")
 def buffers(trial: Trial) -> Outcome:
-    return _yes(all(seen.count == EPOCHS * STEPS for seen in trial.resumed), _said(trial.resumed))
+    return _yes(all(seen.count == EPOCHS * STEPS for seen in trial.resumed), trial.resumed)
 
 
 @feature("a run saved within an epoch resumes with the remaining batches, bit for bit")
 def mid_epoch(trial: Trial) -> Outcome:
     if not trial.system.middle:
-        return Outcome("-", "the loop is the program's own, which skips the batches that were trained on")
-    saved = trial.file(f"whole/{trial.system.middle.format(step=MIDDLE)}")
+        return "-", "the loop is the program's own, which skips the batches that were trained on"
+    saved = str(trial.folder / "whole" / trial.system.middle.format(step=MIDDLE))
     again = trial.resume("from-the-middle", resume=saved)
-    note = _said(again)
-    if not note and again[0].batches[0] == trial.whole[0].batches[0]:
-        note = "it starts again at the first batch of the epoch"
-    return _yes(trial.goes_on(again, MIDDLE), note)
+    return _yes(trial.goes_on(again, MIDDLE), again)
 
 
 @feature("evaluation from a checkpoint equals evaluation of the model in memory", [[2], [3]])
 def evaluates(trial: Trial) -> Outcome:
-    def same(found: Any) -> bool:
-        return not isinstance(found, str) and abs(found[0] / trial.whole[0].evaluated - 1) < TOLERANCE
-
-    def evaluate(**options: Any) -> Any:
-        return trial.run("evaluate", "evaluated", resume=trial.checkpoint(), strict=trial.strict, **options)
-
-    found = evaluate()
-    own_loop = trial.system.module in ("compare.deepspeed", "compare.accelerate")
-    if own_loop and not same(bare := evaluate(optimizer=False)):
-        return _yes(same(found), f"only with an optimizer; without one: {_said(bare) or 'a different loss'}")
-    if trial.system.module == "compare.huggingface" and not same(found) and same(evaluate(with_deepspeed=False)):
-        return Outcome("no", f"{_said(found) or 'a different loss'}; it works without its DeepSpeed config")
-    return _yes(same(found), _said(found))
+    losses = trial.run("evaluate", "evaluated", resume=trial.checkpoint(), strict=trial.strict)
+    same = not isinstance(losses, str) and abs(losses[0] / trial.whole[0].evaluated - 1) < TOLERANCE
+    return _yes(same, losses)
 
 
 @feature("loading onto a different base raises an error")
 def wrong_base(trial: Trial) -> Outcome:
     again = trial.resume("wrong-base", seed=2)
     if trial.goes_on(again):
-        return Outcome("-", "the checkpoint contains the base, which is loaded")
-    return _refused(trial, again)
+        return "-", "the checkpoint contains the base, which is loaded"
+    return _yes(isinstance(again, str), again)
 
 
 @feature("loading into LoRA on other modules of the same shapes raises an error")
 def wrong_modules(trial: Trial) -> Outcome:
-    return _refused(trial, trial.resume("wrong-modules", targets=("k_proj", "v_proj")))
-
-
-def _refused(trial: Trial, again: Any) -> Outcome:
-    if isinstance(trial.resumed, str):
-        raise RuntimeError(f"{trial.system.title} cannot resume at all: {trial.resumed}")
-    return _yes(isinstance(again, str), _said(again))
+    again = trial.resume("wrong-modules", targets=("k_proj", "v_proj"))
+    return _yes(isinstance(again, str), again)
 
 
 @feature("a run saved on two ranks resumes on one")
@@ -136,40 +107,36 @@ def other_ranks(trial: Trial) -> Outcome:
             abs(loss / mean - 1) < TOLERANCE for loss, mean in zip(again[0].losses, expected, strict=True)
         )
 
-    ours = trial.system.kind == task.OURS
+    ours = trial.system.kind == OURS
     again = trial.resume("one-rank", world_size=1)
     if follows(again):
-        return Outcome("yes", "with `patch(elastic=True)`" if ours else "")
+        return "yes", "with `patch(elastic=True)`" if ours else ""
     if ours:
-        return Outcome("no", _said(again))
-    target = trial.file(f"universal/{Path(trial.checkpoint(1)).name}")
-    converted = trial.run(
-        "universal", "", 1, "compare.files", resume=trial.checkpoint(1), folder=trial.states(1), target=target
-    )
-    universal = converted
-    if not isinstance(converted, str):
-        universal = trial.resume("universal-one-rank", world_size=1, resume=target, universal=True)
-    note = f"{_said(again) or 'different losses'}; after DeepSpeed's conversion to a universal checkpoint"
+        return _yes(False, again)
+    places = trial.places(1, f"universal/{Path(trial.checkpoint(1)).name}")
+    universal = trial.on_files("universal", **places)
+    if not isinstance(universal, str):
+        universal = trial.resume("universal-one-rank", world_size=1, resume=places["target"], universal=True)
+    why = again if isinstance(again, str) else "different losses"
+    note = f"{why}; after DeepSpeed's conversion to a universal checkpoint"
     if follows(universal):
         restored = universal[0].count == EPOCHS * STEPS
-        return Outcome("converted", f"{note} it resumes" + ("" if restored else ", but the buffer is not restored"))
-    return Outcome("no", f"{note}: {_said(universal) or 'different losses'}")
+        return "converted", f"{note} it resumes" + ("" if restored else ", but the buffer is not restored")
+    return "no", f"{note}: {universal if isinstance(universal, str) else 'different losses'}"
 
 
 @feature("the converter writes one fp32 file")
 def fp32_file(trial: Trial) -> Outcome:
-    def convert(name: str, **options: Any) -> Any:
-        places = {"resume": trial.checkpoint(), "folder": trial.states(), "target": trial.file(name)}
-        return trial.run("consolidate", "", 1, trial.system.consolidates, **places, **options)
+    def whole(tensors: Any) -> bool:
+        return not isinstance(tensors, str) and trial.whole[0].trained.items() <= tensors.items()
 
-    def whole(found: Any) -> bool:
-        return not isinstance(found, str) and trial.whole[0].trained.items() <= found[0].items()
-
-    found = convert("fp32")
-    if whole(found) or trial.system.consolidates != "compare.files":
-        return _yes(whole(found), _said(found))
-    again = convert("fp32-trainable", exclude_frozen_parameters=True)
-    return Outcome("yes", "with `exclude_frozen_parameters=True`") if whole(again) else Outcome("no", _said(found))
+    tensors = trial.on_files("consolidate", **trial.places(EPOCHS, "fp32"))
+    if whole(tensors) or trial.system.owner in ("Lightning", "FSDP2 and DCP"):
+        return _yes(whole(tensors), tensors)
+    option = {"exclude_frozen_parameters": True}
+    if whole(trial.on_files("consolidate", **trial.places(EPOCHS, "fp32-trainable"), **option)):
+        return "yes", "with `exclude_frozen_parameters=True`"
+    return _yes(False, tensors)
 
 
 @feature("each checkpoint contains an adapter that PEFT can load")
@@ -178,49 +145,50 @@ def peft_adapter(trial: Trial) -> Outcome:
         return [file.parent for file in Path(trial.checkpoint(out=out)).rglob("adapter_config.json")]
 
     folders, note = adapters("whole"), ""
-    if not folders and trial.system.kind == task.OURS:
+    if not folders and trial.system.kind == OURS:
         trial.run("train", "export", export=True)
         folders, note = adapters("export"), 'with `patch(export="peft")`'
     if not folders:
-        return Outcome("no")
-    found = trial.run("adapter", "", 1, "compare.files", folder=str(folders[0]))
-    good = not isinstance(found, str) and found[0] == trial.whole[0].trained
-    return _yes(good, note if good else _said(found))
+        return _yes(False)
+    loaded = trial.on_files("adapter", folder=str(folders[0]))
+    return _yes(True, note) if loaded == trial.whole[0].trained else _yes(False, loaded)
 
 
 @feature("size in MB of the weights alone, without optimizer state", [[2], [3]])
 def weights_only(trial: Trial) -> Outcome:
-    saved = trial.run("train", "weights", weights_only=True)
-    if isinstance(saved, str):
-        raise RuntimeError(f"{trial.system.title} does not train: {saved}")
+    trial.must("train", "weights", weights_only=True)
     place = Path(trial.checkpoint(out="weights"))
     files = [place] if place.is_file() else [f for f in place.rglob("*") if f.is_file() and f.suffix != ".py"]
     if any(b"exp_avg" in file.read_bytes() for file in files):
-        return Outcome("no", f"{trial.system.weights_only} still writes optimizer state")
-    found = _size(str(place)) / 1e6
-    return Outcome(f"{found:.2f}", trial.system.weights_only)
+        return "no", f"{trial.system.weights_only} still writes optimizer state"
+    return f"{_size(place) / 1e6:.2f}", trial.system.weights_only
 
 
 @feature("after a kill during a save, the same program resumes from the previous save", [[2]])
 def killed(trial: Trial) -> Outcome:
-    saved = trial.run("train", "killed", halt=True)
-    if isinstance(saved, str) or not Path(trial.file("killed-left")).exists():
-        raise RuntimeError(f"{trial.system.title} has not saved twice: {saved}")
+    trial.must("train", "killed", halt=True)
+    if not (trial.folder / "killed-left").exists():
+        raise RuntimeError(f"{trial.system.title} has not saved twice")
     again = trial.run("train", "killed-left", last=True, strict=trial.strict)
     before = trial.checkpoint(1, "killed-left")
     if not trial.goes_on(again) and Path(before).exists():
         named = trial.run("train", "killed-named", resume=before, strict=trial.strict)
         if trial.goes_on(named):
-            return Outcome("no", f"{_said(again) or 'a different run'}; it resumes if given the previous folder")
-    return _yes(trial.goes_on(again), _said(again))
+            why = again if isinstance(again, str) else "a different run"
+            return "no", f"{why}; it resumes if given the previous folder"
+    return _yes(trial.goes_on(again), again)
 
 
 @feature("training goes on while a checkpoint is written to a slow disk", [[2]])
 def does_not_wait(trial: Trial) -> Outcome:
-    saved = trial.run("train", "slow", slow=True)
-    if isinstance(saved, str):
-        raise RuntimeError(f"{trial.system.title} does not train: {saved}")
-    if not all(seen.beside for seen in saved):
-        return Outcome("no")
-    again = trial.run("train", "slow-again", resume=trial.checkpoint(1, "slow"), strict=trial.strict)
-    return _yes(trial.goes_on(again), _said(again) or f"with {trial.system.asynchronous}")
+    backing, slow = trial.folder / "backing", trial.folder / "slow"
+    backing.mkdir()
+    with caching_disk.mounted(backing, slow, speed=SPEED):
+        ranks = trial.must("train", "slow/run", asynchronous=True)
+        # Between the last step of the first epoch and the next one it has saved, as long as the disk takes if it waits.
+        taken = _size(Path(trial.checkpoint(1, "slow/run"))) / SPEED
+        if any(seen.times[STEPS] - seen.times[STEPS - 1] > taken for seen in ranks):
+            return _yes(False)
+        again = trial.run("train", "slow-again", resume=trial.checkpoint(1, "slow/run"), strict=trial.strict)
+    good = trial.goes_on(again)
+    return _yes(good, f"with {trial.system.asynchronous}" if good else again)

@@ -1,4 +1,4 @@
-"""What is done with a checkpoint's files: DeepSpeed's converters, PEFT's loader, a look into it."""
+"""What is done with a checkpoint's files, inside a rank: converters, PEFT's loader, a look into them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import sharded
+import torch
 import training
-from compare.task import Run, base, digest
+from compare.systems import METADATA, Base, begin
+from compare.task import Run, digest
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+from lightning.pytorch.utilities import deepspeed as of_lightning
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 EMBEDDING = ("embed_tokens.weight", "lm_head.weight")
 
 
 def universal(run: Run, folder: str, target: str) -> None:
     """Run DeepSpeed's converter to universal checkpoints on the folder of a checkpoint that DeepSpeed wrote."""
-    from deepspeed.checkpoint import ds_to_universal
-
     # What lies beside that folder belongs to the checkpoint too.
     assert run.resume
     inner = Path(folder).relative_to(run.resume)
@@ -27,51 +33,43 @@ def universal(run: Run, folder: str, target: str) -> None:
 
 
 def consolidate(run: Run, folder: str, target: str, **options: Any) -> dict[str, str]:
-    """Run DeepSpeed's converter to one fp32 file; returns a digest of each tensor in it."""
-    import torch
-    from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
-
-    place = Path(folder)
-    convert_zero_checkpoint_to_fp32_state_dict(str(place.parent), target, tag=place.name, **options)
-    (file,) = Path(target).iterdir()
-    return {name: digest(value) for name, value in torch.load(file, weights_only=True).items()}
+    """Run the system's converter to one fp32 file; returns a digest of each tensor in it."""
+    if run.owner == "Lightning":
+        begin(run)
+        of_lightning.convert_zero_checkpoint_to_fp32_state_dict(str(run.resume), target)
+        state = torch.load(target, weights_only=False)["state_dict"]
+    elif run.owner == "FSDP2 and DCP":
+        dcp_to_torch_save(folder, target)
+        state = torch.load(target, weights_only=False)["model"]
+    else:
+        place = Path(folder)
+        convert_zero_checkpoint_to_fp32_state_dict(str(place.parent), target, tag=place.name, **options)
+        (file,) = Path(target).iterdir()
+        state = torch.load(file, weights_only=True)
+    return {name.removeprefix("module."): digest(value) for name, value in state.items()}
 
 
 def adapter(run: Run, folder: str) -> dict[str, str]:
     """Load an adapter's folder with PEFT; returns a digest of each trained parameter."""
-    from peft import PeftModel
-
-    loaded = PeftModel.from_pretrained(base(run.seed), folder, is_trainable=True)
+    loaded = PeftModel.from_pretrained(Base(run.seed), folder, is_trainable=True)
     return {name: digest(value) for name, value in loaded.named_parameters() if value.requires_grad}
 
 
 def embeddings(run: Run, checkpoint: str) -> list[str]:
     """Return the names under which any file of a checkpoint holds the tied embedding, whole or a part of it."""
-    import torch
-    from safetensors.torch import load_file
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    found: set[str] = set()
+    names: set[str] = set()
     for file in Path(checkpoint).rglob("*"):
-        if file.name == sharded.METADATA:  # of torch's distributed checkpoints
-            return sorted(
-                name
-                for name in FileSystemReader(file.parent).read_metadata().state_dict_metadata
-                if name.endswith(EMBEDDING)
-            )
-        if file.suffix == ".safetensors":
-            loaded: Any = load_file(file)
+        if file.name == METADATA:  # of torch's distributed checkpoints
+            names |= FileSystemReader(file.parent).read_metadata().state_dict_metadata.keys()
+        elif file.suffix == ".safetensors":
+            names |= {name for name, _ in _tensors(load_file(file))}
         elif file.suffix in (".pt", ".ckpt", ".bin") and "states" in file.name:
             loaded = torch.load(file, map_location="cpu", weights_only=False)
-        else:
-            continue
-        found |= {name for name, value in _tensors(loaded) if value.numel() and name.endswith(EMBEDDING)}
-    return sorted(found)
+            names |= {name for name, value in _tensors(loaded) if value.numel()}
+    return sorted(name for name in names if name.endswith(EMBEDDING))
 
 
 def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    import torch
-
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, dict):

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from compare import task
-from compare.task import EPOCHS, STEPS, Run, Seen
+from compare.task import EPOCHS, STEPS, Run, Seen, attempt
 from ranks import Ranks
 
 
 @dataclass(frozen=True)
 class System:
-    """A column of an owner's table, the module that runs it, and the names of what it saves."""
+    """A column of an owner's table, and the names of what it saves."""
 
     owner: str
     way: str
-    module: str
-    saved: str  # at an epoch's end
     weights_only: str  # how weights are saved alone
-    kind: str = ""  # which of the systems that the module runs
+    kind: str = ""  # "ours", "flag", or plain
+    saved: str = "epoch{epoch}"  # at an epoch's end
     middle: str = ""  # in an epoch's middle, where the system saves there by itself
     states: str = ""  # the folder in it that DeepSpeed made
     asynchronous: str = "`patch(async_save=True)`"
-    consolidates: str = "compare.files"  # the module whose `consolidate` makes one fp32 file of it
 
     @property
     def title(self) -> str:
@@ -39,33 +36,42 @@ class Trial:
 
     def __init__(self, system: System, stage: int, ranks: dict[int, Ranks], folder: Path) -> None:
         self.system, self.stage, self.ranks, self.folder = system, stage, ranks, folder
-        answers = self.run("train", "whole")
-        if isinstance(answers, str):
-            raise RuntimeError(f"{system.title} does not train in ZeRO-{stage}: {answers}")
-        self.whole: list[Seen] = answers
-        if any(len(seen.losses) != seen.count or seen.count != EPOCHS * STEPS for seen in answers):
-            raise RuntimeError(f"{system.title} has not made {EPOCHS * STEPS} steps in ZeRO-{stage}: {answers}")
+        self.whole: list[Seen] = self.must("train", "whole")
+        if any(len(seen.losses) != seen.count or seen.count != EPOCHS * STEPS for seen in self.whole):
+            raise RuntimeError(f"{system.title} has not made {EPOCHS * STEPS} steps in ZeRO-{stage}: {self.whole}")
 
-    def run(self, verb: str, out: str, world_size: int = 2, module: str = "", **changes: Any) -> Any:
+    def run(self, verb: str, out: str, world_size: int = 2, module: str = "compare.systems", **changes: Any) -> Any:
         """Return each rank's result, or one rank's error text. Options that `Run` lacks go to the verb."""
-        known = {name: changes.pop(name) for name in list(changes) if name in Run.__dataclass_fields__}
-        run = Run(self.system.kind, self.stage, world_size, str(self.folder / out), **known)
-        answers = self.ranks[world_size](
-            task.attempt, module=module or self.system.module, verb=verb, run=run, **changes
-        )
+        known = {field.name: changes.pop(field.name) for field in fields(Run) if field.name in changes}
+        run = Run(self.system.owner, self.system.kind, self.stage, world_size, str(self.folder / out), **known)
+        answers = self.ranks[world_size](attempt, module=module, verb=verb, run=run, **changes)
         failed = [said for state, said in answers if state == "failed"]
         if failed:
             said = failed[0].replace(f"{run.out}/", "").replace(f"{self.folder}/", "")
             return textwrap.shorten(said, 130, placeholder=" ...")
         return [said for _, said in answers]
 
+    def must(self, verb: str, out: str, **changes: Any) -> Any:
+        """Return each rank's result of a run that must not fail."""
+        answers = self.run(verb, out, **changes)
+        if isinstance(answers, str):
+            raise RuntimeError(f"{self.system.title} does not {verb} in ZeRO-{self.stage}: {answers}")
+        return answers
+
+    def on_files(self, verb: str, **changes: Any) -> Any:
+        """Return what is done with a checkpoint's files, or the error text."""
+        answers = self.run(verb, "", 1, "compare.files", **changes)
+        return answers if isinstance(answers, str) else answers[0]
+
     def checkpoint(self, epoch: int = EPOCHS, out: str = "whole") -> str:
         """Return where a run has left its checkpoint of an epoch's end."""
         return str(self.folder / out / self.system.saved.format(step=epoch * STEPS, epoch=epoch - 1))
 
-    def states(self, epoch: int = EPOCHS) -> str:
-        """Return the folder in it that DeepSpeed made."""
-        return str(Path(self.checkpoint(epoch), self.system.states.format(step=epoch * STEPS)))
+    def places(self, epoch: int, target: str) -> dict[str, str]:
+        """Return what a converter takes: a checkpoint, the folder in it that DeepSpeed made, and where to write."""
+        place = self.checkpoint(epoch)
+        folder = str(Path(place, self.system.states.format(step=epoch * STEPS)))
+        return {"resume": place, "folder": folder, "target": str(self.folder / target)}
 
     @cached_property
     def by_default(self) -> Any:
@@ -92,7 +98,3 @@ class Trial:
             again.losses == seen.losses[steps:] and again.trained == seen.trained
             for again, seen in zip(resumed, self.whole, strict=True)
         )
-
-    def file(self, name: str) -> str:
-        """Return a place for something that a row makes."""
-        return str(self.folder / name)
