@@ -6,7 +6,6 @@ import inspect
 import io
 import json
 import logging
-import shutil
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -212,41 +211,6 @@ def test_trained_experts_are_saved(ranks: Any, tmp_path: Path, stage: int) -> No
         assert not error  # the checkpoint has the value
     for file in (tmp_path / "checkpoint").glob("layer_*_expert_*.pt"):
         assert len(torch.load(file)) == 4
-
-
-class Small(torch.nn.Module):
-    """What release 0.2.0 has saved: a frozen layer, experts whose biases are trained, and a trained head."""
-
-    def __init__(self) -> None:
-        from deepspeed.moe.layer import MoE
-
-        super().__init__()
-        torch.manual_seed(0)
-        self.base = torch.nn.Linear(8, 8).requires_grad_(False)
-        self.moe = MoE(hidden_size=8, expert=torch.nn.Linear(8, 8), num_experts=4, ep_size=2)
-        self.moe.deepspeed_moe.gate.requires_grad_(False)
-        for expert in self.moe.deepspeed_moe.experts.deepspeed_experts:
-            expert.weight.requires_grad_(False)
-        self.head = torch.nn.Linear(8, 8)
-
-    def forward(self, x: Any) -> Any:
-        return self.head(self.moe(self.base(x))[0]).square().mean()
-
-
-def load_small(out: str) -> list[str]:
-    """Which values differ from those that the rank had; labels are in the experts' files, too."""
-    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
-    engine = engine_of(Small(), 2)
-    engine.load_checkpoint(out)
-    found = differing(engine.module, torch.load(f"{out}/rank{dist.get_rank()}.pt"))
-    engine.backward(engine(torch.ones(2, 4, 8)))
-    engine.step()
-    return found
-
-
-def test_experts_that_release_0_2_has_saved(ranks: Any, tmp_path: Path) -> None:
-    shutil.unpack_archive(Path(__file__).with_name("version-0.2-experts.zip"), tmp_path)
-    assert ranks(2, load_small, out=str(tmp_path), alone=True) == [[], []]
 
 
 class Grid:

@@ -334,7 +334,7 @@ def zero_setting(states: States, name: str) -> Any:
 def parameter_groups(model: Mapping[str, Any]) -> list[dict[str, tuple[int, ...]]]:
     """For each parameter group of the optimizer, the shapes of its parameters by name; in ZeRO-3 for each sub-group.
 
-    DeepSpeed does not save them in stage 0; we do since release 0.3.
+    DeepSpeed does not save them in stage 0; we do.
     """
     groups = model.get("param_shapes") or model.get(PLAIN_GROUPS)
     return [dict(group) for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
