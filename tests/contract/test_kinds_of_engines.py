@@ -667,6 +667,8 @@ def save_later(out: str) -> Any:
         run = owners.Run("deepspeed", out, 2, 2)
         run.engine.checkpoint_engine = WritesLater()
         run.save(run.at(0))
+        run.at(1).mkdir(exist_ok=True)
+        (run.at(1) / "trainable.safetensors").touch()  # of an earlier save
         run.save(run.at(1), 1)
         saved, before = values(run.module), {file.name for file in run.at(1).iterdir()}
         run.train_epoch()
@@ -683,28 +685,14 @@ def test_a_checkpoint_engine_that_writes_later(ranks: Any, tmp_path: Path) -> No
     first, second = ranks(2, save_later, out=str(tmp_path))
     for different, before, is_kept, heard in (first, second):
         assert not different
-        assert before == {"trainable.safetensors"}
+        assert before == set()
         assert is_kept
         said = [message for message in heard if "WritesLater writes after a save has returned" in message]
         assert len(said) == (heard is first[3])
+        skipped = [message for message in heard if "patch(export='safetensors') has no effect" in message]
+        assert len(skipped) == (heard is first[3]), heard
     assert (tmp_path / "latest").read_text() == "epoch1"
     assert left_out_by(tmp_path / "epoch1")
-
-
-def export_that_fails(out: str) -> str:
-    Path(out, "epoch0", "trainable.safetensors", "of a program").mkdir(parents=True, exist_ok=True)
-    with owners.served(export="safetensors"):
-        run = owners.Run("deepspeed", out, 2, 2)
-        run.engine.checkpoint_engine = WritesLater()
-        with pytest.raises(ds_frozen_patch.CheckpointError) as raised:
-            run.save(run.at(0))
-    return str(raised.value)
-
-
-@pytest.mark.short
-def test_an_export_that_fails_beside_files_that_are_written_later(ranks: Any, tmp_path: Path) -> None:
-    for error in ranks(2, export_that_fails, out=str(tmp_path)):
-        assert "trainable.safetensors" in error
 
 
 def state_by_the_program(out: str) -> Any:
