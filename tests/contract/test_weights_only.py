@@ -6,6 +6,7 @@ import errno
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import provider
 import pytest
@@ -328,27 +329,24 @@ def test_a_save_gathers_no_frozen_parameter(ranks: Any, tmp_path: Path) -> None:
         assert added < frozen / 2
 
 
+def save_to_the_end(out: str) -> None:
+    train_and_save(out, 3)
+    ds_frozen_patch.wait()
+
+
 def export_onto_a_full_disk(out: str) -> str:
+    original, written = OutputReader.__call__, list[str]()
+
+    def fill(reader: OutputReader, name: str) -> bytearray:
+        if len(written) > 3 and os.environ["RANK"] == "0":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append(name)
+        return original(reader, name)
+
     ds_frozen_patch.patch(export="safetensors")
-    if os.environ["RANK"] == "0":
-        original = OutputReader.__call__
-        written: list[str] = []
-
-        def fill(reader: OutputReader, name: str) -> bytearray:
-            if len(written) > 3:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            written.append(name)
-            return original(reader, name)
-
-        OutputReader.__call__ = fill  # type: ignore[method-assign]
-    try:
-        with pytest.raises(ds_frozen_patch.CheckpointError) as raised:
-            train_and_save(out, 3)
-            ds_frozen_patch.wait()
-        return str(raised.value)
-    finally:
-        if os.environ["RANK"] == "0":
-            OutputReader.__call__ = original  # type: ignore[method-assign]
+    with mock.patch.object(OutputReader, "__call__", fill), pytest.raises(ds_frozen_patch.CheckpointError) as raised:
+        save_to_the_end(out)
+    return str(raised.value)
 
 
 def test_an_export_that_cannot_be_written(ranks: Any, tmp_path: Path) -> None:
