@@ -30,7 +30,7 @@ ROOMS = (
     ("tools",),
     ("frameworks",),
     ("patching",),
-    ("cli", "demo", "bootstrap", "__init__"),
+    ("cli", "bootstrap", "__init__"),
     ("__main__",),
 )
 UPWARD = {("load.elastic", "tools.reshard"), ("save.export_trained", "tools.export")}

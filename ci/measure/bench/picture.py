@@ -11,9 +11,9 @@ import tempfile
 from pathlib import Path
 
 from bench import engine
+from demo.picture import drawing
 
 import ds_frozen_patch
-from ds_frozen_patch.demo.picture import drawing
 
 PICTURE = Path(__file__).with_name("checkpoint.svg")
 ABOUT = "LoRA (r=16) on the shape of Llama 3.2 1B, bf16, ZeRO-2, AdamW"
