@@ -22,7 +22,7 @@ from ..engine.target import ENGINE
 from ..frameworks.targets import BESIDE, OWNERS, chosen, may_be_left_alone
 from ..publish import in_flight
 from ..settings import Export, Optimizer, VerifyBase
-from ..workarounds import worked_around
+from ..workarounds.fault import worked_around
 from .findings import (
     probe_all,
     refusal,
