@@ -245,17 +245,17 @@ def test_weights_of_another_model(ranks: Any, tmp_path: Path, stage: int) -> Non
         assert "weights.ckpt does not fit this module: missing keys: 'more'" in more
 
 
-def export_at_save(out: str, stage: int) -> None:
+def export_at_save(out: str, stage: int, async_save: bool) -> None:
     for kind in ("safetensors", "peft"):
-        ds_frozen_patch.patch(export=kind)
+        ds_frozen_patch.patch(export=kind, async_save=async_save)
         train_and_save(f"{out}/{kind}", stage)
         ds_frozen_patch.unpatch()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_an_export_at_every_save(ranks: Any, tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize(("stage", "async_save"), [(0, False), (1, False), (2, False), (2, True), (3, False)])
+def test_an_export_at_every_save(ranks: Any, tmp_path: Path, stage: int, async_save: bool) -> None:
     """It is what the tool makes of the checkpoint: trained weights in fp32."""
-    ranks(2, export_at_save, out=str(tmp_path), stage=stage)
+    ranks(2, export_at_save, out=str(tmp_path), stage=stage, async_save=async_save)
     for kind, inside in (("safetensors", "trainable.safetensors"), ("peft", "adapter")):
         checkpoint = tmp_path / kind / "small.ckpt"
         ds_frozen_patch.export(checkpoint, tmp_path / f"by tool {kind}", format=kind)
