@@ -290,7 +290,7 @@ def upstream_tests(session: nox.Session) -> None:
 def demo(session: nox.Session) -> None:
     """Fine-tune with LoRA on two CPU ranks, save full and trainable-only, resume, compare."""
     picture = ROOT / ".nox" / "demo.svg"
-    run(session, FIRST, "-m", "ds_frozen_patch.demo", "--picture", str(picture), *session.posargs)
+    run_part(session, FIRST, "demo", "--picture", str(picture), *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -344,7 +344,7 @@ def release(session: nox.Session) -> None:
     (wheel,) = (ROOT / "dist").glob("*.whl")
     with tempfile.TemporaryDirectory() as folder:
         run(session, "everyday", "-m", "zipfile", "-e", str(wheel), folder)
-        run(session, "everyday", "-m", "ds_frozen_patch.demo", PYTHONPATH=folder)
+        run_part(session, "everyday", "demo", beside=(Path(folder),))
 
 
 def log_written(session: nox.Session, files: list[Path]) -> None:

@@ -1,13 +1,19 @@
-"""The page on the faults of other projects, made of `ds_frozen_patch.workarounds`: `nox -f ci/noxfile.py -s docs`."""
+"""The page on the faults of other projects, made of `upstream.toml`: `nox -f ci/noxfile.py -s docs`."""
 
 from __future__ import annotations
 
 import json
+import sys
+from typing import Any
 
 from tables import ROOT, UPSTREAM, markdown
 
-from ds_frozen_patch.workarounds import FAULTS
-from ds_frozen_patch.workarounds.fault import Fault
+from ds_frozen_patch.workarounds.fault import FAULTS, Fault
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 TITLES = {"deepspeed": "DeepSpeed", "fabric": "Lightning's Fabric", "transformers": "Trainer of transformers"}
 BLOCK = UPSTREAM
@@ -17,19 +23,25 @@ NEWEST = {"deepspeed": f"deepspeed/{SERIES[-1]['folder']}", "fabric": "master"}
 HEADER = ("fault", "without ds_frozen_patch", "with it", "releases", "thread", "patch")
 
 
+def read() -> dict[str, dict[str, Any]]:
+    """Return what `upstream.toml` says of each fault, by package and name."""
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
 def text() -> str:
     """Return a table for each project."""
     return "\n".join(
-        f"## {TITLES[package]}\n\n{markdown(HEADER, [_row(package, fault) for fault in faults])}"
-        for package, faults in FAULTS.items()
+        f"## {TITLES[package]}\n\n{markdown(HEADER, [_row(package, *item) for item in said.items()])}"
+        for package, said in read().items()
     )
 
 
-def _row(package: str, fault: Fault) -> tuple[str, ...]:
-    number, address = fault.thread.rpartition("/")[2], f"https://github.com/deepspeedai/DeepSpeed/{fault.thread}"
-    thread = f"[{number}]({address})" if fault.thread else "none found"
-    patch = f"[{fault.patch[:4]}]({BLOCK.link(PATCHES / NEWEST[package] / fault.patch)})" if fault.patch else ""
-    return fault.name, fault.effect, fault.cure, _releases(fault), thread, patch
+def _row(package: str, name: str, said: dict[str, str]) -> tuple[str, ...]:
+    thread, patch = said.get("thread"), said.get("patch")
+    address = f"https://github.com/deepspeedai/DeepSpeed/{thread}"
+    report = f"[{thread.rpartition('/')[2]}]({address})" if thread else "none found"
+    mended_by = f"[{patch[:4]}]({BLOCK.link(PATCHES / NEWEST[package] / patch)})" if patch else ""
+    return name, said["effect"], said["cure"], _releases(FAULTS[package][name]), report, mended_by
 
 
 def _releases(fault: Fault) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from matrix import cells
 from ranks import GRACE_SECONDS, Ranks
-from tables import code
+from tables import ROOT, code
 from under_test import CELL
 
 if TYPE_CHECKING:
@@ -66,12 +66,22 @@ def checkpoints(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Checkpo
 
 
 @pytest.fixture(scope="session")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def run_demo() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`run_demo("--quantized")` runs the demo with these options."""
+
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        command, variables = [sys.executable, "-m", "demo", *options], {**os.environ, "PYTHONPATH": str(ROOT / "ci")}
+        return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=500, check=False)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def demo(run_demo: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """The demo, and where its checkpoints are, with `sizes.svg` beside them."""
     kept = tmp_path_factory.mktemp("demo") / "kept"
     picture = str(kept.with_name("sizes.svg"))
-    command = [sys.executable, "-m", "ds_frozen_patch.demo", "--keep", str(kept), "--picture", picture]
-    return kept, subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    return kept, run_demo("--keep", str(kept), "--picture", picture)
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -35,8 +35,8 @@ def test_the_picture_of_the_demo(demo: tuple[Path, subprocess.CompletedProcess[s
 
 @pytest.mark.everyday
 @pytest.mark.once
-def test_demo_refuses_a_picture_where_no_folder_is(tmp_path: Path) -> None:
-    done = _run("--picture", str(tmp_path / "none" / "sizes.svg"))
+def test_demo_refuses_a_picture_where_no_folder_is(run_demo: Any, tmp_path: Path) -> None:
+    done = run_demo("--picture", str(tmp_path / "none" / "sizes.svg"))
     assert done.returncode == 2
     assert "there is no folder" in done.stderr
 
@@ -44,8 +44,8 @@ def test_demo_refuses_a_picture_where_no_folder_is(tmp_path: Path) -> None:
 @pytest.mark.everyday
 @pytest.mark.quantized
 @pytest.mark.promise(16)
-def test_demo_of_a_quantized_base(tmp_path: Path) -> None:
-    done = _run("--quantized", "--keep", str(tmp_path / "kept"))
+def test_demo_of_a_quantized_base(run_demo: Any, tmp_path: Path) -> None:
+    done = run_demo("--quantized", "--keep", str(tmp_path / "kept"))
     _check(tmp_path / "kept", done)
     assert "22.9 M frozen" in done.stdout  # numbers, and not the bytes that they are packed into
     assert "bf16 and NF4" in done.stdout
@@ -53,23 +53,18 @@ def test_demo_of_a_quantized_base(tmp_path: Path) -> None:
 
 @pytest.mark.everyday
 @pytest.mark.once
-def test_demo_asks_for_bitsandbytes() -> None:
-    done = _run("--quantized")
+def test_demo_asks_for_bitsandbytes(run_demo: Any) -> None:
+    done = run_demo("--quantized")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "The demo with --quantized needs bitsandbytes: pip install bitsandbytes\n"
 
 
 @pytest.mark.everyday
 @pytest.mark.once
-def test_demo_refuses_a_directory_that_exists(tmp_path: Path) -> None:
-    done = _run("--keep", str(tmp_path))
+def test_demo_refuses_a_directory_that_exists(run_demo: Any, tmp_path: Path) -> None:
+    done = run_demo("--keep", str(tmp_path))
     assert done.returncode == 2
     assert f"{tmp_path} exists already" in done.stderr
-
-
-def _run(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ds_frozen_patch.demo", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
 
 
 def _check(kept: Path, done: subprocess.CompletedProcess[str]) -> None:

@@ -139,7 +139,7 @@ def _resolve(
     python: str,
     pins: list[str],
     preferred: str = "",
-    sources: Sequence[str] = ("setup.cfg", "--extra", "test", "--extra", "demo"),
+    sources: Sequence[str] = ("setup.cfg", "--extra", "test"),
 ) -> list[str]:
     """Return what uv resolves the pins and the tests' requirements to: a block of lines per package, without torch."""
     with tempfile.TemporaryDirectory() as folder:

@@ -6,7 +6,6 @@ import inspect
 import io
 import json
 import logging
-import shutil
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -214,41 +213,6 @@ def test_trained_experts_are_saved(ranks: Any, tmp_path: Path, stage: int) -> No
         assert not error  # the checkpoint has the value
     for file in (tmp_path / "checkpoint").glob("layer_*_expert_*.pt"):
         assert len(torch.load(file)) == 4
-
-
-class Small(torch.nn.Module):
-    """What release 0.2.0 has saved: a frozen layer, experts whose biases are trained, and a trained head."""
-
-    def __init__(self) -> None:
-        from deepspeed.moe.layer import MoE
-
-        super().__init__()
-        torch.manual_seed(0)
-        self.base = torch.nn.Linear(8, 8).requires_grad_(False)
-        self.moe = MoE(hidden_size=8, expert=torch.nn.Linear(8, 8), num_experts=4, ep_size=2)
-        self.moe.deepspeed_moe.gate.requires_grad_(False)
-        for expert in self.moe.deepspeed_moe.experts.deepspeed_experts:
-            expert.weight.requires_grad_(False)
-        self.head = torch.nn.Linear(8, 8)
-
-    def forward(self, x: Any) -> Any:
-        return self.head(self.moe(self.base(x))[0]).square().mean()
-
-
-def load_small(out: str) -> list[str]:
-    """Which values differ from those that the rank had; labels are in the experts' files, too."""
-    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
-    engine = engine_of(Small(), 2)
-    engine.load_checkpoint(out)
-    found = differing(engine.module, torch.load(f"{out}/rank{dist.get_rank()}.pt"))
-    engine.backward(engine(torch.ones(2, 4, 8)))
-    engine.step()
-    return found
-
-
-def test_experts_that_release_0_2_has_saved(ranks: Any, tmp_path: Path) -> None:
-    shutil.unpack_archive(Path(__file__).with_name("version-0.2-experts.zip"), tmp_path)
-    assert ranks(2, load_small, out=str(tmp_path), alone=True) == [[], []]
 
 
 class Grid:
@@ -674,6 +638,8 @@ def save_later(out: str) -> Any:
         run = owners.Run("deepspeed", out, 2, 2)
         run.engine.checkpoint_engine = WritesLater()
         run.save(run.at(0))
+        run.at(1).mkdir(exist_ok=True)
+        (run.at(1) / "trainable.safetensors").touch()  # of an earlier save
         run.save(run.at(1), 1)
         saved, before = values(run.module), {file.name for file in run.at(1).iterdir()}
         run.train_epoch()
@@ -690,28 +656,14 @@ def test_a_checkpoint_engine_that_writes_later(ranks: Any, tmp_path: Path) -> No
     first, second = ranks(2, save_later, out=str(tmp_path))
     for different, before, is_kept, heard in (first, second):
         assert not different
-        assert before == {"trainable.safetensors"}
+        assert before == set()
         assert is_kept
         said = [message for message in heard if "WritesLater writes after a save has returned" in message]
         assert len(said) == (heard is first[3])
+        skipped = [message for message in heard if "patch(export='safetensors') has no effect" in message]
+        assert len(skipped) == (heard is first[3]), heard
     assert (tmp_path / "latest").read_text() == "epoch1"
     assert left_out_by(tmp_path / "epoch1")
-
-
-def export_that_fails(out: str) -> str:
-    Path(out, "epoch0", "trainable.safetensors", "of a program").mkdir(parents=True, exist_ok=True)
-    with owners.served(export="safetensors"):
-        run = owners.Run("deepspeed", out, 2, 2)
-        run.engine.checkpoint_engine = WritesLater()
-        with pytest.raises(ds_frozen_patch.CheckpointError) as raised:
-            run.save(run.at(0))
-    return str(raised.value)
-
-
-@pytest.mark.short
-def test_an_export_that_fails_beside_files_that_are_written_later(ranks: Any, tmp_path: Path) -> None:
-    for error in ranks(2, export_that_fails, out=str(tmp_path)):
-        assert "trainable.safetensors" in error
 
 
 def state_by_the_program(out: str) -> Any:

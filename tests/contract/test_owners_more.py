@@ -58,7 +58,7 @@ def test_keep(ranks: Any, tmp_path: Path, by: str, stage: int) -> None:
 
 @pytest.mark.parametrize("by", ["deepspeed", "accelerate"])  # Trainer refuses bf16 on CPUs
 def test_masters_in_an_export(ranks: Any, tmp_path: Path, by: str) -> None:
-    settings = {"export": "peft", "fp32_weights": True}
+    settings = {"export": "peft"}
     arguments = {"stage": 2, "kind": PEFT, "settings": settings, "config": {"bf16": {"enabled": True}}}
     for is_same, _ in ranks(2, whole_and_resumed, by=by, out=str(tmp_path), **arguments):
         assert is_same

@@ -204,7 +204,7 @@ def edit_record(old: str, new: str, path: Path) -> None:
 
 
 def without_record(do: Callable[[Path], object], path: Path) -> None:
-    """Damage a checkpoint that has no record, as releases before 0.3 saved it."""
+    """Damage a checkpoint whose record was not copied."""
     (path / "checkpoint" / RECORD).unlink()
     do(path)
 

@@ -495,15 +495,20 @@ def test_kills_between_the_renames_of_nodes(tmp_path: Path, long: bool, counted:
     counted("`kill -9` of one or both of two nodes with local disks during a save", counts["kills"])
 
 
-def save_twice(this: ThisProcess, at: str, stage: int) -> list[str]:
-    """Return the messages of two saves by a run whose configuration does not say that each node has its own disk."""
-    ds_frozen_patch.patch()
+def save_twice(this: ThisProcess, at: str, stage: int) -> list[int]:
+    """Save by a run whose configuration does not say that each node has its own disk.
+
+    Return the number of warnings of the disk, and of an export that needs the files of all nodes.
+    """
+    ds_frozen_patch.patch(export="safetensors")
     run = trainer(at, stage, epochs=1)
     run.fit(runs.LoraRun(), runs.batches(run.world_size))
     with runs.heard() as said:
         for name in ("first", "second"):
             run.save_checkpoint(f"{at}/run/{name}.ckpt")
-    return [text for text in said if "use_node_local_storage" in text]
+    return [
+        sum(part in text for text in said) for part in ("use_node_local_storage", "patch(export='safetensors') has")
+    ]
 
 
 @pytest.mark.parametrize("disks", [pytest.param("own", marks=pytest.mark.short), "shared"])
@@ -511,7 +516,10 @@ def test_local_disks_that_deepspeed_is_not_configured_for(tmp_path: Path, disks:
     """The first save warns, once, on the node whose disk rank 0 does not see."""
     cluster = (nodes.own_disks if disks == "own" else nodes.shared_disk)(tmp_path, 2)
     said = returned(cluster.run(save_twice, stage=2), cluster)
-    assert [len(texts) for texts in said] == [0, int(disks == "own")], said
+    is_own = int(disks == "own")
+    assert said == [[0, is_own], [is_own, 0]], cluster.log()
+    for files in cluster.files:
+        assert len([*files.glob("run/*.ckpt/trainable.safetensors")]) == (0 if is_own else 2)
 
 
 # Two jobs on one path.

@@ -177,7 +177,7 @@ def test_weights_only_and_export(trained: Trained) -> None:
     content = torch.load(trained.out / "weights.ckpt", map_location="cpu", weights_only=False)
     assert trained.has(content["state_dict"])
     assert not content.keys() & {"optimizer_states", "lr_schedulers", "optimizer"}
-    assert trained.has(load_file(trained.out / "small.ckpt" / "trainable.safetensors"))
+    assert trained.has(load_file(trained.out / "small.ckpt" / "trainable.safetensors"), of="masters")
 
 
 @pytest.mark.promise(9)

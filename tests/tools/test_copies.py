@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tools_checkpoints import Checkpoints, loaded, manifest_of
 
 from ds_frozen_patch import CheckpointError, prune
@@ -24,7 +25,7 @@ from ds_frozen_patch.engine.served import ServedEngine
 from ds_frozen_patch.engine.topology import Topology
 from ds_frozen_patch.publish.ways import Way
 from ds_frozen_patch.publish.work_folder import swap
-from ds_frozen_patch.save import export_trained as _ready
+from ds_frozen_patch.save import export_trained
 from ds_frozen_patch.save.running import Save, place_of
 from ds_frozen_patch.tools.output import MAX_OTHER_BYTES, copy_other_files
 
@@ -289,11 +290,12 @@ def a_save(target: Path) -> Save:
     return Save(engine, served, place, None)
 
 
-def exported(folder: Path, file: str, config: str | None = None) -> list[CheckpointError]:
-    """The errors of a save into a folder that writes one file beside the checkpoint."""
+def exported(folder: Path, adapter: Any = None) -> list[CheckpointError]:
+    """The errors of a save into a folder that exports a file, or an adapter, beside the checkpoint."""
     save = a_save(folder / "checkpoint")
     save.open()
-    _ready._write(save, save.place.export / file, {}, {"a": torch.ones(3)}, config)
+    plan: Any = SimpleNamespace(adapter=adapter, write=lambda file: save_file({"a": torch.ones(3)}, file))
+    export_trained._write(save, plan)
     save.give_name()
     save.place.close()
     return save.failures.errors
@@ -312,7 +314,7 @@ def test_a_save_does_not_write_through_a_link(tmp_path: Path, to: str) -> None:
     (elsewhere / "precious").write_text("precious")
     file = "trainable.safetensors"
     links(folder, {"a file": elsewhere / "precious", "a folder": elsewhere, "nothing": elsewhere / "new"}[to], file)
-    assert exported(folder, file) == []
+    assert exported(folder) == []
     assert (names(elsewhere), (elsewhere / "precious").read_text()) == ({"precious"}, "precious")
     assert names(folder) == {file}
     assert not (folder / file).is_symlink()
@@ -325,7 +327,7 @@ def test_an_adapter_is_not_written_through_a_link(tmp_path: Path, name: str) -> 
     elsewhere.mkdir()
     (elsewhere / "precious").write_text("precious")
     links(folder, elsewhere if name == "adapter" else elsewhere / "precious", name)
-    errors = exported(folder, "adapter/adapter_model.safetensors", "{}")
+    errors = exported(folder, SimpleNamespace(config_json="{}"))
     assert (names(elsewhere), (elsewhere / "precious").read_text()) == ({"precious"}, "precious")
     if name == "adapter":
         assert "is a link" in str(errors[0])
@@ -338,7 +340,7 @@ def test_an_adapter_is_not_written_through_a_link(tmp_path: Path, name: str) -> 
 def test_the_directory_of_a_save_may_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "disk")
-    assert exported(tmp_path / "out", "trainable.safetensors") == []
+    assert exported(tmp_path / "out") == []
     assert names(tmp_path / "disk") == {"trainable.safetensors"}
 
 

@@ -206,12 +206,9 @@ def test_verify_counts_parameters(saved: Callable[..., Path], kind: str, stage: 
         assert (found.problems, found.trained, found.left_out, found.unverified) == ((), 8, count, ())
 
 
-@pytest.mark.parametrize("has_manifest", [True, False])
 @pytest.mark.parametrize("kind", [kind for kind in BASES if kind not in OF_TORCHAO])
-def test_leftover_entries_of_frozen_weights(
-    saved: Callable[..., Path], tmp_path: Path, kind: str, has_manifest: bool
-) -> None:
-    """As earlier releases saved it, and as DeepSpeed does by its own flag, without a manifest."""
+def test_leftover_entries_of_frozen_weights(saved: Callable[..., Path], tmp_path: Path, kind: str) -> None:
+    """As DeepSpeed saves it by its own flag."""
     out = saved(kind)
     shutil.copytree(out / "small.ckpt", tmp_path / "old.ckpt")
     everything = loaded(model_states(out / "full.ckpt"))
@@ -220,12 +217,7 @@ def test_leftover_entries_of_frozen_weights(
     def make_old(state: dict[str, Any]) -> None:
         state["module"] = {name: item for name, item in everything["module"].items() if name not in parameters}
         state["buffer_names"] = everything["buffer_names"]
-        manifest = manifest_of(state)
-        if has_manifest:
-            kept = [one for one in manifest.left_out if one.kind == "parameter"]
-            state[KEY] = replace(manifest, left_out=tuple(kept)).to_state()
-        else:
-            del state[KEY]
+        del state[KEY]
 
     changed(model_states(tmp_path / "old.ckpt"), make_old)
     next((tmp_path / "old.ckpt").rglob(RECORD)).unlink()

@@ -9,12 +9,17 @@ import pytest
 import upstream
 from under_test import CELL
 
-from ds_frozen_patch.workarounds import FAULTS, fault, worked_around
+from ds_frozen_patch.workarounds import fault
+from ds_frozen_patch.workarounds.fault import FAULTS, worked_around
 
 pytestmark = [pytest.mark.short, pytest.mark.everyday]
 SERIES = Path(__file__).resolve().parents[2] / "patches"
+TEXTS = upstream.read()
 MENDED = [
-    pytest.param(package, fault, id=fault.name) for package, faults in FAULTS.items() for fault in faults if fault.patch
+    pytest.param(package, name, id=name)
+    for package, texts in TEXTS.items()
+    for name, said in texts.items()
+    if "patch" in said
 ]
 
 
@@ -27,37 +32,43 @@ def added(patch: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize(("package", "mended"), MENDED)
-def test_the_patch_leaves_the_mark(package: str, mended: fault.Fault) -> None:
-    assert mended.mark is not None
-    file, text = mended.mark
-    patches = [path for path in SERIES.glob(f"**/{mended.patch}") if package in ("fabric", path.parts[-3])]
+def mark_of(package: str, name: str) -> tuple[str, str]:
+    """Return the file and the text that show that a fault is mended."""
+    mark = FAULTS[package][name].mark
+    assert mark is not None
+    return mark
+
+
+@pytest.mark.parametrize(("package", "name"), MENDED)
+def test_the_patch_leaves_the_mark(package: str, name: str) -> None:
+    file, text = mark_of(package, name)
+    patch = TEXTS[package][name]["patch"]
+    patches = [path for path in SERIES.glob(f"**/{patch}") if package in ("fabric", path.parts[-3])]
     assert len(patches) == 2
     for patch in patches:
         (change,) = (change for at, change in added(patch).items() if at.endswith(f"{package}/{file}"))
         assert text in change
 
 
-@pytest.mark.parametrize(("package", "mended"), MENDED)
+@pytest.mark.parametrize(("package", "name"), MENDED)
 def test_a_mended_package_has_the_fault_no_longer(
-    package: str, mended: fault.Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    package: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert mended.mark is not None
-    file, text = mended.mark
+    file, text = mark_of(package, name)
     target = {"fabric": "lightning.fabric"}.get(package, package)
     monkeypatch.setattr(fault, "version_of", lambda _: "0.19.8")
-    assert mended.name in worked_around(target, "9.0")
+    assert name in worked_around(target, "9.0")
     monkeypatch.setattr(fault, "package_folder", lambda _: tmp_path)
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).write_text("nothing")
-    assert mended.name in worked_around(target, "9.0")
+    assert name in worked_around(target, "9.0")
     (tmp_path / file).write_text(f"if this:\n    {text}\n")
-    assert mended.name not in worked_around(target, "9.0")
+    assert name not in worked_around(target, "9.0")
 
 
 def test_the_mark_of_a_mended_fault_is_in_the_releases_that_mended_it() -> None:
     """The DeepSpeed of the cell `everyday` has such a fault, that of `newest` no longer."""
-    mended = [found for found in FAULTS["deepspeed"] if found.mended and found.mark]
+    mended = [found for found in FAULTS["deepspeed"].values() if found.mended and found.mark]
     assert mended
     assert [found.is_installed("deepspeed") for found in mended] == [found.is_of(CELL.deepspeed) for found in mended]
 
@@ -76,11 +87,15 @@ def test_releases_have_the_faults_of_their_time(monkeypatch: pytest.MonkeyPatch)
     }
     assert worked_around("transformers", "4.50.3") == ("best checkpoint",)
     assert worked_around("transformers", "5.23.0") == ()
-    assert set(worked_around("deepspeed", None)) == {found.name for found in FAULTS["deepspeed"]}
+    assert set(worked_around("deepspeed", None)) == FAULTS["deepspeed"].keys()
     monkeypatch.setattr(fault, "version_of", lambda _: "0.17.6")
     assert worked_around("lightning_fabric", "2.2.0") == ("moved optimizer class",)
     monkeypatch.setattr(fault, "version_of", lambda _: None)
     assert worked_around("lightning.fabric", "2.6.5") == ("gradient clipping",)
+
+
+def test_each_fault_has_its_text() -> None:
+    assert {package: [*texts] for package, texts in TEXTS.items()} == {key: [*faults] for key, faults in FAULTS.items()}
 
 
 def test_the_page_shows_the_list() -> None:

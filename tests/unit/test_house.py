@@ -30,10 +30,10 @@ ROOMS = (
     ("tools",),
     ("frameworks",),
     ("patching",),
-    ("cli", "demo", "bootstrap", "__init__"),
+    ("cli", "bootstrap", "__init__"),
     ("__main__",),
 )
-UPWARD = {("load.elastic", "tools.reshard")}
+UPWARD = {("load.elastic", "tools.reshard"), ("save.export_trained", "tools.export")}
 """Imported when it is needed: nothing that runs in a training needs the tools otherwise."""
 HEIGHTS = {room: height for height, rooms in enumerate(ROOMS) for room in rooms}
 

@@ -272,11 +272,9 @@ def states(site: Site, then: str = "") -> dict[str, str]:
     [
         ("dfp.patch(); imported()", "_allow_excluded_parameters(self.model)"),
         ("imported(); dfp.patch()", "strategies._allow_excluded_parameters(self.model)"),
-        ("imported(); dfp.patch()", "_prepare_load(self.model)"),
     ],
 )
 def test_a_lightning_with_our_patch_series_is_unchanged(site: Site, order: str, loads: str) -> None:
-    """That of 0.2 too."""
     site.lightning(flag=FLAG, loads=loads)
     site.lightning("pytorch_lightning", "2.6.6", flag=FLAG)
     program = f"""

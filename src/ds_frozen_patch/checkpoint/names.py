@@ -40,8 +40,8 @@ def is_rank_file(name: str) -> bool:
     return any(kind.fullmatch(name) for kind in (MODEL_FILE, OPTIMIZER_FILE))
 
 
-WRITER = Writer(owns=is_state, late=("offloaded_tensors", RECORD), beside="zero_to_*.py", derived=".ranks")
-"""DeepSpeed, whose converters are beside the folder of a tag, and elastic loads of release 0.2."""
+WRITER = Writer(owns=is_state, late=("offloaded_tensors", RECORD), beside="zero_to_*.py")
+"""DeepSpeed, whose converters are beside the folder of a tag."""
 
 
 def remove_states(tag: Path, but: Path | None = None) -> None:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.zero.labels import LABEL, remove_ours
+from ..checkpoint.zero.labels import remove_ours
 from ..common.overrides import Attributes, overridden, set_to
 from ..engine.origins import replacing
 from ..engine.owner import warn
@@ -122,7 +122,6 @@ def load_module_state_dict(
     else:
         manifest = manifest_of(load, checkpoint)
         may_be_missing = _check_base(load, checkpoint, manifest, call.arguments.get("strict", True))
-    checkpoint["module"].pop(LABEL, None)  # releases before 0.3 put it into the files of experts, too
     if load.restores_optimizer:
         if not restarts(load):
             check_optimizer_state(checkpoint, engine)

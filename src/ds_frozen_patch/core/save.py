@@ -57,8 +57,7 @@ def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
             warn_of_copies(save, program_state)
             save.names_left_out = left_out.names
         call.arguments["client_state"] = client_state.extended(program_state, save, left_out)
-        if settings().export:
-            export_trained.write(save)
+        save.export = settings().export
         with cures.explaining_nvme_errors(), overridden(cures.config_by_content(engine)):
             saved = _write(wrapped, call, save, left_out)
         if left_out is not None:
@@ -90,6 +89,9 @@ def saving(engine: Any, served: ServedEngine, folder: Path, tag: str, exclude: b
             background.start(save)
         elif save.place.way is Way.UNMANAGED:
             agreement.agree_on_end(save)
+            if save.export is not None:
+                export_trained.write(save)
+                agreement.agree_on_end(save)
         else:
             publish(save)
 
@@ -190,6 +192,7 @@ def publish(save: Save) -> None:
     has_several_disks = save.place.is_on_own_disks
     written = agreement.agree_on_end(save)
     if save.publishes:
+        export_trained.write(save)
         save.give_name(written)
         if not has_several_disks and not save.failures.errors:
             save.place.close()  # before the others go on

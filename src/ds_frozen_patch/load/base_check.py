@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from ..common.errors import CheckpointMismatchError, named
@@ -12,7 +11,7 @@ from ..engine.served import attached
 from ..engine.topology import shard_of
 from ..fingerprint import fingerprints, process_memory
 from ..manifest import LeftOut, Manifest
-from ..parameters import ModuleTensor, plain
+from ..parameters import ModuleTensor
 from ..settings import current
 from .running import Load
 from .strictness import check_left_out, left_out_by_others
@@ -52,11 +51,6 @@ def check_base(
         if may_be_missing:
             warn(load.owner, unverifiable)
         return may_be_missing
-    in_file = {plain(name) for name in checkpoint.get("module") or ()}
-    if not in_file.isdisjoint(manifest.names):  # release 0.2 named frozen experts, and saved them all the same
-        manifest = replace(
-            manifest, left_out=tuple(left_out for left_out in manifest.left_out if left_out.name not in in_file)
-        )
     if strict:
         check_left_out(manifest, held, load)
     verify_base(manifest, held, load)

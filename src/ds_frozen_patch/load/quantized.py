@@ -37,8 +37,8 @@ def without_own_values(
     """A state dict without the quantized parameters, and their parts, whose values the module already has.
 
     Raises:
-        CheckpointMismatchError: the state dict has parts of a parameter that was left out, as older releases saved
-            them, and they differ from the module's.
+        CheckpointMismatchError: the state dict has parts of a parameter that was left out (`patch(keep=...)` can name
+            a part alone), and they differ from the module's.
     """
     quantized = {now.group for now in held.values() if is_part(now)}
     groups: dict[str, dict[str, Any]] = {}

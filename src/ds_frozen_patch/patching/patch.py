@@ -22,7 +22,7 @@ from ..engine.target import ENGINE
 from ..frameworks.targets import BESIDE, OWNERS, chosen, may_be_left_alone
 from ..publish import in_flight
 from ..settings import Export, Optimizer, VerifyBase
-from ..workarounds import worked_around
+from ..workarounds.fault import worked_around
 from .findings import (
     probe_all,
     refusal,
@@ -109,7 +109,7 @@ def patch(
             frozen parameters are left out even if training changes them. The buffers of the quantized layers of GPTQ,
             AWQ, HQQ, optimum-quanto and torchao are left out without it.
         export: what to add to each checkpoint's directory, ready to use: "safetensors" for a file
-            `trainable.safetensors`, or "peft" for a folder `adapter`.
+            `trainable.safetensors`, or "peft" for a folder `adapter`, as `export` writes them from the checkpoint.
         fp32_weights: write the optimizer's fp32 masters to single files (of `save_weights_only=True`) and to what
             `export` adds, instead of the model's own weights, which may have 16 bits.
         elastic: reshard a checkpoint that was saved at another world size, or in another ZeRO stage or precision, when

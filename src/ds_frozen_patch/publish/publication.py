@@ -231,9 +231,6 @@ class Publication:
         with suppress(OSError):  # what stays is removed by a later save
             for folder in (self.work, *self._leftovers()):
                 remove_work(folder, self.writer.owns)
-            for item in entries(self.target.parent):
-                if item.name.startswith(self.target.name + self.writer.derived):  # from what was there
-                    remove_own(item, self.writer.owns)
 
     def discard(self) -> None:
         """Remove what was written, unless it has its name: on several disks, a load may then need what was there."""

@@ -44,13 +44,11 @@ class Writer:
         owns: whether an entry of the target with this name is the writer's.
         late: the names of entries that the ranks have not synced themselves.
         beside: a pattern of the names of what the writer puts beside the target.
-        derived: what the name of a folder that was made of the target has after the target's.
     """
 
     owns: Callable[[str], bool]
     late: tuple[str, ...]
     beside: str
-    derived: str
 
 
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR)

@@ -20,7 +20,7 @@ from ..engine.owner import is_first
 from ..publish import in_flight
 from ..publish.in_flight import is_ending
 from ..publish.ways import Way
-from . import agreement
+from . import agreement, export_trained
 from .failures import failure
 from .recording import Recorder
 from .running import Save
@@ -78,6 +78,7 @@ def _publish(save: Save, votes: Votes) -> CheckpointError | None:
     if save.publishes:
         votes.wait("written")
         if not votes.failures:
+            export_trained.write(save)
             save.give_name()
             if not has_several_disks and not save.failures.errors:
                 save.place.close()  # before the others go on

@@ -42,6 +42,7 @@ class Save:
         names_left_out: the names in the manifest, once there is one.
         removed: those of them that were in the module's state dict.
         recorder: of what the engine writes, to be written later; None if the save writes it.
+        export: the format in which the trained weights are exported too, or None.
     """
 
     engine: Any
@@ -57,6 +58,7 @@ class Save:
     names_left_out: frozenset[str] | None = None
     removed: set[str] = field(default_factory=set)
     recorder: Recorder | None = None
+    export: str | None = None
 
     @property
     def owner(self) -> Owner:
@@ -93,11 +95,13 @@ class Save:
         return True
 
     def give_name(self, written: Mapping[int, File] | None = None) -> None:
-        """Give the checkpoint its final name on this rank's disk.
+        """Give the checkpoint its final name on this rank's disk, unless an error has been recorded.
 
         Args:
             written: the files that need not be read again for the record, by the digests of their names.
         """
+        if self.failures.errors:
+            return
         with self.failures.deferred(self.place.shown):
             if self.record is not None:
                 write_record(self.place.destination, self.record, written)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint import dtypes
-from ..checkpoint.adapters import choose_adapter, match_adapter
+from ..checkpoint.adapters import Adapter, choose_adapter, match_adapter
 from ..checkpoint.format.records import Records
-from ..checkpoint.zero.opening import open_checkpoint
+from ..checkpoint.zero.opening import Checkpoint, open_checkpoint
 from ..common.errors import CheckpointError, named
 from ..common.progress import progress
 from ..common.text import human_bytes, printable_lines
+from ..manifest import Manifest
 from .consolidate import OutputPlan, OutputReader, write_shard
 from .output import check_output, new_output
 
 FORMATS = ("peft", "safetensors")
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""PEFT's names of the files in an adapter's folder."""
 _OTHER_FORMATS = (".ckpt", ".pt", ".pth", ".bin")
 
 
@@ -99,40 +102,75 @@ def export(
             f"{target} would be a safetensors file, and programs would take it for one of torch.save. Call it {better}."
         )
     checkpoint = open_checkpoint(source, tag, trainable=trainable, trust=trust)
-    states, weights = checkpoint.states, checkpoint.weights
-    chosen = None
+    plan = plan_export(checkpoint, format, checkpoint.states.manifest, kind, adapter, adapter_config)
+    path, root, size = Path(target), checkpoint.states.layout.root, plan.output.size
+    done = Exported(str(source), str(target), format, tuple(plan.output.tensors), size, tuple(plan.outside))
+    if dry_run:
+        check_output(path, root)
+        return done
+    with new_output(path, root) as output, progress("writing", size, quiet) as progressed:
+        file = output
+        if plan.adapter is not None:
+            output.mkdir()
+            file = output / ADAPTER_FILE
+            (output / ADAPTER_CONFIG).write_text(plan.adapter.config_json, encoding="utf-8")
+        plan.write(file, progressed)
+    return done
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What an export contains.
+
+    Attributes:
+        output: its tensors.
+        adapter: for "peft", the adapter; else None.
+        outside: the names of trained parameters that do not fit into the adapter.
+    """
+
+    output: OutputPlan
+    adapter: Adapter | None
+    outside: list[str]
+
+    def write(self, file: Path, progressed: Callable[[int], object] = lambda _: None) -> None:
+        """Write the file with the tensors."""
+        with Records() as records:
+            write_shard(file, self.output.tensors, self.output, OutputReader(records, self.output, progressed))
+
+
+def plan_export(
+    checkpoint: Checkpoint,
+    format: str,
+    manifest: Manifest | None,
+    dtype: str | None = None,
+    adapter: str | None = None,
+    adapter_config: str | Path | None = None,
+) -> ExportPlan:
+    """Choose the tensors of an export; see `export` for the arguments and errors.
+
+    Args:
+        checkpoint: that is exported.
+        format: "peft" or "safetensors".
+        manifest: of the checkpoint; a caller that knows the adapters of a full one can pass these here.
+        dtype: torch's name of the dtype.
+        adapter, adapter_config: for "peft".
+    """
+    weights, chosen = checkpoint.weights, None
     if format == "peft":
-        chosen = choose_adapter(weights, states.manifest, adapter, adapter_config)
+        chosen = choose_adapter(weights, manifest, adapter, adapter_config)
         chosen.check_exportable()
-        named_, outside = match_adapter(weights, states.manifest, chosen)
+        named_, outside = match_adapter(weights, manifest, chosen)
     else:
         # A frozen parameter in a trainable-only checkpoint was kept on purpose: the base lacks its value.
-        kept = weights.frozen if states.manifest else {}
+        kept = weights.frozen if checkpoint.states.manifest else {}
         named_, outside = {name: name for name in (*weights.trained, *kept, *weights.buffers)}, []
     tensors = weights.all
     tensors |= {alias: tensors[first] for alias, first in weights.aliases.items() if first in tensors}
-    plan = OutputPlan(
+    output = OutputPlan(
         tensors={name: tensors[key] for name, key in named_.items()},
         aliases=weights.aliases if format == "safetensors" else {},
         from_base={},
         base=None,
-        dtype=kind,
+        dtype=dtype,
     )
-    path = Path(target)
-    size = plan.size
-    done = Exported(str(source), str(target), format, tuple(plan.tensors), size, tuple(outside))
-    if dry_run:
-        check_output(path, states.layout.root)
-        return done
-    with (
-        new_output(path, states.layout.root) as output,
-        Records() as records,
-        progress("writing", size, quiet) as progressed,
-    ):
-        file = output
-        if chosen is not None:
-            output.mkdir()
-            file = output / "adapter_model.safetensors"
-            (output / "adapter_config.json").write_text(chosen.config_json, encoding="utf-8")
-        write_shard(file, plan.tensors, plan, OutputReader(records, plan, progressed))
-    return done
+    return ExportPlan(output, chosen, outside)

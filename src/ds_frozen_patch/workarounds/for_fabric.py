@@ -1,4 +1,4 @@
-"""Faults of Fabric, the part of Lightning that Trainer is built on."""
+"""Cures of the faults of Fabric, the part of Lightning that Trainer is built on."""
 
 from __future__ import annotations
 
@@ -7,21 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..common.overrides import Attributes
-from .fault import Fault
-
-WRAPPED_OPTIMIZERS = Fault(
-    "wrapped optimizers", "`fabric.load` never restores the optimizer", "it does", mended="2.1.0"
-)
 
 
 def unwrapped(item: Any) -> Any:
     """The optimizer in Fabric's own wrapper, in which the strategy gets it; anything else as it is."""
     return item.optimizer if any(cls.__name__ == "_FabricOptimizer" for cls in type(item).__mro__) else item
-
-
-MOVED_OPTIMIZER = Fault(
-    "moved optimizer class", "`fabric.load` fails", "it works", since="2.1.0", mended="2.4.0", with_deepspeed="0.14.1"
-)
 
 
 def moved_in_deepspeed() -> Attributes:
@@ -32,15 +22,6 @@ def moved_in_deepspeed() -> Attributes:
     return [(runtime, "DeepSpeedOptimizer", moved.DeepSpeedOptimizer)]
 
 
-CLIPPING = Fault(
-    "gradient clipping",
-    "gradients are clipped to a norm of 1.0 unless the configuration says otherwise",
-    "a warning says so",
-    with_deepspeed="0.19.3",
-    thread="pull/8068",
-    patch="0007-Do-not-clip-gradients-in-Fabric-without-being-asked.patch",
-    mark=("strategies/deepspeed.py", 'setdefault("gradient_clipping", 0.0)'),
-)
 CLIPS = (
     "DeepSpeed clips gradients to a norm of 1.0, which nothing has asked for: it is the default since DeepSpeed 0.19.3,"
     ' and Fabric does not change it. Put "gradient_clipping": 0.0 into the config of DeepSpeedStrategy to train without'

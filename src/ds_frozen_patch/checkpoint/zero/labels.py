@@ -13,7 +13,7 @@ from ...manifest import KEY
 LABEL = "ds_frozen_patch_label"
 """The key of the label in a file's state.
 
-It has the entries "save" (an id), "file" (a name), and from 0.3 on "record": whether there is one beside the file.
+It has the entries "save" (an id), "file" (a name), and "record": whether there is one beside the file.
 """
 
 

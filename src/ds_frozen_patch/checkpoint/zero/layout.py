@@ -51,12 +51,13 @@ class Layout:
         return (*self.model, *self.optimizer)
 
 
-def find_layout(path: str | Path, tag: str | None = None) -> Layout:
+def find_layout(path: str | Path, tag: str | None = None, *, is_being_saved: bool = False) -> Layout:
     """Find the files of a checkpoint.
 
     Args:
         path: the directory of the checkpoint, which contains `latest`.
         tag: the subdirectory to read; by default the one named in `latest`.
+        is_being_saved: whether the caller's own save has written all files and not yet named the checkpoint.
 
     Raises:
         CheckpointError: there is no checkpoint at the path, or a file of it is missing.
@@ -79,7 +80,7 @@ def find_layout(path: str | Path, tag: str | None = None) -> Layout:
         raise CheckpointError(f"{root} has no subdirectory {shown}; it has {it_has}") from None
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from None
-    if any(name.startswith(WORK) for name in files):
+    if any(name.startswith(WORK) for name in files) and not is_being_saved:
         raise CheckpointError(
             f"{folder} is not whole: the save that wrote it was interrupted, or still runs. Use another checkpoint; the"
             " next save to this path replaces it."

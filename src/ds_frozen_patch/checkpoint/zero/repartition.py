@@ -222,7 +222,7 @@ def _check_can_repartition(states: States) -> None:
         if not parameter_groups(states.models[0]):
             raise CheckpointError(
                 f"{root} cannot be resharded: in stage 0, DeepSpeed does not save which parameter each optimizer state"
-                " belongs to; this package does since release 0.3. Resume in stage 0, at any world size, and save"
+                " belongs to, and ds_frozen_patch does. Resume in stage 0 under patch(), at any world size, and save"
                 " again."
             )
         return

@@ -121,18 +121,19 @@ class States:
         return {name: version for name, version in releases.items() if isinstance(version, str)}
 
 
-def read_states(path: str | Path, tag: str | None, trust: bool) -> States:
+def read_states(path: str | Path, tag: str | None, trust: bool, *, is_being_saved: bool = False) -> States:
     """Read the states of all files of a checkpoint, but no tensors.
 
     Args:
         path: the directory.
         tag: the subdirectory to read; by default the one named in `latest`.
         trust: accept files that name unexpected classes, and links out of the checkpoint.
+        is_being_saved: as for `find_layout`.
 
     Raises:
         CheckpointError: there is no checkpoint, or a file of it is missing, truncated, damaged or unexpected.
     """
-    layout = find_layout(path, tag)
+    layout = find_layout(path, tag, is_being_saved=is_being_saved)
     if not trust:
         check_links_stay_inside(layout)
     contents = tuple(read_archive(file, trust=trust) for file in layout.files)
@@ -334,7 +335,7 @@ def zero_setting(states: States, name: str) -> Any:
 def parameter_groups(model: Mapping[str, Any]) -> list[dict[str, tuple[int, ...]]]:
     """For each parameter group of the optimizer, the shapes of its parameters by name; in ZeRO-3 for each sub-group.
 
-    DeepSpeed does not save them in stage 0; we do since release 0.3.
+    DeepSpeed does not save them in stage 0; we do.
     """
     groups = model.get("param_shapes") or model.get(PLAIN_GROUPS)
     return [dict(group) for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []

@@ -1,4 +1,4 @@
-"""One LoRA fine-tune on CPU ranks, as the demo runs it: `python -m ds_frozen_patch.demo.train --help`.
+"""One LoRA fine-tune on CPU ranks, as the demo runs it.
 
 Lightning starts the other ranks by running this program again.
 """

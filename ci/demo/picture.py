@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..common.text import human_bytes
+from ds_frozen_patch.common.text import human_bytes
 
 COLOURS = {
     "frozen weights": "#b0b7bf",

@@ -1,4 +1,4 @@
-"""Train with LoRA on two CPU ranks, save full and trainable-only, resume, compare: ZeRO-2 and ZeRO-3."""
+"""Train with LoRA on two CPU ranks, save full and trainable-only, resume, compare: `nox -f ci/noxfile.py -s demo`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-NEEDED = ("rich", "torch", "lightning", "deepspeed", "peft", "transformers")
-if missing := [name for name in NEEDED if find_spec(name) is None]:
-    sys.exit(f"The demo needs {', '.join(missing)}: pip install 'ds_frozen_patch[lightning,demo]'")
+from demo.picture import drawing
+from rich.console import Console
+from rich.table import Table
 
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-
-from ..tools.inspect import inspect  # noqa: E402
-from .picture import drawing  # noqa: E402
+from ds_frozen_patch import inspect
 
 SAVED_STEPS = 8  # SAVED_EPOCH * STEPS_PER_EPOCH of train.py, whose import would start Lightning here
 
@@ -31,7 +27,7 @@ PARTS = {
 
 def main() -> int:
     """Run the demo; 0 if every resumed run equals its uninterrupted one and the checkpoints did shrink."""
-    parser = argparse.ArgumentParser(prog="python -m ds_frozen_patch.demo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="demo", description=__doc__)
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the checkpoints in this new directory")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the sizes into this file, as SVG")
     parser.add_argument("--quantized", action="store_true", help="quantize the frozen base to 4 bits")
@@ -69,7 +65,7 @@ def main() -> int:
 
 
 def _train(talk: Console, title: str, out: Path, stage: int, *more: str) -> None:
-    command = [sys.executable, "-m", "ds_frozen_patch.demo.train", str(out), "--stage", str(stage), *more]
+    command = [sys.executable, "-m", "demo.train", str(out), "--stage", str(stage), *more]
     output = []
     with talk.status(f"{title}: starting two ranks") as status:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

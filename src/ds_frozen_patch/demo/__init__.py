@@ -1,1 +1,0 @@
-"""The demo: `python -m ds_frozen_patch.demo`."""
