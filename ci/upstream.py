@@ -9,8 +9,6 @@ from typing import Any
 
 from tables import ROOT, UPSTREAM, markdown
 
-from ds_frozen_patch.workarounds.fault import FAULTS, Fault
-
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -42,14 +40,12 @@ def _row(package: str, name: str, said: dict[str, str]) -> tuple[str, ...]:
     address = f"https://github.com/deepspeedai/DeepSpeed/{thread}"
     report = f"[{thread.rpartition('/')[2]}]({address})" if thread else "none found"
     mended_by = f"[{patch[:4]}]({BLOCK.link(PATCHES / NEWEST[package] / patch)})" if patch else ""
-    return name, said["effect"], said["cure"], _releases(FAULTS[package][name]), report, mended_by
+    return name, said["effect"], said["cure"], _releases(said), report, mended_by
 
 
-def _releases(fault: Fault) -> str:
-    since = f"from {fault.since}" if fault.since else ""
-    until = f"before {fault.mended}" if fault.mended else ""
-    found = " ".join(filter(None, (since, until))) or "all"
-    return f"{found}, with DeepSpeed from {fault.with_deepspeed}" if fault.with_deepspeed else found
+def _releases(said: dict[str, str]) -> str:
+    words = (("from", "since"), ("before", "mended"), ("with DeepSpeed from", "with_deepspeed"))
+    return ", ".join(f"{word} {said[key]}" for word, key in words if key in said) or "all"
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from ..engine.target import ENGINE
 from ..frameworks.targets import BESIDE, OWNERS, chosen, may_be_left_alone
 from ..publish import in_flight
 from ..settings import Export, Optimizer, VerifyBase
-from ..workarounds.fault import worked_around
 from .findings import (
     probe_all,
     refusal,
@@ -291,9 +290,7 @@ def _status_of(what: Target, patch: _Patch | None) -> TargetStatus:
         reason, remedy = f"{what.module} has been reloaded since patch()", "call patch() again"
     if state == "patchable" and (what.name in patch.names if patch else _waiting()):
         state = "applied" if patch is not None and what.module in patch.wrappings else "armed"
-    is_served = state in ("native", "patchable", "armed", "applied") and not finding.complete
-    faults = worked_around(what.name, finding.version) if is_served else ()
-    return TargetStatus(state, finding.version, wrapped, reason, remedy, faults)
+    return TargetStatus(state, finding.version, wrapped, reason, remedy)
 
 
 def _finish_imports() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from textwrap import fill
 
 
 @dataclass(frozen=True)
@@ -13,8 +12,7 @@ class TargetStatus:
     `state` is "native" (this Lightning has the flag itself; see `wrapped` and `found`), "patchable" (`patch()` can
     wrap it), "armed" (will be wrapped when it is imported), "applied" (wrapped), "refused" (cannot be wrapped) or
     "not installed". `version` is that of its distribution, or None. `wrapped` says whether it is wrapped now. `found`
-    and `remedy` are sentences for a person. `works_around` has the names of the faults of this release that the package
-    works around, or would once it is patched; the documentation explains them.
+    and `remedy` are sentences for a person.
     """
 
     state: str
@@ -22,7 +20,6 @@ class TargetStatus:
     wrapped: bool
     found: str
     remedy: str
-    works_around: tuple[str, ...] = ()
 
 
 class Status(dict[str, TargetStatus]):
@@ -38,8 +35,4 @@ class Status(dict[str, TargetStatus]):
             "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]).rstrip()
             for row in rows
         ]
-        for name, item in self.items():
-            if item.works_around:
-                text = f"{name}, faults that are worked around: {', '.join(item.works_around)}"
-                lines.append("\n" + fill(text, 100, subsequent_indent="  ", break_on_hyphens=False))
         return "\n".join(lines)

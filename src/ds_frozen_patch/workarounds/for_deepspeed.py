@@ -10,7 +10,6 @@ from typing import Any
 from ..common.errors import CheckpointError
 from ..common.overrides import Attributes
 from ..parameters import Contents, plain
-from .fault import FAULTS
 
 USE_WEIGHTS_ONLY = (
     "Saving only the weights works: ModelCheckpoint(save_weights_only=True) or"
@@ -146,9 +145,17 @@ def keeps_optimizer_on_nvme(engine: Any) -> bool:
     return asks is not None and bool(asks()) and hasattr(engine.optimizer, "optimizer_swapper")
 
 
+def _engine_source() -> str:
+    """The text of DeepSpeed's `runtime/engine.py`, which shows what a release, or our patches, have mended."""
+    from deepspeed.runtime import engine
+
+    return inspect.getsource(engine)
+
+
 def forgets_optimizer_on_nvme(engine: Any) -> bool:
     """True if a load copies the optimizer's files back to NVMe, and skips what else there is of the optimizer."""
-    return keeps_optimizer_on_nvme(engine) and FAULTS["deepspeed"]["optimizer on NVMe"].is_installed("deepspeed")
+    mended = "if not success and not self.zero_nvme_offload_optimizer():"  # by our patch
+    return keeps_optimizer_on_nvme(engine) and mended not in _engine_source()
 
 
 def forgets_optimizer(engine: Any) -> bool:
@@ -196,11 +203,10 @@ def check_nvme(engine: Any) -> None:
     """
     if engine.dp_world_size == 1 or not keeps_optimizer_on_nvme(engine):
         return
-    fault = FAULTS["deepspeed"]["several ranks on NVMe"]
-    if fault.is_installed("deepspeed"):
+    if '"offloaded_tensors", rank_dir)' not in _engine_source():
         raise CheckpointError(
             "The installed DeepSpeed cannot save an optimizer on NVMe with more than one rank, since all write into one"
-            f" folder. Install deepspeed>={fault.mended}. {USE_WEIGHTS_ONLY}"
+            f" folder. Install deepspeed>=0.18.0. {USE_WEIGHTS_ONLY}"
         )
 
 
