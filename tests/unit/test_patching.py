@@ -32,7 +32,7 @@ def state():
 """
 
 
-ORDERS = ["".join(order) for length in (1, 2, 3) for order in itertools.product("ipu", repeat=length)]
+ORDERS = ["".join(order) for length in (1, 2, 3, 4) for order in itertools.product("ipu", repeat=length)]
 
 
 @pytest.mark.parametrize("order", [order for order in ORDERS if order.count("i") == 1])
