@@ -175,7 +175,7 @@ def settings(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def quantized(session: nox.Session) -> None:
-    """Run the tests of quantized bases with the newest libraries, and make the table of docs/qlora.md."""
+    """Run the tests of quantized bases with the newest libraries, and make the table of docs/guides/quantized.md."""
     results = f"{RESULTS}/quantized.xml"
     run_tests(session, "quantized", f"--junitxml={results}")
     run_part(session, "everyday", "matrix.results", "quantized", results)
@@ -198,7 +198,7 @@ def asynchronous(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def scale(session: nox.Session) -> None:
-    """Count what saves and loads do on 1 to 8 ranks, and make the tables of docs/scale.md."""
+    """Count what saves and loads do on 1 to 8 ranks, and make the tables of ci/matrix/scale.md."""
     results = f"{RESULTS}/scale.xml"
     run_pytest(session, "everyday", f"--junitxml={results}", "tests/contract/test_scale.py")
     run_part(session, "everyday", "matrix.results", "scale", results)
@@ -342,7 +342,8 @@ def docs(session: nox.Session) -> None:
     session.chdir(ROOT)
     for script in ("ci/measure/charts.py", "ci/measure/readme.py"):
         session.run(tools_python(session, "docs"), script, external=True, env={"PYTHONPATH": str(ROOT / "ci")})
-    session.run(tools_python(session, "docs"), "ci/upstream.py", env={"PYTHONPATH": str(ROOT / "src")}, external=True)
+    for script in ("ci/upstream.py", "ci/reference.py"):
+        session.run(tools_python(session, "docs"), script, env={"PYTHONPATH": str(ROOT / "src")}, external=True)
     build = ("-m", "sphinx", "--quiet", "--fail-on-warning", "--fresh-env", "docs", str(ROOT / ".nox" / "site"))
     session.run(tools_python(session, "docs"), *build, env={"PYTHONPATH": str(ROOT / "src")}, external=True)
     session.log("open .nox/site/index.html")

@@ -9,7 +9,7 @@ from tables import ROOT, Block, markdown
 from ds_frozen_patch.workarounds import FAULTS
 from ds_frozen_patch.workarounds.fault import Fault
 
-BLOCK = Block("docs", ROOT / "docs" / "upstream.md")
+BLOCK = Block("docs", ROOT / "docs" / "reference" / "upstream.md")
 TITLES = {"deepspeed": "DeepSpeed", "fabric": "Lightning's Fabric", "transformers": "Trainer of transformers"}
 SERIES = json.loads((ROOT / "patches" / "deepspeed" / "index.json").read_text(encoding="utf-8"))["lines"]
 NEWEST = {"deepspeed": f"deepspeed/{SERIES[-1]['folder']}", "fabric": "master"}
@@ -27,7 +27,7 @@ def text() -> str:
 def _row(package: str, fault: Fault) -> tuple[str, ...]:
     number, address = fault.thread.rpartition("/")[2], f"https://github.com/deepspeedai/DeepSpeed/{fault.thread}"
     thread = f"[{number}]({address})" if fault.thread else "none found"
-    patch = f"[{fault.patch[:4]}](../patches/{NEWEST[package]}/{fault.patch})" if fault.patch else ""
+    patch = f"[{fault.patch[:4]}](../../patches/{NEWEST[package]}/{fault.patch})" if fault.patch else ""
     return fault.name, fault.effect, fault.cure, _releases(fault), thread, patch
 
 

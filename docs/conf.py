@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from configparser import ConfigParser
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "ci"))
-
-import messages
 
 _METADATA = ConfigParser()
 _METADATA.read(Path(__file__).parent.parent / "setup.cfg")
@@ -37,17 +32,11 @@ def _link_to_pages(*arguments: Any) -> None:
     """Link to the page that includes a document outside of `docs/`; on GitHub, links lead to the document itself."""
     source: list[str] = arguments[-1]
     for document, page in _OUTSIDE.items():
-        source[0] = source[0].replace(f"](../{document}", f"]({page}").replace(f"]({document}", f"](docs/{page}")
-
-
-def _list_messages(_: Any, document: str, source: list[str]) -> None:
-    """Append what the sources say to the page of all messages."""
-    if document == "messages":
-        source[0] += f"\n{messages.text()}"
+        source[0] = source[0].replace(f"](../../{document}", f"](../{page}").replace(f"]({document}", f"](docs/{page}")
+    source[0] = source[0].replace("](../../ci/", "](path:../../ci/")  # to a file, also if it is Markdown
 
 
 def setup(app: Any) -> None:
     """Called by Sphinx."""
-    app.connect("source-read", _list_messages)
     app.connect("source-read", _link_to_pages)
     app.connect("include-read", _link_to_pages)

@@ -1,4 +1,4 @@
-"""The table of `docs/compatibility.md`, made from the last full run of the matrix: `nox -f ci/noxfile.py -s table`.
+"""The table of `docs/reference/compatibility.md`, made from the last full run of the matrix: `nox -f ci/noxfile.py -s table`.
 
 Every cell's tests leave an outcome in `.nox/results/`; together they become `last-run.json`, and the table. With
 names of cells, only theirs are taken from there, and the others stay as they are in `last-run.json`.
@@ -16,7 +16,7 @@ from matrix import cells
 from tables import ROOT, Block, Notes, markdown, ranges
 
 LAST_RUN = Path(__file__).with_name("last-run.json")
-BLOCK = Block("table", ROOT / "docs" / "compatibility.md")
+BLOCK = Block("table", ROOT / "docs" / "reference" / "compatibility.md")
 HEADER = ("cell", "Lightning", "DeepSpeed", "torch", "Python", "wrapt", "state", "promises", "tests", "s")
 HEADER_OF_OWNERS = ("cell", *cells.OWNERS, "DeepSpeed", "Trainer", "Accelerate", "DeepSpeed alone")
 OF_OWNERS = """\
@@ -111,7 +111,7 @@ def promises_table(outcomes: dict[str, Any]) -> str:
             for is_patched in (False, True)
         ]
         if not any(by_kind):
-            by_kind[0] = "[fault injection](faults.md) alone"
+            by_kind[0] = "[fault injection](../explanation/faults.md) alone"
         rows.append((f"{number} {promise}", *by_kind, str(sum(passed.values()) or "")))
     return f"{OF_PROMISES}\n\n{markdown(('promise', 'with `patch()`', 'with a patch series', 'tests'), rows)}"
 

@@ -50,8 +50,8 @@ def _measured(ways: dict[str, Any]) -> list[tuple[str, ...]]:
     sizes = (size(ways[way]["bytes"]) for way in (PLAIN, FLAG, OURS))
     plain, flag, synced, ours = (seconds(ways[way]["seconds"]) for way in (PLAIN, FLAG, FLAG_SYNCED, OURS))
     return [
-        ("[size](docs/benchmarks.md#saves)", *sizes),
-        ("[time of a save](docs/benchmarks.md#saves)", plain, f"{flag}; {synced} with fsync", f"{ours} with fsync"),
+        ("[size](docs/explanation/benchmarks.md#saves)", *sizes),
+        ("[time of a save](docs/explanation/benchmarks.md#saves)", plain, f"{flag}; {synced} with fsync", f"{ours} with fsync"),
     ]
 
 
@@ -60,7 +60,7 @@ def _compared(features: dict[str, Any]) -> list[tuple[str, ...]]:
     for title, (feature, stage) in COMPARED.items():
         values = [features[feature][f"Lightning, {way}"][stage]["value"] for way in ("plain", "flag", "`patch()`")]
         said = ["has its base" if value == "-" else value for value in values]
-        rows.append((f"[{title}](docs/comparison.md#lightning)", *said))
+        rows.append((f"[{title}](docs/explanation/comparison.md#lightning)", *said))
     return rows
 
 

@@ -1,8 +1,8 @@
 """How runs go on from one another, in all pairs of ZeRO stages, world sizes and precisions: the session `pairs`.
 
-Each run of `tests/stages.py` trains, saves both ways and trains on; then runs of each other kind go on from it. The
-table on `docs/world-size.md` has the largest difference of any master and any moment after the load, and of the next
-losses to those of the run that saved.
+Each run of `tests/stages.py` trains, saves both ways and trains on; then runs of each other kind resume from it. The
+table of `pairs.md` has the largest difference of any master and any moment after the load, and of the
+next losses to those of the run that saved.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def main() -> None:
         ]
     )
     print(text)
-    Block("pairs", ROOT / "docs" / "world-size.md").write(text)
+    Block("pairs", ROOT / "ci" / "measure" / "pairs.md").write(text)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ EVERYDAY = pytest.mark.everyday  # the others, once for each owner, run in every
 ACCELERATE, TRAINERS = pytest.mark.promise(19, by="accelerate"), pytest.mark.promise(19, by="trainer")
 BY = owners.OWNERS
 ROOT = Path(__file__).parents[2]
-PAGES = "".join((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/huggingface.md"))
+PAGES = "".join((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/guides/huggingface.md"))
 TIED = ("base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight")
 HAS_HUB = hasattr(importlib.import_module("transformers.trainer"), "hf_api")
 HAS_FLAG = "exclude_frozen_parameters" in inspect.signature(DeepSpeedStrategy).parameters

@@ -113,6 +113,6 @@ def test_the_readme_on_the_package_index_has_no_relative_link() -> None:
     readme = release.absolute(
         (release.ROOT / "README.md").read_text(encoding="utf-8"), "https://host.example/o/r", "v1"
     )
-    assert "](https://host.example/o/r/blob/v1/docs/run.md)" in readme
+    assert "](https://host.example/o/r/blob/v1/docs/guides/run.md)" in readme
     assert "](https://host.example/o/r/raw/v1/ci/measure/bench/checkpoint.svg)" in readme
     assert not re.findall(r"\]\((?!https://)", readme)

@@ -1,6 +1,6 @@
 """What saves, resumes, the import and the tools cost, beside the alternatives: `nox -f ci/noxfile.py -s bench`.
 
-Writes `bench.json` and the section of `docs/benchmarks.md`, or renews the parts that are named:
+Writes `bench.json` and its tables, `tables.md`, or renews the parts that are named:
 `-s bench -- import inspect`.
 """
 
@@ -61,7 +61,7 @@ def main() -> None:
             results[name] = measured(name, Path(folder), given.rounds)
             results = {name: results[name] for name in PARTS if name in results}
             RESULTS.write_text(dumped(results), encoding="utf-8")
-    Block("bench", ROOT / "docs" / "benchmarks.md").write(render(results))
+    Block("bench", RESULTS.with_name("tables.md")).write(render(results))
 
 
 def measured(name: str, folder: Path, rounds: int | None) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def render(found: dict[str, list[dict[str, Any]]]) -> str:
     grown = base[-1]["frozen_bytes"] / base[0]["frozen_bytes"]
     steps = [y / x for (x, y) in line(trained, OURS, "bytes")]
     return (
-        f"![Seconds and bytes of a save](../{PLOT.relative_to(ROOT)})\n\n"
+        f"![Seconds and bytes of a save]({PLOT.name})\n\n"
         f"With a base that is {grown:.1f} times larger, our later saves take {times[-1] / times[0]:.2f} times as long"
         f" and write {bytes_[-1] / bytes_[0]:.4f} times the bytes; Lightning's take {most[-1] / most[0]:.1f} times as"
         f" long. With {trained[-1]['trainable'] / trained[0]['trainable']:.0f} times more trained parameters, our bytes"

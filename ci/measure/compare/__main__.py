@@ -1,6 +1,6 @@
 """ds_frozen_patch and its peers, feature by feature, measured in one run: `nox -f ci/noxfile.py -s compare`.
 
-Writes `compare.json` and the table of `docs/comparison.md`. Every system makes the run of `task.py` on CPU ranks.
+Writes `compare.json` and the table of `docs/explanation/comparison.md`. Every system makes the run of `task.py` on CPU ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ranks import Ranks
 from tables import ROOT, Block, Notes, markdown
 
 RESULTS = Path(__file__).with_name("compare.json")
-BLOCK = Block("compare", ROOT / "docs" / "comparison.md")
+BLOCK = Block("compare", ROOT / "docs" / "explanation" / "comparison.md")
 
 LIGHTNING = System(
     "Lightning", "plain", "compare.lightning", saved="epoch={epoch}.ckpt", middle="step={step}.ckpt",

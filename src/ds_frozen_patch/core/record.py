@@ -5,7 +5,7 @@
     ├── mp_rank_00_model_states.pt
     └── ...
 
-It is JSON, and docs/format.md describes it. A load reads it before DeepSpeed opens a file. Where it is missing, a load
+It is JSON, and docs/reference/format.md describes it. A load reads it before DeepSpeed opens a file. Where it is missing, a load
 takes what it needs from what DeepSpeed has read.
 """
 
