@@ -9,6 +9,7 @@ from bench.words import seconds, size
 from tables import ROOT, Block, markdown
 
 BLOCK = Block("docs", ROOT / "README.md")
+SAVES = "docs/explanation/benchmarks.md#saves"
 HEADER = ("", "Lightning", "with its own flag", "with `patch()`")
 PLAIN, FLAG, FLAG_SYNCED, OURS = (
     "Lightning",
@@ -50,8 +51,8 @@ def _measured(ways: dict[str, Any]) -> list[tuple[str, ...]]:
     sizes = (size(ways[way]["bytes"]) for way in (PLAIN, FLAG, OURS))
     plain, flag, synced, ours = (seconds(ways[way]["seconds"]) for way in (PLAIN, FLAG, FLAG_SYNCED, OURS))
     return [
-        ("[size](docs/explanation/benchmarks.md#saves)", *sizes),
-        ("[time of a save](docs/explanation/benchmarks.md#saves)", plain, f"{flag}; {synced} with fsync", f"{ours} with fsync"),
+        (f"[size]({SAVES})", *sizes),
+        (f"[time of a save]({SAVES})", plain, f"{flag}; {synced} with fsync", f"{ours} with fsync"),
     ]
 
 

@@ -13,7 +13,7 @@ from bench.engine import FULL, OPTIMIZER_BYTES, OURS, Shape
 from bench.saves import measured, ranks
 from bench.svg import Curve, legend, page, plot
 from bench.words import seconds, size
-from tables import ROOT, markdown
+from tables import markdown
 
 ROUNDS = 7
 PLOT = Path(__file__).with_name("growth.svg")
