@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import charts
 import pytest
 import readme
 import reference
@@ -39,11 +38,6 @@ def test_links(page: Path) -> None:
 
 def test_there_are_links() -> None:
     assert sum(len(LINK.findall(page.read_text(encoding="utf-8"))) for page in PAGES) > 20
-
-
-def test_charts_show_the_results() -> None:
-    drawn = {name: (charts.CHARTS / name).read_text(encoding="utf-8") for name in charts.drawn()}
-    assert drawn == charts.drawn(), "draw them again: nox -f ci/noxfile.py -s docs"
 
 
 def test_the_reference_is_that_of_the_sources() -> None:
