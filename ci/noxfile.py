@@ -175,7 +175,7 @@ def settings(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def quantized(session: nox.Session) -> None:
-    """Run the tests of quantized bases with the newest libraries, and make the table of docs/guides/quantized.md."""
+    """Run the tests of quantized bases with the newest libraries, and make the table of ci/matrix/quantized.md."""
     results = f"{RESULTS}/quantized.xml"
     run_tests(session, "quantized", f"--junitxml={results}")
     run_part(session, "everyday", "matrix.results", "quantized", results)

@@ -84,7 +84,7 @@ def _values(field: Field[object], action: argparse.Action) -> tuple[str, str]:
         return "patterns", "none"
     if action.choices:
         return ", ".join(f'`"{value}"`' for value in action.choices), f'`"{default}"`' if default else "off"
-    return "`True`, `False`", "on" if default else "off"
+    return "switch", "on" if default else "off"
 
 
 def _help(field: Field[object], run: dict[str, argparse.Action]) -> str:

@@ -17,7 +17,7 @@ from tables import ROOT, Block, Notes, cases, code, markdown, ranges
 RESULTS = Path(__file__).with_name("results.json")
 PAGES = {
     "settings": "docs/reference/compatibility.md",
-    "quantized": "docs/guides/quantized.md",
+    "quantized": "ci/matrix/quantized.md",
     "faults": "docs/explanation/faults.md",
     "scale": "ci/matrix/scale.md",
 }
