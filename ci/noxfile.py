@@ -175,7 +175,7 @@ def settings(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def quantized(session: nox.Session) -> None:
-    """Run the tests of quantized bases with the newest libraries, and make the table of docs/qlora.md."""
+    """Run the tests of quantized bases with the newest libraries, and make the table of ci/matrix/quantized.md."""
     results = f"{RESULTS}/quantized.xml"
     run_tests(session, "quantized", f"--junitxml={results}")
     run_part(session, "everyday", "matrix.results", "quantized", results)
@@ -192,7 +192,7 @@ def faults(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def scale(session: nox.Session) -> None:
-    """Count what saves and loads do on 1 to 8 ranks, and make the tables of docs/scale.md."""
+    """Count what saves and loads do on 1 to 8 ranks, and make the tables of ci/matrix/scale.md."""
     results = f"{RESULTS}/scale.xml"
     run_pytest(session, "everyday", f"--junitxml={results}", "tests/contract/test_scale.py")
     run_part(session, "everyday", "matrix.results", "scale", results)
@@ -331,7 +331,7 @@ def docs(session: nox.Session) -> None:
     python = tools_python(session, "docs")
     environment = {"PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in ("src", "ci", "ci/measure"))}
     build = ("-m", "sphinx", "--quiet", "--fail-on-warning", "--fresh-env", "docs", str(ROOT / ".nox" / "site"))
-    for step in (("ci/measure/charts.py",), ("ci/measure/readme.py",), ("ci/upstream.py",), build):
+    for step in (("ci/measure/charts.py",), ("ci/measure/readme.py",), ("ci/upstream.py",), ("ci/reference.py",), build):
         session.run(python, *step, external=True, env=environment)
     session.log("open .nox/site/index.html")
 

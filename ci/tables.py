@@ -61,16 +61,19 @@ class Block:
 
 # All that is written into pages: by the session of each name, or by `docs`.
 README = Block("docs", ROOT / "README.md")
-UPSTREAM = Block("docs", DOCS / "upstream.md")
-BENCHMARKS = Block("bench", DOCS / "benchmarks.md")
-COMPARISON = Block("compare", DOCS / "comparison.md")
-PAIRS = Block("pairs", DOCS / "world-size.md")
-COMPATIBILITY = Block("table", DOCS / "compatibility.md")
+UPSTREAM = Block("docs", DOCS / "reference" / "upstream.md")
+SETTINGS = Block("docs", DOCS / "reference" / "python.md")
+COMMANDS = Block("docs", DOCS / "reference" / "command-line.md")
+BENCHMARKS_PAGE = DOCS / "explanation" / "benchmarks.md"
+BENCHMARKS = Block("bench", ROOT / "ci" / "measure" / "bench" / "tables.md")
+COMPARISON = Block("compare", DOCS / "explanation" / "comparison.md")
+PAIRS = Block("pairs", ROOT / "ci" / "measure" / "pairs.md")
+COMPATIBILITY = Block("table", DOCS / "reference" / "compatibility.md")
 RESULTS = {
-    "settings": Block("settings", DOCS / "settings.md"),
-    "quantized": Block("quantized", DOCS / "qlora.md"),
-    "faults": Block("faults", DOCS / "faults.md"),
-    "scale": Block("scale", DOCS / "scale.md"),
+    "settings": Block("settings", COMPATIBILITY.page),
+    "quantized": Block("quantized", ROOT / "ci" / "matrix" / "quantized.md"),
+    "faults": Block("faults", DOCS / "explanation" / "faults.md"),
+    "scale": Block("scale", ROOT / "ci" / "matrix" / "scale.md"),
 }
 CHARTS = DOCS / "charts"
 README_PICTURE = ROOT / "ci" / "measure" / "bench" / "checkpoint.svg"

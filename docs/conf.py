@@ -32,7 +32,8 @@ def _link_to_pages(*arguments: Any) -> None:
     """Link to the page that includes a document outside of `docs/`; on GitHub, links lead to the document itself."""
     source: list[str] = arguments[-1]
     for document, page in _OUTSIDE.items():
-        source[0] = source[0].replace(f"](../{document}", f"]({page}").replace(f"]({document}", f"](docs/{page}")
+        source[0] = source[0].replace(f"](../../{document}", f"](../{page}").replace(f"]({document}", f"](docs/{page}")
+    source[0] = source[0].replace("](../../ci/", "](path:../../ci/")  # to a file, also if it is Markdown
 
 
 def setup(app: Any) -> None:

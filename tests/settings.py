@@ -1,6 +1,6 @@
 """The DeepSpeed settings that the promises are tested with, each with its ZeRO stages.
 
-`tests/contract/test_settings.py` runs them; the table in `docs/settings.md` shows the results.
+`tests/contract/test_settings.py` runs them; the table in `docs/reference/compatibility.md` shows the results.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The table of `docs/compatibility.md`, made from the last full run of the matrix: `nox -f ci/noxfile.py -s table`.
+"""The table of the page `compatibility.md`, made from the last full run of the matrix: `nox -f ci/noxfile.py -s table`.
 
 Every cell's tests leave an outcome in `.nox/results/`; together they become `last-run.json`, and the table. With
 names of cells, only theirs are taken from there, and the others stay as they are in `last-run.json`.

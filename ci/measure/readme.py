@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.finetune import FULL, NATIVE, NATIVE_SYNCED, OURS
 from bench.timing import seconds, size
-from tables import BENCHMARKS, COMPARISON, README, ROOT, markdown
+from tables import BENCHMARKS_PAGE, COMPARISON, README, ROOT, markdown
 
 COMPARED = {
     "resumes strictly without settings": ("a run resumes without extra settings", "2"),
@@ -36,7 +36,7 @@ def text() -> str:
     """Return the table, each row with a link to where its figures come from, and what they were measured with."""
     bench, compared = read()
     case = shown_case(bench)
-    ways, saves = case["ways"], f"({README.link(BENCHMARKS.page)}#saves)"
+    ways, saves = case["ways"], f"({README.link(BENCHMARKS_PAGE)}#saves)"
     plain, flag, synced, ours = (seconds(ways[way]) for way in (FULL, NATIVE, NATIVE_SYNCED, OURS))
     rows = [
         [f"[size]{saves}", *(size(ways[way]["bytes"][-1]) for way in (FULL, NATIVE, OURS))],

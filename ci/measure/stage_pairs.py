@@ -1,7 +1,7 @@
 """How runs go on from one another, in all pairs of ZeRO stages, world sizes and precisions: the session `pairs`.
 
 Each run of `tests/stages.py` trains, saves both ways and trains on; then runs of each other kind go on from it. The
-table on `docs/world-size.md` has the largest difference of any master and any moment after the load, and of the next
+table on `pairs.md` has the largest difference of any master and any moment after the load, and of the next
 losses to those of the run that saved.
 """
 

@@ -56,7 +56,7 @@ def test_a_checkpoint_has_the_size_of_what_is_trained(ranks: Any, tmp_path: Path
     assert frozen / (trainable + frozen) > 0.95
     floor = trainable * (12 if stage == 3 else 16)
     ours, plain = (size(tmp_path / who / "checkpoint-4") for who in ("ours", "plain"))
-    print(f"ZeRO-{stage}: {plain=} {ours=} {floor=}")  # for docs/huggingface.md
+    print(f"ZeRO-{stage}: {plain=} {ours=} {floor=}")  # for docs/guides/huggingface.md
     assert floor < ours < 1.02 * floor
     assert plain > floor + 4 * frozen
     for name in FOR_FROM_PRETRAINED:

@@ -198,7 +198,7 @@ def test_frozen_experts_are_left_out_of_their_files(
     assert len(torch.load(full[0])) == 4
     everything = [list(at.glob("checkpoint/*.pt")) for at in (tmp_path, tmp_path / "full")]
     sizes = [[sum(file.stat().st_size for file in found) for found in pair] for pair in ((files, full), everything)]
-    print(f"ZeRO-{stage}, {world_size} ranks, {ep_size=}: experts, all files: {sizes}")  # for docs/engines.md
+    print(f"ZeRO-{stage}, {world_size} ranks, {ep_size=}: experts, all files: {sizes}")  # for the docs
     assert sizes[0][0] < 0.1 * sizes[0][1]
     assert sizes[1][0] < 0.5 * sizes[1][1]
 

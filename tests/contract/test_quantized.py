@@ -139,8 +139,8 @@ def test_another_base_is_refused_by_name(ranks: Any, tmp_path: Path, record_prop
 
 @pytest.mark.everyday  # with the newest libraries alone: older transformers want a GPU for this
 def test_the_program_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program of `docs/qlora.md`, on a small base in a folder of the name that it has on the hub."""
-    page = (Path(__file__).parents[2] / "docs" / "qlora.md").read_text(encoding="utf-8")
+    """The program of `docs/guides/quantized.md`, on a small base in a folder of the name that it has on the hub."""
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "quantized.md").read_text(encoding="utf-8")
     block = re.search(r"^```python\n(import ds_frozen_patch\n.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert block
     runs.LoraRun().model.unload().save_pretrained(tmp_path / "meta-llama" / "Llama-3.1-8B")

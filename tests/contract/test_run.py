@@ -15,7 +15,7 @@ import ds_frozen_patch
 pytestmark = [pytest.mark.everyday, pytest.mark.once, pytest.mark.promise(1)]
 
 ROOT = Path(__file__).parents[2]
-STARTS = re.findall(r"^\$ (ds-frozen-patch run -- .+)", (ROOT / "docs" / "run.md").read_text(), re.MULTILINE)
+STARTS = re.findall(r"^\$ (ds-frozen-patch run -- .+)", (ROOT / "docs" / "guides" / "run.md").read_text(), re.MULTILINE)
 """The ways to start a program under `run`, as the page has them."""
 
 

@@ -1,6 +1,6 @@
 """What a save and a load cost as ranks are added: counted on 1 to 8 ranks, and worked out for thousands.
 
-Each rank is a node of its own, which is the worst case. `nox -s scale` makes the tables of docs/scale.md.
+Each rank is a node of its own, which is the worst case. `nox -s scale` makes the tables of ci/matrix/scale.md.
 """
 
 from __future__ import annotations

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from pathlib import Path
 
 import pytest
 import readme
+import reference
 from tables import README
-
-import ds_frozen_patch
 
 pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "patches" / "README.md"])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("ci/**/*.md"), ROOT / "patches" / "README.md"]
+)
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
@@ -41,10 +41,18 @@ def test_there_are_links() -> None:
     assert sum(len(LINK.findall(page.read_text(encoding="utf-8"))) for page in PAGES) > 20
 
 
-def test_every_option_of_patch_is_explained() -> None:
-    rows = re.findall(r"^\| `(\w+)=", (ROOT / "docs" / "usage.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert rows == list(inspect.signature(ds_frozen_patch.patch).parameters)
+def test_the_reference_is_that_of_the_sources() -> None:
+    for block, text in ((reference.SETTINGS, reference.settings()), (reference.COMMANDS, reference.commands())):
+        assert block.read() == text.strip(), "write it again: nox -f ci/noxfile.py -s docs"
 
 
 def test_the_readme_shows_the_results() -> None:
     assert README.read() == readme.text().strip(), "write it again: nox -f ci/noxfile.py -s docs"
+
+
+def test_the_documents_stay_short() -> None:
+    pages = [page for page in ROOT.glob("docs/**/*.md") if "```{include} ../" not in page.read_text(encoding="utf-8")]
+    assert len(pages) <= 22
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in (*pages, ROOT / "README.md")) <= 25_000
+    assert (ROOT / "README.md").stat().st_size <= 9_000
+    assert (ROOT / "CHANGELOG.md").stat().st_size <= 8_000

@@ -43,7 +43,7 @@ def written(folder: Path) -> Record:
 
 
 def test_the_page_on_the_format_computes_the_same(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "format.md").read_text()
     found: dict[str, Any] = {}
     exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], found)
     record = written(tmp_path)

@@ -1,6 +1,6 @@
 """What saves, resumes, the import and the tools cost, beside the alternatives: `nox -f ci/noxfile.py -s bench`.
 
-Writes `bench.json` and the section of `docs/benchmarks.md`, or renews the parts that are named:
+Writes `bench.json` and the tables beside it, `tables.md`, or renews the parts that are named:
 `-s bench -- import inspect`.
 """
 

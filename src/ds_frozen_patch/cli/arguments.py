@@ -1,4 +1,4 @@
-"""The arguments of each command. `docs/command-line.md` shows what `--help` prints; a test compares the two."""
+"""The arguments of each command. `docs/reference/command-line.md` is made of them."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@
     ├── mp_rank_00_model_states.pt
     └── ...
 
-It is JSON, and docs/format.md describes it. A load reads it before DeepSpeed opens a file. Where it is missing, a load
-takes what it needs from what DeepSpeed has read.
+It is JSON, described in docs/reference/format.md. A load reads it before DeepSpeed opens a file. Where it is missing, a
+load takes what it needs from what DeepSpeed has read.
 """
 
 from __future__ import annotations
