@@ -550,7 +550,7 @@ def test_reported_sizes_equal_those_on_disk(
 @pytest.mark.parametrize(
     "arguments",
     [
-        *([name] for name in ("prune", "consolidate", "merge", "export", "reshard", "universal", "verify")),
+        *([name] for name in ("prune", "consolidate", "merge", "export", "reshard", "verify")),
         *([name, "a"] for name in ("prune", "consolidate", "merge", "export", "reshard")),
         ["prune", "a", "b", "c"],
         ["prune", "a", "b", "--dtype", "fp32"],
@@ -565,7 +565,6 @@ def test_reported_sizes_equal_those_on_disk(
         ["export", "a", "b", "--format", "onnx"],
         ["export", "a", "b", "--format", "peft", "--dtype", "int8"],
         ["reshard", "a", "b"],
-        ["universal", "a", "b", "--trust"],
         *(["reshard", "a", "b", "--ranks", number] for number in ("0", "-1", "2.5", "many")),
         ["verify", "a", "b"],
         ["verify", "a", "--dry-run"],
