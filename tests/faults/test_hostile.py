@@ -255,14 +255,6 @@ SAID: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a manifest whose names are numbers": lambda s: s.update({KEY: manifest([[1], [1], "float32", None])}),
     "a manifest of large shapes": lambda s: s.update({KEY: manifest([["a"], [1 << 99], "float32", None])}),
     "a manifest without a name": lambda s: s.update({KEY: manifest([[], [1], "float32", None])}),
-    "_instantiator": lambda s: s["hyper_parameters"].update(_instantiator="os.system"),
-    "_instantiator, as old releases had it": lambda s: s.update(hparams={"_instantiator": "builtins.exec"}),
-    "_instantiator of a Namespace": lambda s: s.update(hyper_parameters=argparse.Namespace(_instantiator="os.system")),
-    "_instantiator of data": lambda s: s.update(datamodule_hyper_parameters={"_instantiator": "os.system"}),
-    "_instantiator in pairs": lambda s: s.update(hyper_parameters=[["_instantiator", "os.system"]]),
-    "_instantiator of a defaultdict": lambda s: s.update(
-        hyper_parameters=collections.defaultdict(None, _instantiator="os.system")
-    ),
     "names that are dotted": lambda s: s["module"].update({"a." * 100_000: torch.ones(1)}),
     "a manifest of dotted names": lambda s: s.update({KEY: manifest([["a." * 100_000], [1], "float32", None])}),
     "buffers of one tensor": lambda s: buffers_of_one_tensor(s),

@@ -29,6 +29,7 @@ from ds_frozen_patch import CheckpointError, CheckpointMismatchError, consolidat
 from ds_frozen_patch.checkpoint.zero.labels import PLAIN_GROUPS
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.cli.commands import to_json
+from ds_frozen_patch.manifest import KEY
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
 
@@ -354,6 +355,41 @@ def test_an_explicit_configuration_overrides_the_recorded_one(made: Made, tmp_pa
     (tmp_path / "mine.json").write_text(json.dumps(config))
     export(run.small, tmp_path / "adapter", format="peft", adapter_config=tmp_path / "mine.json")
     assert peft.PeftConfig.from_pretrained(str(tmp_path / "adapter")).revision == "mine"
+
+
+def with_configuration(run: Trained, to: Path, text: str) -> Path:
+    """Return a copy of a checkpoint that records this configuration of its adapter."""
+    path = shutil.copytree(run.small, to)
+
+    def edit(state: dict[str, Any]) -> None:
+        state[KEY]["adapters"]["model"]["default"] = text
+        state[KEY].pop("digest")
+
+    changed(path / "checkpoint" / "mp_rank_00_model_states.pt", edit)
+    return path
+
+
+def test_a_recorded_configuration_names_no_module_that_peft_would_import(made: Made, tmp_path: Path) -> None:
+    config = {
+        **CONFIGS["lora"](4).to_dict(),
+        "auto_mapping": {"parent_library": "this"},
+        "megatron_core": "antigravity",
+    }
+    path = with_configuration(made("lora", 2), tmp_path / "in.ckpt", json.dumps(config, default=list))
+    with pytest.warns(UserWarning, match="was removed from adapter_config.json: PEFT would import"):
+        export(path, tmp_path / "adapter", format="peft")
+    found = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (found["auto_mapping"], found["megatron_core"]) == (None, None)
+    loaded_by_peft(tmp_path / "adapter", "lora")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 100_000, '{"peft_type": []}', "1"])
+def test_a_damaged_recorded_configuration(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    path, target = with_configuration(made("lora", 2), tmp_path / "in.ckpt", text), tmp_path / "adapter"
+    said = refusal(capsys, target, path, target, "--format", "peft")
+    assert "The adapter's configuration in the checkpoint is damaged" in said
 
 
 def test_a_full_checkpoint_needs_the_adapter_name(

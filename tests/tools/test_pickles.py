@@ -10,7 +10,6 @@ import fractions
 import io
 import json
 import pathlib
-import pickle
 import re
 import subprocess
 import sys
@@ -19,7 +18,6 @@ import types
 import uuid
 import warnings
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,7 @@ from ds_frozen_patch.checkpoint.adapters import Adapter
 from ds_frozen_patch.checkpoint.format import archive
 from ds_frozen_patch.checkpoint.format.records import Records
 from ds_frozen_patch.checkpoint.format.safetensors import write_file as write_safetensors
-from ds_frozen_patch.checkpoint.format.stored import Storage, StoredTensor, iter_tensors, stand_in
+from ds_frozen_patch.checkpoint.format.stored import Storage, StoredTensor, iter_tensors
 from ds_frozen_patch.checkpoint.format.writing import write_archive
 from ds_frozen_patch.checkpoint.zero import states, weights
 from ds_frozen_patch.checkpoint.zero.layout import Layout
@@ -387,179 +385,6 @@ def test_shared_buffers_take_linear_space(tmp_path: Path) -> None:
     )
 
 
-# Hyper-parameters.
-INSTANTIATOR = text("_instantiator") + text("os.system")
-PAIR = b"](" + INSTANTIATOR + b"\x86e"
-NUMPYS = b"cnumpy.core.multiarray\nscalar\ncnumpy\ndtype\n" + text("U13") + b"\x89\x88\x87R" + b"C\x34" + (
-    "_instantiator".encode("utf-32-le")) + b"\x86R"  # fmt: skip
-INSTANTIATED: dict[str, bytes] = {
-    "a dictionary": b"}" + INSTANTIATOR + b"s",
-    "a dictionary inside": b"}" + text("a") + b"](}" + INSTANTIATOR + b"ses",
-    "an OrderedDict": b"ccollections\nOrderedDict\n" + PAIR + b"\x85R",
-    "attributes of an OrderedDict": b"ccollections\nOrderedDict\n)R}" + INSTANTIATOR + b"sb",
-    "a defaultdict": b"ccollections\ndefaultdict\nN\x85R" + INSTANTIATOR + b"s",
-    "an AttributeDict": b"clightning.fabric.utilities.data\nAttributeDict\n)\x81" + INSTANTIATOR + b"s",
-    "a Counter": b"ccollections\nCounter\n}" + INSTANTIATOR + b"s\x85R",
-    "a Namespace": b"cargparse\nNamespace\n)\x81}" + INSTANTIATOR + b"sb",
-    "a list of pairs": PAIR,
-    "a list of a list": b"]](" + INSTANTIATOR + b"ea",
-    "a tuple": INSTANTIATOR + b"\x86",
-    "a list that ends so": b"]" + text("_instantiator") + b"a",
-    "a text of numpy's": b"}" + NUMPYS + text("os.system") + b"s",
-    "a text of numpy's in a defaultdict": b"ccollections\ndefaultdict\nN\x85R" + NUMPYS + text("os.system") + b"s",
-    "omegaconf": made("omegaconf.dictconfig.DictConfig", b"}" + text("_content") + b"}" + INSTANTIATOR + b"ss"),
-    "something that is no text": b"}" + text("_instantiator") + b"]s",
-    "Lightning's own parser": b"}" + text("_instantiator") + text("lightning.pytorch.cli.LightningCLI") + b"s",
-}
-TRUSTED: dict[str, bytes] = {
-    "pairs of a UserDict": b"ccollections\nUserDict\n" + PAIR + b"\x85R",
-    "pairs of a ChainMap": b"ccollections\nChainMap\n}" + INSTANTIATOR + b"s\x85R",
-    "pairs of a defaultdict": b"ccollections\ndefaultdict\nN" + PAIR + b"\x86R",
-    "a text that is made": b"}cbuiltins\nstr\nC\x0d_instantiator" + text("ascii") + b"\x86R" + text("os.system") + b"s",
-}
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Callable[..., states.States]:
-    def read(code: bytes, key: str = "hyper_parameters", trust: bool = False) -> states.States:
-        folder = tmp_path / "in.ckpt" / "checkpoint"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder.parent / "latest").write_text("checkpoint")
-        model = b"\x80\2}(" + text("module") + b"}" + text(key) + code + b"u."
-        saved(folder / "mp_rank_00_model_states.pt", model)
-        return states.read_states(folder.parent, None, trust)
-
-    return read
-
-
-@pytest.mark.parametrize("form", INSTANTIATED)
-@pytest.mark.parametrize("key", ["hyper_parameters", "datamodule_hyper_parameters", "hparams", "module_arguments"])
-def test_an_instantiator_is_found_in_every_form(checkpoint: Callable[..., Any], form: str, key: str) -> None:
-    with pytest.raises(CheckpointError, match=f"the `_instantiator` of `{key}`, which is not Lightning's own"):
-        checkpoint(INSTANTIATED[form], key)
-    assert checkpoint(INSTANTIATED[form], key, trust=True)
-
-
-@pytest.mark.parametrize("form", TRUSTED)
-def test_an_instantiator_in_an_unexpected_object(checkpoint: Callable[..., Any], form: str) -> None:
-    with pytest.raises(CheckpointError, match=r"torch\.load could run it"):
-        checkpoint(TRUSTED[form])
-
-
-def test_classes_that_receive_hyperparameters(checkpoint: Callable[..., Any]) -> None:
-    for kind in (b"comegaconf.dictconfig\nDictConfig\n", b"clightning.fabric.utilities.data\nAttributeDict\n", b"N"):
-        assert checkpoint(kind, "hparams_type")
-    for kind in (b"cpeft.tuners.lora.config\nLoraConfig\n", b"ctorch._utils\n_rebuild_wrapper_subclass\n", b"]"):
-        with pytest.raises(CheckpointError, match="`hparams_type`, which is not Lightning's own"):
-            checkpoint(kind, "hparams_type")
-
-
-LIGHTNINGS = "lightning.pytorch.cli.instantiate_module"
-
-
-def pickled(value: Any) -> bytes:
-    return pickle.dumps(value, protocol=2)[2:-1]
-
-
-def test_hyperparameters_of_lightningcli_are_read(checkpoint: Callable[..., Any]) -> None:
-    said = {"_instantiator": LIGHTNINGS, "_class_path": "mine.Model", "net": {"class_path": "torch.nn.Linear"}, "lr": 1}
-    assert checkpoint(pickled(said)).models[0]["hyper_parameters"] == said
-    assert checkpoint(pickled({"_instantiator": None, "names": ["a", np.str_("b"), np.str_("c")]}))
-
-
-def test_instantiators_are_dropped_by_consolidate() -> None:
-    from ds_frozen_patch.checkpoint.hyperparameters import without_classes
-
-    said = {"_instantiator": LIGHTNINGS, "_class_path": "mine.Model", "lr": 1, "names": ["a"]}
-    said |= {"net": {"class_path": "subprocess.Popen"}, "nets": [{"deep": {"class_path": "os.system"}}]}
-    kept = {"lr": 1, "names": ["a"]}
-    gone = ["_instantiator", "_class_path", "net", "nets"]
-    assert without_classes({"hyper_parameters": said, "epoch": 1}) == ({"hyper_parameters": kept, "epoch": 1}, gone)
-    assert without_classes({"hyper_parameters": kept}) == ({"hyper_parameters": kept}, [])
-    ordered, names = without_classes({"hyper_parameters": collections.OrderedDict(said)})
-    assert ordered["hyper_parameters"] == collections.OrderedDict(kept)
-    assert names == gone
-    namespace = stand_in("argparse.Namespace")()
-    namespace.state = said
-    found, names = without_classes({"hparams": namespace})
-    assert (found["hparams"].state, names) == (kept, gone)
-    held = stand_in("lightning.fabric.utilities.data.AttributeDict")()
-    held.pairs = list(said.items())
-    found, names = without_classes({"hparams": held})
-    assert (found["hparams"].pairs, names) == (list(kept.items()), gone)
-    config = stand_in("omegaconf.dictconfig.DictConfig")()
-    node = stand_in("omegaconf.nodes.AnyNode")()
-    node.state = {"_parent": config, "_val": 1}
-    config.state = {"_content": {**said, "lr": node}, "_metadata": None}
-    found, names = without_classes({"hyper_parameters": config})
-    assert (list(found["hyper_parameters"].state["_content"]), names) == (["lr", "names"], gone)
-    # In a form that is not known all of it goes.
-    assert without_classes({"hparams": [("class_path", "os.system")]}) == ({}, ["hparams"])
-
-
-# Adapters.
-CONFIGURATION = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"]}
-
-
-def recorded(**more: Any) -> dict[str, Any]:
-    from ds_frozen_patch.checkpoint.adapters import parse_recorded_config
-
-    return parse_recorded_config(json.dumps({**CONFIGURATION, **more}))
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        "all-linear", ".*(self_attn|mlp).*proj", r".*\.layers\.\d+\..*(q|k|v|o)_proj$", r"(.*\.)?(q|v)_proj",
-        r"^(?!.*visual).*(?:q_proj|k_proj)$", r"model\.layers\.(1[0-9]|2[0-7])\..*\.(query|value)", ".*decoder.*q_proj",
-        r"^language_model\.model\.layers\.\d{1,2}\.(?:self_attn|mlp)\.\w+_proj$",
-    ],
-)  # fmt: skip
-def test_common_patterns_are_exported(pattern: str) -> None:
-    said = {"target_modules": pattern, "exclude_modules": pattern, "layers_pattern": "layers"}
-    assert recorded(**said, rank_pattern={r"layers\.\d+\.q_proj": 4}).items() >= said.items()
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    ["(a+)+$", "(a|aa)+$", "(.*)*x", ".*.*.*.*.*.*x", "a?" * 30 + "a" * 30, "(?=(a+)+$)b", r"(a+)\1", "(", "(" * 5000,
-     "((a{1,20}){1,20}){1,20}", "(?:(?:.*a){9})x", "(a|a)" * 30 + "x", "(?x)(a+) +$", "(?P<b>a+)(?P=b)"],
-)  # fmt: skip
-def test_exponential_patterns_are_refused(pattern: str) -> None:
-    for said in (
-        {"target_modules": pattern}, {"exclude_modules": pattern}, {"layers_pattern": pattern},
-        {"layers_pattern": [pattern]}, {"rank_pattern": {pattern: 4}}, {"alpha_pattern": {pattern: 4}},
-    ):  # fmt: skip
-        with pytest.raises(CheckpointError, match=r"which could take forever to match\. Pass one that you trust"):
-            recorded(**said)
-
-
-def test_the_slowest_pattern_that_is_exported() -> None:
-    recorded(target_modules=".*.*.*x")
-    begin = time.monotonic()
-    assert re.fullmatch(".*.*.*x", "a" * 100) is None
-    assert time.monotonic() - begin < 1
-
-
-def test_configurations_that_peft_would_import_are_not_exported() -> None:
-    with pytest.raises(CheckpointError, match="names 'this' as its megatron_core"):
-        recorded(megatron_config={}, megatron_core="this")
-    transformers = {"base_model_class": "LlamaModel", "parent_library": "transformers.models.llama.modeling_llama"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert recorded(megatron_core="megatron.core", auto_mapping=transformers)["auto_mapping"] == transformers
-    with pytest.warns(UserWarning, match="AutoPeftModel would import 'this'"):
-        assert recorded(auto_mapping={"parent_library": "this"})["auto_mapping"] is None
-
-
-@pytest.mark.parametrize("text_", ["", "[]", "{}", "[" * 100_000, '{"peft_type": []}', '{"peft_type": {"a": 1}}', "1"])
-def test_an_invalid_configuration_is_refused(text_: str) -> None:
-    from ds_frozen_patch.checkpoint.adapters import parse_recorded_config
-
-    with pytest.raises(CheckpointError, match="The adapter's configuration in the checkpoint is damaged"):
-        parse_recorded_config(text_)
-
-
 def test_many_adapters_take_linear_time() -> None:
     trained = [f"layer{i}.lora_A.a{i}.weight" for i in range(5000)]
     with limited(SECONDS, MEMORY):
@@ -670,15 +495,3 @@ def test_bases_with_much_metadata_take_linear_time(tmp_path: Path) -> None:
     about = {"x.weight": "{}", "x.in_proj_weight": "{}"}
     write_safetensors(tmp_path / "some.safetensors", some, [b""] * 2, about)
     assert open_base(tmp_path / "some.safetensors").tensors.keys() >= {"x.weight.scale", "x.in_proj_weight.zero_point"}
-
-
-def test_patterns_are_limited_together() -> None:
-    from ds_frozen_patch.checkpoint.adapters import parse_recorded_config
-
-    def parsed(count: int) -> Any:
-        patterns = {f"a{i}.*b.*": 8 for i in range(count)}
-        return parse_recorded_config(json.dumps({"peft_type": "LORA", "rank_pattern": patterns}))
-
-    assert len(parsed(100)["rank_pattern"]) == 100
-    with pytest.raises(CheckpointError, match="could take forever to match"):
-        parsed(6000)
