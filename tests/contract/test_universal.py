@@ -1,4 +1,4 @@
-"""Promise 10: DeepSpeed's own converter makes universal checkpoints of ours, and runs resume from them on other ranks."""
+"""Promise 10: DeepSpeed converts our checkpoints to universal ones, from which runs resume on other ranks."""
 
 from __future__ import annotations
 
