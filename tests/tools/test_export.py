@@ -586,7 +586,8 @@ def test_a_full_checkpoint_of_stage_0_loads_into_a_module(made: Made) -> None:
 
 
 def test_invalid_options(made: Made, tmp_path: Path) -> None:
-    for options in ({"format": "gguf"}, {"dtype": "int8"}):
+    wrong: list[dict[str, Any]] = [{"format": "gguf"}, {"dtype": "int8"}]
+    for options in wrong:
         with pytest.raises(ValueError, match="must be one of"):
             export(made("lora", 2).small, tmp_path / "adapter", **options)
 
