@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import signal
 import struct
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 
@@ -46,6 +48,16 @@ def limited(seconds: int, size: int) -> Iterator[None]:
         for number, handler in kept.items():
             signal.signal(number, handler)
     assert memory("VmHWM") - before < size
+
+
+def repacked(file: Path, change: Callable[[bytes], bytes], **options: Any) -> None:
+    """Rewrite a file of `torch.save` with another pickle."""
+    with zipfile.ZipFile(file) as archive:
+        found = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in found.items():
+            is_pickle = name.endswith("/data.pkl")
+            archive.writestr(name, change(content) if is_pickle else content, **(options if is_pickle else {}))
 
 
 LADDER = b"K\1" + b"2\x86" * 40  # a tuple of the same tuple twice, and so on

@@ -369,7 +369,6 @@ TOOLS: dict[str, tuple[str, list[str], str]] = {
     "export": ("small.ckpt", ["export", "--format", "safetensors"], "out.safetensors"),
     "export to a folder": ("small.ckpt", ["export", "--format", "peft"], "out"),
     "reshard": ("small.ckpt", ["reshard", "--ranks", "3"], "out.ckpt"),
-    "universal": ("small.ckpt", ["universal"], "out.ckpt"),
 }
 """The tools that write, as the command line names them: what each is given of `Checkpoints`, and what it makes."""
 
@@ -392,5 +391,4 @@ def commands(small: Path, full: Path, out: Path) -> dict[str, list[str]]:
         "verify": ["verify", str(small)],
         "verify with a base": ["verify", str(good), "--base", str(full)],
         "reshard": ["reshard", str(full), at("three.ckpt"), "--ranks", "3"],
-        "universal": ["universal", str(full), at("universal"), "--dry-run"],
     }

@@ -21,7 +21,6 @@ import runs  # noqa: E402, F401
 import tools_checkpoints  # noqa: E402, F401
 
 from ds_frozen_patch import cli  # noqa: E402, F401
-from ds_frozen_patch.tools import universal  # noqa: E402, F401
 
 gc.collect()
 gc.freeze()

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from .tools.prune import prune as prune
     from .tools.reshard import Resharded as Resharded
     from .tools.reshard import reshard as reshard
-    from .tools.universal import Universal as Universal
-    from .tools.universal import universal as universal
     from .tools.verify import Verified as Verified
     from .tools.verify import verify as verify
 
@@ -49,7 +47,6 @@ _NAMES = {
     "tools.merge": ("Merged", "merge"),
     "tools.prune": ("Pruned", "prune"),
     "tools.reshard": ("Resharded", "reshard"),
-    "tools.universal": ("Universal", "universal"),
     "tools.verify": ("Verified", "verify"),
     "common.errors": ("CheckpointError", "CheckpointMismatchError", "PatchError"),
     "publish.in_flight": ("wait",),

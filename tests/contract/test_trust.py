@@ -148,14 +148,18 @@ def test_fabric_and_torch_load_of_the_program(ranks: Any, tmp_path: Path) -> Non
         assert said == ["refused, by name: True", "loaded", True]
 
 
-def train_on(out: str, trust: bool) -> None:
+def train_on(out: str, trust: bool, is_monitored: bool) -> None:
     ds_frozen_patch.patch(trust=trust)
-    keeps = ModelCheckpoint(
-        f"{out}/kept", filename="{epoch}", monitor="epoch", mode="max", save_top_k=1, save_last=True
-    )
+    options: dict[str, Any] = {"monitor": "epoch", "mode": "max", "save_last": True} if is_monitored else {}
+    keeps = ModelCheckpoint(f"{out}/kept", filename="{epoch}", save_top_k=1, **options)
     resume_from = f"{out}/named.ckpt" if Path(out, "named.ckpt").is_dir() else None
     trainer = runs.trainer(out, 2, epochs=2 if resume_from else 1, callbacks=[keeps])
-    trainer.fit(Logs(), runs.batches(2), ckpt_path=resume_from)
+    before = Path.cwd()
+    os.chdir(out)
+    try:
+        trainer.fit(Logs(), runs.batches(2), ckpt_path=resume_from)
+    finally:
+        os.chdir(before)
 
 
 class Logs(runs.LoraRun):
@@ -166,24 +170,46 @@ class Logs(runs.LoraRun):
 
 
 @pytest.mark.parametrize("trust", [False, True])
-def test_retention_removes_nothing_that_a_checkpoint_names_outside(ranks: Any, tmp_path: Path, trust: bool) -> None:
-    """Lightning removes what is in the folder by its name, which may have `..` in it."""
-    victim = tmp_path / "victim"
+@pytest.mark.parametrize(
+    ("outside", "is_monitored"), [("..", True), ("..", False), ("relative", True), ("link", False)]
+)
+def test_retention_removes_nothing_that_a_checkpoint_names_outside(
+    ranks: Any, tmp_path: Path, outside: str, is_monitored: bool, trust: bool
+) -> None:
+    """Lightning removes what is in its folder by the name alone."""
+    victim, kept = tmp_path / "victim", tmp_path / "kept"
     victim.mkdir()
-    ranks(2, train_on, out=str(tmp_path), trust=trust)
-    (first,) = (path for path in (tmp_path / "kept").iterdir() if path.name.startswith("epoch"))
+    options: dict[str, Any] = {"out": str(tmp_path), "trust": trust, "is_monitored": is_monitored}
+    ranks(2, train_on, **options)
+    (first,) = (path for path in kept.iterdir() if path.name.startswith("epoch"))
     shutil.copytree(first, tmp_path / "named.ckpt")
+    (kept / "link").symlink_to(tmp_path)
+    named = {"..": f"{kept}/../victim", "relative": "kept/../victim", "link": f"{kept}/link/victim"}
 
     def name_it(state: dict[str, Any]) -> None:
         ((_, callback),) = ((key, value) for key, value in state["callbacks"].items() if "best_k_models" in value)
-        outside = f"{tmp_path}/kept/../victim"
-        score = next(iter(callback["best_k_models"].values()))
-        callback.update(best_k_models={outside: score}, kth_best_model_path=outside)
+        path = named[outside]
+        if is_monitored:
+            score = next(iter(callback["best_k_models"].values()))
+            callback.update(best_k_models={path: score}, kth_best_model_path=path)
+        else:
+            callback.update(best_model_path=path)
 
     changed(min((tmp_path / "named.ckpt").rglob("*model_states.pt")), name_it)
-    ranks(2, train_on, out=str(tmp_path), trust=trust)
+    ranks(2, train_on, **options)
     assert victim.exists() is not trust
-    assert (tmp_path / "kept" / "epoch=1.ckpt").exists()
+    assert (kept / "epoch=1.ckpt").exists()
+
+
+def test_retention_removes_what_is_in_the_folder_of_the_run(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to("disk")
+    out = tmp_path / "run"
+    for _ in range(2):
+        ranks(2, train_on, out=str(out), trust=False, is_monitored=True)
+        if not (out / "named.ckpt").exists():
+            shutil.copytree(out / "kept" / "epoch=0.ckpt", out / "named.ckpt")
+    assert [path.name for path in (out / "kept").glob("epoch*")] == ["epoch=1.ckpt"]
 
 
 class Mine:

@@ -204,10 +204,8 @@ def test_kills_in_tools(
 ) -> None:
     log = tmp_path / "log"
     for number, (tool, (name, words, made)) in enumerate(TOOLS.items()):
-        if tool == "universal" and not long:
-            continue  # DeepSpeed's converter takes ten seconds to start
-        times = (6 if tool == "universal" else 15) if long else 3
-        for stage in (2, 3) if long and tool != "universal" else (2,):
+        times = 15 if long else 3
+        for stage in (2, 3) if long else (2,):
             drawn = random.Random(f"{number} {stage}")
             source, target = checkpoints(stage) / name, tmp_path / f"{number}-{stage}" / made
             before = snapshot(source)

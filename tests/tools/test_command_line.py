@@ -43,7 +43,6 @@ SAYS: dict[str, dict[str, Any]] = {
         },
     },
     "the tag": {"tag": FORGED.replace("\r\n", "")},
-    "an instantiator": {"hyper_parameters": {"_instantiator": FORGED}},
     "a label": {"ds_frozen_patch_label": {"save": FORGED, "file": FORGED}},
 }
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import shutil
+import sys
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import runs
 import torch
@@ -457,3 +460,38 @@ def test_hyperparameters_that_name_classes_are_dropped(checkpoints: Checkpoints,
     for file in (tmp_path / "resharded.ckpt").rglob("*model_states.pt"):
         assert loaded(file)["hyper_parameters"] == said
     assert snapshot(source) == before
+
+
+NAMED = {"_instantiator": "names_code.run", "seed": 1}
+HYPER_PARAMETERS: dict[str, tuple[str, Any]] = {
+    "a dictionary": ("hyper_parameters", NAMED),
+    "an OrderedDict": ("hyper_parameters", collections.OrderedDict(NAMED)),
+    "a defaultdict": ("hyper_parameters", collections.defaultdict(None, NAMED)),
+    "those of a release before 1.0": ("hparams", NAMED),
+    "those of the oldest releases": ("module_arguments", NAMED),
+    "pairs": ("hparams", [list(pair) for pair in NAMED.items()]),
+    "a string of numpy's": ("hyper_parameters", {np.str_("_instantiator"): "names_code.run"}),
+    "an array of numpy's": ("hparams", np.array([["_instantiator", "names_code.run"]])),
+}
+
+
+@pytest.mark.short
+@pytest.mark.once
+@pytest.mark.parametrize("form", HYPER_PARAMETERS)
+def test_lightning_calls_nothing_that_hyperparameters_name(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    canary, (key, said) = tmp_path / "canary", HYPER_PARAMETERS[form]
+    (tmp_path / "names_code.py").write_text(f"open({str(canary)!r}, 'w')\ndef run(cls, kwargs): return cls(**kwargs)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    source = shutil.copytree(checkpoints(2) / "small.ckpt", tmp_path / "in.ckpt")
+    for file in source.rglob("*model_states.pt"):
+        changed(file, lambda state: (state.pop("hyper_parameters"), state.update({key: said})))
+    with pytest.warns(UserWarning, match="does not contain these hyper-parameters"):
+        consolidate(source, tmp_path / "out.ckpt")
+    runs.LoraRun.load_from_checkpoint(tmp_path / "out.ckpt", strict=False)
+    assert not canary.exists()
+    consolidate(source, tmp_path / "trusted.ckpt", trust=True)
+    runs.LoraRun.load_from_checkpoint(tmp_path / "trusted.ckpt", strict=False)
+    assert canary.exists()
+    del sys.modules["names_code"]

@@ -28,7 +28,7 @@ import ds_frozen_patch
 from ds_frozen_patch import CheckpointError, CheckpointMismatchError, consolidate, export, load_trainable
 from ds_frozen_patch.checkpoint.zero.labels import PLAIN_GROUPS
 from ds_frozen_patch.cli import main
-from ds_frozen_patch.cli.commands import to_json
+from ds_frozen_patch.manifest import KEY
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
 
@@ -356,6 +356,41 @@ def test_an_explicit_configuration_overrides_the_recorded_one(made: Made, tmp_pa
     assert peft.PeftConfig.from_pretrained(str(tmp_path / "adapter")).revision == "mine"
 
 
+def with_configuration(run: Trained, to: Path, text: str) -> Path:
+    """Return a copy of a checkpoint that records this configuration of its adapter."""
+    path = shutil.copytree(run.small, to)
+
+    def edit(state: dict[str, Any]) -> None:
+        state[KEY]["adapters"]["model"]["default"] = text
+        state[KEY].pop("digest")
+
+    changed(path / "checkpoint" / "mp_rank_00_model_states.pt", edit)
+    return path
+
+
+def test_a_recorded_configuration_names_no_module_that_peft_would_import(made: Made, tmp_path: Path) -> None:
+    config = {
+        **CONFIGS["lora"](4).to_dict(),
+        "auto_mapping": {"parent_library": "this"},
+        "megatron_core": "antigravity",
+    }
+    path = with_configuration(made("lora", 2), tmp_path / "in.ckpt", json.dumps(config, default=list))
+    with pytest.warns(UserWarning, match="was removed from adapter_config.json: PEFT would import"):
+        export(path, tmp_path / "adapter", format="peft")
+    found = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (found["auto_mapping"], found["megatron_core"]) == (None, None)
+    loaded_by_peft(tmp_path / "adapter", "lora")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 100_000, '{"peft_type": []}', "1"])
+def test_a_damaged_recorded_configuration(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    path, target = with_configuration(made("lora", 2), tmp_path / "in.ckpt", text), tmp_path / "adapter"
+    said = refusal(capsys, target, path, target, "--format", "peft")
+    assert "The adapter's configuration in the checkpoint is damaged" in said
+
+
 def test_a_full_checkpoint_needs_the_adapter_name(
     made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -550,70 +585,11 @@ def test_a_full_checkpoint_of_stage_0_loads_into_a_module(made: Made) -> None:
     assert same(module.state_dict(), run.module(frozen=True).state_dict())
 
 
-def test_existing_files_are_unchanged(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = made("lora", 2)
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "file").write_text("mine")
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    for name in ("folder", "file", "link"):
-        for form in ("peft", "safetensors"):
-            for more in ([], ["--dry-run"]):
-                target = tmp_path / name
-                said = refusal(capsys, target, run.small, target, "--format", form, *more)
-                assert f"{target} already exists" in said
-    assert (tmp_path / "file").read_text() == "mine"
-    target = run.small / "adapter"
-    assert f"is inside {run.small}" in refusal(capsys, target, run.small, target, "--format", "peft")
-
-
-def test_invalid_arguments(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, target = made("lora", 2), tmp_path / "adapter"
-    with pytest.raises(ValueError, match="format must be one of peft, safetensors, not 'gguf'"):
-        export(run.small, target, format="gguf")
-    with pytest.raises(ValueError, match="dtype must be one of fp32, bf16, fp16, or None, not 'int8'"):
-        export(run.small, target, dtype="int8")
-    for more in ([], ["--format", "gguf"], ["--format", "peft", "--dtype", "int8"]):
-        with pytest.raises(SystemExit) as exit_:
-            main(["export", str(run.small), str(target), *more])
-        assert exit_.value.code == 2
-    assert "usage: ds-frozen-patch export" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.short
-def test_the_command_line(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, target = made("lora", 3), tmp_path / "adapter"
-    asked = ["export", str(run.small), str(target), "--format", "peft"]
-    wanted = export(run.small, target, format="peft", dry_run=True)
-    assert main([*asked, "--dry-run"]) == 0
-    said = capsys.readouterr()
-    assert said.out == f"Would write {target}: 8 tensors, 4.1 kB.\n"
-    assert said.err == ""
-    assert main([*asked, "--dry-run", "--json"]) == 0
-    said = capsys.readouterr()
-    found = json.loads(said.out)
-    assert found.pop("dry_run") is True
-    assert found == json.loads(json.dumps(to_json(wanted)))
-    assert list(tmp_path.iterdir()) == []
-
-    assert main([*asked, "--json"]) == 0
-    said = capsys.readouterr()
-    found = json.loads(said.out)
-    assert found.pop("dry_run") is False
-    assert found == json.loads(json.dumps(to_json(wanted)))
-    assert said.err == ""
-    assert found["target"] == str(target)
-    assert len(found["tensors"]) == 8
-    assert found["size"] == sum(tensor.nbytes for tensor in run.trained.values())
-
-    shutil.rmtree(target)
-    assert main([*asked, "-q"]) == 0
-    assert capsys.readouterr() == ("", "")
-    assert same(load_file(target / "adapter_model.safetensors"), pefts_own(run.module().model, "default"))
-    assert json.loads((target / "adapter_config.json").read_text())["peft_type"] == "LORA"
-    shutil.rmtree(target)
-    assert main([*asked, "--tag", "checkpoint"]) == 0
-    assert capsys.readouterr().out == f"Wrote {target}: 8 tensors, 4.1 kB.\n"
+def test_invalid_options(made: Made, tmp_path: Path) -> None:
+    wrong: list[dict[str, Any]] = [{"format": "gguf"}, {"dtype": "int8"}]
+    for options in wrong:
+        with pytest.raises(ValueError, match="must be one of"):
+            export(made("lora", 2).small, tmp_path / "adapter", **options)
 
 
 # load_trainable

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import copy
-import enum
+import argparse
+import datetime
+import decimal
+import fractions
+import io
+import pickle
 import shutil
+import types
+import uuid
+import zipfile
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import numpy as np
 import pytest
 import runs
 import torch
+from opcodes import named, repacked, text
 from tools_checkpoints import (
     EMBEDDING,
     NORM,
@@ -38,10 +44,6 @@ from tools_checkpoints import (
 from under_test import CELL, PRECISIONS
 
 from ds_frozen_patch import CheckpointError, prune, verify
-from ds_frozen_patch.checkpoint.format.archive import read_archive
-from ds_frozen_patch.checkpoint.format.records import Piece, Records, TensorSource
-from ds_frozen_patch.checkpoint.format.stored import ITEM_SIZES, Storage
-from ds_frozen_patch.checkpoint.format.writing import write_archive
 from ds_frozen_patch.checkpoint.names import RECORD
 from ds_frozen_patch.checkpoint.zero.labels import PLAIN_GROUPS
 from ds_frozen_patch.manifest import KEY
@@ -71,7 +73,7 @@ def test_it_equals_a_trainable_only_save(
     files = (tmp_path / "pruned.ckpt" / "checkpoint").iterdir()
     assert done.size_after == sum(file.stat().st_size for file in files)
     assert done.size_before == sum(f.stat().st_size for f in (out / "full.ckpt" / "checkpoint").glob("*.pt"))
-    assert done.manifest == manifest_of(read_archive(min((tmp_path / "pruned.ckpt").rglob("*model_states.pt"))).state)
+    assert done.manifest == manifest_of(loaded(min((tmp_path / "pruned.ckpt").rglob("*model_states.pt"))))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -239,47 +241,27 @@ def test_left_out_weights_can_be_restored(checkpoints: Checkpoints, tmp_path: Pa
     assert differ == [NORM]
 
 
-# What `torch.save` writes, through `archive.read` and `write_archive`, and back by `torch.load`.
+# A user's own state: what `torch.save` writes, through `prune`, and back by `torch.load`.
 
 
-class Colour(enum.Enum):
-    RED = "red"
-    GREEN = 2
+STATES = "checkpoint/mp_rank_00_model_states.pt"
 
 
-@dataclass
-class Nested:
-    name: str
-    colour: Colour
-    inner: dict[str, Any]
-
-
-class Tree:
-    """With slots and a default reduction."""
-
-    __slots__ = ("children", "leaf")
-
-    def __init__(self, *children: Any) -> None:
-        self.children, self.leaf = children, torch.ones(2)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Tree) and len(self.children) == len(other.children)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def written(state: Any, folder: Path, trust: bool = False) -> Path:
-    """Save a state by torch, read and write it by us, and return the new file."""
-    torch.save(state, folder / "theirs.pt")
-    with Records() as records:
-
-        def content(storage: Storage, begin: int, count: int) -> Iterator[memoryview]:
-            return records.chunks(TensorSource("uint8", (count,), (Piece(storage, begin, count),)))
-
-        write_archive(folder / "ours.pt", read_archive(folder / "theirs.pt", trust=trust).state, content)
-    for name, place in records_of(folder / "ours.pt").items():
+def pruned(state: Any, folder: Path, trust: bool = False, protocol: int = 2) -> Path:
+    """Return the file of a pruned checkpoint whose file of states has this under "mine"."""
+    weights = {"trained.weight": torch.ones(2, 2), "frozen.weight": torch.ones(3)}
+    whole = {"module": weights, "param_shapes": [{"trained.weight": torch.Size([2, 2])}], "dp_world_size": 1}
+    (folder / "full.ckpt" / "checkpoint").mkdir(parents=True)
+    (folder / "full.ckpt" / "latest").write_text("checkpoint")
+    torch.save({**whole, "ds_config": {}, "mine": state}, folder / "full.ckpt" / STATES, pickle_protocol=protocol)
+    prune(folder / "full.ckpt", folder / "pruned.ckpt", trust=trust)
+    for name, place in records_of(folder / "pruned.ckpt" / STATES).items():
         assert place.start % 64 == 0, name
-    return folder / "ours.pt"
+    return folder / "pruned.ckpt" / STATES
+
+
+def mine(file: Path, **options: Any) -> Any:
+    return torch.load(file, **{"weights_only": False, **options})["mine"]
 
 
 def odd_tensors() -> dict[str, torch.Tensor]:
@@ -305,19 +287,24 @@ def odd_tensors() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("mmap", [False, True])
 def test_tensors_are_written_as_torch_does(tmp_path: Path, mmap: bool) -> None:
     state = odd_tensors()
-    assert_same(torch.load(written(state, tmp_path), weights_only=False, mmap=mmap), state)
+    assert_same(mine(pruned(state, tmp_path / "all"), mmap=mmap), state)
     del state["frozen parameter with an attribute"]
-    assert_same(torch.load(written(state, tmp_path), weights_only=True, mmap=mmap), state)
+    assert_same(mine(pruned(state, tmp_path / "safe"), weights_only=True, mmap=mmap), state)
 
 
-@pytest.mark.parametrize("dtype", [name for name in ITEM_SIZES if hasattr(torch, name)])
+DTYPES = (
+    "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64",
+    "complex128", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [name for name in DTYPES if hasattr(torch, name)])
 def test_every_dtype(tmp_path: Path, dtype: str) -> None:
     values = torch.tensor([0.0, 1.0, 2.0, 3.0, 0.0, 1.0]).to(getattr(torch, dtype))
     state = {"whole": values, "view": values.view(2, 3).t()[1:], "parameter": values[2:]}
-    file = written(state, tmp_path)
-    assert {tensor.dtype for tensor in read_archive(file).state.values()} == {dtype}
+    file = pruned(state, tmp_path)
     for mmap in (False, True):
-        assert_same(torch.load(file, weights_only=True, mmap=mmap), state)
+        assert_same(mine(file, weights_only=True, mmap=mmap), state)
 
 
 def test_plain_values_are_written_as_torch_does(tmp_path: Path) -> None:
@@ -335,58 +322,121 @@ def test_plain_values_are_written_as_torch_does(tmp_path: Path) -> None:
         "numpy": [np.arange(6).reshape(2, 3), np.float32(1.5), np.dtype("int16")],
         "path": PurePosixPath("a/b"),
     }
-    found = loaded(written(state, tmp_path))
+    found = mine(pruned(state, tmp_path))
     assert list(found) == list(state)
     assert found.pop("numpy")[0].tolist() == state.pop("numpy")[0].tolist()  # type: ignore[index]
     assert_same(found, state)
     assert found["of a module"]._metadata == module.state_dict()._metadata  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("value", [range(3), int, str, bytes, complex, list, type(None)])
-def test_values_pickled_with_python_2_names(tmp_path: Path, value: Any) -> None:
-    for trust in (False, True):
-        assert loaded(written({"value": value}, tmp_path, trust))["value"] == value
-
-
 def test_a_recursive_state(tmp_path: Path) -> None:
     state: dict[str, Any] = {"more": torch.ones(8)}
     state["itself"] = [state]
-    found = loaded(written(state, tmp_path))
+    found = mine(pruned(state, tmp_path))
     assert found["itself"][0] is found
     assert raw(found["more"]) == raw(torch.ones(8))
-
-
-def test_objects_of_classes_are_written_by_name(tmp_path: Path) -> None:
-    shared = Nested("one", Colour.RED, {"tensor": torch.arange(3), "size": torch.Size([1])})
-    state = {
-        "nested": shared,
-        "again": [shared, Nested("two", Colour.GREEN, {"deeper": copy.deepcopy(shared)})],
-        "class": Nested,
-        "function": odd_tensors,
-        "tree": Tree(Tree(), Tree()),
-    }
-    file = written(state, tmp_path, trust=True)
-    found = loaded(file)
-    assert_same(found["nested"], state["nested"])
-    assert_same(found["again"], state["again"])
-    assert found["again"][0] is found["nested"]
-    assert (found["class"], found["function"], found["tree"]) == (Nested, odd_tensors, state["tree"])
-    assert raw(found["tree"].children[0].leaf) == raw(torch.ones(2))
 
 
 def test_tensors_share_their_storage_as_before_and_no_more_of_it_is_written(tmp_path: Path) -> None:
     large = torch.arange(1_000_000, dtype=torch.float32)
     state = {"a": large[500_000:500_010], "b": large[500_005:500_020].view(3, 5).t(), "c": large[:3].clone()}
     state["alias"] = state["a"]
-    file = written(state, tmp_path)
-    assert file.stat().st_size < 5_000 < (tmp_path / "theirs.pt").stat().st_size
+    file = pruned(state, tmp_path)
+    assert file.stat().st_size < 10_000 < (tmp_path / "full.ckpt" / STATES).stat().st_size
     for mmap in (False, True):
-        found = torch.load(file, weights_only=True, mmap=mmap)
+        found = mine(file, weights_only=True, mmap=mmap)
         assert_same(found, state)
         assert found["a"].untyped_storage().data_ptr() == found["b"].untyped_storage().data_ptr()
         assert found["a"].untyped_storage().nbytes() == 4 * 20
         assert found["alias"].data_ptr() == found["a"].data_ptr() != found["c"].data_ptr()
         assert found["b"].storage_offset() == 5
-    found = torch.load(file, weights_only=True)
+    found = mine(file, weights_only=True)
     found["a"][5] = -1
     assert found["b"][0, 0] == -1
+
+
+# What libraries save: values, and the opcodes of objects whose libraries may not be installed.
+BENIGN: dict[str, Any] = {
+    "times": [
+        datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc), datetime.date(2020, 1, 1), datetime.time(1, 2),
+        datetime.timedelta(1, 2, 3), datetime.timezone(datetime.timedelta(hours=1), "CET"),
+    ],
+    "values with names of Python 2": [range(3), int, str, bytes, complex, list, type(None)],
+    "numbers": [decimal.Decimal("1.5"), fractions.Fraction(-1, 3), 1 << 200, -1, False],
+    "paths": [Path("a/b"), PureWindowsPath("c:\\a")],
+    "of a program": [argparse.Namespace(a=1), types.SimpleNamespace(b=2), uuid.UUID(int=5), Any, dict],
+    "numpy": [
+        np.float64(1.5), np.int64(3), np.str_("a"), np.bool_(True), np.arange(6).reshape(2, 3).T, np.array(["a", "bc"]),
+        np.datetime64("2020-01-01"), np.dtype("f4"), np.zeros(0), np.array(1.5),
+    ],
+    "many keys": [{number: number for number in range(60_000)}, set(range(60_000))],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BENIGN)
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_values_of_libraries(tmp_path: Path, kind: str, protocol: int) -> None:
+    found = mine(pruned(BENIGN[kind], tmp_path, protocol=protocol))
+    assert [(type(item), repr(item)) for item in found] == [(type(item), repr(item)) for item in BENIGN[kind]]
+
+
+def made(name: str, state: bytes) -> bytes:
+    """Return an object as libraries save theirs: from a class, without arguments, with a dictionary as its state."""
+    return named(name) + b")\x81" + state + b"b"
+
+
+OF_LIBRARIES = {
+    "omegaconf": made(
+        "omegaconf.dictconfig.DictConfig",
+        b"}(" + text("_metadata")
+        + made("omegaconf.base.Metadata", b"}" + text("ref_type") + named("typing.Any") + b"s")
+        + text("_parent") + b"N" + text("_content") + b"}" + text("lr")
+        + made("omegaconf.nodes.AnyNode", b"}" + text("_val") + b"G?\xe0\0\0\0\0\0\0s") + b"su",
+    ),
+    "omegaconf's parents": named("omegaconf.dictconfig.DictConfig") + b")\x81q\x10}" + text("_content")
+    + b"}" + text("a") + made("omegaconf.nodes.AnyNode", b"}" + text("_parent") + b"h\x10s") + b"ssb",
+    "PEFT": made(
+        "peft.tuners.lora.config.LoraConfig",
+        b"}" + text("peft_type") + named("peft.utils.peft_types.PeftType") + text("LORA") + b"\x85Rs",
+    ),
+    "Lightning": named("lightning.fabric.utilities.data.AttributeDict") + b")\x81" + text("a") + b"K\1s",
+    # As Python 3.11.0 to 3.11.3 pickle members of enums, such as the one of Debian 12.
+    "an enum": b"c__builtin__\ngetattr\ncdeepspeed.runtime.zero.config\nZeroStageEnum\n" + text("gradients") + b"\x86R",
+}  # fmt: skip
+
+
+class Named(pickle.Unpickler):
+    """Reads each class as one that keeps its name and how it was made."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        class Object:
+            def __init__(self, *arguments: Any) -> None:
+                self.arguments = arguments
+
+            def __setitem__(self, key: Any, value: Any) -> None:
+                vars(self)[key] = value
+
+            def __repr__(self) -> str:
+                kept = {key: value for key, value in vars(self).items() if key not in ("_parent", "arguments")}
+                return f"{module}.{name}{getattr(self, 'arguments', ())}{kept}"
+
+        return Object
+
+    def persistent_load(self, _: Any) -> None: ...
+
+
+@pytest.mark.parametrize("library", OF_LIBRARIES)
+def test_objects_of_libraries_that_are_not_imported(tmp_path: Path, library: str) -> None:
+    pruned(None, tmp_path)
+    shutil.rmtree(tmp_path / "pruned.ckpt")
+    repacked(
+        tmp_path / "full.ckpt" / STATES, lambda content: content[:-1] + text("mine") + OF_LIBRARIES[library] + b"s."
+    )
+    found = []
+    prune(tmp_path / "full.ckpt", tmp_path / "pruned.ckpt")
+    for path in ("full.ckpt", "pruned.ckpt"):
+        with zipfile.ZipFile(tmp_path / path / STATES) as archive:
+            (record,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
+            found.append(repr(Named(io.BytesIO(archive.read(record))).load()["mine"]))
+    by_name, by_value = "__builtin__.getattr", "deepspeed.runtime.zero.config.ZeroStageEnum(2,){}"
+    assert found[1] == (by_value if by_name in found[0] else found[0])

@@ -19,14 +19,12 @@ from tools_checkpoints import (
     flip,
     precision_of,
     record_of,
-    records_of,
     snapshot,
     unlabel,
 )
 from under_test import PRECISIONS
 
-from ds_frozen_patch import CheckpointError, manifest, prune, verify
-from ds_frozen_patch.checkpoint.format.archive import read_archive
+from ds_frozen_patch import CheckpointError, prune, verify
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.cli.commands import to_json
 from ds_frozen_patch.manifest import KEY
@@ -98,70 +96,6 @@ def problem(path: Path, **options: Any) -> str:
     return found.problems[0]
 
 
-EVERY_FILE = [(stage, kind) for stage in (0, 1, 2, 3) for kind in ("model", "optim") if stage or kind == "model"]
-
-
-@pytest.mark.parametrize("name", ["small.ckpt", "full.ckpt"])
-@pytest.mark.parametrize(("stage", "kind"), EVERY_FILE)
-def test_a_flipped_bit(copied: Callable[..., Path], stage: int, kind: str, name: str) -> None:
-    path = copied(stage, name)
-    file = max(path.rglob(f"*{kind}_states.pt"))  # of the last rank, where each has one
-    flip(file)
-    assert problem(path).startswith(f"{file} is damaged: record ")
-
-
-@pytest.mark.parametrize(("stage", "kind"), EVERY_FILE)
-def test_any_flipped_bit_of_any_record(copied: Callable[..., Path], stage: int, kind: str) -> None:
-    path = copied(stage)
-    file = max(path.rglob(f"*{kind}_states.pt"))
-    content = file.read_bytes()
-    places = {name: place for name, place in records_of(file).items() if name.startswith("data/") and len(place)}
-    assert places
-    for record in places:
-        flip(file, record)
-        name = record.removeprefix("data/")
-        assert problem(path).startswith(f"{file} is damaged: record {name} does not match its checksum")
-        file.write_bytes(content)
-    assert verify(path).problems == ()
-    flip(file, "data.pkl")
-    assert str(file) in problem(path)
-
-
-@pytest.mark.parametrize("bytes_", [0, 100, -1, -1000])
-@pytest.mark.parametrize(("stage", "kind"), EVERY_FILE)
-def test_a_truncated_file(copied: Callable[..., Path], stage: int, kind: str, bytes_: int) -> None:
-    path = copied(stage)
-    file = max(path.rglob(f"*{kind}_states.pt"))
-    file.write_bytes(file.read_bytes()[:bytes_])
-    assert problem(path).startswith(f"{file} cannot be read, is truncated, damaged")
-
-
-@pytest.mark.short
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_missing_shard(copied: Callable[..., Path], stage: int, rank: int) -> None:
-    path = copied(stage)
-    (shard,) = path.rglob(f"*zero_pp_rank_{rank}_*optim_states.pt")
-    shard.unlink()
-    said = problem(path)
-    if rank == 0:
-        assert "lacks the optim states of rank 0" in said
-    elif stage == 3:
-        assert "model states of 2 ranks and optimizer states of 1" in said
-    else:
-        assert "was saved by 2 ranks and has the optimizer states of 1" in said
-    for shard in path.rglob("*optim_states.pt"):
-        shard.unlink()
-    assert "was saved by 2 ranks and has the optimizer states of 0" in problem(path)
-
-
-def test_a_missing_part_of_the_model(copied: Callable[..., Path]) -> None:
-    path = copied(3)
-    file = max(path.rglob("*model_states.pt"))
-    file.unlink()
-    assert "model states of 1 ranks and optimizer states of 2" in problem(path)
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_shard_of_a_run_with_another_seed(
@@ -207,24 +141,20 @@ def test_shards_of_a_run_of_another_size(checkpoints: Checkpoints, copied: Calla
     assert "optim_states.pt does not fit the model's states: the masters have " in said
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 2])
 def test_a_wrong_manifest(copied: Callable[..., Path], stage: int) -> None:
     path = copied(stage)
-    files = sorted(path.rglob("*model_states.pt"))
-    contents = {file: file.read_bytes() for file in files}
+    (file,) = path.rglob("*model_states.pt")
+    content = file.read_bytes()
 
     def said(change: Callable[[dict[str, Any]], Any]) -> tuple[str, ...]:
         def edit(state: dict[str, Any]) -> None:
             change(state)
-            state[KEY]["digest"] = manifest._digest(state[KEY])
+            state[KEY].pop("digest")
 
-        changed(files[0], edit)
-        digest = read_archive(files[0]).state[KEY]["digest"]
-        for file in files[1:]:  # in ZeRO-3 they refer to the first
-            changed(file, lambda state: state[KEY].update(digest=digest))
+        changed(file, edit)
         found = verify(path).problems
-        for file in files:
-            file.write_bytes(contents[file])
+        file.write_bytes(content)
         return found
 
     assert said(lambda state: state[KEY].update(global_step=5)) == ()  # of a later release
@@ -240,13 +170,6 @@ def test_a_wrong_manifest(copied: Callable[..., Path], stage: int) -> None:
     assert "has format 9" in wrong
     (wrong,) = said(lambda state: state[KEY].pop("left_out"))
     assert "manifest is damaged" in wrong
-
-
-def test_manifests_that_differ(copied: Callable[..., Path]) -> None:
-    path = copied(3)
-    file = max(path.rglob("*model_states.pt"))
-    changed(file, lambda state: state[KEY].update(digest="0" * 64))
-    assert problem(path).startswith(f"{file} is of another save than ")
 
 
 def test_all_damaged_files_are_named(copied: Callable[..., Path]) -> None:

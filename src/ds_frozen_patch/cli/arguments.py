@@ -54,7 +54,6 @@ EXAMPLES = {
   ds-frozen-patch reshard last.ckpt last.4gpus.ckpt --ranks 4
   ds-frozen-patch reshard last.ckpt last.zero3.ckpt --stage 3 --ranks 8
 """,
-    "universal": "\n  ds-frozen-patch universal last.ckpt last.universal\n",
     "verify": """
   ds-frozen-patch verify small.ckpt
   ds-frozen-patch verify small.ckpt --base ./Llama-3.1-8B
@@ -167,8 +166,6 @@ def make_parser() -> argparse.ArgumentParser:
         default="load",
         help="restart: write the masters alone, for a fresh optimizer",
     )
-    command = add("universal", commands.run_universal, "convert a checkpoint to DeepSpeed's universal format")
-    _add_writing(command, "the directory to create", trust=False)
     command = add("verify", commands.run_verify, "check that a checkpoint is complete, undamaged and consistent")
     _add_checkpoint(command)
     command.add_argument("--base", help="compare this base with the fingerprints in the manifest")
@@ -243,18 +240,17 @@ def _add_checkpoint(command: argparse.ArgumentParser) -> None:
     command.add_argument("checkpoint", metavar="CKPT", help="the directory of a DeepSpeed checkpoint")
 
 
-def _add_reading(command: argparse.ArgumentParser, trust: bool = True) -> None:
+def _add_reading(command: argparse.ArgumentParser) -> None:
     command.add_argument("--tag", help="the subdirectory to read (default: the one named in `latest`)")
-    if trust:
-        about = "accept files that name unexpected classes (their code is never run)"
-        command.add_argument("--trust", action="store_true", help=about)
+    about = "accept files that name unexpected classes (their code is never run)"
+    command.add_argument("--trust", action="store_true", help=about)
     _add_json(command)
 
 
-def _add_writing(command: argparse.ArgumentParser, target: str, trust: bool = True) -> None:
+def _add_writing(command: argparse.ArgumentParser, target: str) -> None:
     command.add_argument("source", metavar="SRC", help="the directory of a DeepSpeed checkpoint; it is not changed")
     command.add_argument("target", metavar="DST", help=target)
-    _add_reading(command, trust)
+    _add_reading(command)
     command.add_argument("--dry-run", action="store_true", help="show what would be written, without writing it")
     command.add_argument("-q", "--quiet", action="store_true", help="print nothing, and do not show progress")
 

@@ -18,7 +18,6 @@ from ..tools.inspect import inspect
 from ..tools.merge import merge
 from ..tools.prune import prune
 from ..tools.reshard import reshard
-from ..tools.universal import universal
 from ..tools.verify import verify
 
 _SETTINGS = ("strict", "cpu", *(field.name for field in fields(Settings)))
@@ -84,11 +83,6 @@ def run_reshard(args: argparse.Namespace) -> int:
     if args.ranks is None and args.stage is None and args.precision is None:
         args.wrong("pass --ranks, --stage or --precision")
     return _write(args, reshard, **_options(args, "ranks", "stage", "precision", "optimizer", "trust"))
-
-
-def run_universal(args: argparse.Namespace) -> int:
-    """Convert a checkpoint."""
-    return _write(args, universal)
 
 
 def run_verify(args: argparse.Namespace) -> int:

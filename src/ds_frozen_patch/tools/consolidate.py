@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import dtypes, hyperparameters
+from ..checkpoint import dtypes
 from ..checkpoint.format import safetensors as safetensors_file
 from ..checkpoint.format.archive import read_archive
 from ..checkpoint.format.records import Piece, Records, TensorSource, from_stored, map_into_memory
-from ..checkpoint.format.stored import ITEM_SIZES, StandIn, Storage, StoredTensor
+from ..checkpoint.format.stored import ITEM_SIZES, StandIn, Storage, StoredTensor, children
 from ..checkpoint.format.writing import write_archive
 from ..checkpoint.quantization import is_torchao
 from ..common.errors import CheckpointError, named
@@ -300,12 +300,12 @@ def _write_torch(
     if is_whole:
         kept.pop(KEY, None)
     if not trust:
-        kept, dropped = hyperparameters.without_classes(kept)
+        kept, dropped = _without_code(kept)
         if dropped:
             warnings.warn(
                 f"{file.name} does not contain these hyper-parameters, because load_from_checkpoint or LightningCLI"
-                f" would import and instantiate the classes that they name: {named(dropped)}. Pass their values to"
-                " load_from_checkpoint as arguments. If you trust the checkpoint, keep them with --trust (trust=True).",
+                f" would import and call what they name: {named(dropped)}. Pass their values to load_from_checkpoint as"
+                " arguments. If you trust the checkpoint, keep them with --trust (trust=True).",
                 stacklevel=3,
             )
     tensors: dict[str, Any] = dict(plan.pickled)
@@ -324,6 +324,54 @@ def _write_torch(
             yield from reader.records.chunks(TensorSource("uint8", (count,), (Piece(storage, begin, count),)))
 
     write_archive(file, {**kept, "state_dict": tensors}, content)
+
+
+_HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams", "module_arguments")
+_NAMES_OF_CODE = ("_instantiator", "_class_path", "class_path")
+
+
+def _without_code(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Remove hyper-parameters that name what Lightning would call; returns the state and the removed names.
+
+    `load_from_checkpoint` calls the function that `_instantiator` names. LightningCLI creates an object of each class
+    that a dictionary inside the hyper-parameters names as its `class_path`.
+    """
+    kept: dict[str, Any] = dict(state)
+    dropped: list[str] = []
+    for key in _HYPER_PARAMETERS:
+        value = kept.get(key)
+        if not _names_code([value], {}):
+            continue
+        entries = value.items() if isinstance(value, dict) else ()
+        read: dict[int, bool] = {}
+        safe = {name: item for name, item in entries if not _names_code([name, item], read)}
+        dropped += [str(name) for name, _ in entries if name not in safe] or [key]
+        del kept[key]
+        if safe:
+            kept[key] = safe
+    return kept, dropped
+
+
+def _names_code(values: Iterable[Any], read: dict[int, bool]) -> bool:
+    """Whether one of the names is in some values.
+
+    Args:
+        values: hyper-parameters, or the name and value of one.
+        read: for the id of each container, whether values that contain it have such a name. Those of these values are
+            added, so that containers that many values share are read once.
+    """
+    waiting, seen, is_found = [*values], set[int](), False
+    while waiting and not is_found:
+        item = waiting.pop()
+        is_found = read.get(id(item), isinstance(item, str) and item in _NAMES_OF_CODE)
+        if isinstance(item, bytes):  # numpy's strings, with 4 bytes for each character
+            is_found = any(name.encode() in item.replace(b"\0", b"") for name in _NAMES_OF_CODE)
+        is_container = isinstance(item, dict | list | tuple | set | frozenset | StandIn)
+        if is_container and item and id(item) not in seen and id(item) not in read:
+            seen.add(id(item))
+            waiting += children(item)
+    read |= dict.fromkeys(seen, is_found)
+    return is_found
 
 
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from ..checkpoint.names import WEIGHTS_FILE
 from ..checkpoint.zero.entries import read_entries, storage_place
 from ..checkpoint.zero.labels import ELASTIC_KEY, LABEL, PLAIN_GROUPS
 from ..checkpoint.zero.opening import open_checkpoint
-from ..checkpoint.zero.states import DEEPSPEEDS_OWN, check_instantiator
+from ..checkpoint.zero.states import DEEPSPEEDS_OWN
 from ..checkpoint.zero.weights import Weights, check_total_size
 from ..common.errors import CheckpointError
 from ..manifest import Manifest
@@ -77,7 +77,6 @@ def _open_file(file: Path, trust: bool) -> Source:
             f"{file} is neither the directory of a DeepSpeed checkpoint nor a weights-only file of Lightning, which has"
             " a `state_dict`. Check the path."
         )
-    check_instantiator(file, state, trust)
     manifest = Manifest.from_checkpoint(state)
     entries = read_entries({"module": {plain(name): item for name, item in saved.items()}}, manifest)
     first: dict[Any, str] = {}

@@ -13,7 +13,6 @@ from ...common.errors import CheckpointError, CheckpointMismatchError, named
 from ...core.record import Record
 from ...manifest import KEY, Manifest, digest_of, reference
 from ...parameters import compiled_modules, is_name
-from .. import hyperparameters
 from ..format.archive import Contents, read_archive
 from ..format.records import Records, from_stored
 from ..format.stored import StandIn, StoredTensor, is_shape, is_size, iter_tensors
@@ -141,7 +140,6 @@ def read_states(path: str | Path, tag: str | None, trust: bool, *, is_being_save
         check_file_kind(file, content)
         if "module" in content.state:
             _check_value_types(file, content.state)
-            check_instantiator(file, content.state, trust)
     return States(layout, contents)
 
 
@@ -179,18 +177,6 @@ def _is_mapping(value: Any, holds: Callable[[Any], object] = lambda _: True) -> 
     return value is None or (
         isinstance(value, dict) and all(is_name(name) and holds(item) for name, item in value.items())
     )
-
-
-def check_instantiator(file: Path, state: Mapping[str, Any], trust: bool) -> None:
-    """Raise CheckpointError for functions that Lightning would call by name when it loads weights."""
-    if trust:
-        return
-    for what, value in hyperparameters.unexpected_callables(state):
-        value = value if isinstance(value, str) else type(value).__name__
-        raise CheckpointError(
-            f"{file} names {value!r:.100} as the `{what}`, which is not Lightning's own: load_from_checkpoint could run"
-            " it. Nothing was run. If you trust the file, pass --trust (this tool does not run it then either)."
-        )
 
 
 def check_same_save(states: States) -> None:

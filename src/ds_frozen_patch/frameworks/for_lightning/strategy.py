@@ -116,8 +116,11 @@ def load_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
     in_flight.wait()
     with trust(), overridden(moved_in_deepspeed()):
         checkpoint = _load(wrapped, strategy, inspect.signature(wrapped).bind(*args, **kwargs))
-    if runs_nothing() and (ignored := forget_paths_outside(checkpoint)):
-        warn(owner_of(strategy), ignored)
+    module = getattr(strategy, "lightning_module", None)
+    if runs_nothing() and module is not None:
+        folders = [str(path) for item in module.trainer.checkpoint_callbacks if (path := getattr(item, "dirpath", ""))]
+        if ignored := forget_paths_outside(checkpoint, folders):
+            warn(owner_of(strategy), ignored)
     if isinstance(checkpoint, dict) and "loops" in checkpoint:
         batches.loaded[strategy] = checkpoint["loops"], checkpoint.get(batches.KEY)
     return checkpoint
