@@ -128,36 +128,6 @@ def test_a_fit_starts_from_weights(ranks: Any, tmp_path: Path, stage: int) -> No
         assert (by_trainer[3], by_hand[3]) == (1, 0)
 
 
-def save_masters(out: str, stage: int) -> None:
-    ds_frozen_patch.patch(fp32_weights=True)
-    train_and_save(out, stage)
-    start = Remembers()
-    options: dict[str, Any] = {
-        "enable_checkpointing": False,
-        "callbacks": [start],
-        "limit_train_batches": 1,
-        "epochs": 1,
-    }
-    fresh = runs.trainer(out, 2, strategy=strategy(stage), **options)
-    fresh.fit(runs.LoraRun(), runs.batches(2), ckpt_path=f"{out}/weights.ckpt")
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_fp32_masters(ranks: Any, tmp_path: Path, stage: int) -> None:
-    ranks(2, save_masters, out=str(tmp_path), stage=stage)
-    weights = torch.load(tmp_path / "weights.ckpt", weights_only=True)["state_dict"]
-    ds_frozen_patch.consolidate(tmp_path / "small.ckpt", tmp_path / "consolidated.ckpt")
-    expected = torch.load(tmp_path / "consolidated.ckpt", weights_only=True)["state_dict"]
-    assert weights.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(weights[name], value), name
-    assert any(not torch.equal(value, value.bfloat16().float()) for value in weights.values())
-    if hasattr(__import__("deepspeed").utils, "safe_set_full_fp32_param"):
-        start = torch.load(tmp_path / "start.ckpt", weights_only=True)["state_dict"]
-        for name, value in expected.items():
-            assert torch.equal(start[name], value), name
-
-
 def save_files(out: str) -> None:
     ds_frozen_patch.patch()
     trainer, _ = train_and_save(out, 2, "32-true")
@@ -244,17 +214,16 @@ def test_weights_of_another_model(ranks: Any, tmp_path: Path, stage: int) -> Non
         assert "weights.ckpt does not fit this module: missing keys: 'more'" in more
 
 
-def export_at_save(out: str, stage: int, masters: bool) -> None:
+def export_at_save(out: str, stage: int) -> None:
     for kind in ("safetensors", "peft"):
-        ds_frozen_patch.patch(export=kind, fp32_weights=masters)
+        ds_frozen_patch.patch(export=kind)
         train_and_save(f"{out}/{kind}", stage)
         ds_frozen_patch.unpatch()
 
 
-@pytest.mark.parametrize("masters", [True, False])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_an_export_at_every_save(ranks: Any, tmp_path: Path, stage: int, masters: bool) -> None:
-    ranks(2, export_at_save, out=str(tmp_path), stage=stage, masters=masters)
+def test_an_export_at_every_save(ranks: Any, tmp_path: Path, stage: int) -> None:
+    ranks(2, export_at_save, out=str(tmp_path), stage=stage)
     for kind, inside in (("safetensors", "trainable.safetensors"), ("peft", "adapter")):
         checkpoint = tmp_path / kind / "small.ckpt"
         ds_frozen_patch.export(checkpoint, tmp_path / f"by tool {kind}", format=kind)
@@ -267,10 +236,7 @@ def test_an_export_at_every_save(ranks: Any, tmp_path: Path, stage: int, masters
         tensors, by_tool = load_file(found), load_file(made)
         assert tensors.keys() == by_tool.keys()
         for name, value in by_tool.items():
-            if masters or PRECISION == "32-true":
-                assert torch.equal(tensors[name], value), name
-            else:
-                assert torch.equal(tensors[name], value.to(tensors[name].dtype)), name
+            assert torch.equal(tensors[name], value.to(tensors[name].dtype)), name
         assert not [item for item in checkpoint.rglob("*") if "partial" in item.name]
 
 

@@ -103,7 +103,7 @@ def _write(
     save: Save, file: Path, parameters: dict[str, Any], buffers: dict[str, Any], config: str | None = None
 ) -> None:
     """Write parameters and buffers to a safetensors file, and `config` to the `adapter_config.json` beside it."""
-    tensors = {name: (_dtype(parameter), shape_of(parameter)) for name, parameter in parameters.items()}
+    tensors = {name: (dtype_of(parameter), shape_of(parameter)) for name, parameter in parameters.items()}
     tensors |= {name: (dtype_of(buffer), tuple(buffer.shape)) for name, buffer in buffers.items()}
     values = _gather_values(parameters, buffers, is_first(save.owner))
     if is_first(save.owner) and not save.failures.errors:
@@ -133,7 +133,3 @@ def _to_bytes(value: Any, dtype: str) -> memoryview:
 
     converted = value.detach().cpu().to(getattr(torch, dtype)).contiguous().flatten()
     return memoryview(converted.view(torch.uint8).numpy())
-
-
-def _dtype(parameter: Any) -> str:
-    return "float32" if current().fp32_weights and parameter.is_floating_point() else dtype_of(parameter)
