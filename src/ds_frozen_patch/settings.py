@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
@@ -17,31 +17,113 @@ FLAG = "exclude_frozen_parameters"
 VerifyBase = Literal["error", "warn", "off"]
 Export = Literal["safetensors", "peft"]
 Optimizer = Literal["load", "restart"]
-VERIFY_BASE: tuple[str, ...] = get_args(VerifyBase)
-EXPORT: tuple[str, ...] = get_args(Export)
-OPTIMIZER: tuple[str, ...] = get_args(Optimizer)
 
 OF_RUN = tuple(f"DS_FROZEN_PATCH{end}" for end in ("", "_STRICT", "_CPU", "_WARNED"))
 """The environment variables that are no settings: those of `ds-frozen-patch run`, and one that its bootstrap sets."""
 
 
+def _metadata(text: str, choices: tuple[str, ...] = (), example: str = "") -> dict[str, Any]:
+    """What describes an option: a choice between words, a list of patterns such as the example, or else a switch."""
+    kind = "choice" if choices else "patterns" if example else "switch"
+    return {"help": text, "kind": kind, "choices": choices, "example": example}
+
+
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `patch()`."""
+    """The options of `patch()`.
 
-    verify_base: str = "error"
-    keep: tuple[str, ...] = ()
-    leave_out: tuple[str, ...] = ()
-    export: str | None = None
-    fp32_weights: bool = False
-    elastic: bool | None = None
-    optimizer: str = "load"
-    sync: bool = True
-    trust: bool = True
-    whole_model: bool = True
-    async_save: bool = False
-    verify_files: bool = True
-    resume_batches: bool = False
+    Each is declared here alone: its check, its environment variable, its line in the docstring of `patch()` and the
+    option of `ds-frozen-patch run` are made from the field. Its `metadata` has `help`, `kind` ("choice", "patterns" or
+    "switch"), the `choices` of a choice, and an `example` of a pattern.
+    """
+
+    verify_base: VerifyBase = field(
+        default="error",
+        metadata=_metadata(
+            "What to do if a checkpoint is loaded onto another base than the one it was saved with: `error` refuses"
+            " it, `warn` only warns, `off` skips the comparison.",
+            choices=get_args(VerifyBase),
+        ),
+    )
+    keep: tuple[str, ...] = field(
+        default=(),
+        metadata=_metadata(
+            "Shell patterns such as `*.random_features`: frozen parameters with matching names are saved anyway,"
+            " because no base has their values.",
+            example="*.random_features",
+        ),
+    )
+    leave_out: tuple[str, ...] = field(
+        default=(),
+        metadata=_metadata(
+            "Shell patterns such as `*.qweight`: buffers with matching names are left out as part of the base, and"
+            " frozen parameters are left out even if training changes them. The buffers of the quantized layers of"
+            " GPTQ, AWQ, HQQ, optimum-quanto and torchao are left out without it.",
+            example="*.qweight",
+        ),
+    )
+    export: Export | None = field(
+        default=None,
+        metadata=_metadata(
+            "Also write the trained weights into each checkpoint's directory, as `ds-frozen-patch export` does:"
+            " `safetensors` writes a file `trainable.safetensors`, `peft` a folder `adapter`.",
+            choices=get_args(Export),
+        ),
+    )
+    elastic: bool | None = field(
+        default=None,
+        metadata=_metadata(
+            "Reshard a checkpoint that was saved at another world size, or in another ZeRO stage or precision, when"
+            " it is loaded, into a temporary folder. Otherwise such a load is an error that says how to reshard, and"
+            " that mentions this option unless it is off.",
+        ),
+    )
+    optimizer: Optimizer = field(
+        default="load",
+        metadata=_metadata(
+            "`load` restores the optimizer. `restart` resumes from the checkpoint's master weights with a fresh"
+            " optimizer, which may be of another kind; it keeps the learning rates.",
+            choices=get_args(Optimizer),
+        ),
+    )
+    sync: bool = field(
+        default=True,
+        metadata=_metadata(
+            "Wait in each save until its files are on disk, so that a power cut or a crash of the machine loses"
+            " neither it nor the checkpoint that it replaces. If off, it can lose both.",
+        ),
+    )
+    trust: bool = field(
+        default=True,
+        metadata=_metadata(
+            "Let a load run code that the checkpoint names, as it can without `patch()`. If off, a load accepts only"
+            " tensors, plain values and DeepSpeed's own classes, and refuses anything else before it reads it (torch"
+            " 2.6 or newer; releases before 2.10 have known bypasses).",
+        ),
+    )
+    whole_model: bool = field(
+        default=True,
+        metadata=_metadata(
+            "Let Hugging Face's Trainer add the file of the whole model, frozen parameters included, to each"
+            " `checkpoint-N`, as it does without `patch()`. PEFT's adapters, what Trainer uploads and checkpoints of"
+            " `save_only_model=True` do not change.",
+        ),
+    )
+    async_save: bool = field(
+        default=False,
+        metadata=_metadata(
+            "Let training continue as soon as a save has copied what it writes into memory. The checkpoint gets its"
+            " name when its files are complete. The next save, a load, `wait()` and the end of the program wait for"
+            " that, and raise its errors.",
+        ),
+    )
+    verify_files: bool = field(
+        default=True,
+        metadata=_metadata(
+            "Read every file of a checkpoint before loading it, to compare it with the checksums that it contains. If"
+            " off, a flipped bit may be loaded; a truncated file, or one of another save or rank, is still an error.",
+        ),
+    )
 
     def keeps(self, names: Iterable[str]) -> bool:
         """Whether something frozen with these names is saved all the same."""
@@ -50,6 +132,15 @@ class Settings:
     def leaves_out(self, names: Iterable[str]) -> bool:
         """Whether what has these names is base, even if it is a buffer, or training changes it."""
         return matches(names, self.leave_out)
+
+
+OPTIONS: dict[str, Field[Any]] = {option.name: option for option in fields(Settings)}
+
+
+def described(option: Field[Any]) -> str:
+    """The help of an option, with its default."""
+    text: str = option.metadata["help"]
+    return text if option.default in (None, ()) else f"{text} Default: {option.default!r}."
 
 
 def matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
@@ -69,7 +160,8 @@ def checked(arguments: Mapping[str, Any], before: Settings | None = None) -> Set
         TypeError: an argument has the wrong type.
     """
     new = from_environment() if before is None else before
-    return replace(new, **{name: _CHECKS[name](value, name) for name, value in arguments.items() if value is not None})
+    given = {name: value for name, value in arguments.items() if value is not None}
+    return replace(new, **{name: _checked(OPTIONS[name], value, name) for name, value in given.items()})
 
 
 def from_environment() -> Settings:
@@ -78,14 +170,13 @@ def from_environment() -> Settings:
     Raises:
         ValueError: a variable has none of its possible values.
     """
-    words = {name: os.environ.get(variable(name), "") for name in _CHECKS}
-    values = {name: _from_word(name, word) for name, word in words.items() if word}
-    return replace(Settings(), **values)
+    words = {name: os.environ.get(variable(name), "") for name in OPTIONS}
+    return Settings(**{name: _from_word(OPTIONS[name], word) for name, word in words.items() if word})
 
 
 def unknown_variables() -> list[str]:
     """What is wrong with each environment variable that has our prefix, and no meaning."""
-    names = [*OF_RUN, *map(variable, _CHECKS)]
+    names = [*OF_RUN, *map(variable, OPTIONS)]
     unknown = sorted(name for name in os.environ if name.startswith("DS_FROZEN_PATCH") and name not in names)
     return [f"The environment variable {name} has no effect. {did_you_mean(name, names)}".strip() for name in unknown]
 
@@ -141,52 +232,25 @@ def switch(name: str) -> bool | None:
     return word == "1" if word else None
 
 
-def _from_word(name: str, word: str) -> Any:
-    if name in ("keep", "leave_out"):
+def _from_word(option: Field[Any], word: str) -> Any:
+    name = variable(option.name)
+    if option.metadata["kind"] == "patterns":
         return tuple(pattern.strip() for pattern in word.split(",") if pattern.strip())
-    if _CHECKS[name] is _bool:
-        return switch(variable(name))
-    return _CHECKS[name](word, variable(name))
+    return switch(name) if option.metadata["kind"] == "switch" else _checked(option, word, name)
 
 
-def _patterns(example: str) -> Callable[[Any, str], tuple[str, ...]]:
-    def check(value: Any, origin: str) -> tuple[str, ...]:
-        patterns = [value] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
-        if isinstance(value, str) or not all(isinstance(pattern, str) for pattern in patterns):
+def _checked(option: Field[Any], value: Any, origin: str) -> Any:
+    """The value of an option, if it is possible; `origin` is what the error calls it."""
+    if option.metadata["kind"] == "patterns":
+        patterns = (None,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
+        if not all(isinstance(pattern, str) for pattern in patterns):
+            example = option.metadata["example"]
             raise TypeError(f"{origin} must be a list of patterns such as [{example!r}], not {value!r}")
-        return tuple(patterns)
-
-    return check
-
-
-def _one_of(words: tuple[str, ...]) -> Callable[[Any, str], str]:
-    def check(value: Any, origin: str) -> str:
-        if not isinstance(value, str) or value not in words:
-            *others, last = map(repr, words)
-            raise ValueError(f"{origin} must be {', '.join(others)} or {last}, not {value!r}")
-        return value
-
-    return check
-
-
-def _bool(value: Any, origin: str) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{origin} must be True or False, not {value!r}")
+        return patterns
+    if option.metadata["kind"] == "switch":
+        if not isinstance(value, bool):
+            raise TypeError(f"{origin} must be True or False, not {value!r}")
+    elif value not in option.metadata["choices"]:
+        *others, last = map(repr, option.metadata["choices"])
+        raise ValueError(f"{origin} must be {', '.join(others)} or {last}, not {value!r}")
     return value
-
-
-_CHECKS: dict[str, Callable[[Any, str], Any]] = {
-    "verify_base": _one_of(VERIFY_BASE),
-    "keep": _patterns("*.random_features"),
-    "leave_out": _patterns("*.qweight"),
-    "export": _one_of(EXPORT),
-    "fp32_weights": _bool,
-    "elastic": _bool,
-    "optimizer": _one_of(OPTIMIZER),
-    "sync": _bool,
-    "trust": _bool,
-    "whole_model": _bool,
-    "async_save": _bool,
-    "verify_files": _bool,
-    "resume_batches": _bool,
-}

@@ -153,7 +153,7 @@ def save_unlike(out: str, how: str) -> tuple[str, str, float, int]:
     trainer = runs.trainer(out, 2, 2, epochs=1, enable_checkpointing=False)
     trainer.fit(runs.LoraRun(), runs.batches(2))
     trainer.save_checkpoint(f"{out}/a.ckpt")
-    settings = {"export": {"export": "safetensors"}, "keep": {"keep": ["*"]}, "fp32_weights": {"fp32_weights": True}}
+    settings = {"export": {"export": "safetensors"}, "keep": {"keep": ["*"]}}
     if odd:
         ds_frozen_patch.patch(**settings.get(how, {}))  # type: ignore[arg-type]
     begun, before = time.monotonic(), {*Path(out).rglob("*")}
@@ -175,7 +175,6 @@ UNLIKE = {
     "full_checkpoint": "exclude_frozen_parameters: True on rank 0, False on rank 1",
     "export": "export: None on rank 0, 'safetensors' on rank 1",
     "keep": "keep: () on rank 0, ('*',) on rank 1",
-    "fp32_weights": "fp32_weights: False on rank 0, True on rank 1",
     "weights_only": "what is saved: 'a checkpoint' on rank 0, 'the weights alone' on rank 1",
 }
 

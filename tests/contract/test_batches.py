@@ -1,158 +1,171 @@
-"""Promise 28: with `patch(resume_batches=True)`, a run that was saved within an epoch goes on at the next batch."""
+"""Promise 28: with a dataloader that has state, a run that was saved within an epoch resumes at the next batch."""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
-from random import Random
 from typing import Any
 
+import forked
 import pytest
+import runs
 import torch
-from batched import EPOCHS, SAMPLES, assert_goes_on, fit, in_processes, whole_and_resumed
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+from under_test import ModelCheckpoint, pl
 
-from ds_frozen_patch.frameworks.for_lightning.batches import KEY, _without_first
+import ds_frozen_patch
 
-pytestmark = pytest.mark.promise(28)
-everyday = pytest.mark.everyday
+pytestmark = [pytest.mark.promise(28), pytest.mark.everyday]
 
-CASES: dict[str, tuple[int, int, str, dict[str, Any]]] = {
-    "fixed order": (1, 5, "fixed", {}),
-    "DistributedSampler": (2, 15, "seeded", {"stage": 3, "validate": True}),
-    "accumulation": (2, 2, "seeded", {"accumulate": 3, "asks_for_steps": True}),
-    "the process's random numbers": (1, 29, "global", {"validate": True}),
-    "a generator and a batch sampler": (1, 7, "own", {"asks_for_steps": True}),
-    "a loader with state": (1, 5, "stateful", {"asks_for_steps": True}),
-}
-WORKERS: dict[str, tuple[int, list[int], str, dict[str, Any]]] = {
-    "workers": (1, [5, 29], "global", {"workers": 2}),
-    "persistent workers": (1, [5, 29], "global", {"workers": 2, "persistent": True}),
-    "persistent workers, and a generator": (1, [5, 29], "own", {"workers": 1, "persistent": True}),
-    "workers of two ranks": (2, [5, 15], "seeded", {"workers": 2, "persistent": True, "stage": 3}),
-}
+SAMPLES = 48
+EPOCHS = 3
+
+
+class Numbers(Dataset[Any]):
+    """Samples that say which they are."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, torch.randn(4, generator=torch.Generator().manual_seed(index))
+
+
+class Run(pl.LightningModule):
+    """A frozen and a trained layer, and the samples that it has seen."""
+
+    def __init__(self, kind: str, asks_for_steps: bool, workers: dict[str, Any]) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.base, self.head = torch.nn.Linear(4, 8).requires_grad_(False), torch.nn.Linear(8, 3)
+        self.kind, self.asks_for_steps, self.workers = kind, asks_for_steps, workers
+        self.samples: list[list[int]] = []
+
+    def train_dataloader(self) -> Any:
+        if self.kind == "plain":
+            return DataLoader(Numbers(), batch_size=2, shuffle=True, **self.workers)
+        if self.kind == "stateful":
+            replicas, rank = self.trainer.world_size, self.trainer.global_rank
+            sampler = StatefulDistributedSampler(Numbers(), num_replicas=replicas, rank=rank)
+            return StatefulDataLoader(Numbers(), batch_size=2, sampler=sampler, **self.workers)
+        return StatefulDataLoader(Numbers(), batch_size=2, shuffle=True, **self.workers)
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        self.samples.append(batch[0].tolist())
+        loss: torch.Tensor = self.head(self.base(batch[1])).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        if self.asks_for_steps:  # as for a learning rate that decays to its end
+            assert self.trainer.estimated_stepping_batches == EPOCHS * SAMPLES // 2 // self.trainer.world_size
+        return torch.optim.AdamW(self.head.parameters(), lr=1e-2)
+
+
+def fit(
+    out: str,
+    world_size: int,
+    *,
+    step: int | None = None,
+    resume: int | None = None,
+    stage: int = 2,
+    kind: str = "stateful",
+    workers: dict[str, Any] | None = None,
+    asks_for_steps: bool = False,
+) -> dict[str, Any]:
+    """What a run saw, trained and logged. It saves after `step` steps, or resumes from the checkpoint of that step."""
+    ds_frozen_patch.patch()
+    saves = ModelCheckpoint(out, filename="{step}", save_top_k=-1, every_n_train_steps=step or 10**6)
+    options: dict[str, Any] = {"use_distributed_sampler": False} if kind == "own shuffle" else {}
+    trainer = runs.trainer(out, world_size, stage, epochs=EPOCHS, precision="32-true", callbacks=[saves], **options)
+    module = Run(kind, asks_for_steps, workers or {})
+    torch.manual_seed(3 if resume else 2)
+    with runs.heard() as said:
+        trainer.fit(module, ckpt_path=f"{out}/step={resume}.ckpt" if resume else None)
+    return {
+        "samples": module.samples,
+        "state": runs.trained_state(module),
+        "ended": [trainer.global_step, trainer.current_epoch],
+        "said": [message for message in said if "StatefulDataLoader" in message],
+    }
+
+
+def whole_and_resumed(step: int, **options: Any) -> list[dict[str, Any]]:
+    """The results of an uninterrupted run, and of a run that resumes from its checkpoint of this step."""
+    return [fit(step=step, **options), fit(resume=step, **options)]
+
+
+def assert_resumed(whole: dict[str, Any], resumed: dict[str, Any], step: int) -> None:
+    assert whole["said"] == resumed["said"] == []
+    assert resumed["samples"] == whole["samples"][step:]
+    assert (resumed["state"], resumed["ended"]) == (whole["state"], whole["ended"])
 
 
 @pytest.mark.parametrize(
-    ("order", "options"),
-    [("seeded", {"accumulate": 2}), ("global", {"validate": True}), ("own", {})],
-)
-def test_random_steps(ranks: Any, tmp_path: Path, pytestconfig: Any, order: str, options: dict[str, Any]) -> None:
-    """`--rounds` asks for more of them."""
-    epoch = SAMPLES // 2 // options.get("accumulate", 1)
-    steps = [epoch, *Random(order).choices(range(1, EPOCHS * epoch - 1), k=2 * pytestconfig.getoption("--rounds"))]
-    arguments = {"out": str(tmp_path), "steps": steps, "world_size": 1, "order": order, **options}
-    ((whole, *later),) = ranks(1, whole_and_resumed, **arguments)
-    for step, resumed in zip(steps, later, strict=True):
-        assert_goes_on(whole, resumed, step * options.get("accumulate", 1))
-        assert resumed["said"] == []
-
-
-@everyday
-@pytest.mark.parametrize("case", CASES)
-def test_goes_on(ranks: Any, tmp_path: Path, case: str) -> None:
-    world_size, step, order, options = CASES[case]
-    arguments = {"out": str(tmp_path), "steps": [step], "world_size": world_size, "order": order, **options}
-    for whole, resumed in ranks(world_size, whole_and_resumed, **arguments):
-        assert_goes_on(whole, resumed, step * options.get("accumulate", 1))
-        assert resumed["said"] == []
-
-
-@everyday
-@pytest.mark.parametrize("case", WORKERS)
-def test_workers(tmp_path: Path, case: str) -> None:
-    world_size, steps, order, options = WORKERS[case]
-    for rank, (whole, *later) in enumerate(in_processes(world_size, tmp_path, steps=steps, order=order, **options)):
-        for step, resumed in zip(steps, later, strict=True):
-            assert_goes_on(whole, resumed, step)
-            assert [said for said in resumed["said"] if "its workers draw their random numbers anew" not in said] == []
-            assert len(resumed["said"]) == (rank == 0)
-
-
-@everyday
-def test_workers_that_have_not_started() -> None:
-    numbers: Any = range(6)
-    loader: DataLoader[int] = DataLoader(numbers, batch_size=None, num_workers=1, persistent_workers=True)
-    with _without_first(loader, 2):
-        begun = iter(loader)
-    assert [list(begun), list(loader)] == [[2, 3, 4, 5], [*range(6)]]
-
-
-@everyday
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_goes_on_at_another_world_size(ranks: Any, tmp_path: Path, world_size: int) -> None:
-    """The global batches are the same ones."""
-    step, order = 9, "seeded"
-    whole = ranks(2, fit, out=str(tmp_path), step=step, world_size=2, order=order, size=2)
-    checkpoint = str(tmp_path / f"step={step}.ckpt")
-    resumed = ranks(
-        world_size,
-        fit,
-        out=str(tmp_path),
-        step=10**6,
-        world_size=world_size,
-        order=order,
-        resume=checkpoint,
-        size=4 // world_size,
-    )
-    assert global_batches(resumed) == global_batches(whole)[step:]
-    assert resumed[0]["ended"] == whole[0]["ended"]
-
-
-def global_batches(found: list[dict[str, Any]]) -> list[list[int]]:
-    """The samples of all ranks, by batch."""
-    batches = zip(*(rank["samples"] for rank in found), strict=True)
-    return [sorted(index for part in parts for index in part) for parts in batches]
-
-
-@everyday
-@pytest.mark.parametrize(
-    ("order", "option", "said"),
+    ("world_size", "step", "options"),
     [
-        ("fixed", False, "pass resume_batches=True to patch(), at the save as well"),
-        ("stream", True, "can skip batches"),
-        ("lazy", True, "can skip batches"),
+        (1, 5, {}),
+        (1, 29, {"kind": "own shuffle", "asks_for_steps": True}),
+        (2, 7, {"stage": 3}),
+        (2, 19, {"asks_for_steps": True}),
     ],
 )
-def test_says_what_it_cannot(ranks: Any, tmp_path: Path, order: str, option: bool, said: str) -> None:
-    options: dict[str, Any] = {"steps": [5], "world_size": 1, "order": order, "option": option}
-    ((whole, resumed),) = ranks(1, whole_and_resumed, out=str(tmp_path), **options)
-    assert whole["said"] == []
-    (message,) = resumed["said"]
-    assert said in message
-    assert resumed["samples"][0] == whole["samples"][0]
+def test_resumes_at_the_next_batch(
+    ranks: Any, tmp_path: Path, world_size: int, step: int, options: dict[str, Any]
+) -> None:
+    arguments = {"out": str(tmp_path), "world_size": world_size, "step": step, **options}
+    for whole, resumed in ranks(world_size, whole_and_resumed, **arguments):
+        assert_resumed(whole, resumed, step)
 
 
-@everyday
-def test_warns_of_a_shuffle_that_was_not_saved(ranks: Any, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"world_size": 1, "order": "global"}
-    ranks(1, fit, out=str(tmp_path), step=5, option=False, **options)
-    (resumed,) = ranks(1, fit, out=str(tmp_path), step=10**6, resume=str(tmp_path / "step=5.ckpt"), **options)
-    (message,) = resumed["said"]
-    assert "the shuffle is drawn anew" in message
+@pytest.mark.parametrize(("world_size", "step", "persistent"), [(1, 5, False), (1, 29, True), (2, 19, False)])
+def test_resumes_with_workers(tmp_path: Path, world_size: int, step: int, persistent: bool) -> None:
+    workers = {"num_workers": 2, "persistent_workers": persistent}
+    for whole, resumed in in_processes(world_size, tmp_path, step=step, workers=workers):
+        assert_resumed(whole, resumed, step)
 
 
-def resume_with(position: Any, out: str, **options: Any) -> Any:
-    """Resume from a checkpoint in which the position is another one."""
-    (file,) = Path(out, "step=5.ckpt").rglob("*model_states.pt")
-    torch.save(torch.load(file, weights_only=False) | {KEY: position}, file)
-    os.environ["DS_FROZEN_PATCH_VERIFY_FILES"] = "0"
-    return fit(out=out, step=10**6, resume=f"{out}/step=5.ckpt", **options)
+def in_processes(world_size: int, out: Path, **options: Any) -> list[list[dict[str, Any]]]:
+    """`whole_and_resumed` in processes that may have children, which those of the fixture `ranks` may not."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": forked.free_port(), "WORLD_SIZE": world_size}
+    common |= {"LOCAL_SIZE": world_size, "NODE_RANK": 0, "DS_ACCELERATOR": "cpu"}
+    program = "import sys, warm, test_batches; test_batches.main(sys.argv[1])"
+    arguments = json.dumps({"out": str(out), "world_size": world_size, **options})
+    processes = []
+    for rank in range(world_size):
+        environment = {name: str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        processes.append(
+            subprocess.Popen([sys.executable, "-c", program, arguments], env={**os.environ, **environment})
+        )
+    assert [process.wait() for process in processes] == [0] * world_size
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(world_size)]
 
 
-@everyday
-def test_goes_on_without_random_states(ranks: Any, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"world_size": 1, "order": "global"}
-    ranks(1, fit, out=str(tmp_path), step=5, **options)
-    state = torch.get_rng_state()
-    for position in (
-        "text",
-        {"ranks": 1},
-        {"ranks": torch.ones(2)},
-        {"ranks": 1, "now": state.float(), "global": state, "generators": []},
-        {"ranks": 1, "now": state, "global": state[1:], "generators": []},
-        {"ranks": 1, "now": state, "global": state, "generators": 3},
-    ):
-        (resumed,) = ranks(1, resume_with, position=position, out=str(tmp_path), **options)
-        (message,) = resumed["said"]
-        assert "the shuffle is drawn anew" in message
+def main(arguments: str) -> None:
+    """What each of the processes runs."""
+    options = json.loads(arguments)
+    Path(options["out"], f"{os.environ['RANK']}.json").write_text(json.dumps(whole_and_resumed(**options)))
+
+
+def resumed_without_state(out: str) -> list[list[str]]:
+    """What is logged by resumes that Lightning cannot begin at the next batch, and by one from an epoch's end."""
+    said = []
+    for saved, resumed in (("plain", "plain"), ("plain", "stateful"), ("shuffled", "shuffled")):
+        fit(f"{out}/{saved}", 1, step=12, kind=saved)
+        said.append(fit(f"{out}/{saved}", 1, resume=12, kind=resumed)["said"])
+    return [*said, fit(f"{out}/shuffled", 1, resume=24, kind="shuffled")["said"]]
+
+
+def test_warns_that_an_epoch_starts_again(ranks: Any, tmp_path: Path) -> None:
+    ((*within, at_its_end),) = ranks(1, resumed_without_state, out=str(tmp_path))
+    assert len(within) == 3
+    for said in within:
+        (message,) = said
+        assert "saved within an epoch, after 12 batches" in message
+        assert "use torchdata's StatefulDataLoader" in message
+    assert at_its_end == []

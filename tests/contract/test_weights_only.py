@@ -129,36 +129,6 @@ def test_a_fit_starts_from_weights(ranks: Any, tmp_path: Path, stage: int) -> No
         assert (by_trainer[3], by_hand[3]) == (1, 0)
 
 
-def save_masters(out: str, stage: int) -> None:
-    ds_frozen_patch.patch(fp32_weights=True)
-    train_and_save(out, stage)
-    start = Remembers()
-    options: dict[str, Any] = {
-        "enable_checkpointing": False,
-        "callbacks": [start],
-        "limit_train_batches": 1,
-        "epochs": 1,
-    }
-    fresh = runs.trainer(out, 2, strategy=strategy(stage), **options)
-    fresh.fit(runs.LoraRun(), runs.batches(2), ckpt_path=f"{out}/weights.ckpt")
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_fp32_masters(ranks: Any, tmp_path: Path, stage: int) -> None:
-    ranks(2, save_masters, out=str(tmp_path), stage=stage)
-    weights = torch.load(tmp_path / "weights.ckpt", weights_only=True)["state_dict"]
-    ds_frozen_patch.consolidate(tmp_path / "small.ckpt", tmp_path / "consolidated.ckpt")
-    expected = torch.load(tmp_path / "consolidated.ckpt", weights_only=True)["state_dict"]
-    assert weights.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(weights[name], value), name
-    assert any(not torch.equal(value, value.bfloat16().float()) for value in weights.values())
-    if hasattr(__import__("deepspeed").utils, "safe_set_full_fp32_param"):
-        start = torch.load(tmp_path / "start.ckpt", weights_only=True)["state_dict"]
-        for name, value in expected.items():
-            assert torch.equal(start[name], value), name
-
-
 def save_files(out: str) -> None:
     ds_frozen_patch.patch()
     trainer, _ = train_and_save(out, 2, "32-true")

@@ -34,13 +34,13 @@ def save_after_a_fit(place: Place, out: str, stage: int) -> Any:
 
     Lightning has moved the model to the CPU by then, and NCCL handles only GPUs.
     """
-    ds_frozen_patch.patch(export="safetensors", fp32_weights=True)
+    ds_frozen_patch.patch(export="safetensors")
     looks = Looks()
     trainer = place.trainer(out, strategy(stage, PARTITIONED), looks, epochs=1)
     trainer.fit(runs.LoraRun(), place.data())
     trainer.save_checkpoint(f"{out}/small.ckpt")
     trainer.save_checkpoint(f"{out}/weights.ckpt", weights_only=True)
-    return {**looks.masters, "seen": looks.state["seen"]}
+    return {name: looks.state[name] for name in (*looks.masters, "seen")}
 
 
 @pytest.mark.promise(8)
@@ -51,8 +51,9 @@ def test_saves_after_a_fit(ranks: Any, tmp_path: Path, place: Place, stage: int)
     found = ds_frozen_patch.verify(tmp_path / "small.ckpt")
     assert (found.problems, found.trained, found.left_out) == ((), 8, 20)
     content = torch.load(tmp_path / "weights.ckpt", map_location="cpu", weights_only=False)
-    for weights in (content["state_dict"], load_file(tmp_path / "small.ckpt" / "trainable.safetensors")):
-        assert {name: runs.digest(value) for name, value in weights.items()} == trained
+    weights, exported = content["state_dict"], load_file(tmp_path / "small.ckpt" / "trainable.safetensors")
+    assert {name: runs.digest(value) for name, value in weights.items()} == trained
+    assert {name: runs.digest(value.to(weights[name].dtype)) for name, value in exported.items()} == trained
 
 
 def be_deterministic() -> None:

@@ -137,7 +137,6 @@ def test_options_become_settings(run: Run) -> None:
         "q",
         "--export",
         "peft",
-        "--fp32-weights",
         "--elastic",
         "--optimizer",
         "restart",
@@ -146,13 +145,12 @@ def test_options_become_settings(run: Run) -> None:
         "--no-whole-model",
         "--async-save",
         "--no-verify-files",
-        "--resume-batches",
     ]
     said = run(program, *options).stdout
     assert said == (
-        "Settings(verify_base='warn', keep=('a.*', 'b'), leave_out=('q',), export='peft', fp32_weights=True,"
+        "Settings(verify_base='warn', keep=('a.*', 'b'), leave_out=('q',), export='peft',"
         " elastic=True, optimizer='restart', sync=False, trust=False, whole_model=False, async_save=True,"
-        " verify_files=False, resume_batches=True)\n"
+        " verify_files=False)\n"
     )
     assert "elastic=False" in run(program, "--no-elastic", DS_FROZEN_PATCH_KEEP=" c , d ").stdout
     assert "keep=('c', 'd')" in run(program, DS_FROZEN_PATCH_KEEP=" c , d ").stdout

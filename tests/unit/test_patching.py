@@ -6,14 +6,20 @@ differ as no real release does; the last ones use the real ones.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
+from typing import get_type_hints
 
 import pytest
 from made_up import FLAG, STRATEGY, Site
 from under_test import FABRIC, TRAINER
+
+import ds_frozen_patch as dfp
+from ds_frozen_patch.settings import Settings
 
 pytestmark = pytest.mark.promise(11)
 
@@ -372,19 +378,6 @@ def test_without_lightning(site: Site) -> None:
     assert states(site, "dfp.patch(); import deepspeed.runtime.engine")["deepspeed"] == "applied True"
 
 
-@pytest.mark.promise(12)
-def test_targets(site: Site) -> None:
-    site.lightning("pytorch_lightning")
-    imported = "import lightning.pytorch.strategies.deepspeed, pytorch_lightning.strategies.deepspeed"
-    found = states(site, f"dfp.patch(targets=['pytorch_lightning']); {imported}")
-    assert found["lightning.pytorch"] == "patchable False"
-    assert found["pytorch_lightning"] == "applied True"
-    assert found["deepspeed"] == "armed False"
-    # Another one that cannot be patched is of no account.
-    site.write("lightning/fabric/strategies/deepspeed.py", "")
-    assert states(site, "dfp.patch(targets=['pytorch_lightning'])")["lightning.fabric"] == "refused False"
-
-
 @pytest.mark.promise(15)
 @pytest.mark.parametrize("shown_by", ["the source", "the import"])
 def test_beside_lightning_an_accelerate_that_cannot_be_patched_is_left_alone(site: Site, shown_by: str) -> None:
@@ -400,9 +393,7 @@ def test_beside_lightning_an_accelerate_that_cannot_be_patched_is_left_alone(sit
     assert warned.count("accelerate 1.10.0") == 1
     found = states(site, patch)
     assert (found["accelerate"], found["lightning.pytorch"]) == ("refused False", "applied True")
-    named = REFUSED.replace("dfp.patch()", "dfp.patch(targets=['lightning.pytorch', 'accelerate'])")
     if shown_by == "the source":
-        assert "nothing is patched.\naccelerate 1.10.0: " in site.run(named)
         shutil.rmtree(site.root / "lightning")
         assert "nothing is patched.\naccelerate 1.10.0: " in site.run(REFUSED)
 
@@ -416,24 +407,6 @@ def test_a_trainer_that_renames_its_folder_is_refused(site: Site, is_imported: b
     assert states(site, look)["transformers"] == "refused False"
     site.transformers("4.39.3")
     assert states(site, look)["transformers"] == "patchable False"
-
-
-@pytest.mark.promise(12)
-def test_wrong_targets(site: Site) -> None:
-    program = """
-def refused(error, *words, **arguments):
-    try: dfp.patch(**arguments)
-    except error as raised: assert all(word in str(raised) for word in words), raised
-    else: raise AssertionError(arguments)
-refused(TypeError, "targets", "'deepspeed'", targets="deepspeed")
-refused(TypeError, "targets", targets=[1])
-refused(ValueError, "'lightning.pytorch'", "'transformers'", "not 'lightning'", targets=["lightning"])
-refused(dfp.PatchError, "not installed", "accelerate, transformers", targets=["transformers"])
-dfp.patch(targets=["lightning.pytorch"])
-dfp.patch(targets=["lightning.pytorch"], keep=["*.weight"])
-refused(dfp.PatchError, "in force for other targets", "lightning.fabric", targets=["lightning.fabric"])
-"""
-    site.run(program)
 
 
 @pytest.mark.promise(12)
@@ -509,6 +482,17 @@ for one in caught: print(one.filename, one.message)
     lines = site.run(LOOK + program).splitlines()
     assert len(lines) == bool(named)
     assert all(name in lines[0] and lines[0].startswith("<string>") for name in named)
+
+
+def test_patch_has_the_options_as_arguments() -> None:
+    """Editors read them in its signature, and people their help in its docstring."""
+    types = {name: kind for name, kind in get_type_hints(dfp.patch).items() if name != "return"}
+    declared = get_type_hints(Settings)
+    patterns = {tuple[str, ...]: Iterable[str]}
+    assert types == {name: patterns.get(kind, kind) | None for name, kind in declared.items()}
+    assert list(types) == [field.name for field in dataclasses.fields(Settings)]
+    for field in dataclasses.fields(Settings):
+        assert f"    {field.name}: {field.metadata['help'][:40]}" in str(dfp.patch.__doc__)
 
 
 @pytest.mark.promise(12)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .. import __version__
 from ..checkpoint.dtypes import DTYPES
 from ..common.text import did_you_mean
-from ..settings import EXPORT, OPTIMIZER, VERIFY_BASE
+from ..settings import OPTIONS, described
 from ..tools.export import FORMATS
 from ..tools.reshard import PRECISIONS
 from . import commands
@@ -162,7 +162,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--precision", choices=PRECISIONS, help="of the run that is to load it (default: as it is)")
     command.add_argument(
         "--optimizer",
-        choices=OPTIMIZER,
+        choices=OPTIONS["optimizer"].metadata["choices"],
         default="load",
         help="restart: write the masters alone, for a fresh optimizer",
     )
@@ -180,54 +180,14 @@ def _add_run_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--strict", action="store_true", default=None, help="exit with an error if patching is not possible"
     )
-    command.add_argument("--verify-base", choices=VERIFY_BASE, help="what to do if the base differs at load")
-    command.add_argument(
-        "--keep", metavar="PATTERN", action="append", help="frozen parameters to save anyway (repeatable)"
-    )
-    command.add_argument(
-        "--leave-out", metavar="PATTERN", action="append", help="buffers to leave out as part of the base (repeatable)"
-    )
-    command.add_argument("--export", choices=EXPORT, help="also export the trained weights into each checkpoint")
-    command.add_argument(
-        "--fp32-weights", action="store_true", default=None, help="save the fp32 masters in weights-only checkpoints"
-    )
-    command.add_argument(
-        "--elastic",
-        action=argparse.BooleanOptionalAction,
-        help="reshard checkpoints of another world size, ZeRO stage or precision at load",
-    )
-    command.add_argument(
-        "--optimizer", choices=OPTIMIZER, help="restart: go on from the masters of a checkpoint with a fresh optimizer"
-    )
-    command.add_argument(
-        "--sync",
-        action=argparse.BooleanOptionalAction,
-        help="wait until saved files are on disk (default: yes)",
-    )
-    command.add_argument(
-        "--trust",
-        action=argparse.BooleanOptionalAction,
-        help="allow loads to run code that a checkpoint names (default: yes, with a warning)",
-    )
-    command.add_argument(
-        "--whole-model",
-        action=argparse.BooleanOptionalAction,
-        help="let Hugging Face's Trainer add the file of the whole model to a checkpoint (default: yes)",
-    )
-    command.add_argument(
-        "--async-save", action="store_true", default=None, help="let training go on while a save is being written"
-    )
-    command.add_argument(
-        "--verify-files",
-        action=argparse.BooleanOptionalAction,
-        help="compare the files of a checkpoint with their checksums at load (default: yes)",
-    )
-    command.add_argument(
-        "--resume-batches",
-        action="store_true",
-        default=None,
-        help="with Lightning, resume within an epoch at the next batch",
-    )
+    for option in OPTIONS.values():
+        words, kind = described(option).replace("`", ""), option.metadata["kind"]
+        settings: dict[str, Any] = {
+            "choice": {"choices": option.metadata["choices"], "help": words},
+            "patterns": {"metavar": "PATTERN", "action": "append", "help": f"{words} Repeatable."},
+            "switch": {"action": argparse.BooleanOptionalAction, "help": words},
+        }[kind]
+        command.add_argument(f"--{option.name.replace('_', '-')}", **settings)
     command.add_argument("--cpu", action="store_true", default=None, help="train on CPU, to test without a GPU")
     command.add_argument("--env", action="store_true", help="print the environment variables instead, for a shell")
 

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..parameters import Contents, plain
-from ..settings import current
-from ..workarounds.for_deepspeed import on_the_accelerator
 
 if TYPE_CHECKING:
     import torch
@@ -16,8 +14,6 @@ if TYPE_CHECKING:
 def gathered(parameters: Mapping[str, torch.nn.Parameter], on_this_rank: bool) -> Iterator[tuple[str, Any]]:
     """Each parameter's name with its whole value in CPU memory; every rank must go through all of them.
 
-    The value is the model's own, or with `patch(fp32_weights=True)` the optimizer's fp32 master where there is one.
-
     Args:
         parameters: by name, in the same order on every rank.
         on_this_rank: whether this rank wants the values; the others get None.
@@ -25,23 +21,9 @@ def gathered(parameters: Mapping[str, torch.nn.Parameter], on_this_rank: bool) -
     from deepspeed import zero
 
     for name, parameter in parameters.items():
-        master = _master(parameter) if current().fp32_weights else None
-        if master is not None:
-            yield name, master.detach().to("cpu", copy=True) if on_this_rank else None
-            continue
         with zero.GatheredParameters([parameter]):
             value = parameter.detach().to("cpu", copy=True) if on_this_rank else None
         yield name, value
-
-
-def _master(parameter: torch.nn.Parameter) -> Any:
-    """The whole fp32 master of a parameter; None where it has none of its own, on every rank alike."""
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    if not parameter.requires_grad or (hasattr(parameter, "ds_id") and not hasattr(parameter, "_z3_optimizer")):
-        return None
-    with on_the_accelerator(parameter):
-        return safe_get_full_fp32_param(parameter)
 
 
 def put(module: torch.nn.Module, weights: Mapping[str, Any]) -> None:

@@ -45,7 +45,7 @@ TARGET = Target(
     ("_prepare_deepspeed", "save_state", "load_state"),
     ("accelerate",),
     judge,
-    "install a tested release of accelerate, or leave it out of patch(targets=[...])",
+    "install a tested release of accelerate, or uninstall it if nothing uses it",
     "accelerate",
 )
 

@@ -49,7 +49,7 @@ TARGET = Target(
     ("train", "_save_checkpoint", "_get_output_dir", *_WRITERS),
     ("transformers",),
     judge,
-    "install a tested release of transformers (4.40.2 is the oldest), or leave it out of patch(targets=[...])",
+    "install a tested release of transformers (4.40.2 is the oldest), or uninstall it if nothing uses it",
     "transformers",
 )
 BESIDE = (

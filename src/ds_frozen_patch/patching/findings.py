@@ -14,27 +14,24 @@ from ..settings import FLAG, unknown_variables
 from .tested import newer_than_tested
 
 
-def probe_all(names: frozenset[str], must_be_there: bool) -> dict[str, Finding]:
+def probe_all() -> dict[str, Finding]:
     """Probe every target.
 
-    Args:
-        names: of the targets that `patch()` is to serve.
-        must_be_there: whether its caller has named them.
-
     Raises:
-        PatchError: one of them cannot be patched and must not be left alone, or is not installed.
+        PatchError: one of them cannot be patched and must not be left alone, or DeepSpeed is not installed.
     """
     findings = {what.name: probe(what) for what in (*OWNERS, ENGINE)}
-    served = {name: finding for name, finding in findings.items() if name in names}
     if findings[ENGINE.name].verdict == "not installed":
         raise PatchError("DeepSpeed is not installed. Install it: pip install 'deepspeed>=0.10.1'.")
-    if must_be_there and (absent := [name for name, finding in served.items() if finding.verdict == "not installed"]):
-        raise PatchError(f"patch(targets=[...]) names what is not installed: {', '.join(absent)}.")
-    refused = [(name, finding) for name, finding in served.items() if finding.verdict == "refused"]
-    others = [name for name, finding in served.items() if finding.verdict in ("patchable", "native")]
-    if refused and (must_be_there or not all(may_be_left_alone(name, others) for name, _ in refused)):
+    refused = [(name, finding) for name, finding in findings.items() if finding.verdict == "refused"]
+    if not all(may_be_left_alone(name, _served(findings)) for name, _ in refused):
         raise PatchError(refusal(refused))
     return findings
+
+
+def _served(findings: dict[str, Finding]) -> set[str]:
+    """The names of the targets that can be patched."""
+    return {name for name, finding in findings.items() if finding.verdict in ("patchable", "native")}
 
 
 def refusal(refused: list[tuple[str, Finding]]) -> str:
@@ -48,24 +45,22 @@ def _reasons(refused: list[tuple[str, Finding]]) -> str:
     )
 
 
-def to_be_served(findings: dict[str, Finding], names: frozenset[str]) -> dict[str, list[Target]]:
+def to_be_served(findings: dict[str, Finding]) -> dict[str, list[Target]]:
     """What to wrap, by the name of its module."""
     modules: dict[str, list[Target]] = {}
     for what in (*OWNERS, ENGINE, *BESIDE):
-        finding = findings[what.name]
-        if what.name in names and finding.verdict in ("patchable", "native") and not finding.complete:
+        if what.name in _served(findings) and not findings[what.name].complete:
             modules.setdefault(what.module, []).append(what)
     return modules
 
 
-def warn_of_untested(findings: dict[str, Finding], names: frozenset[str]) -> None:
+def warn_of_untested(findings: dict[str, Finding]) -> None:
     """Warn of releases that are newer than all tested ones."""
-    served = {name for name in names if findings[name].verdict in ("patchable", "native")}
     newer = {
         f"{what.distributions[0]} {findings[what.name].version} (tested: up to {tested})"
         for what in (*OWNERS, ENGINE)
         # A program of Lightning's may have nothing to do with Accelerate and Trainer.
-        if what.name in names and not may_be_left_alone(what.name, served)
+        if not may_be_left_alone(what.name, _served(findings))
         if (tested := newer_than_tested(what, findings[what.name].version))
     }
     if newer:
@@ -75,9 +70,9 @@ def warn_of_untested(findings: dict[str, Finding], names: frozenset[str]) -> Non
         )
 
 
-def warn_of_complete(findings: dict[str, Finding], names: frozenset[str]) -> None:
+def warn_of_complete(findings: dict[str, Finding]) -> None:
     """Warn of what our patch series is applied to."""
-    complete = [f"{name} {finding.version}" for name, finding in findings.items() if finding.complete and name in names]
+    complete = [f"{name} {finding.version}" for name, finding in findings.items() if finding.complete]
     if complete:
         _warn_caller(
             f"patch() does not touch what our patch series is applied to: {', '.join(complete)}. Its checkpoints are"
@@ -85,9 +80,9 @@ def warn_of_complete(findings: dict[str, Finding], names: frozenset[str]) -> Non
         )
 
 
-def warn_of_refused(findings: dict[str, Finding], names: frozenset[str]) -> None:
+def warn_of_refused(findings: dict[str, Finding]) -> None:
     """Warn of those that are left alone; any other is an error."""
-    if refused := [(name, findings[name]) for name in sorted(names) if findings[name].verdict == "refused"]:
+    if refused := [(name, finding) for name, finding in sorted(findings.items()) if finding.verdict == "refused"]:
         _warn_caller(f"patch() leaves some frameworks as they are. {_reasons(refused)}")
 
 

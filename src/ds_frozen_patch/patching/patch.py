@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from types import ModuleType
-from typing import Any, ParamSpec
+from typing import ParamSpec
 
 import wrapt
 
@@ -19,7 +20,7 @@ from ..common.errors import PatchError
 from ..common.probing import Finding, Target, imported_class, probe
 from ..engine.served import release_all
 from ..engine.target import ENGINE
-from ..frameworks.targets import BESIDE, OWNERS, chosen, may_be_left_alone
+from ..frameworks.targets import BESIDE, OWNERS, may_be_left_alone
 from ..publish import in_flight
 from ..settings import Export, Optimizer, VerifyBase
 from .findings import (
@@ -83,7 +84,6 @@ def patch(
     keep: Iterable[str] | None = None,
     leave_out: Iterable[str] | None = None,
     export: Export | None = None,
-    fp32_weights: bool | None = None,
     elastic: bool | None = None,
     optimizer: Optimizer | None = None,
     sync: bool | None = None,
@@ -91,8 +91,6 @@ def patch(
     whole_model: bool | None = None,
     async_save: bool | None = None,
     verify_files: bool | None = None,
-    resume_batches: bool | None = None,
-    targets: Iterable[str] | None = None,
 ) -> Status:
     """Make the checkpoints of every installed Lightning, of Accelerate and of Trainer trainable-only, and loadable.
 
@@ -100,76 +98,33 @@ def patch(
     A second call changes only the settings that it names. Engines that none of these has made need `serve()`.
 
     Args:
-        verify_base: what to do if a checkpoint is loaded onto another base than the one it was saved with: "error"
-            (the default), "warn", or "off" to skip the comparison.
-        keep: shell patterns such as `*.random_features`: frozen parameters with matching names are saved all the
-            same, because no base has their values.
-        leave_out: shell patterns such as `*.qweight`: buffers with matching names are left out as part of the base, and
-            frozen parameters are left out even if training changes them. The buffers of the quantized layers of GPTQ,
-            AWQ, HQQ, optimum-quanto and torchao are left out without it.
-        export: what to add to each checkpoint's directory, ready to use: "safetensors" for a file
-            `trainable.safetensors`, or "peft" for a folder `adapter`, as `export` writes them from the checkpoint.
-        fp32_weights: write the optimizer's fp32 masters to single files (of `save_weights_only=True`) and to what
-            `export` adds, instead of the model's own weights, which may have 16 bits.
-        elastic: reshard a checkpoint that was saved at another world size, or in another ZeRO stage or precision, when
-            it is loaded, into a temporary folder. Without it such a load is an error that says how to reshard, and that
-            mentions this option unless it is False.
-        optimizer: "load" (the default), or "restart" to go on from the master weights of a checkpoint with a fresh
-            optimizer, which may be of another kind; it keeps the learning rates.
-        sync: whether a save waits until its files are on the disk (True by default), so that a power cut or a crash of
-            the machine loses neither it nor the checkpoint that it replaces. With False it can lose both.
-        trust: whether a load may run code that a checkpoint names. False: it loads tensors, plain values and
-            DeepSpeed's own classes, and refuses anything else before it reads it (torch 2.6 or newer; releases before
-            2.10 have known bypasses). True (the default): it may, as without `patch()`.
-        whole_model: whether Hugging Face's Trainer adds the file of the whole model, frozen parameters included, to
-            each `checkpoint-N`, as it does without `patch()` (True by default). PEFT's adapters, what Trainer uploads
-            and checkpoints of `save_only_model=True` do not change.
-        async_save: let training go on as soon as a save has copied what it writes into memory. The files are written
-            meanwhile, and the checkpoint gets its name when they are whole. The next save, a load, `wait()` and the end
-            of the program wait for that, and raise its errors.
-        verify_files: whether a load first reads every file once more, to compare it with the checksums that it contains
-            (True by default). With False a flipped bit may be loaded; a truncated file, or one of another save or
-            rank, is still an error.
-        resume_batches: with Lightning's Trainer, let a run that was saved within an epoch go on with the batches that
-            are left, in the saved order. Without it, Lightning starts again at the first batch of the epoch. Pass it to
-            the run that saves as well.
-        targets: what to serve, by the names that `status()` has: all that is installed by default. "deepspeed" is
-            always served, and with "transformers" "accelerate" is, too. They can only be chosen anew after `unpatch()`.
+        {options}
 
-    For each other argument that is not given, an environment variable counts, such as DS_FROZEN_PATCH_VERIFY_BASE:
-    `keep` and `leave_out` are separated by commas there, and True and False are 1 and 0.
+    For each argument that is not given, an environment variable counts, such as DS_FROZEN_PATCH_VERIFY_BASE: `keep` and
+    `leave_out` are separated by commas there, and True and False are 1 and 0.
 
     Returns:
         What `status()` returns afterwards.
 
     Raises:
         TypeError, ValueError: an argument has none of its possible values.
-        PatchError: DeepSpeed or a target is not installed, or one of them cannot be patched. The message says why and
-            what to do, and nothing is patched. What only the import of a target shows is raised there. Where Lightning
-            is served, an Accelerate or Trainer that cannot be patched, and is not in `targets`, is a warning.
+        PatchError: DeepSpeed is not installed, or something that is installed cannot be patched. The message says why
+            and what to do, and nothing is patched. What only the import of a framework shows is raised there. Where
+            Lightning is served, an Accelerate or Trainer that cannot be patched is a warning.
     """
+    arguments = dict(locals())
     global _current
-    before = _settings.current() if _current else None
-    arguments: dict[str, Any] = {"verify_base": verify_base, "keep": keep, "leave_out": leave_out, "export": export}
-    arguments |= {"fp32_weights": fp32_weights, "elastic": elastic, "sync": sync, "trust": trust}
-    arguments |= {"optimizer": optimizer, "whole_model": whole_model, "async_save": async_save}
-    arguments |= {"verify_files": verify_files, "resume_batches": resume_batches}
-    new_settings = _settings.checked(arguments, before)
-    names = chosen(targets)
+    new_settings = _settings.checked(arguments, _settings.current() if _current else None)
     _finish_imports()
-    findings = probe_all(names, targets is not None) if _current is None else {}
+    findings = probe_all() if _current is None else {}
     with _lock:
         if _current is None:
-            findings = findings or probe_all(names, targets is not None)
-            _current = _Patch(findings, to_be_served(findings, names))
-            warn_of_untested(findings, names)
-            warn_of_complete(findings, names)
-            warn_of_refused(findings, names)
+            findings = findings or probe_all()
+            _current = _Patch(findings, to_be_served(findings))
+            warn_of_untested(findings)
+            warn_of_complete(findings)
+            warn_of_refused(findings)
             warn_of_unknown_variables()
-        elif targets is not None and (other := names ^ _current.names):
-            raise PatchError(
-                f"patch() is in force for other targets ({', '.join(sorted(other))}): call unpatch() first."
-            )
         _serve_all()
         _settings.put_in_force(new_settings)
     # What another thread was importing meanwhile is complete only now.
@@ -180,6 +135,16 @@ def patch(
             _refuse_half_imported(_current)
             _current.refuse = None
         return status()
+
+
+def _with_options(docstring: str) -> str:
+    """The docstring of `patch()`, with a line for each option."""
+    entries = [f"{option.name}: {_settings.described(option)}" for option in _settings.OPTIONS.values()]
+    lines = [textwrap.fill(entry, 120, initial_indent=" " * 8, subsequent_indent=" " * 12) for entry in entries]
+    return docstring.replace("        {options}", "\n".join(lines))
+
+
+patch.__doc__ = _with_options(patch.__doc__ or "")  # which is None under -OO
 
 
 def patch_quietly(refuse: Callable[[str], None]) -> None:
@@ -345,7 +310,7 @@ def _on_import(module: ModuleType) -> None:
             if not may_be_left_alone(what.name, _current.names):
                 unpatch()
                 raise PatchError(refusal([(what.name, finding)]))
-            warn_of_refused({what.name: finding}, frozenset([what.name]))
+            warn_of_refused({what.name: finding})
             _current.findings[what.name] = finding
             _current.modules[module.__name__] = []
             break

@@ -15,7 +15,7 @@ from ..engine.target import ENGINE
 from ..frameworks import for_accelerate as accelerate
 from ..frameworks import for_transformers as transformers
 from ..frameworks import serving
-from ..frameworks.for_lightning import batches, converter, in_flight, newest, strategy
+from ..frameworks.for_lightning import converter, in_flight, loops, newest, strategy
 from ..frameworks.for_lightning.targets import TARGETS
 from ..publish.in_flight import after_it, before_end
 from .wrappers import FunctionWrapper, InitWrapper
@@ -51,7 +51,7 @@ _WRAPPERS: dict[str, dict[str, Callable[..., Any]]] = {
 """What wraps the methods of each class; others of its target's methods are only needed."""
 _WRAPPERS_BESIDE: dict[str, Callable[..., Any]] = {
     "convert_zero_checkpoint_to_fp32_state_dict": converter.convert,
-    "on_run_start": batches.begin_epoch,
+    "on_run_start": loops.begin_epoch,
     "_find_last_checkpoints": newest.find_last,
     "file_exists": after_it,
     "_save_checkpoint": in_flight.save_by_callback,

@@ -227,23 +227,3 @@ def explaining_nvme_errors() -> Iterator[None]:
         if "NVMe" not in str(error):
             raise
         raise CheckpointError(f"{error}. {USE_WEIGHTS_ONLY}") from error
-
-
-@contextmanager
-def on_the_accelerator(parameter: Any) -> Iterator[None]:
-    """Lightning moves a model to the CPU after a fit, where DeepSpeed's collectives over NCCL fail.
-
-    DeepSpeed runs them on the device of the parameter, whose own content they do not use. Every release.
-    """
-    import torch
-    from deepspeed.accelerator import get_accelerator
-
-    if parameter.device.type == get_accelerator().device_name():
-        yield
-        return
-    moved = parameter.data
-    parameter.data = torch.empty_like(moved, device=get_accelerator().current_device_name())
-    try:
-        yield
-    finally:
-        parameter.data = moved

@@ -1,4 +1,7 @@
-"""Trainer's loops after a load at another world size: their count of batches, and the scale of the gradients.
+"""Trainer's loops after a load: their place in the data, and at another world size the scale of the gradients.
+
+Lightning saves and restores the state of dataloaders that have one, such as torchdata's `StatefulDataLoader`, since
+2.2. With any other, it starts again at the first batch of the epoch.
 
 Lightning divides the loss by `accumulate_grad_batches`, and DeepSpeed does so again. As long as that number stays the
 same, this cancels out in an optimizer such as Adam; if it changes, the scale of the gradients changes too.
@@ -6,17 +9,54 @@ same, this cancels out in an optimizer such as Adam; if it changes, the scale of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from math import ceil
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from ...checkpoint.zero.labels import ELASTIC_KEY
 from ...common.errors import CheckpointMismatchError
 from ...engine.batch import own_batch, saved_batch, warn_of_another_batch
 from ...engine.loss import scale_loss
-from ...engine.owner import Owner
+from ...engine.owner import Owner, warn
 from ...engine.served import attach
+
+loaded: WeakKeyDictionary[Any, tuple[Owner, Any]] = WeakKeyDictionary()
+"""By strategy, its owner and the state of the loops in the checkpoint that it has loaded, until an epoch begins."""
+_STARTS_AGAIN = (
+    "The checkpoint was saved within an epoch, after {} batches, and Lightning cannot restore the place of the"
+    " dataloader: it starts again at the first batch of the epoch, or shuffles anew. To resume at the next batch, use"
+    " torchdata's StatefulDataLoader, and to shuffle its StatefulDistributedSampler, in the run that saves as well"
+    " (Lightning 2.2 or newer)."
+)
+
+
+def begin_epoch(wrapped: Callable[..., None], loop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """`_TrainingEpochLoop.on_run_start`: an epoch begins, or a run resumes within one."""
+    trainer, (owner, loops) = loop.trainer, loaded.pop(loop.trainer.strategy, (None, None))
+    if owner and loop.restarting:
+        (fetcher,) = inspect.signature(wrapped).bind(*args, **kwargs).args
+        state = (loops or {}).get("fit_loop") or {}
+        states = (state.get("state_dict") or {}).get("combined_loader") or []
+        count = ((state.get("epoch_loop.batch_progress") or {}).get("current") or {}).get("processed", 0)
+        if states and hasattr(fetcher.combined_loader, "_load_state_dicts"):
+            # Lightning has restored them before the samplers knew the epoch, which workers need, and not at all if the
+            # loaders were made before the load, because `configure_optimizers` has asked for the number of steps.
+            fetcher.combined_loader._load_state_dicts(states)
+            iter(fetcher)
+        loaders = fetcher.combined_loader.flattened
+        is_restored = len(states) == len(loaders) and not any(map(_is_shuffled_anew, loaders))
+        if 0 < count < trainer.num_training_batches and not is_restored:
+            warn(owner, _STARTS_AGAIN.format(count))
+    wrapped(*args, **kwargs)
+
+
+def _is_shuffled_anew(loader: Any) -> bool:
+    """Whether Lightning has wrapped the sampler of torchdata's `shuffle=True`, whose state it does not restore."""
+    wrapper = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    return type(getattr(getattr(wrapper, "dataset", None), "_sampler", None)).__name__ == "RandomSampler"
 
 
 def resume(owner: Owner, engine: Any, state: Mapping[str, Any], client_state: dict[str, Any]) -> None:

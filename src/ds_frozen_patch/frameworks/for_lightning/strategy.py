@@ -26,10 +26,9 @@ from ...publish import in_flight
 from ...publish.ways import is_local
 from ...save.agreement import explaining_errors
 from ...settings import FLAG
-from ...settings import current as settings
 from ...workarounds.for_fabric import CLIPS, clips_unasked, moved_in_deepspeed, unwrapped
 from ..serving import begin_serving
-from . import batches, single_file
+from . import loops, single_file
 from .owner import BUILT, owner_of
 from .retention import forget_paths_outside
 
@@ -87,8 +86,6 @@ def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
     if name is None:
         return wrapped(*args, **kwargs)  # the strategy has been changed: its engine saves to wherever it says
     path = call.arguments[name]
-    if settings().resume_batches and isinstance(call.arguments.get("checkpoint"), dict):
-        batches.add_position(strategy, call.arguments["checkpoint"])
     is_divided = served.topology.is_divided  # no rank has all weights, so the engine saves, as without `patch()`
     if not is_divided and is_local(path) and single_file.is_weights_only(call.arguments.get("checkpoint", {})):
         path = strategy.broadcast(path)  # as Lightning does before the engine saves
@@ -122,7 +119,7 @@ def load_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
         if ignored := forget_paths_outside(checkpoint, folders):
             warn(owner_of(strategy), ignored)
     if isinstance(checkpoint, dict) and "loops" in checkpoint:
-        batches.loaded[strategy] = checkpoint["loops"], checkpoint.get(batches.KEY)
+        loops.loaded[strategy] = owner_of(strategy), checkpoint["loops"]
     return checkpoint
 
 
