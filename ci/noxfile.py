@@ -331,7 +331,13 @@ def docs(session: nox.Session) -> None:
     python = tools_python(session, "docs")
     environment = {"PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in ("src", "ci", "ci/measure"))}
     build = ("-m", "sphinx", "--quiet", "--fail-on-warning", "--fresh-env", "docs", str(ROOT / ".nox" / "site"))
-    for step in (("ci/measure/charts.py",), ("ci/measure/readme.py",), ("ci/upstream.py",), ("ci/reference.py",), build):
+    for step in (
+        ("ci/measure/charts.py",),
+        ("ci/measure/readme.py",),
+        ("ci/upstream.py",),
+        ("ci/reference.py",),
+        build,
+    ):
         session.run(python, *step, external=True, env=environment)
     session.log("open .nox/site/index.html")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import readme
 import reference
-from tables import README
+from tables import COMMANDS, README, SETTINGS
 
 pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 
@@ -42,7 +42,7 @@ def test_there_are_links() -> None:
 
 
 def test_the_reference_is_that_of_the_sources() -> None:
-    for block, text in ((reference.SETTINGS, reference.settings()), (reference.COMMANDS, reference.commands())):
+    for block, text in ((SETTINGS, reference.settings()), (COMMANDS, reference.commands())):
         assert block.read() == text.strip(), "write it again: nox -f ci/noxfile.py -s docs"
 
 
