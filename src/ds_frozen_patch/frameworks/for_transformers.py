@@ -16,7 +16,7 @@ from typing import Any
 
 from ..checkpoint.names import is_not_whole
 from ..common.overrides import Attributes, overridden
-from ..common.probing import Finding, Methods, Target
+from ..common.probing import Finding, Installed, Target
 from ..engine.served import attached
 from ..publish import in_flight
 from ..publish.work_folder import entries
@@ -31,15 +31,15 @@ _WRITERS = ("_save", "_save_rng_state")
 """Methods that write a part of a checkpoint, none of which waits for other ranks."""
 _WRITERS_OF_SOME = ("_save_scaler",)
 """More of them, which not every release has."""
-_USES = ("save_to_json", "PREFIX_CHECKPOINT_DIR")
 
 
-def judge(version: str | None, seen: Methods) -> Finding:
+def judge(version: str | None, trainer: Installed) -> Finding:
     """Where it saves to, and how it writes its state, must be possible to replace. Up to 4.38 it renames the folder."""
-    if not seen.unused("_save_checkpoint", ["rename"]):
+    if "os.rename(" in trainer.text:
         return TARGET.refused(version, "Trainer._save_checkpoint renames the folder of the checkpoint itself")
     reason = "leaves frozen parameters out for PEFT alone, and then loads non-strictly"
-    return TARGET.refused_without(version, seen, {"_save_checkpoint": _USES}) or Finding("patchable", version, reason)
+    refused = TARGET.refused_without(version, trainer.text, ("save_to_json", "PREFIX_CHECKPOINT_DIR"))
+    return refused or Finding("patchable", version, reason)
 
 
 TARGET = Target(

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from ...common.probing import Finding, Methods, Target
+from ...common.probing import Finding, Installed, Target
 from ...settings import FLAG
 
-LOADS_STRICTLY = ("_allow_excluded_parameters", "_prepare_load")
-"""What a strategy's `load_checkpoint` uses where our patch series for Lightning is applied, or that of 0.2."""
+LOADS_STRICTLY = "_allow_excluded_parameters"
+"""What a strategy's `load_checkpoint` uses where our patch series for Lightning is applied."""
 
 _TRAINER = ("__init__", "setup", "save_checkpoint", "load_checkpoint")
 _FABRIC = ("__init__", "setup_module_and_optimizers", "setup_module", "save_checkpoint", "load_checkpoint")
 
 
-def judge(version: str | None, seen: Methods) -> Finding:
+def judge(version: str | None, strategy: Installed) -> Finding:
     """A strategy with the flag is native; one with the patch series is complete as well."""
-    if FLAG not in seen.parameters["__init__"]:
+    if not strategy.takes("__init__", FLAG):
         return Finding("patchable", version, f"has no {FLAG}")
-    if any(name in seen.names_in("load_checkpoint") for name in LOADS_STRICTLY):
+    if LOADS_STRICTLY in strategy.text:
         reason = f"complete, by the patch series: pass DeepSpeedStrategy({FLAG}=True)"
         return Finding("native", version, reason, complete=True)
     return Finding("native", version, f"has {FLAG}; tied aliases, strict load and ZeRO-3 test need the shim")
