@@ -31,6 +31,5 @@ BESIDE = (
     # Also called by a program that has imported the one above before `patch()`.
     Target("deepspeed", "deepspeed.utils.zero_to_fp32", "", ("_get_fp32_state_dict_from_zero_checkpoint",)),
     Target("deepspeed", "torch.distributed", "", ("destroy_process_group",)),
-    Target("deepspeed", "torch.distributed.distributed_c10d", "", ("destroy_process_group",)),
 )
 """Functions that are wrapped beside it, where they exist."""

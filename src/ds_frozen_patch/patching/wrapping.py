@@ -37,8 +37,7 @@ _WRAPPERS: dict[str, dict[str, Callable[..., Any]]] = {
     },
     transformers.TARGET.class_name: {
         "_save_checkpoint": transformers.save_checkpoint,
-        "train": transformers.train,
-        "_get_output_dir": after_it,  # once training has ended, Trainer lists this folder, and removes from it
+        "_get_output_dir": after_it,  # at the end of training, Trainer lists this folder, and removes from it
     },
     ENGINE.class_name: {
         "__init__": serving.init,
@@ -54,14 +53,10 @@ _WRAPPERS_BESIDE: dict[str, Callable[..., Any]] = {
     "on_run_start": batches.begin_epoch,
     "_find_last_checkpoints": newest.find_last,
     "file_exists": after_it,
-    "_save_checkpoint": in_flight.save_by_callback,
     "_CheckpointConnector__max_ckpt_version_in_folder": newest.find_requeued,
     "_link_checkpoint": in_flight.link_checkpoint,
-    "remove_checkpoint": in_flight.remove_checkpoint,
-    "teardown": in_flight.teardown,
     "deepspeed_load_checkpoint": transformers.load_checkpoint,
     "get_last_checkpoint": transformers.find_last,
-    "on_save": transformers.on_save,
     "get_fp32_state_dict_from_zero_checkpoint": after_it,
     "_get_fp32_state_dict_from_zero_checkpoint": after_it,
     "destroy_process_group": before_end,

@@ -30,6 +30,7 @@ from ...settings import current as settings
 from ...workarounds.for_fabric import CLIPS, clips_unasked, moved_in_deepspeed, unwrapped
 from ..serving import begin_serving
 from . import batches, single_file
+from .in_flight import after_save
 from .owner import BUILT, owner_of
 from .retention import forget_paths_outside
 
@@ -106,6 +107,8 @@ def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
         result = wrapped(*args, **kwargs)
     if is_local(path) and is_first_on_disk:
         in_flight.afterwards(partial(single_file.remove_from, Path(path)))
+    if name == "filepath":
+        after_save(strategy)
     if Path(path).name.startswith("hpc_ckpt"):  # Lightning's handler of Slurm's signals lets the job end after it
         in_flight.wait()
     return result

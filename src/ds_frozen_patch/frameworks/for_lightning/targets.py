@@ -44,7 +44,6 @@ BESIDE = tuple(
         ("utilities.deepspeed", "", "convert_zero_checkpoint_to_fp32_state_dict"),
         ("callbacks.model_checkpoint", "ModelCheckpoint", "_find_last_checkpoints"),
         ("callbacks.model_checkpoint", "ModelCheckpoint", "_link_checkpoint"),
-        ("callbacks.model_checkpoint", "ModelCheckpoint", "_save_checkpoint"),
         ("callbacks.model_checkpoint", "ModelCheckpoint", "file_exists"),
         (
             "trainer.connectors.checkpoint_connector",
@@ -52,8 +51,6 @@ BESIDE = tuple(
             "_CheckpointConnector__max_ckpt_version_in_folder",
         ),
         ("loops.training_epoch_loop", "_TrainingEpochLoop", "on_run_start"),
-        ("strategies.strategy", "Strategy", "remove_checkpoint"),
-        ("strategies.strategy", "Strategy", "teardown"),
     )
 )
 """Functions that are wrapped beside their package's target, where they exist."""
