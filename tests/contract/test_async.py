@@ -302,9 +302,10 @@ def test_lightning_keeps_what_it_would(ranks: Any, tmp_path: Path, options: dict
 
 
 @pytest.mark.short
-def test_what_failed_replaces_nothing(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("counts", [True, False])
+def test_what_failed_replaces_nothing(ranks: Any, tmp_path: Path, counts: bool) -> None:
     """The checkpoint before is removed only once the next has its name; the error is raised by the save after it."""
-    options = {**LAST, "save_last": "link"}
+    options = {**LAST, "save_last": "link", "enable_version_counter": counts}
     for kind, said in ranks(2, kept_by_lightning, out=str(tmp_path), options=options, async_save=True, fails=True):
         assert kind == "CheckpointError"
         assert "No space left" in said

@@ -531,16 +531,7 @@ def test_callbacks_of_transformers() -> None:
 
 
 def test_overrides() -> None:
-    cases = [
-        (GoesOn, True),
-        (EndsThere, False),
-        (transformers.Trainer, False),
-        (Copying, True),
-        (ModelCheckpoint, False),
-    ]
-    assert [may_read(cls.__new__(cls), "_save_checkpoint") for cls, _ in cases] == [reads for _, reads in cases]
-    assert may_read(Removing(), "_save_checkpoint")  # what saves by a method of its own
-    assert [may_read(logger, "after_save_checkpoint") for logger in (Reading(), pl.loggers.CSVLogger("x"))] == [
-        True,
-        False,
-    ]
+    assert all(may_read(cls, "_save_checkpoint") for cls in (GoesOn, Copying, Removing))
+    assert not any(may_read(cls, "_save_checkpoint") for cls in (EndsThere, transformers.Trainer, ModelCheckpoint))
+    assert may_read(Reading, "after_save_checkpoint")
+    assert not may_read(pl.loggers.CSVLogger, "after_save_checkpoint")

@@ -15,6 +15,10 @@ import pytest
 from made_up import FLAG, STRATEGY, Site
 from under_test import FABRIC, TRAINER
 
+from ds_frozen_patch.engine.target import ENGINE
+from ds_frozen_patch.frameworks.targets import BESIDE, OWNERS
+from ds_frozen_patch.patching.wrapping import WRAPPERS
+
 pytestmark = pytest.mark.promise(11)
 
 
@@ -574,6 +578,12 @@ for word, elastic in (("1", True), ("0", False), ("", None)):
     dfp.unpatch()
 """
     site.run(program)
+
+
+def test_few_attributes_are_wrapped() -> None:
+    """With two Lightnings, and what acts only with `async_save=True` (8 of them)."""
+    targets = [(what, name) for what in (*OWNERS, ENGINE) for name in what.methods if name in WRAPPERS[what.class_name]]
+    assert len(targets) + len(BESIDE) <= 46
 
 
 REAL = """

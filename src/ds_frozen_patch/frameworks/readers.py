@@ -7,8 +7,13 @@ from typing import Any
 
 from ..publish import in_flight
 
-_DO_NOT_READ = ("transformers", "trl", "lightning", "pytorch_lightning")
-"""Packages whose classes do not read a checkpoint after its save, but for uploads that are switched on."""
+_LIGHTNING = ("lightning", "pytorch_lightning")
+_DO_NOT_READ = {
+    "on_save": ("transformers",),
+    "after_save_checkpoint": _LIGHTNING,
+    "_save_checkpoint": ("transformers", "trl", *_LIGHTNING),
+}
+"""The packages whose own methods do not read a checkpoint after its save, but for uploads that are switched on."""
 _UPLOADS = {
     "on_save": (
         "_log_model",  # of W&B, ClearML, DVCLive and SwanLab
@@ -20,16 +25,16 @@ _UPLOADS = {
     "after_save_checkpoint": ("_log_model_checkpoints",),  # of Neptune
     "_save_checkpoint": (),
 }
-"""Their attributes that switch uploads on, by the method that uploads."""
+"""The attributes that switch these uploads on."""
 _OFF = (None, False, "false", "end")
 
 
 def wait_for_readers(items: Iterable[Any], method: str) -> None:
-    """Wait for the save in flight, if there is one, for what a framework calls after it, and what may read it.
+    """Wait for the save in flight, if there is one, where a framework calls code after it that may read it.
 
     Args:
         items: the objects whose method is called.
-        method: its name, a key of `_UPLOADS`.
+        method: "on_save", "after_save_checkpoint" or "_save_checkpoint".
     """
     if in_flight.is_any():
         for item in items:
@@ -38,6 +43,7 @@ def wait_for_readers(items: Iterable[Any], method: str) -> None:
 
 
 def may_read(item: Any, method: str) -> bool:
-    """Whether the method is of another package than the frameworks, or an upload is switched on."""
+    """Whether a method is not one of those that do not read, or an upload is switched on."""
     package = getattr(item, method, type(item)).__module__.partition(".")[0]
-    return package not in _DO_NOT_READ or any(getattr(item, name, None) not in _OFF for name in _UPLOADS[method])
+    uploads = (getattr(item, name, None) not in _OFF for name in _UPLOADS[method])
+    return package not in _DO_NOT_READ[method] or any(uploads)
