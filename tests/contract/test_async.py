@@ -302,9 +302,10 @@ def test_lightning_keeps_what_it_would(ranks: Any, tmp_path: Path, options: dict
 
 
 @pytest.mark.short
-def test_what_failed_replaces_nothing(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("counts", [True, False])
+def test_what_failed_replaces_nothing(ranks: Any, tmp_path: Path, counts: bool) -> None:
     """The checkpoint before is removed only once the next has its name; the error is raised by the save after it."""
-    options = {**LAST, "save_last": "link"}
+    options = {**LAST, "save_last": "link", "enable_version_counter": counts}
     for kind, said in ranks(2, kept_by_lightning, out=str(tmp_path), options=options, async_save=True, fails=True):
         assert kind == "CheckpointError"
         assert "No space left" in said
@@ -354,9 +355,17 @@ ENDS: dict[str, tuple[str, bool, int, str]] = {
     "exception": ("raise KeyError('mine')", False, 1, "second"),
     "interrupt": ("raise KeyboardInterrupt", False, -signal.SIGINT, "second"),
     "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)", False, -signal.SIGTERM, "second"),
+    "their handler": (
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)",
+        False,
+        3,
+        "second",
+    ),
+    "failed, exception": ("raise KeyError('mine')", True, 1, "first"),
     "kill -9": ("os.kill(os.getpid(), signal.SIGKILL)", False, -signal.SIGKILL, "first"),
     "destroyed": ("torch.distributed.destroy_process_group(); os._exit(0)", False, 0, "second"),
     "failed, destroyed": ("torch.distributed.destroy_process_group()", True, 1, "first"),
+    "destroyed by c10d": ("torch.distributed.distributed_c10d.destroy_process_group()", False, 0, "second"),
     "comm": ("deepspeed.comm.destroy_process_group(); os._exit(0)", False, 0, "second"),
 }
 """What a program does at its end, whether its last save fails, its exit status, and the tag that `latest` names."""

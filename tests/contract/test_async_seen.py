@@ -29,7 +29,7 @@ from under_test import TRAINER, Callback, ModelCheckpoint, pl
 
 import ds_frozen_patch
 from ds_frozen_patch.common.overrides import overridden
-from ds_frozen_patch.frameworks.readers import goes_on_after, may_read
+from ds_frozen_patch.frameworks.readers import may_read
 from ds_frozen_patch.publish import in_flight
 from ds_frozen_patch.publish.publication import Publication
 from ds_frozen_patch.publish.work_folder import is_unfinished
@@ -149,6 +149,12 @@ def removed_at_once(out: str) -> None:
     runs.trainer(out, 2, 2, callbacks=[Removing()], enable_checkpointing=False).fit(runs.LoraRun(), runs.batches(2))
 
 
+def seen_after_fit(out: str) -> Any:
+    callback = ModelCheckpoint(out)
+    runs.trainer(out, 2, 2, callbacks=[callback]).fit(runs.LoraRun(), runs.batches(2))
+    return problems(callback.best_model_path)
+
+
 # Trainer
 
 
@@ -179,6 +185,8 @@ class EndsThere(transformers.Trainer):
         Path(str(self.args.output_dir)).mkdir(exist_ok=True)
         super()._save_checkpoint(model, trial)
 
+    _save_checkpoint.__module__ = "trl.trainer.sft_trainer"
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.in_flight = in_flight.is_any()
         return super().training_step(*args, **kwargs)
@@ -189,6 +197,12 @@ def seen_by_an_override(out: str) -> Any:
     run.trainer.__class__ = GoesOn
     run.train(epochs=1)
     return run.trainer.found
+
+
+def seen_after_train(out: str) -> Any:
+    run = Run("trainer", out, 2, 2)
+    run.trainer.train()
+    return [problems(Path(out, f"checkpoint-{step}")) for step in (owners.STEPS, 2 * owners.STEPS)]
 
 
 def not_waited_for(out: str) -> bool:
@@ -280,8 +294,10 @@ CALLERS = [
     ("Logger.after_save_checkpoint", read_by_a_logger, {}),
     ("an override of ModelCheckpoint._save_checkpoint", copied_by_a_subclass, {}),
     ("Strategy.remove_checkpoint", removed_at_once, {}),
+    ("the end of fit()", seen_after_fit, {}),
     ("TrainerCallback.on_save", copied_by_a_callback, {}),
     ("an override of Trainer._save_checkpoint", seen_by_an_override, {}),
+    ("the end of train()", seen_after_train, {}),
     ("files added after engine.save_checkpoint", added_to, {"by": "deepspeed"}),
     ("files added after Accelerator.save_state", added_to, {"by": "accelerate"}),
     ("wait(), with a Fabric that is gone", let_go, {}),
@@ -334,7 +350,7 @@ def test_nothing_is_removed_after_the_wait(ranks: Any, tmp_path: Path) -> None:
         assert found[0]
 
 
-def test_an_override_that_ends_with_the_save_does_not_wait(ranks: Any, tmp_path: Path) -> None:
+def test_an_override_of_trl_does_not_wait(ranks: Any, tmp_path: Path) -> None:
     (one, names), (other, names_then) = both_ways(ranks, not_waited_for, tmp_path)
     assert (one, other) == ([True, True], [False, False])
     assert names == names_then
@@ -515,7 +531,7 @@ def test_callbacks_of_transformers() -> None:
 
 
 def test_overrides() -> None:
-    assert goes_on_after(GoesOn, transformers.Trainer, "_save_checkpoint")
-    assert not goes_on_after(EndsThere, transformers.Trainer, "_save_checkpoint")
-    assert not goes_on_after(transformers.Trainer, transformers.Trainer, "_save_checkpoint")
-    assert goes_on_after(Copying, ModelCheckpoint, "_save_checkpoint")
+    assert all(may_read(cls, "_save_checkpoint") for cls in (GoesOn, Copying, Removing))
+    assert not any(may_read(cls, "_save_checkpoint") for cls in (EndsThere, transformers.Trainer, ModelCheckpoint))
+    assert may_read(Reading, "after_save_checkpoint")
+    assert not may_read(pl.loggers.CSVLogger, "after_save_checkpoint")

@@ -1,10 +1,8 @@
-"""What waits for the save in flight, what follows it, and how a process ends with it: with work that is no save."""
+"""The queue of what follows a save in flight, with work that is no save."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -44,14 +42,9 @@ class Work:
         if delay:
             threading.Timer(delay, self.told.set).start()
 
-    def then(self, what: str) -> Callable[..., Any]:
-        """What notes that it was called, with its arguments if there are any, and returns that."""
-
-        def call(*args: Any) -> Any:
-            self.order.append((what, *args) if args else what)
-            return self.order[-1]
-
-        return call
+    def then(self, what: str) -> Callable[[], None]:
+        """Return a function that notes that it was called."""
+        return lambda: self.order.append(what)
 
 
 @pytest.fixture
@@ -85,18 +78,6 @@ def test_what_follows_is_called_in_order_although_nobody_waits(work: Work) -> No
     assert (work.order[4:], in_flight.is_any()) == (["third", "fourth"], False)
 
 
-def test_what_is_passed_once_the_thread_has_ended_is_called_at_once_or_by_who_waits(work: Work) -> None:
-    work.start()
-    flying: Any = in_flight._in_flight
-    work.told.set()
-    flying._thread.join()
-    in_flight.afterwards(work.then("at once"))
-    assert work.order == ["saved", "at once"]
-    flying._afterwards.append(work.then("as it ended"))
-    in_flight.wait()
-    assert work.order == ["saved", "at once", "as it ended"]
-
-
 @pytest.mark.parametrize("error", [NO_SPACE, KeyError("mine")])
 def test_nothing_follows_an_error_which_is_raised_once(work: Work, error: Exception) -> None:
     work.start(error)
@@ -120,26 +101,6 @@ def test_what_follows_may_fail(work: Work) -> None:
     assert work.order == ["saved", (text, text), "next"]
 
 
-@pytest.mark.parametrize(("reader", "notable"), [("Trackers", 0.0), (None, 0.0), (None, 60.0)])
-def test_waits_are_logged(work: Work, monkeypatch: Any, reader: str | None, notable: float) -> None:
-    monkeypatch.setattr(in_flight, "_NOTABLE_SECONDS", notable)
-    work.start(delay=0.01)
-    in_flight.wait_for(reader)
-    kinds = [kind for kind, _ in work.order[1:]]
-    assert kinds == ([reader] if reader else [] if notable else ["a wait for the previous save"])
-
-
-def test_the_work_itself_does_not_wait_for_itself(work: Work) -> None:
-    def both() -> None:
-        in_flight.wait()
-        in_flight.settle()
-        work.order.append("went on")
-
-    in_flight.start(both, work.then("said"))
-    in_flight.wait()
-    assert work.order == ["went on"]
-
-
 @pytest.mark.parametrize("is_error", [False, True])
 def test_the_end_of_a_run(work: Work, is_error: bool) -> None:
     """An exception that ends it is not replaced by that of a save, which is raised later."""
@@ -156,24 +117,6 @@ def test_the_end_of_a_run(work: Work, is_error: bool) -> None:
         in_flight.wait()
 
 
-def test_the_work_knows_that_an_error_ends_the_process(work: Work) -> None:
-    in_flight.settle_at_end()
-    in_flight.start(lambda: work.order.append(in_flight.is_ending.wait(30)), work.then("said"))
-    in_flight.settle_at_end()
-    assert (work.order, in_flight.is_ending.is_set()) == ([True], False)
-
-
-@pytest.mark.parametrize("wrapper", [in_flight.after_it, in_flight.before_end])
-@pytest.mark.parametrize("fails", [False, True])
-def test_wrappers_wait_first(work: Work, wrapper: Any, fails: bool) -> None:
-    """What reads a checkpoint is not called if that has failed; what ends the process group always is."""
-    work.start(NO_SPACE if fails else None, delay=0.01)
-    with pytest.raises(CheckpointError) if fails else nullcontext():
-        assert wrapper(work.then("called"), None, (1,), {}) == ("called", 1)
-    called = [("called", 1)] if not fails or wrapper is in_flight.before_end else []
-    assert work.order == ["saved", *called]
-
-
 def test_a_forked_process_waits_but_neither_ends_it_nor_does_what_follows(tmp_path: Path, work: Work) -> None:
     saved, ours, theirs = (tmp_path / name for name in ("saved", "ours", "theirs"))
     reading, writing = os.pipe()
@@ -184,7 +127,7 @@ def test_a_forked_process_waits_but_neither_ends_it_nor_does_what_follows(tmp_pa
         saved.touch()
         return NO_SPACE
 
-    in_flight.start(save, work.then("said"))
+    in_flight.start(save, lambda *_: None)
     in_flight.afterwards(ours.touch)
     if (child := os.fork()) == 0:
         status = 1
@@ -204,60 +147,3 @@ def test_a_forked_process_waits_but_neither_ends_it_nor_does_what_follows(tmp_pa
     assert {*tmp_path.iterdir()} == {saved, theirs}
     os.close(reading)
     os.close(writing)
-
-
-def test_a_process_that_has_ended_is_not_waited_for() -> None:
-    """By a forked process, which waits for the saves of the one that forked it."""
-    if (child := os.fork()) == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert [in_flight._runs(process) for process in (child, os.getpid(), 1)] == [False, True, True]
-
-
-PROGRAM = """
-import multiprocessing, os, signal, sys, threading, time
-from ds_frozen_patch import CheckpointError
-from ds_frozen_patch.publish import in_flight
-
-def begin(fails=False):
-    def work():
-        with open(sys.argv[1], "w") as file:
-            file.write(f"{in_flight.is_ending.wait(float(sys.argv[2]))}\\n")
-        return CheckpointError("no space") if fails else None
-    in_flight.start(work, lambda *_: None)
-
-"""
-ENDS: dict[str, tuple[str, int, bool]] = {
-    "normal": ("begin(); print('end')", 0, False),
-    "failed": ("begin(fails=True); print('end')", 1, False),
-    "exception": ("begin(); print('end'); raise KeyError", 1, True),
-    "waited": ("begin(); in_flight.wait(); print('end')", 0, False),
-    "thread": ("threading.Thread(target=begin).start(); print('end')", 0, False),
-    "SIGTERM": ("begin(); print('end', flush=True); os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)", -15, True),
-    "their handler": (
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); begin(); print('end');"
-        "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)",
-        3,
-        False,
-    ),
-    "their process": (
-        "child = multiprocessing.get_context('fork').Process(target=begin, args=(True,)); child.start(); child.join();"
-        "print('end'); sys.exit(child.exitcode + 1)",
-        2,
-        False,
-    ),
-}
-"""What a program does, its exit status, and whether the work knows that an error or a signal ends the process."""
-
-
-@pytest.mark.parametrize("name", ENDS)
-def test_the_end_of_a_process(tmp_path: Path, name: str) -> None:
-    end, status, is_ending = ENDS[name]
-    # Else it would not show that what was printed is flushed before an end by an error.
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
-    command = [sys.executable, "-c", PROGRAM + end, str(tmp_path / "saved"), "30" if is_ending else "0.3"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (status, "end\n"), done.stderr
-    assert (tmp_path / "saved").read_text() == f"{is_ending}\n"
-    expected = "ds_frozen_patch: no space\n" if name in ("failed", "their process") else ""
-    assert done.stderr == expected or name == "exception"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from ..common.probing import Finding, Methods, Target
+from ..common.probing import Finding, Installed, Target
 from ..settings import FLAG
 
 METHODS = ("__init__", "save_checkpoint", "load_checkpoint", "module_state_dict", "load_module_state_dict")
 REMEDY = "install DeepSpeed 0.10.1 or newer: pip install -U 'deepspeed>=0.10.1'"
 
 
-def judge(version: str | None, seen: Methods) -> Finding:
+def judge(version: str | None, engine: Installed) -> Finding:
     """It must take the flag, as it does since 0.10.1."""
-    if FLAG not in seen.parameters["save_checkpoint"]:
+    if not engine.takes("save_checkpoint", FLAG):
         return Finding("refused", version, f"DeepSpeedEngine.save_checkpoint has no argument {FLAG}", REMEDY)
     return Finding("patchable", version, f"save_checkpoint takes {FLAG}")
 
@@ -31,6 +31,5 @@ BESIDE = (
     # Also called by a program that has imported the one above before `patch()`.
     Target("deepspeed", "deepspeed.utils.zero_to_fp32", "", ("_get_fp32_state_dict_from_zero_checkpoint",)),
     Target("deepspeed", "torch.distributed", "", ("destroy_process_group",)),
-    Target("deepspeed", "torch.distributed.distributed_c10d", "", ("destroy_process_group",)),
 )
 """Functions that are wrapped beside it, where they exist."""

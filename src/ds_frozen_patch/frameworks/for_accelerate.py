@@ -17,7 +17,7 @@ from typing import Any
 from ..checkpoint.names import is_not_whole
 from ..common.collectives import gather
 from ..common.overrides import Attributes, overridden
-from ..common.probing import Finding, Methods, Target
+from ..common.probing import Finding, Installed, Target
 from ..engine import handshake
 from ..engine.owner import is_first
 from ..engine.served import attached
@@ -32,9 +32,9 @@ _WRITERS = ("save_accelerator_state", "save_custom_state")
 """The functions that `save_state` calls once the engines are saved, each by a path; no rank waits in them."""
 
 
-def judge(version: str | None, seen: Methods) -> Finding:
+def judge(version: str | None, accelerator: Installed) -> Finding:
     """It must keep its engines in `_models`, and write what is not the engine's by functions that can be replaced."""
-    refused = TARGET.refused_without(version, seen, {"_prepare_deepspeed": ["_models"], "save_state": _WRITERS})
+    refused = TARGET.refused_without(version, accelerator.text, ("_models", *_WRITERS))
     return refused or Finding("patchable", version, "passes no flag on; tied aliases and a strict load need the shim")
 
 

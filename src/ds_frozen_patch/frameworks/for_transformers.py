@@ -16,7 +16,7 @@ from typing import Any
 
 from ..checkpoint.names import is_not_whole
 from ..common.overrides import Attributes, overridden
-from ..common.probing import Finding, Methods, Target
+from ..common.probing import Finding, Installed, Target
 from ..engine.served import attached
 from ..publish import in_flight
 from ..publish.work_folder import entries
@@ -25,28 +25,28 @@ from ..settings import current as settings
 from ..workarounds.for_transformers import saves_the_best
 from .newest import last_whole
 from .plain import logger_of
-from .readers import goes_on_after, may_read
+from .readers import wait_for_readers
 
 _WRITERS = ("_save", "_save_rng_state")
 """Methods that write a part of a checkpoint, none of which waits for other ranks."""
 _WRITERS_OF_SOME = ("_save_scaler",)
 """More of them, which not every release has."""
-_USES = ("save_to_json", "PREFIX_CHECKPOINT_DIR")
 
 
-def judge(version: str | None, seen: Methods) -> Finding:
+def judge(version: str | None, trainer: Installed) -> Finding:
     """Where it saves to, and how it writes its state, must be possible to replace. Up to 4.38 it renames the folder."""
-    if not seen.unused("_save_checkpoint", ["rename"]):
+    if "os.rename(" in trainer.text:
         return TARGET.refused(version, "Trainer._save_checkpoint renames the folder of the checkpoint itself")
     reason = "leaves frozen parameters out for PEFT alone, and then loads non-strictly"
-    return TARGET.refused_without(version, seen, {"_save_checkpoint": _USES}) or Finding("patchable", version, reason)
+    refused = TARGET.refused_without(version, trainer.text, ("save_to_json", "PREFIX_CHECKPOINT_DIR"))
+    return refused or Finding("patchable", version, reason)
 
 
 TARGET = Target(
     "transformers",
     "transformers.trainer",
     "Trainer",
-    ("train", "_save_checkpoint", "_get_output_dir", *_WRITERS),
+    ("_save_checkpoint", "_get_output_dir", *_WRITERS),
     ("transformers",),
     judge,
     "install a tested release of transformers (4.40.2 is the oldest), or uninstall it if nothing uses it",
@@ -56,7 +56,6 @@ BESIDE = (
     Target("transformers", TARGET.module, "", ("deepspeed_load_checkpoint",)),
     Target("transformers", "transformers.trainer_utils", "", ("get_last_checkpoint",)),
     Target("transformers", TARGET.module, "", ("get_last_checkpoint",)),
-    Target("transformers", "transformers.trainer_callback", "CallbackHandler", ("on_save",)),
 )
 
 
@@ -91,24 +90,8 @@ def save_checkpoint(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, 
     around.end(served)
     for call in later:
         in_flight.afterwards(call)
-    if in_flight.is_any() and goes_on_after(type(trainer), sys.modules[TARGET.module].Trainer, "_save_checkpoint"):
-        in_flight.wait_for(type(trainer).__name__)
-    return result
-
-
-def on_save(wrapped: Callable[..., Any], handler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`CallbackHandler.on_save`: callbacks that may read the checkpoint find a finished one."""
-    readers = (type(item).__name__ for item in handler.callbacks if may_read(item, "on_save"))
-    if in_flight.is_any() and (reader := next(readers, None)):
-        in_flight.wait_for(reader)
-    return wrapped(*args, **kwargs)
-
-
-def train(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`Trainer.train`: begins and ends with no save in flight."""
-    in_flight.wait()
-    result = wrapped(*args, **kwargs)
-    in_flight.wait()
+    wait_for_readers([trainer], "_save_checkpoint")
+    wait_for_readers(trainer.callback_handler.callbacks, "on_save")
     return result
 
 

@@ -1,50 +1,49 @@
-"""Code of others that runs right after a save, and may read the checkpoint: which is to find a finished one."""
+"""Code of others that runs right after a save, and may read the checkpoint: it is to find a finished one."""
 
 from __future__ import annotations
 
-import ast
-import inspect
-from functools import cache
-from textwrap import dedent
+from collections.abc import Iterable
 from typing import Any
 
-_FRAMEWORKS = ("transformers", "lightning", "pytorch_lightning")
-_UPLOADS = (
-    "_log_model",  # of W&B, MLflow (Lightning), ClearML, DVCLive and SwanLab
-    "_log_artifacts",  # of MLflow (transformers)
-    "_log_model_checkpoints",  # of Neptune (Lightning)
-    "_should_upload_checkpoint",  # of Neptune (transformers)
-    "sync_checkpoints",  # of Flyte
-)
+from ..publish import in_flight
+
+_LIGHTNING = ("lightning", "pytorch_lightning")
+_DO_NOT_READ = {
+    "on_save": ("transformers",),
+    "after_save_checkpoint": _LIGHTNING,
+    "_save_checkpoint": ("transformers", "trl", *_LIGHTNING),
+}
+"""The packages whose own methods do not read a checkpoint after its save, but for uploads that are switched on."""
+_UPLOADS = {
+    "on_save": (
+        "_log_model",  # of W&B, ClearML, DVCLive and SwanLab
+        "_log_artifacts",  # of MLflow
+        "_should_upload_checkpoint",  # of Neptune
+        "sync_checkpoints",  # of Flyte
+    ),
+    # Lightning's other loggers upload files alone, and the checkpoints of engines are folders.
+    "after_save_checkpoint": ("_log_model_checkpoints",),  # of Neptune
+    "_save_checkpoint": (),
+}
+"""The attributes that switch these uploads on."""
 _OFF = (None, False, "false", "end")
 
 
-def may_read(item: Any, method: str) -> bool:
-    """Whether a method that a framework calls after each save may read the checkpoint.
+def wait_for_readers(items: Iterable[Any], method: str) -> None:
+    """Wait for the save in flight, if there is one, where a framework calls code after it that may read it.
 
-    It cannot if it does nothing, or is of a framework and what it uploads is switched off.
+    Args:
+        items: the objects whose method is called.
+        method: "on_save", "after_save_checkpoint" or "_save_checkpoint".
     """
-    function = inspect.unwrap(getattr(item, method))
-    code = getattr(function, "__code__", None)
-    if code is not None and not code.co_names:
-        return False
-    is_of_framework = str(function.__module__).partition(".")[0] in _FRAMEWORKS
-    uploads = [getattr(item, name) for name in _UPLOADS if hasattr(item, name)]
-    return not (is_of_framework and uploads and all(value in _OFF for value in uploads))
+    if in_flight.is_any():
+        for item in items:
+            if may_read(item, method):
+                in_flight.wait_for(type(item).__name__)
 
 
-def goes_on_after(cls: type, base: type, method: str) -> bool:
-    """Whether a class overrides a method of a base, and does more after it has called that."""
-    overrides = [vars(derived)[method] for derived in cls.__mro__[: cls.__mro__.index(base)] if method in vars(derived)]
-    return not all(_ends_with_super(override, method) for override in overrides)
-
-
-@cache
-def _ends_with_super(function: Any, method: str) -> bool:
-    """Whether the last that a function does is to call the method that it overrides."""
-    try:
-        (definition,) = ast.parse(dedent(inspect.getsource(function))).body
-        last: Any = definition.body[-1]  # type: ignore[attr-defined]
-        return ast.unparse(last.value.func) == f"super().{method}"
-    except (OSError, TypeError, SyntaxError, ValueError, AttributeError):
-        return False
+def may_read(item: Any, method: str) -> bool:
+    """Whether a method is not one of those that do not read, or an upload is switched on."""
+    package = getattr(item, method, type(item)).__module__.partition(".")[0]
+    uploads = (getattr(item, name, None) not in _OFF for name in _UPLOADS[method])
+    return package not in _DO_NOT_READ[method] or any(uploads)

@@ -285,14 +285,14 @@ def _hook(module: ModuleType) -> None:
         _hooked.discard(module.__name__)
         refuse = _current.refuse if _current else None
         try:
-            _on_import(module)
+            _on_import(module, is_complete=True)
         except PatchError as error:
             if refuse is None:
                 raise
             refuse(str(error))
 
 
-def _on_import(module: ModuleType) -> None:
+def _on_import(module: ModuleType, is_complete: bool = False) -> None:
     """Wrap the class of an imported module, unless that is done. Called with our lock held."""
     targets = _current.modules.get(module.__name__) if _current else None
     if _current is None or targets is None or _current.has_wrapped(module.__name__):
@@ -303,9 +303,9 @@ def _on_import(module: ModuleType) -> None:
             wrappings += wrap_beside(what, module, _enabled(_current))
             continue
         cls = imported_class(what)
-        if cls is None and getattr(module.__spec__, "_initializing", False):
+        if cls is None and not is_complete and getattr(module.__spec__, "_initializing", False):
             return  # half imported: patch() returns to it
-        finding = probe(what)
+        finding = probe(what, is_imported=True)
         if finding.verdict == "refused":
             if not may_be_left_alone(what.name, _current.names):
                 unpatch()

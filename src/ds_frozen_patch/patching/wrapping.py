@@ -15,7 +15,7 @@ from ..engine.target import ENGINE
 from ..frameworks import for_accelerate as accelerate
 from ..frameworks import for_transformers as transformers
 from ..frameworks import serving
-from ..frameworks.for_lightning import converter, in_flight, loops, newest, strategy
+from ..frameworks.for_lightning import converter, loops, newest, strategy
 from ..frameworks.for_lightning.targets import TARGETS
 from ..publish.in_flight import after_it, before_end
 from .wrappers import FunctionWrapper, InitWrapper
@@ -28,7 +28,7 @@ _STRATEGY = {
     "save_checkpoint": strategy.save_checkpoint,
     "load_checkpoint": strategy.load_checkpoint,
 }
-_WRAPPERS: dict[str, dict[str, Callable[..., Any]]] = {
+WRAPPERS: dict[str, dict[str, Callable[..., Any]]] = {
     **{target.class_name: _STRATEGY for target in TARGETS},
     accelerate.TARGET.class_name: {
         "_prepare_deepspeed": accelerate.prepare,
@@ -37,8 +37,7 @@ _WRAPPERS: dict[str, dict[str, Callable[..., Any]]] = {
     },
     transformers.TARGET.class_name: {
         "_save_checkpoint": transformers.save_checkpoint,
-        "train": transformers.train,
-        "_get_output_dir": after_it,  # once training has ended, Trainer lists this folder, and removes from it
+        "_get_output_dir": after_it,  # at the end of training, Trainer lists this folder, and removes from it
     },
     ENGINE.class_name: {
         "__init__": serving.init,
@@ -54,14 +53,10 @@ _WRAPPERS_BESIDE: dict[str, Callable[..., Any]] = {
     "on_run_start": loops.begin_epoch,
     "_find_last_checkpoints": newest.find_last,
     "file_exists": after_it,
-    "_save_checkpoint": in_flight.save_by_callback,
     "_CheckpointConnector__max_ckpt_version_in_folder": newest.find_requeued,
-    "_link_checkpoint": in_flight.link_checkpoint,
-    "remove_checkpoint": in_flight.remove_checkpoint,
-    "teardown": in_flight.teardown,
+    "_link_checkpoint": after_it,  # of save_last="link"
     "deepspeed_load_checkpoint": transformers.load_checkpoint,
     "get_last_checkpoint": transformers.find_last,
-    "on_save": transformers.on_save,
     "get_fp32_state_dict_from_zero_checkpoint": after_it,
     "_get_fp32_state_dict_from_zero_checkpoint": after_it,
     "destroy_process_group": before_end,
@@ -128,7 +123,7 @@ def wrap_beside(what: Target, module: ModuleType, enabled: Callable[[], bool]) -
 
 def wrap(what: Target, cls: Any, enabled: Callable[[], bool]) -> list[Wrapping]:
     """Wrap the methods of a target's class, all or none."""
-    wrappers = _WRAPPERS[what.class_name]
+    wrappers = WRAPPERS[what.class_name]
     wrappings = []
     for method in (name for name in what.methods if name in wrappers):
         make = InitWrapper if wrappers[method] is strategy.init else FunctionWrapper

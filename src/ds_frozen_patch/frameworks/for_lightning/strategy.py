@@ -27,6 +27,7 @@ from ...publish.ways import is_local
 from ...save.agreement import explaining_errors
 from ...settings import FLAG
 from ...workarounds.for_fabric import CLIPS, clips_unasked, moved_in_deepspeed, unwrapped
+from ..readers import wait_for_readers
 from ..serving import begin_serving
 from . import loops, single_file
 from .owner import BUILT, owner_of
@@ -103,9 +104,30 @@ def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
         result = wrapped(*args, **kwargs)
     if is_local(path) and is_first_on_disk:
         in_flight.afterwards(partial(single_file.remove_from, Path(path)))
+    if name == "filepath" and in_flight.is_any():
+        _go_on_during_save(strategy)
     if Path(path).name.startswith("hpc_ckpt"):  # Lightning's handler of Slurm's signals lets the job end after it
         in_flight.wait()
     return result
+
+
+def _go_on_during_save(strategy: Any) -> None:
+    """Until the end of the run, put off what Trainer removes; and wait now for what may read the checkpoint."""
+    plugin = strategy.checkpoint_io
+    if "teardown" not in vars(plugin):
+        remove = plugin.remove_checkpoint
+
+        def teardown() -> None:
+            """At the end of a run: waits, and raises the error of a save unless there is one already."""
+            del plugin.remove_checkpoint, plugin.teardown
+            plugin.teardown()
+            in_flight.wait_at_end()
+
+        plugin.remove_checkpoint = lambda *args: in_flight.afterwards(partial(remove, *args))
+        plugin.teardown = teardown
+    trainer = strategy.lightning_module.trainer
+    wait_for_readers(trainer.checkpoint_callbacks, "_save_checkpoint")
+    wait_for_readers(trainer.loggers, "after_save_checkpoint")
 
 
 def load_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

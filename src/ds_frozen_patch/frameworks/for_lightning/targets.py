@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...common.probing import Finding, Methods, Target
+from ...common.probing import Finding, Installed, Target
 from ...settings import FLAG
 
 LOADS_STRICTLY = "_allow_excluded_parameters"
@@ -12,11 +12,11 @@ _TRAINER = ("__init__", "setup", "save_checkpoint", "load_checkpoint")
 _FABRIC = ("__init__", "setup_module_and_optimizers", "setup_module", "save_checkpoint", "load_checkpoint")
 
 
-def judge(version: str | None, seen: Methods) -> Finding:
+def judge(version: str | None, strategy: Installed) -> Finding:
     """A strategy with the flag is native; one with the patch series is complete as well."""
-    if FLAG not in seen.parameters["__init__"]:
+    if not strategy.takes("__init__", FLAG):
         return Finding("patchable", version, f"has no {FLAG}")
-    if LOADS_STRICTLY in seen.names_in("load_checkpoint"):
+    if LOADS_STRICTLY in strategy.text:
         reason = f"complete, by the patch series: pass DeepSpeedStrategy({FLAG}=True)"
         return Finding("native", version, reason, complete=True)
     return Finding("native", version, f"has {FLAG}; tied aliases, strict load and ZeRO-3 test need the shim")
@@ -44,7 +44,6 @@ BESIDE = tuple(
         ("utilities.deepspeed", "", "convert_zero_checkpoint_to_fp32_state_dict"),
         ("callbacks.model_checkpoint", "ModelCheckpoint", "_find_last_checkpoints"),
         ("callbacks.model_checkpoint", "ModelCheckpoint", "_link_checkpoint"),
-        ("callbacks.model_checkpoint", "ModelCheckpoint", "_save_checkpoint"),
         ("callbacks.model_checkpoint", "ModelCheckpoint", "file_exists"),
         (
             "trainer.connectors.checkpoint_connector",
@@ -52,8 +51,6 @@ BESIDE = tuple(
             "_CheckpointConnector__max_ckpt_version_in_folder",
         ),
         ("loops.training_epoch_loop", "_TrainingEpochLoop", "on_run_start"),
-        ("strategies.strategy", "Strategy", "remove_checkpoint"),
-        ("strategies.strategy", "Strategy", "teardown"),
     )
 )
 """Functions that are wrapped beside their package's target, where they exist."""
