@@ -282,10 +282,11 @@ SAID: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 def forged(function: Any, *arguments: Any) -> Callable[[dict[str, Any]], Any]:
     """A tensor whose values torch would change after it has made it."""
-    return lambda state: state["module"].update({"mine.weight": Evil(function, *arguments)})
+    return lambda state: state.update(mine=Evil(function, *arguments))
 
 
-ONES, NINES, HOOKS = torch.ones(4), torch.full((4,), 9.0), collections.OrderedDict[str, Any]()
+ONES, NINES = torch.ones(4), torch.full((4,), 9.0)
+HOOKS: dict[str, Any] = collections.OrderedDict()
 SAID |= {
     "state of a parameter": forged(torch._utils._rebuild_parameter_with_state, ONES, False, HOOKS, {"data": NINES}),
     "slots of a parameter": forged(
@@ -496,10 +497,21 @@ def another_folder_first(file: Path, canary: Path) -> None:
             archive.writestr(name, content)
 
 
-def something_between(file: Path, canary: Path) -> None:
-    records, directory = parts(file)
-    hidden = pickle.dumps(touch(canary))
-    file.write_bytes(records + hidden + directory + end_of(records + hidden, directory))
+def something_after(place: int) -> Callable[[Path, Path], None]:
+    """Hide a pickle after one of the records."""
+
+    def write(file: Path, canary: Path) -> None:
+        with zipfile.ZipFile(file) as archive:
+            found = [(name, archive.read(name)) for name in archive.namelist()]
+        with zipfile.ZipFile(file, "w") as archive:
+            for number, (name, content) in enumerate(found):
+                archive.writestr(name, content)
+                if number == place % len(found):
+                    opened: Any = archive
+                    opened.fp.write(pickle.dumps(touch(canary)))
+                    opened.start_dir = opened.fp.tell()
+
+    return write
 
 
 def another_name_in_a_header(file: Path, _: Path) -> None:
@@ -529,7 +541,8 @@ FILES: dict[str, Callable[[Path, Path], None]] = {
     "a member that is a link": member("link", b"/etc/passwd", 0o120777 << 16),
     "a second pickle": member("other/data.pkl"),
     "another folder first": another_folder_first,
-    "something between the records": something_between,
+    "something after the first record": something_after(0),
+    "something after the last record": something_after(-1),
     "another name in a header": another_name_in_a_header,
     "a record twice": twice,
     "a record that says it is large": central(20, b"\xf0\xff\xff\xff\xf0\xff\xff\xff"),
