@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,13 +22,10 @@ from transformers import AutoModelForCausalLM
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError, consolidate, export, inspect, load_trainable, merge, prune, verify
-from ds_frozen_patch.checkpoint.format.records import Records
 from ds_frozen_patch.checkpoint.names import RECORD
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.cli.commands import to_json
-from ds_frozen_patch.fingerprint import fingerprints
-from ds_frozen_patch.manifest import KEY, LeftOut, Manifest
-from ds_frozen_patch.tools.base import match_base, open_base
+from ds_frozen_patch.manifest import KEY, LeftOut
 
 pytestmark = [pytest.mark.promise(16), pytest.mark.quantized]
 
@@ -347,92 +343,31 @@ def test_torchaos_own_files_are_a_base(saved: Callable[..., Path], tmp_path: Pat
     assert (found.problems, found.compared, len(found.unverified)) == ((), 6, 14)
 
 
-@pytest.mark.parametrize("kind", UNQUANTIZED)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_an_unquantized_base_is_quantized_as_the_run_did(
-    saved: Callable[..., Path], tmp_path: Path, kind: str, dtype: torch.dtype
-) -> None:
-    small = saved(kind) / "small.ckpt"
-    quantized.original(1).to(dtype).save_pretrained(tmp_path / "base")
-    found = verify(small, base=tmp_path / "base")
-    assert (found.problems, found.compared) == ((), 20)
-    consolidate(small, tmp_path / "whole.safetensors", base=tmp_path / "base")
-    consolidate(saved(kind) / "full.ckpt", tmp_path / "full.safetensors")
-    whole, full = load_file(tmp_path / "whole.safetensors"), load_file(tmp_path / "full.safetensors")
-    assert whole.keys() == full.keys()
-    assert all(raw(whole[name]) == raw(full[name]) for name in full)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("double", [False, True])
-@pytest.mark.parametrize(
-    ("quant_type", "block_size", "storage"),
-    [("nf4", 64, torch.uint8), ("fp4", 128, torch.uint8), ("nf4", 256, torch.bfloat16), ("nf4", 64, torch.float32)],
-)
-def test_the_manifest_records_the_quantization(
-    tmp_path: Path, dtype: torch.dtype, double: bool, quant_type: str, block_size: int, storage: torch.dtype
-) -> None:
-    from bitsandbytes.functional import quantize_4bit
-
-    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)) / 10
-    save_file({"w.weight": weight}, tmp_path / "model.safetensors")
-    packed, state = quantize_4bit(
-        weight.to(dtype),
-        blocksize=block_size,
-        compress_statistics=double,
-        quant_type=quant_type,
-        quant_storage=storage,
-    )
-    tensors = {"": packed, **{f".{name}": tensor for name, tensor in state.as_dict(packed=True).items()}}
-    left_out = [
-        LeftOut((f"model.w.weight{name}",), tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), found)
-        for (name, tensor), found in zip(tensors.items(), fingerprints(list(tensors.values())), strict=True)
-    ]
-    left_out[1:] = [replace(one, kind="part", group="model.w.weight") for one in left_out[1:]]
-    manifest = Manifest(tuple(left_out), 0, 2, 1, {})
-    base = open_base(tmp_path)
-    with Records() as records:
-        found = {one.name: base.read(records, tensor, one) for one, tensor in match_base(manifest, base).items()}
-    assert found == {f"model.w.weight{name}": raw(tensor) for name, tensor in tensors.items()}
-
-
-@pytest.mark.parametrize("kind", UNQUANTIZED)
-def test_another_unquantized_base(saved: Callable[..., Path], tmp_path: Path, kind: str) -> None:
-    model = quantized.original(1)
-    with torch.no_grad():  # so that it is its block's largest
-        model.model.layers[0].self_attn.q_proj.weight[3, 5] *= 50
-    model.save_pretrained(tmp_path / "base")
-    (problem,) = verify(saved(kind) / "small.ckpt", base=tmp_path / "base").problems
-    assert "is not the base that the run used" in problem
-    assert "layers.0.self_attn.q_proj.base_layer.weight'" in problem
-    assert "k_proj" not in problem
-
-
-def test_without_bitsandbytes(
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=SHORT.get(kind, ())) for kind in BASES])
+def test_an_unquantized_base_is_compared_at_load_only(
     saved: Callable[..., Path],
     folders: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    small = str(saved("nf4") / "small.ckpt")
-    assert main(["verify", small, "--base", str(folders("nf4"))]) == 0
-    assert main(["verify", small, "--base", str(folders("bf16"))]) == 1
-    said = capsys.readouterr()
-    assert "pip install bitsandbytes" in said.out
-    assert "Traceback" not in said.err
-    assert main(["consolidate", small, str(tmp_path / "out.ckpt"), "--base", str(folders("bf16"))]) == 1
-    assert "pip install bitsandbytes" in capsys.readouterr().err
+    """What the run has quantized is not, but all else is."""
+    small = saved(kind) / "small.ckpt"
+    found = verify(small, base=folders("bf16"))
+    assert (found.problems, found.was_quantized) == ((), True)
+    assert found.compared == 6
+    assert all("_proj" in name for name in found.unverified)
+    assert main(["verify", str(small), "--base", str(folders("bf16"))]) == 0
+    assert "The run quantized its base, which is compared at load only." in capsys.readouterr().out
+    assert not verify(small, base=folders(kind)).was_quantized
 
-
-@pytest.mark.parametrize("kind", ["hqq", "gptq", "quanto-int8", "torchao-int8"])
-def test_an_unquantized_base_of_another_library(
-    saved: Callable[..., Path], folders: Callable[[str], Path], kind: str
-) -> None:
-    (problem,) = verify(saved(kind) / "small.ckpt", base=folders("bf16")).problems
-    assert f"{folders('bf16')} lacks 'model.base_model.model.model.layers.0." in problem
-    assert problem.endswith("Pass the base that the run was built from: it was quantized.")
+    quantized.original(2).save_pretrained(tmp_path / "another")
+    (problem,) = verify(small, base=tmp_path / "another").problems
+    assert "is not the base that the run used" in problem
+    if kind not in OF_TORCHAO:
+        with pytest.raises(CheckpointError, match=r"it was quantized\. An unquantized one is compared only when"):
+            consolidate(small, tmp_path / "out.ckpt", base=folders("bf16"))
+        assert not (tmp_path / "out.ckpt").exists()
 
 
 def test_partitions_quantized_by_zero(saved: Callable[..., Path], tmp_path: Path) -> None:
@@ -488,10 +423,8 @@ def test_merge_into_the_unquantized_base(saved: Callable[..., Path], tmp_path: P
     small = saved(kind) / "small.ckpt"
     quantized.original(1).save_pretrained(tmp_path / "base")
     done = merge(small, tmp_path / "served", base=tmp_path / "base")
-    assert (done.was_quantized, done.folded, done.is_untied) == (True, 4, False)
-    assert "The run had quantized its base." in str(done)
-    # bitsandbytes quantizes the base again, to compare it.
-    assert bool(done.unverified) == (kind not in UNQUANTIZED)
+    assert (done.notes, done.folded) == (("The run had quantized its base, which is compared at load only.",), 4)
+    assert done.unverified
     assert all("_proj" in name for name in done.unverified)
     load: Any = AutoModelForCausalLM.from_pretrained
     model, info = load(tmp_path / "served", torch_dtype="auto", output_loading_info=True)

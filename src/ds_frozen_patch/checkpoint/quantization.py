@@ -153,20 +153,6 @@ def base_buffers(buffers: Collection[str], parts: Mapping[str, str]) -> set[str]
     return of_base
 
 
-def quant_type(group: Sequence[LeftOut]) -> str | None:
-    """How bitsandbytes quantized a parameter: "nf4", "fp4" or "int8"; None if it did not.
-
-    Args:
-        group: the parameter and its parts.
-    """
-    for part in group[1:]:
-        if match := _STATE.fullmatch(part.name):
-            return match[2]
-        if part.name.endswith(".SCB"):
-            return "int8"
-    return None
-
-
 def group_with_parts(left_out: Sequence[LeftOut]) -> list[tuple[LeftOut, ...]]:
     """Group each parameter or buffer with its parts."""
     groups: dict[str, list[LeftOut]] = {entry.name: [] for entry in left_out if entry.kind != PART}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from ..common.errors import CheckpointError, named
 from ..manifest import LeftOut, Manifest
 from ..parameters import PARAMETER, is_name, plain
 from .loaded_names import CONFIG, loaded_names
-from .requantize import Quantized, Quantizer, check_bitsandbytes, plan_quantized
 
 _PEFTS_OWN = ("base_model.model.", "base_layer.", "original_module.", "quant_linear_module.", "token_adapter.")
 # The prefixes of PEFT's values of `init_lora_weights` that change the base's weights.
@@ -39,13 +38,9 @@ class Base:
 
     path: Path
     tensors: dict[str, TensorSource]
-    quantizer: Quantizer = field(default_factory=Quantizer)
 
     def read(self, records: Records, tensor: TensorSource, entry: LeftOut) -> bytearray:
-        """Read a tensor as the run had it: in the same dtype, and quantized if it was."""
-        if isinstance(tensor, Quantized):
-            return self.quantizer.read(records, tensor, entry)
-        # A program may load its base in another dtype than that of the file.
+        """Read a tensor in the dtype that the run had it in. A program may load its base in another than the file's."""
         return dtypes.convert(records.read(tensor), tensor.dtype, entry.dtype)
 
     def find(self, entry: LeftOut) -> TensorSource | None:
@@ -90,10 +85,10 @@ class _Names:
         """The name that is, or ends with, the given name or an ending of it."""
         # The trained module contains the model as an attribute, so its names have prefixes. Or the files are those of a
         # larger model, such as one with a head, and their names have prefixes.
-        for ending in (name, *_endings(name)):
+        for ending in (name, *endings(name)):
             if ending in self.tensors:
                 return ending
-        for ending in (name, *_endings(name)):
+        for ending in (name, *endings(name)):
             if "." in ending and (longer := self._longer.get(ending)) is not None:
                 return longer
         return None
@@ -103,12 +98,13 @@ class _Names:
         """The name with each ending; None if several names have it."""
         by_ending: dict[str, str | None] = {}
         for name in filter(is_name, self.tensors):
-            for ending in _endings(name):
+            for ending in endings(name):
                 by_ending[ending] = None if ending in by_ending else name
         return by_ending
 
 
-def _endings(name: str) -> Iterator[str]:
+def endings(name: str) -> Iterator[str]:
+    """The endings of a dotted name, the longest first."""
     while "." in name:
         name = name.partition(".")[2]
         yield name
@@ -211,21 +207,37 @@ _MOST_WORDS = 8
 """In how many words the name of an inner tensor is split at most, to find the parameter's."""
 
 
+def without_quantized(manifest: Manifest, base: Base) -> Manifest:
+    """The manifest without the weights that the run quantized and the base has unquantized: a load compares those."""
+    kept = [group for group in group_with_parts(manifest.left_out) if not _is_unquantized(group, base)]
+    return replace(manifest, left_out=tuple(entry for group in kept for entry in group))
+
+
+def _is_unquantized(group: tuple[LeftOut, ...], base: Base) -> bool:
+    """Whether the run had a parameter in parts or in buffers, and the base has nothing of that."""
+    if len(group) == 1 and not is_subclass(group[0]) and group[0].kind == PARAMETER:
+        return False
+    tensors = {entry: base.find(entry) for entry in group if not is_subclass(entry)}
+    return bool(tensors) and not any(
+        tensor is not None
+        and tensor.shape == entry.shape
+        and (tensor.dtype == entry.dtype or {tensor.dtype, entry.dtype} <= dtypes.FLOATING)
+        for entry, tensor in tensors.items()
+    )
+
+
 def match_base(manifest: Manifest, base: Base) -> dict[LeftOut, TensorSource]:
     """Find the base's tensor for everything that was left out.
 
     A parameter that consists of other tensors has no tensor of its own, and may be missing.
 
     Raises:
-        CheckpointError: a tensor is missing or has another shape, or bitsandbytes is needed and not installed.
+        CheckpointError: a tensor is missing or has another shape.
     """
     there: dict[LeftOut, TensorSource] = {}
     missing, reshaped = [], []
     for group in group_with_parts(manifest.left_out):
         tensors = {entry: base.find(entry) for entry in group if not is_subclass(entry)}
-        weight = tensors.get(group[0])
-        if weight is not None and not any(tensors.get(entry) for entry in group[1:]):
-            tensors |= plan_quantized(group, weight)
         for entry, tensor in tensors.items():
             if tensor is not None and tensor.shape == entry.shape:
                 there[entry] = tensor
@@ -243,8 +255,6 @@ def match_base(manifest: Manifest, base: Base) -> dict[LeftOut, TensorSource]:
         sum(tensor.nbytes for tensor in there.values()),
         *{piece.storage.path for tensor in there.values() for piece in tensor.pieces},
     )
-    if any(isinstance(tensor, Quantized) for tensor in there.values()):
-        check_bitsandbytes()
     return there
 
 
@@ -258,7 +268,11 @@ def _suggest_remedy(missing: Iterable[LeftOut], manifest: Manifest) -> str:
             " Save them with patch(keep=[...]), or pass a full checkpoint of the run as the base."
         )
     was_quantized = any(entry.kind != PARAMETER for entry in missing)
-    return "Pass the base that the run was built from" + (": it was quantized." if was_quantized else ".")
+    return "Pass the base that the run was built from" + (
+        ": it was quantized. An unquantized one is compared only when a program quantizes it and loads the checkpoint."
+        if was_quantized
+        else "."
+    )
 
 
 def check_values(

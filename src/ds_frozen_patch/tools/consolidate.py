@@ -197,7 +197,7 @@ def consolidate(
         elif path.suffix == ".safetensors":
             write_shard(output, plan.tensors, plan, reader)
         else:
-            _write_folder(output, shards, plan, reader)
+            write_folder(output, shards, plan, reader)
     return done
 
 
@@ -381,16 +381,19 @@ def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def write_shard(file: Path, tensors: dict[str, TensorSource], plan: OutputPlan, reader: OutputReader) -> None:
+def write_shard(
+    file: Path, tensors: dict[str, TensorSource], plan: OutputPlan, reader: Callable[[str], bytearray]
+) -> None:
     """Write a safetensors file. It contains tied tensors once, and the aliases as metadata, as the library does it."""
     about = {plan.name_of(alias): plan.name_of(name) for alias, name in plan.aliases.items() if name in tensors}
     entries = {plan.name_of(name): (plan.dtype_of(name), tensor.shape) for name, tensor in tensors.items()}
     safetensors_file.write_file(file, entries, map(reader, tensors), about)
 
 
-def _write_folder(
-    folder: Path, shards: dict[str, dict[str, TensorSource]], plan: OutputPlan, reader: OutputReader
+def write_folder(
+    folder: Path, shards: dict[str, dict[str, TensorSource]], plan: OutputPlan, reader: Callable[[str], bytearray]
 ) -> None:
+    """Write a new folder of safetensors files, and their index."""
     folder.mkdir()
     for name, tensors in shards.items():
         write_shard(folder / name, tensors, plan, reader)

@@ -1,101 +1,79 @@
 """Merge a checkpoint and its base into a folder that serves: for `from_pretrained`, vLLM and the like.
 
-The folder has the files of the base's, one for one. What the run has trained replaces the base's tensors, and LoRA is
-folded into them. Of what changes, at most two tensors are in memory, with what they are made of: one is written while
-the next is made. The others are copied in small pieces.
+The folder has the files of the base's, one for one. What the run has trained replaces the base's tensors, and plain
+LoRA is added to them, one tensor after another. PEFT merges any other adapter, with the whole model in memory.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import re
+import shutil
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable
+from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
-from itertools import cycle
+from io import StringIO
+from math import sqrt
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..checkpoint import dtypes
-from ..checkpoint.format import safetensors as safetensors_file
-from ..checkpoint.format.records import Records
-from ..checkpoint.format.stored import ITEM_SIZES
-from ..checkpoint.format.zip_directory import CHUNK_BYTES
-from ..common.errors import named
+from ..checkpoint.adapters import (
+    PEFTS_PREFIX,
+    PROMPTS,
+    choose_adapter,
+    match_adapter,
+    parse_recorded_config,
+    read_config,
+)
+from ..checkpoint.format.records import Records, TensorSource
+from ..checkpoint.zero.opening import open_checkpoint
+from ..common.errors import CheckpointError, named
 from ..common.progress import progress
-from ..common.text import human_bytes, printable_lines
-from ..fingerprint import Stream
-from .base import check_values, wrong_values
-from .loaded_names import CONFIG
-from .merge_plan import MergePlan, Part, plan_merge
-from .model_folder import INDEX, ModelFolder, copy_more, open_model_folder
+from ..common.text import printable_lines
+from ..manifest import Manifest
+from ..parameters import Contents
+from .base import Base, check_values, endings, match_base, open_base, without_quantized, without_wrappers
+from .consolidate import Consolidated, OutputPlan, write_folder
+from .loaded_names import CONFIG, empty_model
 from .output import check_output, new_output
-from .requantize import Quantized
-from .tuned import Tuned, read_tuned
 
-if TYPE_CHECKING:
-    import torch
+_COPIED = re.compile(r"(?!.*\.index\.json|adapter_config|(.*/)?\.).*(\.(json|jinja|md|model|tiktoken|txt)|[A-Z]{3,})")
+# What the configuration of plain LoRA may say. All else is for PEFT to merge.
+_PLAIN = (
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config", "exclude_modules",
+    "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config",
+    "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_core", "modules_to_save", "peft_type", "peft_version",
+    "qalora_group_size", "r", "rank_pattern", "revision", "target_modules", "task_type", "use_rslora",
+)  # fmt: skip
+_INITS = ("true", "false", "none", "gaussian", "eva", "olora", "orthogonal", "loftq", "lora_ga", "pissa", "corda")
+_LORA = re.compile(r"(.+?)\.(lora_[AB]\..+|lora_embedding_[AB]|lora_magnitude_vector.*)")
 
 
 @dataclass(frozen=True)
-class Merged:
+class Merged(Consolidated):
     """What `merge` has written, or would write.
 
     Attributes:
-        source: the path of the checkpoint or adapter, as passed.
-        target: the path of the output, as passed.
-        dtype: "fp32", "bf16" or "fp16" if all floating-point tensors were converted, else None.
-        adapter: the name of the adapter that was folded in; None if there is none.
-        folded: the number of weights that the adapter was folded into.
-        replaced: the number of other weights that the run has trained, at least some rows of them.
-        tensors: the number of tensors.
-        size: the size of these tensors, in bytes.
-        files: the names of the files with weights.
-        is_untied: whether weights that the base shares differ now, so that the configuration says they are not tied.
-        was_quantized: whether the run had quantized the base; the output has it unquantized.
-        unverified: what comes from the base and could not be verified.
+        adapter: the name of the adapter that was merged; None if there is none.
+        folded: the number of weights that plain LoRA was folded into.
         outside: trained parameters that are not in the output, because the base has none of these names.
-        skipped: the names of the base's scripts, and of its links to elsewhere, which are not copied.
+        notes: what else there is to say.
     """
 
-    source: str
-    target: str
-    dtype: str | None
     adapter: str | None
     folded: int
-    replaced: int
-    tensors: int
-    size: int
-    files: tuple[str, ...]
-    is_untied: bool
-    was_quantized: bool
-    unverified: tuple[str, ...]
     outside: tuple[str, ...]
-    skipped: tuple[str, ...] = ()
+    notes: tuple[str, ...]
 
     def __str__(self) -> str:
-        files = f" in {len(self.files)} files" if len(self.files) > 1 else ""
-        lines = [f"{self.target}: {self.tensors} tensors, {human_bytes(self.size)}{files}."]
-        if self.folded:
-            lines.append(f"The adapter {self.adapter!r} is folded into {self.folded} of them.")
-        if self.replaced:
-            lines.append(
-                f"{self.replaced} {'others are' if self.folded else 'of them are'} as the run has trained them."
-            )
-        if self.was_quantized:
-            lines.append("The run had quantized its base. This is the unquantized base, with the adapter folded in.")
-        if self.is_untied:
-            lines.append(f"Tied weights were trained apart, so {CONFIG} has tie_word_embeddings=false.")
-        if self.unverified:
-            lines.append(f"Not verified, because there is no fingerprint of them: {named(self.unverified, 3)}.")
+        lines = [f"The adapter {self.adapter!r} is folded into {self.folded} of them."] if self.folded else []
+        lines += self.notes
         if self.outside:
             lines.append(f"Not included, because the base has no such weights: {named(self.outside, 3)}.")
-        if self.skipped:
-            lines.append(
-                f"Not copied, because they are scripts or links: {named(self.skipped, 3)}. If {CONFIG} names them"
-                " (auto_map) and you trust them, copy them."
-            )
-        return printable_lines(lines)
+        return "\n".join([super().__str__(), *([printable_lines(lines)] if lines else [])])
 
 
 def merge(
@@ -111,212 +89,311 @@ def merge(
     dry_run: bool = False,
     quiet: bool = True,
 ) -> Merged:
-    """Write a Hugging Face folder with the base's weights and what a run has trained; LoRA is folded in.
+    """Write a Hugging Face folder with the base's weights and what a run has trained; an adapter is merged.
 
     Args:
-        source: the directory of a DeepSpeed checkpoint, or an adapter's as PEFT and `patch(export="peft")` write it. It
-            is not changed.
+        source: the directory of a DeepSpeed checkpoint, or an adapter's as PEFT and `patch(export="peft")` write it.
         target: the directory to create.
         tag: the subdirectory of a DeepSpeed checkpoint to read; by default the one named in `latest`.
-        base: the folder of the model that the run was built from. It is verified with the fingerprints in the manifest.
-            If the run has quantized it, the unquantized model.
+        base: the folder of the unquantized model, which is verified with the fingerprints in the manifest.
         adapter: the name of the adapter, if the run had several.
         adapter_config: an `adapter_config.json`, or its directory, if the checkpoint contains none; `patch()` saves it.
-        dtype: "fp32", "bf16" or "fp16", to convert the base's floating-point tensors before anything is folded in, as
-            `from_pretrained` does. By default they keep the dtype that they have in the base's files.
+        dtype: "fp32", "bf16" or "fp16", to convert the base before an adapter is added; by default it stays as it is.
         trust: accept files that name unexpected classes, and links out of the checkpoint. No code of theirs is run.
         dry_run: write nothing and read no tensors.
         quiet: do not show progress on stderr.
 
-    Returns:
-        What the output contains.
-
     Raises:
-        CheckpointError: a file is missing, damaged or from another run; the base differs from that of the run; there
-            is no such adapter, or it cannot be merged; PEFT is missing; the target exists, or cannot be written.
-            Nothing is left there.
+        CheckpointError: something is missing, damaged, or from another run or base; the adapter cannot be merged; the
+            target exists, or cannot be written. Nothing is left there.
         CheckpointMismatchError: the manifest is damaged, or has a format that this release does not know.
         ValueError: the dtype is unknown.
     """
-    kind = dtypes.torch_dtype(dtype)
-    folder = open_model_folder(base, trust)
-    tuned = read_tuned(source, tag, folder.path, adapter, adapter_config, trust)
-    plan = plan_merge(folder, tuned, kind)
+    kind, folder = dtypes.torch_dtype(dtype), Path(base)
+    model = empty_model(folder)
+    run = _Run(Path(source), tag, adapter, adapter_config, trust, model.state_dict().keys())
+    merger = _Merger(open_base(folder, trust), model, run, kind)
     done = Merged(
         source=str(source),
         target=str(target),
         dtype=dtype,
-        adapter=tuned.name,
-        folded=sum(change.module is not None for change in plan.changes.values()),
-        replaced=sum(change.module is None for change in plan.changes.values()),
-        tensors=sum(map(len, plan.files.values())),
-        size=plan.size,
-        files=tuple(plan.files),
-        is_untied=plan.is_untied,
-        was_quantized=plan.was_quantized,
-        unverified=plan.unverified,
-        outside=tuple(plan.outside),
+        is_whole=True,
+        adapter=run.name,
+        folded=0 if merger.is_in_memory else sum(bool(change.lora) for change in merger.changes.values()),
+        tensors=len(merger.plan.tensors),
+        size=merger.plan.size,
+        files=tuple(merger.shards),
+        unverified=merger.unverified,
+        outside=tuple(run.outside),
+        notes=tuple(merger.notes),
     )
-    sources = (tuned.root, folder.path)
     if dry_run:
-        check_output(Path(target), *sources)
+        check_output(Path(target), run.root, folder)
         return done
-    with new_output(target, *sources) as output, progress("merging", plan.size, quiet) as progressed:
-        output.mkdir()
-        scripts, links = copy_more(folder.path, output)
-        (output / CONFIG).write_text(json.dumps(_config(folder, plan), indent=2) + "\n", encoding="utf-8")
-        with Records() as records:
-            _write_weights(output, folder, plan, _Reader(records, folder, tuned, plan), progressed)
-    return replace(done, skipped=(*scripts, *links))
+    if merger.is_in_memory and not quiet:
+        print("Not plain LoRA, or not one tensor for another: this takes the whole model in memory.", file=sys.stderr)
+    total = merger.plan.size + sum(tensor.nbytes for tensor in merger.compared.values())
+    with new_output(target, run.root, folder) as output, progress("merging", total, quiet) as merger.progressed:
+        with Records() as merger.records:
+            merger.write(output)
+        _copy_other_files(folder, output)
+        return replace(done, files=tuple(sorted(file.name for file in output.glob("*.safetensors"))))
 
 
-def _config(folder: ModelFolder, plan: MergePlan) -> dict[str, Any]:
-    """The base's configuration, with what has changed."""
-    config = dict(folder.config)
-    if plan.dtype is not None:
-        config["dtype" if "dtype" in config else "torch_dtype"] = plan.dtype
-    if plan.is_untied:
-        config["tie_word_embeddings"] = False
-        if isinstance(inner := config.get("text_config"), dict):
-            config["text_config"] = {**inner, "tie_word_embeddings": False}
-    return config
+class _Run:
+    """What a run has trained, by the names of its model, without those of PEFT's layers. No tensor is read."""
+
+    def __init__(
+        self,
+        root: Path,
+        tag: str | None,
+        name: str | None,
+        config: str | Path | None,
+        trust: bool,
+        known: Collection[str],
+    ) -> None:
+        self.root, self.outside = root, list[str]()
+        self.name: str | None = "default"
+        self.config: dict[str, Any] = {}  # of the adapter
+        self.whole: dict[str, TensorSource] = {}  # trained parameters, frozen ones that the base lacks, and buffers
+        self.manifest = Manifest((), 0, 0, 0, {})
+        recorded = root / "adapter_config.json"
+        if recorded.is_file() and not (root / "latest").exists() and tag is None:
+            text = recorded.read_text(encoding="utf-8", errors="replace")
+            self.config = read_config(config) if config else parse_recorded_config(text)
+            self.adapter = open_base(root / "adapter_model.safetensors", trust).tensors  # by their names in the file
+            return
+        checkpoint = open_checkpoint(root, tag, trust=trust)
+        weights, manifest = checkpoint.weights, checkpoint.states.manifest or self.manifest
+        tensors, adapter, members = weights.all, None, dict[str, str]()
+        tensors |= {alias: tensors[first] for alias, first in weights.aliases.items() if first in tensors}
+        if name or config or manifest.adapters or any(PEFTS_PREFIX in key for key in weights.trained):
+            adapter = choose_adapter(weights, manifest, name, config, "Export what was trained, and use PEFT.")
+            members, self.outside = match_adapter(weights, manifest, adapter)
+            self.config = adapter.config or {}
+        prefix = "" if adapter else _prefix(map(without_wrappers, weights.trained), known)
+
+        def inside(key: str) -> str | None:
+            """The name of a parameter in the model; None if it is elsewhere, or is an adapter's."""
+            name = adapter.peft_name(key) if adapter else key
+            if name is None or _LORA.match(name) or ".trainable_tokens" in name or ".modules_to_save." in name:
+                return None
+            return inner.removeprefix(prefix) if (inner := without_wrappers(name)).startswith(prefix) else None
+
+        self.root, self.name = checkpoint.states.layout.root, adapter.name if adapter else None
+        self.adapter = {name: tensors[key] for name, key in members.items()}
+        keys = [
+            *(members.values() if adapter else weights.trained),
+            *(weights.frozen if checkpoint.states.manifest else ()),
+        ]
+        for key in [*keys, *(key for key in weights.buffers if inside(key) in known)]:
+            self.whole |= {
+                inner: tensors[key] for alias in weights.names_of(key) if (inner := inside(alias)) is not None
+            }
+        self.manifest = replace(manifest, left_out=tuple(e for e in manifest.left_out if any(map(inside, e.names))))
+        self.outside += [] if adapter else [key for key in weights.trained if inside(key) is None]
 
 
-def _write_weights(
-    output: Path, folder: ModelFolder, plan: MergePlan, read: _Reader, progressed: Callable[[int], object]
-) -> None:
-    for file, parts in plan.files.items():
-        # Parts of one weight one after another, so that it is made once.
-        ordered = dict(sorted(parts.items(), key=lambda item: (item[1].weight, item[1].begin)))
-        entries = {name: (plan.dtype_of(part.weight), part.shape) for name, part in ordered.items()}
-        about = {} if plan.is_untied else folder.files[file].metadata
-        contents = _prefetched(_contents(ordered, plan, read, progressed))
-        safetensors_file.write_file(output / file, entries, contents, about)
-    if len(plan.files) > 1:
-        where = {name: file for file, parts in plan.files.items() for name in parts}
-        index = {"metadata": {"total_size": plan.size}, "weight_map": where}
-        (output / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+def _prefix(names: Iterable[str], known: Collection[str]) -> str:
+    """What a module, which may have several models, puts before the names of the one that it trains most of."""
+    counts = Counter(name.removesuffix(end) for name in names for end in (name, *endings(name)) if end in known)
+    return counts.most_common(1)[0][0] if counts else ""
 
 
-def _contents(
-    parts: dict[str, Part], plan: MergePlan, read: _Reader, progressed: Callable[[int], object]
-) -> Iterator[memoryview]:
-    weight, value = "", memoryview(b"")
-    for part in parts.values():
-        if read.is_copied(part):
-            for chunk in read.copied(part.weight):
-                progressed(len(chunk))
-                yield chunk
-            continue
-        if part.weight != weight:
-            value = memoryview(b"")  # before the next is read
-            _give_back_memory()
-            weight, value = part.weight, memoryview(read(part.weight))
-        width = ITEM_SIZES[plan.dtype_of(part.weight)]
-        progressed(part.numel * width)
-        yield value[part.begin * width : (part.begin + part.numel) * width]
+@dataclass(frozen=True)
+class _Change:
+    """What becomes of a tensor: another value, and the sources of LoRA's A and B, whose product is added."""
+
+    source: TensorSource | None = None
+    lora: tuple[TensorSource, ...] = ()
+    scale: float = 1.0
+    layer: str = "Linear"
 
 
-def _prefetched(contents: Iterator[memoryview]) -> Iterator[memoryview]:
-    """The same contents; each is made in a thread while the one before is written."""
-    with ThreadPoolExecutor(1) as thread:
-        coming = thread.submit(next, contents, None)
-        while (content := coming.result()) is not None:
-            coming = thread.submit(next, contents, None)
-            yield content
-            content.release()
-
-
-def _give_back_memory() -> None:
-    """Give what was freed back to the system: glibc keeps it, in pieces that are too small for the next weight."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
-class _Reader:
-    """Reads a weight of the base, verifies it, and gives it the value that it has in the output."""
-
-    def __init__(self, records: Records, folder: ModelFolder, tuned: Tuned, plan: MergePlan) -> None:
-        self.records, self.base, self.tuned, self.plan = records, folder.base, tuned, plan
-        self.buffers = cycle([memoryview(bytearray(CHUNK_BYTES)) for _ in range(2)])
-
-    def is_copied(self, part: Part) -> bool:
-        """Whether a part of the output is a whole weight of the base, whose values stay as they are."""
-        weight, tensor = part.weight, self.plan.base[part.weight]
-        return (
-            weight not in self.plan.changes
-            and (part.begin, part.numel) == (0, tensor.numel)
-            and tensor.view is None
-            and not any(isinstance(source, Quantized) for _, source in self.plan.compared.get(weight, ()))
-        )
-
-    def copied(self, weight: str) -> Iterator[memoryview]:
-        """Read and verify such a weight; each chunk is valid until the next but one."""
-        tensor, manifest = self.plan.base[weight], self.plan.manifest
-        entries = [entry for entry, _ in self.plan.compared.get(weight, ()) if entry.fingerprint]
-        streams = [Stream(entry.dtype, tensor.numel) for entry in entries]
-        for chunk in self.records.chunks(tensor, self.buffers):
-            for entry, stream in zip(entries, streams, strict=True):
-                stream.add(dtypes.convert(chunk, tensor.dtype, entry.dtype))
-            yield memoryview(dtypes.convert(chunk, tensor.dtype, self.plan.dtype_of(weight)))
-        for entry, stream in zip(entries, streams, strict=True):
-            if manifest is not None and stream.digest() != entry.fingerprint:
-                raise wrong_values(self.base, self.records, tensor, entry, manifest)
-
-    def __call__(self, weight: str) -> bytearray | memoryview:
-        change = self.plan.changes.get(weight)
-        if change is None or change.module is None or self.plan.folding is None:
-            return self._unfolded(weight)
-        module = change.module
-        folded = self.plan.folding.fold(
-            module,
-            change.parameter,
-            lambda parameter: self._tensor(self._unfolded(name := self.plan.weights[module, parameter]), name),
-            self._adapter,
-        )
-        return _bytes(folded)
-
-    def _unfolded(self, weight: str) -> bytearray:
-        change, dtype, tensor = self.plan.changes.get(weight), self.plan.dtype_of(weight), self.plan.base[weight]
-        if change is not None and change.source is not None:
-            values = dtypes.convert(self.records.read(change.source), change.source.dtype, dtype)
+def _changes(run: _Run, model: Any) -> tuple[dict[str, _Change], bool]:
+    """What becomes of each parameter of a model; and whether this is without an adapter, or with plain LoRA."""
+    config, modules = run.config, dict(model.named_modules())
+    changes = {name: _Change(source) for name, source in run.whole.items()}
+    lora: dict[str, dict[str, TensorSource]] = defaultdict(dict)
+    for in_file, source in run.adapter.items():
+        if match := _LORA.fullmatch(in_file.removeprefix(PEFTS_PREFIX)):
+            lora[match[1]][match[2]] = source
         else:
-            values = self.records.read(tensor)
-            self._verify(weight, values)
-            values = dtypes.convert(values, tensor.dtype, dtype)
-        if change is not None and change.rows is not None:
-            rows = dtypes.convert(self.records.read(change.rows), change.rows.dtype, dtype)
-            width = len(rows) // len(change.indices)
-            for place, index in enumerate(change.indices):
-                values[index * width : (index + 1) * width] = rows[place * width : (place + 1) * width]
+            changes[without_wrappers(in_file)] = _Change(source)
+    is_plain = not config or (
+        config["peft_type"] == "LORA"
+        and all(key in _PLAIN for key, value in config.items() if value)
+        and str(config.get("init_lora_weights")).lower().startswith(_INITS)
+    )
+    for module, parts in lora.items():
+        is_plain &= [*sorted(parts)] in (["lora_A.weight", "lora_B.weight"], ["lora_embedding_A", "lora_embedding_B"])
+        is_plain &= module in modules and all(len(part.shape) == 2 for part in parts.values())
+        alphas, rank = config.get("alpha_pattern") or {}, parts[min(parts)].shape[0]
+        key = next((key for key in alphas if re.match(rf"(.*\.)?({key})$", module)), None)  # as PEFT does it
+        changes[f"{module}.weight"] = _Change(
+            source=changes.get(f"{module}.weight", _Change()).source,
+            lora=tuple(parts[name] for name in sorted(parts)),
+            scale=alphas.get(key, config["lora_alpha"]) / (sqrt(rank) if config.get("use_rslora") else rank),
+            layer="Embedding" if "lora_embedding_A" in parts else type(modules.get(module)).__name__,
+        )
+    return changes, is_plain
+
+
+class _Merger:
+    """Plans a merge from names, shapes and dtypes; then makes each tensor of the output."""
+
+    records: Records
+    progressed: Callable[[int], object]
+
+    def __init__(self, base: Base, model: Any, run: _Run, dtype: str | None) -> None:
+        self.base, self.kind, self.run, self.notes = base, type(model), run, list[str]()
+        if (kind := run.config.get("peft_type")) in PROMPTS:
+            raise CheckpointError(f"{kind} adapters have no weights to merge. Serve the adapter with PEFT.")
+        try:
+            wanted, is_plain = _changes(run, model)
+        except Exception as error:  # whatever a configuration says
+            raise CheckpointError(f"The adapter's configuration is damaged ({error!r}).") from None
+        ties = list(Contents(model).names.values())
+        self.shards = _files(base)
+        there = {name: tensor for shard in self.shards.values() for name, tensor in shard.items()}
+        found = {name: base.name_of(name) for name in {*wanted, *(name for group in ties for name in group)}}
+        places = {name: place for name, place in found.items() if place in there or place in base.loaded}
+        added: dict[str, TensorSource] = {}
+        for group in ties:
+            shared = next((places[name] for name in group if name in places), None)
+            if shared is not None and len({wanted.get(name) for name in group}) > 1:
+                added |= {name: base[shared] for name in group if name not in places}
+                self.notes = [f"Tied weights were trained apart, so {CONFIG} has tie_word_embeddings=false."]
+            elif shared is not None:
+                places |= {name: places.get(name, shared) for name in group}
+        self.is_untied = bool(self.notes)
+        self.shards[[*self.shards][-1]] |= added
+        self.plan = OutputPlan({**there, **added}, {}, {}, None, dtype)
+        places |= {name: name for name in added}
+        self.changes = {places[name]: change for name, change in wanted.items() if name in places}
+        self.is_in_memory = not (is_plain and self.changes.keys() <= self.plan.tensors.keys())
+        self.notes += ["This takes the whole model in memory."] if self.is_in_memory else []
+        missing = [name for name in wanted if name not in places]
+        if is_plain and (not self.changes or (missing and run.config)):
+            raise CheckpointError(f"{base.path} lacks {named(missing)}. Pass the base that the run was built from.")
+        run.outside += [] if run.config else missing
+        self._check_shapes()
+        manifest = without_quantized(run.manifest, base)
+        if len(manifest.left_out) < len(run.manifest.left_out):
+            self.notes.append("The run had quantized its base, which is compared at load only.")
+        self.compared = match_base(manifest, base)
+        replaced = [self.plan.tensors.get(name) or base[name] for name, change in self.changes.items() if change.source]
+        verified = [*replaced, *(tensor for entry, tensor in self.compared.items() if entry.fingerprint)]
+        pieces = {piece for tensor in verified for piece in tensor.pieces}
+        self.unverified = tuple(sorted(name for name, tensor in there.items() if not pieces.issuperset(tensor.pieces)))
+
+    def _check_shapes(self) -> None:
+        wrong = []
+        for name, change in self.changes.items():
+            tensor = self.plan.tensors.get(name) or self.base[name]
+            shapes = [change.source.shape] if change.source else []
+            if change.lora and not self.is_in_memory:
+                a, b = (source.shape for source in change.lora)
+                shapes.append((a[1], b[0]) if change.layer in ("Embedding", "Conv1D") else (b[0], a[1]))
+            if {tensor.shape, *shapes} != {tensor.shape} or (change.lora and tensor.dtype not in dtypes.FLOATING):
+                wrong.append(f"{name!r} has shape {[*tensor.shape]} in {tensor.dtype}, not {[*map(list, shapes)]}")
+        if wrong:
+            raise CheckpointError(
+                f"{self.base.path} is not the base that the run used, or is quantized: {'; '.join(wrong[:5])}. If the"
+                " run has resized its embeddings, resize the base in the same way and save it by save_pretrained."
+            )
+
+    def write(self, output: Path) -> None:
+        """Verify the base, and write weights and configuration."""
+        for entry, tensor in self.compared.items():
+            values = self.base.read(self.records, tensor, entry)
+            check_values(self.base, self.records, tensor, entry, values, self.run.manifest)
+            self.progressed(tensor.nbytes)
+        if self.is_in_memory:
+            with redirect_stderr(StringIO()):  # without the progress bars of transformers
+                self._write_in_memory(output)
+            return
+        write_folder(output, self.shards, self.plan, self)
+        config = json.loads((self.base.path / CONFIG).read_text(encoding="utf-8"))
+        if self.plan.dtype is not None:
+            config["dtype" if "dtype" in config else "torch_dtype"] = self.plan.dtype
+        for part in (config, config.get("text_config") or {}) if self.is_untied else ():
+            part["tie_word_embeddings"] = False
+        (output / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    def __call__(self, name: str) -> bytearray:
+        """The content of a tensor of the output."""
+        change, tensor, dtype = self.changes.get(name, _Change()), self.plan.tensors[name], self.plan.dtype_of(name)
+        source = change.source or tensor
+        values = dtypes.convert(self.records.read(source), source.dtype, dtype)
+        if change.lora:
+            a, b = (self._read(source).float() for source in change.lora)
+            weight, product = _view(values, dtype, tensor.shape), b @ a
+            product = (product.T if change.layer in ("Embedding", "Conv1D") else product) * change.scale
+            weight += product.to(weight.dtype) if change.layer == "Embedding" else product  # rounded where PEFT does it
+        self.progressed(len(values))
         return values
 
-    def _verify(self, weight: str, values: bytearray) -> None:
-        stored = self.plan.base[weight]
-        for entry, tensor in self.plan.compared.get(weight, ()):
-            if isinstance(tensor, Quantized):
-                converted = self.base.read(self.records, tensor, entry)
-            else:
-                converted = dtypes.convert(values, stored.dtype, entry.dtype)
-            if self.plan.manifest is not None:
-                check_values(self.base, self.records, tensor, entry, converted, self.plan.manifest)
+    def _read(self, source: TensorSource) -> Any:
+        return _view(self.records.read(source), source.dtype, source.shape).clone()  # aligned, as in PEFT's own merge
 
-    def _tensor(self, values: bytearray, weight: str) -> torch.Tensor:
-        import torch
+    def _write_in_memory(self, output: Path) -> None:
+        import transformers
 
-        kind = getattr(torch, self.plan.dtype_of(weight))
-        return torch.frombuffer(values, dtype=kind).view(self.plan.base[weight].shape)
+        config, release = dict(self.run.config), int(transformers.__version__.partition(".")[0])
+        if config and str(config.get("init_lora_weights")).lower().startswith(_INITS):
+            config["init_lora_weights"] = False  # the base is as it was when the adapter had been made
+        try:
+            options = {"dtype" if release > 4 else "torch_dtype": self.plan.dtype or "auto"}
+            model: Any = self.kind.from_pretrained(self.base.path, **options)
+            state = model.state_dict()
+            for name in state.keys() & self.run.whole.keys():
+                state[name].copy_(self._read(self.run.whole[name]))
+            if config:
+                import peft
 
-    def _adapter(self, name: str) -> torch.Tensor:
-        import torch
+                of_any_type: Any = peft.PeftConfig
+                model = peft.get_peft_model(model, of_any_type.from_peft_type(**config))
+                tensors = {name: self._read(source) for name, source in self.run.adapter.items()}
+                loaded: Any = peft.set_peft_model_state_dict(model, tensors)
+                wrong = [*loaded.unexpected_keys, *(name for name in loaded.missing_keys if ".default" in name)]
+                if wrong := [name for name in wrong if ".token_adapter." not in name]:  # which tied weights share
+                    raise ValueError(f"it does not fit the base: {named(wrong)}")
+                model = model.merge_and_unload()
+            model.save_pretrained(output)
+        except ImportError as error:
+            raise CheckpointError(f"This adapter is for PEFT to merge: pip install peft ({error}).") from None
+        except Exception as error:  # whatever a configuration leads to
+            raise CheckpointError(f"PEFT cannot merge this adapter ({type(error).__name__}: {error}).") from None
 
-        tensor = self.tuned.adapter[name]
-        values = torch.frombuffer(self.records.read(tensor), dtype=getattr(torch, tensor.dtype))
-        return values.view(tensor.shape).clone()  # in memory of torch's, aligned as in PEFT's own merge
 
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def _view(values: bytearray, dtype: str, shape: tuple[int, ...]) -> Any:
     import torch
 
-    return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return torch.frombuffer(values, dtype=getattr(torch, dtype)).view(shape)
+
+
+def _files(base: Base) -> dict[str, dict[str, TensorSource]]:
+    """The tensors of each of a base's files, by the name of the file in the output."""
+    files: dict[Path, dict[str, TensorSource]] = defaultdict(dict)
+    for name, tensor in base.tensors.items():
+        storage = tensor.pieces[0].storage
+        if storage.path.suffix != ".safetensors" or storage.key == name:  # the base has aliases, too
+            files[storage.path][name] = tensor
+    whole = base.path / "model.safetensors"
+    if whole in files and not (base.path / f"{whole.name}.index.json").is_file():  # transformers reads no other
+        files = {whole: files[whole]}
+    names = {file: f"{file.stem.removeprefix('pytorch_')}.safetensors" for file in files}
+    return {names[file] if len(files) > 1 else whole.name: tensors for file, tensors in files.items()}
+
+
+def _copy_other_files(folder: Path, output: Path) -> None:
+    """Copy tokenizer, generation config, licence and so on, but no scripts, and not what links lead to elsewhere."""
+    home = folder.resolve()
+    inside = {home, home.parent.parent / "blobs"} if home.parent.name == "snapshots" else {home}  # in the hub's cache
+    for item in folder.rglob("*"):
+        name = item.relative_to(folder)
+        is_data = item.is_file() and _COPIED.fullmatch(str(name)) and not inside.isdisjoint(item.resolve().parents)
+        if is_data and not (output / name).exists():
+            (output / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(item, output / name)

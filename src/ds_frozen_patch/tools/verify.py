@@ -21,7 +21,7 @@ from ..common.text import human_bytes, printable_lines
 from ..load.files import check_content, check_names, read_record
 from ..manifest import Manifest
 from ..parameters import PARAMETER, plain
-from .base import Base, describe_wrong_values, match_base, open_base
+from .base import Base, describe_wrong_values, match_base, open_base, without_quantized
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Verified:
         compared: how many of these match the base.
         unverified: the names of what was left out and cannot be verified, because it has no fingerprint or the base has
             no tensor for it.
+        was_quantized: whether the run quantized weights that the base has unquantized: they are compared at load only.
     """
 
     path: str
@@ -48,6 +49,7 @@ class Verified:
     left_out: int
     compared: int
     unverified: tuple[str, ...]
+    was_quantized: bool = False
 
     def __str__(self) -> str:
         if self.problems:
@@ -61,6 +63,8 @@ class Verified:
             lines.append(f"{self.compared} of them match the base.")
         if self.unverified:
             lines.append(f"Cannot be verified: {named(self.unverified, 3)}.")
+        if self.was_quantized:
+            lines.append("The run quantized its base, which is compared at load only.")
         return printable_lines(lines)
 
 
@@ -116,9 +120,11 @@ def verify(
     if manifest is not None:
         problems += _check_manifest(states, manifest)
     problems = problems or _check_record(states)
-    compared = 0
+    compared, was_quantized = 0, False
     unverified = [entry.name for entry in (manifest.left_out if manifest else ()) if entry.fingerprint is None]
     if opened is not None:
+        left_out = manifest.left_out if manifest else ()
+        was_quantized = manifest is not None and len(without_quantized(manifest, opened).left_out) < len(left_out)
         wrong, compared, unknown = _compare_base(manifest, opened, quiet)
         problems += wrong
         unverified = list(dict.fromkeys([*unverified, *unknown]))
@@ -136,6 +142,7 @@ def verify(
         left_out=len(manifest.parameters) if manifest else 0,
         compared=compared,
         unverified=tuple(unverified),
+        was_quantized=was_quantized,
     )
 
 
@@ -200,7 +207,7 @@ def _compare_base(manifest: Manifest | None, base: Base, quiet: bool) -> tuple[l
     if manifest is None:
         return ["The checkpoint has no manifest, so its base cannot be verified."], 0, []
     try:
-        there = match_base(manifest, base)
+        there = match_base(without_quantized(manifest, base), base)
     except CheckpointError as error:
         return [str(error)], 0, []
     fingerprinted = {entry.name for entry in there if entry.fingerprint is not None}
