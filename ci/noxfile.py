@@ -47,7 +47,7 @@ SHORT_TESTS = tuple(dict.fromkeys((FIRST, *EVERY_TEST)))
 ON_GPUS = ("python-3.13", "lightning-2.4")  # cells whose torch is built for CUDA
 RESULTS = ROOT / ".nox" / "results"
 # The checkpoints that cells leave for others are of the program that trains them, and of the patches.
-TRAINS = [ROOT / "tests" / name for name in ("runs.py", "contract/test_upgrade.py", "contract/test_no_lock_in.py")]
+TRAINS = [ROOT / "tests" / name for name in ("kit/runs.py", "contract/test_upgrade.py", "contract/test_no_lock_in.py")]
 TRAINS += sorted(ROOT.glob("patches/*/*.patch"))
 SAVED = ROOT / ".nox" / "saved" / hashlib.sha256(b"".join(file.read_bytes() for file in TRAINS)).hexdigest()[:8]
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from kit.cell import CELL
+from kit.processes import GRACE_SECONDS, Ranks
 from matrix import cells
-from ranks import GRACE_SECONDS, Ranks
 from tables import ROOT, code
-from under_test import CELL
 
 if TYPE_CHECKING:
-    from tools_checkpoints import Checkpoints
+    from kit.checkpoints import Checkpoints
 
 collect_ignore = [] if CELL.name == "everyday" else ["test_docs.py"]  # Sybil is in that cell alone
 
@@ -61,7 +61,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., li
 @pytest.fixture(scope="session")
 def checkpoints(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     """`checkpoints(stage, world_size)`: a folder with `small.ckpt` and `full.ckpt` of one moment."""
-    from tools_checkpoints import Checkpoints
+    from kit.checkpoints import Checkpoints
 
     return Checkpoints(ranks, tmp_path_factory.mktemp("checkpoints"))
 
@@ -125,7 +125,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _deselect(config, items, lambda item: _is_short(item) != (part == "short"))
     _deselect(config, items, _is_of_other_cells)
     if CELL.quantizers:
-        from quantized import AVAILABLE
+        from kit.quantized import AVAILABLE
 
         _deselect(config, items, lambda item: _parameter(item, "kind") not in (None, *AVAILABLE))
     if "gpu" not in config.getoption("markexpr"):

@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
-from made_up import FLAG, Site
-from shell import shell
+from kit import runs
+from kit.cell import PRECISION, TRAINER, pl
+from kit.programs import FLAG, Site, shell
 from sybil import Example, Sybil
 from sybil.parsers.markdown import CodeBlockParser, SkipParser
 from sybil.parsers.markdown.lexers import FencedCodeBlockLexer
-from under_test import PRECISION, TRAINER, pl
 
 import ds_frozen_patch
 

@@ -1,6 +1,6 @@
 """How runs go on from one another, in all pairs of ZeRO stages, world sizes and precisions: the session `pairs`.
 
-Each run of `tests/stages.py` trains, saves both ways and trains on; then runs of each other kind go on from it. The
+Each run of `tests/kit/stages.py` trains, saves both ways and trains on; then runs of each other kind go on from it. The
 table on `pairs.md` has the largest difference of any master and any moment after the load, and of the next
 losses to those of the run that saved.
 """
@@ -14,8 +14,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import stages
 from bench.saves import ranks
+from kit import stages
 from machine import releases
 from tables import PAIRS, markdown
 

@@ -11,12 +11,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import owners
 import pytest
-import runs
 import torch
-from disk import model_states
-from ranks import RankError
+from kit import owners, runs
+from kit.checkpoints import model_states
+from kit.processes import RankError
 
 import ds_frozen_patch
 from ds_frozen_patch import PatchError

@@ -14,15 +14,12 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-import forked
-import owners
 import pytest
-import runs
 import torch
-from owners import OWNERS, PEFT, Run
-from ranks import RankError
-from slow_disk import WRITE, writing, writing_when
-from under_test import ModelCheckpoint
+from kit import owners, processes, runs
+from kit.cell import ModelCheckpoint
+from kit.owners import OWNERS, PEFT, WRITE, Run, writing, writing_when
+from kit.processes import RankError
 
 import ds_frozen_patch
 from ds_frozen_patch.common.overrides import overridden
@@ -416,7 +413,7 @@ torch.multiprocessing.start_processes(train, nprocs=2, start_method="fork")
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_end_of_forked_ranks(tmp_path: Path, fails: bool) -> None:
     """Processes that `multiprocessing` starts, as Accelerate's `notebook_launcher` does, run no `atexit`."""
-    port = forked.free_port()
+    port = processes.free_port()
     program = FORKED.format(path=sys.path, out=str(tmp_path), fails=fails, port=port)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode != 0) == fails, done.stderr[-3000:]

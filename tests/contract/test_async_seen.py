@@ -15,17 +15,15 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-import owners
 import pytest
-import runs
 import torch
 import transformers
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from owners import PEFT, Run
-from ranks import RankError
+from kit import owners, runs
+from kit.cell import TRAINER, Callback, ModelCheckpoint, pl
+from kit.owners import PEFT, Run, writing
+from kit.processes import RankError
 from safetensors.torch import load_file
-from slow_disk import writing
-from under_test import TRAINER, Callback, ModelCheckpoint, pl
 
 import ds_frozen_patch
 from ds_frozen_patch.common.overrides import overridden

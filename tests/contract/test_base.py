@@ -9,11 +9,11 @@ from typing import Any
 
 import deepspeed
 import pytest
-import runs
 import torch
-from disk import model_states
+from kit import runs
+from kit.cell import CELL, PRECISION, Callback, DeepSpeedStrategy, ModelCheckpoint
+from kit.checkpoints import model_states
 from peft import LoraConfig, get_peft_model
-from under_test import CELL, PRECISION, Callback, DeepSpeedStrategy, ModelCheckpoint
 
 import ds_frozen_patch
 from ds_frozen_patch import fingerprint

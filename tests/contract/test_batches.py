@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
-import runs
 import torch
+from kit import runs
+from kit.cell import ModelCheckpoint, pl
+from kit.processes import free_port
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
-from under_test import ModelCheckpoint, pl
 
 import ds_frozen_patch
 
@@ -131,7 +131,7 @@ def test_resumes_with_workers(tmp_path: Path, world_size: int, step: int, persis
 
 def in_processes(world_size: int, out: Path, **options: Any) -> list[list[dict[str, Any]]]:
     """`whole_and_resumed` in processes that may have children, which those of the fixture `ranks` may not."""
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": forked.free_port(), "WORLD_SIZE": world_size}
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": world_size}
     common |= {"LOCAL_SIZE": world_size, "NODE_RANK": 0, "DS_ACCELERATOR": "cpu"}
     program = "import sys, warm, test_batches; test_batches.main(sys.argv[1])"
     arguments = json.dumps({"out": str(out), "world_size": world_size, **options})

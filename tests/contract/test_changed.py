@@ -6,12 +6,11 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import owners
 import pytest
-import runs
 import torch
 from deepspeed import zero
-from disk import model_states
+from kit import owners, runs
+from kit.checkpoints import model_states
 
 import ds_frozen_patch
 

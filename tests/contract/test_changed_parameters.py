@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import owners
 import pytest
-import runs
-import stages
 import torch
-from disk import model_states
+from kit import owners, runs, stages
+from kit.cell import LambdaCallback
+from kit.checkpoints import model_states
 from peft import LoraConfig
-from under_test import LambdaCallback
 
 import ds_frozen_patch
 from ds_frozen_patch.checkpoint.zero import selection

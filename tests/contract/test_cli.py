@@ -6,11 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-import provider
 import pytest
-import runs
-from disk import model_states
-from under_test import PRECISION, TRAINER, LightningCLI, pl
+from kit import cell, runs
+from kit.cell import PRECISION, TRAINER, LightningCLI, pl
+from kit.checkpoints import model_states
 
 pytestmark = [pytest.mark.promise(7), pytest.mark.series]
 
@@ -36,7 +35,7 @@ class Data(pl.LightningDataModule):
 
 
 def run_cli(out: str, flag: str, arguments: list[str]) -> None:
-    provider.trainable_only()
+    cell.trainable_only()
     file = Path(out, f"config-{os.environ['RANK']}.yaml")  # a rank must not read half a file
     file.write_text(CONFIG.format(strategy=STRATEGY, precision=PRECISION, flag=flag))
     cli = LightningCLI(

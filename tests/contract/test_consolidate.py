@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import provider
 import pytest
-import runs
 import torch
-from under_test import CELL, TRAINER
+from kit import cell, runs
+from kit.cell import CELL, TRAINER
 
 pytestmark = [pytest.mark.promise(9), pytest.mark.series]
 RETURNS = CELL.patches != "2.0"  # in Lightning 2.0 the converter returns nothing, and its series keeps that
@@ -19,21 +18,21 @@ RETURNS = CELL.patches != "2.0"  # in Lightning 2.0 the converter returns nothin
 
 def save_both_ways(out: str, stage: int) -> dict[str, Any]:
     """Save a trainable-only and a full checkpoint of the same state; return the fp32 values at the end of training."""
-    provider.trainable_only()
+    cell.trainable_only()
     trainer = runs.trainer(out, 2, stage, epochs=1, enable_checkpointing=False, precision="32-true")
     module = runs.LoraRun()
     trainer.fit(module, runs.batches(2))
     trainer.save_checkpoint(f"{out}/small.ckpt")
-    with provider.full_checkpoint(trainer.strategy):
+    with cell.full_checkpoint(trainer.strategy):
         trainer.save_checkpoint(f"{out}/full.ckpt")
     return runs.trained_state(module)
 
 
 @pytest.fixture
 def convert() -> Iterator[Callable[..., Any]]:
-    provider.trainable_only()
+    cell.trainable_only()
     yield importlib.import_module(f"{TRAINER}.utilities.deepspeed").convert_zero_checkpoint_to_fp32_state_dict
-    provider.stop()
+    cell.stop()
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

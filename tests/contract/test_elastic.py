@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 import torch
-from disk import model_states
-from tools_checkpoints import contents, snapshot
+from kit import runs
+from kit.cell import CELL, PRECISION, DeepSpeedStrategy, LambdaCallback
+from kit.checkpoints import contents, model_states, snapshot
 from torch.utils.data import DataLoader
-from under_test import CELL, PRECISION, DeepSpeedStrategy, LambdaCallback
 
 import ds_frozen_patch
 from ds_frozen_patch import reshard

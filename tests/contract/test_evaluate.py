@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import provider
 import pytest
-import runs
 import torch
-from disk import model_states
-from under_test import PRECISIONS
+from kit import cell, runs
+from kit.cell import PRECISIONS
+from kit.checkpoints import model_states
 
 pytestmark = [pytest.mark.promise(3), pytest.mark.series]
 
@@ -23,7 +22,7 @@ def evaluate(trainer: Any, module: Any, data: Any, ckpt_path: str | None) -> dic
 
 
 def in_memory_and_loaded(out: str, stage: int, precision: str) -> tuple[Any, Any, Any]:
-    provider.trainable_only()
+    cell.trainable_only()
     data = runs.batches(2)
     trainer = runs.trainer(out, 2, stage, epochs=1, precision=precision)
     module = runs.LoraRun()
@@ -35,7 +34,7 @@ def in_memory_and_loaded(out: str, stage: int, precision: str) -> tuple[Any, Any
 
     untrained = evaluate(fresh(), runs.LoraRun(), data, None)
     loaded = evaluate(fresh(), runs.LoraRun(), data, f"{out}/epoch=0.ckpt")
-    with provider.full_checkpoint():
+    with cell.full_checkpoint():
         trainer = runs.trainer(f"{out}/full", 2, stage, epochs=1, precision=precision)
         trainer.fit(runs.LoraRun(), data)
     assert evaluate(fresh(), runs.LoraRun(seed=2), data, f"{out}/full/epoch=0.ckpt") == loaded
@@ -68,7 +67,7 @@ class WithBuffers(runs.LoraRun):
 
 
 def buffers_of_a_test(out: str, stage: int) -> dict[str, torch.Tensor]:
-    provider.trainable_only()
+    cell.trainable_only()
     trainer = runs.trainer(out, 2, stage, epochs=1)
     trainer.fit(WithBuffers(trained=True), runs.batches(2))
     module = WithBuffers(trained=False)
@@ -86,7 +85,7 @@ def test_buffers_are_loaded_as_saved(ranks: Any, tmp_path: Path, stage: int) -> 
 
 
 def quantized_tested_and_resumed(out: str, stage: int) -> int:
-    provider.trainable_only()
+    cell.trainable_only()
     runs.trainer(out, 2, stage, epochs=1).fit(runs.OnQuantized(), runs.batches(2))
     path = f"{out}/epoch=0.ckpt"
     runs.trainer(out, 2, stage).test(runs.OnQuantized(), runs.batches(2), ckpt_path=path, verbose=False)

@@ -7,19 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import provider
 import pytest
-import runs
 import torch
-from disk import model_states
+from kit import cell, runs
+from kit.cell import CELL, PRECISION, PRECISIONS
+from kit.checkpoints import model_states
 from packaging.version import Version
-from under_test import CELL, PRECISION, PRECISIONS
 
 pytestmark = [pytest.mark.promise(2), pytest.mark.series]
 
 
 def whole_and_resumed(out: str, stage: int, precision: str) -> dict[str, Any]:
-    provider.trainable_only()
+    cell.trainable_only()
     made = runs.fabric(2, stage, precision)
     model, optimizer = runs.fabric_setup(made)
     runs.fabric_epoch(made, model, optimizer)
@@ -55,7 +54,7 @@ def moments(optimizer: Any) -> float:
 
 def weights_alone(out: str, stage: int) -> tuple[dict[str, str], dict[str, str], list[float]]:
     """Load the model without its optimizer, and then with it."""
-    provider.trainable_only()
+    cell.trainable_only()
     made = runs.fabric(2, stage)
     model, optimizer = runs.fabric_setup(made)
     runs.fabric_epoch(made, model, optimizer)
@@ -82,7 +81,7 @@ CHOICES = (True, False) if CELL.patches else (True, False, None)  # None is ours
 
 
 def constructor_says_no(out: str) -> None:
-    provider.trainable_only()
+    cell.trainable_only()
     for choice in CHOICES:
         made = runs.fabric(2, 2, exclude_frozen_parameters=choice)
         model, optimizer = runs.fabric_setup(made)
@@ -99,7 +98,7 @@ def test_explicit_false_wins(ranks: Any, tmp_path: Path) -> None:
 
 def clipped(clipping: float | None) -> tuple[list[str], float]:
     """Return what is heard at setup, and by how much one step of SGD with a learning rate of 1 moves the weights."""
-    provider.trainable_only()
+    cell.trainable_only()
     made = runs.fabric(2, 2, "32-true")
     strategy: Any = made.strategy
     strategy.config |= {} if clipping is None else {"gradient_clipping": clipping}

@@ -16,13 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import owners
 import pytest
-import runs
 import torch
-from owners import BY_HAND, PEFT, Run
-from tools_checkpoints import contents
-from under_test import Callback
+from kit import owners, runs
+from kit.cell import Callback
+from kit.checkpoints import contents
+from kit.owners import BY_HAND, PEFT, Run
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError

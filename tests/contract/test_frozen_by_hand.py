@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import owners
 import pytest
-from owners import BY_HAND, LARGE, Run
+from kit import owners
+from kit.owners import BY_HAND, LARGE, Run
 
 pytestmark = [pytest.mark.promise(19), pytest.mark.everyday]
 

@@ -13,18 +13,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
-import owners
 import pytest
-import runs
-import stages
 import torch
 import torch.distributed as dist
 import training
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from kit import owners, runs, stages
+from kit.cell import pl
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
-from under_test import pl
 
 import ds_frozen_patch
 from ds_frozen_patch.engine.served import attached

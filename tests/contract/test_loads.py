@@ -17,15 +17,13 @@ from weakref import ref
 
 import deepspeed
 import numpy as np
-import owners
 import pytest
-import runs
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-from disk import model_states
-from owners import Run
-from tools_checkpoints import refresh
-from under_test import TRAINER, Callback, ModelCheckpoint
+from kit import owners, runs
+from kit.cell import TRAINER, Callback, ModelCheckpoint
+from kit.checkpoints import model_states, refresh
+from kit.owners import Run
 
 import ds_frozen_patch
 from ds_frozen_patch.checkpoint.format import archive, unpickling

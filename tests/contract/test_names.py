@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 import torch
-from disk import model_states
+from kit import runs
+from kit.checkpoints import model_states
 from safetensors import safe_open
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

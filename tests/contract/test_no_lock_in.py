@@ -7,11 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import provider
 import pytest
-import runs
-from disk import model_states
-from under_test import CELL, DeepSpeedStrategy, pl
+from kit import cell, runs
+from kit.cell import CELL, DeepSpeedStrategy, pl
+from kit.checkpoints import model_states
 
 pytestmark = pytest.mark.promise(6)
 HAS_STRICT_LOADING = hasattr(pl.LightningModule, "strict_loading")
@@ -33,9 +32,9 @@ def resume(saved: str, out: str, stage: int, seed: int = 1, strict: bool = True)
 
 
 def ours_into_plain(out: str, stage: int) -> tuple[Any, Any]:
-    provider.trainable_only()
+    cell.trainable_only()
     trained = train(out, stage)
-    provider.stop()
+    cell.stop()
     return trained, resume(out, out, stage, strict=False)
 
 
@@ -47,7 +46,7 @@ def test_plain_lightning_loads_ours(ranks: Any, tmp_path: Path, stage: int) -> N
 
 
 def train_trainable_only(out: str, stage: int) -> Any:
-    provider.trainable_only()
+    cell.trainable_only()
     return train(out, stage)
 
 
@@ -62,7 +61,7 @@ def test_saves_for_plain_lightning(ranks: Any, saved: Path, stage: int) -> None:
 
 def series_into_plain_and_ours(saved: str, out: str, stage: int) -> list[Any]:
     plain = [resume(saved, out, stage, strict=False)] if HAS_STRICT_LOADING else []
-    provider.trainable_only()
+    cell.trainable_only()
     return [*plain, resume(saved, out, stage)]
 
 
@@ -80,7 +79,7 @@ if CELL.twin:
 
 def plain_into_ours(out: str, stage: int) -> tuple[Any, Any, list[str]]:
     trained = train(out, stage)
-    provider.trainable_only()
+    cell.trainable_only()
     with runs.heard() as messages:
         # Another seed: the frozen parameters must come from the checkpoint.
         resumed = resume(out, out, stage, seed=2)
@@ -99,7 +98,7 @@ def test_full_checkpoint_of_plain_lightning(ranks: Any, tmp_path: Path, stage: i
 def frozen_since(out: str, stage: int) -> tuple[Any, Any]:
     """Test from a full checkpoint with a parameter frozen that was trained at its save."""
     train(out, stage)
-    provider.trainable_only()
+    cell.trainable_only()
     losses = []
     for freeze in (False, True):
         module = runs.LoraRun(seed=2)
@@ -140,7 +139,7 @@ def native_into_ours(out: str, stage: int) -> tuple[Any, Any, list[str]]:
 
 
 def load_with_warnings(out: str, stage: int, trained: Any) -> tuple[Any, Any, list[str]]:
-    provider.trainable_only()
+    cell.trainable_only()
     with runs.heard() as messages:
         resumed = resume(out, out, stage)
     return trained, resumed, [m for m in messages if m.startswith("WARNING")]

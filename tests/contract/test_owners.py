@@ -17,14 +17,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
-import owners
 import pytest
-import runs
 import torch
-from owners import BY_HAND, ONE_MORE, PEFT, Run
-from ranks import RankError
+from kit import owners, runs
+from kit.cell import TRAINER, DeepSpeedStrategy
+from kit.owners import BY_HAND, ONE_MORE, PEFT, Run
+from kit.processes import RankError
 from safetensors import safe_open
-from under_test import TRAINER, DeepSpeedStrategy
 
 import ds_frozen_patch
 from ds_frozen_patch.checkpoint.names import RECORD, is_not_whole

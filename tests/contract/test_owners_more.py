@@ -10,17 +10,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import nodes
-import owners
 import pytest
-import runs
 import torch
-from forked import ThisProcess
-from owners import BY_HAND, OWNERS, PEFT, Run
-from ranks import RankError
+from kit import nodes, owners, runs
+from kit.checkpoints import refresh
+from kit.owners import BY_HAND, OWNERS, PEFT, Run
+from kit.processes import RankError, ThisProcess
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tools_checkpoints import refresh
 
 import ds_frozen_patch
 from ds_frozen_patch.common.overrides import overridden

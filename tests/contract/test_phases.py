@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import owners
 import pytest
-import runs
 import torch
 from deepspeed import zero
-from disk import model_states
-from owners import Run
+from kit import owners, runs
+from kit.cell import DeepSpeedStrategy, ModelCheckpoint, pl
+from kit.checkpoints import model_states
+from kit.owners import Run
 from peft import LoraConfig
 from safetensors.torch import load_file
-from under_test import DeepSpeedStrategy, ModelCheckpoint, pl
 
 import ds_frozen_patch
 

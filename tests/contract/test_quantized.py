@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import quantized
-import runs
-import stages
 import torch
-from disk import model_states, size
-from quantized import AVAILABLE, DAMAGES, QuantizedRun
-from under_test import TRAINER
+from kit import quantized, runs, stages
+from kit.cell import TRAINER
+from kit.checkpoints import model_states, size
+from kit.quantized import AVAILABLE, DAMAGES, QuantizedRun
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError, reshard

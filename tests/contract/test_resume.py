@@ -5,18 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import provider
 import pytest
-import runs
 import torch
-from disk import model_states
-from under_test import CELL, PRECISION, PRECISIONS, DeepSpeedStrategy, pl
+from kit import cell, runs
+from kit.cell import CELL, PRECISION, PRECISIONS, DeepSpeedStrategy, pl
+from kit.checkpoints import model_states
 
 pytestmark = [pytest.mark.promise(2), pytest.mark.series]
 
 
 def whole_and_resumed(out: str, world_size: int, stage: int, precision: str, extra: dict[str, Any]) -> dict[str, Any]:
-    provider.trainable_only()
+    cell.trainable_only()
     results = []
     for resume_from in (None, f"{out}/epoch=0.ckpt"):
         strategy = DeepSpeedStrategy(config=runs.config(stage, **extra))
@@ -102,7 +101,7 @@ class BuiltPartitioned(pl.LightningModule):
 
 
 def built_partitioned(out: str) -> Any:
-    provider.trainable_only()
+    cell.trainable_only()
     results = []
     for resume_from in (None, f"{out}/epoch=0.ckpt"):
         trainer = runs.trainer(out if resume_from is None else f"{out}/again", 2, 3)

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
-from disk import model_states
-from under_test import CELL, Fabric, FabricDeepSpeed, ModelCheckpoint, pl
+from kit import runs
+from kit.cell import CELL, Fabric, FabricDeepSpeed, ModelCheckpoint, pl
+from kit.checkpoints import model_states
 
 import ds_frozen_patch
 

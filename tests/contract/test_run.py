@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from disk import model_states
-from shell import shell
+from kit.checkpoints import model_states
+from kit.programs import shell
 
 import ds_frozen_patch
 
@@ -22,7 +22,7 @@ STARTS = re.findall(r"^\$ (ds-frozen-patch run -- .+)", (ROOT / "docs" / "guides
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("run")
-    shutil.copy(ROOT / "tests" / "program.py", made / "train.py")
+    shutil.copy(ROOT / "tests" / "kit" / "fine_tune.py", made / "train.py")
     return made
 
 

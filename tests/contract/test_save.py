@@ -8,12 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import provider
 import pytest
-import runs
 import torch
-from disk import model_states, size
-from under_test import BF16, CELL, Callback, DeepSpeedStrategy, ModelCheckpoint
+from kit import cell, runs
+from kit.cell import BF16, CELL, Callback, DeepSpeedStrategy, ModelCheckpoint
+from kit.checkpoints import model_states, size
 
 pytestmark = pytest.mark.promise(1)
 
@@ -27,12 +26,12 @@ class Remembers(Callback):
 
 def save_both_ways(out: str, world_size: int, stage: int, tied: bool) -> list[str]:
     """Save a trainable-only and a full checkpoint of the same state; return the names of the frozen parameters."""
-    provider.trainable_only()
+    cell.trainable_only()
     trainer = runs.trainer(out, world_size, stage, epochs=1, callbacks=[Remembers()], enable_checkpointing=False)
     module = runs.LoraRun(tied=tied)
     trainer.fit(module, runs.batches(world_size))
     trainer.save_checkpoint(f"{out}/small.ckpt")
-    with provider.full_checkpoint(trainer.strategy):
+    with cell.full_checkpoint(trainer.strategy):
         trainer.save_checkpoint(f"{out}/full.ckpt")
     return [name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad]
 
@@ -69,7 +68,7 @@ class OptimizesAll(runs.LoraRun):
 
 
 def save_with_an_optimizer_of_all(out: str, stage: int) -> list[str]:
-    provider.trainable_only()
+    cell.trainable_only()
     trainer = runs.trainer(out, 2, stage, epochs=1, enable_checkpointing=False)
     module = OptimizesAll()
     trainer.fit(module, runs.batches(2))
@@ -87,7 +86,7 @@ def test_an_optimizer_with_all_parameters(ranks: Any, tmp_path: Path, stage: int
 
 
 def save_large(out: str, stage: int) -> int:
-    provider.trainable_only()
+    cell.trainable_only()
     trainer = runs.trainer(out, 2, stage, epochs=1, enable_checkpointing=False, limit_train_batches=1)
     module = runs.LoraRun(hidden=256, vocabulary=8192, rank=128)
     trainer.fit(module, runs.batches(2))
@@ -109,7 +108,7 @@ def test_bytes_on_disk(ranks: Any, tmp_path: Path, stage: int, bytes_each: int) 
 
 
 def save_by(out: str, way: str) -> None:
-    provider.trainable_only()
+    cell.trainable_only()
     file = Path(out, f"config{os.environ['RANK']}.json")
     file.write_text(json.dumps(runs.config(2)))
     if way == "environment":
@@ -141,7 +140,7 @@ def test_every_way_to_configure(ranks: Any, tmp_path: Path, way: str) -> None:
 
 
 def save_often(out: str) -> dict[str, Any]:
-    provider.trainable_only()
+    cell.trainable_only()
     best = ModelCheckpoint(f"{out}/best", monitor="val_loss", save_top_k=2, save_last=True, filename="{epoch}")
     steps = ModelCheckpoint(f"{out}/steps", every_n_train_steps=3, save_top_k=-1, filename="{step}")
     trainer = runs.trainer(out, 2, 2, epochs=3, callbacks=[best, steps])
@@ -182,7 +181,7 @@ def save_subset(out: str) -> None:
         def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
             self.deepspeed_engine.save_checkpoint(filepath, client_state={"mine": 1}, tag="checkpoint")
 
-    provider.trainable_only()
+    cell.trainable_only()
     trainer = runs.trainer(out, 2, strategy=OwnStrategy(config=runs.config(2)), epochs=1, enable_checkpointing=False)
     trainer.fit(Subset(), runs.batches(2))
     trainer.save_checkpoint(f"{out}/small.ckpt")
@@ -200,7 +199,7 @@ def test_subset_state_dict_and_overridden_save(ranks: Any, tmp_path: Path) -> No
 
 
 def first_save_is_told(out: str) -> list[str]:
-    provider.trainable_only()
+    cell.trainable_only()
     with runs.heard() as messages:
         trainer = runs.trainer(out, 2, 2, epochs=3)
         trainer.fit(runs.LoraRun(), runs.batches(2))

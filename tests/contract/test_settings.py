@@ -1,4 +1,4 @@
-"""Promises 1 to 3 with every DeepSpeed setting: saved, resumed and tested from; `settings.py` lists them."""
+"""Promises 1 to 3 with every DeepSpeed setting: saved, resumed and tested from; `kit/settings.py` lists them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-import provider
 import pytest
-import runs
 import torch
-from disk import model_states
+from kit import cell, runs
+from kit.cell import CELL, PRECISION, DeepSpeedStrategy
+from kit.checkpoints import model_states
+from kit.settings import CANNOT, SETTINGS, Cannot, Setting
 from safetensors.torch import load_file
-from settings import CANNOT, SETTINGS, Cannot, Setting
-from under_test import CELL, PRECISION, DeepSpeedStrategy
 
 import ds_frozen_patch
 
@@ -67,7 +66,7 @@ def or_says(run: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]
 def train(name: str, stage: int, out: str, ours: bool = True, **options: Any) -> dict[str, Any]:
     """Train without interruption, save, save the weights alone at the end; return what the model in memory returns."""
     if ours:
-        provider.trainable_only()
+        cell.trainable_only()
     setting = BY_NAME[name]
     trainer, module = trainer_for(setting, stage, out, **options), setting.module()
     trainer.fit(module, runs.batches(2))
@@ -86,7 +85,7 @@ def train(name: str, stage: int, out: str, ours: bool = True, **options: Any) ->
 def resume(name: str, stage: int, out: str, ours: bool = True) -> dict[str, Any]:
     """Resume from the first checkpoint in a new run, and test from the last one."""
     if ours:
-        provider.trainable_only()
+        cell.trainable_only()
     setting = BY_NAME[name]
     trainer, module = trainer_for(setting, stage, f"{out}/again"), setting.module()
     with runs.heard() as messages:

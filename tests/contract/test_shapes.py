@@ -12,14 +12,14 @@ from unittest import mock
 
 import peft
 import pytest
-import runs
 import torch
-from disk import model_states
-from llama import small_llama
-from ranks import RankError
+from kit import runs
+from kit.cell import PRECISION, DeepSpeedStrategy
+from kit.checkpoints import model_states
+from kit.processes import RankError
+from kit.runs import small_llama
 from safetensors.torch import load_file
 from torch.nn.utils import parametrizations
-from under_test import PRECISION, DeepSpeedStrategy
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError, consolidate, verify

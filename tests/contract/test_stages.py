@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stages
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from tools_checkpoints import changed, loaded, snapshot, unlabel
+from kit import stages
+from kit.checkpoints import changed, loaded, snapshot, unlabel
 from torch.utils.cpp_extension import get_default_build_root
 
 import ds_frozen_patch

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
-from under_test import CELL
+from kit.cell import CELL
 
 import ds_frozen_patch
 from ds_frozen_patch.cli import main

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 import torch
-from disk import model_states
-from tools_checkpoints import refresh
+from kit import runs
+from kit.checkpoints import model_states, refresh
 
 import ds_frozen_patch
 from ds_frozen_patch.checkpoint.names import RECORD

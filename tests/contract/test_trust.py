@@ -10,10 +10,10 @@ from typing import Any
 
 import deepspeed
 import pytest
-import runs
 import torch
-from tools_checkpoints import changed, precision_of, refresh
-from under_test import ModelCheckpoint
+from kit import runs
+from kit.cell import ModelCheckpoint
+from kit.checkpoints import changed, precision_of, refresh
 
 import ds_frozen_patch
 

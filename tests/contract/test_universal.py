@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 import torch
+from kit import runs
+from kit.cell import DeepSpeedStrategy
 from torch.utils.data import DataLoader
-from under_test import DeepSpeedStrategy
 
 import ds_frozen_patch
 from ds_frozen_patch.manifest import KEY

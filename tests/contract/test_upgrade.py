@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 import torch
-from under_test import CELL, LambdaCallback, ModelCheckpoint
+from kit import runs
+from kit.cell import CELL, LambdaCallback, ModelCheckpoint
 
 import ds_frozen_patch
 

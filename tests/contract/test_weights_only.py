@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import provider
 import pytest
-import runs
 import torch
+from kit import cell, runs
+from kit.cell import PRECISION, Callback, DeepSpeedStrategy, ModelCheckpoint, pl
 from memory import memory, reset_peak_memory
 from safetensors.torch import load_file
-from under_test import PRECISION, Callback, DeepSpeedStrategy, ModelCheckpoint, pl
 
 import ds_frozen_patch
 from ds_frozen_patch.parameters import numel_of
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.promise(8)
 
 
 def save_weights_only(out: str, stage: int) -> dict[str, Any]:
-    provider.trainable_only()
+    cell.trainable_only()
     callback = ModelCheckpoint(out, filename="weights", save_weights_only=True)
     # In ZeRO-3 small parameters stay whole otherwise, and nothing has to be gathered.
     strategy = DeepSpeedStrategy(config=runs.config(stage, stage3_param_persistence_threshold=0))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from under_test import CELL
+from kit.cell import CELL
 
 # Nothing here depends on releases.
 collect_ignore_glob = [] if CELL.name == "everyday" else ["test_*.py"]

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 import torch
-from tools_checkpoints import changed, precision_of, records_of
+from kit import runs
+from kit.checkpoints import changed, precision_of, records_of
 
 import ds_frozen_patch
 from ds_frozen_patch import verify

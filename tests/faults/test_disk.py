@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 import torch
-from tools_checkpoints import TOOLS, Checkpoints, contents, snapshot
-from under_test import Callback
+from kit import runs
+from kit.cell import Callback
+from kit.checkpoints import TOOLS, Checkpoints, contents, snapshot
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError

@@ -27,10 +27,10 @@ from typing import Any
 
 import pytest
 import torch
+from kit.checkpoints import Checkpoints, base_model, changed, commands
+from kit.hostile import EXPENSIVE, limited, named, repacked, text
 from memory import memory
-from opcodes import EXPENSIVE, limited, named, repacked, text
 from safetensors.torch import save_file
-from tools_checkpoints import Checkpoints, base_model, changed, commands
 
 from ds_frozen_patch import CheckpointError, CheckpointMismatchError, load_trainable
 from ds_frozen_patch.checkpoint.names import RECORD
@@ -827,7 +827,7 @@ def test_no_tool_runs_a_base(
 @pytest.mark.once
 def test_allowed_names_run_nothing(tmp_path: Path) -> None:
     """Python's own `pickle` loads each name that the tools allow, with hostile arguments, under an audit hook."""
-    program = Path(__file__).parents[1] / "harmless.py"
+    program = Path(__file__).parents[1] / "kit" / "hostile.py"
 
     def tried(*more: str) -> Any:
         (tmp_path / "empty").mkdir(exist_ok=True)

@@ -14,13 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
-import runs
-from forked import KillPoint, ThisProcess
-from interrupted import Diary, newest
-from tools_checkpoints import TOOLS, Checkpoints, contents, snapshot
-from under_test import ModelCheckpoint, pl
+from kit import processes, runs
+from kit.cell import ModelCheckpoint, pl
+from kit.checkpoints import TOOLS, Checkpoints, contents, snapshot
+from kit.interrupted import Diary, newest
+from kit.processes import KillPoint, ThisProcess
 
 import ds_frozen_patch
 from ds_frozen_patch.cli import main
@@ -102,7 +101,7 @@ class Chain:
         arguments["async_save"] = self.async_save
         log = self.out.with_name(f"{self.out.name}.log")
         before = self._diary(0).count("saved ")
-        said = forked.run_ranks(train, log, points, **arguments, resume=str(resume) if resume else None)
+        said = processes.run_ranks(train, log, points, **arguments, resume=str(resume) if resume else None)
         self.saves_at_end = self._diary(0).count("saved ") - before
         return said
 
@@ -210,13 +209,13 @@ def test_kills_in_tools(
             source, target = checkpoints(stage) / name, tmp_path / f"{number}-{stage}" / made
             before = snapshot(source)
             alone = tmp_path / f"alone-{number}-{stage}" / made
-            what, said = forked.Process(work, log, words=words, source=str(source), target=str(alone)).outcome()
+            what, said = processes.Process(work, log, words=words, source=str(source), target=str(alone)).outcome()
             assert what == "returned", said
             expected = contents(alone)
             for _ in range(times):
                 point = KillPoint.random(drawn, said["calls"], 1.2 * said["seconds"])
                 asked: dict[str, Any] = {"words": words, "source": str(source), "target": str(target)}
-                assert forked.Process(work, log, point, **asked).outcome() == ("killed", None)
+                assert processes.Process(work, log, point, **asked).outcome() == ("killed", None)
                 assert snapshot(source) == before
                 if target.exists():  # killed after all was done
                     assert contents(target) == expected, (tool, stage, point)

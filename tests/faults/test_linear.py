@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from kit.checkpoints import Checkpoints, base_model, changed, commands
 from memory import give_back_memory, memory, reset_peak_memory
 from safetensors.torch import save_file
-from tools_checkpoints import Checkpoints, base_model, changed, commands
 
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.manifest import KEY

@@ -12,9 +12,9 @@ from typing import Any
 
 import deepspeed
 import pytest
-import runs
+from kit import runs
+from kit.cell import Callback, DeepSpeedStrategy, ModelCheckpoint
 from memory import memory, open_files
-from under_test import Callback, DeepSpeedStrategy, ModelCheckpoint
 
 import ds_frozen_patch
 from ds_frozen_patch.settings import Export

@@ -21,15 +21,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import caching_disk
-import nodes
 import pytest
-import runs
 import torch
-from disk import model_states
-from forked import KillPoint, Process, ThisProcess, outcomes
-from nodes import Nodes
-from under_test import Callback, DeepSpeedStrategy, ModelCheckpoint, pl
+from kit import nodes, runs
+from kit.cell import Callback, DeepSpeedStrategy, ModelCheckpoint, pl
+from kit.checkpoints import model_states
+from kit.nodes import Nodes
+from kit.processes import KillPoint, Process, ThisProcess, outcomes
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError
@@ -39,7 +37,7 @@ pytestmark = [
     pytest.mark.skipif(bool(nodes.why_unsupported()), reason=nodes.why_unsupported() or "-"),
     pytest.mark.timeout(1800),
 ]
-needs_a_cache = pytest.mark.skipif(bool(caching_disk.why_unsupported()), reason=caching_disk.why_unsupported() or "-")
+needs_a_cache = pytest.mark.skipif(bool(nodes.why_no_cached_disk()), reason=nodes.why_no_cached_disk() or "-")
 
 MIX = re.compile(r"\b(another|other|different|one|same) saves?\b|\bmix", re.IGNORECASE)
 """What an error says that names a mix of saves."""

@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 import torch
-from forked import KillPoint
-from owners import Run
-from power import KINDS, Cutter, Disk, NoPowerCutsError, settle
+from kit import runs
+from kit.cell import Callback
+from kit.checkpoints import TOOLS, Checkpoints, contents
+from kit.owners import Run
+from kit.power import KINDS, Cutter, Disk, NoPowerCutsError, settle
+from kit.processes import KillPoint
 from safetensors.torch import load_file
-from tools_checkpoints import TOOLS, Checkpoints, contents
-from under_test import Callback
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError

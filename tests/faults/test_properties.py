@@ -23,16 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import provider
 import pytest
-import runs
 import torch
-from disk import model_states
 from hypothesis import HealthCheck, Phase, example, given, note, seed, settings
 from hypothesis import strategies as st
-from tools_checkpoints import assert_pruned, manifest_of, raw, weights_of
+from kit import cell, runs
+from kit.cell import PRECISIONS, DeepSpeedStrategy, pl
+from kit.checkpoints import assert_pruned, manifest_of, model_states, raw, weights_of
 from torch.utils.data import DataLoader
-from under_test import PRECISIONS, DeepSpeedStrategy, pl
 
 from ds_frozen_patch import consolidate, prune, verify
 from ds_frozen_patch.parameters import plain
@@ -175,7 +173,7 @@ def saved_and_resumed(out: str, tree: Any, groups: int, seed: int, stage: int, *
 
     The first rank also writes what a whole file of weights must contain: trained parameters as the fp32 masters are.
     """
-    provider.trainable_only()
+    cell.trainable_only()
     found = []
     for again in (False, True):
         trainer = made_trainer(out, stage=stage, **run)
@@ -183,7 +181,7 @@ def saved_and_resumed(out: str, tree: Any, groups: int, seed: int, stage: int, *
         trainer.fit(module, batches(run["world_size"]), ckpt_path=f"{out}/small.ckpt" if again else None)
         if not again:
             trainer.save_checkpoint(f"{out}/small.ckpt")
-            with provider.full_checkpoint():
+            with cell.full_checkpoint():
                 trainer.save_checkpoint(f"{out}/full.ckpt")
             weights = whole_weights(module)
             if trainer.is_global_zero:

@@ -20,16 +20,15 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import forked
 import pytest
-import runs
 import torch
-from disk import model_states
-from forked import KillPoint, ThisProcess
-from interrupted import Diary, newest
+from kit import processes, runs
+from kit.cell import ModelCheckpoint, pl
+from kit.checkpoints import model_states
+from kit.interrupted import Diary, newest
+from kit.processes import KillPoint, ThisProcess
 from memory import give_back_memory, memory, open_files, release
 from torch.utils.data import DataLoader
-from under_test import ModelCheckpoint, pl
 
 import ds_frozen_patch
 from ds_frozen_patch.publish import in_flight
@@ -198,7 +197,7 @@ class Soak:
             drawn.shuffle(points)
         at = drawn.randint(0 if asked["resume"] else 1, saves)
         asked |= {"diary": str(self._diary(folder, world_size)), "out": f"{folder}/out", "world_size": world_size}
-        said = forked.run_ranks(train, self.folder / "log", tuple(points), **asked, at=at)
+        said = processes.run_ranks(train, self.folder / "log", tuple(points), **asked, at=at)
         assert "killed" in [what for what, _ in said], said
         for what, why in said:
             ended = what in ("killed", "returned") or (what == "raised" and why[0].startswith(RAISED))

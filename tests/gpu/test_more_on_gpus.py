@@ -10,16 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import owners
 import pytest
-import runs
-import settings
 import torch
-from disk import model_states
-from owners import OWNERS, Run
-from places import OFFLOAD, PARTITIONED, PLACES, Looks, Place, fit, on, skip_without, strategy
+from kit import owners, runs, settings
+from kit.cell import Fabric, FabricDeepSpeed
+from kit.checkpoints import model_states
+from kit.gpus import OFFLOAD, PARTITIONED, PLACES, Looks, Place, fit, on, skip_without, strategy
+from kit.owners import OWNERS, Run
 from safetensors.torch import load_file
-from under_test import Fabric, FabricDeepSpeed
 
 import ds_frozen_patch
 

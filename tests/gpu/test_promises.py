@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 import torch
-from disk import model_states
-from places import OFFLOAD, PARTITIONED, PLACES, Place, fit, on, strategy
+from kit import runs
+from kit.cell import Callback
+from kit.checkpoints import EMBEDDING, HEAD, base_model, model_states
+from kit.gpus import OFFLOAD, PARTITIONED, PLACES, Place, fit, on, strategy
 from safetensors.torch import load_file
-from tools_checkpoints import EMBEDDING, HEAD, base_model
-from under_test import Callback
 
 import ds_frozen_patch
 

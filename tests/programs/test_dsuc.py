@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from starting import start
+from kit.programs import start
 
 import ds_frozen_patch
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 import torch
-from disk import size
+from kit.checkpoints import size
+from kit.programs import PLAIN, WORDS, save_tokenizer, start
 from safetensors.torch import load_file
-from starting import PLAIN, WORDS, save_tokenizer, start
 
 import ds_frozen_patch
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disk import model_states, size
+from kit.checkpoints import model_states, size
+from kit.programs import PLAIN, WORDS, save_tokenizer, start
 from safetensors.torch import load_file
-from starting import PLAIN, WORDS, save_tokenizer, start
 
 import ds_frozen_patch
 

@@ -12,7 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from starting import start
+from kit.programs import start
 
 import ds_frozen_patch
 

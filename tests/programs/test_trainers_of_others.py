@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 import torch
+from kit.programs import PLAIN, WORDS, save_tokenizer, start
 from programs.test_hugging_face import ALIKE, RANKS, STEPS, TORCHRUN, losses, text
 from safetensors.torch import load_file
-from starting import PLAIN, WORDS, save_tokenizer, start
 
 import ds_frozen_patch
 from ds_frozen_patch.checkpoint.names import RECORD

@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tools_checkpoints import base_model
+from kit.checkpoints import base_model
 
 
 @pytest.fixture(scope="session")

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import runs
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from safetensors.torch import load_file, load_model, save_file
-from tools_checkpoints import (
+from kit import runs
+from kit.cell import BF16, PRECISIONS
+from kit.checkpoints import (
     EMBEDDING,
     HEAD,
     MODULES,
@@ -32,7 +32,7 @@ from tools_checkpoints import (
     snapshot,
     weights_of,
 )
-from under_test import BF16, PRECISIONS
+from safetensors.torch import load_file, load_model, save_file
 
 from ds_frozen_patch import CheckpointError, consolidate, prune, reshard
 from ds_frozen_patch.cli import main

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 import torch
-from tools_checkpoints import Checkpoints, loaded, manifest_of
+from kit import runs
+from kit.checkpoints import Checkpoints, loaded, manifest_of
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError, prune

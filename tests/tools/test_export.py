@@ -13,16 +13,15 @@ from typing import Any
 
 import deepspeed
 import peft
-import provider
 import pytest
-import runs
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
-from llama import small_llama
+from kit import cell, runs
+from kit.cell import DeepSpeedStrategy, ModelCheckpoint, pl
+from kit.checkpoints import changed
+from kit.runs import small_llama
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tools_checkpoints import changed
-from under_test import DeepSpeedStrategy, ModelCheckpoint, pl
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError, CheckpointMismatchError, consolidate, export, load_trainable
@@ -133,7 +132,7 @@ def train(out: str, stage: int, kinds: list[str]) -> None:
     """Take one step with each kind; save both kinds of checkpoint, and what DeepSpeed itself reports as trained."""
     zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
     for kind in kinds:
-        provider.trainable_only()
+        cell.trainable_only()
         if kind == "kept":
             ds_frozen_patch.patch(keep=["*.lora_B.*"])
         strategy = DeepSpeedStrategy(config=runs.config(stage, **zero))
@@ -145,7 +144,7 @@ def train(out: str, stage: int, kinds: list[str]) -> None:
         trainer.fit(module, runs.batches(2))
         trainer.save_checkpoint(f"{out}/{kind}/small.ckpt")
         if kind in FULL:
-            with provider.full_checkpoint(trainer.strategy):
+            with cell.full_checkpoint(trainer.strategy):
                 trainer.save_checkpoint(f"{out}/{kind}/full.ckpt")
         buffers = {name: tensor for name, tensor in module.named_buffers() if name in module.state_dict()}
         masters = {
@@ -157,7 +156,7 @@ def train(out: str, stage: int, kinds: list[str]) -> None:
             frozen = {name: p.detach().clone() for name, p in module.named_parameters() if not p.requires_grad}
         if trainer.is_global_zero:
             torch.save({"trained": masters, "buffers": buffers, "frozen": frozen}, f"{out}/{kind}/truth.pt")
-        provider.stop()
+        cell.stop()
 
 
 @dataclass(frozen=True)

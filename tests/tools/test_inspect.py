@@ -10,12 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import provider
 import pytest
-import runs
 import torch
-from tools_checkpoints import changed
-from under_test import CELL
+from kit import cell, runs
+from kit.cell import CELL
+from kit.checkpoints import changed
 
 from ds_frozen_patch import CheckpointError
 from ds_frozen_patch.checkpoint.zero.labels import PLAIN_GROUPS
@@ -28,12 +27,12 @@ CHECKPOINTS = {(stage, 2) for stage in (0, 1, 2, 3)} | {(2, 1), (3, 1)}
 
 def save_both_ways(out: str, world_size: int, stage: int) -> dict[str, int]:
     """Save a trainable-only and a full checkpoint of the same state; return the elements trained and frozen."""
-    provider.trainable_only()
+    cell.trainable_only()
     trainer = runs.trainer(out, world_size, stage, epochs=1, enable_checkpointing=False)
     module = runs.LoraRun(hidden=64, vocabulary=1024)
     trainer.fit(module, runs.batches(world_size))
     trainer.save_checkpoint(f"{out}/small.ckpt")
-    with provider.full_checkpoint():
+    with cell.full_checkpoint():
         trainer.save_checkpoint(f"{out}/full.ckpt")
     sizes = {True: 0, False: 0}
     for parameter in module.parameters():

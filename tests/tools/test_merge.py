@@ -12,19 +12,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import owners
 import peft
-import provider
 import pytest
-import runs
 import torch
 import transformers
 from deepspeed.utils import safe_get_full_fp32_param
+from kit import cell, owners, runs
+from kit.cell import DeepSpeedStrategy
+from kit.checkpoints import changed, contents, snapshot
 from memory import memory, reset_peak_memory
 from safetensors.torch import load_file, save_file
-from tools_checkpoints import changed, contents, snapshot
 from transformers import AutoModelForCausalLM
-from under_test import DeepSpeedStrategy
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError, consolidate, export, merge, verify
@@ -155,7 +153,7 @@ def train(out: str, stage: int, kinds: list[str]) -> None:
     """Take one step with each kind, and save it, and what DeepSpeed itself reports as trained."""
     zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
     for kind in kinds:
-        provider.trainable_only()
+        cell.trainable_only()
         if "kept" in kind:
             ds_frozen_patch.patch(keep=["*model.norm.weight"])
         strategy = DeepSpeedStrategy(config=runs.config(stage, **zero))
@@ -172,7 +170,7 @@ def train(out: str, stage: int, kinds: list[str]) -> None:
         }
         if trainer.is_global_zero:
             torch.save(masters, f"{out}/{kind}/truth.pt")
-        provider.stop()
+        cell.stop()
 
 
 @dataclass(frozen=True)

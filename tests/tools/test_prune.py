@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import runs
 import torch
-from opcodes import named, repacked, text
-from tools_checkpoints import (
+from kit import runs
+from kit.cell import CELL, PRECISIONS
+from kit.checkpoints import (
     EMBEDDING,
     NORM,
     Checkpoints,
@@ -41,7 +41,7 @@ from tools_checkpoints import (
     resume_on_another_base,
     snapshot,
 )
-from under_test import CELL, PRECISIONS
+from kit.hostile import named, repacked, text
 
 from ds_frozen_patch import CheckpointError, prune, verify
 from ds_frozen_patch.checkpoint.names import RECORD

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import quantized
-import runs
 import torch
+from kit import quantized, runs
+from kit.checkpoints import assert_pruned, changed, loaded, manifest_of, raw, snapshot
+from kit.quantized import AVAILABLE, KINDS, QuantizedRun
 from peft import PeftModel
-from quantized import AVAILABLE, KINDS, QuantizedRun
 from safetensors.torch import load_file, save_file
-from tools_checkpoints import assert_pruned, changed, loaded, manifest_of, raw, snapshot
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import AutoModelForCausalLM
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tools_checkpoints import (
+from kit.checkpoints import (
     Checkpoints,
     assert_same,
     changed,

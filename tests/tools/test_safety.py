@@ -18,17 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from tools_checkpoints import (
-    EMBEDDING,
-    Checkpoints,
-    changed,
-    contents,
-    flip,
-    loaded,
-    record_of,
-    snapshot,
-    unlabel,
-)
+from kit.checkpoints import EMBEDDING, Checkpoints, changed, contents, flip, loaded, record_of, snapshot, unlabel
 
 from ds_frozen_patch import CheckpointError, consolidate, export, prune, reshard
 from ds_frozen_patch.cli import main

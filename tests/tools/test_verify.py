@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from tools_checkpoints import (
+from kit.cell import PRECISIONS
+from kit.checkpoints import (
     EMBEDDING,
     Checkpoints,
     base_model,
@@ -22,7 +22,7 @@ from tools_checkpoints import (
     snapshot,
     unlabel,
 )
-from under_test import PRECISIONS
+from safetensors.torch import load_file, save_file
 
 from ds_frozen_patch import CheckpointError, prune, verify
 from ds_frozen_patch.cli import main

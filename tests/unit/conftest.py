@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from made_up import Site
+from kit.programs import Site
 
 
 @pytest.fixture

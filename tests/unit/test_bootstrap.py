@@ -1,6 +1,6 @@
 """`ds-frozen-patch run`: a program that does not import us, and its child processes, are patched; nothing else changes.
 
-The programs run in a Python that has the made-up Lightning of `made_up.py`, and no other package. Tests of what could
+The programs run in a Python that has a made-up Lightning (`kit.programs`), and no other package. Tests of what could
 differ between Python versions run in each cell.
 """
 
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_up import Site
-from under_test import FABRIC, TRAINER
+from kit.cell import FABRIC, TRAINER
+from kit.programs import Site
 
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.patching.automatic import CONNECTORS

@@ -14,11 +14,11 @@ from bench import __main__ as bench
 from bench.timing import seconds, size
 from compare import __main__ as compare
 from compare import features
+from kit.settings import SETTINGS
 from matrix import cells, declared, results, table
 from packaging.requirements import Requirement
 from packaging.version import Version
 from series.folder import PATCHES, read_index
-from settings import SETTINGS
 from tables import BENCHMARKS, CHARTS, COMPARISON, COMPATIBILITY, README_PICTURE
 from tables import RESULTS as BLOCKS
 

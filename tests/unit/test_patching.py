@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from typing import get_type_hints
 
 import pytest
-from made_up import FLAG, STRATEGY, Site
-from under_test import FABRIC, TRAINER
+from kit.cell import FABRIC, TRAINER
+from kit.programs import FLAG, STRATEGY, Site
 
 import ds_frozen_patch as dfp
 from ds_frozen_patch.engine.target import ENGINE

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import caching_disk
 from bench import checkpoint, fingerprint, gpu, growth, imports, inspect, resume, saves, stalls, steps, sync, tools
+from kit import nodes
 from machine import described, machine
 from tables import BENCHMARKS, ROOT
 
@@ -52,7 +52,7 @@ def main() -> None:
     if unknown := set(given.parts) - set(PARTS):
         parser.error(f"no part is named {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     given.parts = given.parts or [name for name in PARTS if name != "gpu"]
-    if "stalls" in given.parts and (why := caching_disk.why_unsupported()):
+    if "stalls" in given.parts and (why := nodes.why_no_cached_disk()):
         parser.error(f"stalls needs a slow disk, and {why}; install it, or name the other parts")
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process compiles anew what it imports
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that what is on disk is removed then too

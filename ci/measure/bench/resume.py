@@ -11,7 +11,7 @@ from bench import finetune
 from bench.finetune import FULL, MENDED, NOTHING, OURS, Shape
 from bench.saves import ranks
 from bench.timing import Costs, alternate, ratios, size, spread
-from ranks import RankError
+from kit.processes import RankError
 from tables import markdown
 
 ROUNDS = 8

@@ -15,7 +15,7 @@ from typing import Any
 
 from bench import finetune as run
 from bench.timing import Costs, alternate, cost_of, judged, missed, ratios, size, spread
-from ranks import Ranks
+from kit.processes import Ranks
 from tables import markdown
 
 from ds_frozen_patch import inspect

@@ -9,10 +9,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import caching_disk
 from bench.finetune import COPY, FSDP, FSDP_ASYNC, FULL, HUGGING_FACE, NATIVE, OURS, OURS_ASYNC, RANKS, STEP, Shape
 from bench.saves import measured, ranks
 from bench.timing import judged, ratios, seconds, size, spread
+from kit import nodes
 from tables import markdown
 
 ROUNDS = 5
@@ -30,7 +30,7 @@ def measure(folder: Path, rounds: int) -> list[dict[str, Any]]:
     backing, slow = folder / "backing", folder / "slow"
     backing.mkdir()
     groups = (((STEP, *WAYS), rounds), ((STEP, *(way for way in WAYS if way != NATIVE)), max(rounds // 3, 1)))
-    with ranks(folder) as pool, caching_disk.mounted(backing, slow, speed=SPEED):
+    with ranks(folder) as pool, nodes.mounted(backing, slow, speed=SPEED):
         for stage in (2, 3):
             model, *costs = measured(pool, SHAPE, stage, "32-true", *groups, places=(folder, slow))
             found += [{**model, "disk": disk, "ways": ways} for disk, ways in zip((FAST, SLOW), costs, strict=True)]

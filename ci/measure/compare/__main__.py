@@ -14,11 +14,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import caching_disk
 from bench.saves import ranks
 from compare.features import FEATURES, ROWS, STAGES
 from compare.task import FLAG, OURS
 from compare.trial import System, Trial
+from kit import nodes
 from machine import releases
 from tables import COMPARISON, Notes, markdown
 from training import WITHOUT_FROZEN
@@ -102,7 +102,7 @@ def _cell(outcomes: dict[str, Any], stages: list[int], notes: Notes) -> str:
 
 def main() -> None:
     """Measure, and write the table."""
-    if why := caching_disk.why_unsupported():
+    if why := nodes.why_no_cached_disk():
         sys.exit(f"The slow disk is missing: {why}")
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:

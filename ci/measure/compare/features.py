@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import caching_disk
 from compare.task import EPOCHS, MIDDLE, OURS, STEPS
 from compare.trial import Trial
+from kit import nodes
 
 TOLERANCE = 1e-5  # of a loss, where other ranks add up other sums
 SPEED = 2e6  # bytes a second of the slow disk
@@ -183,7 +183,7 @@ def killed(trial: Trial) -> Outcome:
 def does_not_wait(trial: Trial) -> Outcome:
     backing, slow = trial.folder / "backing", trial.folder / "slow"
     backing.mkdir()
-    with caching_disk.mounted(backing, slow, speed=SPEED):
+    with nodes.mounted(backing, slow, speed=SPEED):
         ranks = trial.must("train", "slow/run", asynchronous=True)
         # Between the last step of the first epoch and the next one it has saved, as long as the disk takes if it waits.
         taken = _size(Path(trial.checkpoint(1, "slow/run"))) / SPEED

@@ -1,4 +1,4 @@
-"""How each system makes the run, inside a rank: Lightning, FSDP2, and the owners of engines of `tests/owners.py`."""
+"""How each system makes the run, inside a rank: Lightning, FSDP2, and the owners of `tests/kit/owners.py`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 
 import deepspeed
 import lightning.pytorch as pl
-import owners
 import torch
 import training
 from accelerate.utils import ProjectConfiguration
 from compare.task import EPOCHS, FLAG, MIDDLE, OURS, STEPS, Run, Seen, digest
+from kit import owners
+from kit.owners import SAMPLES
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from owners import SAMPLES
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save

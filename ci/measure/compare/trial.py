@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from compare.task import EPOCHS, STEPS, Run, Seen, attempt
-from ranks import Ranks
+from kit.processes import Ranks
 
 
 @dataclass(frozen=True)

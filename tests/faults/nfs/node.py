@@ -21,7 +21,7 @@ from typing import Any
 
 import setuptools  # noqa: F401  -- before DeepSpeed imports distutils: it takes its place, to build ops
 import torch
-from under_test import TRAINER, Callback, DeepSpeedStrategy
+from kit.cell import TRAINER, Callback, DeepSpeedStrategy
 
 from ds_frozen_patch import inspect, patch, verify
 from ds_frozen_patch.testing import cpu_strategy
@@ -147,7 +147,7 @@ def train(version: str, nodes: int, rank: int, saves: int, stage: int) -> None:
     with Path(f"/mnt/log{rank}").open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    import runs
+    from kit import runs
 
     namespaces = os.pidfd_open(int(Path(f"/mnt/node{rank}").read_text()))
     call("setns", namespaces, NEW_MOUNTS | NEW_NAME | NEW_NETWORK)
@@ -162,7 +162,7 @@ def train(version: str, nodes: int, rank: int, saves: int, stage: int) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     cpu_strategy(TRAINER)
-    import runs  # noqa: F401  -- with DeepSpeed, for all forks
+    from kit import runs  # noqa: F401  -- with DeepSpeed, for all forks
 
     if os.environ["NFS_PLAIN"] == "no":
         patch()

@@ -6,12 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import owners
-import runs
 import torch
-from slow_disk import writing
+from kit import owners, runs
+from kit.cell import ModelCheckpoint, pl
+from kit.owners import writing
 from transformers.integrations.integration_utils import MLflowCallback, WandbCallback
-from under_test import ModelCheckpoint, pl
 
 OUT = Path("out").absolute()
 

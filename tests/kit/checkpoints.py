@@ -1,7 +1,4 @@
-"""Checkpoints of real runs for the tests of the tools, and ways to compare, damage and watch them.
-
-Saving runs inside a rank.
-"""
+"""Checkpoints of real runs, and ways to read, compare, damage and watch them. Saving runs inside a rank."""
 
 from __future__ import annotations
 
@@ -14,17 +11,35 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import provider
-import runs
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from under_test import PRECISION, DeepSpeedStrategy
 
 from ds_frozen_patch.checkpoint.names import RECORD
 from ds_frozen_patch.checkpoint.zero.labels import LABEL
 from ds_frozen_patch.core.record import write_record
 from ds_frozen_patch.load.files import read_record
 from ds_frozen_patch.manifest import KEY, Manifest
+from ds_frozen_patch.parameters import plain
+from kit import cell, runs
+from kit.cell import PRECISION, DeepSpeedStrategy
+
+
+def model_states(checkpoint: str | Path) -> list[dict[str, Any]]:
+    """Return the state in each `*model_states.pt` of a checkpoint that this test run has saved.
+
+    The names are those of the user's module, without the prefix of Lightning 2.0.
+    """
+    files = sorted(Path(checkpoint, "checkpoint").glob("*model_states.pt"))
+    states = [torch.load(file, map_location="cpu", weights_only=False) for file in files]
+    for state in states:
+        state["module"] = {plain(name): value for name, value in state["module"].items()}
+    return states
+
+
+def size(checkpoint: str | Path) -> int:
+    """Return the bytes of all files of a checkpoint, as `du --apparent-size` counts them."""
+    return sum(file.stat().st_size for file in Path(checkpoint).rglob("*") if file.is_file())
+
 
 EMBEDDING = "model.base_model.model.model.embed_tokens.weight"
 HEAD = "model.base_model.model.lm_head.weight"
@@ -122,14 +137,14 @@ def save_both_ways(
     out: str, world_size: int, stage: int, precision: str, module: str, epochs: int, options: dict[str, Any]
 ) -> dict[str, str]:
     """Save a trainable-only and a full checkpoint of the same state; return a digest of each parameter and buffer."""
-    provider.trainable_only()
+    cell.trainable_only()
     trainer = runs.trainer(
         out, world_size, strategy=strategy(stage), epochs=epochs, enable_checkpointing=False, precision=precision
     )
     made = MODULES[module](**options)
     trainer.fit(made, runs.batches(world_size))
     trainer.save_checkpoint(f"{out}/small.ckpt")
-    with provider.full_checkpoint():
+    with cell.full_checkpoint():
         trainer.save_checkpoint(f"{out}/full.ckpt")
     return runs.trained_state(made)
 
@@ -150,7 +165,7 @@ def save_by_deepspeed(out: str, world_size: int, stage: int) -> dict[str, str]:
 
 
 def resume(path: str, out: str, world_size: int, stage: int, precision: str) -> tuple[list[float], dict[str, str], int]:
-    provider.trainable_only()
+    cell.trainable_only()
     trainer = runs.trainer(
         out, world_size, strategy=strategy(stage), epochs=2, enable_checkpointing=False, precision=precision
     )
@@ -160,7 +175,7 @@ def resume(path: str, out: str, world_size: int, stage: int, precision: str) -> 
 
 
 def resume_on_another_base(path: str, out: str, world_size: int, stage: int, precision: str) -> tuple[str, str]:
-    provider.trainable_only()
+    cell.trainable_only()
     trainer = runs.trainer(
         out, world_size, strategy=strategy(stage), epochs=2, enable_checkpointing=False, precision=precision
     )

@@ -14,9 +14,10 @@ from tempfile import gettempdir
 from typing import Any
 
 import deepspeed
-import runs
 import torch
-from under_test import CELL
+
+from kit import runs
+from kit.cell import CELL
 
 ALL, ZERO, GRADIENTS, PARAMETERS = (0, 1, 2, 3), (1, 2, 3), (1, 2), (3,)
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import runs
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
 from torch.utils.data import DataLoader
-from under_test import Callback, DeepSpeedStrategy, ModelCheckpoint, pl
+
+from kit import runs
+from kit.cell import Callback, DeepSpeedStrategy, ModelCheckpoint, pl
 
 OFFLOAD: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
 PARTITIONED: dict[str, Any] = {"stage3_param_persistence_threshold": 0}  # parameters as small as these too

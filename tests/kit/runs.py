@@ -18,9 +18,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
-from under_test import FABRIC, PRECISION, TRAINER, DeepSpeedStrategy, Fabric, FabricDeepSpeed, ModelCheckpoint, pl
 
 from ds_frozen_patch.parameters import PREFIX
+from kit.cell import FABRIC, PRECISION, TRAINER, DeepSpeedStrategy, Fabric, FabricDeepSpeed, ModelCheckpoint, pl
 
 VOCABULARY = 96
 BATCHES = 2  # per rank and epoch
@@ -211,3 +211,11 @@ def heard(*more: str) -> Iterator[list[str]]:
             messages.extend(f"{w.category.__name__}: {w.message}" for w in caught)
             for logger in loggers:
                 logger.removeHandler(listener)
+
+
+def small_llama(seed: int = 1, **changes: Any) -> Any:
+    """Return a model with the sizes of `runs.LoraRun`'s, except for these values of its configuration."""
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 64}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **layers, **changes}))

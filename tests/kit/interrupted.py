@@ -8,11 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from disk import model_states
-from under_test import Callback
-
 import ds_frozen_patch
 from ds_frozen_patch.checkpoint.names import is_not_whole
+from kit.cell import Callback
+from kit.checkpoints import model_states
 
 
 class Diary(Callback):

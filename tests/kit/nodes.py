@@ -1,10 +1,11 @@
-"""A network disk that several nodes mount, each with its own cache of names and attributes, as with NFS.
+"""Several nodes on one machine: ranks with a mount namespace each, in which one path leads to the disk of their node.
 
-`python -m caching_disk BACKING MOUNTPOINT SECONDS SPEED` serves one mount over FUSE until it is unmounted, and takes so
-many bytes per second. For that many seconds, a name that one node renames or removes still exists for the other nodes,
-and a new name does not exist yet for a node that has looked it up before. Listing a directory always asks the server.
-As with NFS, two names cannot be exchanged, and a file that a program on the same node has open is hidden instead of
-removed.
+The nodes share one disk, have one each, or share one behind a cache of names and attributes per node, as with NFS:
+`python -m kit.nodes BACKING MOUNTPOINT SECONDS SPEED` serves one mount of it over FUSE until it is unmounted, and takes
+so many bytes per second. For that many seconds, a name that one node renames or removes still exists for the other
+nodes, and a new name does not exist yet for a node that has looked it up before. Listing a directory always asks the
+server. As with NFS, two names cannot be exchanged, and a file that a program on the same node has open is hidden
+instead of removed.
 
 Two things differ from NFS. A node that uses a stale name gets what has that name on the server now, not the directory
 that it led to before. And listing a directory or opening a file does not refresh the node's cache.
@@ -12,6 +13,7 @@ that it led to before. And listing a directory or opening a file does not refres
 
 from __future__ import annotations
 
+import ctypes
 import ctypes.util
 import errno
 import fcntl
@@ -23,16 +25,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from kit import processes
+from kit.processes import KillPoint, Process, ThisProcess
 
 SECONDS = 30
 """How long a node keeps a name: what NFS keeps of a directory."""
 
 
-def why_unsupported() -> str:
+def why_no_cached_disk() -> str:
     """Return why this machine does not support such a disk; empty if it does."""
     if os.geteuid() != 0:
         return "only root can mount a disk"
@@ -57,7 +63,7 @@ def mounted(backing: Path, at: Path, seconds: float = SECONDS, speed: float = ma
     """
     at.mkdir(exist_ok=True)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "caching_disk", str(backing), str(at), str(seconds), str(speed)]
+    command = [sys.executable, "-m", "kit.nodes", str(backing), str(at), str(seconds), str(speed)]
     server = subprocess.Popen(command, env=environment)
     try:
         deadline = time.monotonic() + 30
@@ -75,14 +81,14 @@ def mounted(backing: Path, at: Path, seconds: float = SECONDS, speed: float = ma
             server.wait()
 
 
-def kind(entry: os.DirEntry[str]) -> int:
+def kind_of(entry: os.DirEntry[str]) -> int:
     """The kind of a file, as a part of its mode."""
     if entry.is_symlink():
         return stat.S_IFLNK
     return stat.S_IFDIR if entry.is_dir() else stat.S_IFREG
 
 
-def serve(backing: str, at: str, seconds: float, speed: float) -> None:
+def serve_mount(backing: str, at: str, seconds: float, speed: float) -> None:
     """Serve the mount until it is unmounted."""
     import mfusepy
 
@@ -113,7 +119,7 @@ def serve(backing: str, at: str, seconds: float, speed: float) -> None:
 
         def readdir(self, path: str, fh: int) -> list[tuple[str, dict[str, int], int]]:
             with os.scandir(backing + path) as entries:
-                return [(entry.name, {"st_ino": entry.inode(), "st_mode": kind(entry)}, 0) for entry in entries]
+                return [(entry.name, {"st_ino": entry.inode(), "st_mode": kind_of(entry)}, 0) for entry in entries]
 
         def readlink(self, path: str) -> str:
             return str(Path(backing + path).readlink())
@@ -199,5 +205,100 @@ def serve(backing: str, at: str, seconds: float, speed: float) -> None:
     Mount(Server(), at, foreground=True, use_ino=True, **kept)
 
 
+CLONE_NEWNS = 0x20000
+MS_BIND, MS_REC, MS_PRIVATE = 1 << 12, 1 << 14, 1 << 18
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Nodes whose ranks find their disk at `at`."""
+
+    at: Path
+    disks: tuple[Path, ...]
+    """What is mounted there on each node."""
+    files: tuple[Path, ...]
+    """The same for who looks from outside: with no cache in between."""
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        points: tuple[KillPoint | None, ...] | None = None,
+        local: int = 1,
+        **arguments: Any,
+    ) -> list[tuple[str, Any]]:
+        """Run a function on `local` ranks of each node and return the outcomes; see `processes.run_ranks`."""
+        return processes.outcomes(self.start(function, points, local, **arguments))
+
+    def start(
+        self,
+        function: Callable[..., Any],
+        points: tuple[KillPoint | None, ...] | None = None,
+        local: int = 1,
+        **arguments: Any,
+    ) -> list[Process]:
+        """Start the processes without waiting for them."""
+        self.at.mkdir(exist_ok=True)
+        count = len(self.disks)
+        asked = {"asked": function, "disks": [str(disk) for disk in self.disks], "at": str(self.at)}
+        log = self.at.with_name("log")
+        return processes.start_ranks(_enter, log, points or (None,) * (count * local), count, **asked, **arguments)
+
+    def log(self) -> str:
+        """Return the last lines that the ranks have printed."""
+        return self.at.with_name("log").read_text(errors="replace")[-4000:]
+
+
+def why_unsupported() -> str:
+    """Return why this machine cannot simulate nodes; empty if it can."""
+    if os.geteuid() != 0:
+        return "only root can give a process mounts of its own"
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:
+        return "no mount namespace can be made here"
+    return ""
+
+
+def own_disks(folder: Path, count: int) -> Nodes:
+    """Give each node a disk of its own."""
+    disks = tuple(_made(folder / f"node{node}") for node in range(count))
+    return Nodes(folder / "disk", disks, disks)
+
+
+def shared_disk(folder: Path, count: int) -> Nodes:
+    """Give all nodes the same mount of one disk."""
+    disks = (_made(folder / "server"),) * count
+    return Nodes(folder / "disk", disks, disks)
+
+
+@contextmanager
+def cached_disk(folder: Path, count: int) -> Iterator[Nodes]:
+    """Give all nodes one disk, with a cache of names on each."""
+    server = _made(folder / "server")
+    mounts = tuple(folder / f"mount{node}" for node in range(count))
+    with ExitStack() as stack:
+        for mount in mounts:
+            stack.enter_context(mounted(server, mount))
+        yield Nodes(folder / "disk", mounts, (server,) * count)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _enter(this: ThisProcess, asked: Callable[..., Any], disks: list[str], at: str, **arguments: Any) -> Any:
+    """Mount the node's disk at `at`, in a rank, and call the function."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    _done(libc.unshare(CLONE_NEWNS))
+    _done(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
+    disk = disks[int(os.environ["NODE_RANK"])]
+    _done(libc.mount(os.fsencode(disk), os.fsencode(at), None, MS_BIND | MS_REC, None))
+    return asked(this, at, **arguments)
+
+
+def _done(result: int) -> None:
+    if result:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
 if __name__ == "__main__":
-    serve(sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4]))
+    serve_mount(sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4]))

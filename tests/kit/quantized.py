@@ -17,13 +17,13 @@ from unittest import mock
 import torch
 from deepspeed.runtime import engine as engines
 from deepspeed.runtime.engine import DeepSpeedEngine
-from llama import small_llama
 from peft import LoraConfig, get_peft_model
-from runs import LoraRun
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from under_test import CELL
+
+from kit.cell import CELL
+from kit.runs import LoraRun, small_llama
 
 BITS = 4  # of GPTQ and AWQ
 PER_WORD = 32 // BITS

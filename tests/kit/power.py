@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forked import KillPoint
+from kit.processes import KillPoint
 
 KINDS = ("ext4", "xfs")
 SIZE = 320 * 2**20  # of the image, which is sparse: xfs takes no less than 300 MiB

@@ -1,10 +1,15 @@
-"""Made-up releases of Lightning and DeepSpeed, which import at once and can differ as no real release does."""
+"""Programs in processes of their own: those of the pages, in a shell; those written elsewhere; and programs in
+a folder of made-up releases of Lightning and DeepSpeed, which import at once and can differ as no real release does.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import packaging
@@ -108,3 +113,69 @@ class Site:
         done = subprocess.run(command, capture_output=True, text=True, cwd=self.root, timeout=60, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout
+
+
+def shell(line: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a line with the programs of this Python's environment, in a terminal of 100 columns."""
+    programs = folder / ".programs"
+    programs.mkdir(exist_ok=True)
+    torchrun = programs / "torchrun"  # the cells' torch is of a base environment, whose programs are not in theirs
+    torchrun.write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+    torchrun.chmod(0o755)
+    path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
+    variables = {**os.environ, "PATH": path, "HOME": str(folder), "COLUMNS": "100", **environment}
+    return subprocess.run(
+        ["bash", "-c", line], cwd=folder, env=variables, capture_output=True, text=True, timeout=400, check=False
+    )
+
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnop"]
+PLAIN = Path(__file__).parents[1] / "programs" / "plain"
+"""On PYTHONPATH, a program under `run` is not patched."""
+
+
+def start(
+    command: Sequence[str],
+    folder: Path,
+    *options: str,
+    path: Path | None = None,
+    ranks: Sequence[dict[str, str]] = ({},),
+    **environment: str,
+) -> None:
+    """Run a program in a folder under `ds-frozen-patch run --cpu`, and wait for it.
+
+    Args:
+        command: the program and its arguments.
+        options: more options of `run`.
+        path: what is added to PYTHONPATH.
+        ranks: the environment of each process to start; else one starts the others.
+        environment: the environment of all of them.
+    """
+    # Some launchers set the number of threads, DeepSpeed's does not; the last bits of a loss depend on it.
+    variables = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | environment
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, (variables.get("PYTHONPATH"), str(path or ""))))
+    run = [sys.executable, "-m", "ds_frozen_patch", "run", "--cpu", "--strict", "--verify-base=error", *options]
+    with (folder / "output.txt").open("w+") as output:
+        launch = partial(subprocess.Popen, [*run, "--", *command], cwd=folder, stdout=output, stderr=output)
+        started = [launch(env=variables | rank) for rank in ranks]
+        try:
+            statuses = [process.wait(timeout=400) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+            output.seek(0)
+            print(output.read())
+    assert not any(statuses), statuses
+
+
+def save_tokenizer(folder: Path, words: Sequence[str] = WORDS) -> None:
+    """Save a tokenizer of these words, the first two of which are padding and what it does not know."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pad, unknown = words[:2]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, unk_token=unknown)  # type: ignore[no-untyped-call]
+    saved.save_pretrained(folder)

@@ -1,6 +1,5 @@
-"""The same run by everyone who may own an engine but Lightning: DeepSpeed alone, Accelerate, and Trainer.
-
-Everything here runs inside a rank.
+"""The same run by everyone who may own an engine but Lightning: DeepSpeed alone, Accelerate, and Trainer; and writes
+that fail, or take long. Everything here runs inside a rank.
 """
 
 from __future__ import annotations
@@ -11,12 +10,14 @@ import errno
 import io
 import json
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import deepspeed
-import runs
 import torch
 import training
 import transformers
@@ -25,7 +26,9 @@ from transformers import LlamaForCausalLM, TrainingArguments
 
 import ds_frozen_patch
 from ds_frozen_patch.common.overrides import overridden
+from ds_frozen_patch.save.recording import Recorder
 from ds_frozen_patch.testing import adapt_deepspeed
+from kit import runs
 
 OWNERS = ("deepspeed", "accelerate", "trainer")
 SAMPLES = 8  # of an optimizer step, of all ranks
@@ -274,3 +277,30 @@ def failing(at: str) -> contextlib.AbstractContextManager[None]:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     return on_write(at, fail, 1)
+
+
+WRITE = Recorder.write
+
+
+def writing(seconds: float = 0, fails: bool = False, rank: int | None = None) -> AbstractContextManager[None]:
+    """While this lasts, a rank's files, or all, take so many seconds to be written, or cannot be."""
+
+    def write(recorder: Recorder) -> Iterator[Path]:
+        if rank in (None, torch.distributed.get_rank()):
+            time.sleep(seconds)
+            if fails:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        yield from WRITE(recorder)
+
+    return overridden([(Recorder, "write", write)])
+
+
+def writing_when(told: threading.Event) -> AbstractContextManager[None]:
+    """While this lasts, files are written once that is set; those of rank 1 after those of rank 0."""
+
+    def write(recorder: Recorder) -> Iterator[Path]:
+        told.wait(60)
+        time.sleep(0.5 * torch.distributed.get_rank())
+        yield from WRITE(recorder)
+
+    return overridden([(Recorder, "write", write)])

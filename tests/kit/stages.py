@@ -11,12 +11,12 @@ from typing import Any
 
 import deepspeed
 import pytest
-import runs
 import torch
 import torch.distributed as dist
-from under_test import CELL
 
 import ds_frozen_patch
+from kit import runs
+from kit.cell import CELL
 
 SAMPLES = 24  # in each step
 STEPS = 3  # before the save
