@@ -48,7 +48,7 @@ PYTHON: dict[str, dict[str, Any]] = {
 """What holds after the block of Python that begins so."""
 
 MAKE_BASE = """
-from ds_frozen_patch.demo.train import LoraFineTune
+from demo.train import LoraFineTune
 LoraFineTune().model.unload().save_pretrained("Llama-3.1-8B")
 """
 
@@ -145,7 +145,10 @@ def made(tmp_path_factory: pytest.TempPathFactory, demo: tuple[Path, Any]) -> Pa
     for place in ("last.ckpt", "runs/last.ckpt", "lightning_logs/version_0/checkpoints/last.ckpt"):
         shutil.copytree(full, folder / place)
     shutil.copytree(full.with_name("trainable-only.ckpt"), folder / "tuned.ckpt")
-    subprocess.run([sys.executable, "-c", MAKE_BASE], cwd=folder, check=True, timeout=120, capture_output=True)
+    variables = {**os.environ, "PYTHONPATH": str(ROOT / "ci")}
+    subprocess.run(
+        [sys.executable, "-c", MAKE_BASE], cwd=folder, env=variables, check=True, timeout=120, capture_output=True
+    )
     return folder
 
 
