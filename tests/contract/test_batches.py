@@ -15,8 +15,6 @@ from kit import runs
 from kit.cell import ModelCheckpoint, pl
 from kit.processes import free_port
 from torch.utils.data import DataLoader, Dataset
-from torchdata.stateful_dataloader import StatefulDataLoader
-from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import ds_frozen_patch
 
@@ -49,6 +47,10 @@ class Run(pl.LightningModule):
     def train_dataloader(self) -> Any:
         if self.kind == "plain":
             return DataLoader(Numbers(), batch_size=2, shuffle=True, **self.workers)
+        # Not at the top: every cell imports this module to collect its tests, and few have torchdata.
+        from torchdata.stateful_dataloader import StatefulDataLoader
+        from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
         if self.kind == "stateful":
             replicas, rank = self.trainer.world_size, self.trainer.global_rank
             sampler = StatefulDistributedSampler(Numbers(), num_replicas=replicas, rank=rank)
@@ -133,7 +135,7 @@ def in_processes(world_size: int, out: Path, **options: Any) -> list[list[dict[s
     """`whole_and_resumed` in processes that may have children, which those of the fixture `ranks` may not."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": world_size}
     common |= {"LOCAL_SIZE": world_size, "NODE_RANK": 0, "DS_ACCELERATOR": "cpu"}
-    program = "import sys, warm, test_batches; test_batches.main(sys.argv[1])"
+    program = "import sys, kit.warm, test_batches; test_batches.main(sys.argv[1])"
     arguments = json.dumps({"out": str(out), "world_size": world_size, **options})
     processes = []
     for rank in range(world_size):
