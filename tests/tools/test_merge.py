@@ -55,14 +55,20 @@ LLAMA, TIED = of("Llama", tie_word_embeddings=False), of("Llama", tie_word_embed
 BIASED = of("Llama", tie_word_embeddings=False, attention_bias=True)
 MIXTRAL = of("Mixtral", num_local_experts=4, tie_word_embeddings=False)
 MODELS: dict[str, Callable[[], Any]] = {
+    "qwen2": of("Qwen2", tie_word_embeddings=False),
     "qwen2 tied": of("Qwen2", tie_word_embeddings=True),
+    "mistral": of("Mistral", tie_word_embeddings=False),
+    "gemma": of("Gemma", head_dim=16),
     "mixtral": MIXTRAL,
     "experts": MIXTRAL,
     "experts, by hand": MIXTRAL,
+    "experts, turned": of("GptOss", num_local_experts=4, num_experts_per_tok=2, head_dim=16, intermediate_size=32),
     "gpt2": of("GPT2"),
     "gpt2, square": of("GPT2"),
+    "gpt2, untied": of("GPT2", tie_word_embeddings=False),
     "bias=lora_only": BIASED,
     "bias=all": BIASED,
+    "lora_bias": BIASED,
 }
 
 
@@ -77,31 +83,38 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "patterns": partial(
         lora, [*QV, "up_proj"], rank_pattern={"q_proj": 2, "layers.1.mlp.up_proj": 3}, alpha_pattern={"v_proj": 5}
     ),
+    "regex": partial(lora, r".*\.layers\.1\..*(q|v)_proj"),
     "all linear": partial(lora, "all-linear", use_rslora=True),
     "embedding": partial(lora, [*QV, "embed_tokens"]),
+    "embedding, dora": partial(lora, [*QV, "embed_tokens"], use_dora=True),
     "embedding, tied": partial(lora, [*QV, "embed_tokens"]),
     "head, tied": partial(lora, [*QV, "lm_head"]),
     "modules_to_save": partial(lora, modules_to_save=["lm_head", "input_layernorm"]),
     "embedding saved, tied": partial(lora, modules_to_save=["embed_tokens"]),
     "head saved, tied": partial(lora, modules_to_save=["lm_head"]),
     "both saved, tied": partial(lora, modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+    "tokens": partial(lora, trainable_token_indices=[7, 5]),
     "tokens, tied": partial(lora, trainable_token_indices=[7, 5]),
     "bias=lora_only": partial(lora, bias="lora_only"),
     "bias=all": partial(lora, bias="all"),
+    "lora_bias": partial(lora, lora_bias=True),
     "experts": partial(lora, QV, target_parameters=EXPERTS),
+    "experts, turned": partial(lora, QV, target_parameters=EXPERTS, rank_pattern={"down_proj": 2}),
     "gpt2": partial(lora, ["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True),
     "gpt2, square": partial(lora, ["attn.c_proj"]),
+    "gpt2, untied": partial(lora, ["c_attn", "c_proj", "lm_head", "wte"], use_dora=True),
 }
 BY_HAND = ("by hand", "by hand, tied", "by hand, kept", "by hand, teacher", "experts, by hand", "all, tied")
 KINDS = [
-    *("llama", "tied", "qwen2 tied", "mixtral"),
+    *("llama", "tied", "qwen2", "qwen2 tied", "mistral", "gemma", "mixtral"),
     *CONFIGS,
     *("two", "norm", "injected", "kept", "teacher"),
     *BY_HAND,
 ]
 IN_ZERO_3 = ["llama", "tied", "mixtral", "dora", "embedding", "experts", "gpt2", "by hand", "experts, by hand", "two"]
 SHORT = [("tied", 2), ("dora", 3), ("experts", 2), ("by hand", 2)]
-BY_PEFT = ["dora", "both saved, tied", "tokens, tied", "experts", "experts, by hand"]
+BY_PEFT = ["dora", "embedding, dora", "both saved, tied", "tokens", "tokens, tied", "lora_bias", "experts"]
+BY_PEFT += ["experts, turned", "experts, by hand", "gpt2, untied"]
 IN_MEMORY = "This takes the whole model in memory."
 UNTIED = "Tied weights were trained apart, so config.json has tie_word_embeddings=false."
 APART = ("embedding, tied", "head, tied")
@@ -300,7 +313,7 @@ def test_a_folder_serves_what_peft_merges(
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama", "tied", "dora", "embedding", "gpt2", "experts", "bias=all", "tokens, tied", "norm"]
+    "kind", ["llama", "tied", "dora", "embedding", "gpt2", "experts", "bias=all", "lora_bias", "tokens, tied", "norm"]
 )
 def test_in_the_dtype_of_the_base(made: Made, bases: Callable[..., Path], tmp_path: Path, kind: str) -> None:
     """As by PEFT's own way: the base in its dtype, the adapter in fp32."""
@@ -535,7 +548,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "module": ({"megatron_core": "os"}, "megatron_core"),
     "pattern": ({"alpha_pattern": {"(": 3}}, "damaged"),
     "alpha": ({"lora_alpha": "many"}, "damaged"),
-    "type": ({"peft_type": 5}, "damaged or unsafe"),
+    "type": ({"peft_type": 5}, "is damaged: it has no peft_type"),
 }
 
 
