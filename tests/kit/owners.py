@@ -286,7 +286,7 @@ def writing(seconds: float = 0, fails: bool = False, rank: int | None = None) ->
     """While this lasts, a rank's files, or all, take so many seconds to be written, or cannot be."""
 
     def write(recorder: Recorder) -> Iterator[Path]:
-        if rank in (None, torch.distributed.get_rank()):
+        if rank is None or rank == torch.distributed.get_rank():
             time.sleep(seconds)
             if fails:
                 raise OSError(errno.ENOSPC, "No space left on device")

@@ -228,7 +228,7 @@ patched = _for_a_while(patch)
 def status() -> Status:
     """What is installed, and what `patch()` has done or would do with it.
 
-    A target that is not imported yet is judged by its source, where that is enough.
+    A target that is not imported yet is judged by the text of its source; its import may show more.
 
     Returns:
         The targets by name, including those that are not installed. They are the four of Lightning, "accelerate",
