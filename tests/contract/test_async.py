@@ -317,9 +317,10 @@ def test_what_failed_replaces_nothing(ranks: Any, tmp_path: Path, counts: bool) 
 PROGRAM = """
 import json, os, signal, sys, time
 sys.path[:0] = {path!r}
-import torch, deepspeed, owners, runs
+import torch, deepspeed
+from kit import owners, runs
 import ds_frozen_patch
-from slow_disk import writing
+from kit.owners import writing
 
 children = {{}}
 for name, (end, fails) in json.loads(sys.argv[1]).items():
@@ -341,6 +342,7 @@ before = signal.signal(signal.SIGTERM, lambda *_: None)  # as Lightning does whi
 run.engine.save_checkpoint(out, tag="first")
 signal.signal(signal.SIGTERM, before)
 run.train_epoch()
+ds_frozen_patch.wait()  # so that what follows slows the next save alone
 slow = writing(seconds=1.5, fails=fails)
 slow.__enter__()
 run.engine.save_checkpoint(out, tag="second")
@@ -392,9 +394,10 @@ def test_the_end_of_the_process(ended: tuple[Path, dict[str, int]], name: str) -
 FORKED = """
 import sys, os
 sys.path[:0] = {path!r}
-import torch.multiprocessing, owners
+import torch.multiprocessing
+from kit import owners
 import ds_frozen_patch
-from slow_disk import writing
+from kit.owners import writing
 os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="{port}", WORLD_SIZE="2", PATCHED="1")
 
 def train(rank):

@@ -192,7 +192,8 @@ def publish(save: Save) -> None:
     has_several_disks = save.place.is_on_own_disks
     written = agreement.agree_on_end(save)
     if save.publishes:
-        export_trained.write(save)
+        if save.export is not None:
+            export_trained.write(save)
         save.give_name(written)
         if not has_several_disks and not save.failures.errors:
             save.place.close()  # before the others go on

@@ -78,7 +78,8 @@ def _publish(save: Save, votes: Votes) -> CheckpointError | None:
     if save.publishes:
         votes.wait("written")
         if not votes.failures:
-            export_trained.write(save)
+            if save.export is not None:
+                export_trained.write(save)
             save.give_name()
             if not has_several_disks and not save.failures.errors:
                 save.place.close()  # before the others go on

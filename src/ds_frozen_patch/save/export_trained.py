@@ -26,8 +26,12 @@ _TENSORS, _CONFIG = f"{FOLDER}/adapter_model.safetensors", f"{FOLDER}/adapter_co
 
 
 def write(save: Save) -> None:
-    """Export the trained weights on rank 0, once all ranks have written their files; errors are recorded."""
-    if save.export is None or not is_first(save.owner):
+    """Export the trained weights on rank 0, once all ranks have written their files; errors are recorded.
+
+    Args:
+        save: with a format to export in.
+    """
+    if not is_first(save.owner):
         return
     with save.failures.deferred(save.place.shown):
         try:

@@ -26,6 +26,7 @@ from ...publish import in_flight
 from ...publish.ways import is_local
 from ...save.agreement import explaining_errors
 from ...settings import FLAG
+from ...settings import current as settings
 from ...workarounds.for_fabric import CLIPS, clips_unasked, moved_in_deepspeed, unwrapped
 from ..readers import wait_for_readers
 from ..serving import begin_serving
@@ -104,7 +105,7 @@ def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
         result = wrapped(*args, **kwargs)
     if is_local(path) and is_first_on_disk:
         in_flight.afterwards(partial(single_file.remove_from, Path(path)))
-    if name == "filepath" and in_flight.is_any():
+    if name == "filepath" and settings().async_save:
         _go_on_during_save(strategy)
     if Path(path).name.startswith("hpc_ckpt"):  # Lightning's handler of Slurm's signals lets the job end after it
         in_flight.wait()
