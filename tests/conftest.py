@@ -103,6 +103,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--faults", action="store_true", help="run all of tests/faults, not the short part alone")
     parser.addoption("--rounds", type=int, default=1, help="how often --faults kills saves, with other seeds each time")
+    parser.addoption("--soak", type=int, default=0, help="for how many minutes the soak goes on; otherwise for one run")
+    parser.addoption("--soak-seed", type=int, default=0, help="the first seed of the soak; a second part takes another")
     parser.addoption("--outcome", type=Path, help="write what became of each promise into this JSON file")
 
 

@@ -329,7 +329,7 @@ class _Merger:
         if change.lora:
             a, b = (self._read(source).float() for source in change.lora)
             weight, product = _view(values, dtype, tensor.shape), b @ a
-            product = (product.T if change.layer in ("Embedding", "Conv1D") else product) * change.scale
+            product = (product.T if change.layer in ("Embedding", "Conv1D") else product).mul_(change.scale)
             weight += product.to(weight.dtype) if change.layer == "Embedding" else product  # rounded where PEFT does it
         self.progressed(len(values))
         return values
