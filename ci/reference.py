@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import MISSING, Field, fields
+from dataclasses import Field
+from typing import Any
 
 from tables import COMMANDS, SETTINGS, markdown
 
 from ds_frozen_patch.cli.arguments import make_parser
-from ds_frozen_patch.settings import Settings
+from ds_frozen_patch.settings import OPTIONS
 
 SHARED_BY = 3
 """An argument that this many commands have, with the same help, is listed once for all of them."""
@@ -18,8 +19,7 @@ SHARED_BY = 3
 
 def settings() -> str:
     """Return a row for each option of `patch()`: its values and its default."""
-    run = {action.dest: action for action in _actions(_commands()["run"])}
-    rows = [(f"`{field.name}`", *_values(field, run[field.name]), _help(field, run)) for field in fields(Settings)]
+    rows = [(f"`{name}`", *_values(option), option.metadata["help"]) for name, option in OPTIONS.items()]
     return markdown(("option", "values", "default", "effect"), rows)
 
 
@@ -51,7 +51,7 @@ def _positional(actions: Iterable[argparse.Action]) -> list[str]:
 
 
 def _is_setting(action: argparse.Action) -> bool:
-    return action.dest in {field.name for field in fields(Settings)}
+    return action.dest in OPTIONS
 
 
 def _commands() -> dict[str, argparse.ArgumentParser]:
@@ -74,18 +74,14 @@ def _rows(said: Iterable[tuple[str, str | None]]) -> list[tuple[str, str]]:
     return [(f"`{name}`", (about or "").replace("%(prog)s", "ds-frozen-patch")) for name, about in said]
 
 
-def _values(field: Field[object], action: argparse.Action) -> tuple[str, str]:
+def _values(option: Field[Any]) -> tuple[str, str]:
     """Return the values that an option may have, and its default."""
-    default = field.default_factory() if field.default is MISSING and callable(field.default_factory) else field.default
-    if isinstance(default, tuple):
+    if option.metadata["kind"] == "patterns":
         return "patterns", "none"
-    if action.choices:
-        return ", ".join(f'`"{value}"`' for value in action.choices), f'`"{default}"`' if default else "off"
-    return "switch", "on" if default else "off"
-
-
-def _help(field: Field[object], run: dict[str, argparse.Action]) -> str:
-    return str(field.metadata.get("help") or run[field.name].help)
+    if option.metadata["kind"] == "choice":
+        choices = ", ".join(f'`"{value}"`' for value in option.metadata["choices"])
+        return choices, f'`"{option.default}"`' if option.default else "off"
+    return "switch", "on" if option.default else "off"
 
 
 if __name__ == "__main__":
