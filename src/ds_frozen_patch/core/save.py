@@ -90,7 +90,7 @@ def saving(engine: Any, served: ServedEngine, folder: Path, tag: str, exclude: b
         elif save.place.way is Way.UNMANAGED:
             agreement.agree_on_end(save)
             if save.export is not None:
-                export_trained.write(save)
+                export_trained.write(save, save.export)
                 agreement.agree_on_end(save)
         else:
             publish(save)
@@ -193,7 +193,7 @@ def publish(save: Save) -> None:
     written = agreement.agree_on_end(save)
     if save.publishes:
         if save.export is not None:
-            export_trained.write(save)
+            export_trained.write(save, save.export)
         save.give_name(written)
         if not has_several_disks and not save.failures.errors:
             save.place.close()  # before the others go on

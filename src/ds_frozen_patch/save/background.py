@@ -79,7 +79,7 @@ def _publish(save: Save, votes: Votes) -> CheckpointError | None:
         votes.wait("written")
         if not votes.failures:
             if save.export is not None:
-                export_trained.write(save)
+                export_trained.write(save, save.export)
             save.give_name()
             if not has_several_disks and not save.failures.errors:
                 save.place.close()  # before the others go on

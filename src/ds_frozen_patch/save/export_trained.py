@@ -25,17 +25,13 @@ FILE, FOLDER = "trainable.safetensors", "adapter"
 _TENSORS, _CONFIG = f"{FOLDER}/adapter_model.safetensors", f"{FOLDER}/adapter_config.json"
 
 
-def write(save: Save) -> None:
-    """Export the trained weights on rank 0, once all ranks have written their files; errors are recorded.
-
-    Args:
-        save: with a format to export in.
-    """
+def write(save: Save, export: str) -> None:
+    """Export the trained weights in a format on rank 0, once all ranks have written their files; errors are recorded."""
     if not is_first(save.owner):
         return
     with save.failures.deferred(save.place.shown):
         try:
-            plan = _plan(save, save.export)
+            plan = _plan(save, export)
         except (CheckpointError, CheckpointMismatchError) as error:
             _skip(save, str(error))
         else:
