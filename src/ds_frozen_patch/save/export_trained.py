@@ -26,7 +26,7 @@ _TENSORS, _CONFIG = f"{FOLDER}/adapter_model.safetensors", f"{FOLDER}/adapter_co
 
 
 def write(save: Save, export: str) -> None:
-    """Export the trained weights in a format on rank 0, once all ranks have written their files; errors are recorded."""
+    """Export the trained weights on rank 0, once all ranks have written their files; errors are recorded."""
     if not is_first(save.owner):
         return
     with save.failures.deferred(save.place.shown):
