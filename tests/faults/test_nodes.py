@@ -140,13 +140,7 @@ def save_at_each_step(
 
     pl.Trainer.save_checkpoint = save  # type: ignore[assignment,method-assign]
     kept = ModelCheckpoint(
-        f"{at}/run",
-        filename="{step}",
-        monitor="step",
-        mode="max",
-        save_top_k=2,
-        save_last=True,
-        every_n_train_steps=1,
+        f"{at}/run", filename="{step}", monitor="step", mode="max", save_top_k=2, save_last=True, every_n_train_steps=1
     )
     run = trainer(at, stage, epochs=1000, max_steps=steps, enable_checkpointing=True, callbacks=[Again(), kept])
     run.fit(runs.LoraRun(), runs.batches(run.world_size))

@@ -327,13 +327,7 @@ def engine_through(out: str, disk: Disk, way: str, stage: int, cuts: int) -> tup
 
 @pytest.mark.timeout(900)
 def test_power_cuts_during_and_after_saves(
-    ranks: Any,
-    disk: Disk,
-    tmp_path: Path,
-    long: bool,
-    counted: Callable[[str, int], None],
-    way: str,
-    stage: int,
+    ranks: Any, disk: Disk, tmp_path: Path, long: bool, counted: Callable[[str, int], None], way: str, stage: int
 ) -> None:
     cuts = 12 if long else 6
     run = {"fabric": fabric_through, "engine": engine_through}.get(way, train_through)

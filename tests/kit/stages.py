@@ -36,12 +36,7 @@ class Net(torch.nn.Module):
 
     seen: Any
 
-    def __init__(
-        self,
-        seed: int = 1,
-        names: tuple[str, ...] = NAMES,
-        adapters: tuple[str, ...] = (),
-    ) -> None:
+    def __init__(self, seed: int = 1, names: tuple[str, ...] = NAMES, adapters: tuple[str, ...] = ()) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.base = torch.nn.Linear(6, 7)
@@ -291,12 +286,7 @@ def train_and_save(out: str, stage: int, **options: Any) -> tuple[State, list[fl
 
 
 def resume_from(
-    paths: list[str],
-    stage: int,
-    elastic: bool | None = True,
-    restart: bool = False,
-    seed: int = 1,
-    **options: Any,
+    paths: list[str], stage: int, elastic: bool | None = True, restart: bool = False, seed: int = 1, **options: Any
 ) -> list[tuple[State, list[float], int]]:
     """Go on from each checkpoint; return what the engine holds after the load, its losses, and its buffer.
 

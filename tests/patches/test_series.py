@@ -489,12 +489,7 @@ def test_check(world: World, capsys: pytest.CaptureFixture[str]) -> None:
             "| 2.6.0 | 2.5 | yes | no | yes | yes | - |",
             "2.6.0: changes other places than on 2.5.1: Strategy.first in",
         ),
-        (
-            '"2.5.0", ',
-            '"2.5.9", ',
-            "| 2.5.9 | 2.5 | no | - | - | - | - |",
-            "2.5.9: is not in this clone, fetch it",
-        ),
+        ('"2.5.0", ', '"2.5.9", ', "| 2.5.9 | 2.5 | no | - | - | - | - |", "2.5.9: is not in this clone, fetch it"),
         (
             '": "2.5.1"',
             '": "2.5.0"',

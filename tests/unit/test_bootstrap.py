@@ -48,17 +48,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(site: Site, python: Path) -> Run:
     def run(program: str, *options: str, status: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
         (site.root / "program.py").write_text(LOOK + program)
-        command = [
-            sys.executable,
-            "-m",
-            "ds_frozen_patch",
-            "run",
-            *options,
-            "--",
-            str(python),
-            "program.py",
-            "--lr=1",
-        ]
+        command = [sys.executable, "-m", "ds_frozen_patch", "run", *options, "--", str(python), "program.py", "--lr=1"]
         return execute(site, command, status, **environment)
 
     return run
