@@ -526,10 +526,3 @@ def test_callbacks_of_transformers() -> None:
         assert may_read(made(cls, **{name: value}), "on_save") is reads, (cls, value)
     assert not may_read(transformers.ProgressCallback(), "on_save")
     assert may_read(CopyingCallback(), "on_save")
-
-
-def test_overrides() -> None:
-    assert all(may_read(cls, "_save_checkpoint") for cls in (GoesOn, Copying, Removing))
-    assert not any(may_read(cls, "_save_checkpoint") for cls in (EndsThere, transformers.Trainer, ModelCheckpoint))
-    assert may_read(Reading, "after_save_checkpoint")
-    assert not may_read(pl.loggers.CSVLogger, "after_save_checkpoint")

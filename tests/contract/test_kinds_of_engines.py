@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import io
 import json
-import logging
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -163,11 +162,8 @@ def experts_run(out: str, stage: int, ep_size: int, train_experts: bool) -> Any:
     if dist.get_rank() % ep_size == ep_size - 1:  # the last of those that have different experts
         with torch.no_grad():
             weight[0, 0] += 1
-    try:
-        engine_of(other, stage).load_checkpoint(out, tag="checkpoint", load_optimizer_states=with_optimizer)
-        error = ""
-    except ds_frozen_patch.CheckpointMismatchError as raised:
-        error = str(raised)
+    load = engine_of(other, stage).load_checkpoint
+    error = runs.outcome(load, out, tag="checkpoint", load_optimizer_states=with_optimizer)
     return different, resumed == losses or not with_optimizer, error
 
 
@@ -187,7 +183,8 @@ def test_frozen_experts_are_left_out_of_their_files(
     ):
         assert not different
         assert is_same
-        assert "layers.1.mlp.moe.deepspeed_moe.experts.deepspeed_experts.1.up_proj.weight" in error
+        assert error[0] == "CheckpointMismatchError"
+        assert "layers.1.mlp.moe.deepspeed_moe.experts.deepspeed_experts.1.up_proj.weight" in error[1]
     files = experts_of(tmp_path)
     assert len(files) == 8
     for file in files:
@@ -208,7 +205,7 @@ def test_trained_experts_are_saved(ranks: Any, tmp_path: Path, stage: int) -> No
     ):
         assert not different
         assert is_same
-        assert not error  # the checkpoint has the value
+        assert error == ("", "")  # the checkpoint has the value
     for file in (tmp_path / "checkpoint").glob("layer_*_expert_*.pt"):
         assert len(torch.load(file)) == 4
 
@@ -217,44 +214,12 @@ class Grid:
     """A model-parallel unit as a program passes it to `deepspeed.initialize`: sequence parallelism over all ranks."""
 
     def __init__(self) -> None:
-        groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-        self.one, self.all = groups[dist.get_rank()], dist.new_group()
-
-    def get_model_parallel_rank(self) -> int:
-        return 0
-
-    def get_model_parallel_world_size(self) -> int:
-        return 1
-
-    def get_model_parallel_group(self) -> Any:
-        return self.one
-
-    def get_data_parallel_rank(self) -> int:
-        return 0
-
-    def get_data_parallel_world_size(self) -> int:
-        return 1
-
-    def get_data_parallel_group(self) -> Any:
-        return self.one
-
-    def get_sequence_parallel_rank(self) -> int:
-        return dist.get_rank()
-
-    def get_sequence_parallel_world_size(self) -> int:
-        return dist.get_world_size()
-
-    def get_sequence_parallel_group(self) -> Any:
-        return self.all
-
-    def get_sequence_data_parallel_rank(self) -> int:
-        return dist.get_rank()
-
-    def get_sequence_data_parallel_world_size(self) -> int:
-        return dist.get_world_size()
-
-    def get_sequence_data_parallel_group(self) -> Any:
-        return self.all
+        rank, size = dist.get_rank(), dist.get_world_size()
+        alone, together = (0, 1, [dist.new_group([each]) for each in range(size)][rank]), (rank, size, dist.new_group())
+        kinds = {"model": alone, "data": alone, "sequence": together, "sequence_data": together}
+        for kind, known in kinds.items():
+            for what, value in zip(("rank", "world_size", "group"), known, strict=True):
+                setattr(self, f"get_{kind}_parallel_{what}", partial(getattr, SimpleNamespace(value=value), "value"))
 
 
 def sequence_run(out: str, stage: int, by: str) -> Any:
@@ -370,14 +335,11 @@ def without_lora(is_frozen: bool, heads: int = 2) -> Any:
 def tensor_parallel_run(out: str, stage: int, is_frozen: bool) -> Any:
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
     result = resumed_like_uninterrupted(out, stage, partial(without_lora, is_frozen), config=TENSOR_PARALLEL)
-    other, error = without_lora(is_frozen), ""
+    other = without_lora(is_frozen)
     with torch.no_grad():
         other.model.layers[1].self_attn.v_proj.weight[-1, -1] += 1  # in the shard of rank 1
-    try:
-        engine_of(other, stage, config=TENSOR_PARALLEL).load_checkpoint(out, tag="checkpoint")
-    except ds_frozen_patch.CheckpointMismatchError as raised:
-        error = str(raised)
-    return *result, error
+    load = engine_of(other, stage, config=TENSOR_PARALLEL).load_checkpoint
+    return *result, runs.outcome(load, out, tag="checkpoint")
 
 
 @needs_new
@@ -392,7 +354,8 @@ def test_tensor_parallel_engines_are_served(
     ):
         assert not different
         assert is_same
-        assert ("layers.1.self_attn.v_proj" in error) == is_frozen
+        assert error[0] == ("CheckpointMismatchError" if is_frozen else "")
+        assert ("layers.1.self_attn.v_proj" in error[1]) == is_frozen
     states = [torch.load(file, weights_only=False) for file in (tmp_path / "checkpoint").glob("mp_*_model_states.pt")]
     assert len(states) == 2
     for state in states:
@@ -421,24 +384,19 @@ class Sharded(torch.nn.Module):
 def passed_on(out: str, kind: str) -> Any:
     """A save and a load by an owner who does not call `serve()`, and what `serve()` raises."""
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
-    sharded: dict[str, Any] = {"build": Sharded}
-    uneven = {"build": partial(without_lora, True, heads=1), "config": TENSOR_PARALLEL}
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ds_frozen_patch").addHandler(handler)
 
     def serve(engine: Any) -> None:
         ds_frozen_patch.patch()
         begin_serving(engine, owner_of(engine))
 
-    options: dict[str, Any] = {"sharded": sharded, "uneven": uneven}[kind]
-    if kind == "sharded":  # DeepSpeed cannot load it, plain or not: the shards of other ranks are in no checkpoint
-        engine = engine_of(Sharded(), 2, by=serve)
-        engine.save_checkpoint(out, tag="checkpoint")
-        result: Any = ([], True)
-    else:
-        result = resumed_like_uninterrupted(out, 2, **options, by=serve)
+    uneven = {"build": partial(without_lora, True, heads=1), "config": TENSOR_PARALLEL}
+    options: dict[str, Any] = {"build": Sharded} if kind == "sharded" else uneven
+    with runs.heard() as messages:
+        if kind == "sharded":  # DeepSpeed cannot load it, plain or not: the shards of other ranks are in no checkpoint
+            engine_of(Sharded(), 2, by=serve).save_checkpoint(out, tag="checkpoint")
+            result: Any = ([], True)
+        else:
+            result = resumed_like_uninterrupted(out, 2, **options, by=serve)
     with pytest.raises(ds_frozen_patch.PatchError) as raised:
         engine_of(options["build"](), 2, options.get("config"))
     return *result, messages, str(raised.value)

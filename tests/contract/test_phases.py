@@ -253,24 +253,21 @@ class Thawed(runs.LoraRun):
         return next(p for name, p in self.named_parameters() if name.endswith("k_proj.weight"))
 
 
-def thaw(out: str, stage: int, seed: int) -> Any:
+def thaw(out: str, stage: int) -> float:
     ds_frozen_patch.patch()
-    module = Thawed(seed)
-    before = f"{out}/epoch=0.ckpt" if out.endswith("again") else None
     data = runs.batches(2)
-    runs.trainer(out, 2, stage, epochs=1).fit(module, data)
-    module = Thawed(seed)
+    runs.trainer(out, 2, stage, epochs=1).fit(Thawed(), data)
+    module = Thawed()
     with zero.GatheredParameters([module.thawed], modifier_rank=0), torch.no_grad():
         module.thawed.zero_()
     runs.trainer(out, 2, stage).test(module, data, ckpt_path=f"{out}/epoch=0.ckpt", verbose=False)
     with zero.GatheredParameters([module.thawed]):
-        return float(module.thawed.float().abs().sum()), before
+        return float(module.thawed.float().abs().sum())
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.short)])
 def test_what_no_optimizer_has_is_saved(ranks: Any, tmp_path: Path, stage: int) -> None:
-    for value, _ in ranks(2, thaw, out=str(tmp_path), stage=stage, seed=1):
-        assert value > 0
+    assert min(ranks(2, thaw, out=str(tmp_path), stage=stage)) > 0
     left_out = names_left_out(tmp_path / "epoch=0.ckpt")
     assert [name for name in left_out if "embed_tokens" in name]
     assert not [name for name in left_out if "layers.0.self_attn.k_proj" in name]

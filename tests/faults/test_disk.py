@@ -154,8 +154,7 @@ def vanishing(folder: Path, rank: int) -> Any:
 class Note:
     """User state that cannot be pickled on one rank."""
 
-    def __init__(self) -> None:
-        self.rank = -1
+    rank = -1
 
     def state_dict(self) -> dict[str, Any]:
         return {"note": (lambda: 1) if os.environ["RANK"] == str(self.rank) else 1}
@@ -188,16 +187,19 @@ def faults(way: str, stage: int, rooms: list[int]) -> list[Fault]:
     writers = [0] if way == "weights" else [0, 1] if stage else [0]
     found: list[Fault] = []
     if ROOT:
-        found += [(f"room for {room} bytes", partial(_full, room), "") for room in rooms]
+        found += [(f"room for {room} bytes", lambda disk, _, room=room: full(disk, room), "") for room in rooms]
         found += [("a read-only disk", lambda disk, _: read_only(disk), "Rank 0: ")]
     for rank in writers:
-        found += [(f"a limit on rank {rank}", partial(_small_files, rank), f"Rank {rank}: ")]
-        found += [(f"torch.save fails on rank {rank}", partial(_broken_save, rank), f"Rank {rank}: ")]
+        found += [(f"a limit on rank {rank}", lambda *_, rank=rank: small_files(rank, 2000), f"Rank {rank}: ")]
+        found += [(f"torch.save fails on {rank}", lambda *_, rank=rank: broken(torch, "save", rank), f"Rank {rank}: ")]
     found += [("a swap fails", lambda *_: broken(work_folder, "exchange", 0), "Rank 0: ")]
     found += [("the first rename fails", lambda *_: without_exchange(1), "Rank 0: ")]
     if way in ("trainer", "fabric", "async"):
         states = [0, 1] if stage == 3 else [0]  # who writes the module's state
-        found += [(f"a state of rank {rank}", partial(_unpicklable, rank), f"Rank {rank}: ") for rank in states]
+        found += [
+            (f"a state of rank {rank}", lambda _, note, rank=rank: unpicklable(note, rank), f"Rank {rank}: ")
+            for rank in states
+        ]
         found += [
             ("the second rename fails", lambda *_: without_exchange(2), "Rank 0: "),
             ("`latest` cannot be written", lambda *_: broken(Path, "write_text", 0), "Rank 0: "),
@@ -205,25 +207,7 @@ def faults(way: str, stage: int, rooms: list[int]) -> list[Fault]:
         ]
         if stage:
             found += [("DeepSpeed's script cannot be copied", lambda *_: broken(os, "chmod", 0, at=0), "Rank 0: ")]
-    if way == "weights":
-        found = [item for item in found if item[0] != "the first rename fails"]
-    return found
-
-
-def _full(room: int, disk: Path, _: Note) -> Any:
-    return full(disk, room)
-
-
-def _small_files(rank: int, *_: Any) -> Any:
-    return small_files(rank, 2000)
-
-
-def _broken_save(rank: int, *_: Any) -> Any:
-    return broken(torch, "save", rank)
-
-
-def _unpicklable(rank: int, _: Path, note: Note) -> Any:
-    return unpicklable(note, rank)
+    return [item for item in found if (way, item[0]) != ("weights", "the first rename fails")]
 
 
 def tried(
@@ -305,22 +289,17 @@ def train_through(out: str, disk: str, way: str, stage: int, rooms: list[float])
     """Return the faults that were injected, and whether the run ended as it does without them."""
     ds_frozen_patch.patch(export="safetensors" if way == "export" else None, async_save=way == "async")
     callback = Faults(Path(disk), way, stage, rooms)
-    ends = []
-    for callbacks in ([callback], []):
-        trainer = runs.trainer(out, 2, stage, callbacks=callbacks, enable_checkpointing=False)
+
+    def end(*callbacks: Any, resume: str | None = None) -> Any:
         module = runs.LoraRun()
-        trainer.fit(module, runs.batches(2))
-        ends.append((module.losses, runs.trained_state(module)))
+        trainer = runs.trainer(out, 2, stage, callbacks=list(callbacks), enable_checkpointing=False)
+        trainer.fit(module, runs.batches(2), ckpt_path=resume)
+        return module.losses, runs.trained_state(module)
+
+    through, alone = end(callback), end()
     if way in ("trainer", "async"):
-        trainer = runs.trainer(out, 2, stage, enable_checkpointing=False)
-        module = runs.LoraRun()
-        trainer.fit(module, runs.batches(2), ckpt_path=f"{disk}/checkpoints/last.ckpt")
-        assert (module.losses, runs.trained_state(module)) == (ends[1][0][runs.BATCHES :], ends[1][1])
-    return callback.tried, ends[0] == ends[1]
-
-
-def _fabric_save(fabric: Any, state: dict[str, Any], path: Path) -> None:
-    fabric.save(path, state)
+        assert end(resume=f"{disk}/checkpoints/last.ckpt") == (alone[0][runs.BATCHES :], alone[1])
+    return callback.tried, through == alone
 
 
 def fabric_through(out: str, disk: str, way: str, stage: int, rooms: list[float]) -> Any:
@@ -334,8 +313,8 @@ def fabric_through(out: str, disk: str, way: str, stage: int, rooms: list[float]
         if faulty:
             note = Note()
             state = {"model": model, "optimizer": optimizer, "note": note}
-            save = partial(_fabric_save, fabric, state)
-            done = tried(Path(disk), way, stage, rooms, note, fabric.strategy.model, save)
+            engine, save = fabric.strategy.model, partial(fabric.save, state=state)
+            done = tried(Path(disk), way, stage, rooms, note, engine, save)
         losses += runs.fabric_epoch(fabric, model, optimizer)
         ends.append((losses, runs.trained_state(model)))
     return done, ends[0] == ends[1]

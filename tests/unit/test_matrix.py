@@ -6,7 +6,6 @@ import configparser
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import readme
@@ -82,11 +81,6 @@ def test_metadata_pythons() -> None:
     assert options["options"]["python_requires"] == f">={pythons[0]}"
     listed = re.findall(r"Python :: (3\.\d+)", options["metadata"]["classifiers"])
     assert listed == pythons
-
-
-def test_tested_releases() -> None:
-    for name, release in TESTED.items():
-        assert Version(release) == max(releases_of(name))
 
 
 def test_declared_releases_are_generated() -> None:
@@ -213,9 +207,3 @@ def test_each_patched_cell_has_the_series_for_its_lightning() -> None:
     for cell in patched.values():
         assert cell.patches == folders[cell.lightning.split()[1]]
         assert CELLS[cell.lock].twin == cell
-
-
-@pytest.fixture
-def last_run() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(table.LAST_RUN.read_text())
-    return found
