@@ -19,6 +19,7 @@ import training
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from kit import owners, runs, stages
 from kit.cell import pl
+from kit.checkpoints import left_out_of
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -107,13 +108,6 @@ def accelerator_of(stage: int, batch: int = 1, **options: Any) -> Any:
 
     settings = {"zero_optimization": {"stage": 0}, **runs.config(stage), "train_micro_batch_size_per_gpu": batch}
     return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings), **options)
-
-
-def left_out_by(checkpoint: Path) -> list[Any]:
-    """What the manifest in the first file of model states names."""
-    file = min(checkpoint.rglob("*mp_rank_00_model_states.pt"))
-    found: list[Any] = torch.load(file, weights_only=False)["ds_frozen_patch"]["left_out"]
-    return found
 
 
 def engine_of(model: Any, stage: int, config: dict[str, Any] | None = None, mpu: Any = None, by: Any = None) -> Any:
@@ -236,15 +230,6 @@ def in_pairs() -> Any:
     return mpu
 
 
-@needs_new
-@pytest.mark.parametrize("stage", [3])
-def test_sequence_and_data_parallel_engines_are_served(ranks: Any, tmp_path: Path, stage: int) -> None:
-    """Two groups of two ranks; DeepSpeed counts all four as the world size."""
-    assert ranks(4, sequence_run, out=str(tmp_path), stage=stage, by="deepspeed", alone=True) == [([], True)] * 4
-    assert json.loads((tmp_path / "checkpoint" / "ds_frozen_patch.json").read_text())["world_size"] == 4
-    assert not ds_frozen_patch.verify(tmp_path, "checkpoint").problems
-
-
 def new_engine(kind: str, stage: int) -> Any:
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
     if kind == "sequences":
@@ -312,15 +297,18 @@ def resumed_like_uninterrupted(out: str, stage: int, build: Any, **options: Any)
     return different, train(again, 2, alike=True) == losses
 
 
-@pytest.mark.parametrize(
-    ("by", "stage"),
-    [("program", 1), ("program", 3), *(pytest.param("deepspeed", at, marks=needs_new) for at in (0, 2, 3))],
-)
-def test_sequence_parallel_engines_are_served(ranks: Any, tmp_path: Path, stage: int, by: str) -> None:
-    assert ranks(2, sequence_run, out=str(tmp_path), stage=stage, by=by, alone=True) == [([], True)] * 2
-    assert left_out_by(tmp_path / "checkpoint")
+OF_DEEPSPEED = [pytest.param("deepspeed", *at, marks=needs_new) for at in ((0, 2), (2, 2), (3, 2), (3, 4))]
+
+
+@pytest.mark.parametrize(("by", "stage", "size"), [("program", 1, 2), ("program", 3, 2), *OF_DEEPSPEED])
+def test_sequence_parallel_engines_are_served(ranks: Any, tmp_path: Path, by: str, stage: int, size: int) -> None:
+    """Of four ranks, in two groups, DeepSpeed counts all as the world size."""
+    assert ranks(size, sequence_run, out=str(tmp_path), stage=stage, by=by, alone=True) == [([], True)] * size
+    assert left_out_of(tmp_path / "checkpoint")
     if (by, stage) != ("program", 3):  # there DeepSpeed divides parameters and optimizer over different ranks
         assert not ds_frozen_patch.verify(tmp_path, "checkpoint").problems
+    if by == "deepspeed":
+        assert json.loads((tmp_path / "checkpoint" / "ds_frozen_patch.json").read_text())["world_size"] == size
 
 
 def without_lora(is_frozen: bool, heads: int = 2) -> Any:
@@ -481,7 +469,7 @@ def sequence_by_accelerate(out: str, stage: int, resume: bool) -> list[float]:
 def test_sequence_parallelism_of_accelerate(ranks: Any, tmp_path: Path, stage: int) -> None:
     losses = ranks(2, sequence_by_accelerate, out=str(tmp_path), stage=stage, resume=False, alone=True)
     assert ranks(2, sequence_by_accelerate, out=str(tmp_path), stage=stage, resume=True, alone=True) == losses
-    assert left_out_by(tmp_path)
+    assert left_out_of(tmp_path)
 
 
 def on_unknown_ranks(out: str) -> Any:
@@ -499,7 +487,7 @@ def on_unknown_ranks(out: str) -> Any:
 
 def test_ranks_that_accelerate_does_not_know(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2, on_unknown_ranks, out=str(tmp_path), alone=True) == [(0, True)] * 2
-    assert left_out_by(tmp_path / "checkpoint")
+    assert left_out_of(tmp_path / "checkpoint")
 
 
 def experts_by_accelerate(out: str) -> Any:
@@ -619,7 +607,7 @@ def test_a_checkpoint_engine_that_writes_later(ranks: Any, tmp_path: Path) -> No
         skipped = [message for message in heard if "patch(export='safetensors') has no effect" in message]
         assert len(skipped) == (heard is first[3]), heard
     assert (tmp_path / "latest").read_text() == "epoch1"
-    assert left_out_by(tmp_path / "epoch1")
+    assert left_out_of(tmp_path / "epoch1")
 
 
 def state_by_the_program(out: str) -> Any:

@@ -273,23 +273,6 @@ def test_engines_that_are_not_served_are_left_alone(ranks: Any, tmp_path: Path) 
         assert len(state["module"]) > 20
 
 
-def begun_with_a_load(out: str, patched: bool) -> Any:
-    """A program may load from a folder to which nothing has been saved yet."""
-    with owners.served() if patched else nullcontext():
-        run = Run("deepspeed", out, 2, 2)
-        loaded = [run.engine.load_checkpoint(place) for place in (f"{out}/nowhere", out)]
-        run.train(epochs=1)
-        return loaded, run.engine.load_checkpoint(out)[1]["epoch"], run.seen()
-
-
-@EVERYDAY
-def test_nothing_to_load(ranks: Any, tmp_path: Path) -> None:
-    (tmp_path / "plain").mkdir()
-    plain = ranks(2, begun_with_a_load, out=str(tmp_path / "plain"), patched=False)
-    assert ranks(2, begun_with_a_load, out=str(tmp_path), patched=True) == plain
-    assert plain[0][:2] == ([(None, None)] * 2, 1)
-
-
 def one_moved_away(out: str) -> Any:
     """A save that was killed between two renames has left what was there in its work folder."""
     with owners.served():

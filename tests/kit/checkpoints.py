@@ -42,6 +42,13 @@ def model_states(checkpoint: str | Path) -> list[dict[str, Any]]:
     return states
 
 
+def left_out_of(checkpoint: str | Path) -> set[str]:
+    """Return the names that the manifests of a checkpoint list, wherever its files are below this path."""
+    states = [torch.load(file, weights_only=False) for file in Path(checkpoint).rglob("*model_states.pt")]
+    manifests = [state.get("ds_frozen_patch", {}).get("left_out", ()) for state in states]
+    return {name for left_out in manifests for names, *_ in left_out for name in names}
+
+
 def size(checkpoint: str | Path) -> int:
     """Return the bytes of all files of a checkpoint, as `du --apparent-size` counts them."""
     return sum(file.stat().st_size for file in Path(checkpoint).rglob("*") if file.is_file())

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,28 +54,6 @@ def work() -> Iterator[Work]:
     in_flight._in_flight = None
 
 
-def until(holds: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 30
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return holds()
-
-
-def test_what_follows_is_called_in_order_although_nobody_waits(work: Work) -> None:
-    in_flight.afterwards(work.then("before it"))
-    assert (work.order, in_flight.is_any()) == (["before it"], False)
-    work.start()
-    in_flight.afterwards(work.then("first"))
-    in_flight.afterwards(work.then("second"))
-    assert (work.order, in_flight.is_any()) == (["before it"], True)
-    work.told.set()
-    assert until(lambda: work.order == ["before it", "saved", "first", "second"])
-    in_flight.afterwards(work.then("third"))
-    in_flight.wait()
-    in_flight.afterwards(work.then("fourth"))
-    assert (work.order[4:], in_flight.is_any()) == (["third", "fourth"], False)
-
-
 @pytest.mark.parametrize("error", [NO_SPACE, KeyError("mine")])
 def test_nothing_follows_an_error_which_is_raised_once(work: Work, error: Exception) -> None:
     work.start(error)
@@ -115,35 +91,3 @@ def test_the_end_of_a_run(work: Work, is_error: bool) -> None:
     assert work.order == ["saved"]
     with pytest.raises(CheckpointError) if is_error else nullcontext():
         in_flight.wait()
-
-
-def test_a_forked_process_waits_but_neither_ends_it_nor_does_what_follows(tmp_path: Path, work: Work) -> None:
-    saved, ours, theirs = (tmp_path / name for name in ("saved", "ours", "theirs"))
-    reading, writing = os.pipe()
-
-    def save() -> CheckpointError:
-        os.read(reading, 1)
-        time.sleep(0.2)
-        saved.touch()
-        return NO_SPACE
-
-    in_flight.start(save, lambda *_: None)
-    in_flight.afterwards(ours.touch)
-    if (child := os.fork()) == 0:
-        status = 1
-        try:
-            in_flight.settle_at_end()  # does not wait: the other process would not know that anything ends
-            assert not saved.exists()
-            os.write(writing, b"1")
-            in_flight.afterwards(theirs.touch)
-            assert saved.exists()
-            in_flight.wait()
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
-    with pytest.raises(CheckpointError, match="no space"):
-        in_flight.wait()
-    assert {*tmp_path.iterdir()} == {saved, theirs}
-    os.close(reading)
-    os.close(writing)

@@ -1,4 +1,4 @@
-"""Version ranges, locks and tables agree with the matrix, which nox reads too."""
+"""Version ranges, locks and tables agree with the matrix, which nox reads too, and the list of upstream's faults."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import readme
+import upstream
 from bench import __main__ as bench
 from bench.timing import seconds, size
 from compare import __main__ as compare
@@ -207,3 +208,15 @@ def test_each_patched_cell_has_the_series_for_its_lightning() -> None:
     for cell in patched.values():
         assert cell.patches == folders[cell.lightning.split()[1]]
         assert CELLS[cell.lock].twin == cell
+
+
+OF_SERIES = [said["patch"] for faults in upstream.read().values() for said in faults.values() if "patch" in said]
+
+
+@pytest.mark.parametrize("patch", OF_SERIES)
+def test_each_patch_of_a_fault_is_in_a_series(patch: str) -> None:
+    assert list(PATCHES.glob(f"**/{patch}"))
+
+
+def test_the_page_shows_the_list_of_faults() -> None:
+    assert upstream.BLOCK.read() == upstream.text().strip(), "write it again: nox -f ci/noxfile.py -s docs"
