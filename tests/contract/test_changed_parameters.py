@@ -173,11 +173,10 @@ def refusals(out: str, small: str, full: str, stage: int) -> list[tuple[str, str
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("stage", [3])
-def test_what_is_refused(ranks: Any, saved: Any, tmp_path: Path, stage: int) -> None:
-    source, _ = saved(stage)
+def test_what_is_refused(ranks: Any, saved: Any, tmp_path: Path) -> None:
+    source, _ = saved(3)
     offer = " Pass patch(elastic=True) or set DS_FROZEN_PATCH_ELASTIC=1 to go on with other trained parameters"
-    options = {"out": str(tmp_path), "small": str(source / "small"), "full": str(source / "full"), "stage": stage}
+    options = {"out": str(tmp_path), "small": str(source / "small"), "full": str(source / "full"), "stage": 3}
     for found in ranks(2, refusals, **options):
         unfrozen, frozen, forbidden, base, trained, gone, nowhere, broken = found
         left_out = "The checkpoint left out parameters that the model now trains: 'last.bias', 'last.weight'."
@@ -233,10 +232,9 @@ def generations(out: str, stage: int) -> list[Any]:
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("stage", [2])
-def test_a_row_that_was_trained_is_kept(ranks: Any, tmp_path: Path, stage: int) -> None:
+def test_a_row_that_was_trained_is_kept(ranks: Any, tmp_path: Path) -> None:
     """Also where a sample of the parameter's values does not show it."""
-    first, *others = ranks(1, generations, out=str(tmp_path), stage=stage)[0]
+    first, *others = ranks(1, generations, out=str(tmp_path), stage=2)[0]
     assert first[0] != Rows("rows").rows.weight[1].tolist()
     assert [row for row, _ in others] == [first[0]] * 3
     assert [left_out for _, left_out in others] == [set()] * 3

@@ -22,7 +22,7 @@ import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from kit import owners, runs
 from kit.cell import TRAINER, Callback, ModelCheckpoint
-from kit.checkpoints import model_states, refresh
+from kit.checkpoints import flip, model_states, refresh
 from kit.owners import Run
 
 import ds_frozen_patch
@@ -34,6 +34,14 @@ from ds_frozen_patch.common.overrides import overridden
 pytestmark = [pytest.mark.promise(24), pytest.mark.everyday, pytest.mark.once]
 
 INFO = {"universal_checkpoint_version": 0.2, "vocabulary_parameter_patterns": ["lm_head"]}
+
+
+def by_rank_0(change: Callable[[], object]) -> None:
+    """Call a function on rank 0, while no other rank goes on."""
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        change()
+    torch.distributed.barrier()
 
 
 def tagged(out: str, tag: Any) -> tuple[bool, Any]:
@@ -71,12 +79,7 @@ def with_one_more_file(out: str) -> list[str]:
         torch.distributed.barrier()
         Run("deepspeed", out, 2, 2).load(run.at(0))
         shard = sorted(run.at(0).glob("*optim_states.pt"))[-1]
-        torch.distributed.barrier()  # the other rank may still be loading
-        if torch.distributed.get_rank() == 0:
-            content = bytearray(shard.read_bytes())
-            content[len(content) // 2] ^= 1
-            shard.write_bytes(content)
-        torch.distributed.barrier()
+        by_rank_0(lambda: flip(shard))
         _, said = runs.refusal(Run("deepspeed", out, 2, 2).load, run.at(0))
     return [said, *(message for message in heard if "backup_model_states.pt" in message)]
 
@@ -99,9 +102,8 @@ def without_optimizer(out: str, stage: int) -> bool:
         return bool(runs.trained_state(module) == run.seen()[1])
 
 
-@pytest.mark.parametrize("stage", [2])
-def test_an_engine_without_an_optimizer(ranks: Any, tmp_path: Path, stage: int) -> None:
-    assert ranks(2, without_optimizer, out=str(tmp_path), stage=stage) == [True, True]
+def test_an_engine_without_an_optimizer(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2, without_optimizer, out=str(tmp_path), stage=2) == [True, True]
 
 
 class Wider(runs.LoraRun):
@@ -419,13 +421,10 @@ def reads(out: str, stage: int) -> Any:
     with owners.served(), runs.heard() as heard:
         run = Run("deepspeed", out, 2, stage)
         run.train(epochs=1)
-        place, rank = run.at(0), torch.distributed.get_rank()
+        place = run.at(0)
         found: dict[str, Any] = {"usual": read_by(lambda: Run("deepspeed", out, 2, stage).load(place))}
         found["another base"] = read_by(lambda: Run("deepspeed", out, 2, stage, seed=7).load(place))
-        torch.distributed.barrier()
-        if rank == 0:
-            (place / RECORD).unlink()
-        torch.distributed.barrier()
+        by_rank_0((place / RECORD).unlink)
         found["no record"] = read_by(lambda: Run("deepspeed", out, 2, stage).load(place))
         found["said"] = [message for message in heard if "cannot be verified that they are the ones" in message]
         found["of another base"] = runs.refusal(Run("deepspeed", out, 2, stage, seed=7).load, place)
@@ -458,11 +457,7 @@ def without_optimizer_files(out: str) -> Any:
         run = Run("deepspeed", out, 2, 2)
         run.train(epochs=1)
         place = run.at(0)
-        torch.distributed.barrier()
-        if torch.distributed.get_rank() == 0:
-            for file in place.glob("*_optim_states.pt"):
-                file.unlink()
-        torch.distributed.barrier()
+        by_rank_0(lambda: list(map(Path.unlink, place.glob("*_optim_states.pt"))))
         other = Run("deepspeed", out, 2, 2)
         other.load(place, load_module_only=True)
         return other.seen()[1] == run.seen()[1], runs.refusal(Run("deepspeed", out, 2, 2).load, place)
@@ -481,15 +476,10 @@ def edited_files(out: str, verify_files: bool) -> Any:
         run = Run("deepspeed", out, 2, 2)
         run.train(epochs=1)
         place = run.at(0)
-        if torch.distributed.get_rank() == 0:
-            (file,) = place.glob("*model_states.pt")
-            torch.save({**torch.load(file, weights_only=False), "mine": 5}, file)
-        torch.distributed.barrier()
+        (file,) = place.glob("*model_states.pt")
+        by_rank_0(lambda: torch.save({**torch.load(file, weights_only=False), "mine": 5}, file))
         first = runs.outcome(Run("deepspeed", out, 2, 2).load, place)
-        torch.distributed.barrier()
-        if torch.distributed.get_rank() == 0:
-            (place / RECORD).unlink()
-        torch.distributed.barrier()
+        by_rank_0((place / RECORD).unlink)
         Run("deepspeed", out, 2, 2).load(place)
         return first
 

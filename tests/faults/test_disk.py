@@ -77,7 +77,7 @@ def on_the_disk(begin: Callable[[], object], end: Callable[[], object]) -> Itera
         meet()
 
 
-def full(disk: Path, room: int) -> Any:
+def full(disk: Path, _: object = None, room: int = 4096) -> Any:
     """Leave room for this many bytes on the disk."""
     filler = disk / "filler"
 
@@ -97,11 +97,11 @@ def read_only(disk: Path) -> Any:
 
 
 @contextmanager
-def small_files(rank: int, room: int) -> Iterator[None]:
+def small_files(rank: int, *_: Any) -> Iterator[None]:
     """On one rank, limit the size of files."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if os.environ["RANK"] == str(rank):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
     try:
         yield
     finally:
@@ -138,6 +138,10 @@ def broken(owner: Any, name: str, rank: int, at: int = 1) -> Any:
     return before_each(owner, name, fail, rank)
 
 
+def broken_save(rank: int, *_: Any) -> Any:
+    return broken(torch, "save", rank)
+
+
 @contextmanager
 def without_exchange(at: int) -> Iterator[None]:
     """Let the disk not exchange two names, as with NFS, and the `at`-th rename fail on rank 0."""
@@ -164,7 +168,7 @@ class Note:
 
 
 @contextmanager
-def unpicklable(note: Note, rank: int) -> Iterator[None]:
+def unpicklable(rank: int, _: Path, note: Note) -> Iterator[None]:
     note.rank = rank
     try:
         yield
@@ -187,19 +191,16 @@ def faults(way: str, stage: int, rooms: list[int]) -> list[Fault]:
     writers = [0] if way == "weights" else [0, 1] if stage else [0]
     found: list[Fault] = []
     if ROOT:
-        found += [(f"room for {room} bytes", lambda disk, _, room=room: full(disk, room), "") for room in rooms]
+        found += [(f"room for {room} bytes", partial(full, room=room), "") for room in rooms]
         found += [("a read-only disk", lambda disk, _: read_only(disk), "Rank 0: ")]
     for rank in writers:
-        found += [(f"a limit on rank {rank}", lambda *_, rank=rank: small_files(rank, 2000), f"Rank {rank}: ")]
-        found += [(f"torch.save fails on {rank}", lambda *_, rank=rank: broken(torch, "save", rank), f"Rank {rank}: ")]
+        found += [(f"a limit on rank {rank}", partial(small_files, rank), f"Rank {rank}: ")]
+        found += [(f"torch.save fails on rank {rank}", partial(broken_save, rank), f"Rank {rank}: ")]
     found += [("a swap fails", lambda *_: broken(work_folder, "exchange", 0), "Rank 0: ")]
     found += [("the first rename fails", lambda *_: without_exchange(1), "Rank 0: ")]
     if way in ("trainer", "fabric", "async"):
         states = [0, 1] if stage == 3 else [0]  # who writes the module's state
-        found += [
-            (f"a state of rank {rank}", lambda _, note, rank=rank: unpicklable(note, rank), f"Rank {rank}: ")
-            for rank in states
-        ]
+        found += [(f"a state of rank {rank}", partial(unpicklable, rank), f"Rank {rank}: ") for rank in states]
         found += [
             ("the second rename fails", lambda *_: without_exchange(2), "Rank 0: "),
             ("`latest` cannot be written", lambda *_: broken(Path, "write_text", 0), "Rank 0: "),
@@ -359,7 +360,7 @@ def test_write_errors_in_tools(
     breaks: dict[str, Callable[[Path], Any]] = {
         "read-only": read_only,
         "vanishes": nullcontext,
-        "full": partial(full, room=4096),
+        "full": full,
     }
     count = 0
     for stage in (1, 2, 3) if long else (2,):

@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ import ds_frozen_patch
 from ds_frozen_patch import CheckpointError
 from ds_frozen_patch.checkpoint.names import is_not_whole
 from ds_frozen_patch.cli import main
+from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.publish.work_folder import is_unfinished
 
 pytestmark = pytest.mark.promise(17)
@@ -61,10 +63,6 @@ BUSY_SECONDS = 0.5
 BACKGROUND = "ds_frozen_patch"  # how the names of our threads begin
 
 
-class NoPowerCutsError(Exception):
-    """This machine cannot simulate power cuts; the message says why."""
-
-
 @dataclass
 class Disk:
     """A mounted image. It can be pickled, for another process in the same mount namespace to cut and restore."""
@@ -72,42 +70,6 @@ class Disk:
     where: Path
     kind: str
     image: Path
-
-    @classmethod
-    @contextmanager
-    def made(cls, folder: Path, kind: str) -> Iterator[Disk]:
-        """Create and mount an image, as a context manager.
-
-        Raises:
-            NoPowerCutsError: this machine does not allow it.
-        """
-        disk = cls(folder / kind, kind, folder / f"{kind}.image")
-        if os.geteuid():
-            raise NoPowerCutsError("power cuts need root, for loop devices and mounts")
-        if shutil.which(MAKE[kind][0]) is None:
-            raise NoPowerCutsError(f"power cuts on {kind} need {MAKE[kind][0]} (apt-get install {PACKAGES[kind]})")
-        disk.where.mkdir(parents=True)
-        with disk.image.open("wb") as file:
-            file.truncate(SIZE)
-        try:
-            _run(*MAKE[kind], str(disk.image))
-            disk._mount()
-        except subprocess.CalledProcessError as error:
-            raise NoPowerCutsError(f"power cuts on {kind}: {error.cmd[0]} failed: {error.stderr.strip()}") from error
-        try:
-            disk._check()
-            yield disk
-        finally:
-            subprocess.run(["umount", "-l", str(disk.where)], check=False, capture_output=True)
-            for image in folder.glob(f"{kind}*.image"):
-                image.unlink()
-
-    def _check(self) -> None:
-        try:
-            self.cut()
-        except OSError as error:
-            raise NoPowerCutsError(f"power cuts on {self.kind}: this kernel cannot shut it down ({error})") from error
-        self.restore()
 
     def _mount(self) -> None:
         _run("mount", "-t", self.kind, "-o", OPTIONS[self.kind], str(self.image), str(self.where))
@@ -213,18 +175,16 @@ class Cutter:
         if self.point is not None and self.point.call is None:
             timer = threading.Timer(self.point.seconds, self.cut)
             timer.start()
-        originals: list[tuple[Any, str, Any]] = [(os, "fsync", os.fsync), (torch, "save", torch.save)]
-        for owner, name, original in originals:
-            setattr(owner, name, self._counted(original))
-        with _listening(self.disk.where, self._call):
-            try:
+        counted = [
+            (owner, name, self._counted(getattr(owner, name))) for owner, name in ((os, "fsync"), (torch, "save"))
+        ]
+        try:
+            with overridden(counted), _listening(self.disk.where, self._call):
                 yield
-            finally:
-                for owner, name, original in originals:
-                    setattr(owner, name, original)
-                if timer is not None:
-                    timer.cancel()
-                    timer.join()
+        finally:
+            if timer is not None:
+                timer.cancel()
+                timer.join()
 
     def _call(self) -> None:
         with self._lock:
@@ -244,21 +204,22 @@ class Cutter:
 
 
 _listeners: list[tuple[str, Callable[[], None]]] = []
-_hooked = False
 
 
 @contextmanager
 def _listening(where: Path, callback: Callable[[], None]) -> Iterator[None]:
-    """Call `callback` before each call that concerns files of a folder. Audit hooks cannot be removed."""
-    global _hooked
-    if not _hooked:
-        sys.addaudithook(_hook)
-        _hooked = True
+    """Call `callback` before each call that concerns files of a folder."""
+    _add_hook()
     _listeners.append((f"{where}/", callback))
     try:
         yield
     finally:
         _listeners.clear()
+
+
+@cache
+def _add_hook() -> None:
+    sys.addaudithook(_hook)  # it cannot be removed again
 
 
 def _hook(event: str, args: tuple[Any, ...]) -> None:
@@ -297,16 +258,31 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def disk(tmp_path: Path, kind: str) -> Iterator[Disk]:
-    """A disk that can lose power."""
-    made = Disk.made(tmp_path, kind)
+    """A disk that can lose power; skips where this machine cannot simulate one."""
+    disk = Disk(tmp_path / kind, kind, tmp_path / f"{kind}.image")
+    if os.geteuid():
+        pytest.skip("power cuts need root, for loop devices and mounts")
+    if shutil.which(MAKE[kind][0]) is None:
+        pytest.skip(f"power cuts on {kind} need {MAKE[kind][0]} (apt-get install {PACKAGES[kind]})")
+    disk.where.mkdir()
+    disk.image.touch()
+    os.truncate(disk.image, SIZE)
     try:
-        disk = made.__enter__()
-    except NoPowerCutsError as error:
-        pytest.skip(str(error))
+        _run(*MAKE[kind], str(disk.image))
+        disk._mount()
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"power cuts on {kind}: {error.cmd[0]} failed: {error.stderr.strip()}")
     try:
+        try:
+            disk.cut()
+        except OSError as error:
+            pytest.skip(f"power cuts on {kind}: this kernel cannot shut it down ({error})")
+        disk.restore()
         yield disk
     finally:
-        made.__exit__(None, None, None)
+        subprocess.run(["umount", "-l", str(disk.where)], check=False, capture_output=True)
+        for image in tmp_path.glob(f"{kind}*.image"):
+            image.unlink()
 
 
 WHENS = ("at a call", "at a time", "afterwards")
@@ -674,30 +650,26 @@ def synced_paths(out: str, stage: int, options: dict[str, Any]) -> list[list[tup
     ds_frozen_patch.patch(**options)
     trainer = runs.trainer(out, 2, stage, epochs=1, enable_checkpointing=False)
     trainer.fit(runs.LoraRun(), runs.batches(2))
-    originals = {name: getattr(os, name) for name in ("fsync", "fdatasync", "sync")}
     called: list[tuple[str, bool]] = []
     found = []
 
     def recording(name: str) -> Callable[..., None]:
+        original = getattr(os, name)
+
         def call(*args: Any) -> None:
             path = str(Path(f"/proc/self/fd/{args[0]}").readlink()) if args else "all"
             called.append((path, Path(out, saved, "latest").exists() or Path(out, saved).is_file()))
-            originals[name](*args)
+            original(*args)
 
         return call
 
-    for name in originals:
-        setattr(os, name, recording(name))
-    try:
+    with overridden([(os, name, recording(name)) for name in ("fsync", "fdatasync", "sync")]):
         for saved in SYNCED:
             trainer.save_checkpoint(f"{out}/{saved}", weights_only=saved == "weights.ckpt")
             settle()
             meet()
             found.append(called.copy())
             called.clear()
-    finally:
-        for name, original in originals.items():
-            setattr(os, name, original)
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,26 +23,19 @@ class Work:
     def __init__(self) -> None:
         self.told, self.order = threading.Event(), list[Any]()
 
-    def start(self, error: Exception | None = None, delay: float = 0) -> None:
-        """Let it begin; after `delay` seconds it is told to end, if that is not 0."""
-
+    def start(self, error: Exception | None = None) -> None:
         def work() -> CheckpointError | None:
             assert self.told.wait(60)
             time.sleep(0.05)  # whoever does not wait is faster
             self.order.append("saved")
-            if isinstance(error, CheckpointError):
+            if error is None or isinstance(error, CheckpointError):
                 return error
-            if error is not None:
-                raise error
-            return None
+            raise error
 
         in_flight.start(work, lambda kind, text: self.order.append((kind, text)))
-        if delay:
-            threading.Timer(delay, self.told.set).start()
 
-    def then(self, what: str) -> Callable[[], None]:
-        """Return a function that notes that it was called."""
-        return lambda: self.order.append(what)
+    def then(self, what: str) -> None:
+        in_flight.afterwards(lambda: self.order.append(what))
 
 
 @pytest.fixture
@@ -57,10 +50,10 @@ def work() -> Iterator[Work]:
 @pytest.mark.parametrize("error", [NO_SPACE, KeyError("mine")])
 def test_nothing_follows_an_error_which_is_raised_once(work: Work, error: Exception) -> None:
     work.start(error)
-    in_flight.afterwards(work.then("removed"))
+    work.then("removed")
     work.told.set()
     in_flight.settle()
-    in_flight.afterwards(work.then("removed"))
+    work.then("removed")
     with pytest.raises(CheckpointError, match=r"no space|KeyError: 'mine'"):
         ds_frozen_patch.wait()
     ds_frozen_patch.wait()
@@ -70,7 +63,7 @@ def test_nothing_follows_an_error_which_is_raised_once(work: Work, error: Except
 def test_what_follows_may_fail(work: Work) -> None:
     work.start()
     in_flight.afterwards(lambda: 1 / 0)
-    in_flight.afterwards(work.then("next"))
+    work.then("next")
     work.told.set()
     in_flight.wait()
     text = "What follows a save has failed (ZeroDivisionError: division by zero)."
@@ -80,7 +73,8 @@ def test_what_follows_may_fail(work: Work) -> None:
 @pytest.mark.parametrize("is_error", [False, True])
 def test_the_end_of_a_run(work: Work, is_error: bool) -> None:
     """An exception that ends it is not replaced by that of a save, which is raised later."""
-    work.start(NO_SPACE, delay=0.01)
+    work.start(NO_SPACE)
+    threading.Timer(0.01, work.told.set).start()
     try:
         if is_error:
             raise KeyError("mine")
