@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import io
 import json
-import logging
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +19,7 @@ import training
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from kit import owners, runs, stages
 from kit.cell import pl
+from kit.checkpoints import left_out_of
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -110,13 +110,6 @@ def accelerator_of(stage: int, batch: int = 1, **options: Any) -> Any:
     return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings), **options)
 
 
-def left_out_by(checkpoint: Path) -> list[Any]:
-    """What the manifest in the first file of model states names."""
-    file = min(checkpoint.rglob("*mp_rank_00_model_states.pt"))
-    found: list[Any] = torch.load(file, weights_only=False)["ds_frozen_patch"]["left_out"]
-    return found
-
-
 def engine_of(model: Any, stage: int, config: dict[str, Any] | None = None, mpu: Any = None, by: Any = None) -> Any:
     settings = runs.config(stage) | {"train_micro_batch_size_per_gpu": 1} | (config or {})
     engine = deepspeed.initialize(model=model, config=settings, optimizer=adam_of(model), mpu=mpu)[0]
@@ -163,11 +156,8 @@ def experts_run(out: str, stage: int, ep_size: int, train_experts: bool) -> Any:
     if dist.get_rank() % ep_size == ep_size - 1:  # the last of those that have different experts
         with torch.no_grad():
             weight[0, 0] += 1
-    try:
-        engine_of(other, stage).load_checkpoint(out, tag="checkpoint", load_optimizer_states=with_optimizer)
-        error = ""
-    except ds_frozen_patch.CheckpointMismatchError as raised:
-        error = str(raised)
+    load = engine_of(other, stage).load_checkpoint
+    error = runs.outcome(load, out, tag="checkpoint", load_optimizer_states=with_optimizer)
     return different, resumed == losses or not with_optimizer, error
 
 
@@ -187,7 +177,8 @@ def test_frozen_experts_are_left_out_of_their_files(
     ):
         assert not different
         assert is_same
-        assert "layers.1.mlp.moe.deepspeed_moe.experts.deepspeed_experts.1.up_proj.weight" in error
+        assert error[0] == "CheckpointMismatchError"
+        assert "layers.1.mlp.moe.deepspeed_moe.experts.deepspeed_experts.1.up_proj.weight" in error[1]
     files = experts_of(tmp_path)
     assert len(files) == 8
     for file in files:
@@ -208,7 +199,7 @@ def test_trained_experts_are_saved(ranks: Any, tmp_path: Path, stage: int) -> No
     ):
         assert not different
         assert is_same
-        assert not error  # the checkpoint has the value
+        assert error == ("", "")  # the checkpoint has the value
     for file in (tmp_path / "checkpoint").glob("layer_*_expert_*.pt"):
         assert len(torch.load(file)) == 4
 
@@ -217,44 +208,12 @@ class Grid:
     """A model-parallel unit as a program passes it to `deepspeed.initialize`: sequence parallelism over all ranks."""
 
     def __init__(self) -> None:
-        groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-        self.one, self.all = groups[dist.get_rank()], dist.new_group()
-
-    def get_model_parallel_rank(self) -> int:
-        return 0
-
-    def get_model_parallel_world_size(self) -> int:
-        return 1
-
-    def get_model_parallel_group(self) -> Any:
-        return self.one
-
-    def get_data_parallel_rank(self) -> int:
-        return 0
-
-    def get_data_parallel_world_size(self) -> int:
-        return 1
-
-    def get_data_parallel_group(self) -> Any:
-        return self.one
-
-    def get_sequence_parallel_rank(self) -> int:
-        return dist.get_rank()
-
-    def get_sequence_parallel_world_size(self) -> int:
-        return dist.get_world_size()
-
-    def get_sequence_parallel_group(self) -> Any:
-        return self.all
-
-    def get_sequence_data_parallel_rank(self) -> int:
-        return dist.get_rank()
-
-    def get_sequence_data_parallel_world_size(self) -> int:
-        return dist.get_world_size()
-
-    def get_sequence_data_parallel_group(self) -> Any:
-        return self.all
+        rank, size = dist.get_rank(), dist.get_world_size()
+        alone, together = (0, 1, [dist.new_group([each]) for each in range(size)][rank]), (rank, size, dist.new_group())
+        kinds = {"model": alone, "data": alone, "sequence": together, "sequence_data": together}
+        for kind, known in kinds.items():
+            for what, value in zip(("rank", "world_size", "group"), known, strict=True):
+                setattr(self, f"get_{kind}_parallel_{what}", partial(getattr, SimpleNamespace(value=value), "value"))
 
 
 def sequence_run(out: str, stage: int, by: str) -> Any:
@@ -269,15 +228,6 @@ def in_pairs() -> Any:
     mpu = import_module("deepspeed.runtime.sequence_parallel.parallel_state_sp")
     mpu.initialize_sequence_parallel(sequence_parallel_size=2)
     return mpu
-
-
-@needs_new
-@pytest.mark.parametrize("stage", [3])
-def test_sequence_and_data_parallel_engines_are_served(ranks: Any, tmp_path: Path, stage: int) -> None:
-    """Two groups of two ranks; DeepSpeed counts all four as the world size."""
-    assert ranks(4, sequence_run, out=str(tmp_path), stage=stage, by="deepspeed", alone=True) == [([], True)] * 4
-    assert json.loads((tmp_path / "checkpoint" / "ds_frozen_patch.json").read_text())["world_size"] == 4
-    assert not ds_frozen_patch.verify(tmp_path, "checkpoint").problems
 
 
 def new_engine(kind: str, stage: int) -> Any:
@@ -347,15 +297,18 @@ def resumed_like_uninterrupted(out: str, stage: int, build: Any, **options: Any)
     return different, train(again, 2, alike=True) == losses
 
 
-@pytest.mark.parametrize(
-    ("by", "stage"),
-    [("program", 1), ("program", 3), *(pytest.param("deepspeed", at, marks=needs_new) for at in (0, 2, 3))],
-)
-def test_sequence_parallel_engines_are_served(ranks: Any, tmp_path: Path, stage: int, by: str) -> None:
-    assert ranks(2, sequence_run, out=str(tmp_path), stage=stage, by=by, alone=True) == [([], True)] * 2
-    assert left_out_by(tmp_path / "checkpoint")
+OF_DEEPSPEED = [pytest.param("deepspeed", *at, marks=needs_new) for at in ((0, 2), (2, 2), (3, 2), (3, 4))]
+
+
+@pytest.mark.parametrize(("by", "stage", "size"), [("program", 1, 2), ("program", 3, 2), *OF_DEEPSPEED])
+def test_sequence_parallel_engines_are_served(ranks: Any, tmp_path: Path, by: str, stage: int, size: int) -> None:
+    """Of four ranks, in two groups, DeepSpeed counts all as the world size."""
+    assert ranks(size, sequence_run, out=str(tmp_path), stage=stage, by=by, alone=True) == [([], True)] * size
+    assert left_out_of(tmp_path / "checkpoint")
     if (by, stage) != ("program", 3):  # there DeepSpeed divides parameters and optimizer over different ranks
         assert not ds_frozen_patch.verify(tmp_path, "checkpoint").problems
+    if by == "deepspeed":
+        assert json.loads((tmp_path / "checkpoint" / "ds_frozen_patch.json").read_text())["world_size"] == size
 
 
 def without_lora(is_frozen: bool, heads: int = 2) -> Any:
@@ -370,14 +323,11 @@ def without_lora(is_frozen: bool, heads: int = 2) -> Any:
 def tensor_parallel_run(out: str, stage: int, is_frozen: bool) -> Any:
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
     result = resumed_like_uninterrupted(out, stage, partial(without_lora, is_frozen), config=TENSOR_PARALLEL)
-    other, error = without_lora(is_frozen), ""
+    other = without_lora(is_frozen)
     with torch.no_grad():
         other.model.layers[1].self_attn.v_proj.weight[-1, -1] += 1  # in the shard of rank 1
-    try:
-        engine_of(other, stage, config=TENSOR_PARALLEL).load_checkpoint(out, tag="checkpoint")
-    except ds_frozen_patch.CheckpointMismatchError as raised:
-        error = str(raised)
-    return *result, error
+    load = engine_of(other, stage, config=TENSOR_PARALLEL).load_checkpoint
+    return *result, runs.outcome(load, out, tag="checkpoint")
 
 
 @needs_new
@@ -392,7 +342,8 @@ def test_tensor_parallel_engines_are_served(
     ):
         assert not different
         assert is_same
-        assert ("layers.1.self_attn.v_proj" in error) == is_frozen
+        assert error[0] == ("CheckpointMismatchError" if is_frozen else "")
+        assert ("layers.1.self_attn.v_proj" in error[1]) == is_frozen
     states = [torch.load(file, weights_only=False) for file in (tmp_path / "checkpoint").glob("mp_*_model_states.pt")]
     assert len(states) == 2
     for state in states:
@@ -421,24 +372,19 @@ class Sharded(torch.nn.Module):
 def passed_on(out: str, kind: str) -> Any:
     """A save and a load by an owner who does not call `serve()`, and what `serve()` raises."""
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
-    sharded: dict[str, Any] = {"build": Sharded}
-    uneven = {"build": partial(without_lora, True, heads=1), "config": TENSOR_PARALLEL}
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ds_frozen_patch").addHandler(handler)
 
     def serve(engine: Any) -> None:
         ds_frozen_patch.patch()
         begin_serving(engine, owner_of(engine))
 
-    options: dict[str, Any] = {"sharded": sharded, "uneven": uneven}[kind]
-    if kind == "sharded":  # DeepSpeed cannot load it, plain or not: the shards of other ranks are in no checkpoint
-        engine = engine_of(Sharded(), 2, by=serve)
-        engine.save_checkpoint(out, tag="checkpoint")
-        result: Any = ([], True)
-    else:
-        result = resumed_like_uninterrupted(out, 2, **options, by=serve)
+    uneven = {"build": partial(without_lora, True, heads=1), "config": TENSOR_PARALLEL}
+    options: dict[str, Any] = {"build": Sharded} if kind == "sharded" else uneven
+    with runs.heard() as messages:
+        if kind == "sharded":  # DeepSpeed cannot load it, plain or not: the shards of other ranks are in no checkpoint
+            engine_of(Sharded(), 2, by=serve).save_checkpoint(out, tag="checkpoint")
+            result: Any = ([], True)
+        else:
+            result = resumed_like_uninterrupted(out, 2, **options, by=serve)
     with pytest.raises(ds_frozen_patch.PatchError) as raised:
         engine_of(options["build"](), 2, options.get("config"))
     return *result, messages, str(raised.value)
@@ -523,7 +469,7 @@ def sequence_by_accelerate(out: str, stage: int, resume: bool) -> list[float]:
 def test_sequence_parallelism_of_accelerate(ranks: Any, tmp_path: Path, stage: int) -> None:
     losses = ranks(2, sequence_by_accelerate, out=str(tmp_path), stage=stage, resume=False, alone=True)
     assert ranks(2, sequence_by_accelerate, out=str(tmp_path), stage=stage, resume=True, alone=True) == losses
-    assert left_out_by(tmp_path)
+    assert left_out_of(tmp_path)
 
 
 def on_unknown_ranks(out: str) -> Any:
@@ -541,7 +487,7 @@ def on_unknown_ranks(out: str) -> Any:
 
 def test_ranks_that_accelerate_does_not_know(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2, on_unknown_ranks, out=str(tmp_path), alone=True) == [(0, True)] * 2
-    assert left_out_by(tmp_path / "checkpoint")
+    assert left_out_of(tmp_path / "checkpoint")
 
 
 def experts_by_accelerate(out: str) -> Any:
@@ -661,7 +607,7 @@ def test_a_checkpoint_engine_that_writes_later(ranks: Any, tmp_path: Path) -> No
         skipped = [message for message in heard if "patch(export='safetensors') has no effect" in message]
         assert len(skipped) == (heard is first[3]), heard
     assert (tmp_path / "latest").read_text() == "epoch1"
-    assert left_out_by(tmp_path / "epoch1")
+    assert left_out_of(tmp_path / "epoch1")
 
 
 def state_by_the_program(out: str) -> Any:

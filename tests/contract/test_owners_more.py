@@ -41,16 +41,28 @@ def whole_and_resumed(
         return again.train(whole.at(0)) == (losses[owners.STEPS :], state), owners.trained(whole.module)
 
 
-@pytest.mark.parametrize("stage", [3])
+CPU = {"device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "settings", "zero"),
+    [
+        (3, BY_HAND, {"keep": ["*.0.mlp.up_proj.*"]}, {}),
+        (2, PEFT, {}, {"offload_optimizer": CPU}),
+        (3, PEFT, {}, {"offload_optimizer": CPU, "offload_param": CPU}),
+    ],
+    ids=["keep", "offload", "offload-all"],
+)
 @by_each
-def test_keep(ranks: Any, tmp_path: Path, by: str, stage: int) -> None:
-    arguments = {"stage": stage, "kind": BY_HAND, "settings": {"keep": ["*.0.mlp.up_proj.*"]}}
+def test_settings(
+    ranks: Any, tmp_path: Path, by: str, stage: int, kind: str, settings: dict[str, Any], zero: dict[str, Any]
+) -> None:
+    arguments = {"stage": stage, "kind": kind, "settings": settings, "config": {"zero_optimization": zero}}
     seen = ranks(2, whole_and_resumed, by=by, out=str(tmp_path), **arguments)
     assert all(is_same for is_same, _ in seen)
-    trained = seen[0][1]
+    kept = ["model.layers.0.mlp.up_proj.weight"] if settings else []
     for file in owners.model_files(tmp_path):
-        kept = set(torch.load(file, weights_only=False)["module"]) - set(trained)
-        assert kept == {"model.layers.0.mlp.up_proj.weight"}
+        assert sorted(torch.load(file, weights_only=False)["module"]) == sorted([*seen[0][1], *kept])
 
 
 @pytest.mark.parametrize("by", ["deepspeed", "accelerate"])  # Trainer refuses bf16 on CPUs
@@ -85,23 +97,6 @@ def test_an_export_to_an_address(ranks: Any, tmp_path: Path, by: str) -> None:
     assert all((path / "adapter" / "adapter_model.safetensors").is_file() for path in checkpoints)
 
 
-@pytest.mark.parametrize(
-    ("stage", "zero"),
-    [
-        (2, {"offload_optimizer": {"device": "cpu"}}),
-        (3, {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}),
-    ],
-)
-@by_each
-def test_offload(ranks: Any, tmp_path: Path, by: str, stage: int, zero: dict[str, Any]) -> None:
-    arguments = {"stage": stage, "kind": PEFT, "settings": {}, "config": {"zero_optimization": zero}}
-    seen = ranks(2, whole_and_resumed, by=by, out=str(tmp_path), **arguments)
-    assert all(is_same for is_same, _ in seen)
-    trained = seen[0][1]
-    for file in owners.model_files(tmp_path):
-        assert sorted(torch.load(file, weights_only=False)["module"]) == trained
-
-
 class RunsCode:
     def __init__(self, canary: str) -> None:
         self.canary = canary
@@ -110,8 +105,8 @@ class RunsCode:
         return os.system, (f"touch {self.canary}",)
 
 
-def resumed_from(by: str, out: str, place: str, trust: bool) -> Any:
-    with owners.served(trust=trust):
+def untrusting(by: str, out: str, place: str) -> Any:
+    with owners.served(trust=False):
         return runs.refusal(Run(by, f"{out}/again", 2, 2).train, Path(place))
 
 
@@ -125,7 +120,7 @@ def test_trust(ranks: Any, tmp_path: Path, by: str) -> None:
     torch.save({**torch.load(file, weights_only=False), "mine": RunsCode(str(tmp_path / "canary"))}, file)
     refresh(file.parent)
     place = file.parents[by != "deepspeed"]
-    for kind, said in ranks(2, resumed_from, by=by, out=str(tmp_path), place=str(place), trust=False):
+    for kind, said in ranks(2, untrusting, by=by, out=str(tmp_path), place=str(place)):
         assert kind == "CheckpointError"
         assert "system" in said
     assert not (tmp_path / "canary").exists()
@@ -157,12 +152,11 @@ def saved_to(
     return (seen, run, place.name, place.name) if by == "deepspeed" else (seen, place, None, place.name)
 
 
-@pytest.mark.parametrize("stage", [2])
 @by_each
-def test_the_tools_read_what_each_writes(ranks: Any, tmp_path: Path, by: str, stage: int) -> None:
-    seen, folder, tag, name = saved_to(ranks, tmp_path / "run", by, stage, patched=True, epoch=1)
+def test_the_tools_read_what_each_writes(ranks: Any, tmp_path: Path, by: str) -> None:
+    seen, folder, tag, name = saved_to(ranks, tmp_path / "run", by, 2, patched=True, epoch=1)
     assert not ds_frozen_patch.verify(folder, tag).problems
-    assert ds_frozen_patch.inspect(folder, tag).zero_stage == stage
+    assert ds_frozen_patch.inspect(folder, tag).zero_stage == 2
     ds_frozen_patch.consolidate(folder, tmp_path / "trained.safetensors", tag)
     module = owners.model(BY_HAND, seed=1)
     ds_frozen_patch.load_trainable(module, folder, tag)
@@ -172,28 +166,21 @@ def test_the_tools_read_what_each_writes(ranks: Any, tmp_path: Path, by: str, st
         own = module.state_dict()
         for key in trained:
             assert torch.equal(own[key], weights.get_tensor(key)), key
-            if stage == 2:
-                assert torch.equal(own[key], seen[0][2][key]), key
+            assert torch.equal(own[key], seen[0][2][key]), key
     ds_frozen_patch.reshard(folder, tmp_path / "one" / name, tag, ranks=1)
     place = tmp_path / "one" / name / (tag or "")
-    ((losses, _),) = ranks(1, goes_on, by=by, out=str(tmp_path), stage=stage, place=str(place))
-    assert losses == []
+    ((losses, _),) = ranks(1, resumed, by=by, out=str(tmp_path), stage=2, world_size=1, place=str(place))
+    assert losses == []  # the run is over
 
 
-def goes_on(by: str, out: str, stage: int, place: str) -> Any:
-    """Resume a run that is over."""
-    return resumed(by, out, stage, 1, place)
-
-
-@pytest.mark.parametrize("stage", [3])
 @by_each
-def test_a_full_checkpoint_pruned(ranks: Any, tmp_path: Path, by: str, stage: int) -> None:
+def test_a_full_checkpoint_pruned(ranks: Any, tmp_path: Path, by: str) -> None:
     """What was saved without us, pruned, is resumed bit for bit."""
-    plain, folder, tag, name = saved_to(ranks, tmp_path / "run", by, stage, patched=False, epoch=0)
+    plain, folder, tag, name = saved_to(ranks, tmp_path / "run", by, 3, patched=False, epoch=0)
     target = tmp_path / "small" / name
     target.parent.mkdir()
     ds_frozen_patch.prune(folder, target, tag)
-    found = ranks(2, resumed, by=by, out=str(tmp_path), stage=stage, world_size=2, place=str(target / (tag or "")))
+    found = ranks(2, resumed, by=by, out=str(tmp_path), stage=3, world_size=2, place=str(target / (tag or "")))
     assert found == [(losses[owners.STEPS :], state) for losses, state, _ in plain]
 
 
@@ -261,26 +248,28 @@ def test_a_rank_that_is_late_with_its_files(ranks: Any, tmp_path: Path, by: str,
     assert not list(tmp_path.glob(".ds_frozen_patch-*"))
 
 
-def on_a_node(this: ThisProcess, at: str, by: str, stage: int) -> Any:
-    config = {"checkpoint": {"use_node_local_storage": True}}
+ON_EACH_NODE = {"checkpoint": {"use_node_local_storage": True}}
+needs_nodes = pytest.mark.skipif(bool(nodes.why_unsupported()), reason=nodes.why_unsupported() or "-")
+
+
+def on_a_node(this: ThisProcess, at: str, by: str) -> Any:
     options: dict[str, Any] = {"save_on_each_node": True} if by == "trainer" else {}
     if by == "accelerate":
         from accelerate.utils import ProjectConfiguration
 
         options = {"accelerator": {"project_config": ProjectConfiguration(save_on_each_node=True)}}
     with owners.served():
-        whole = Run(by, f"{at}/run", 2, stage, PEFT, config=config, **options)
+        whole = Run(by, f"{at}/run", 2, 2, PEFT, config=ON_EACH_NODE, **options)
         losses, state = whole.train()
-        again = Run(by, f"{at}/run/again", 2, stage, PEFT, config=config, **options)
+        again = Run(by, f"{at}/run/again", 2, 2, PEFT, config=ON_EACH_NODE, **options)
         return again.train(whole.at(0)) == (losses[owners.STEPS :], state)
 
 
-@pytest.mark.skipif(bool(nodes.why_unsupported()), reason=nodes.why_unsupported() or "-")
-@pytest.mark.parametrize("stage", [2])
+@needs_nodes
 @by_each
-def test_nodes_with_disks_of_their_own(tmp_path: Path, by: str, stage: int) -> None:
+def test_nodes_with_disks_of_their_own(tmp_path: Path, by: str) -> None:
     cluster = nodes.own_disks(tmp_path, 2)
-    said = cluster.run(on_a_node, by=by, stage=stage)
+    said = cluster.run(on_a_node, by=by)
     assert said == [("returned", True)] * 2, f"{said}\n{cluster.log()}"
     for files in cluster.files:
         assert len(list(files.glob("run/*[04]/**/*optim_states.pt"))) == 1
@@ -297,13 +286,12 @@ def closed_late_on_a_node(this: ThisProcess, at: str) -> tuple[float, float]:
         close(place)
         closed = time.monotonic()
 
-    config = {"checkpoint": {"use_node_local_storage": True}}
     with owners.served(), overridden([(Publication, "close", late)]):
-        Run("deepspeed", f"{at}/run", 2, 2, PEFT, config=config).train(epochs=1)
+        Run("deepspeed", f"{at}/run", 2, 2, PEFT, config=ON_EACH_NODE).train(epochs=1)
     return closed, time.monotonic()
 
 
-@pytest.mark.skipif(bool(nodes.why_unsupported()), reason=nodes.why_unsupported() or "-")
+@needs_nodes
 def test_a_save_returns_once_every_node_is_done(tmp_path: Path) -> None:
     cluster = nodes.own_disks(tmp_path, 2)
     closed, returned = zip(*(times for _, times in cluster.run(closed_late_on_a_node)), strict=True)
@@ -316,21 +304,20 @@ def failed_on_a_node(this: ThisProcess, at: str) -> Any:
     def fail(_: Publication) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    config = {"checkpoint": {"use_node_local_storage": True}}
     with owners.served():
-        run = Run("deepspeed", f"{at}/run", 2, 2, PEFT, config=config)
+        run = Run("deepspeed", f"{at}/run", 2, 2, PEFT, config=ON_EACH_NODE)
         run.train_epoch()
         run.save(run.at(0))
         saved = runs.trained_state(run.module)
         run.train_epoch()
         with overridden([(Publication, "give_name", fail)] if os.environ["RANK"] == "1" else []):
             said = runs.refusal(run.save, run.at(0))
-        other = Run("deepspeed", f"{at}/run", 2, 2, PEFT, config=config)
+        other = Run("deepspeed", f"{at}/run", 2, 2, PEFT, config=ON_EACH_NODE)
         return said, runs.outcome(other.load, other.at(0)), runs.trained_state(other.module), saved
 
 
 @pytest.mark.short
-@pytest.mark.skipif(bool(nodes.why_unsupported()), reason=nodes.why_unsupported() or "-")
+@needs_nodes
 def test_a_save_that_one_node_cannot_name_loses_nothing(tmp_path: Path) -> None:
     cluster = nodes.own_disks(tmp_path, 2)
     for outcome, found in cluster.run(failed_on_a_node):

@@ -22,7 +22,7 @@ STARTS = re.findall(r"^\$ (ds-frozen-patch run -- .+)", (ROOT / "docs" / "guides
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("run")
-    shutil.copy(ROOT / "tests" / "kit" / "fine_tune.py", made / "train.py")
+    shutil.copy(ROOT / "tests" / "programs" / "fine_tune.py", made / "train.py")
     return made
 
 

@@ -77,7 +77,7 @@ def on_the_disk(begin: Callable[[], object], end: Callable[[], object]) -> Itera
         meet()
 
 
-def full(disk: Path, room: int) -> Any:
+def full(disk: Path, _: object = None, room: int = 4096) -> Any:
     """Leave room for this many bytes on the disk."""
     filler = disk / "filler"
 
@@ -97,11 +97,11 @@ def read_only(disk: Path) -> Any:
 
 
 @contextmanager
-def small_files(rank: int, room: int) -> Iterator[None]:
+def small_files(rank: int, *_: Any) -> Iterator[None]:
     """On one rank, limit the size of files."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if os.environ["RANK"] == str(rank):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
     try:
         yield
     finally:
@@ -138,6 +138,10 @@ def broken(owner: Any, name: str, rank: int, at: int = 1) -> Any:
     return before_each(owner, name, fail, rank)
 
 
+def broken_save(rank: int, *_: Any) -> Any:
+    return broken(torch, "save", rank)
+
+
 @contextmanager
 def without_exchange(at: int) -> Iterator[None]:
     """Let the disk not exchange two names, as with NFS, and the `at`-th rename fail on rank 0."""
@@ -154,8 +158,7 @@ def vanishing(folder: Path, rank: int) -> Any:
 class Note:
     """User state that cannot be pickled on one rank."""
 
-    def __init__(self) -> None:
-        self.rank = -1
+    rank = -1
 
     def state_dict(self) -> dict[str, Any]:
         return {"note": (lambda: 1) if os.environ["RANK"] == str(self.rank) else 1}
@@ -165,7 +168,7 @@ class Note:
 
 
 @contextmanager
-def unpicklable(note: Note, rank: int) -> Iterator[None]:
+def unpicklable(rank: int, _: Path, note: Note) -> Iterator[None]:
     note.rank = rank
     try:
         yield
@@ -188,16 +191,16 @@ def faults(way: str, stage: int, rooms: list[int]) -> list[Fault]:
     writers = [0] if way == "weights" else [0, 1] if stage else [0]
     found: list[Fault] = []
     if ROOT:
-        found += [(f"room for {room} bytes", partial(_full, room), "") for room in rooms]
+        found += [(f"room for {room} bytes", partial(full, room=room), "") for room in rooms]
         found += [("a read-only disk", lambda disk, _: read_only(disk), "Rank 0: ")]
     for rank in writers:
-        found += [(f"a limit on rank {rank}", partial(_small_files, rank), f"Rank {rank}: ")]
-        found += [(f"torch.save fails on rank {rank}", partial(_broken_save, rank), f"Rank {rank}: ")]
+        found += [(f"a limit on rank {rank}", partial(small_files, rank), f"Rank {rank}: ")]
+        found += [(f"torch.save fails on rank {rank}", partial(broken_save, rank), f"Rank {rank}: ")]
     found += [("a swap fails", lambda *_: broken(work_folder, "exchange", 0), "Rank 0: ")]
     found += [("the first rename fails", lambda *_: without_exchange(1), "Rank 0: ")]
     if way in ("trainer", "fabric", "async"):
         states = [0, 1] if stage == 3 else [0]  # who writes the module's state
-        found += [(f"a state of rank {rank}", partial(_unpicklable, rank), f"Rank {rank}: ") for rank in states]
+        found += [(f"a state of rank {rank}", partial(unpicklable, rank), f"Rank {rank}: ") for rank in states]
         found += [
             ("the second rename fails", lambda *_: without_exchange(2), "Rank 0: "),
             ("`latest` cannot be written", lambda *_: broken(Path, "write_text", 0), "Rank 0: "),
@@ -205,25 +208,7 @@ def faults(way: str, stage: int, rooms: list[int]) -> list[Fault]:
         ]
         if stage:
             found += [("DeepSpeed's script cannot be copied", lambda *_: broken(os, "chmod", 0, at=0), "Rank 0: ")]
-    if way == "weights":
-        found = [item for item in found if item[0] != "the first rename fails"]
-    return found
-
-
-def _full(room: int, disk: Path, _: Note) -> Any:
-    return full(disk, room)
-
-
-def _small_files(rank: int, *_: Any) -> Any:
-    return small_files(rank, 2000)
-
-
-def _broken_save(rank: int, *_: Any) -> Any:
-    return broken(torch, "save", rank)
-
-
-def _unpicklable(rank: int, _: Path, note: Note) -> Any:
-    return unpicklable(note, rank)
+    return [item for item in found if (way, item[0]) != ("weights", "the first rename fails")]
 
 
 def tried(
@@ -305,22 +290,17 @@ def train_through(out: str, disk: str, way: str, stage: int, rooms: list[float])
     """Return the faults that were injected, and whether the run ended as it does without them."""
     ds_frozen_patch.patch(export="safetensors" if way == "export" else None, async_save=way == "async")
     callback = Faults(Path(disk), way, stage, rooms)
-    ends = []
-    for callbacks in ([callback], []):
-        trainer = runs.trainer(out, 2, stage, callbacks=callbacks, enable_checkpointing=False)
+
+    def end(*callbacks: Any, resume: str | None = None) -> Any:
         module = runs.LoraRun()
-        trainer.fit(module, runs.batches(2))
-        ends.append((module.losses, runs.trained_state(module)))
+        trainer = runs.trainer(out, 2, stage, callbacks=list(callbacks), enable_checkpointing=False)
+        trainer.fit(module, runs.batches(2), ckpt_path=resume)
+        return module.losses, runs.trained_state(module)
+
+    through, alone = end(callback), end()
     if way in ("trainer", "async"):
-        trainer = runs.trainer(out, 2, stage, enable_checkpointing=False)
-        module = runs.LoraRun()
-        trainer.fit(module, runs.batches(2), ckpt_path=f"{disk}/checkpoints/last.ckpt")
-        assert (module.losses, runs.trained_state(module)) == (ends[1][0][runs.BATCHES :], ends[1][1])
-    return callback.tried, ends[0] == ends[1]
-
-
-def _fabric_save(fabric: Any, state: dict[str, Any], path: Path) -> None:
-    fabric.save(path, state)
+        assert end(resume=f"{disk}/checkpoints/last.ckpt") == (alone[0][runs.BATCHES :], alone[1])
+    return callback.tried, through == alone
 
 
 def fabric_through(out: str, disk: str, way: str, stage: int, rooms: list[float]) -> Any:
@@ -334,8 +314,8 @@ def fabric_through(out: str, disk: str, way: str, stage: int, rooms: list[float]
         if faulty:
             note = Note()
             state = {"model": model, "optimizer": optimizer, "note": note}
-            save = partial(_fabric_save, fabric, state)
-            done = tried(Path(disk), way, stage, rooms, note, fabric.strategy.model, save)
+            engine, save = fabric.strategy.model, partial(fabric.save, state=state)
+            done = tried(Path(disk), way, stage, rooms, note, engine, save)
         losses += runs.fabric_epoch(fabric, model, optimizer)
         ends.append((losses, runs.trained_state(model)))
     return done, ends[0] == ends[1]
@@ -380,7 +360,7 @@ def test_write_errors_in_tools(
     breaks: dict[str, Callable[[Path], Any]] = {
         "read-only": read_only,
         "vanishes": nullcontext,
-        "full": partial(full, room=4096),
+        "full": full,
     }
     count = 0
     for stage in (1, 2, 3) if long else (2,):

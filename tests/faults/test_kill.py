@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 from kit import processes, runs
 from kit.cell import ModelCheckpoint, pl
-from kit.checkpoints import TOOLS, Checkpoints, contents, snapshot
-from kit.interrupted import Diary, newest
+from kit.checkpoints import TOOLS, Checkpoints, Diary, contents, newest, snapshot
 from kit.processes import KillPoint, ThisProcess
 
 import ds_frozen_patch

@@ -25,7 +25,7 @@ import pytest
 import torch
 from kit import nodes, runs
 from kit.cell import Callback, DeepSpeedStrategy, ModelCheckpoint, pl
-from kit.checkpoints import model_states
+from kit.checkpoints import flip, model_states
 from kit.nodes import Nodes
 from kit.processes import KillPoint, Process, ThisProcess, outcomes
 
@@ -140,13 +140,7 @@ def save_at_each_step(
 
     pl.Trainer.save_checkpoint = save  # type: ignore[assignment,method-assign]
     kept = ModelCheckpoint(
-        f"{at}/run",
-        filename="{step}",
-        monitor="step",
-        mode="max",
-        save_top_k=2,
-        save_last=True,
-        every_n_train_steps=1,
+        f"{at}/run", filename="{step}", monitor="step", mode="max", save_top_k=2, save_last=True, every_n_train_steps=1
     )
     run = trainer(at, stage, epochs=1000, max_steps=steps, enable_checkpointing=True, callbacks=[Again(), kept])
     run.fit(runs.LoraRun(), runs.batches(run.world_size))
@@ -241,13 +235,6 @@ def resume(this: ThisProcess, at: str, stage: int) -> int:
     run = trainer(at, stage, True, epochs=1)
     run.fit(runs.LoraRun(), runs.batches(run.world_size), ckpt_path=f"{at}/run/last.ckpt")
     return run.global_step
-
-
-def flip(file: Path) -> None:
-    """Flip one bit in the middle of a file's largest record."""
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
 
 
 def test_damage_on_one_nodes_disk(tmp_path: Path, stage: int, long: bool, counted: Callable[[str, int], None]) -> None:

@@ -1,20 +1,32 @@
 """Power cuts during and after a save lose neither what has been saved nor what was there before.
 
-The disk is an image on a loop device, see `power`. Everything here except what counts calls needs root and Linux's ext4
-or xfs, and is skipped elsewhere.
+The disk that can lose power is a small image on a loop device, with a real ext4 or xfs that can be stopped instantly.
+The cut is the ioctl that xfstests uses to test crash recovery: from then on nothing reaches the device, so dirty pages
+and uncommitted parts of the journal are lost. The next mount replays the journal, as after a real power cut. The
+simulation does not include the write cache of the device: the page cache of the image counts as the disk. Everything
+here except what counts calls needs root and Linux's ext4 or xfs, and is skipped elsewhere.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import fcntl
+import gc
 import os
 import random
 import shutil
+import struct
+import subprocess
+import sys
+import threading
 import time
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,7 +37,6 @@ from kit import runs
 from kit.cell import Callback
 from kit.checkpoints import TOOLS, Checkpoints, contents
 from kit.owners import Run
-from kit.power import KINDS, Cutter, Disk, NoPowerCutsError, settle
 from kit.processes import KillPoint
 from safetensors.torch import load_file
 
@@ -33,9 +44,200 @@ import ds_frozen_patch
 from ds_frozen_patch import CheckpointError
 from ds_frozen_patch.checkpoint.names import is_not_whole
 from ds_frozen_patch.cli import main
+from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.publish.work_folder import is_unfinished
 
 pytestmark = pytest.mark.promise(17)
+
+KINDS = ("ext4", "xfs")
+SIZE = 320 * 2**20  # of the image, which is sparse: xfs takes no less than 300 MiB
+MAKE = {"ext4": ("mkfs.ext4", "-q", "-F"), "xfs": ("mkfs.xfs", "-q", "-f")}
+OPTIONS = {"ext4": "loop", "xfs": "loop,nouuid"}  # a copy may be mounted while the kernel still has the original
+PACKAGES = {"ext4": "e2fsprogs", "xfs": "xfsprogs"}
+
+SHUTDOWN = 0x8004587D  # FS_IOC_SHUTDOWN and XFS_IOC_GOINGDOWN: _IOR('X', 125, __u32)
+COMMIT_FIRST, COMMIT_NOTHING = 1, 2  # the journal is flushed, and no data; or not even that
+RENAME_EXCHANGE = 2
+AT_FDCWD = -100
+BUSY_SECONDS = 0.5
+BACKGROUND = "ds_frozen_patch"  # how the names of our threads begin
+
+
+@dataclass
+class Disk:
+    """A mounted image. It can be pickled, for another process in the same mount namespace to cut and restore."""
+
+    where: Path
+    kind: str
+    image: Path
+
+    def _mount(self) -> None:
+        _run("mount", "-t", self.kind, "-o", OPTIONS[self.kind], str(self.image), str(self.where))
+
+    def cut(self, committed: bool = False) -> None:
+        """Cut the power; if `committed`, the journal has just committed names, but not the data of the files."""
+        disk = os.open(self.where, os.O_RDONLY)
+        try:
+            flag = COMMIT_FIRST if committed else COMMIT_NOTHING
+            fcntl.ioctl(disk, SHUTDOWN, struct.pack("I", flag))
+        finally:
+            os.close(disk)
+
+    def commit(self) -> None:
+        """Have the journal commit its contents without the data of other files, by the fsync of an unrelated one."""
+        file = os.open(self.where / "unrelated", os.O_WRONLY | os.O_CREAT)
+        try:
+            os.write(file, b"1")
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+    def restore(self) -> None:
+        """Restore power: mount again, with an empty page cache.
+
+        The kernel keeps a file system that was shut down while anything uses it: a process with an open file, or
+        another mount namespace made in the meantime. In that case a copy of the image is mounted, because the image
+        itself would give the same file system again.
+        """
+        deadline = time.monotonic() + BUSY_SECONDS
+        while (busy := self._busy()) or self._attached():
+            if time.monotonic() > deadline:
+                if busy:
+                    _run("umount", "-l", str(self.where))
+                copy = self.image.with_name(f"{self.kind}-{time.monotonic_ns()}.image")
+                _run("cp", "--sparse=always", str(self.image), str(copy))
+                self.image.unlink()
+                self.image = copy
+                break
+            time.sleep(0.02)
+        self._mount()
+
+    def _busy(self) -> bool:
+        try:
+            _run("umount", str(self.where))
+        except subprocess.CalledProcessError as error:
+            if "not mounted" not in error.stderr:
+                return True
+        return False
+
+    def _attached(self) -> bool:
+        return bool(_run("losetup", "--associated", str(self.image)))
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the kernel can exchange two names there atomically, so that a name never lacks its file."""
+        names = [self.where / f".exchanged-{number}" for number in (1, 2)]
+        for name in names:
+            name.touch()
+        try:
+            rename = ctypes.CDLL(None, use_errno=True).renameat2
+        except AttributeError:
+            return False
+        try:
+            done = rename(AT_FDCWD, bytes(names[0]), AT_FDCWD, bytes(names[1]), RENAME_EXCHANGE)
+            if done and ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            return not done
+        finally:
+            for name in names:
+                name.unlink()
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+class Cutter:
+    """Cuts the power of a disk once, at a point in what this process does there, and records when.
+
+    A point is a call that concerns files on the disk, or a number of seconds after the start. Calls are those that
+    Python reports to audit hooks, and both the start and the end of each `os.fsync` and `torch.save`.
+    """
+
+    def __init__(self, disk: Disk, point: KillPoint | None = None, committed: bool = False) -> None:
+        self.disk, self.point, self.committed = disk, point, committed
+        self.calls = 0
+        self.at: float | None = None
+        self._lock = threading.Lock()
+
+    def cut(self) -> None:
+        """Cut now, unless it has been done."""
+        with self._lock:
+            if self.at is not None:
+                return
+            self.at = time.monotonic()
+        self.disk.cut(self.committed)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Cut at the point within this block."""
+        timer = None
+        if self.point is not None and self.point.call is None:
+            timer = threading.Timer(self.point.seconds, self.cut)
+            timer.start()
+        counted = [
+            (owner, name, self._counted(getattr(owner, name))) for owner, name in ((os, "fsync"), (torch, "save"))
+        ]
+        try:
+            with overridden(counted), _listening(self.disk.where, self._call):
+                yield
+        finally:
+            if timer is not None:
+                timer.cancel()
+                timer.join()
+
+    def _call(self) -> None:
+        with self._lock:
+            self.calls += 1
+            now = self.point is not None and self.calls == self.point.call
+        if now:
+            self.cut()
+
+    def _counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._call()
+            result = original(*args, **kwargs)
+            self._call()
+            return result
+
+        return call
+
+
+_listeners: list[tuple[str, Callable[[], None]]] = []
+
+
+@contextmanager
+def _listening(where: Path, callback: Callable[[], None]) -> Iterator[None]:
+    """Call `callback` before each call that concerns files of a folder."""
+    _add_hook()
+    _listeners.append((f"{where}/", callback))
+    try:
+        yield
+    finally:
+        _listeners.clear()
+
+
+@cache
+def _add_hook() -> None:
+    sys.addaudithook(_hook)  # it cannot be removed again
+
+
+def _hook(event: str, args: tuple[Any, ...]) -> None:
+    if not _listeners or not (event == "open" or event.startswith(("os.", "shutil."))):
+        return
+    prefix, callback = _listeners[0]
+    if any(isinstance(item, str | os.PathLike) and os.fspath(item).startswith(prefix) for item in args):
+        callback()
+
+
+def settle() -> None:
+    """Wait for our threads in this process, and release files that stored errors keep open."""
+    for thread in threading.enumerate():
+        if thread.name.startswith(BACKGROUND):
+            thread.join(60)
+            assert not thread.is_alive(), f"the thread {thread.name} hangs"
+    gc.collect()
+
 
 STAGES = {"trainer": (1, 2, 3), "fabric": (2, 3), "weights": (2, 3), "export": (2, 3), "engine": (2, 3)}
 STAGES["async"] = (1, 2, 3)
@@ -56,16 +258,31 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def disk(tmp_path: Path, kind: str) -> Iterator[Disk]:
-    """A disk that can lose power."""
-    made = Disk.made(tmp_path, kind)
+    """A disk that can lose power; skips where this machine cannot simulate one."""
+    disk = Disk(tmp_path / kind, kind, tmp_path / f"{kind}.image")
+    if os.geteuid():
+        pytest.skip("power cuts need root, for loop devices and mounts")
+    if shutil.which(MAKE[kind][0]) is None:
+        pytest.skip(f"power cuts on {kind} need {MAKE[kind][0]} (apt-get install {PACKAGES[kind]})")
+    disk.where.mkdir()
+    disk.image.touch()
+    os.truncate(disk.image, SIZE)
     try:
-        disk = made.__enter__()
-    except NoPowerCutsError as error:
-        pytest.skip(str(error))
+        _run(*MAKE[kind], str(disk.image))
+        disk._mount()
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"power cuts on {kind}: {error.cmd[0]} failed: {error.stderr.strip()}")
     try:
+        try:
+            disk.cut()
+        except OSError as error:
+            pytest.skip(f"power cuts on {kind}: this kernel cannot shut it down ({error})")
+        disk.restore()
         yield disk
     finally:
-        made.__exit__(None, None, None)
+        subprocess.run(["umount", "-l", str(disk.where)], check=False, capture_output=True)
+        for image in tmp_path.glob(f"{kind}*.image"):
+            image.unlink()
 
 
 WHENS = ("at a call", "at a time", "afterwards")
@@ -327,13 +544,7 @@ def engine_through(out: str, disk: Disk, way: str, stage: int, cuts: int) -> tup
 
 @pytest.mark.timeout(900)
 def test_power_cuts_during_and_after_saves(
-    ranks: Any,
-    disk: Disk,
-    tmp_path: Path,
-    long: bool,
-    counted: Callable[[str, int], None],
-    way: str,
-    stage: int,
+    ranks: Any, disk: Disk, tmp_path: Path, long: bool, counted: Callable[[str, int], None], way: str, stage: int
 ) -> None:
     cuts = 12 if long else 6
     run = {"fabric": fabric_through, "engine": engine_through}.get(way, train_through)
@@ -439,30 +650,26 @@ def synced_paths(out: str, stage: int, options: dict[str, Any]) -> list[list[tup
     ds_frozen_patch.patch(**options)
     trainer = runs.trainer(out, 2, stage, epochs=1, enable_checkpointing=False)
     trainer.fit(runs.LoraRun(), runs.batches(2))
-    originals = {name: getattr(os, name) for name in ("fsync", "fdatasync", "sync")}
     called: list[tuple[str, bool]] = []
     found = []
 
     def recording(name: str) -> Callable[..., None]:
+        original = getattr(os, name)
+
         def call(*args: Any) -> None:
             path = str(Path(f"/proc/self/fd/{args[0]}").readlink()) if args else "all"
             called.append((path, Path(out, saved, "latest").exists() or Path(out, saved).is_file()))
-            originals[name](*args)
+            original(*args)
 
         return call
 
-    for name in originals:
-        setattr(os, name, recording(name))
-    try:
+    with overridden([(os, name, recording(name)) for name in ("fsync", "fdatasync", "sync")]):
         for saved in SYNCED:
             trainer.save_checkpoint(f"{out}/{saved}", weights_only=saved == "weights.ckpt")
             settle()
             meet()
             found.append(called.copy())
             called.clear()
-    finally:
-        for name, original in originals.items():
-            setattr(os, name, original)
     return found
 
 

@@ -291,10 +291,7 @@ TIED_IN_ANOTHER_ORDER = {
 
 
 def test_saves_restore_any_module(
-    ranks: Any,
-    tmp_path_factory: pytest.TempPathFactory,
-    long: bool,
-    counted: Callable[[str, int], None],
+    ranks: Any, tmp_path_factory: pytest.TempPathFactory, long: bool, counted: Callable[[str, int], None]
 ) -> None:
     tried: list[dict[str, Any]] = []
 

@@ -24,8 +24,7 @@ import pytest
 import torch
 from kit import processes, runs
 from kit.cell import ModelCheckpoint, pl
-from kit.checkpoints import model_states
-from kit.interrupted import Diary, newest
+from kit.checkpoints import Diary, model_states, newest
 from kit.processes import KillPoint, ThisProcess
 from memory import give_back_memory, memory, open_files, release
 from torch.utils.data import DataLoader

@@ -1,8 +1,13 @@
-"""Checkpoints of real runs, and ways to read, compare, damage and watch them. Saving runs inside a rank."""
+"""Checkpoints of real runs, and ways to read, compare, damage and watch them, and runs that are killed meanwhile.
+
+Saving runs inside a rank.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 import tempfile
 import zipfile
 from collections.abc import Callable
@@ -14,14 +19,15 @@ import deepspeed
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from ds_frozen_patch.checkpoint.names import RECORD
+import ds_frozen_patch
+from ds_frozen_patch.checkpoint.names import RECORD, is_not_whole
 from ds_frozen_patch.checkpoint.zero.labels import LABEL
 from ds_frozen_patch.core.record import write_record
 from ds_frozen_patch.load.files import read_record
 from ds_frozen_patch.manifest import KEY, Manifest
 from ds_frozen_patch.parameters import plain
 from kit import cell, runs
-from kit.cell import PRECISION, DeepSpeedStrategy
+from kit.cell import PRECISION, Callback, DeepSpeedStrategy
 
 
 def model_states(checkpoint: str | Path) -> list[dict[str, Any]]:
@@ -34,6 +40,13 @@ def model_states(checkpoint: str | Path) -> list[dict[str, Any]]:
     for state in states:
         state["module"] = {plain(name): value for name, value in state["module"].items()}
     return states
+
+
+def left_out_of(checkpoint: str | Path) -> set[str]:
+    """Return the names that the manifests of a checkpoint list, wherever its files are below this path."""
+    states = [torch.load(file, weights_only=False) for file in Path(checkpoint).rglob("*model_states.pt")]
+    manifests = [state.get("ds_frozen_patch", {}).get("left_out", ()) for state in states]
+    return {name for left_out in manifests for names, *_ in left_out for name in names}
 
 
 def size(checkpoint: str | Path) -> int:
@@ -129,23 +142,23 @@ def settings(stage: int) -> dict[str, Any]:
     return runs.config(stage, **extra.get(stage, {}))
 
 
-def strategy(stage: int) -> Any:
-    return DeepSpeedStrategy(config=settings(stage))
+def trainer(out: str, world_size: int, stage: int, precision: str, epochs: int = 2) -> Any:
+    """Return a trainer with these settings, whose checkpoints are trainable-only, and which saves none by itself."""
+    cell.trainable_only()
+    options: dict[str, Any] = {"epochs": epochs, "enable_checkpointing": False, "precision": precision}
+    return runs.trainer(out, world_size, strategy=DeepSpeedStrategy(config=settings(stage)), **options)
 
 
 def save_both_ways(
     out: str, world_size: int, stage: int, precision: str, module: str, epochs: int, options: dict[str, Any]
 ) -> dict[str, str]:
     """Save a trainable-only and a full checkpoint of the same state; return a digest of each parameter and buffer."""
-    cell.trainable_only()
-    trainer = runs.trainer(
-        out, world_size, strategy=strategy(stage), epochs=epochs, enable_checkpointing=False, precision=precision
-    )
+    run = trainer(out, world_size, stage, precision, epochs)
     made = MODULES[module](**options)
-    trainer.fit(made, runs.batches(world_size))
-    trainer.save_checkpoint(f"{out}/small.ckpt")
+    run.fit(made, runs.batches(world_size))
+    run.save_checkpoint(f"{out}/small.ckpt")
     with cell.full_checkpoint():
-        trainer.save_checkpoint(f"{out}/full.ckpt")
+        run.save_checkpoint(f"{out}/full.ckpt")
     return runs.trained_state(made)
 
 
@@ -165,21 +178,14 @@ def save_by_deepspeed(out: str, world_size: int, stage: int) -> dict[str, str]:
 
 
 def resume(path: str, out: str, world_size: int, stage: int, precision: str) -> tuple[list[float], dict[str, str], int]:
-    cell.trainable_only()
-    trainer = runs.trainer(
-        out, world_size, strategy=strategy(stage), epochs=2, enable_checkpointing=False, precision=precision
-    )
-    module = runs.LoraRun()
-    trainer.fit(module, runs.batches(world_size), ckpt_path=path)
-    return module.losses, runs.trained_state(module), trainer.global_step
+    module, run = runs.LoraRun(), trainer(out, world_size, stage, precision)
+    run.fit(module, runs.batches(world_size), ckpt_path=path)
+    return module.losses, runs.trained_state(module), run.global_step
 
 
 def resume_on_another_base(path: str, out: str, world_size: int, stage: int, precision: str) -> tuple[str, str]:
-    cell.trainable_only()
-    trainer = runs.trainer(
-        out, world_size, strategy=strategy(stage), epochs=2, enable_checkpointing=False, precision=precision
-    )
-    return runs.refusal(trainer.fit, runs.LoraRun(seed=2), runs.batches(world_size), ckpt_path=path)
+    fit = trainer(out, world_size, stage, precision).fit
+    return runs.refusal(fit, runs.LoraRun(seed=2), runs.batches(world_size), ckpt_path=path)
 
 
 class Checkpoints:
@@ -407,3 +413,54 @@ def commands(small: Path, full: Path, out: Path) -> dict[str, list[str]]:
         "verify with a base": ["verify", str(good), "--base", str(full)],
         "reshard": ["reshard", str(full), at("three.ckpt"), "--ranks", "3"],
     }
+
+
+class Diary(Callback):
+    """Records what a run has done before it is killed: the loss of each step, and each completed save."""
+
+    def __init__(self, file: str, on_step: Callable[[], None] = lambda: None) -> None:
+        self.file, self.on_step = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), on_step
+
+    def note(self, line: str) -> None:
+        os.write(self.file, f"{line}\n".encode())
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.note(f"step {trainer.global_step} {module.losses[-1]!r}")
+        self.on_step()
+
+    def note_removals(self, trainer: Any) -> None:
+        """Record each checkpoint that this trainer is about to remove."""
+        disk: Any = trainer.strategy.checkpoint_io
+        remove = disk.remove_checkpoint
+
+        def remove_checkpoint(path: Any) -> None:
+            self.note(f"removes {Path(path).name}")
+            remove(path)
+
+        disk.remove_checkpoint = remove_checkpoint
+
+
+def newest(out: Path, diary: str) -> Path | None:
+    """Return the newest checkpoint: all are whole, but for a new one that was being saved, and none is lost.
+
+    One that Lightning was about to remove, because it had a newer one, may be gone in part.
+
+    Args:
+        out: the folder of the checkpoints.
+        diary: the text of rank 0's.
+    """
+    found: dict[Path, int] = {}
+    lines = re.findall(r"^(saved \d+|removes) (.*)$", diary, re.MULTILINE)
+    outdated = {name for name, what in {name: what for what, name in lines}.items() if what == "removes"}
+    for path in out.glob("[!.]*"):
+        if path.is_symlink() and not path.exists():
+            continue  # Lightning removes what its link to the last one leads to, and then links anew
+        problems = ds_frozen_patch.verify(path).problems
+        if problems:
+            was_saved = any(name == path.name for what, name in lines if what != "removes")
+            assert path.resolve().name in outdated or (is_not_whole(path) and not was_saved), problems
+            continue
+        found[path] = model_states(path)[0]["global_step"]
+    saved = [int(what.split()[1]) for what, _ in lines if what != "removes"]
+    assert max(found.values(), default=0) >= max(saved, default=0)
+    return max(found, key=lambda path: (found[path], path.name), default=None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, reduce
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -299,16 +299,13 @@ def flip(tensor: torch.Tensor) -> None:
     tensor.detach().as_strided((1,), (1,)).view(torch.uint8)[tensor.element_size() - 1] ^= 1
 
 
+def _get(found: Any, name: str) -> Any:
+    return found[name] if isinstance(found, dict) else getattr(found, name)
+
+
 def _flip(path: str) -> Callable[[nn.Module], None]:
     """Return a damage: flip a bit of the tensor at this path from the layer."""
-
-    def damage(module: nn.Module) -> None:
-        found = layer(module)
-        for name in path.split("."):
-            found = found[name] if isinstance(found, dict) else getattr(found, name)
-        flip(found)
-
-    return damage
+    return lambda module: flip(reduce(_get, path.split("."), layer(module)))
 
 
 def _set(path: str, value: Any) -> Callable[[nn.Module], None]:
@@ -316,13 +313,8 @@ def _set(path: str, value: Any) -> Callable[[nn.Module], None]:
     *way, last = path.split(".")
 
     def damage(module: nn.Module) -> None:
-        found = layer(module)
-        for name in way:
-            found = found[name] if isinstance(found, dict) else getattr(found, name)
-        if isinstance(found, dict):
-            found[last] = value
-        else:
-            setattr(found, last, value)
+        found = reduce(_get, way, layer(module))
+        found.__setitem__(last, value) if isinstance(found, dict) else setattr(found, last, value)
 
     return damage
 

@@ -172,8 +172,8 @@ class Compressed(runs.LoraRun):
             parameter.requires_grad_("lora_" in name)
 
 
-def basic_optimizer(name: str) -> Callable[[Any], bool]:
-    return lambda engine: type(engine.basic_optimizer).__name__ == name
+def by_cpu_adam(engine: Any) -> bool:
+    return type(engine.basic_optimizer).__name__ == "DeepSpeedCPUAdam"
 
 
 MUON = {"type": "Muon", "params": {"lr": 1e-2, "momentum": 0.9}}
@@ -209,13 +209,16 @@ COMPRESSION: dict[str, Any] = {
     }
 }
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
+BY_ADAMW = {"optimizer": ADAMW}
 TORCH_ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-2, "warmup_num_steps": 100}}
 CPU = {"device": "cpu"}
+OFFLOADED = {"offload_optimizer": CPU}
 # Each cell has its own folder: CI runs two cells at a time.
 NVME = {"device": "nvme", "nvme_path": str(Path(gettempdir(), f"nvme-{CELL.name}")), "pin_memory": True}
 NVME_PARAMETERS = {**NVME, "buffer_size": 10_000_000}
-NOT_FROM_NVME = "DeepSpeed restores neither the step count nor small sub-groups; `patch()` warns"
+ON_NVME: dict[str, Any] = {"module": OnCpu, "alone": True}
+ON_NVME["inexact"] = "DeepSpeed restores neither the step count nor small sub-groups; `patch()` warns"
 
 SETTINGS = [
     Setting("fp32", ALL, options={"precision": "32-true"}),
@@ -228,9 +231,13 @@ SETTINGS = [
     # who trains, and how
     Setting("several parameter groups", ALL, module=Groups),
     Setting("SGD with momentum", ALL, module=Momentum),
-    Setting("DeepSpeedCPUAdam and a scheduler", ALL, module=OnCpu, shows=basic_optimizer("DeepSpeedCPUAdam")),
+    Setting("DeepSpeedCPUAdam and a scheduler", ALL, module=OnCpu, shows=by_cpu_adam),
     Setting(
-        "`optimizer`: AdamW", ALL, config={"optimizer": ADAMW}, module=InConfig, shows=basic_optimizer("FusedAdam")
+        "`optimizer`: AdamW",
+        ALL,
+        config=BY_ADAMW,
+        module=InConfig,
+        shows=lambda engine: type(engine.basic_optimizer).__name__ == "FusedAdam",
     ),
     Setting(
         "`optimizer`: torch's AdamW, and `scheduler`",
@@ -239,14 +246,7 @@ SETTINGS = [
         module=InConfig,
         shows=lambda engine: engine.get_lr()[0] < 1e-2,
     ),
-    Setting(
-        "`optimizer` with `offload_optimizer`",
-        ZERO,
-        {"offload_optimizer": CPU},
-        {"optimizer": ADAMW},
-        module=InConfig,
-        shows=basic_optimizer("DeepSpeedCPUAdam"),
-    ),
+    Setting("`optimizer` with `offload_optimizer`", ZERO, OFFLOADED, BY_ADAMW, InConfig, shows=by_cpu_adam),
     Setting("`optimizer`: Muon", ZERO, {"reduce_scatter": False}, {"optimizer": MUON}, module=InConfig),
     Setting("accumulate_grad_batches=2", ALL, options={"accumulate_grad_batches": 2}),
     Setting("gradient_clip_val=0.1", ALL, options={"gradient_clip_val": 0.1}),
@@ -258,7 +258,7 @@ SETTINGS = [
         module=RecomputedByDeepSpeed,
     ),
     # where things are kept
-    Setting("`offload_optimizer`: cpu", ZERO, {"offload_optimizer": CPU}),
+    Setting("`offload_optimizer`: cpu", ZERO, OFFLOADED),
     Setting(
         "`offload_optimizer`: cpu, with DeepSpeedCPUAdam",
         ZERO,
@@ -277,21 +277,12 @@ SETTINGS = [
         "`offload_param` and `offload_optimizer`: cpu", PARAMETERS, {"offload_param": CPU, "offload_optimizer": CPU}
     ),
     Setting("`offload_param`: nvme", PARAMETERS, {"offload_param": NVME_PARAMETERS}, alone=True),
-    Setting(
-        "`offload_optimizer`: nvme",
-        PARAMETERS,
-        {"offload_optimizer": NVME},
-        module=OnCpu,
-        inexact=NOT_FROM_NVME,
-        alone=True,
-    ),
+    Setting("`offload_optimizer`: nvme", PARAMETERS, {"offload_optimizer": NVME}, **ON_NVME),
     Setting(
         "`offload_param` and `offload_optimizer`: nvme",
         PARAMETERS,
         {"offload_param": NVME_PARAMETERS, "offload_optimizer": NVME},
-        module=OnCpu,
-        inexact=NOT_FROM_NVME,
-        alone=True,
+        **ON_NVME,
     ),
     Setting(
         "`zenflow`",
@@ -300,16 +291,12 @@ SETTINGS = [
             "offload_optimizer": CPU,
             "zenflow": {"topk_ratio": 0.5, "select_strategy": "step", "select_interval": 2, "update_interval": 2},
         },
-        {"optimizer": ADAMW},
+        BY_ADAMW,
         module=InConfig,
         unlike=("consolidated", "the fp32 master weights, which `consolidate` takes, are not those of the model"),
     ),
     Setting(
-        "`super_offload`",
-        PARAMETERS,
-        {"offload_optimizer": {**CPU, "super_offload": True}},
-        {"optimizer": ADAMW},
-        module=InConfig,
+        "`super_offload`", PARAMETERS, {"offload_optimizer": {**CPU, "super_offload": True}}, BY_ADAMW, module=InConfig
     ),
     # how gradients are reduced
     Setting("`round_robin_gradients`", GRADIENTS, {"round_robin_gradients": True}),
@@ -375,13 +362,7 @@ SETTINGS = [
         unlike=("tested", ""),
     ),
     # what is saved and loaded
-    Setting(
-        "`checkpoint.writer`: python",
-        ALL,
-        config={"checkpoint": {"writer": {"type": "python"}}},
-        module=ByMpi,
-        alone=True,
-    ),
+    Setting("`checkpoint.writer`: python", ALL, {}, {"checkpoint": {"writer": {"type": "python"}}}, ByMpi, alone=True),
     Setting(
         "`stage3_gather_16bit_weights_on_model_save`", PARAMETERS, {"stage3_gather_16bit_weights_on_model_save": True}
     ),
@@ -398,13 +379,7 @@ SETTINGS = [
         inexact="the fp32 master weights are rebuilt from the 16-bit weights, as the setting requests",
     ),
     Setting("`elastic_checkpoint`", ZERO, {"elastic_checkpoint": True}),
-    Setting(
-        "`elastic_checkpoint`, `optimizer`: AdamW",
-        ZERO,
-        {"elastic_checkpoint": True},
-        {"optimizer": ADAMW},
-        module=InConfig,
-    ),
+    Setting("`elastic_checkpoint`, `optimizer`: AdamW", ZERO, {"elastic_checkpoint": True}, BY_ADAMW, InConfig),
     Setting("`elastic_checkpoint`, with DeepSpeedCPUAdam", ZERO, {"elastic_checkpoint": True}, module=OnCpu),
 ]
 
@@ -423,13 +398,7 @@ CANNOT = [
     Cannot("`checkpoint.writer`: python", (0, 1, 2), "'UniversalParallelInfo' object has no attribute 'dp_rank'"),
     Cannot("`checkpoint.writer`: python", PARAMETERS, NOT_FROM_FILE),
     Cannot("`offload_optimizer`: nvme", PARAMETERS, NOT_TO_NVME, ("everyday",), ours=True),
-    Cannot(
-        "`offload_param` and `offload_optimizer`: nvme",
-        PARAMETERS,
-        NOT_TO_NVME,
-        ("everyday",),
-        ours=True,
-    ),
+    Cannot("`offload_param` and `offload_optimizer`: nvme", PARAMETERS, NOT_TO_NVME, ("everyday",), ours=True),
     Cannot("`stage3_module_granularity_threshold`", PARAMETERS, "Invalid device string", ("everyday",)),
     Cannot("`stage3_module_granularity_threshold`", PARAMETERS, "AssertionError", ("newest",)),
     Cannot("`zero_quantized_weights`", PARAMETERS, NOT_ON_CPU),

@@ -7,6 +7,8 @@ holds is read from its own attributes, not by the package. Everything here runs 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import deepspeed
@@ -36,12 +38,7 @@ class Net(torch.nn.Module):
 
     seen: Any
 
-    def __init__(
-        self,
-        seed: int = 1,
-        names: tuple[str, ...] = NAMES,
-        adapters: tuple[str, ...] = (),
-    ) -> None:
+    def __init__(self, seed: int = 1, names: tuple[str, ...] = NAMES, adapters: tuple[str, ...] = ()) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.base = torch.nn.Linear(6, 7)
@@ -85,18 +82,6 @@ class Blocks(Net):
         return loss
 
 
-def adamw(groups: Any) -> Any:
-    return torch.optim.AdamW(groups)
-
-
-def sgd(groups: Any) -> Any:
-    return torch.optim.SGD(groups, momentum=0.9)
-
-
-def adagrad(groups: Any) -> Any:
-    return torch.optim.Adagrad(groups)
-
-
 class Lion(torch.optim.Optimizer):
     """As published: one moment, and the sign of a mixture as the step."""
 
@@ -125,39 +110,26 @@ def muon(groups: Any) -> Any:
     trained = [parameter for group in groups for parameter in group["params"]]
     for parameter in trained:
         parameter.use_muon = parameter.ndim == 2
-    parts = [[parameter for parameter in trained if parameter.use_muon == uses] for uses in (True, False)]
-    return MuonWithAuxAdam(
-        [{"params": part, "use_muon": uses} for part, uses in zip(parts, (True, False), strict=True)]
-    )
+    parts = {uses: [parameter for parameter in trained if parameter.use_muon == uses] for uses in (True, False)}
+    return MuonWithAuxAdam([{"params": part, "use_muon": uses} for uses, part in parts.items()])
 
 
-def fused_adam(groups: Any) -> Any:
-    from deepspeed.ops.adam import FusedAdam
-
-    return FusedAdam(groups)
-
-
-def cpu_adam(groups: Any) -> Any:
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    return DeepSpeedCPUAdam(groups)
+def imported(module: str, name: str, **options: Any) -> Callable[[Any], Any]:
+    """An optimizer of a library that is imported only where it is used."""
+    return lambda groups: getattr(import_module(module), name)(groups, **options)
 
 
-def adamw_8bit(groups: Any) -> Any:
-    from bitsandbytes.optim import AdamW8bit
-
-    return AdamW8bit(groups, min_8bit_size=16)
-
-
-def adamw_8bit_of_torchao(groups: Any) -> Any:
-    from torchao.optim import AdamW8bit
-
-    return AdamW8bit(groups, block_size=16)
-
-
-OPTIMIZERS: dict[str, Callable[[Any], Any]] = {"AdamW": adamw, "SGD": sgd, "Adagrad": adagrad, "Lion": Lion}
-OPTIMIZERS |= {"Muon": muon, "FusedAdam": fused_adam, "DeepSpeedCPUAdam": cpu_adam}
-OPTIMIZERS |= {"AdamW8bit": adamw_8bit, "AdamW8bit of torchao": adamw_8bit_of_torchao}
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "AdamW": torch.optim.AdamW,
+    "SGD": partial(torch.optim.SGD, momentum=0.9),
+    "Adagrad": torch.optim.Adagrad,
+    "Lion": Lion,
+    "Muon": muon,
+    "FusedAdam": imported("deepspeed.ops.adam", "FusedAdam"),
+    "DeepSpeedCPUAdam": imported("deepspeed.ops.adam", "DeepSpeedCPUAdam"),
+    "AdamW8bit": imported("bitsandbytes.optim", "AdamW8bit", min_8bit_size=16),
+    "AdamW8bit of torchao": imported("torchao.optim", "AdamW8bit", block_size=16),
+}
 
 
 def begin(
@@ -291,12 +263,7 @@ def train_and_save(out: str, stage: int, **options: Any) -> tuple[State, list[fl
 
 
 def resume_from(
-    paths: list[str],
-    stage: int,
-    elastic: bool | None = True,
-    restart: bool = False,
-    seed: int = 1,
-    **options: Any,
+    paths: list[str], stage: int, elastic: bool | None = True, restart: bool = False, seed: int = 1, **options: Any
 ) -> list[tuple[State, list[float], int]]:
     """Go on from each checkpoint; return what the engine holds after the load, its losses, and its buffer.
 

@@ -48,17 +48,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(site: Site, python: Path) -> Run:
     def run(program: str, *options: str, status: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
         (site.root / "program.py").write_text(LOOK + program)
-        command = [
-            sys.executable,
-            "-m",
-            "ds_frozen_patch",
-            "run",
-            *options,
-            "--",
-            str(python),
-            "program.py",
-            "--lr=1",
-        ]
+        command = [sys.executable, "-m", "ds_frozen_patch", "run", *options, "--", str(python), "program.py", "--lr=1"]
         return execute(site, command, status, **environment)
 
     return run
@@ -126,27 +116,11 @@ def test_the_users_sitecustomize_runs(run: Run, site: Site, tmp_path_factory: py
 @pytest.mark.once
 def test_options_become_settings(run: Run) -> None:
     program = "look(); from ds_frozen_patch.settings import current; print(current())"
-    options = [
-        "--verify-base",
-        "warn",
-        "--keep",
-        "a.*",
-        "--keep",
-        "b",
-        "--leave-out",
-        "q",
-        "--export",
-        "peft",
-        "--elastic",
-        "--optimizer",
-        "restart",
-        "--no-sync",
-        "--no-trust",
-        "--no-whole-model",
-        "--async-save",
-        "--no-verify-files",
-    ]
-    said = run(program, *options).stdout
+    options = (
+        "--verify-base warn --keep a.* --keep b --leave-out q --export peft --elastic --optimizer restart --no-sync"
+        " --no-trust --no-whole-model --async-save --no-verify-files"
+    )
+    said = run(program, *options.split()).stdout
     assert said == (
         "Settings(verify_base='warn', keep=('a.*', 'b'), leave_out=('q',), export='peft',"
         " elastic=True, optimizer='restart', sync=False, trust=False, whole_model=False, async_save=True,"
@@ -185,13 +159,10 @@ def test_status_patch_and_unpatch_in_the_program(run: Run) -> None:
     waits = "any(hasattr(finder, 'before_framework') for finder in sys.meta_path)"
     asked = f"import sys, ds_frozen_patch as dfp; before = {waits}{state}; print(before, {waits})"
     assert run(asked).stdout == "armed\nTrue True\n", "asking for the status has patched"
-    assert (
-        run(f"import ds_frozen_patch as dfp; dfp.unpatch(){state}; print(look())").stdout
-        == "patchable\n[False, False]\n"
-    )
-    assert run(f"look(); import ds_frozen_patch as dfp{state}; dfp.unpatch(); print(look())").stdout.endswith(
-        "[False, False]\n"
-    )
+    unpatched = run(f"import ds_frozen_patch as dfp; dfp.unpatch(){state}; print(look())").stdout
+    assert unpatched == "patchable\n[False, False]\n"
+    late = run(f"look(); import ds_frozen_patch as dfp{state}; dfp.unpatch(); print(look())").stdout
+    assert late.endswith("[False, False]\n")
     program = """
 import ds_frozen_patch as dfp
 from ds_frozen_patch.settings import current
@@ -273,10 +244,8 @@ def test_a_wrong_variable_ends_the_program(run: Run, variable: str) -> None:
 def test_exit_statuses_and_signals_are_passed_through(run: Run, site: Site, tmp_path: Path) -> None:
     run("sys.exit(7)", status=7)
     run("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", status=-signal.SIGKILL)
-    catches = (
-        "import signal, os; signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); print(os.getpid(), flush=True)\n"
-    )
-    (site.root / "program.py").write_text(f"import sys; {catches}signal.pause()")
+    catches = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); print(os.getpid(), flush=True)"
+    (site.root / "program.py").write_text(f"import os, signal, sys; {catches}; signal.pause()")
     command = [*COMMAND, sys.executable, "program.py"]
     with subprocess.Popen(command, cwd=site.root, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

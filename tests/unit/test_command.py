@@ -1,10 +1,14 @@
-"""The command line as a person meets it: versions, misspelt words, Ctrl-C, completion in a shell."""
+"""The command line as a person meets it: versions, misspelt words, Ctrl-C, completion in a shell, progress."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
+import struct
 import subprocess
 import sys
+import termios
 from importlib import metadata
 from pathlib import Path
 
@@ -65,3 +69,16 @@ def test_a_shell_completes(tmp_path: Path, line: str, completed: list[str]) -> N
     command = [sys.executable, "-m", "ds_frozen_patch"]
     subprocess.run(command, env={**os.environ, **asked, **answer}, check=True)
     assert (tmp_path / "answer").read_text().split("\n") == completed
+
+
+def test_a_bar_on_a_terminal() -> None:
+    program = (
+        "from ds_frozen_patch.common.progress import progress\nwith progress('reading', 9, False) as done: done(3)"
+    )
+    terminal, there = pty.openpty()
+    fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))  # tqdm draws nothing into no columns
+    subprocess.run([sys.executable, "-c", program], stderr=there, check=True)
+    os.set_blocking(terminal, False)
+    assert b"reading:" in os.read(terminal, 10_000)
+    os.close(there)
+    os.close(terminal)

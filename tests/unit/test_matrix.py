@@ -1,4 +1,4 @@
-"""Version ranges, locks and tables agree with the matrix, which nox reads too."""
+"""Version ranges, locks and tables agree with the matrix, which nox reads too, and the list of upstream's faults."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import configparser
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import readme
+import upstream
 from bench import __main__ as bench
 from bench.timing import seconds, size
 from compare import __main__ as compare
@@ -44,28 +44,10 @@ def metadata() -> configparser.ConfigParser:
     return config
 
 
-def bounds(requirement: str) -> tuple[Version, Version | None]:
-    by_operator = {item.operator: Version(item.version) for item in Requirement(requirement).specifier}
-    return by_operator[">="], by_operator.get("<")
-
-
 def releases_of(package: str) -> list[Version]:
     """In all cells that are served; of Accelerate and transformers the locks know them."""
     locked = package in cells.OWNERS
     return [Version(str(cell.locked(package)) if locked else getattr(cell, package).split()[-1]) for cell in SERVED]
-
-
-@pytest.mark.parametrize("package", ["lightning", "deepspeed", "torch", "wrapt", "accelerate", "transformers"])
-def test_metadata_ranges(package: str) -> None:
-    """From the matrix's oldest release on; of wrapt, to the end of its newest one's major version."""
-    versions = releases_of(package)
-    options = metadata()
-    extra = options["options.extras_require"]["huggingface" if package in cells.OWNERS else "lightning"]
-    listed = options["options"]["install_requires"] + extra
-    (requirement,) = [line for line in listed.splitlines() if re.match(rf"{package}\W", line)]
-    lowest, limit = bounds(requirement)
-    assert lowest == min(versions)
-    assert limit == (Version(f"{max(versions).major + 1}") if package == "wrapt" else None)
 
 
 def test_malicious_releases_are_excluded() -> None:
@@ -74,19 +56,6 @@ def test_malicious_releases_are_excluded() -> None:
     assert not {"2.6.2", "2.6.3"} & set(specifier.filter(["2.6.1", "2.6.2", "2.6.3", "2.6.4"]))
     locks = [file.read_text() for file in (ROOT / "ci" / "locks").glob("*.txt")]
     assert not [line for lock in locks for line in re.findall(r"^(?:pytorch-)?lightning==2\.6\.[23]\b.*", lock, re.M)]
-
-
-def test_metadata_pythons() -> None:
-    pythons = sorted({cell.python for cell in SERVED}, key=Version)
-    options = metadata()
-    assert options["options"]["python_requires"] == f">={pythons[0]}"
-    listed = re.findall(r"Python :: (3\.\d+)", options["metadata"]["classifiers"])
-    assert listed == pythons
-
-
-def test_tested_releases() -> None:
-    for name, release in TESTED.items():
-        assert Version(release) == max(releases_of(name))
 
 
 def test_declared_releases_are_generated() -> None:
@@ -215,7 +184,13 @@ def test_each_patched_cell_has_the_series_for_its_lightning() -> None:
         assert CELLS[cell.lock].twin == cell
 
 
-@pytest.fixture
-def last_run() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(table.LAST_RUN.read_text())
-    return found
+OF_SERIES = [said["patch"] for faults in upstream.read().values() for said in faults.values() if "patch" in said]
+
+
+@pytest.mark.parametrize("patch", OF_SERIES)
+def test_each_patch_of_a_fault_is_in_a_series(patch: str) -> None:
+    assert list(PATCHES.glob(f"**/{patch}"))
+
+
+def test_the_page_shows_the_list_of_faults() -> None:
+    assert upstream.BLOCK.read() == upstream.text().strip(), "write it again: nox -f ci/noxfile.py -s docs"

@@ -385,7 +385,6 @@ def test_a_trainer_that_renames_its_folder_is_refused(site: Site, is_imported: b
 
 
 @pytest.mark.promise(12)
-@pytest.mark.promise(12)
 def test_other_signatures(site: Site) -> None:
     """Arguments that were added, renamed, or are passed through change nothing."""
     source = STRATEGY.format(flag="", save="save_checkpoint")

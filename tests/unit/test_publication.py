@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -134,26 +135,20 @@ def test_a_folder_that_is_replaced_keeps_its_mode_and_owner(tmp_path: Path) -> N
     assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
 
 
-def test_a_link_is_not_written_through(tmp_path: Path) -> None:
-    place = Place(tmp_path, "theirs")
-    (place.target / "adapter").symlink_to(tmp_path)
-    made = place.written()
-    (made.export / "adapter").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="adapter is a link"):
-        made.give_name()
-
-
-def test_what_is_behind_a_link_of_others_stays_there(tmp_path: Path) -> None:
-    place, elsewhere = Place(tmp_path, "checkpoint"), tmp_path / "elsewhere"
+@pytest.mark.parametrize("there", ["theirs", "checkpoint"])
+def test_a_link_is_not_written_through(tmp_path: Path, there: str) -> None:
+    """Where a folder is exchanged as a whole, its link is replaced, and what is behind it stays."""
+    place, elsewhere = Place(tmp_path, there), tmp_path / "of others"
     elsewhere.mkdir()
     (elsewhere / "theirs").touch()
     (place.target / "adapter").symlink_to(elsewhere)
     made = place.written()
     (made.export / "adapter").mkdir(parents=True)
-    made.give_name()
-    made.close()
-    assert (elsewhere / "theirs").exists()
-    assert not (place.target / "adapter").is_symlink()
+    with pytest.raises(CheckpointError, match="adapter is a link") if there == "theirs" else nullcontext():
+        made.give_name()
+        made.close()
+    assert [file.name for file in elsewhere.iterdir()] == ["theirs"]
+    assert (place.target / "adapter").is_symlink() == (there == "theirs")
 
 
 @pytest.mark.parametrize("is_on_own_disks", [False, True])
