@@ -36,17 +36,12 @@ def states() -> list[Any]:
     parameter = torch.nn.Parameter(torch.ones(2, 3))
     parameter.ds_id = 3  # type: ignore[attr-defined]
     weights = collections.OrderedDict(a=base.view(3, 4).t(), b=base[3:7], c=torch.arange(5, dtype=torch.bfloat16))
-    model = {"module": weights, "global_steps": 7, "names": ["x", ("y", 2.5, None)], "flags": {True, 3}}
     adam = {"step": torch.tensor(3.0), "exp_avg": torch.zeros(4), "parameter": parameter}
+    dtypes = {"f": torch.float32, "i": torch.int32, "u": torch.uint8, "z": torch.complex64}
     return [
-        model,
+        {"module": weights, "global_steps": 7, "names": ["x", ("y", 2.5, None)], "flags": {True, 3}},
         {"optimizer_state_dict": {"state": {0: adam, 1: adam}, "single": [base, base], "zero_stage": 2}},
-        {
-            "f": torch.ones(4),
-            "i": torch.arange(4, dtype=torch.int32),
-            "u": torch.ones(3, dtype=torch.uint8),
-            "z": torch.ones(2, dtype=torch.complex64),
-        },
+        {name: torch.ones(4, dtype=dtype) for name, dtype in dtypes.items()},
         {"empty": torch.empty(0, 3), "expanded": torch.ones(1).expand(4), "scalar": torch.tensor(1.5)},
     ]
 
@@ -90,8 +85,7 @@ def _replace_word(chance: random.Random, content: bytearray) -> None:
     if not there:
         return
     word, other = chance.choice(there).encode(), chance.choice(TOKENS).encode()
-    places = [at for at in range(len(content)) if content.startswith(word, at)]
-    at = chance.choice(places)
+    at = chance.choice([at for at in range(len(content)) if content.startswith(word, at)])
     content[at : at + len(word)] = other
     # The length of a text is before it.
     for size in (4, 1):

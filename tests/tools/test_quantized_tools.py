@@ -368,8 +368,13 @@ def test_partitions_quantized_by_zero(saved: Callable[..., Path], tmp_path: Path
     assert {one.dtype for one in found.left_out if one.fingerprint is None} == {"int8"}
 
 
+def of_layer(module: torch.nn.Module) -> dict[str, bytes]:
+    state: dict[str, Any] = quantized.layer(module).state_dict()
+    return {name: raw(item) for name, item in state.items() if not is_traceable_wrapper_subclass(item)}
+
+
 @pytest.mark.parametrize("kind", BASES)
-def test_export_equals_what_peft_saves(saved: Callable[..., Path], tmp_path: Path, kind: str) -> None:
+def test_exports_equal_what_peft_saves_and_load(saved: Callable[..., Path], tmp_path: Path, kind: str) -> None:
     out = saved(kind)
     theirs = load_file(out / "adapter" / "adapter_model.safetensors")
     for name in ("small", "full"):
@@ -377,17 +382,6 @@ def test_export_equals_what_peft_saves(saved: Callable[..., Path], tmp_path: Pat
         ours = load_file(tmp_path / name / "adapter_model.safetensors")
         assert ours.keys() == theirs.keys()
         assert all(ours[key].dtype == theirs[key].dtype and torch.equal(ours[key], theirs[key]) for key in ours)
-
-
-def of_layer(module: torch.nn.Module) -> dict[str, bytes]:
-    state: dict[str, Any] = quantized.layer(module).state_dict()
-    return {name: raw(item) for name, item in state.items() if not is_traceable_wrapper_subclass(item)}
-
-
-@pytest.mark.parametrize("kind", BASES)
-def test_load_trainable_reads_exports(saved: Callable[..., Path], tmp_path: Path, kind: str) -> None:
-    out = saved(kind)
-    theirs = load_file(out / "adapter" / "adapter_model.safetensors")
     export(out / "full.ckpt", tmp_path / "out.safetensors")
     ready = out / "small.ckpt" / "trainable.safetensors"
     assert load_file(ready).keys() == load_file(tmp_path / "out.safetensors").keys()
