@@ -118,7 +118,7 @@ def test_without_fingerprints_no_frozen_weight_is_read(checkpoints: Checkpoints,
         mine, said = ours.pop(KEY, {}), theirs.pop(KEY, {})
         assert mine.get("file") == said.get("file")  # a reference to the first rank's
         assert mine.get("left_out") == (
-            [[*entry[:3], None] for entry in said["left_out"]] if "left_out" in said else None
+            [(*entry[:3], None) for entry in said["left_out"]] if "left_out" in said else None
         )
         assert_same(ours, theirs, file.name)
 
