@@ -189,7 +189,7 @@ def test_safetensors_are_loaded_strictly(checkpoints: Checkpoints, tmp_path: Pat
     consolidate(full, tmp_path / "one.ckpt")
     consolidate(full, tmp_path / "one.safetensors")
     module = MODULES[name](seed=3)
-    assert load_model(module, tmp_path / "one.safetensors", strict=True) == (set(), [])
+    assert not any(load_model(module, tmp_path / "one.safetensors", strict=True))
     assert bits(dict(module.state_dict())) == bits(in_fp32(weights_of(tmp_path / "one.ckpt")))
     assert module.model.get_output_embeddings().weight is module.model.get_input_embeddings().weight
 

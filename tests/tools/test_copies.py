@@ -182,7 +182,7 @@ def linked(source: Path, what: str, elsewhere: Path) -> None:
         file.rename(kept)
         if what == "a file, by another link":
             (source / "step").symlink_to(elsewhere)
-        file.symlink_to({"a file": elsewhere, "a file inside": "../kept"}.get(what, "../step"))
+        file.symlink_to({"a file": str(elsewhere), "a file inside": "../kept"}.get(what, "../step"))
 
 
 @pytest.mark.parametrize("what", ["the directory", "a folder inside", "a file inside"])

@@ -434,7 +434,7 @@ def test_a_frozen_part_of_an_adapter(made: Made, tmp_path: Path, kind: str, stag
     module = run.module()
     module.load_state_dict(run.kept, strict=False)
     module.model.peft_config["default"].save_pretrained(tmp_path / "config")
-    options = {"adapter_config": tmp_path / "config"} if kind == "half frozen" else {}
+    options: dict[str, Any] = {"adapter_config": tmp_path / "config"} if kind == "half frozen" else {}
     source = run.full if kind == "half frozen" else run.small
     export(source, target, format="peft", **options)
     wanted = pefts_own(module.model, "default")

@@ -114,7 +114,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "bit of a master": bit_of_a_master,
     "bit of a pickle": lambda path: flip(first(path, "model"), "data.pkl"),
     "no optimizer of a rank": lambda path: last(path, "optim").unlink(),
-    "no model": lambda path: [file.unlink() for file in path.rglob("*model_states.pt")],
+    "no model": lambda path: list(map(Path.unlink, path.rglob("*model_states.pt"))),
     "no latest": lambda path: (path / "latest").unlink(),
     "no checkpoint": shutil.rmtree,
     "a text": lambda path: first(path, "model").write_text("not what it says"),

@@ -119,7 +119,7 @@ def test_a_shard_of_a_run_with_another_seed(
     ],
 )
 def test_files_of_another_run(
-    checkpoints: Checkpoints, copied: Callable[..., Path], stage: int, pattern: str, other: dict[str, int], said: str
+    checkpoints: Checkpoints, copied: Callable[..., Path], stage: int, pattern: str, other: dict[str, Any], said: str
 ) -> None:
     path = copied(stage)
     files = list(path.rglob(pattern))
