@@ -22,13 +22,14 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kit.checkpoints import Checkpoints, base_model, changed, commands
-from kit.hostile import EXPENSIVE, limited, named, repacked, text
+from kit.hostile import EXPENSIVE, LADDER, limited, members, named, repacked, text
 from memory import memory
 from safetensors.torch import save_file
 
@@ -97,19 +98,16 @@ def evaluated(canary: Path) -> Evil:
 
 # What an opcode can do, as the last entry of a state: each pushes one object. TEXT is a command for a shell.
 TEXT = b"X\x05\0\0\0TOUCH"
-LADDER = b"K\1" + b"2\x86" * 60  # a tuple of the same tuple twice, and so on
+CALLED = (
+    "os.system", "posix.system", "builtins.eval", "__builtin__.exec", "runpy.run_path", "torch.hub.load", "torch.load",
+    "deepspeed.runtime.config.DeepSpeedConfig", "lightning.pytorch.cli.LightningCLI",
+    "peft.tuners.lora.config.LoraConfig", "lightning.fabric.utilities.data.AttributeDict",
+)  # fmt: skip
 BYTES = b"B" + struct.pack("<I", 50_000) + b"a" * 50_000
 BY_OPCODE: dict[str, bytes] = {
-    "os.system": b"cos\nsystem\n(" + TEXT + b"tR",
-    "posix.system": b"cposix\nsystem\n" + TEXT + b"\x85R",
     "subprocess.Popen": b"csubprocess\nPopen\n(" + TEXT + b"I-1\nNNNNNI00\nI01\ntR",
-    "eval": b"cbuiltins\neval\n" + TEXT + b"\x85R",
-    "exec, as Python 2 named it": b"c__builtin__\nexec\n" + TEXT + b"\x85R",
     "getattr": b"cbuiltins\ngetattr\n(cbuiltins\nstr\nX\4\0\0\0jointR",
     "import_module": b"cimportlib\nimport_module\nX\4\0\0\0this\x85R",
-    "runpy": b"crunpy\nrun_path\n" + TEXT + b"\x85R",
-    "torch.hub": b"ctorch.hub\nload\n" + TEXT + b"\x85R",
-    "torch.load": b"ctorch\nload\n" + TEXT + b"\x85R",
     "INST": b"(" + TEXT + b"ios\nsystem\n",
     "OBJ": b"(cos\nsystem\n" + TEXT + b"o",
     "STACK_GLOBAL": b"\x8c\2os\x8c\6system\x93" + TEXT + b"\x85R",
@@ -118,7 +116,6 @@ BY_OPCODE: dict[str, bytes] = {
     "EXT1": b"\x82\1",
     "what is in a module": b"\x8c\x0bcollections\x8c\x10_sys.modules.get\x93X\2\0\0\0os\x85R",
     "what is in a function": b"\x8c\x0bcollections\x8c\x1fnamedtuple.__builtins__.__call__\x93",
-    "a class": b"cdeepspeed.runtime.config\nDeepSpeedConfig\n" + TEXT + b"\x85R",
     "an argument's argument": b"ccollections\ndeque\n(cos\nsystem\n" + TEXT + b"\x85Rl\x85R",
     "BUILD of a class": b"ctorch\nSize\n(N}X\1\0\0\0xK\1stb",
     "BUILD of a function": b"c_codecs\nencode\n}X\1\0\0\0xK\1sb",
@@ -152,10 +149,7 @@ BY_OPCODE: dict[str, bytes] = {
     "an end before the end": b".",
     "more taken than there is": b"0000000000",
 }  # fmt: skip
-BY_OPCODE |= EXPENSIVE | {
-    "LightningCLI": b"clightning.pytorch.cli\nLightningCLI\n" + TEXT + b"\x85R",
-    "a configuration of PEFT's with arguments": b"cpeft.tuners.lora.config\nLoraConfig\n" + TEXT + b"\x85R",
-    "a class of Lightning's with arguments": b"clightning.fabric.utilities.data\nAttributeDict\n" + TEXT + b"\x85R",
+BY_OPCODE |= EXPENSIVE | {f"call of {name}": named(name) + TEXT + b"\x85R" for name in CALLED} | {
     "arrays of addresses": b"cnumpy\ndtype\nX\2\0\0\0O8\x89\x88\x87R",
     "a function as a value": b"ctorch._utils\n_rebuild_tensor_v2\n",
 }  # fmt: skip
@@ -191,7 +185,7 @@ HARMLESS = {"an end before the end", "a frame that says it is large", "a place i
 HARMLESS |= {"a long path to many"}  # read in little time
 
 
-def inject(file: Path, code: bytes, canary: Path) -> None:
+def inject(code: bytes, file: Path, canary: Path) -> None:
     """Put what opcodes push into the state of a file, as its last entry."""
     command = f"touch '{canary}'"
     code = code.replace(TEXT, text(command))
@@ -212,17 +206,13 @@ def itself() -> dict[str, Any]:
     return found
 
 
-def in_a_dictionary(state: dict[str, Any], evil: Any) -> None:
-    state["module"].mine = evil  # in the state of an OrderedDict
-
-
 # What is in a state, by what a pickle of torch.save can say: (state, something evil) -> None
 IN_A_STATE: dict[str, Callable[[dict[Any, Any], Any], Any]] = {
     "hyper-parameters": lambda s, evil: s["hyper_parameters"].update(mine={"deeper": [evil]}),
     "the client's state": lambda s, evil: s.update(mine=evil),
-    "a key": lambda s, evil: s.update({Key(evil): 1}),
-    "a key of a set": lambda s, evil: s.update(mine={Key(evil)}),
-    "the state of an OrderedDict": in_a_dictionary,
+    "a key": lambda s, evil: s.update({Evil(collections.deque, [evil]): 1}),
+    "a key of a set": lambda s, evil: s.update(mine={Evil(collections.deque, [evil])}),
+    "the state of an OrderedDict": lambda s, evil: setattr(s["module"], "mine", evil),
     "the manifest": lambda s, evil: s.update({KEY: {**s.get(KEY, {"format": 1}), "versions": {"torch": evil}}}),
     "the module": lambda s, evil: s["module"].update({"mine.weight": evil}),
     "param_shapes": lambda s, evil: s["param_shapes"].append({"mine": evil}),
@@ -231,14 +221,6 @@ IN_A_STATE: dict[str, Callable[[dict[Any, Any], Any], Any]] = {
     "attributes of a tensor": lambda s, evil: s.update(mine=attributed(evil)),
     "the configuration": lambda s, evil: s["ds_config"].update(mine=evil),
 }
-
-
-class Key:
-    def __init__(self, evil: Any) -> None:
-        self.evil = evil
-
-    def __reduce__(self) -> Any:
-        return collections.deque, ([self.evil],)
 
 
 def attributed(evil: Any) -> torch.nn.Parameter:
@@ -276,7 +258,6 @@ SAID: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a manifest of many parts": lambda s: s.update({KEY: of_many_parts()}),
     "names that are dotted": lambda s: s["module"].update({"a." * 100_000: torch.ones(1)}),
     "a manifest of dotted names": lambda s: s.update({KEY: manifest([["a." * 100_000], [1], "float32", None])}),
-    "buffers of one tensor": lambda s: buffers_of_one_tensor(s),
 }
 
 
@@ -287,11 +268,10 @@ def forged(function: Any, *arguments: Any) -> Callable[[dict[str, Any]], Any]:
 
 ONES, NINES = torch.ones(4), torch.full((4,), 9.0)
 HOOKS: dict[str, Any] = collections.OrderedDict()
+WITH_STATE = torch._utils._rebuild_parameter_with_state
 SAID |= {
-    "state of a parameter": forged(torch._utils._rebuild_parameter_with_state, ONES, False, HOOKS, {"data": NINES}),
-    "slots of a parameter": forged(
-        torch._utils._rebuild_parameter_with_state, ONES, False, HOOKS, ({}, {"data": NINES})
-    ),
+    "state of a parameter": forged(WITH_STATE, ONES, False, HOOKS, {"data": NINES}),
+    "slots of a parameter": forged(WITH_STATE, ONES, False, HOOKS, ({}, {"data": NINES})),
     "state of a subclass": forged(
         torch._tensor._rebuild_from_type_v2, torch._utils._rebuild_tensor_v2, torch.nn.Parameter,
         (ONES.storage(), 0, (4,), (1,), False, HOOKS), {"data": NINES},  # type: ignore[no-untyped-call]
@@ -310,6 +290,9 @@ def buffers_of_one_tensor(state: dict[str, Any]) -> None:
     buffers = {f"buffer{i}": torch.ones(1).expand(1 << 20) for i in range(1000)}
     state["module"].update(buffers)
     state["buffer_names"] = [*state["buffer_names"], *buffers]
+
+
+SAID["buffers of one tensor"] = buffers_of_one_tensor
 
 
 def views() -> dict[str, torch.Tensor]:
@@ -335,12 +318,15 @@ def deflated(file: Path, _: Path) -> None:
         archive.writestr("archive/data.pkl", b"\x80\2X\0\0\0\x10" + b"a" * (1 << 28) + b"0}.", compresslevel=1)
 
 
+def folder_in(file: Path) -> str:
+    """Return the folder that all records of a file are in."""
+    return next(iter(members(file))).partition("/")[0]
+
+
 def deflated_record(file: Path, _: Path) -> None:
-    with zipfile.ZipFile(file) as archive:
-        folder = archive.namelist()[0].partition("/")[0]
-        found = {name: archive.read(name) for name in archive.namelist()}
+    found = {**members(file), f"{folder_in(file)}/byteorder": bytes(1 << 28)}
     with zipfile.ZipFile(file, "w") as archive:
-        for name, content in {**found, f"{folder}/byteorder": bytes(1 << 28)}.items():
+        for name, content in found.items():
             kind = zipfile.ZIP_DEFLATED if name.endswith("/byteorder") else zipfile.ZIP_STORED
             archive.writestr(name, content, kind, compresslevel=1)
 
@@ -353,11 +339,6 @@ def member(name: str, content: bytes = b"x", attributes: int = 0) -> Callable[[P
             archive.writestr(info, content)
 
     return add
-
-
-def twice(file: Path, _: Path) -> None:
-    with zipfile.ZipFile(file, "a") as archive:
-        archive.writestr(next(name for name in archive.namelist() if name.endswith("/data/0")), b"x")
 
 
 def central(at: int, value: bytes) -> Callable[[Path, Path], None]:
@@ -411,7 +392,7 @@ def bare_pickle(file: Path, canary: Path) -> None:
     file.write_bytes(pickle.dumps(touch(canary)))
 
 
-def pipe(file: Path, _: Path) -> None:
+def pipe(file: Path, *_: Path) -> None:
     file.unlink()
     os.mkfifo(file)
 
@@ -421,7 +402,8 @@ def device(file: Path, _: Path) -> None:
     file.symlink_to("/dev/zero")
 
 
-def sparse(file: Path, _: Path) -> None:
+def sparse(file: Path, *_: Path) -> None:
+    file.touch()
     os.truncate(file, 1 << 36)
 
 
@@ -429,9 +411,8 @@ def sparse(file: Path, _: Path) -> None:
 def parts(file: Path, pickled: bytes | None = None, begin: int = 0) -> tuple[bytes, bytes]:
     """Return a file's records and their directory, optionally with another pickle and for another offset in a file."""
     made = io.BytesIO(bytes(begin))
-    with zipfile.ZipFile(file) as archive, zipfile.ZipFile(made, "a") as copy:
-        for name in archive.namelist():
-            content = archive.read(name)
+    with zipfile.ZipFile(made, "a") as copy:
+        for name, content in members(file).items():
             if name.endswith("/data.pkl") and pickled is not None:
                 content = pickled.ljust(len(content), b"\0")  # what follows the pickle's end is not read
             copy.writestr(zipfile.ZipInfo(name), content)
@@ -467,9 +448,7 @@ def beside(name: str, attributes: int = 0) -> Callable[[Path, Path], None]:
     """Add a pickle to the archive's folder, beside the one that is checked."""
 
     def add(file: Path, canary: Path) -> None:
-        with zipfile.ZipFile(file) as archive:
-            folder = archive.namelist()[0].partition("/")[0]
-        member(f"{folder}/{name}", pickle.dumps(touch(canary)), attributes)(file, canary)
+        member(f"{folder_in(file)}/{name}", pickle.dumps(touch(canary)), attributes)(file, canary)
 
     return add
 
@@ -490,10 +469,9 @@ def unicode_path(file: Path, canary: Path) -> None:
 
 
 def another_folder_first(file: Path, canary: Path) -> None:
-    with zipfile.ZipFile(file) as archive:
-        found = {name: archive.read(name) for name in archive.namelist()}
+    found = {"other/data.pkl": pickle.dumps(touch(canary)), **members(file)}
     with zipfile.ZipFile(file, "w") as archive:
-        for name, content in {"other/data.pkl": pickle.dumps(touch(canary)), **found}.items():
+        for name, content in found.items():
             archive.writestr(name, content)
 
 
@@ -501,10 +479,9 @@ def something_after(place: int) -> Callable[[Path, Path], None]:
     """Hide a pickle after one of the records."""
 
     def write(file: Path, canary: Path) -> None:
-        with zipfile.ZipFile(file) as archive:
-            found = [(name, archive.read(name)) for name in archive.namelist()]
+        found = members(file)
         with zipfile.ZipFile(file, "w") as archive:
-            for number, (name, content) in enumerate(found):
+            for number, (name, content) in enumerate(found.items()):
                 archive.writestr(name, content)
                 if number == place % len(found):
                     opened: Any = archive
@@ -544,7 +521,7 @@ FILES: dict[str, Callable[[Path, Path], None]] = {
     "something after the first record": something_after(0),
     "something after the last record": something_after(-1),
     "another name in a header": another_name_in_a_header,
-    "a record twice": twice,
+    "a record twice": beside("data/0"),
     "a record that says it is large": central(20, b"\xf0\xff\xff\xff\xf0\xff\xff\xff"),
     "a record far out": central(42, b"\xf0\xff\xff\xff"),
     "an encrypted record": central(8, b"\1\0"),
@@ -571,16 +548,12 @@ FILES: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
-def latest(content: bytes) -> Callable[[Path, Path], Any]:
-    return lambda path, _: (path / "latest").write_bytes(content)
+Change = Callable[[Path, Path], Any]
 
 
-def large_latest(path: Path, _: Path) -> None:
-    os.truncate(path / "latest", 1 << 36)
-
-
-def latest_that_is_a_pipe(path: Path, _: Path) -> None:
-    pipe(path / "latest", path)
+def at(name: str, change: Callable[[Path], Any]) -> Change:
+    """Change one file of a checkpoint."""
+    return lambda path, _: change(path / name)
 
 
 def elsewhere(path: Path, _: Path) -> None:
@@ -588,28 +561,13 @@ def elsewhere(path: Path, _: Path) -> None:
     (path / "latest").write_text("../elsewhere")
 
 
-FOLDERS: dict[str, Callable[[Path, Path], Any]] = {
-    "latest: ..": latest(b".."),
-    "latest: ../..": latest(b"../.."),
+LATEST = (b"..", b"../..", b"/", b"/etc", b"", b"check\0point", b"\xff\xfe\xff", b"a" * 900)
+FOLDERS: dict[str, Change] = {
+    **{f"latest: {content[:20]!r}": at("latest", partial(Path.write_bytes, data=content)) for content in LATEST},
     "latest: another checkpoint": elsewhere,
-    "latest: /": latest(b"/"),
-    "latest: /etc": latest(b"/etc"),
-    "latest: nothing": latest(b""),
-    "latest: a zero": latest(b"check\0point"),
-    "latest: no text": latest(b"\xff\xfe\xff"),
-    "latest: 64 GB": large_latest,
-    "latest: a pipe": latest_that_is_a_pipe,
-    "latest: a long name": latest(b"a" * 900),
+    "latest: 64 GB": at("latest", sparse),
+    "latest: a pipe": at("latest", pipe),
 }
-
-
-def record(change: Callable[[Path], object]) -> Callable[[Path, Path], Any]:
-    return lambda path, _: change(path / "checkpoint" / RECORD)
-
-
-def as_a_pipe(file: Path) -> None:
-    file.unlink()
-    os.mkfifo(file)
 
 
 def with_digest(**changes: Any) -> Callable[[Path], object]:
@@ -621,25 +579,23 @@ def with_digest(**changes: Any) -> Callable[[Path], object]:
     return edit
 
 
-RECORDS: dict[str, Callable[[Path, Path], Any]] = {
-    "a record that is a pipe": record(as_a_pipe),
-    "a record of 64 GB": record(lambda file: os.truncate(file, 1 << 36)),
-    "a record that is nested": record(lambda file: file.write_text("[" * 10**6)),
-    "a record of numbers": record(lambda file: file.write_text("[" + "1," * 10**6 + "1]")),
-    "a record of words": record(with_digest(world_size="2", step=[1])),
-    "a record of other files": record(with_digest(files={"../../../etc/passwd": {"size": 1, "directory": None}})),
-    "a record without files": record(with_digest(files=None)),
-    "a record of no manifest": record(with_digest(manifest={"format": 1, "left_out": [[[["x"] * 3] * 3]]})),
+CHANGED_RECORDS: dict[str, Callable[[Path], Any]] = {
+    "a record that is a pipe": pipe,
+    "a record of 64 GB": sparse,
+    "a record that is nested": lambda file: file.write_text("[" * 10**6),
+    "a record of numbers": lambda file: file.write_text("[" + "1," * 10**6 + "1]"),
+    "a record of words": with_digest(world_size="2", step=[1]),
+    "a record of other files": with_digest(files={"../../../etc/passwd": {"size": 1, "directory": None}}),
+    "a record without files": with_digest(files=None),
+    "a record of no manifest": with_digest(manifest={"format": 1, "left_out": [[[["x"] * 3] * 3]]}),
 }
+RECORDS = {name: at(f"checkpoint/{RECORD}", change) for name, change in CHANGED_RECORDS.items()}
 
 
 # A base's manifest says nothing, and `inspect` copies no configuration.
 UNREAD = {(name, tool) for name in SAID if name.startswith("a manifest") for tool in ("merge", "verify with a base")}
 UNREAD |= {(name, tool) for name in RECORDS for tool in commands(*[Path("/x/y/z")] * 3) if tool != "verify"}
 UNREAD |= {("a configuration that holds itself", "inspect")}
-
-
-Change = Callable[[Path, Path], Any]
 
 
 def on_file(kind: str, change: Change) -> Change:
@@ -650,27 +606,24 @@ def on_state(change: Callable[[dict[str, Any], Path], Any]) -> Change:
     return on_file("model", lambda file, canary: changed(file, lambda state: change(state, canary)))
 
 
-def by_opcode(code: bytes) -> Change:
-    return lambda file, canary: inject(file, code, canary)
+def evil_in(change: Any, evil: Callable[[Path], Any], state: dict[str, Any], canary: Path) -> None:
+    change(state, evil(canary))
 
 
-def in_a_state(change: Callable[[dict[Any, Any], Any], Any], evil: Callable[[Path], Any]) -> Change:
-    return on_state(lambda state, canary: change(state, evil(canary)))
-
-
-def said(change: Callable[[dict[str, Any]], Any]) -> Change:
-    return on_state(lambda state, _: change(state))
+def alone(change: Callable[[dict[str, Any]], Any], state: dict[str, Any], _: Path) -> None:
+    change(state)
 
 
 def attacks() -> dict[str, Change]:
     """Return all attacks by name: each receives a checkpoint and where its payload would leave a file."""
     found: dict[str, Change] = {}
     for kind in ("model", "optim"):
-        found |= {f"{name} ({kind})": on_file(kind, by_opcode(code)) for name, code in BY_OPCODE.items()}
+        found |= {f"{name} ({kind})": on_file(kind, partial(inject, code)) for name, code in BY_OPCODE.items()}
         found |= {f"{name} ({kind})": on_file(kind, change) for name, change in FILES.items()}
     for name, change in IN_A_STATE.items():
-        found |= {f"os.system in {name}": in_a_state(change, touch), f"eval in {name}": in_a_state(change, evaluated)}
-    return {**found, **{name: said(say) for name, say in SAID.items()}, **FOLDERS, **RECORDS}
+        for function, evil in (("os.system", touch), ("eval", evaluated)):
+            found[f"{function} in {name}"] = on_state(partial(evil_in, change, evil))
+    return {**found, **{name: on_state(partial(alone, say)) for name, say in SAID.items()}, **FOLDERS, **RECORDS}
 
 
 ATTACKS = attacks()
@@ -775,7 +728,7 @@ BASES: dict[str, Change] = {
     "an index that leads to /": index("/etc/passwd"),
     "an index of lists": index([]),
     "an index that is deep": lambda folder, _: (folder / "model.safetensors.index.json").write_text("[" * 100_000),
-    "an index of 64 GB": lambda folder, _: sparse_at(folder / "model.safetensors.index.json"),
+    "an index of 64 GB": lambda folder, _: sparse(folder / "model.safetensors.index.json"),
     "a header that is deep": lying(lambda _: b"[" * 100_000),
     "a header that is no object": lying(lambda _: b"[1]"),
     "a header with a name twice": lying(lambda _: b'{"a": {}, "a": {}}'),
@@ -789,13 +742,8 @@ BASES: dict[str, Change] = {
     "shapes that are negative": lying(lambda said: first(said).update(shape=[-x for x in first(said)["shape"]])),
     "shapes that are long": lying(lambda said: first(said).update(shape=[9] * 100_000)),
     "a header that says it is long": lambda folder, _: (folder / "model.safetensors").write_bytes(b"\xff" * 9),
-    "weights that are a pipe": lambda folder, _: pipe(folder / "model.safetensors", folder),
+    "weights that are a pipe": lambda folder, _: pipe(folder / "model.safetensors"),
 }
-
-
-def sparse_at(file: Path) -> None:
-    file.touch()
-    sparse(file, file)
 
 
 def test_no_tool_runs_a_base(

@@ -36,17 +36,12 @@ def states() -> list[Any]:
     parameter = torch.nn.Parameter(torch.ones(2, 3))
     parameter.ds_id = 3  # type: ignore[attr-defined]
     weights = collections.OrderedDict(a=base.view(3, 4).t(), b=base[3:7], c=torch.arange(5, dtype=torch.bfloat16))
-    model = {"module": weights, "global_steps": 7, "names": ["x", ("y", 2.5, None)], "flags": {True, 3}}
     adam = {"step": torch.tensor(3.0), "exp_avg": torch.zeros(4), "parameter": parameter}
+    dtypes = {"f": torch.float32, "i": torch.int32, "u": torch.uint8, "z": torch.complex64}
     return [
-        model,
+        {"module": weights, "global_steps": 7, "names": ["x", ("y", 2.5, None)], "flags": {True, 3}},
         {"optimizer_state_dict": {"state": {0: adam, 1: adam}, "single": [base, base], "zero_stage": 2}},
-        {
-            "f": torch.ones(4),
-            "i": torch.arange(4, dtype=torch.int32),
-            "u": torch.ones(3, dtype=torch.uint8),
-            "z": torch.ones(2, dtype=torch.complex64),
-        },
+        {name: torch.ones(4, dtype=dtype) for name, dtype in dtypes.items()},
         {"empty": torch.empty(0, 3), "expanded": torch.ones(1).expand(4), "scalar": torch.tensor(1.5)},
     ]
 
@@ -90,8 +85,7 @@ def _replace_word(chance: random.Random, content: bytearray) -> None:
     if not there:
         return
     word, other = chance.choice(there).encode(), chance.choice(TOKENS).encode()
-    places = [at for at in range(len(content)) if content.startswith(word, at)]
-    at = chance.choice(places)
+    at = chance.choice([at for at in range(len(content)) if content.startswith(word, at)])
     content[at : at + len(word)] = other
     # The length of a text is before it.
     for size in (4, 1):
@@ -157,24 +151,31 @@ def _differs(records: Records, one: Any, other: Any) -> str:
     return ""
 
 
-def test_torch_agrees_on_mutated_pickles(
-    tmp_path: Path, samples: list[dict[str, bytes]], long: bool, counted: Callable[[str, int], None]
-) -> None:
-    count = 100_000 if long else 3_000
-    chance, both, wrong = random.Random(11), 0, []
-    file = tmp_path / "mutated.pt"
+def disagreements(file: Path, count: int, least: float, write: Callable[[], object]) -> None:
+    """Let both read what is written into a file this many times."""
+    both, wrong = 0, []
     for number in range(count):
-        records = chance.choice(samples)
-        with zipfile.ZipFile(file, "w") as opened:
-            for name, content in records.items():
-                is_pickle = name.endswith("/data.pkl")
-                opened.writestr(name, mutated(chance, content) if is_pickle else content)
+        write()
         are_read, told = difference(file)
         both += are_read
         if told:
             wrong.append(f"{number}: {told}")
     assert not wrong, "\n".join([f"{len(wrong)} of {count}", *wrong[:20]])
-    assert both > count / 20  # else nothing was compared
+    assert both > count * least  # else nothing was compared
+
+
+def test_torch_agrees_on_mutated_pickles(
+    tmp_path: Path, samples: list[dict[str, bytes]], long: bool, counted: Callable[[str, int], None]
+) -> None:
+    count, chance, file = 100_000 if long else 3_000, random.Random(11), tmp_path / "mutated.pt"
+
+    def write() -> None:
+        records = chance.choice(samples)
+        with zipfile.ZipFile(file, "w") as opened:
+            for name, content in records.items():
+                opened.writestr(name, mutated(chance, content) if name.endswith("/data.pkl") else content)
+
+    disagreements(file, count, 1 / 20, write)
     counted("mutated pickle, read by the tools and by torch", count)
 
 
@@ -196,21 +197,12 @@ def mutated_archive(chance: random.Random, files: list[bytes]) -> bytes:
 
 
 def test_torch_agrees_on_mutated_archives(tmp_path: Path, long: bool, counted: Callable[[str, int], None]) -> None:
-    count, files = 100_000 if long else 2_000, []
-    file = tmp_path / "mutated.pt"
+    count, chance, file, files = 100_000 if long else 2_000, random.Random(23), tmp_path / "mutated.pt", []
     for number, state in enumerate(states()):
         torch.save(state, tmp_path / f"step={number} of 4.pt")
         files.append((tmp_path / f"step={number} of 4.pt").read_bytes())
         assert difference(tmp_path / f"step={number} of 4.pt") == (True, "")
-    chance, both, wrong = random.Random(23), 0, []
-    for number in range(count):
-        file.write_bytes(mutated_archive(chance, files))
-        are_read, told = difference(file)
-        both += are_read
-        if told:
-            wrong.append(f"{number}: {told}")
-    assert not wrong, "\n".join([f"{len(wrong)} of {count}", *wrong[:20]])
-    assert both > count / 50  # else nothing was compared
+    disagreements(file, count, 1 / 50, lambda: file.write_bytes(mutated_archive(chance, files)))
     counted("a mutated archive", count)
 
 

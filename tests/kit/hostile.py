@@ -63,17 +63,20 @@ def limited(seconds: int, size: int) -> Iterator[None]:
     assert memory("VmHWM") - before < size
 
 
-def repacked(file: Path, change: Callable[[bytes], bytes], **options: Any) -> None:
-    """Rewrite a file of `torch.save` with another pickle."""
+def members(file: Path) -> dict[str, bytes]:
     with zipfile.ZipFile(file) as archive:
-        found = {name: archive.read(name) for name in archive.namelist()}
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def repacked(file: Path, change: Callable[[bytes], bytes]) -> None:
+    """Rewrite a file of `torch.save` with another pickle."""
+    found = members(file)
     with zipfile.ZipFile(file, "w") as archive:
         for name, content in found.items():
-            is_pickle = name.endswith("/data.pkl")
-            archive.writestr(name, change(content) if is_pickle else content, **(options if is_pickle else {}))
+            archive.writestr(name, change(content) if name.endswith("/data.pkl") else content)
 
 
-LADDER = b"K\1" + b"2\x86" * 40  # a tuple of the same tuple twice, and so on
+LADDER = b"K\1" + b"2\x86" * 60  # a tuple of the same tuple twice, and so on
 
 
 def int_of(value: int) -> bytes:

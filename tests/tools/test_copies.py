@@ -173,22 +173,16 @@ def linked(source: Path, what: str, elsewhere: Path) -> None:
     elif what == "the folder":
         (source / "checkpoint").rename(elsewhere)
         (source / "checkpoint").symlink_to(elsewhere)
-    elif what == "a file":
-        file = max(source.rglob("*optim_states.pt"))
-        file.rename(elsewhere)
-        file.symlink_to(elsewhere)
-    elif what == "a file, by another link":
-        file = max(source.rglob("*optim_states.pt"))
-        file.rename(elsewhere)
-        (source / "step").symlink_to(elsewhere)
-        file.symlink_to("../step")
     elif what == "a folder inside":
         (source / "checkpoint").rename(source / "global_step4")
         (source / "checkpoint").symlink_to("global_step4")
-    elif what == "a file inside":
+    else:
         file = max(source.rglob("*optim_states.pt"))
-        file.rename(source / "kept")
-        file.symlink_to("../kept")
+        kept = source / "kept" if what == "a file inside" else elsewhere
+        file.rename(kept)
+        if what == "a file, by another link":
+            (source / "step").symlink_to(elsewhere)
+        file.symlink_to({"a file": str(elsewhere), "a file inside": "../kept"}.get(what, "../step"))
 
 
 @pytest.mark.parametrize("what", ["the directory", "a folder inside", "a file inside"])
