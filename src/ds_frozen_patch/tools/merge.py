@@ -56,6 +56,8 @@ _LORA = re.compile(r"(.+?)\.(lora_[AB]\..+|lora_embedding_[AB]|lora_magnitude_ve
 class Merged(Consolidated):
     """What `merge` has written, or would write.
 
+    `source`, `target`, `dtype`, `is_whole`, `tensors`, `size`, `files` and `unverified` are those of `Consolidated`.
+
     Attributes:
         adapter: the name of the adapter that was merged; None if there is none.
         folded: the number of weights that plain LoRA was folded into.
