@@ -94,13 +94,14 @@ def probe(what: Target, is_imported: bool = False) -> Finding:
         is_imported: whether its module is known to be complete; else one that is being imported is not judged yet.
     """
     root = package_folder(what.name)
-    module, cls = sys.modules.get(what.module), imported_class(what)
+    module = sys.modules.get(what.module)
     if root is None and module is None:
         return Finding("not installed")
     version, text = _version(what, root), _source(what, root)
-    is_imported = (
-        is_imported or cls is not None or (module is not None and not getattr(module.__spec__, "_initializing", False))
-    )
+    # Before the class is looked up: another thread may end the import meanwhile.
+    is_imported = is_imported or (module is not None and not getattr(module.__spec__, "_initializing", False))
+    cls = imported_class(what)
+    is_imported = is_imported or cls is not None
     if is_imported and not isinstance(cls, type):
         return what.refused(version, f"{what.module} has no class {what.class_name}")
     if not is_imported and not text:
