@@ -3,6 +3,7 @@
 It resumes from the checkpoint in its folder, for one epoch.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -52,5 +53,6 @@ if __name__ == "__main__":
     workers: Any = {} if done else {"num_workers": 1, "multiprocessing_context": "spawn"}
     trainer.fit(Module(), DataLoader(Data(), batch_size=2, **workers), ckpt_path=f"{done}.ckpt" if done else None)
     trainer.save_checkpoint(f"{done + 1}.ckpt")
-    # Without it the process can abort at its exit, where gloo's threads still hold tensors.
     torch.distributed.destroy_process_group()
+    # Without it the process can abort at its exit, where threads of gloo's may still run.
+    os._exit(0)
