@@ -124,7 +124,7 @@ def _go_on_during_save(strategy: Any) -> None:
             plugin.teardown()
             in_flight.wait_at_end()
 
-        plugin.remove_checkpoint = lambda *args: in_flight.afterwards(partial(remove, *args))
+        plugin.remove_checkpoint = lambda *args, **kwargs: in_flight.afterwards(partial(remove, *args, **kwargs))
         plugin.teardown = teardown
     trainer = strategy.lightning_module.trainer
     wait_for_readers(trainer.checkpoint_callbacks, "_save_checkpoint")
