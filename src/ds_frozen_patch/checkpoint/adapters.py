@@ -14,6 +14,8 @@ from ..common.errors import CheckpointError, named
 from ..manifest import Manifest
 from .zero.weights import Weights
 
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""PEFT's names of the files in an adapter's folder."""
 PEFTS_PREFIX = "base_model.model."
 # For these kinds, PEFT's files contain values computed from the weights, not the weights themselves.
 PROMPTS = frozenset(["PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "ADAPTION_PROMPT"])

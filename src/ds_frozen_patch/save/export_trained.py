@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ..checkpoint.adapters import Adapter
+from ..checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_FILE, Adapter
 from ..checkpoint.zero.opening import Checkpoint, open_checkpoint
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..engine.owner import is_first
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FILE, FOLDER = "trainable.safetensors", "adapter"
 """What is created in the directory of a checkpoint: the file for "safetensors", the folder for "peft"."""
-_TENSORS, _CONFIG = f"{FOLDER}/adapter_model.safetensors", f"{FOLDER}/adapter_config.json"
+_TENSORS, _CONFIG = f"{FOLDER}/{ADAPTER_FILE}", f"{FOLDER}/{ADAPTER_CONFIG}"
 
 
 def write(save: Save, export: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint import dtypes
-from ..checkpoint.adapters import Adapter, choose_adapter, match_adapter
+from ..checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_FILE, Adapter, choose_adapter, match_adapter
 from ..checkpoint.format.records import Records
 from ..checkpoint.zero.opening import Checkpoint, open_checkpoint
 from ..common.errors import CheckpointError, named
@@ -19,8 +19,6 @@ from .consolidate import OutputPlan, OutputReader, write_shard
 from .output import check_output, new_output
 
 FORMATS = ("peft", "safetensors")
-ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-"""PEFT's names of the files in an adapter's folder."""
 _OTHER_FORMATS = (".ckpt", ".pt", ".pth", ".bin")
 
 

@@ -21,6 +21,8 @@ from typing import Any
 
 from ..checkpoint import dtypes
 from ..checkpoint.adapters import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
     PEFTS_PREFIX,
     PROMPTS,
     choose_adapter,
@@ -159,11 +161,11 @@ class _Run:
         self.config: dict[str, Any] = {}  # of the adapter
         self.whole: dict[str, TensorSource] = {}  # trained parameters, frozen ones that the base lacks, and buffers
         self.manifest = Manifest((), 0, 0, 0, {})
-        recorded = root / "adapter_config.json"
+        recorded = root / ADAPTER_CONFIG
         if recorded.is_file() and not (root / "latest").exists() and tag is None:
             text = recorded.read_text(encoding="utf-8", errors="replace")
             self.config = read_config(config) if config else parse_recorded_config(text)
-            self.adapter = open_base(root / "adapter_model.safetensors", trust).tensors  # by their names in the file
+            self.adapter = open_base(root / ADAPTER_FILE, trust).tensors  # by their names in the file
             return
         checkpoint = open_checkpoint(root, tag, trust=trust)
         weights, manifest = checkpoint.weights, checkpoint.states.manifest or self.manifest
