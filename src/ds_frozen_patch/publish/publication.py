@@ -19,10 +19,8 @@ from uuid import uuid4
 from ..checkpoint.names import OFFLOADED, RECORD, is_state, is_state_file
 from .durable import entries, listed, make_folder, sync_file, sync_folder, sync_tree
 from .journal import (
-    OURS,
     SINGLE,
     Journal,
-    Note,
     commit,
     digest,
     digest_of,
@@ -32,11 +30,10 @@ from .journal import (
     hidden_files,
     is_unfinished,
     journals,
-    note_of,
-    notes,
     read,
     remove,
 )
+from .notes import OURS, Note, note_of, notes
 
 UNCHANGED = "The previous checkpoint there is unchanged."
 NOTHING = "There is no checkpoint there now."
@@ -44,8 +41,6 @@ INCOMPLETE = "What is there now is incomplete."
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _OLD_SECONDS = 86400.0
-_running: set[str] = set()
-"""The ids of this process's saves that run."""
 
 
 def is_local(path: object) -> bool:
@@ -152,7 +147,6 @@ class Publication:
 
     def open(self) -> None:
         """Prepare where it is written."""
-        _running.add(self.id)
         self._created = self._created or _missing_folders(self.home)
         make_folder(self.home, self.sync)
         if self.is_tag:
@@ -208,9 +202,7 @@ class Publication:
         parent, running, dead = self.target.parent, set[str](), dict[str, str]()
         for path, note in notes(parent).items():
             save, is_running = path.name.rpartition("-")[2], note.is_running()
-            is_mine = is_running and note.process == os.getpid()
-            is_over = is_running is False or (is_mine and save not in _running)
-            if is_over or (is_running is None and _is_old(path)):
+            if is_running is False or (is_running is None and _is_old(path)):
                 dead[save] = note.tag
             else:
                 running.add(save)
@@ -293,7 +285,6 @@ class Publication:
         self._close()
 
     def _close(self) -> None:
-        _running.discard(self.id)
         for note in (*self._notes(), self._hidden_latest):
             with suppress(OSError):
                 note.unlink()
