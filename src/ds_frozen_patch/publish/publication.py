@@ -84,6 +84,7 @@ class Publication:
     exports: dict[str, bool] = field(default_factory=dict)
     is_decided: bool = False
     _created: list[Path] = field(default_factory=list)
+    _beside: set[str] = field(default_factory=set)
     _record: str | None = None
 
     @property
@@ -105,11 +106,12 @@ class Publication:
 
     def export(self, name: str) -> Path:
         """Where to write an export, in the folder if that has no other checkpoint, else in the target."""
-        final = self.home / self._export(name)
+        final = (self.folder if self._exports_beside else self.home) / name
         return final if self.in_place or not self.is_managed else hidden(final, self.id)
 
-    def _export(self, name: str) -> str:
-        return f"../{name}" if self.is_alone and self.folder == self.target.parent else name
+    @property
+    def _exports_beside(self) -> bool:
+        return self.is_alone and self.folder == self.target.parent
 
     def final(self, path: str | os.PathLike[str]) -> Path:
         """Where a file is to be that is written elsewhere, for messages."""
@@ -120,7 +122,7 @@ class Publication:
 
     def written(self) -> dict[str, Path]:
         """What the ranks of this disk have written for the target, by final names."""
-        if self.in_place:
+        if self.in_place or not self.is_managed:
             return {item.name: item for item in entries(self.home) if is_state_file(item.name)}
         mine = {name: item for item, name, save in hidden_files(self.home) if save == self.id}
         return {name: item for name, item in mine.items() if is_state_file(name)}
@@ -149,6 +151,7 @@ class Publication:
         """Prepare where it is written."""
         self._created = self._created or _missing_folders(self.home)
         make_folder(self.home, self.sync)
+        self._beside = {script.name for script in self._scripts()}
         if self.is_tag:
             finish(self.home)
         self._look_for_others()
@@ -253,7 +256,7 @@ class Publication:
         names = {*self.written(), *([RECORD] if record is not None else [])}
         removed = {item.name for item in entries(self.home) if is_state(item.name)} - names - {OFFLOADED}
         for name, is_written in self.exports.items():
-            (names if is_written else removed).add(self._export(name))
+            (names if is_written else removed).add(f"../{name}" if self._exports_beside else name)
         after = digest_of(None if record is None else record.encode())
         return Journal(self.id, digest(self.home), after, tuple(sorted(names)), tuple(sorted(removed)))
 
@@ -267,7 +270,7 @@ class Publication:
                 sync_folder(self.home)
         elif self.in_place:
             for name in (name for name, is_written in self.exports.items() if not is_written):
-                (self.home / self._export(name)).unlink(missing_ok=True)
+                self.export(name).unlink(missing_ok=True)
             if self._record is not None:
                 (self.home / RECORD).write_text(self._record, encoding="utf-8")
                 if self.sync:
@@ -316,7 +319,7 @@ class Publication:
         if not self.state_of_target()[1]:
             folders = {self.home, *(file.parent for file in exported(self.home) if self.is_tag)}
             mine = [item for folder in folders for item, _, save in hidden_files(folder) if save == self.id]
-            scripts = self._scripts() if self.target.parent in self._created else ()
+            scripts = [script for script in self._scripts() if script.name not in self._beside]
             own = [item for item in entries(self.home) if is_state(item.name)] if self.in_place and self.is_tag else []
             for item in (*mine, *own, *scripts):
                 with suppress(OSError):
