@@ -147,7 +147,7 @@ def commit(folder: Path, save: str, sync: bool) -> bool:
     """
     note, is_first = hidden(folder / _PREPARED, save), True
     while True:
-        finish(folder)  # the journal of another job
+        finish(folder)
         journal = read(note)
         if journal is None:
             raise FileNotFoundError(f"{note} was removed")
@@ -156,29 +156,22 @@ def commit(folder: Path, save: str, sync: bool) -> bool:
             journal.prepare(folder, sync)
             is_first = False
         name = folder / f"{_JOURNAL}{now}"
-        if not _give_name(note, name):
-            continue
+        try:
+            os.link(note, name)
+        except FileExistsError:
+            if read(name) is not None:
+                continue  # the journal of another job
+            note.replace(name)  # over one that is damaged
+        except OSError:  # not every file system has hard links
+            note.replace(name)
+        else:
+            note.unlink(missing_ok=True)
         if digest(folder) in (now, journal.after):
             if sync:
                 sync_folder(folder)
             return is_first
         name.unlink(missing_ok=True)  # another job's was done in between
         journal.prepare(folder, sync)
-
-
-def _give_name(note: Path, name: Path) -> bool:
-    """Rename a journal, unless there is one of the new name."""
-    try:
-        os.link(note, name)
-    except FileExistsError:
-        return False
-    except OSError:  # not every file system has hard links
-        if name.exists():
-            return False
-        note.rename(name)
-    else:
-        note.unlink()
-    return True
 
 
 def finish(folder: Path) -> None:
@@ -193,7 +186,7 @@ def finish(folder: Path) -> None:
             continue
         if digest(folder) in (journal.before, journal.after):
             _do(folder, journal)
-            path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)  # also one that another save has overtaken: its writer makes a new one
 
 
 def _do(folder: Path, journal: Journal) -> None:
