@@ -32,15 +32,18 @@ def writing(save: Save) -> AbstractContextManager[None]:
     others = [(writer, "makedirs"), (save.engine, "_copy_recovery_script")]
     return overridden(
         [
-            *_what_was_agreed(save),
             (writer, "save", _deferring(save, partial(_write_states, save, experts, writer.save))),
             *((owner, name, _deferring(save, getattr(owner, name))) for owner, name in others if hasattr(owner, name)),
+            *_what_was_agreed(save),
         ]
     )
 
 
 def _what_was_agreed(save: Save) -> Attributes:
-    """Skip DeepSpeed's validation of the tag and its barriers: the ranks have agreed, and agree again at the end."""
+    """Skip DeepSpeed's validation of the tag and its barriers: the ranks have agreed, and agree again at the end.
+
+    The folder is there, too: a rank that is late must not make it again when rank 0 has failed, and removed it.
+    """
     if save.place.way is Way.UNMANAGED or not save.is_in_one_place:
         return []
     module: Any = sys.modules[ENGINE.module]
@@ -51,7 +54,11 @@ def _what_was_agreed(save: Save) -> Attributes:
             dist.barrier(*args, **kwargs)
 
     without_barriers = SimpleNamespace(**{**vars(dist), "barrier": barrier})
-    return [(save.engine, "_checkpoint_tag_validation", lambda _: None), (module, "dist", without_barriers)]
+    return [
+        (save.engine, "_checkpoint_tag_validation", lambda _: None),
+        (save.engine.checkpoint_engine, "makedirs", lambda *_, **__: None),
+        (module, "dist", without_barriers),
+    ]
 
 
 def write_recorded(save: Save) -> None:
