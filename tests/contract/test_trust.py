@@ -12,7 +12,7 @@ import deepspeed
 import pytest
 import torch
 from kit import runs
-from kit.cell import ModelCheckpoint
+from kit.cell import Callback, ModelCheckpoint
 from kit.checkpoints import changed, precision_of, refresh
 
 import ds_frozen_patch
@@ -171,7 +171,7 @@ class Logs(runs.LoraRun):
 
 @pytest.mark.parametrize("trust", [False, True])
 @pytest.mark.parametrize(
-    ("outside", "is_monitored"), [("..", True), ("..", False), ("relative", True), ("link", False)]
+    ("outside", "is_monitored"), [("..", True), ("relative", False), ("link", True), ("link", False)]
 )
 def test_retention_removes_nothing_that_a_checkpoint_names_outside(
     ranks: Any, tmp_path: Path, outside: str, is_monitored: bool, trust: bool
@@ -184,7 +184,7 @@ def test_retention_removes_nothing_that_a_checkpoint_names_outside(
     (first,) = (path for path in kept.iterdir() if path.name.startswith("epoch"))
     shutil.copytree(first, tmp_path / "named.ckpt")
     (kept / "link").symlink_to(tmp_path)
-    named = {"..": f"{kept}/../victim", "relative": "kept/../victim", "link": f"{kept}/link/victim"}
+    named = {"..": f"{kept}/../victim", "relative": "kept/link/victim", "link": f"{kept}/link/victim"}
 
     def name_it(state: dict[str, Any]) -> None:
         ((_, callback),) = ((key, value) for key, value in state["callbacks"].items() if "best_k_models" in value)
@@ -199,6 +199,54 @@ def test_retention_removes_nothing_that_a_checkpoint_names_outside(
     ranks(2, train_on, **options)
     assert victim.exists() is not trust
     assert (kept / "epoch=1.ckpt").exists()
+
+
+class Sweeps(Callback):
+    """A callback of the program's, which removes what it has noted before."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.noted, self.other = folder, list[str](), dict[str, Any]()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"noted": self.noted, **self.other}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.noted, self.other = state_dict.pop("noted"), state_dict
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.strategy.barrier()
+        if trainer.is_global_zero:
+            for path in self.noted:
+                Path(path).unlink()
+            self.noted = [f"{self.folder}/note-{trainer.current_epoch}"]
+            Path(self.noted[0]).touch()
+
+
+def swept(out: str, trust: bool, resume_from: str | None) -> dict[str, Any]:
+    ds_frozen_patch.patch(trust=trust)
+    sweeps, keeps = Sweeps(f"{out}/kept"), ModelCheckpoint(f"{out}/kept", filename="{epoch}")
+    trainer = runs.trainer(out, 2, epochs=2 if resume_from else 1, callbacks=[sweeps, keeps])
+    trainer.fit(runs.LoraRun(), runs.batches(2), ckpt_path=resume_from)
+    return sweeps.other
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_a_callback_of_the_program_gets_no_path_outside(ranks: Any, tmp_path: Path, trust: bool) -> None:
+    Path(tmp_path, "kept").mkdir()
+    ranks(2, swept, out=str(tmp_path), trust=trust, resume_from=None)
+    shutil.copytree(tmp_path / "kept" / "epoch=0.ckpt", tmp_path / "named.ckpt")
+    (victim := tmp_path / "victim").touch()
+    other = {"monitor": "val/loss", "scores": {"a/b": 1.5}, "text": "and so on... and on"}
+
+    def name_it(state: dict[str, Any]) -> None:
+        (callback,) = (value for value in state["callbacks"].values() if "noted" in value)
+        callback["noted"] += [str(victim)]
+        callback.update(other)
+
+    changed(min((tmp_path / "named.ckpt").rglob("*model_states.pt")), name_it)
+    assert ranks(2, swept, out=str(tmp_path), trust=trust, resume_from=str(tmp_path / "named.ckpt")) == [other] * 2
+    assert victim.exists() is not trust
+    assert [item.name for item in (tmp_path / "kept").glob("note*")] == ["note-1"]
 
 
 def test_retention_removes_what_is_in_the_folder_of_the_run(ranks: Any, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -240,7 +241,10 @@ def test_an_export_at_every_save(ranks: Any, tmp_path: Path, stage: int, async_s
 
 
 def save_with_nvme(out: str) -> str:
-    """Raise in a save what DeepSpeed before 0.13 does with parameters on NVMe, which is not available here."""
+    """Raise in a save what DeepSpeed before 0.13 does with parameters on NVMe, which is not available here.
+
+    Rank 1 is late: DeepSpeed creates the folder on each rank, and rank 0 has removed it by then.
+    """
     from deepspeed import DeepSpeedEngine
 
     said = "ZeRO-3 does not yet support checkpointing with NVMe offloading, please disable for now."
@@ -248,8 +252,13 @@ def save_with_nvme(out: str) -> str:
     def refuse(*_: Any, **__: Any) -> None:
         raise NotImplementedError(said)
 
-    original = DeepSpeedEngine._save_checkpoint
-    DeepSpeedEngine._save_checkpoint = refuse
+    original, create = DeepSpeedEngine._save_checkpoint, DeepSpeedEngine._create_checkpoint_file
+
+    def create_late(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(float(os.environ["RANK"]))
+        return create(*args, **kwargs)
+
+    DeepSpeedEngine._save_checkpoint, DeepSpeedEngine._create_checkpoint_file = refuse, create_late
     try:
         ds_frozen_patch.patch()
         with pytest.raises(ds_frozen_patch.CheckpointError) as raised:
@@ -257,7 +266,7 @@ def save_with_nvme(out: str) -> str:
         assert Path(out, "weights.ckpt").is_file()
         return str(raised.value)
     finally:
-        DeepSpeedEngine._save_checkpoint = original
+        DeepSpeedEngine._save_checkpoint, DeepSpeedEngine._create_checkpoint_file = original, create
 
 
 def test_weights_only_where_deepspeed_cannot_save(ranks: Any, tmp_path: Path) -> None:

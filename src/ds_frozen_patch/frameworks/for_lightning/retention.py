@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import os
+from collections.abc import Collection
 from os.path import realpath
 from pathlib import Path
 from typing import Any
 
 from ...common.errors import named
 
-_PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
+_OF_MODEL_CHECKPOINT = ("best_model_path", "kth_best_model_path", "last_model_path")
 
 
 def forget_paths_outside(checkpoint: Any, folders: Collection[str]) -> str | None:
-    """Remove the paths of older checkpoints from the states of callbacks, unless all lead into the run's folders.
+    """Remove from the states of callbacks each path that does not lead into a folder of the run, links followed.
 
-    ModelCheckpoint restores these paths from a loaded checkpoint, and later removes what is there.
+    ModelCheckpoint restores the paths of older checkpoints from a loaded one, and later removes what is there; other
+    callbacks may do the same.
 
     Args:
         checkpoint: what was loaded.
@@ -25,24 +27,48 @@ def forget_paths_outside(checkpoint: Any, folders: Collection[str]) -> str | Non
         A warning, or None if there is no such path.
     """
     callbacks = checkpoint.get("callbacks") if isinstance(checkpoint, dict) else None
+    states = callbacks if isinstance(callbacks, dict) else {}
     outside: list[str] = []
-    for state in callbacks.values() if isinstance(callbacks, Mapping) else ():
-        if not isinstance(state, dict):
-            continue
-        best = state.get("best_k_models")
-        paths = {*(best if isinstance(best, Mapping) else ()), *(state[key] for key in _PATHS if state.get(key))}
-        if odd := [str(path) for path in paths if not any(_leads_into(str(path), folder) for folder in folders)]:
-            outside += odd
-            state.update(best_k_models={}, **dict.fromkeys(_PATHS, ""))
+
+    def is_outside(value: Any, is_path: bool) -> bool:
+        path = os.fspath(value) if isinstance(value, str | os.PathLike) else ""
+        if not path or not (is_path or _looks_like_path(path)) or any(_leads_into(path, item) for item in folders):
+            return False
+        outside.append(path)
+        return True
+
+    def inside(value: Any, is_path: bool = False) -> Any:
+        """A part of a state without paths outside; `is_path`: whether a string is one in any case, by its key."""
+        if isinstance(value, dict):
+            for key in [key for key in value if is_outside(key, is_path)]:
+                del value[key]
+            for key in value.keys() - {"dirpath"}:  # which ModelCheckpoint compares with its own
+                value[key] = inside(value[key], is_path or "path" in str(key) or key == "best_k_models")
+        elif type(value) in (list, tuple, set):
+            return type(value)(inside(item, is_path) for item in value if not is_outside(item, is_path))
+        return "" if is_outside(value, is_path) else value
+
+    for name, state in states.items():
+        before = len(outside)
+        states[name] = inside(state)
+        if len(outside) > before and isinstance(state, dict) and "best_k_models" in state:  # which fits the others
+            state.update(best_k_models={}, **dict.fromkeys(_OF_MODEL_CHECKPOINT, ""))
     if not outside:
         return None
     return (
-        f"The checkpoint names checkpoints that are not in a folder that this run saves to: {named(outside, 3)}. With"
-        " trust=False they are ignored, and the callback starts with no older checkpoints to keep or remove."
+        f"The checkpoint names paths that are not in a folder that this run saves to: {named(outside, 3)}. With"
+        " trust=False they are ignored, and ModelCheckpoint starts with no older checkpoints to keep or remove."
     )
 
 
+def _looks_like_path(text: str) -> bool:
+    return "://" in text or text.startswith(("/", "~")) or ".." in text.split("/") or os.path.lexists(text)
+
+
 def _leads_into(path: str, folder: str) -> bool:
-    if "://" in path or "::" in path:  # an address, as fsspec has it
+    if "://" in folder:  # an address, as fsspec has it
         return path.startswith(folder.rstrip("/") + "/") and ".." not in path
-    return Path(realpath(folder)) in Path(realpath(path)).parents
+    try:
+        return Path(realpath(folder)) in Path(realpath(path)).parents
+    except ValueError:  # no path can contain that
+        return False
