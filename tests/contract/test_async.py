@@ -335,7 +335,7 @@ else:
     print(json.dumps(statuses), flush=True)
     os._exit(0)
 os.dup2(os.open(os.path.join(out, "stderr"), os.O_WRONLY | os.O_CREAT), 2)
-os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0", PATCHED="1")
+os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 ds_frozen_patch.patch(async_save=True)
 run = owners.Run("deepspeed", out, 1, 2)
 before = signal.signal(signal.SIGTERM, lambda *_: None)  # as Lightning does while it trains
@@ -398,7 +398,7 @@ import torch.multiprocessing
 from kit import owners
 import ds_frozen_patch
 from kit.owners import writing
-os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="{port}", WORLD_SIZE="2", PATCHED="1")
+os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="{port}", WORLD_SIZE="2")
 
 def train(rank):
     global slow  # as long as the process lives

@@ -249,22 +249,6 @@ def test_serve_takes_engines_once(ranks: Any) -> None:
         assert logger == "accelerate.ds_frozen_patch"
 
 
-def left_alone(out: str) -> None:
-    """An engine that was not served, under `patch()`."""
-    ds_frozen_patch.patch()
-    run = Run("deepspeed", out, 2, 2)
-    run.train(epochs=1)
-
-
-@EVERYDAY
-def test_engines_that_are_not_served_are_left_alone(ranks: Any, tmp_path: Path) -> None:
-    ranks(2, left_alone, out=str(tmp_path))
-    for file in owners.model_files(tmp_path):
-        state = torch.load(file, weights_only=False)
-        assert "ds_frozen_patch" not in state
-        assert len(state["module"]) > 20
-
-
 def killed_in_the_renames(out: str) -> None:
     """A first save, and one over it that is killed when its journal counts and no file has its name."""
     with owners.served():

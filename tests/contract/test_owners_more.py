@@ -195,7 +195,6 @@ def set_up_unlike(by: str, out: str, how: str) -> Any:
         ds_frozen_patch.patch(**{"keep": ["*.x"]} if odd else {})  # type: ignore[arg-type]
     elif not odd:
         ds_frozen_patch.patch()
-    os.environ["PATCHED"] = "1"
     run = Run(by, out, 2, 2)  # Trainer's engine is made when it trains
     return run.train()
 

@@ -528,7 +528,6 @@ def fabric_through(out: str, disk: Disk, way: str, stage: int, cuts: int) -> tup
 def engine_through(out: str, disk: Disk, way: str, stage: int, cuts: int) -> tuple[Counter[str], list[str], list[str]]:
     """Save with DeepSpeed alone; each checkpoint is the folder of a tag."""
     ds_frozen_patch.patch()
-    os.environ["PATCHED"] = "1"
     power = Power(disk, way, cuts, f"{way} {stage} {disk.kind}")
     run = Run("deepspeed", out, 2, stage)
 

@@ -121,8 +121,6 @@ class Run:
             file.write_text(json.dumps(config))
             config = str(file)  # type: ignore[assignment]
         self.engine = deepspeed.initialize(model=self.module, config=config, optimizer=adam, lr_scheduler=scheduler)[0]
-        if "PATCHED" in os.environ:
-            ds_frozen_patch.serve(self.engine)
 
     def _accelerate(self) -> None:
         from accelerate import Accelerator
@@ -223,11 +221,9 @@ class Run:
 def served(**settings: Any) -> Iterator[None]:
     """While this lasts, runs are made under `patch()`."""
     ds_frozen_patch.patch(**settings)
-    os.environ["PATCHED"] = "1"
     try:
         yield
     finally:
-        del os.environ["PATCHED"]
         ds_frozen_patch.unpatch()
 
 

@@ -231,7 +231,6 @@ def begin(run: Run) -> Any:
     if run.kind == OURS:
         # elastic only matters where the number of ranks has changed.
         ds_frozen_patch.patch(elastic=True, export="peft" if run.export else None, async_save=run.asynchronous)
-        os.environ["PATCHED"] = "1"  # so that an engine that nobody owns is served
     kinds = {"Lightning": ByLightning, "FSDP2 and DCP": Sharded}
     return kinds.get(run.owner, Owned)(run)
 

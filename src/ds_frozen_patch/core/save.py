@@ -23,7 +23,7 @@ from .. import manifest
 from ..common.overrides import overridden, set_to
 from ..engine.origins import origins, sample_at_save
 from ..engine.owner import is_first
-from ..engine.served import ServedEngine, attached
+from ..engine.served import ServedEngine, attached, warn_of_unknown
 from ..parameters import plain
 from ..publish import in_flight
 from ..publish.publication import is_local
@@ -43,6 +43,7 @@ def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
     """`DeepSpeedEngine.save_checkpoint`, which every framework calls."""
     served = attached(engine)
     if served is None:
+        warn_of_unknown(engine, kwargs)
         return wrapped(*args, **kwargs)
     cures.check_nvme(engine)
     cures.check_step_counts(engine)

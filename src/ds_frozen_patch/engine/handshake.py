@@ -20,6 +20,8 @@ from ..settings import current
 
 WAIT_SECONDS = 5.0
 """How much later than rank 0 another rank may write."""
+LONG_WAIT_SECONDS = 60.0
+"""The same where DeepSpeed has not synchronized the ranks before."""
 
 
 @dataclass

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
+from ..common.collectives import rank
+from ..settings import FLAG, full_is_requested
 from .owner import Owner, warn
-from .topology import Topology, topology_of
+from .topology import Topology, has_all_ranks, topology_of
 
 
 @dataclass
@@ -57,6 +60,13 @@ class ServedEngine:
 
 _engines: WeakKeyDictionary[Any, ServedEngine | None] = WeakKeyDictionary()
 """None for those that are passed on: their saves and loads are as without `patch()`."""
+_warned: WeakSet[Any] = WeakSet()
+UNKNOWN = (
+    "ds_frozen_patch did not see this engine being created, so its checkpoints contain frozen parameters too, and loads"
+    " do not verify them. Call ds_frozen_patch.patch() before deepspeed.initialize(), or ds_frozen_patch.serve(engine)"
+    " on every rank after it. To save full checkpoints on purpose, pass"
+    " engine.save_checkpoint(..., exclude_frozen_parameters=False)."
+)
 
 
 def attach(engine: Any, owner: Owner) -> ServedEngine | None:
@@ -67,9 +77,8 @@ def attach(engine: Any, owner: Owner) -> ServedEngine | None:
     if engine not in _engines:
         topology = topology_of(engine)
         _engines[engine] = None if topology.unserved else ServedEngine(owner, topology)
-        if topology.unserved:
-            warn(
-                owner,
+        if topology.unserved and (owner.rank == 0 or not has_all_ranks(engine)):
+            owner.logger.warning(
                 f"ds_frozen_patch does not support {topology.unserved}. Checkpoints of this engine contain frozen"
                 " parameters too, and loads do not verify them, as without patch().",
             )
@@ -79,6 +88,16 @@ def attach(engine: Any, owner: Owner) -> ServedEngine | None:
 def attached(engine: Any) -> ServedEngine | None:
     """What is known of an engine; None if it is not served."""
     return _engines.get(engine)
+
+
+def warn_of_unknown(engine: Any, arguments: Mapping[str, Any]) -> None:
+    """Warn once, at a save by these arguments, that an engine which was made before `patch()` is saved whole."""
+    is_asked_for = FLAG in arguments or full_is_requested()
+    if is_asked_for or engine in _engines or engine in _warned or all(p.requires_grad for p in engine.parameters()):
+        return
+    _warned.add(engine)
+    if rank() == 0:
+        logging.getLogger("ds_frozen_patch").warning(UNKNOWN)
 
 
 def release_all() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..common.collectives import digest, gather_numbers
+from ..common.collectives import digest, gather_numbers, world_size
 from ..fingerprint import Shard
 
 _STATES = ("module_state_dict", "load_module_state_dict")
@@ -45,6 +45,11 @@ def ranks_of(engine: Any) -> int:
     return int(getattr(engine, "seq_dp_world_size", None) or engine.dp_world_size)
 
 
+def has_all_ranks(engine: Any) -> bool:
+    """Whether all ranks of the process group have this engine, and none of them is a stage of a pipeline."""
+    return ranks_of(engine) * int(getattr(engine, "mp_world_size", None) or 1) == world_size()
+
+
 def _why_unserved(engine: Any, stage: int, tensor_parallel: int, has_experts: bool) -> str:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -54,6 +59,8 @@ def _why_unserved(engine: Any, stage: int, tensor_parallel: int, has_experts: bo
     zero = getattr(engine._config, "zero_config", None)
     if "PipelineEngine" in (cls.__name__ for cls in derived):
         return "pipeline parallelism"
+    if not has_all_ranks(engine):
+        return "an engine that only some ranks of the process group have"
     if replaced := next((name for name in _STATES if any(name in vars(cls) for cls in derived)), None):
         return f"an engine with a {replaced} of its own ({type(engine).__name__})"
     if (getattr(zero, "mics_shard_size", None) or 0) > 0:

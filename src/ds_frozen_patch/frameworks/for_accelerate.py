@@ -17,7 +17,6 @@ from typing import Any
 from ..common.collectives import gather
 from ..common.overrides import Attributes, overridden
 from ..common.probing import Finding, Installed, Target
-from ..engine import handshake
 from ..engine.owner import is_first
 from ..engine.served import attached
 from ..publish import in_flight
@@ -27,7 +26,7 @@ from ..publish.notes import notes
 from ..save.around import Around
 from .newest import last_whole
 from .plain import logger_of, owner_of
-from .serving import begin_serving
+from .serving import owned_by
 
 _WRITERS = ("save_accelerator_state", "save_custom_state")
 """The functions that `save_state` calls once the engines are saved, each by a path; no rank waits in them."""
@@ -51,17 +50,10 @@ TARGET = Target(
 )
 
 
-def prepare(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def prepare(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`Accelerator._prepare_deepspeed`, which creates an engine, for Trainer too."""
-    before = list(accelerator._models)
-    handshake.announce()
-    result = wrapped(*args, **kwargs)
-    engines = [model for model in accelerator._models if not any(model is other for other in before)]
-    if engines:
-        handshake.check()
-    for engine in engines:
-        begin_serving(engine, owner_of(engine, "accelerate"))
-    return result
+    with owned_by(lambda engine: owner_of(engine, "accelerate")):
+        return wrapped(*args, **kwargs)
 
 
 def save_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

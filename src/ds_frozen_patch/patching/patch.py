@@ -92,10 +92,10 @@ def patch(
     async_save: bool | None = None,
     verify_files: bool | None = None,
 ) -> Status:
-    """Make the checkpoints of every installed Lightning, of Accelerate and of Trainer trainable-only, and loadable.
+    """Make the checkpoints of Lightning, Accelerate, Trainer and DeepSpeed alone trainable-only, and loadable.
 
-    What is imported already is wrapped now, the rest when it is imported. Call it before training.
-    A second call changes only the settings that it names. Engines that none of these has made need `serve()`.
+    What is imported already is wrapped now, the rest when it is imported. Call it before the engine is created.
+    A second call changes only the settings that it names.
 
     Args:
         {options}

@@ -14,7 +14,6 @@ from typing import Any
 
 from ...common.overrides import overridden, set_to
 from ...core.save import begin
-from ...engine import handshake
 from ...engine.owner import warn
 from ...engine.served import attach
 from ...load.agreement import agree, share_listing
@@ -30,7 +29,7 @@ from ...settings import FLAG
 from ...settings import current as settings
 from ...workarounds.for_fabric import CLIPS, clips_unasked, moved_in_deepspeed, unwrapped
 from ..readers import wait_for_readers
-from ..serving import begin_serving
+from ..serving import owned_by
 from . import loops, single_file
 from .owner import BUILT, owner_of
 from .retention import forget_paths_outside
@@ -60,14 +59,10 @@ def _checked(choice: Any) -> bool:
 
 def setup(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Trainer's `setup`, Fabric's `setup_module` and `setup_module_and_optimizers`: they create an engine."""
-    handshake.announce()
-    result = wrapped(*args, **kwargs)
-    handshake.check()
-    if strategy.model is not None:
-        owner = owner_of(strategy)
-        begin_serving(strategy.model, owner)
-        if clips_unasked(strategy.model, owner.config):
-            warn(owner, CLIPS)
+    with owned_by(lambda _: owner_of(strategy)):
+        result = wrapped(*args, **kwargs)
+    if strategy.model is not None and clips_unasked(strategy.model, (owner := owner_of(strategy)).config):
+        warn(owner, CLIPS)
     return result
 
 
