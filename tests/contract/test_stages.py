@@ -20,7 +20,7 @@ from torch.utils.cpp_extension import get_default_build_root
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError, consolidate, prune, reshard, verify
-from ds_frozen_patch.checkpoint.zero.trained import BASE_STATE
+from ds_frozen_patch.checkpoint.zero.groups import BASE_STATE
 
 pytestmark = [pytest.mark.promise(28), pytest.mark.everyday]
 

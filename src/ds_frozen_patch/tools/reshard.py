@@ -15,10 +15,8 @@ from ..checkpoint.format.records import Records
 from ..checkpoint.format.stored import Storage, iter_tensors
 from ..checkpoint.format.writing import write_archive
 from ..checkpoint.names import RECORD
-from ..checkpoint.zero import repartition
 from ..checkpoint.zero.labels import add_label, resharded_save_id
 from ..checkpoint.zero.resharding import Resharding, target_for
-from ..checkpoint.zero.selection import rename, write_fresh
 from ..checkpoint.zero.states import read_states
 from ..common.errors import CheckpointError
 from ..common.progress import progress
@@ -151,33 +149,3 @@ def _write(resharding: Resharding, files: dict[str, Any], folder: Path, size: in
             write_archive(folder / name, add_label(state, save, name, has_record), content)
     if has_record:
         write_record(folder, replace(states.make_record(save, resharding.manifest, now.ranks), zero_stage=now.stage))
-
-
-def reshard_for_load(
-    source: str | Path,
-    tag: str | None,
-    target: str | Path,
-    engine: repartition.Target,
-    fresh: Iterator[tuple[str, Any]],
-) -> None:
-    """Write the checkpoint that an engine can load, into an empty folder.
-
-    Args:
-        source: the directory of a DeepSpeed checkpoint.
-        tag: the subdirectory to read.
-        target: the folder.
-        engine: what it is for.
-        fresh: the model's values of what is trained from now on, in the order of `engine.selection.fresh`.
-
-    Raises:
-        CheckpointError: as `reshard`.
-    """
-    states = read_states(source, tag, trust=True)
-    if engine.selection is not None:
-        states = rename(states, engine.selection.names)
-        stored = write_fresh(states, engine.selection, fresh, Path(target) / "fresh.pt")
-        engine = replace(engine, selection=replace(engine.selection, stored=stored))
-    resharded = repartition.plan_repartition(states, engine)
-    folder = Path(target) / states.layout.tag
-    folder.mkdir()
-    resharded.write(folder, quiet=False)

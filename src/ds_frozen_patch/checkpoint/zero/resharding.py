@@ -81,7 +81,7 @@ class Resharding:
     """
 
     def __init__(
-        self, states: States, target: Target, select: Callable[[list[Group]], list[Group]] = lambda saved: saved
+        self, states: States, target: Target, select: Callable[[list[Group]], list[Group]] | None = None
     ) -> None:
         check_same_save(states)
         self.states, self.target, self.tensors = states, target, NewTensors()
@@ -90,7 +90,7 @@ class Resharding:
             self.weights = locate_weights(states, ("*",))
             check_masters_match(self.weights.trained, self.weights.halves)
             saved = read(states, target.has_state)
-            self.groups = select(saved)
+            self.groups = saved if select is None else select(saved)
             before, now = _by_plain_name(saved), _by_plain_name(self.groups)
             self._trained = {**before, **now}
             self._was_trained = {name: parameter for name, parameter in before.items() if name not in now}
