@@ -222,17 +222,18 @@ class Resharding:
         return Trained(tuple(self.states.models[0]["frozen_param_shapes"][name]), shard_pieces(self.states, name))
 
     def _module(self, module: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-        """The module's state dict; in stage 0 in fp32 it has the masters."""
+        """The module's state dict; in stage 0 in fp32, and in another precision than before, it has the masters."""
         stage = self.target.stage
         has_masters = not self.states.optimizers and not masters_key(optimizer)
-        if not self._crosses and (stage or has_masters):
+        is_rounded = precision_of(self.states.models[0].get("ds_config")) != self.target.precision
+        if not self._crosses and not is_rounded and (stage or has_masters):
             return module
         rest = {plain(name): name for name in self._rest}
         changed = {}
         for name, item in module.items():
             first = self.weights.aliases.get(plain(name), plain(name))
             parameter = self._trained.get(first)
-            if parameter is None and first in rest:
+            if parameter is None and first in rest and self._crosses:
                 parameter = self._other(rest[first], self._rest[rest[first]])
             if not isinstance(item, StoredTensor) or parameter is None:
                 changed[name] = item
