@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
@@ -13,14 +14,15 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 from kit import owners, runs, stages
 from kit.cell import LambdaCallback
 from kit.checkpoints import left_out_of
 from peft import LoraConfig
 
 import ds_frozen_patch
-from ds_frozen_patch.checkpoint.zero import selection
 from ds_frozen_patch.common.overrides import overridden
+from ds_frozen_patch.load import elastic
 
 pytestmark = [pytest.mark.promise(28), pytest.mark.everyday, pytest.mark.once]
 
@@ -84,19 +86,29 @@ def go_on(paths: list[str], out: str, stage: int, seeds: dict[str, int] | None =
         pytest.param(2, 2, 2, "bf16", marks=pytest.mark.short),
         pytest.param(3, 3, 2, "fp32", marks=pytest.mark.short),
         (3, 1, 3, "bf16"),
+        (3, 1, 3, "bf16 to fp32"),
+        pytest.param(1, 2, 2, "bf16 to fp32", marks=pytest.mark.short),
+        (2, 3, 2, "bf16 to fp32"),
+        (2, 0, 2, "bf16 to fp32"),
     ],
 )
 def test_restored_by_name(
     ranks: Any, saved: Any, tmp_path: Path, before: int, stage: int, number: int, precision: str
 ) -> None:
     """Onto the same base, and a full checkpoint onto another one, whose values it replaces."""
-    source, state = saved(before, precision=precision)
+    dtypes = [torch.bfloat16 if name == "bf16" else torch.float32 for name in precision.split(" to ")]
+    source, state = saved(before, precision=precision.split(" to ")[0])
     paths = [str(source / name) for name in ("small", "full")]
-    options = {"stage": stage, "precision": precision, "seeds": {paths[1]: 7}}
+    options = {"stage": stage, "precision": precision.split(" to ")[-1], "seeds": {paths[1]: 7}}
     every_rank = ranks(number, go_on, paths=paths, out=str(tmp_path), **options)
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    model = {name: value.detach().to(dtype) for name, value in stages.Net(**NOW).named_parameters()}
-    for now, values, losses, (again, resumed), said in every_rank[0]:
+    for (now, values, losses, (again, resumed), said), dtype in zip(
+        every_rank[0], (dtypes[-1], dtypes[0]), strict=True
+    ):
+        # What the checkpoint has not trained is the program's, or rounded as the full checkpoint has it.
+        model = {
+            name: value.detach().to(dtypes[-1] if "adapters" in name else dtype)
+            for name, value in stages.Net(**NOW).named_parameters()
+        }
         assert now.keys() == (state.keys() - FROZEN) | FRESH
         kept = state.keys() & now.keys()
         assert stages.difference({n: now[n] for n in kept}, {n: state[n] for n in kept}) == 0
@@ -106,10 +118,10 @@ def test_restored_by_name(
             assert not any(now[name][key].any() for key in now[name].keys() - {"master", "step"})
         for name, value in values.items():
             expected = now[name]["master"] if name in now else state[name]["master"] if name in FROZEN else model[name]
-            assert torch.equal(value, expected.to(dtype)), name
+            assert torch.equal(value, expected.to(dtypes[-1])), name
         assert again == 0
         assert resumed == losses
-        assert stages.apart(losses, every_rank[0][0][2]) <= 1e-6
+        assert stages.apart(losses, every_rank[0][0][2]) <= (1e-6 if dtypes[0] == dtypes[-1] else 2.0**-8)
         (line,) = said
         assert all(f"'{name}'" in line for name in FRESH | FROZEN)
     assert not [said for rank in every_rank[1:] for *_, said in rank if said]
@@ -149,8 +161,13 @@ def test_other_parameter_groups(ranks: Any, saved: Any, stage: int) -> None:
     assert not any(now[name][key].any() for name in now for key in ("exp_avg", "exp_avg_sq") if key in now[name])
 
 
-def fill_the_disk(*_: Any) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def failing_on_one_rank(function: Callable[..., Any]) -> Callable[..., Any]:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return function(*args, **kwargs)
+
+    return fail
 
 
 def refusals(out: str, small: str, full: str, stage: int) -> list[tuple[str, str]]:
@@ -162,14 +179,15 @@ def refusals(out: str, small: str, full: str, stage: int) -> list[tuple[str, str
     engine.save_checkpoint(f"{out}/more", tag="a")
     stages.go_on(engine, 1)
     found += [runs.refusal(engine.load_checkpoint, small), stages.refusal_of(f"{out}/more", stage, True, **BEFORE)]
-    tempfile.tempdir = f"{out}/nowhere"
+    tempfile.tempdir = f"{out}/nowhere"  # nothing is written
     try:
-        found += [stages.refusal_of(small, stage, True, **NOW)]
-        stages.begin(stage, **BEFORE).load_checkpoint(small)  # which needs no resharding
+        stages.begin(stage, **NOW).load_checkpoint(small)
     finally:
         tempfile.tempdir = None
-    with overridden([(selection, "write_archive", fill_the_disk)]):
-        return [*found, stages.refusal_of(small, stage, True, **NOW)]
+    for name in ("read_states", "write_archive"):
+        with overridden([(elastic, name, failing_on_one_rank(getattr(elastic, name)))]):
+            found += [stages.refusal_of(small, stage, True, **NOW)]
+    return found
 
 
 @pytest.mark.short
@@ -178,7 +196,7 @@ def test_what_is_refused(ranks: Any, saved: Any, tmp_path: Path) -> None:
     offer = " Pass patch(elastic=True) or set DS_FROZEN_PATCH_ELASTIC=1 to go on with other trained parameters"
     options = {"out": str(tmp_path), "small": str(source / "small"), "full": str(source / "full"), "stage": 3}
     for found in ranks(2, refusals, **options):
-        unfrozen, frozen, forbidden, base, trained, gone, nowhere, broken = found
+        unfrozen, frozen, forbidden, base, trained, gone, *broken = found
         left_out = "The checkpoint left out parameters that the model now trains: 'last.bias', 'last.weight'."
         for (kind, said), begin in ((unfrozen, left_out), (frozen, "The checkpoint's trainable parameters are not")):
             assert kind == "CheckpointMismatchError"
@@ -191,9 +209,8 @@ def test_what_is_refused(ranks: Any, saved: Any, tmp_path: Path) -> None:
         assert "2 of 4 left-out parameters have other fingerprints.\n- last.weight: saved" in trained[1]
         assert "and not in the model, or under another name there: 'adapters.more.weight'" in gone[1]
         assert "Their trained values would be lost." in gone[1]
-        assert nowhere[0] == broken[0] == "CheckpointError"
-        assert "ds-frozen-patch reshard" not in nowhere[1]
-        assert "No space left" in broken[1]
+        assert [kind for kind, _ in broken] == ["CheckpointError"] * 2
+        assert all("Input/output error" in said for _, said in broken)
 
 
 class Rows(torch.nn.Module):
@@ -284,14 +301,14 @@ def test_an_adapter_more(ranks: Any, tmp_path: Path, stage: int, number: int) ->
 def by_owner(by: str, out: str, stage: int) -> Any:
     """What an engine holds after an epoch, and after a resume that trains a layer more; the losses of both runs."""
     found: list[tuple[stages.State, list[float]]] = []
-    for elastic, passes in ((None, owners.STEPS), (True, 0)):
+    for is_elastic, passes in ((None, owners.STEPS), (True, 0)):
         module = owners.model(owners.BY_HAND, 1)
         for name, parameter in module.named_parameters():
-            parameter.requires_grad |= bool(elastic) and MORE in name
-        with owners.served(elastic=elastic):
-            run = owners.Run(by, out if elastic is None else f"{out}/again", 2, stage, module=module)
+            parameter.requires_grad |= bool(is_elastic) and MORE in name
+        with owners.served(elastic=is_elastic):
+            run = owners.Run(by, out if is_elastic is None else f"{out}/again", 2, stage, module=module)
             seen = remember_before(run, passes)
-            run.train(run.at(0, out) if elastic else None)
+            run.train(run.at(0, out) if is_elastic else None)
         found.append((seen[0], module.losses))
     return found
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from kit import stages
@@ -20,7 +21,8 @@ from torch.utils.cpp_extension import get_default_build_root
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError, consolidate, prune, reshard, verify
-from ds_frozen_patch.checkpoint.zero.trained import BASE_STATE
+from ds_frozen_patch.checkpoint.zero.groups import BASE_STATE
+from ds_frozen_patch.common.overrides import overridden
 
 pytestmark = [pytest.mark.promise(28), pytest.mark.everyday]
 
@@ -247,7 +249,7 @@ def in_fp16(source: Path, to: Path) -> Path:
         else:
             kept = state["optimizer_state_dict"]
             kept["loss_scaler"], kept["dynamic_loss_scale"] = (
-                DynamicLossScaler(2**16, 1000, 1.0, 2, False, True, torch.float16),
+                DynamicLossScaler(2**12, 1000, 1.0, 2, False, True, torch.float16),
                 True,
             )
 
@@ -272,6 +274,33 @@ def test_fp16_to_bf16(ranks: Any, saved: Any, tmp_path: Path, stage: int) -> Non
     reshard(tmp_path / "2" / "small", tmp_path / "out", ranks=1)
     (kept,) = (loaded(file) for file in (tmp_path / "out" / "a").glob("zero_pp_rank_0_*optim_states.pt"))
     assert kept["optimizer_state_dict"]["loss_scaler"].dynamic  # it is still of fp16
+
+
+def loss_scaling(path: str, stage: int, precision: str) -> list[Any]:
+    """Whether an engine scales losses dynamically, and its scale, before and after a load."""
+    ds_frozen_patch.patch()
+    with overridden([(get_accelerator(), "is_fp16_supported", lambda: True)]):
+        engine = stages.begin(stage, precision=precision)
+    found = []
+    for load in (None, engine.load_checkpoint):
+        if load is not None:
+            load(path)
+        found.append((engine.optimizer.dynamic_loss_scale, float(engine.optimizer.loss_scale)))
+    return found
+
+
+@pytest.mark.once
+@stages.trains_in_half
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_run_begins_with_its_own_loss_scale(ranks: Any, saved: Any, tmp_path: Path, stage: int) -> None:
+    """DeepSpeed loads fp16 and fp32 into each other as they are."""
+    fp16 = in_fp16(saved(2, stage=stage, precision="bf16")[0] / "small", tmp_path / "small")
+    for path, precision in ((fp16, "fp32"), (saved(2, stage=stage)[0] / "small", "fp16")):
+        before, after = ranks(2, loss_scaling, path=str(path), stage=stage, precision=precision)[0]
+        assert before == after
+        assert before[0] == (precision == "fp16")
+    before, after = ranks(2, loss_scaling, path=str(fp16), stage=stage, precision="fp16")[0]
+    assert before != after  # its own precision: as it was saved
 
 
 @pytest.mark.once

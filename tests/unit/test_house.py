@@ -42,7 +42,7 @@ ROOMS = (
     ("cli", "bootstrap", "__init__"),
     ("__main__",),
 )
-UPWARD = {("load.elastic", "tools.reshard"), ("save.export_trained", "tools.export")}
+UPWARD = {("save.export_trained", "tools.export")}
 """Imported when it is needed: nothing that runs in a training needs the tools otherwise."""
 HEIGHTS = {room: height for height, rooms in enumerate(ROOMS) for room in rooms}
 

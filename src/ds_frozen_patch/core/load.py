@@ -25,7 +25,7 @@ from ..engine.owner import warn
 from ..engine.served import ServedEngine, attach, attached
 from ..load import agreement, elastic, fitting
 from ..load.base_check import check_base
-from ..load.listing import answering, find_folder
+from ..load.listing import find_folder
 from ..load.quantized import check_parts, is_part, without_own_values
 from ..load.reading import check_model, manifest_of, sharing_reads
 from ..load.restart import restarts, with_fresh_optimizer
@@ -78,13 +78,13 @@ def _load(
         if is_alone and listing.is_empty:  # DeepSpeed returns None, and a run may begin like this
             agreement.agree(load, "no checkpoint")
             return wrapped(*call.args, **call.kwargs)
-        with elastic.resharded(load, listing) as listing:
-            agreement.check(load, listing)
+        agreement.check(load, listing)
+        with elastic.resharded(load, listing) as names:
             if load.record is not None:
                 load.may_be_missing = _check_base(load, {}, load.record.manifest, call.arguments["load_module_strict"])
             call.arguments["load_dir"], call.arguments["tag"] = load.source, load.tag
             # Without a listing, ranks may read different numbers of files.
-            reads = [*sharing_reads(load), *answering(engine, listing)] if listing.tag is not None else []
+            reads = [*sharing_reads(load), *names] if listing.tag is not None else []
             with _replacing_base(served, engine, load), overridden(reads):
                 path, client_state = wrapped(*call.args, **call.kwargs)
         if path is not None and call.arguments["load_dir"] != source:  # it was read from a temporary folder

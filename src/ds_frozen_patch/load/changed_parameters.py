@@ -6,17 +6,16 @@ from now on keeps its trained value. A checkpoint with trained parameters that t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..common.errors import CheckpointMismatchError, named
-from ..engine.gathering import gathered
 from ..engine.groups import trained_groups
 from ..engine.origins import origins
 from ..engine.owner import warn
 from ..engine.served import attached
-from ..parameters import Contents, plain, with_adapters
+from ..parameters import plain, with_adapters
 from ..workarounds.for_deepspeed import has_plain_optimizer
 from .listing import Listing
 from .running import Load
@@ -109,12 +108,6 @@ def selection_of(change: Change, engine: Any) -> Selection:
     groups = engine.optimizer.param_groups
     settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     return Selection(change.groups, settings, change.fresh, change.names)
-
-
-def values_of_fresh(change: Change, engine: Any, on_this_rank: bool) -> Iterator[tuple[str, Any]]:
-    """The model's values of what starts fresh; every rank must go through all of them."""
-    parameters = Contents(engine.module).parameters
-    return gathered({name: parameters[name] for name in change.fresh}, on_this_rank)
 
 
 def begin(load: Load, change: Change) -> None:

@@ -1,37 +1,44 @@
-"""A load in another ZeRO stage, precision or world size than the save's: the checkpoint is resharded for it first.
+"""A load in another ZeRO stage, precision or world size than the save's: `patch(elastic=True)`.
 
-So it is for other trained parameters (see `changed_parameters`).
-
-The resharded files are in a temporary folder, and are removed after the load; the checkpoint stays as it is.
+Each rank reads the ranges of the files that it needs, and DeepSpeed loads its shard as if it had read it from its own
+file. Nothing is written. So it is for other trained parameters (see `changed_parameters`).
 """
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoint.format.records import Piece, Records, TensorSource
+from ..checkpoint.format.stored import Storage
+from ..checkpoint.format.writing import write_archive
+from ..checkpoint.zero.groups import BASE_STATE
 from ..checkpoint.zero.labels import ELASTIC_KEY
-from ..checkpoint.zero.states import FLAT_MASTERS, masters_key
-from ..common.collectives import gather
+from ..checkpoint.zero.resharding import Resharding, optimizer_name, precision_of, target_for
+from ..checkpoint.zero.selection import Selection, fresh_storage
+from ..checkpoint.zero.states import FLAT_MASTERS, masters_key, read_states
+from ..common.collectives import gather_numbers
 from ..common.errors import CheckpointError, CheckpointMismatchError
+from ..common.overrides import Attributes, overridden
+from ..engine.gathering import gathered
 from ..engine.owner import is_first
 from ..engine.served import attached
+from ..parameters import Contents
 from ..settings import current
 from ..workarounds.for_deepspeed import has_plain_optimizer
 from ..workarounds.old_deepspeed import ignores_round_robin
 from . import changed_parameters
-from .agreement import list_files
-from .changed_parameters import Change
-from .listing import Listing, Saved
+from .agreement import raise_on_all_ranks
+from .listing import Listing, Saved, answering
 from .running import Load
 
 if TYPE_CHECKING:
-    from ..checkpoint.zero.repartition import Target
+    import torch
 
 NEEDED = (ELASTIC_KEY, "ds_config", "dp_world_size")
 """What `Owner.after_load` needs of the checkpoint's own state."""
@@ -40,50 +47,189 @@ _MASTERS = {"": "in fp32", "fp32_groups": "in 16 bits", FLAT_MASTERS: "in 16 bit
 
 
 @contextmanager
-def resharded(load: Load, listing: Listing) -> Iterator[Listing]:
-    """While this lasts, `load` is of a checkpoint that the engine can load: resharded, if need be.
+def resharded(load: Load, listing: Listing) -> Iterator[Attributes]:
+    """While this lasts, the engine can load the checkpoint: its reads get what it would have saved, if need be.
 
     Every rank must call it.
 
     Yields:
-        The listing of that checkpoint.
+        What lets the engine take the names of files from the listing.
 
     Raises:
         CheckpointMismatchError: it cannot be loaded, or not without `patch(elastic=True)`.
-        CheckpointError: the resharding failed.
+        CheckpointError: it cannot be resharded.
     """
+    engine, scaling = load.engine, _loss_scaling(load.engine)
     is_needed = _needs_resharding(load, listing)
-    # Rank 0's settings decide for all ranks; that they agree is checked afterwards.
     change = changed_parameters.find_change(load, listing, is_needed) if listing.trained else None
-    if not is_needed and change is None:
+    if is_needed or change is not None:
+        selection = None if change is None else changed_parameters.selection_of(change, engine)
+        answers = _Answers(load, listing, selection)
+        config = answers.resharding.states.models[0].get("ds_config")
+        if change is not None:
+            changed_parameters.begin(load, change)
+        with overridden(answers.attributes()):
+            yield []
+        if change is not None:
+            changed_parameters.finish(load, change)
+    else:
         try:
-            yield listing
+            yield answering(engine, listing)
         except (CheckpointError, CheckpointMismatchError):
             raise
         except Exception as error:
-            served = attached(load.engine)
+            served = attached(engine)
             if served is None or not (served.topology.is_divided and load.restores_optimizer and current().elastic):
                 raise
             raise CheckpointMismatchError(
                 f"{load.source} could not be loaded ({error}). With tensor parallelism, or experts of deepspeed.moe,"
                 " patch(elastic=True) changes neither the world size nor the ZeRO stage. Resume with those of the save."
             ) from error
-        return
-    source, tag, scaling = load.source, load.tag, _loss_scaling(load.engine)
-    folder, is_made_here = _reshard(load, listing, change)
-    try:
-        if change is not None:
-            changed_parameters.begin(load, change)
-        load.source, load.tag = str(folder), listing.tag
-        yield list_files(load)
-        gather(())  # no rank reads the files any more
-    finally:
-        load.source, load.tag = source, tag
-        if is_made_here:
-            shutil.rmtree(folder, ignore_errors=True)
-    _keep_loss_scaling(load.engine, scaling)
-    if change is not None:
-        changed_parameters.finish(load, change)
+        config = load.state.get("ds_config")
+    if load.restores_optimizer and isinstance(config, Mapping) and precision_of(config) != _precision(engine):
+        for holder, name, value in scaling:  # a run begins with its own loss scale
+            setattr(holder, name, value)
+
+
+class _Answers:
+    """What DeepSpeed's reads are answered with, on this rank; every rank must make one.
+
+    Args:
+        load: the running load.
+        listing: of the checkpoint.
+        selection: what is trained from now on; None for what was trained.
+
+    Raises:
+        CheckpointError: on every rank, if the checkpoint cannot be resharded.
+    """
+
+    def __init__(self, load: Load, listing: Listing, selection: Selection | None) -> None:
+        self.load, problem = load, None
+        try:
+            self._plan(listing, selection)
+        except Exception as error:  # which the other ranks would wait for
+            is_ours = isinstance(error, CheckpointError | CheckpointMismatchError)
+            problem = error if is_ours else CheckpointError(f"{load.source}: {type(error).__name__}: {error}")
+        if any(numbers[0] for numbers in gather_numbers([problem is not None], load.owner.device)):
+            raise_on_all_ranks(load, problem)
+        if selection is not None:
+            parameters = Contents(load.engine.module).parameters
+            for name, value in gathered({name: parameters[name] for name in self.absent}, True):
+                self._keep(name, selection.fresh[name], value)
+        if is_first(load.owner) and (saved := listing.saved) is not None:
+            load.owner.logger.info(
+                "The checkpoint was saved in ZeRO stage %d at world size %d; it is resharded for stage %d at %d.",
+                saved.stage,
+                saved.ranks,
+                self.resharding.target.stage,
+                self.resharding.target.ranks,
+            )
+
+    def _plan(self, listing: Listing, selection: Selection | None) -> None:
+        """Read the pickles of all files, and find out what this rank needs."""
+        import torch.distributed as dist
+
+        load, engine = self.load, self.load.engine
+        states = read_states(load.source, listing.tag, trust=True)
+        if selection is not None:
+            states = selection.rename(states)
+        select = None if selection is None else selection.select
+        self.resharding = Resharding(states, target_for(states, **_target(engine)), select)
+        target = self.resharding.target
+        if load.record is not None:
+            load.record = replace(load.record, manifest=self.resharding.manifest)
+        own = dist.get_rank(getattr(engine.optimizer, "dp_process_group", None))
+        # DeepSpeed looks up the file of model states, so that one is named which is there.
+        self.model = str(states.layout.model[min(own, len(states.layout.model) - 1)])
+        folder = states.layout.model[0].parent
+        self.optimizers = [str(folder / optimizer_name(target, index)) for index in range(target.ranks)]
+        self.files = {self.model: self.resharding.model(own if target.stage == 3 else 0)}
+        if load.restores_optimizer and target.stage:
+            self.files[self.optimizers[own]] = self.resharding.optimizer(own)
+        self.wanted: dict[Storage, list[Piece]] = {}
+        for piece in chain.from_iterable(self.resharding.tensors.pieces.values()):
+            if isinstance(piece, Piece) and piece.storage.file is None:
+                self.wanted.setdefault(piece.storage, []).append(piece)
+        self.absent = []
+        """What begins to be trained with the model's own value."""
+        weights = self.resharding.weights
+        saved = {**weights.frozen, **weights.trained}
+        with Records() as records:
+            for name, shape in {} if selection is None else selection.fresh.items():
+                source = saved.get(weights.aliases.get(name, name))
+                if source is None:
+                    self.absent.append(name)
+                elif source.shape != tuple(shape):
+                    raise CheckpointError(
+                        f"{load.source} has {name!r} in shape {list(source.shape)}, and the model in {list(shape)}."
+                        " Build the model as in the run that saved it."
+                    )
+                else:
+                    self._keep(name, shape, _read(records, source))
+
+    def _keep(self, name: str, shape: Sequence[int], value: torch.Tensor) -> None:
+        """Keep of a value with which a parameter begins to be trained what this rank needs."""
+        import torch
+
+        for piece in self.wanted.get(fresh_storage(name, shape), ()):
+            part = value.detach().reshape(-1)[piece.begin : piece.begin + piece.count]
+            self.resharding.tensors.values[piece] = part.to(torch.float32, copy=True).numpy().data
+
+    def attributes(self) -> Attributes:
+        """What lets DeepSpeed read the answers."""
+        from deepspeed.runtime import engine as deepspeed_engine
+        from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+        from deepspeed.utils import zero_to_fp32
+
+        engine = self.load.engine
+        reader = getattr(engine, "checkpoint_engine", None) or TorchCheckpointEngine()  # without an optimizer, later
+        read = reader.load
+        seen: dict[str, Any] = {}
+
+        def answer(path: Any, *args: Any, **kwargs: Any) -> Any:
+            path = str(path)
+            if path not in self.files:
+                return read(path, *args, **kwargs)
+            if path in seen:  # DeepSpeed reads the model states twice
+                return seen.pop(path)
+            with self._in_memory(self.files[path]) as file:
+                state = read(file, *args, **kwargs)
+            if path == self.model:
+                seen[path] = state
+            return state
+
+        whole = "get_fp32_state_dict_from_zero_checkpoint"
+        return [
+            (engine, "checkpoint_engine", reader),
+            (reader, "load", answer),
+            (engine, "_get_all_ckpt_names", lambda *_, **__: [self.model]),
+            (engine, "_get_all_zero_checkpoint_names", lambda *_, **__: self.optimizers),
+            *((module, whole, self._weights) for module in (deepspeed_engine, zero_to_fp32) if hasattr(module, whole)),
+        ]
+
+    @contextmanager
+    def _in_memory(self, state: Mapping[str, Any]) -> Iterator[str]:
+        """The path of a file in memory, of the format of `torch.save`."""
+        with os.fdopen(os.memfd_create("ds_frozen_patch"), "wb") as file, Records() as records:
+            path = f"/proc/self/fd/{file.fileno()}"
+            write_archive(Path(path), state, lambda *place: self.resharding.tensors.content(records, *place))
+            yield path
+
+    def _weights(self, *_: Any, **__: Any) -> dict[str, torch.Tensor]:
+        """All weights, as `get_fp32_state_dict_from_zero_checkpoint` returns them."""
+        weights = self.resharding.weights
+        with Records() as records:
+            values = {name: _read(records, source) for name, source in weights.all.items()}
+        return {alias: value for name, value in values.items() for alias in weights.names_of(name)}
+
+
+def _read(records: Records, source: TensorSource) -> torch.Tensor:
+    import torch
+
+    dtype = getattr(torch, source.dtype)
+    return (torch.frombuffer(records.read(source), dtype=dtype) if source.numel else torch.empty(0, dtype=dtype)).view(
+        source.shape
+    )
 
 
 def _needs_resharding(load: Load, listing: Listing) -> bool:
@@ -165,83 +311,35 @@ def _precision(engine: Any) -> str:
     return "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32"
 
 
-def _target(engine: Any, stage: int, ranks: int, change: Change | None) -> Target:
-    """What an engine loads."""
+def _target(engine: Any) -> dict[str, Any]:
+    """What an engine loads, for `target_for`."""
     from deepspeed import __version__
 
-    from ..checkpoint.zero.repartition import Target
-    from ..checkpoint.zero.trained import BASE_STATE
-
-    is_plain = has_plain_optimizer(engine)
-    stage = 0 if is_plain else stage or 1  # DeepSpeed's BF16_Optimizer is as ZeRO-1 in stage 0
-    in_masters = masters_key(vars(engine.optimizer)) if is_plain else ""
-    optimizer = {**engine.optimizer.state_dict(), BASE_STATE[3]: None, in_masters: None} if in_masters else {}
-    round_robin = bool(engine.zero_round_robin_gradients()) and not ignores_round_robin(__version__, stage)
-    has_state = current().optimizer != "restart"
-    selection = None if change is None else changed_parameters.selection_of(change, engine)
-    size = engine.zero_sub_group_size()
-    return Target(ranks, stage, _precision(engine), size, round_robin, has_state, selection, optimizer)
-
-
-def _reshard(load: Load, listing: Listing, change: Change | None) -> tuple[Path, bool]:
-    """Reshard once on each disk, and raise an error of one rank on all.
-
-    Returns:
-        The folder, and whether this rank has made it.
-    """
-    from ..tools.reshard import reshard_for_load
-
-    owner, source = load.owner, Path(load.source)
-    (name, *_) = gather(f"ds_frozen_patch-{token_hex(8)}")
-    folder, error, is_made_here = Path(tempfile.gettempdir(), name), "", False
-    served, saved = attached(load.engine), listing.saved
+    served = attached(engine)
     assert served is not None
-    assert saved is not None
-    target = _target(load.engine, served.topology.stage, served.topology.ranks, change)
-    fresh: Iterator[tuple[str, Any]] = iter(())
-    try:
-        folder.mkdir(mode=0o700)
-        is_made_here = True
-    except FileExistsError:  # by another rank with the same disk
-        pass
-    except OSError as failure:
-        error = f"{type(failure).__name__}: {failure}."
-    if change is not None:
-        fresh = changed_parameters.values_of_fresh(change, load.engine, is_made_here)
-    try:
-        if is_made_here:
-            reshard_for_load(source, listing.tag, folder, target, fresh)
-    except Exception as failure:  # the other ranks wait for this one
-        error = str(failure) if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}."
-    for _ in fresh:  # the ranks gather these together, also if one of them has failed
-        pass
-    if errors := [text for text in gather(error) if text]:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise CheckpointError(
-            f"{errors[0]} The checkpoint was to be resharded from world size {saved.ranks} to {target.ranks}, into a"
-            f" folder in {folder.parent}. To use another disk, set TMPDIR."
-            + (
-                f" To do it once: ds-frozen-patch reshard {source} NEW --stage {target.stage} --ranks {target.ranks}"
-                if change is None
-                else ""
-            )
-        )
-    if is_first(owner):
-        owner.logger.info(
-            "The checkpoint was saved in ZeRO stage %d at world size %d; it was resharded for stage %d at %d.",
-            saved.stage,
-            saved.ranks,
-            target.stage,
-            target.ranks,
-        )
-    return folder, is_made_here
+    is_plain = has_plain_optimizer(engine)
+    stage = 0 if is_plain else served.topology.stage or 1  # DeepSpeed's BF16_Optimizer is as ZeRO-1 in stage 0
+    in_masters = masters_key(vars(engine.optimizer)) if is_plain else ""
+    return {
+        "ranks": served.topology.ranks,
+        "stage": stage,
+        "precision": _precision(engine),
+        "sub_group_size": engine.zero_sub_group_size(),
+        "round_robin": bool(engine.zero_round_robin_gradients()) and not ignores_round_robin(__version__, stage),
+        "has_state": current().optimizer != "restart",
+        "like": {**engine.optimizer.state_dict(), BASE_STATE[3]: None, in_masters: None} if in_masters else {},
+    }
 
 
-def _loss_scaling(engine: Any) -> tuple[Any, Any]:
-    return getattr(engine.optimizer, "loss_scaler", None), getattr(engine.optimizer, "dynamic_loss_scale", None)
+_SCALING = ("loss_scaler", "dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor")
 
 
-def _keep_loss_scaling(engine: Any, before: tuple[Any, Any]) -> None:
-    """Keep the run's own scaler of losses in fp16, if the checkpoint is of a run that did not scale them."""
-    if before[1] and not engine.optimizer.dynamic_loss_scale:
-        engine.optimizer.loss_scaler, engine.optimizer.dynamic_loss_scale = before
+def _loss_scaling(engine: Any) -> Attributes:
+    """The attributes by which an engine scales losses in fp16."""
+    holders = (engine.optimizer, getattr(engine.optimizer, "loss_scale_config", None))
+    return [
+        (holder, name, vars(holder)[name])
+        for holder in holders
+        for name in (*_SCALING, "scale_window")
+        if name in getattr(holder, "__dict__", {})
+    ]

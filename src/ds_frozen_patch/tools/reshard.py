@@ -11,11 +11,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..checkpoint.zero.repartition import Target, plan_repartition, precision_of
-from ..checkpoint.zero.selection import rename, write_fresh
+from ..checkpoint.format.records import Records
+from ..checkpoint.format.stored import Storage, iter_tensors
+from ..checkpoint.format.writing import write_archive
+from ..checkpoint.names import RECORD
+from ..checkpoint.zero.labels import add_label, resharded_save_id
+from ..checkpoint.zero.resharding import Resharding, target_for
 from ..checkpoint.zero.states import read_states
 from ..common.errors import CheckpointError
+from ..common.progress import progress
 from ..common.text import human_bytes, printable
+from ..core.record import identify, write_record
 from ..settings import Optimizer
 from .output import check_output, copy_other_files, new_output
 
@@ -98,59 +104,48 @@ def reshard(
     if precision not in (None, *PRECISIONS):
         raise ValueError(f"precision must be 'bf16' or 'fp32', not {precision!r}")
     states = read_states(source, tag, trust)
-    now = Target(
-        states.world_size if ranks is None else ranks,
-        states.zero_stage if stage is None else stage,
-        None if precision == precision_of(states) else precision,
-        has_state=optimizer != "restart",
-    )
-    if now == Target(states.world_size, states.zero_stage):
+    before = target_for(states)
+    has_state = None if optimizer != "restart" else False
+    now = target_for(states, ranks=ranks, stage=stage, precision=precision, has_state=has_state)
+    if now == before:
         raise CheckpointError(
-            f"{source} already is a checkpoint of {now.ranks} ranks in ZeRO stage {now.stage}, and in"
-            f" {precision_of(states)}."
+            f"{source} already is a checkpoint of {now.ranks} ranks in ZeRO stage {now.stage}, and in {now.precision}."
         )
-    if now.has_state and now.stage == states.zero_stage == 0 and now.precision is None:
+    if now == replace(before, ranks=now.ranks) and now.stage == 0:
         raise CheckpointError(
             f"{source} has ZeRO stage 0, and its optimizer's state is not sharded by rank: any number of ranks can"
             " resume from it as it is."
         )
-    resharded = plan_repartition(states, now)
+    resharding = Resharding(states, now)
+    files = dict(resharding.files())
+    size = sum(sum(item.nbytes for item in {tensor.storage for _, tensor in iter_tensors(s)}) for s in files.values())
+    done = Resharded(str(source), str(target), now.stage, before.stage, before.ranks, now.ranks, size)
     path, root = Path(target), states.layout.root
-    done = Resharded(
-        str(source), str(target), now.stage or 0, states.zero_stage, states.world_size, now.ranks, resharded.size
-    )
     if dry_run:
         check_output(path, root)
         return done
     with new_output(path, root) as output:
         folder = output / states.layout.tag
         folder.mkdir(parents=True)
-        resharded.write(folder, quiet)
+        _write(resharding, files, folder, size, quiet)
         copy_other_files(states.layout, output)
     return done
 
 
-def reshard_for_load(
-    source: str | Path, tag: str | None, target: str | Path, engine: Target, fresh: Iterator[tuple[str, Any]]
-) -> None:
-    """Write the checkpoint that an engine can load, into an empty folder.
+def _write(resharding: Resharding, files: dict[str, Any], folder: Path, size: int, quiet: bool) -> None:
+    """Write files, and a record if there was one, or labels that say so."""
+    states, now = resharding.states, resharding.target
+    save = resharded_save_id(identify(states.layout.files), now.stage, now.ranks)
+    # A record without manifest says that nothing was left out, which only a checkpoint of ours can tell.
+    has_record = states.manifest is not None or (states.layout.model[0].parent / RECORD).is_file()
+    with Records() as records, progress("writing", size, quiet) as advance:
 
-    Args:
-        source: the directory of a DeepSpeed checkpoint.
-        tag: the subdirectory to read.
-        target: the folder.
-        engine: what it is for.
-        fresh: the model's values of what is trained from now on, in the order of `engine.selection.fresh`.
+        def content(storage: Storage, begin: int, count: int) -> Iterator[bytes | memoryview]:
+            for chunk in resharding.tensors.content(records, storage, begin, count):
+                yield chunk
+                advance(len(chunk))
 
-    Raises:
-        CheckpointError: as `reshard`.
-    """
-    states = read_states(source, tag, trust=True)
-    if engine.selection is not None:
-        states = rename(states, engine.selection.names)
-        stored = write_fresh(states, engine.selection, fresh, Path(target) / "fresh.pt")
-        engine = replace(engine, selection=replace(engine.selection, stored=stored))
-    resharded = plan_repartition(states, engine)
-    folder = Path(target) / states.layout.tag
-    folder.mkdir()
-    resharded.write(folder, quiet=False)
+        for name, state in files.items():
+            write_archive(folder / name, add_label(state, save, name, has_record), content)
+    if has_record:
+        write_record(folder, replace(states.make_record(save, resharding.manifest, now.ranks), zero_stage=now.stage))

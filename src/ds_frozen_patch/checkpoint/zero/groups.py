@@ -1,0 +1,313 @@
+"""The optimizer's state of a checkpoint as named tensors, whatever ZeRO stage, world size and optimizer saved it.
+
+`read` returns the parameter groups: of each trained parameter the fp32 master and the moments, as ranges of the files.
+Every stage keeps them in flat tensors, see `_Flat`; `shards` is the inverse.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+from ...common.errors import CheckpointError
+from ...parameters import plain
+from ...workarounds.old_deepspeed import ignores_round_robin
+from ..format.records import Piece, pieces_of_range
+from ..format.stored import StoredTensor, iter_tensors
+from .masters import without_padding
+from .partitions import (
+    Shapes,
+    group_shard_size,
+    numel,
+    parameter_offsets,
+    parameter_shard_size,
+    sub_group_shard_size,
+    undo_round_robin,
+)
+from .states import FLAT_MASTERS, States, groups_in_memory, masters_key, parameter_groups, zero_setting
+
+BASE_STATE = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_state_dict"}
+"""The key of the wrapped optimizer's state in that of ZeRO's optimizer, by stage."""
+MASTERS = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups", 3: "fp32_flat_groups"}
+"""The key of the masters there."""
+MASTERS_ALONE = (
+    'The masters alone can be resharded, for a fresh optimizer: patch(optimizer="restart"), or reshard --optimizer'
+    " restart."
+)
+"""What to do about an optimizer's state that cannot be resharded."""
+BLOCK = 256
+"""How many elements an 8-bit optimizer of bitsandbytes has one scale for, as in its releases 0.46 and 0.50."""
+_NEST = "__bnb_optimizer_quant_state__"
+"""The key of the dict in which 0.50 saves what belongs to a parameter's 8 bits; here its keys follow this and a dot."""
+_SCALES, _MAPS = (
+    {f"{prefix}{name}{number}" for prefix in ("", f"{_NEST}.") for number in (1, 2)} for name in ("absmax", "qmap")
+)
+"""The keys of these scales, and of the tables of the 256 values that they scale."""
+
+
+class SharedBlockError(Exception):
+    """A parameter or a shard, of the checkpoint or of the target, begins within a block that has one scale."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """The elements of a tensor, flattened: where they are, and a tensor whose dtype and kind they have.
+
+    `per` is the number of elements of the parameter for each: 1, or that of a block that has one scale.
+    """
+
+    pieces: tuple[Piece, ...]
+    like: StoredTensor
+    per: int = 1
+
+    @cached_property
+    def _begins(self) -> list[int]:
+        return list(accumulate((piece.count for piece in self.pieces), initial=0))
+
+    def part(self, begin: int, count: int) -> Iterator[Piece]:
+        """The pieces for `count` elements of the parameter from `begin` on, which is where a block begins."""
+        begin, count = begin // self.per, blocks_in(count, self.per)
+        index = bisect_right(self._begins, begin) - 1
+        while count > 0:
+            piece, skipped = self.pieces[index], begin - self._begins[index]
+            taken = min(count, piece.count - skipped)
+            yield Piece(piece.storage, piece.begin + skipped, taken)
+            begin, count, index = begin + taken, count - taken, index + 1
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained parameter: its shape, its value in full precision, and the optimizer's state of it by key.
+
+    The state has `Values` with one element for each of the parameter's, and single values, such as a step counter.
+    """
+
+    shape: tuple[int, ...]
+    master: Values
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A parameter group of the optimizer: its settings, and its parameters by name in the order of the optimizer."""
+
+    settings: Mapping[str, Any]
+    parameters: Mapping[str, Trained]
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shapes of its parameters."""
+        return {name: parameter.shape for name, parameter in self.parameters.items()}
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """A flat tensor of parameters, and the optimizer's state of it: the shards that the ranks have.
+
+    Stage 0 has one "shard" for each parameter, or with FusedAdam for each group. In ZeRO 1 and 2 a flat tensor is a
+    group, cut into one shard for each rank. In ZeRO-3 it is a sub-group, and each rank has a part of every parameter.
+
+    Attributes:
+        shapes: of the parameters, in the order of the optimizer.
+        begins: where each begins in the flat tensor, in ZeRO-3 in a shard.
+        shape: of a shard.
+        masters, states: of each rank.
+    """
+
+    shapes: Shapes
+    begins: Mapping[str, int]
+    shape: tuple[int, ...]
+    masters: Sequence[Any]
+    states: Sequence[Mapping[str, Any]]
+    is_in_parts: bool = False
+
+    def read(self, states: States) -> dict[str, Trained]:
+        """The parameters by name."""
+        shards: dict[str, Any] = {}
+        ranks, size = len(self.masters), prod(self.shape)
+        for key, value in self.states[0].items():
+            shape = self.shape
+            if key in _SCALES:
+                if any(begin % BLOCK for begin in self.begins.values()) or (ranks > 1 and size % BLOCK):
+                    raise SharedBlockError
+                shape = (blocks_in(size, BLOCK),)
+            if isinstance(value, StoredTensor) and value.shape == shape and key not in (*_MAPS, "step"):
+                shards[key] = [_require_shard(states, state.get(key), shape, key) for state in self.states]
+            elif max((tensor.numel for _, tensor in iter_tensors(value)), default=0) > 1 and key not in _MAPS:
+                raise CheckpointError(
+                    f"{states.layout.root} cannot be resharded: how {key!r} in the optimizer's state corresponds to the"
+                    f" {size} weights is unknown. {MASTERS_ALONE}"
+                )
+        return {
+            name: Trained(
+                shape,
+                self._values(name, self.masters),
+                {
+                    key: self._values(name, shards[key], key) if key in shards else self.states[0][key]
+                    for key in self.states[0]
+                },
+            )
+            for name, shape in self.shapes.items()
+        }
+
+    def _values(self, name: str, shards: Sequence[StoredTensor], key: str = "") -> Values:
+        per, ranks, begin = BLOCK if key in _SCALES else 1, len(shards), self.begins[name]
+        count = blocks_in(prod(self.shapes[name]), per)
+        if not self.is_in_parts:
+            return Values(pieces_of_range(shards, begin // per, count), shards[0], per)
+        size = blocks_in(parameter_shard_size(self.shapes[name], ranks), per)
+        pieces = [piece for shard in shards for piece in pieces_of_range([shard], begin // per, size)]
+        return Values(without_padding(pieces, count), shards[0], per)
+
+
+def read(states: States, with_state: bool = True) -> list[Group]:
+    """The parameter groups of a checkpoint's optimizer.
+
+    Args:
+        states: of the checkpoint.
+        with_state: False for the masters alone.
+
+    Raises:
+        CheckpointError: they are inconsistent, or the optimizer's state is not one value for each element.
+    """
+    flats = _in_stage_0(states, with_state) if not states.optimizers else _in_zero(states, with_state)
+    groups = [
+        Group(settings, {name: item for flat in parts for name, item in flat.read(states).items()})
+        for settings, parts in flats
+    ]
+    if with_state and any(group.settings.get("use_muon") for group in groups):
+        raise CheckpointError(
+            f"{states.layout.root} cannot be resharded: with Muon, each rank keeps the momentum of whole parameters."
+            f" {MASTERS_ALONE}"
+        )
+    return groups
+
+
+def _in_stage_0(states: States, with_state: bool) -> Iterator[tuple[Mapping[str, Any], list[_Flat]]]:
+    """The settings and the flat tensors of each group."""
+    (model,) = states.models
+    saved = model["optimizer"]
+    in_masters = masters_key(saved)
+    base = saved[BASE_STATE[3]] if in_masters else saved
+    kept = {index: _unnested(state) for index, state in (base["state"] if with_state else {}).items()}
+    weights = {plain(n): item for n, item in {**(model.get("frozen_param_fragments") or {}), **model["module"]}.items()}
+    for number, (settings, shapes) in enumerate(zip(base["param_groups"], parameter_groups(model), strict=True)):
+        if in_masters == FLAT_MASTERS:
+            shape = (numel(shapes),)
+            flat = _require_shard(states, saved[in_masters][number], shape, FLAT_MASTERS)
+            yield (
+                settings,
+                [_Flat(shapes, parameter_offsets(shapes), shape, [flat], [kept.get(settings["params"][0], {})])],
+            )
+            continue
+        masters = saved[in_masters][number] if in_masters else [weights[plain(name)] for name in shapes]
+        entries = zip(settings["params"], masters, shapes.items(), strict=True)
+        yield (
+            settings,
+            [
+                _Flat({n: shape}, {n: 0}, shape, [contiguous(states, master, n)], [kept.get(index, {})])
+                for index, master, (n, shape) in entries
+            ],
+        )
+
+
+def _in_zero(states: States, with_state: bool) -> Iterator[tuple[Mapping[str, Any], list[_Flat]]]:
+    """The settings and the flat tensors of each group."""
+    stage, ranks, groups = states.zero_stage, len(states.optimizers), parameter_groups(states.models[0])
+    bases = [optimizer[BASE_STATE[stage]] for optimizer in states.optimizers]
+    masters = [list(optimizer.get(MASTERS[stage]) or []) for optimizer in states.optimizers]
+    if sorted(index for group in bases[0]["param_groups"] for index in group["params"]) != list(range(len(groups))):
+        raise ValueError("the groups of the optimizer are not those of the parameters")
+    if any(len(own) != len(groups) or not all(isinstance(m, StoredTensor) for m in own) for own in masters):
+        raise CheckpointError(
+            f"{states.layout.root} cannot be resharded: it lacks master weights; they may be on NVMe."
+        )
+    in_memory = groups_in_memory(states, groups)
+    for settings in bases[0]["param_groups"]:
+        flats = []
+        for index in settings["params"]:
+            group, shapes = in_memory[index], groups[index]
+            size = sub_group_shard_size(group, ranks) if stage == 3 else group_shard_size(group, ranks)
+            kept = [_unnested(base["state"].get(index, {})) if with_state else {} for base in bases]
+            if uses_round_robin(states):
+                shapes = undo_round_robin(shapes, ranks)
+            begins = parameter_offsets(group, ranks if stage == 3 else 0)
+            flats.append(_Flat(shapes, begins, (size,), [own[index] for own in masters], kept, stage == 3))
+        yield settings, flats
+
+
+def blocks_in(elements: int, per: int) -> int:
+    """The number of blocks of `per` elements, the last of which may be shorter."""
+    return -(-elements // per)
+
+
+def by_plain_name(groups: Iterable[Group]) -> dict[str, Trained]:
+    """Return the parameters of all groups."""
+    return {plain(name): parameter for group in groups for name, parameter in group.parameters.items()}
+
+
+def _unnested(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state without the dict for 8 bits in it."""
+    inner = state.get(_NEST)
+    if not isinstance(inner, Mapping):
+        return dict(state)
+    outer = {key: value for key, value in state.items() if key != _NEST}
+    return outer | {f"{_NEST}.{key}": value for key, value in inner.items()}
+
+
+def nested(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state as the optimizer saves it: the inverse of how this module reads it."""
+    inner = {key: value for key, value in state.items() if key.startswith(f"{_NEST}.")}
+    outer = {key: value for key, value in state.items() if key not in inner}
+    return outer | ({_NEST: {key.removeprefix(f"{_NEST}."): value for key, value in inner.items()}} if inner else {})
+
+
+def contiguous(states: States, value: Any, what: str) -> StoredTensor:
+    """One stored tensor; raises CheckpointError if its elements are not contiguous."""
+    if not isinstance(value, StoredTensor) or not value.is_contiguous:
+        raise CheckpointError(
+            f"{states.layout.root} cannot be resharded: {what!r} is not a contiguous tensor, and only ZeRO stage 0 can"
+            " save and load such a one."
+        )
+    return value
+
+
+def whole(states: States, value: Any, what: str) -> Values:
+    """The elements of one stored tensor; raises CheckpointError if they are not contiguous."""
+    stored = contiguous(states, value, what)
+    return Values((Piece(stored.storage, stored.offset, stored.numel),), stored)
+
+
+def _require_shard(states: States, flat: Any, shape: tuple[int, ...], what: str) -> StoredTensor:
+    """A rank's shard; raises CheckpointError if it does not have this shape."""
+    if not isinstance(flat, StoredTensor) or flat.numel != prod(shape):
+        raise CheckpointError(
+            f"{states.layout.root} is inconsistent: a rank's shard of {what!r} does not have {prod(shape)} elements. It"
+            " is from another run, or on NVMe; take all files from one checkpoint."
+        )
+    return contiguous(states, flat, what)
+
+
+def shard_pieces(states: States, name: str) -> Values:
+    """A frozen parameter in ZeRO-3: each rank's file of model states has a shard of it."""
+    shape = tuple(states.models[0]["frozen_param_shapes"][name])
+    size = (parameter_shard_size(shape, len(states.models)),)
+    fragments = [(model.get("frozen_param_fragments") or {}).get(name) for model in states.models]
+    shards = [_require_shard(states, fragment, size, name) for fragment in fragments]
+    pieces = [Piece(shard.storage, shard.offset, shard.numel) for shard in shards]
+    return Values(without_padding(pieces, prod(shape)), shards[0])
+
+
+def uses_round_robin(states: States) -> bool:
+    """Whether groups have the order of `round_robin_gradients`."""
+    saved_with = states.versions.get("deepspeed", "")
+    return (
+        states.zero_stage in (1, 2)
+        and bool(zero_setting(states, "round_robin_gradients"))
+        and not ignores_round_robin(saved_with, states.zero_stage)
+    )
