@@ -153,7 +153,7 @@ class Publication:
         make_folder(self.home, self.sync)
         self._beside = {script.name for script in self._scripts()}
         if self.is_tag:
-            finish(self.home)
+            finish(self.home, self.sync)
         self._look_for_others()
         self._write_note()
         self.in_place = self.in_place or not self._can_rename()
@@ -239,9 +239,10 @@ class Publication:
             return
         self._record = record
         late = [*self._scripts(), *self.home.glob(OFFLOADED)]
-        if self.latest is not None:  # here, where a full disk has changed nothing yet
-            late.append(self._hidden_latest)
-            late[-1].write_text(self.latest)
+        if self.latest is not None:
+            with suppress(PermissionError):  # files in the folder may be written all the same
+                self._hidden_latest.write_text(self.latest)  # here, where a full disk has changed nothing yet
+                late.append(self._hidden_latest)
         if record is not None and not self.in_place:
             late.append(self.path(RECORD))
             late[-1].write_text(record, encoding="utf-8")
@@ -282,7 +283,7 @@ class Publication:
             if not commit(self.home, self.id, self.sync):
                 self._warn_of_other_job()
             self.is_decided = True
-            finish(self.home)
+            finish(self.home, self.sync)
         if self.latest is not None:
             self._name_latest(self.latest)
         self._close()
@@ -296,7 +297,7 @@ class Publication:
         latest = self.folder / "latest"
         if latest.is_file() and latest.read_text(errors="replace") == tag:
             return
-        if self.in_place or latest.is_symlink():
+        if self.in_place or latest.is_symlink() or not self._hidden_latest.exists():
             latest.write_text(tag)
         else:
             self._hidden_latest.replace(latest)
