@@ -93,8 +93,8 @@ def test_saves_where_not_all_can_be_renamed(
             assert saves.leftovers(at) == []
             files = {path for path in (*(at / "run").iterdir(), *(at / "run" / TAG).iterdir())}
             if mode != "plain":
-                assert ds_frozen_patch.verify(at / "run", TAG).problems == []
-                assert ds_frozen_patch.verify(at / "last.ckpt").problems == []
+                assert not ds_frozen_patch.verify(at / "run", TAG).problems
+                assert not ds_frozen_patch.verify(at / "last.ckpt").problems
             print(sorted(map(str, files)), one["warnings"])
         warnings = [*one["warnings"], *other["warnings"]]
         assert bool(warnings) == (kind == "renames" and mode != "plain"), warnings

@@ -307,6 +307,17 @@ def cached_disk(folder: Path, count: int) -> Iterator[Nodes]:
         yield Nodes(folder / "disk", mounts, (server,) * count)
 
 
+@contextmanager
+def local_locks(folder: Path, count: int) -> Iterator[Nodes]:
+    """Give all nodes one disk, on which a lock is not seen by other nodes."""
+    server = _made(folder / "server")
+    mounts = tuple(folder / f"mount{node}" for node in range(count))
+    with ExitStack() as stack:
+        for mount in mounts:
+            stack.enter_context(mounted(server, mount, 0, refuses="locks"))
+        yield Nodes(folder / "disk", mounts, (server,) * count)
+
+
 def _made(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     return folder

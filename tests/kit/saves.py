@@ -205,7 +205,7 @@ def obey(this: ThisProcess, out: str, mode: str, stage: int, number: int) -> Non
     background._GRACE_SECONDS = 1
     background._LOST_SECONDS, background._BEAT_SECONDS = 2, 0.1
     with served(mode):
-        run = Numbered(out, torch_world_size(), stage, number)
+        run = Numbered(out, int(os.environ["WORLD_SIZE"]), stage, number)
         this.pipe.send(os.getpid())
         while (asked := this.pipe.recv()) is not None:
             name, arguments = asked
@@ -232,7 +232,7 @@ class Crew:
             self._ranks = processes.start_ranks(obey, self.log, (None,) * self._world_size, **self._asked)
             self.saved = self._asked["number"]
             self.pids = [self._heard(rank) for rank in self._ranks]
-            assert all(self.pids), self.log.read_text()[-4000:]
+            assert all(isinstance(pid, int) for pid in self.pids), (self.pids, self.log.read_text()[-4000:])
 
     def __call__(self, name: str, *arguments: Any) -> list[Any]:
         self.start()
