@@ -21,7 +21,7 @@ import ds_frozen_patch
 from ds_frozen_patch import PatchError
 from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.engine import handshake
-from ds_frozen_patch.publish.work_folder import is_unfinished
+from ds_frozen_patch.publish.journal import is_unfinished
 from ds_frozen_patch.save import agreement
 
 pytestmark = [pytest.mark.promise(18), pytest.mark.everyday]
@@ -229,10 +229,10 @@ def die_in_an_agreement(out: str, number: int) -> None:
     """Rank 1 is gone when a save agrees: that all is written, or that it has its name."""
     agree, calls = agreement.agree_on_end, count(1)
 
-    def agree_or_die(save: Any) -> Any:
+    def agree_or_die(save: Any, *args: Any) -> Any:
         if next(calls) == number and os.environ["RANK"] == "1":
             os._exit(9)
-        return agree(save)
+        return agree(save, *args)
 
     with owners.served(), overridden([(agreement, "agree_on_end", agree_or_die)]):
         owners.Run("deepspeed", out, 2, 2).train(epochs=1)
@@ -247,5 +247,7 @@ def test_a_rank_that_is_gone_at_the_end_of_a_save(ranks: Any, tmp_path: Path, nu
     kind, text = caught.value.raised[0]
     assert kind == "CheckpointError"
     assert f"{tmp_path}/epoch0 {said}" in text
-    assert text.endswith("What is there now is incomplete." if number == 1 else "already, and complete."), text
+    assert text.endswith(
+        "There is no checkpoint there now." if number == 1 else "is the new checkpoint, and complete."
+    ), text
     assert is_unfinished(tmp_path / "epoch0") == (number == 1)

@@ -25,7 +25,7 @@ import ds_frozen_patch
 from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.engine.served import attached
 from ds_frozen_patch.publish import in_flight, publication
-from ds_frozen_patch.publish.work_folder import is_unfinished
+from ds_frozen_patch.publish.journal import is_unfinished
 from ds_frozen_patch.save import background
 from ds_frozen_patch.save.recording import Recorder
 

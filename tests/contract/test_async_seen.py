@@ -29,8 +29,8 @@ import ds_frozen_patch
 from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.frameworks.readers import may_read
 from ds_frozen_patch.publish import in_flight
+from ds_frozen_patch.publish.journal import is_unfinished
 from ds_frozen_patch.publish.publication import Publication
-from ds_frozen_patch.publish.work_folder import is_unfinished
 from ds_frozen_patch.save import background
 
 pytestmark = [pytest.mark.promise(26), pytest.mark.everyday]
@@ -323,14 +323,14 @@ def test_the_same_as_after_a_synchronous_save(
 
 def names_after_the_wait(out: str) -> list[list[str]]:
     """What a rank finds twice, while what is no longer needed takes rank 0 long to remove."""
-    close = Publication.close
+    close = Publication._close
 
     def close_late(self: Publication) -> None:
         time.sleep(SLOW)
         close(self)
 
     found = []
-    with owners.served(async_save=True), overridden([(Publication, "close", close_late)]):
+    with owners.served(async_save=True), overridden([(Publication, "_close", close_late)]):
         run = runs.trainer(out, 2, 2, epochs=1, enable_checkpointing=False)
         run.fit(runs.LoraRun(), runs.batches(2))
         for _ in range(2):  # to a new path, and over a checkpoint

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib
 import inspect
 import os
 import re
+import subprocess
+from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -25,9 +26,11 @@ from kit.processes import RankError
 from safetensors import safe_open
 
 import ds_frozen_patch
-from ds_frozen_patch.checkpoint.names import RECORD, is_not_whole
+from ds_frozen_patch.checkpoint.names import RECORD
 from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.engine.served import attached
+from ds_frozen_patch.publish import journal
+from ds_frozen_patch.publish.journal import Note, is_not_whole, notes
 
 pytestmark = pytest.mark.promise(19)
 EVERYDAY = pytest.mark.everyday  # the others, once for each owner, run in every cell
@@ -261,26 +264,51 @@ def test_engines_that_are_not_served_are_left_alone(ranks: Any, tmp_path: Path) 
         assert len(state["module"]) > 20
 
 
-def one_moved_away(out: str) -> Any:
-    """A save that was killed between two renames has left what was there in its work folder."""
+def killed_in_the_renames(out: str) -> None:
+    """A first save, and one over it that is killed when its journal counts and no file has its name."""
     with owners.served():
         run = Run("deepspeed", out, 2, 2)
-        expected = run.train(epochs=1)[1]
-        if torch.distributed.get_rank() == 0:
-            work = Path(out, ".ds_frozen_patch-0123456789ab", "old")
-            work.mkdir(parents=True)
-            Path(out, "epoch0").rename(work / "epoch0")
-        torch.distributed.barrier()
+        run.train(epochs=1)
+        run.train_epoch()
+        torch.save(run.seen()[1], f"{out}/expected{torch.distributed.get_rank()}.bin")
+        with overridden([(journal, "_do", lambda *_: os._exit(9))]):
+            run.save(run.at(0), 1)
+
+
+def resumed_after_it(out: str) -> Any:
+    with owners.served():
         again = Run("deepspeed", out, 2, 2, seed=1)
         path, state = again.engine.load_checkpoint(out)
-        assert state["epoch"] == 1
-        return Path(path).relative_to(out).parts[1:3], again.seen()[1] == expected
+        expected = torch.load(f"{out}/expected{torch.distributed.get_rank()}.bin")
+        return str(path), state["epoch"], again.seen()[1] == expected
 
 
 @EVERYDAY
-def test_a_checkpoint_that_a_killed_save_has_moved(ranks: Any, tmp_path: Path) -> None:
-    for place, is_same in ranks(2, one_moved_away, out=str(tmp_path)):
-        assert (place, is_same) == (("old", "epoch0"), True)
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_load_finishes_a_save(ranks: Any, tmp_path: Path, read_only: bool) -> None:
+    """Where it may not, it reads the files under their hidden names, and so do the tools."""
+    with pytest.raises(RankError):
+        ranks(2, killed_in_the_renames, out=str(tmp_path))
+    names = sorted(item.name for item in (tmp_path / "epoch0").iterdir())
+    assert [name for name in names if "journal" in name]
+    with mounted_read_only(tmp_path) if read_only else nullcontext():
+        assert not ds_frozen_patch.verify(tmp_path).problems
+        for path, epoch, is_same in ranks(2, resumed_after_it, out=str(tmp_path)):
+            assert Path(path).parent == tmp_path / "epoch0"
+            assert (epoch, is_same) == (2, True)
+        left = sorted(item.name for item in (tmp_path / "epoch0").iterdir())
+        assert left == (names if read_only else [name for name in names if not name.startswith(".")])
+
+
+@contextmanager
+def mounted_read_only(folder: Path) -> Iterator[None]:
+    subprocess.run(["mount", "--bind", str(folder), str(folder)], check=True)
+    subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def weights_of_an_earlier_tag(out: str, stage: int) -> Any:
@@ -406,11 +434,11 @@ def test_killed_while_accelerate_numbers(ranks: Any, tmp_path: Path, at: str) ->
         ranks(2, killed_while_numbering, out=str(tmp_path), at=at)
     folders = [tmp_path / "checkpoints" / f"checkpoint_{number}" for number in range(2)]
     assert sorted(folders[0].parent.iterdir()) == folders
-    if at == "model_states.pt":  # a job that still writes it has this lock
-        (lock,) = folders[1].glob("*/.ds_frozen_patch-*/lock")
-        with lock.open("r+") as opened:
-            fcntl.flock(opened, fcntl.LOCK_EX)
-            assert ranks(2, refused_number, out=str(tmp_path)) == ["ValueError"] * 2
+    if at == "model_states.pt":  # and as if the process of its note were one that runs
+        ((path, note),) = notes(folders[1]).items()
+        Note.of_this_process(note.tag, True, False).write(path)
+        assert ranks(2, refused_number, out=str(tmp_path)) == ["ValueError"] * 2
+        note.write(path)
     assert ranks(2, numbered_again, out=str(tmp_path)) == [(2, True, "ValueError")] * 2
     assert sorted(folders[0].parent.iterdir()) == folders
     assert not list(tmp_path.rglob(".*"))

@@ -278,7 +278,7 @@ def test_nodes_with_disks_of_their_own(tmp_path: Path, by: str) -> None:
 
 def closed_late_on_a_node(this: ThisProcess, at: str) -> tuple[float, float]:
     """When this node has removed what its save does not need any more, and when the save has returned."""
-    close, closed = Publication.close, 0.0
+    close, closed = Publication._close, 0.0
 
     def late(place: Publication) -> None:
         nonlocal closed
@@ -286,7 +286,7 @@ def closed_late_on_a_node(this: ThisProcess, at: str) -> tuple[float, float]:
         close(place)
         closed = time.monotonic()
 
-    with owners.served(), overridden([(Publication, "close", late)]):
+    with owners.served(), overridden([(Publication, "_close", late)]):
         Run("deepspeed", f"{at}/run", 2, 2, PEFT, config=ON_EACH_NODE).train(epochs=1)
     return closed, time.monotonic()
 
@@ -299,7 +299,7 @@ def test_a_save_returns_once_every_node_is_done(tmp_path: Path) -> None:
 
 
 def failed_on_a_node(this: ThisProcess, at: str) -> Any:
-    """What a save says that the second node cannot name, and what a load finds afterwards."""
+    """What a save says whose files the second node cannot name, and what a load finds afterwards."""
 
     def fail(_: Publication) -> None:
         raise OSError(errno.EIO, "Input/output error")
@@ -308,9 +308,9 @@ def failed_on_a_node(this: ThisProcess, at: str) -> Any:
         run = Run("deepspeed", f"{at}/run", 2, 2, PEFT, config=ON_EACH_NODE)
         run.train_epoch()
         run.save(run.at(0))
-        saved = runs.trained_state(run.module)
         run.train_epoch()
-        with overridden([(Publication, "give_name", fail)] if os.environ["RANK"] == "1" else []):
+        saved = runs.trained_state(run.module)
+        with overridden([(Publication, "give_names", fail)] if os.environ["RANK"] == "1" else []):
             said = runs.refusal(run.save, run.at(0))
         other = Run("deepspeed", f"{at}/run", 2, 2, PEFT, config=ON_EACH_NODE)
         return said, runs.outcome(other.load, other.at(0)), runs.trained_state(other.module), saved
@@ -324,5 +324,6 @@ def test_a_save_that_one_node_cannot_name_loses_nothing(tmp_path: Path) -> None:
         assert outcome == "returned", (found, cluster.log())
         (kind, said), loaded, now, saved = found
         assert (kind, "Input/output error" in said) == ("CheckpointError", True)
+        assert "was saved, but an error has followed" in said
         assert loaded == ("", "")
         assert now == saved

@@ -11,6 +11,7 @@ from kit.cell import CELL, Fabric, FabricDeepSpeed, ModelCheckpoint, pl
 from kit.checkpoints import model_states
 
 import ds_frozen_patch
+from ds_frozen_patch.publish.journal import Journal, digest, hidden
 
 pytestmark = pytest.mark.promise(2)
 
@@ -60,13 +61,15 @@ def resume_from_last(out: str) -> list[int]:
     return steps
 
 
-def test_a_kill_between_two_renames(ranks: Any, tmp_path: Path) -> None:
-    """As it happens where the file system cannot exchange two names, as with NFS."""
+def test_a_kill_in_the_renames(ranks: Any, tmp_path: Path) -> None:
     ranks(2, save_at, out=str(tmp_path), world_size=2, stage=2)
-    moved = tmp_path / "last.ckpt" / ".ds_frozen_patch-0123456789ab" / "old"
-    moved.mkdir(parents=True)
-    (tmp_path / "last.ckpt" / "checkpoint").rename(moved / "checkpoint")
-    (moved.parent / "rank0").touch()
+    folder, save = tmp_path / "last.ckpt" / "checkpoint", "0123456789ab"
+    names = [item.name for item in folder.iterdir()]
+    after = digest(folder)
+    for name in names:
+        (folder / name).rename(hidden(folder / name, save))
+    Journal(save, 0, "none", after, tuple(names), ()).prepare(folder, sync=False)
+    hidden(folder / "ds_frozen_patch-journal", save).rename(folder / ".ds_frozen_patch-journal-none")
     expected = [2 * runs.BATCHES, *([2 * runs.BATCHES] if LINKS else [])]  # "last" goes on from the first of 3 epochs
     assert ranks(2, resume_from_last, out=str(tmp_path)) == [expected] * 2
     if LINKS:  # Lightning does not save over what is there
@@ -111,7 +114,8 @@ def test_a_killed_requeue_save_is_not_resumed(ranks: Any, tmp_path: Path) -> Non
     """Slurm's requeue resumes from the highest `hpc_ckpt_N` that is whole."""
     (tmp_path / "hpc_ckpt_9.ckpt" / "checkpoint").mkdir(parents=True)
     (tmp_path / "hpc_ckpt_9.ckpt" / "latest").write_text("checkpoint")
-    (tmp_path / "hpc_ckpt_10.ckpt" / "checkpoint" / ".ds_frozen_patch-0123456789ab").mkdir(parents=True)
+    (tmp_path / "hpc_ckpt_10.ckpt" / "checkpoint").mkdir(parents=True)
+    (tmp_path / "hpc_ckpt_10.ckpt" / "checkpoint" / ".mp_rank_00_model_states.pt.0123456789ab").touch()
     expected = str(tmp_path / "hpc_ckpt_9.ckpt"), str(tmp_path / "hpc_ckpt_11.ckpt")
     assert ranks(1, requeued, out=str(tmp_path)) == [expected]
 

@@ -20,12 +20,13 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import ds_frozen_patch
-from ds_frozen_patch.checkpoint.names import RECORD, is_not_whole
+from ds_frozen_patch.checkpoint.names import RECORD
 from ds_frozen_patch.checkpoint.zero.labels import LABEL
 from ds_frozen_patch.core.record import write_record
 from ds_frozen_patch.load.files import read_record
 from ds_frozen_patch.manifest import KEY, Manifest
 from ds_frozen_patch.parameters import plain
+from ds_frozen_patch.publish.journal import is_not_whole
 from kit import cell, runs
 from kit.cell import PRECISION, Callback, DeepSpeedStrategy
 

@@ -10,6 +10,7 @@ import errno
 import io
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -242,7 +243,8 @@ def on_write(at: str, happen: Callable[[], None], which: int) -> contextlib.Abst
 
     def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         made = opening(file, mode, *args, **kwargs)
-        if "w" in mode and torch.distributed.get_rank() == 0 and str(file).endswith(at):
+        final = re.sub(r"/\.(.+)\.[0-9a-f]{12}$", r"/\1", str(file))  # what is written under a hidden name
+        if "w" in mode and torch.distributed.get_rank() == 0 and final.endswith(at):
             seen.append(str(file))
             if len(seen) >= which:
                 happen()

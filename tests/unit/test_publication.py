@@ -1,37 +1,46 @@
-"""One entry of a folder is published, is discarded, or fails, in each way and beside what others have there."""
+"""A save is published, discarded, or killed at any step, beside what others have there, and where it cannot rename."""
 
 from __future__ import annotations
 
+import errno
+import itertools
+import json
+import multiprocessing
 import os
-from contextlib import nullcontext
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
-from memory import open_files
 
-from ds_frozen_patch import CheckpointError
-from ds_frozen_patch.checkpoint.names import WRITER
-from ds_frozen_patch.publish.publication import INCOMPLETE, NOTHING, UNCHANGED, Publication
-from ds_frozen_patch.publish.ways import Way
-from ds_frozen_patch.publish.work_folder import WORK, identity, left_behind, lock, work_folders
+from ds_frozen_patch.checkpoint.names import RECORD
+from ds_frozen_patch.publish import publication as module
+from ds_frozen_patch.publish.journal import Note, finish, is_unfinished, journals, names_now, note_of, prepared
+from ds_frozen_patch.publish.publication import INCOMPLETE, NOTHING, UNCHANGED, Publication, finish_as
 
 STATES, OF_RANK = "mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-WAYS = {"nothing": Way.NEW, "folder": Way.NEW, "theirs": Way.NEW, "checkpoint": Way.EXCHANGED, "link": Way.OVER}
-"""How a target is written where this is."""
-in_each_way = pytest.mark.parametrize("there", WAYS)
+KINDS = ("nothing", "folder", "theirs", "checkpoint", "link")
+in_each_place = pytest.mark.parametrize("there", KINDS)
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
 
 
 class Place:
     """A target, `run/checkpoint`, with something at it already; and what is warned of."""
 
     def __init__(self, path: Path, there: str) -> None:
-        self.folder, self.way = path / "run", WAYS[there]
+        self.folder = path / "run"
         self.target = self.folder / "checkpoint"
         self.warnings: list[tuple[str, str]] = []
         if there == "nothing":
             return
-        self.folder.mkdir()
+        self.folder.mkdir(parents=True)
         if there == "folder":
             return
         inside = path / "elsewhere" if there == "link" else self.target
@@ -40,26 +49,29 @@ class Place:
             self.target.symlink_to(inside)
         (inside / "theirs").write_text("theirs")
         if there != "theirs":
-            for name in (STATES, OF_RANK):
+            for name in (STATES, OF_RANK, RECORD):
                 (inside / name).write_text("before")
 
     def publication(self, **fields: Any) -> Publication:
-        """A new one, of which rank 0 has chosen the way."""
-        given = {"sync": False, "is_on_own_disks": False, "is_alone": False, **fields}
+        given = {"sync": False, "is_on_own_disks": False, "is_alone": False, "is_tag": True, **fields}
 
         def warn(kind: str, text: str) -> None:
             self.warnings.append((kind, text))
 
-        return Publication(self.target, self.folder, self.target, Way.EXCHANGED, WRITER, warn=warn, **given)
+        return Publication(self.target, self.folder, self.target, is_managed=True, warn=warn, **given)
 
-    def written(self, **fields: Any) -> Publication:
+    def written(self, text: str = "new", **fields: Any) -> Publication:
         """One whose files are written, but have no names yet."""
         made = self.publication(**fields)
-        made.open(chooses_way=True)
-        made.before = identity(made.target)
-        (made.destination / STATES).write_text("new")
-        (made.destination.parent / "zero_to_fp32.py").write_text("new")
+        made.open()
+        made.path(STATES).write_text(text)
         return made
+
+    def save(self, text: str = "new") -> None:
+        made = self.written(text)
+        made.latest = "checkpoint"
+        made.prepare(text, 1)
+        made.give_names()
 
     def seen(self) -> dict[str, str]:
         """The files in the folder, and in a target that is a link, by their paths."""
@@ -67,111 +79,230 @@ class Place:
         return {str(file.relative_to(self.folder)): file.read_text() for file in files if file.is_file()}
 
 
-def killed(folder: Path, name: str) -> Path:
-    """The work folder that a killed save has left."""
-    work = folder / f"{WORK}{name}"
-    for inner in ("new", "old"):
-        (work / inner).mkdir(parents=True)
-    (work / "lock").touch()
-    return work
-
-
-@in_each_way
+@in_each_place
 def test_what_is_published_has_its_names_and_nothing_else_changes(tmp_path: Path, there: str) -> None:
     place = Place(tmp_path, there)
-    before, files = place.seen(), open_files()
+    before, inode = place.seen(), place.target.stat().st_ino if place.target.exists() else 0
     made = place.written()
-    assert made.way is place.way
-    if made.way is Way.EXCHANGED:
-        assert place.seen().items() >= before.items()
-    assert bool(work_folders(place.target)) == (made.way is not Way.EXCHANGED)
+    assert place.seen().items() >= before.items()
+    assert is_unfinished(place.target) == (there not in ("checkpoint", "link"))
     made.latest = "checkpoint"
-    made.give_name()
-    assert not work_folders(place.target)
-    assert made.state_of_target() == (
-        (INCOMPLETE, False)
-        if made.way is Way.OVER
-        else (f"{place.target} is the new checkpoint already, and complete.", True)
-    )
+    made.prepare("record", 1)
+    assert place.seen().items() >= before.items()
+    made.give_names()
+    assert made.state_of_target() == (f"{place.target} is the new checkpoint, and complete.", True)
     made.discard()  # keeps what has its name
-    made.close()
-    assert open_files() == files
-    new = {f"checkpoint/{STATES}": "new", "zero_to_fp32.py": "new", "latest": "checkpoint"}
+    new = {f"checkpoint/{STATES}": "new", f"checkpoint/{RECORD}": "record", "latest": "checkpoint"}
     theirs = {name: text for name, text in before.items() if text == "theirs"}
     assert place.seen() == new | theirs
     assert place.target.is_symlink() == (there == "link")
-    assert [kind for kind, _ in place.warnings] == (["a target that cannot be exchanged"] if there == "link" else [])
+    assert inode in (0, place.target.stat().st_ino)
+    assert not place.warnings
 
 
-@in_each_way
+@in_each_place
 def test_what_is_discarded_leaves_what_was_there(tmp_path: Path, there: str) -> None:
     place = Place(tmp_path, there)
-    before, files = place.seen(), open_files()
+    before = place.seen()
     made = place.written()
-    assert made.state_of_target() == ((UNCHANGED, False) if made.way is Way.EXCHANGED else (INCOMPLETE, False))
-    (made.destination / WRITER.late[0]).mkdir()
-    (made.destination / WRITER.late[0] / "tensor").touch()
+    made.latest = "checkpoint"
+    made.prepare("record", 1)
     made.discard()
-    assert open_files() == files
-    if there == "link":
-        assert work_folders(place.target)  # it stays incomplete
-        return
     assert place.seen() == before
     assert place.folder.exists() == (there != "nothing")
-    assert made.state_of_target() == ((UNCHANGED if made.way is Way.EXCHANGED else NOTHING), False)
+    assert made.state_of_target() == ((UNCHANGED if there in ("checkpoint", "link") else NOTHING), False)
 
 
-def test_a_folder_that_is_replaced_keeps_its_mode_and_owner(tmp_path: Path) -> None:
+@contextmanager
+def killed_at(number: int) -> Iterator[list[str]]:
+    """End the process, as it were, before the change of that number to the file system; yield those before it."""
+    done: list[str] = []
+    patched = {
+        (Path, name): getattr(Path, name) for name in ("replace", "rename", "unlink", "write_text", "mkdir", "touch")
+    }
+    patched[os, "link"] = os.link  # type: ignore[index]
+
+    def counting(name: str, change: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            if len(done) == number:
+                raise Killed
+            done.append(f"{name} {args[0]}")
+            return change(*args, **kwargs)
+
+        return changed
+
+    for (owner, name), change in patched.items():
+        setattr(owner, name, counting(name, change))
+    try:
+        with suppress(Killed):
+            yield done
+    finally:
+        for (owner, name), change in patched.items():
+            setattr(owner, name, change)
+
+
+@pytest.mark.parametrize("there", ["nothing", "theirs", "checkpoint"])
+def test_a_kill_at_any_step_leaves_the_old_or_the_new_one(tmp_path: Path, there: str) -> None:
+    states = []
+    for number in itertools.count():
+        place = Place(tmp_path / str(number), there)
+        with killed_at(number) as done:
+            place.save()
+        module._running.clear()  # as in the next process
+        theirs = place.target / "theirs"
+        assert not theirs.parent.exists() or there == "nothing" or theirs.read_text() == "theirs"
+        copy = Path(shutil.copytree(place.target, tmp_path / f"copy{number}")) if place.target.exists() else None
+        for folder in filter(None, (copy, place.target if place.target.exists() else None)):
+            as_read = {name: file.read_text() for name, file in names_now(folder).items()}
+            finish(folder)
+            assert {file.name: file.read_text() for file in folder.glob("[!.]*.[pj]*")} == as_read
+            assert not journals(folder)
+        if place.target.exists():
+            states.append(as_read)
+        place.save("newer")
+        after = place.seen()
+        assert after.pop("checkpoint/theirs", "theirs") == "theirs"
+        expected = {f"checkpoint/{STATES}": "newer", f"checkpoint/{RECORD}": "newer", "latest": "checkpoint"}
+        assert after == expected, (number, done)
+        if len(done) < number:
+            break
+    old = dict.fromkeys((STATES, OF_RANK, RECORD), "before") if there == "checkpoint" else {}
+    new = dict.fromkeys((STATES, RECORD), "new")
+    changes = [state for state, _ in itertools.groupby(states)]
+    assert changes == [old, new]
+
+
+def save_often(folder: str, number: int, times: int) -> None:
+    place = Place(Path(folder).parent, "nothing")
+    for time_ in range(times):
+        place.save(f"{number} {time_}")
+
+
+def test_several_jobs_that_save_to_one_path(tmp_path: Path) -> None:
+    """Each time the folder is looked at, after its journal is done, it has files of one save."""
+    context = multiprocessing.get_context("fork")
+    place = Place(tmp_path, "nothing")
+    jobs = [context.Process(target=save_often, args=(str(place.folder), number, 60)) for number in range(4)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+    assert [job.exitcode for job in jobs] == [0] * 4
+    seen = place.seen()
+    assert len({seen[f"checkpoint/{name}"] for name in (STATES, RECORD)}) == 1
+    assert seen.keys() == {f"checkpoint/{STATES}", f"checkpoint/{RECORD}", "latest"}
+
+
+def refuse(number: int) -> Callable[..., Any]:
+    def replace(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return replace
+
+
+@pytest.mark.parametrize("there", ["nothing", "theirs", "checkpoint"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_where_files_cannot_be_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str, fails: bool
+) -> None:
+    place = Place(tmp_path, there)
+    monkeypatch.setattr(Path, "replace", refuse(errno.ENOSYS))
+    made = place.written()
+    assert is_unfinished(place.target)
+    assert made.state_of_target() == (INCOMPLETE, False)
+    made.prepare("record", 1)
+    if fails:
+        made.discard()
+        assert made.state_of_target() == (NOTHING, False)
+    else:
+        made.give_names()
+        assert made.state_of_target()[1]
+    files = {} if fails else {f"checkpoint/{STATES}": "new", f"checkpoint/{RECORD}": "record"}
+    assert place.seen() == files | ({"checkpoint/theirs": "theirs"} if there != "nothing" else {})
+    assert not is_unfinished(place.target)
+    assert [kind for kind, _ in place.warnings] == ["files that cannot be renamed"]
+
+
+def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(tmp_path, "checkpoint")
-    place.target.chmod(0o2750)
-    if os.geteuid() == 0:
-        os.chown(place.target, 12, 34)
-    before = place.target.stat()
-    made = place.written()
-    made.give_name()
-    made.close()
-    after = place.target.stat()
-    assert after.st_ino != before.st_ino
-    assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
+    before = place.seen()
+    monkeypatch.setattr(Path, "touch", refuse(errno.ENOSPC))
+    made = place.publication()
+    with pytest.raises(OSError, match="No space"):
+        made.open()
+    made.discard()
+    assert place.seen() == before
 
 
-@pytest.mark.parametrize("there", ["theirs", "checkpoint"])
-def test_a_link_is_not_written_through(tmp_path: Path, there: str) -> None:
-    """Where a folder is exchanged as a whole, its link is replaced, and what is behind it stays."""
-    place, elsewhere = Place(tmp_path, there), tmp_path / "of others"
-    elsewhere.mkdir()
-    (elsewhere / "theirs").touch()
-    (place.target / "adapter").symlink_to(elsewhere)
-    made = place.written()
-    (made.export / "adapter").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="adapter is a link") if there == "theirs" else nullcontext():
-        made.give_name()
-        made.close()
-    assert [file.name for file in elsewhere.iterdir()] == ["theirs"]
-    assert (place.target / "adapter").is_symlink() == (there == "theirs")
+def test_what_killed_saves_have_left_is_removed(tmp_path: Path) -> None:
+    """And nothing of a save that may still run: of another process here, or of another machine."""
+    place, others = Place(tmp_path, "theirs"), {}
+    here, day = Note.of_this_process("checkpoint", True, False), 90000
+    cases = {
+        "running": (Note(**{**vars(here), "process": 1, "started": Path("/proc/1/stat").read_text().split()[21]}), 0),
+        "elsewhere": (Note(**{**vars(here), "machine": "another"}), 0),
+        "elsewhere, old": (Note(**{**vars(here), "machine": "another"}), day),
+        "gone": (Note(**{**vars(here), "process": 2**22 + 1}), 0),
+        "another of this id": (Note(**{**vars(here), "process": 1, "started": "0"}), 0),
+        "own": (here, 0),
+        "no note": (None, 0),
+        "no note, old": (None, day),
+    }
+    for kind, (note, age) in cases.items():
+        save = uuid4().hex[:12]
+        others[kind] = [place.target / f".{STATES}.{save}"]
+        others[kind][0].touch()
+        if note is not None:
+            others[kind].append(note_of(place.folder, save))
+            note.write(others[kind][1])
+        for file in others[kind]:
+            os.utime(file, (time.time() - age,) * 2)
+    foreign = place.target / ".mine.0123456789ab"
+    foreign.touch()
+    made = place.publication()
+    made.open()
+    left = {kind: [file.exists() for file in files] for kind, files in others.items()}
+    assert {kind for kind, there in left.items() if any(there)} == {"running", "elsewhere", "no note"}
+    assert all(there == [True] * len(there) for there in left.values() if any(there))
+    assert foreign.exists()
+    assert len(place.warnings) == 1
+    assert "Another job is saving" in place.warnings[0][1]
 
 
-@pytest.mark.parametrize("is_on_own_disks", [False, True])
-def test_what_killed_saves_have_left_is_removed(tmp_path: Path, is_on_own_disks: bool) -> None:
-    """On several disks only what is not of another target, which a load may need; nowhere what is still in use."""
-    place, files = Place(tmp_path, "nothing"), open_files()
-    dead, of_other, running = (killed(place.folder, name) for name in ("dead", "of other", "running"))
-    (of_other / "old" / "other").mkdir()
-    (place.folder / "other").mkdir()
-    descriptor = lock(running)
-    made = place.publication(is_on_own_disks=is_on_own_disks)
-    made.open(chooses_way=True)
-    mark = killed(place.target, "mark")
-    made.give_name()
-    assert not mark.exists()
-    assert left_behind(place.target) == []
-    others = place.target.with_name("checkpoint2")
-    others.mkdir()
-    (others / STATES).touch()
-    made.close()
-    os.close(descriptor)
-    assert open_files() == files
-    assert not dead.exists()
-    assert of_other.exists() == is_on_own_disks
-    assert running.exists()
-    assert others.exists()
+def test_a_single_file(tmp_path: Path) -> None:
+    place = Place(tmp_path, "folder")
+    place.target.write_text("before")
+    for is_given, text in ((False, "before"), (True, "new")):
+        made = place.publication(is_tag=False)
+        made.open()
+        made.path(place.target.name).write_text("new")
+        made.prepare(None, 0)
+        made.give_names() if is_given else made.discard()
+        assert place.seen() == {"checkpoint": text}
+
+
+def test_a_save_that_another_disk_has_named(tmp_path: Path) -> None:
+    place = Place(tmp_path, "checkpoint")
+    made = place.written(is_on_own_disks=True)
+    made.prepare("record", 7)
+    made.is_decided = True  # every node has prepared it
+    made.discard()  # as after an error
+    assert {save: journal.step for save, journal in prepared(place.target).items()} == {made.id: 7}
+    finish_as(place.target, made.id)
+    finish_as(place.target, made.id)
+    assert place.seen() == {
+        f"checkpoint/{STATES}": "new",
+        f"checkpoint/{RECORD}": "record",
+        "checkpoint/theirs": "theirs",
+    }
+
+
+@pytest.mark.parametrize("name", ["../theirs", "/etc/passwd", "../../latest", "theirs", "../adapter/../theirs", ""])
+def test_a_journal_names_only_what_a_save_writes(tmp_path: Path, name: str) -> None:
+    place = Place(tmp_path, "checkpoint")
+    values = {"save": "0" * 12, "step": 0, "before": "none", "after": "none", "names": [], "removed": [name]}
+    (place.target / RECORD).unlink()
+    (place.target / ".ds_frozen_patch-journal-none").write_text(json.dumps(values))
+    before = place.seen()
+    finish(place.target)
+    assert place.seen() == before

@@ -1,6 +1,6 @@
 """One load into an engine, to be read from top to bottom.
 
-1. The folder is found, also where a killed save has left it. Rank 0 lists it for all ranks.
+1. Rank 0 lists the folder for all ranks, once the journal of a killed save is done.
 2. Each rank reads the record and verifies a share of the files. The ranks agree: what one cannot load, none loads.
 3. The base is compared with the manifest, before anything is changed. Another one is an error that names what differs.
 4. DeepSpeed reads its files. Those without a record are checked now, by what all files of one save have alike.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ from ..parameters import Contents, plain
 from ..publish import in_flight
 from ..workarounds import for_deepspeed as cures
 
+_ATTEMPTS = 3
+"""How often a load begins if another process saves to the same path meanwhile."""
+
 
 def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`DeepSpeedEngine.load_checkpoint`, which every framework calls; it returns a path and the client state."""
@@ -51,7 +55,26 @@ def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
         return _load_universal(wrapped, engine, served, args, kwargs)
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     call.apply_defaults()
-    _begin(load, engine, call)
+    load.engine = engine
+    for attempt in range(_ATTEMPTS):
+        try:
+            return _load(wrapped, served, load, call, is_alone)
+        except agreement.ReplacedError:  # on every rank
+            if attempt == _ATTEMPTS - 1:
+                raise
+            warn(load.owner, f"{load.source} was replaced by a newer checkpoint during the load, which begins again.")
+            load.begin_again()
+    raise AssertionError
+
+
+def _load(
+    wrapped: Callable[..., Any], served: ServedEngine, load: Load, original: inspect.BoundArguments, is_alone: bool
+) -> Any:
+    """Load once; it can be called again if another process has replaced the checkpoint meanwhile."""
+    engine, call = load.engine, copy(original)
+    call.arguments = dict(original.arguments)
+    _begin(load, call)
+    source = load.source
     with trust(), set_to(current, load), overridden(_cures(load)):
         listing = agreement.list_files(load)
         if is_alone and listing.is_empty:  # DeepSpeed returns None, and a run may begin like this
@@ -66,8 +89,8 @@ def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
             reads = [*sharing_reads(load), *answering(engine, listing)] if listing.tag is not None else []
             with _replacing_base(served, engine, load), overridden(reads):
                 path, client_state = wrapped(*call.args, **call.kwargs)
-        if path is not None and call.arguments["load_dir"] != load.source:  # it was read from a temporary folder
-            path = str(Path(load.source, call.arguments["tag"], Path(path).name))
+        if path is not None and call.arguments["load_dir"] != source:  # it was read from a temporary folder
+            path = str(Path(source, call.arguments["tag"], Path(path).name))
     cures.forget_second_copies(engine)
     if load.restores_optimizer and cures.forgets_optimizer_on_nvme(engine):
         warn(load.owner, cures.FORGETS_OPTIMIZER_ON_NVME)
@@ -78,9 +101,9 @@ def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
     return path, client_state
 
 
-def _begin(load: Load, engine: Any, call: inspect.BoundArguments) -> None:
+def _begin(load: Load, call: inspect.BoundArguments) -> None:
     """Find out what is loaded, and from where."""
-    load.engine = engine
+    engine = load.engine
     if engine.optimizer is not None and any(item is engine.optimizer for item in load.requested):
         call.arguments["load_optimizer_states"] = True  # see `for_fabric.unwrapped`
     restores_states = call.arguments["load_optimizer_states"] and not call.arguments["load_module_only"]

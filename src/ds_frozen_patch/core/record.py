@@ -12,7 +12,6 @@ load takes what it needs from what DeepSpeed has read.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
@@ -53,7 +52,7 @@ class Record:
         zero_stage: 0 to 3.
         step: how many steps DeepSpeed has counted.
         versions: the release of each package that took part.
-        files: what DeepSpeed has written into the folder on this disk, by name; see `write_record`.
+        files: what DeepSpeed has written into the folder on this disk, by name; see `listing`.
         manifest: what was left out; None for a full checkpoint.
     """
 
@@ -80,18 +79,23 @@ class Record:
         return json_lines({**values, "digest": digest_of(values)}, 3)
 
 
-def write_record(folder: Path, record: Record, described: Mapping[int, File] | None = None) -> None:
-    """Write a record, once all other files of a checkpoint are in its folder: it will list them.
+def listing(record: Record, files: Mapping[str, Path], described: Mapping[int, File] | None = None) -> str:
+    """The content of a record that lists files.
 
     Args:
-        folder: of the files.
         record: without files.
+        files: where they are, by name.
         described: files that need not be read, by the digests of their names.
     """
-    with os.scandir(folder) as entries:
-        names = sorted(entry.name for entry in entries if is_state_file(entry.name) and entry.is_file())
-    files = {name: (described or {}).get(digest(name)) or describe_file(folder / name) for name in names}
-    (folder / RECORD).write_text(replace(record, files=files).to_json(), encoding="utf-8")
+    known = described or {}
+    content = {name: known.get(digest(name)) or describe_file(files[name]) for name in sorted(files)}
+    return replace(record, files=content).to_json()
+
+
+def write_record(folder: Path, record: Record) -> None:
+    """Write a record that lists the files of states in a folder."""
+    files = {item.name: item for item in folder.iterdir() if is_state_file(item.name)}
+    (folder / RECORD).write_text(listing(record, files), encoding="utf-8")
 
 
 def identify(files: Iterable[Path]) -> str:

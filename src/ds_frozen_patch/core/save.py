@@ -2,8 +2,8 @@
 
 1. The ranks agree on what is saved, and where to, in one collective. If their requests differ, all of them raise.
 2. The manifest describes the base that is left out. What training has changed is no base, and is saved.
-3. DeepSpeed writes its files, without the base, to where the publication says: a work folder in the folder that the
-   program has named. Each rank syncs its own files. An error is recorded, since the other ranks wait in a collective.
+3. DeepSpeed writes its files, without the base, under hidden names in the folder that the program has named. Each rank
+   syncs its own files. An error is recorded, since the other ranks wait in a collective.
 4. The ranks agree that all is written. If one has recorded an error, all raise it, and nothing has changed.
 5. One rank of each disk adds the record and gives the files their names, `latest` last. Then the ranks agree again.
 
@@ -15,21 +15,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from .. import manifest
-from ..common.collectives import gather_numbers
 from ..common.overrides import overridden, set_to
 from ..engine.origins import origins, sample_at_save
 from ..engine.owner import is_first
 from ..engine.served import ServedEngine, attached
 from ..parameters import plain
 from ..publish import in_flight
-from ..publish.ways import Way, is_local
-from ..publish.work_folder import identity
+from ..publish.publication import is_local
 from ..save import agreement, background, client_state, export_trained, leaving_out
 from ..save.copies import warn_of_copies
+from ..save.publishing import publish
 from ..save.running import Save, current, place_of
 from ..save.writing import warn_of_late_writes, writes_before_it_returns, writing
 from ..settings import FLAG
@@ -69,7 +69,7 @@ def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
 def saving(engine: Any, served: ServedEngine, folder: Path, tag: str, exclude: bool) -> Iterator[Save]:
     """Save an engine by what is called meanwhile; every rank must enter it.
 
-    What is written to the yielded save's `destination` is at its `target` afterwards: on every disk, or on none.
+    What is written is at its `target` afterwards: on every disk, or on none.
     """
     target = folder / tag
     shown = folder if served.owner.names_each_save else target
@@ -87,13 +87,13 @@ def saving(engine: Any, served: ServedEngine, folder: Path, tag: str, exclude: b
             raise
         if save.recorder is not None:
             background.start(save)
-        elif save.place.way is Way.UNMANAGED:
+        elif not save.place.is_managed:
             agreement.agree_on_end(save)
             if save.export is not None:
                 export_trained.write(save, save.export)
                 agreement.agree_on_end(save)
         else:
-            publish(save)
+            publish(save, partial(agreement.agree_on_end, save))
 
 
 def begin(
@@ -129,14 +129,13 @@ def begin(
     candidates = save.left_out = base.to_leave_out(engine, save.contents, origin_of) if exclude else None
     changed = base.changed_since_start(origin_of, candidates or ())
     if is_managed and is_first(save.owner):
-        save.open(is_tag=folder is not None)
+        save.open()
     try:
         agreement.agree_on_request(save, what, exclude, bool(changed))
     except BaseException:
         save.discard()
         raise
-    save.place.before = identity(save.place.target)
-    if is_managed and save.owner.local_rank == 0 and not is_first(save.owner) and save.is_on_own_disk():
+    if is_managed and save.opens_disk and save.is_on_own_disk():
         save.open()
     if candidates and save.base_has_changed:
         leaving_out.keep_changed(save, base.on_all_ranks(changed, candidates, engine.device))
@@ -150,12 +149,13 @@ def _write(
     if not writes_before_it_returns(save.engine):
         warn_of_late_writes(save)
         return wrapped(*call.args, **call.kwargs)
-    if save.place.way is not Way.UNMANAGED:
+    if save.place.is_managed:
         call.apply_defaults()
         save.place.latest = call.arguments["tag"] if call.arguments["save_latest"] else None
         call.arguments["save_latest"] = False  # DeepSpeed writes it in a way whose errors cannot be deferred
-        if save.place.way is Way.EXCHANGED:
-            call.arguments.update(save_dir=str(save.place.destination.parent), tag=save.place.destination.name)
+        target, folder = save.place.target, save.place.folder
+        if Path(call.arguments["save_dir"], call.arguments["tag"]) != target:  # rank 0's, if the ranks differ
+            call.arguments.update(save_dir=str(folder), tag=str(target.relative_to(folder)))
         topology = save.served.topology
         if not topology.is_divided:
             steps, releases = int(save.engine.global_steps), manifest.versions()
@@ -181,24 +181,3 @@ def module_state_dict(wrapped: Callable[..., Any], engine: Any, args: tuple[Any,
         save.removed.add(plain(name))
         del state[name]
     return state
-
-
-def publish(save: Save) -> None:
-    """Give the checkpoint its final name on every disk, or on none; every rank must call it.
-
-    Raises:
-        CheckpointError: a rank has recorded an error.
-    """
-    has_several_disks = save.place.is_on_own_disks
-    written = agreement.agree_on_end(save)
-    if save.publishes:
-        if save.export is not None:
-            export_trained.write(save, save.export)
-        save.give_name(written)
-        if not has_several_disks and not save.failures.errors:
-            save.place.close()  # before the others go on
-    agreement.agree_on_end(save)
-    if has_several_disks:
-        if save.publishes:
-            save.place.close()
-        gather_numbers([0], save.owner.device)

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.names import is_not_whole
 from ..common.collectives import gather
 from ..common.overrides import Attributes, overridden
 from ..common.probing import Finding, Installed, Target
@@ -22,7 +21,8 @@ from ..engine import handshake
 from ..engine.owner import is_first
 from ..engine.served import attached
 from ..publish import in_flight
-from ..publish.work_folder import entries, is_locked, work_folders
+from ..publish.durable import entries
+from ..publish.journal import is_not_whole, notes
 from ..save.around import Around
 from .newest import last_whole
 from .plain import logger_of, owner_of
@@ -115,8 +115,8 @@ def _is_whole(folder: Path) -> bool:
 
 def _was_interrupted(folder: Path) -> bool:
     """Whether an incomplete checkpoint is there that no running process writes."""
-    marks = [mark for tag in entries(folder) for mark in work_folders(tag)]
-    return folder.is_dir() and not _is_whole(folder) and not any(map(is_locked, marks))
+    runs = any(note.is_running() for note in notes(folder).values())
+    return folder.is_dir() and not _is_whole(folder) and not runs
 
 
 def _numbered(folder: Path) -> list[Path]:

@@ -14,12 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.names import is_not_whole
 from ..common.overrides import Attributes, overridden
 from ..common.probing import Finding, Installed, Target
 from ..engine.served import attached
 from ..publish import in_flight
-from ..publish.work_folder import entries
+from ..publish.durable import entries
+from ..publish.journal import is_not_whole
 from ..save.around import Around
 from ..settings import current as settings
 from ..workarounds.for_transformers import saves_the_best

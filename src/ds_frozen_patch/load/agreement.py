@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..checkpoint.zero.layout import latest_tag
+from ..checkpoint.zero.layout import finished, latest_tag
 from ..common.collectives import default_store, digest, gather, gather_numbers, world_size
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..core.base import frozen
 from ..engine.owner import is_first, warn
 from ..fingerprint import process_memory
 from ..parameters import Contents
-from ..publish.work_folder import left_behind
+from ..publish.journal import prepared
+from ..publish.publication import finish_as
 from ..settings import current as settings
 from .files import check_files, own_share, read_record, share
 from .listing import Listing, list_all, list_own
@@ -25,6 +26,13 @@ from .running import Load
 
 def list_files(load: Load) -> Listing:
     """What is in the folder, as rank 0 sees it; on disks of their own, as this rank does."""
+    listing = _list_files(load)
+    if listing.has_journal:
+        load.source = str(finished(Path(load.source, listing.tag or "")).parent)
+    return listing
+
+
+def _list_files(load: Load) -> Listing:
     if load.is_on_own_disks:
         return list_own(load.engine, load.source, load.tag)
     store = default_store()
@@ -57,7 +65,7 @@ def check(load: Load, listing: Listing) -> None:
     if _check_and_agree(load, listing):
         return
     if load.is_on_own_disks:
-        _choose_common_save(load)
+        _finish_common_save(load)
         if _check_and_agree(load, list_files(load)):
             return
     raise CheckpointError(f"{load.source} has files of more than one save. Take all files from one checkpoint.")
@@ -126,45 +134,51 @@ def _knows_base(load: Load) -> bool:
 def raise_on_all_ranks(load: Load, problem: Exception | None) -> None:
     """Raise this rank's own problem, or those of the others; every rank must call it."""
     of_a_file = problem is None or isinstance(problem, CheckpointError)
-    problems = gather((str(problem or ""), of_a_file))
+    problems = gather((str(problem or ""), of_a_file, _was_replaced(load)))
     if problem is not None and not of_a_file:
         raise problem
-    texts = [text if plain else f"Rank {rank}: {text}" for rank, (text, plain) in enumerate(problems) if text]
-    raise CheckpointError("\n".join(dict.fromkeys(texts))) from problem
+    texts = [text if plain else f"Rank {rank}: {text}" for rank, (text, plain, _) in enumerate(problems) if text]
+    kind = ReplacedError if any(was_replaced for *_, was_replaced in problems) else CheckpointError
+    raise kind("\n".join(dict.fromkeys(texts))) from problem
 
 
-def _choose_common_save(load: Load) -> None:
-    """Choose the newest save that all nodes have, after a kill between two nodes' renames.
+class ReplacedError(CheckpointError):
+    """Another process has saved to the path during the load, which can begin again."""
 
-    Copies that are newer than every named checkpoint are ignored: they may be from an abandoned run.
+
+def _was_replaced(load: Load) -> bool:
+    if load.record is None:
+        return False
+    try:
+        now = read_record(Path(load.source, load.tag or latest_tag(Path(load.source))))
+    except CheckpointError:
+        return True  # it is being written
+    return now is not None and now.save != load.record.save
+
+
+def _finish_common_save(load: Load) -> None:
+    """Finish a save that was killed after some nodes had named its files, and before the others had.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none for which all nodes have files.
     """
-    copies: dict[str, tuple[int, str]] = {}
-    load.tag = latest_tag(Path(load.source)) if load.tag is None else load.tag
-    tag = Path(load.source, load.tag)
-    for copy in (load.source, *(str(copy.parent) for copy in left_behind(tag))):
-        if (record := list_own(load.engine, copy, load.tag).record) is not None:
-            copies.setdefault(record.save, (record.step, copy))
-    everyone = gather((next(iter(copies), None), copies))
-    newest = max((others[first][0] for first, others in everyone if first is not None), default=0)
-    common = [
-        save for save, (step, _) in copies.items() if step <= newest and all(save in others for _, others in everyone)
-    ]
+    tag = Path(load.source, latest_tag(Path(load.source)) if load.tag is None else load.tag)
+    record = read_record(tag)
+    everyone = gather((record and record.save, record and record.step, tuple(prepared(tag))))
+    named_somewhere = {save: step for save, step, _ in everyone if save is not None}
+    common = [save for save in named_somewhere if all(save in (first, *waiting) for first, _, waiting in everyone)]
     if not common:
-        lines = [
-            f"rank {rank}: of step {others[first][0]}" if first else f"rank {rank}: of an unknown save"
-            for rank, (first, others) in enumerate(everyone)
-        ]
-        raise CheckpointError(
-            f"The nodes have different saves of {load.source} ({'; '.join(lines[:10])}). A save was killed between"
-            " the renames of two nodes. Load a checkpoint that all nodes have."
+        steps = "; ".join(
+            f"rank {rank}: of step {step}" if save else f"rank {rank}: of an unknown save"
+            for rank, (save, step, _) in enumerate(everyone[:10])
         )
-    save = max(common, key=lambda candidate: (everyone[0][1][candidate][0], candidate))
-    step, load.source = copies[save]
+        raise CheckpointError(
+            f"The nodes have different saves of {load.source} ({steps}). Load a checkpoint that all nodes have."
+        )
+    save = max(common, key=lambda candidate: named_somewhere[candidate] or 0)
+    finish_as(tag, save)
     warn(
         load.owner,
-        "A save was killed after some nodes had renamed its checkpoint, and before the others had. All nodes load"
-        f" the one of step {step}, which each of them has: here from {load.source}.",
+        f"A save of {load.source} was killed before all nodes had named its files. It is finished, and all nodes load"
+        f" the checkpoint of step {named_somewhere[save]}.",
     )

@@ -11,14 +11,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.zero.layout import Layout, NothingSavedError, UnknownLayoutError, find_layout, latest_tag
+from ..checkpoint.zero.layout import Layout, NothingSavedError, UnknownLayoutError, find_layout, finished, latest_tag
 from ..checkpoint.zero.states import GAPS, masters_key, parameter_groups, zero_config
 from ..common.errors import CheckpointError
 from ..common.overrides import Attributes
 from ..core.record import Record
-from ..engine.owner import Owner, warn
 from ..publish.durable import wait_for_name
-from ..publish.work_folder import entries, is_in_work_folder, is_unfinished, left_behind
+from ..publish.journal import is_unfinished
 from ..settings import current as settings
 from .files import check_names, read_record
 from .running import Load
@@ -54,6 +53,8 @@ class Listing:
     """Whether `parameter_alignment` has put gaps between the parameters in ZeRO 1 and 2; likewise."""
     record: Record | None = None
     """On the rank that has looked; the others read it themselves, since with many ranks it is large."""
+    has_journal: bool = False
+    """Whether rank 0 may not finish the journal of a killed save: each rank makes a folder of links to the files."""
 
     def layout(self, root: str | Path) -> Layout:
         """As `checkpoint.zero.layout.find_layout` returns it."""
@@ -100,7 +101,8 @@ def list_all(source: str, tag: str | None, with_optimizer: bool) -> Listing:
         return Listing(problem=f"{source} cannot be read: {error}.")
     model, optimizer = ([file.name for file in files] for files in (layout.model, layout.optimizer))
     trained = _read_trained(layout) if with_optimizer and settings().elastic else {}
-    return Listing(layout.tag, tuple(model), tuple(optimizer), _saved(layout, record), record=record, **trained)
+    more = {"record": record, "has_journal": layout.root != Path(source), **trained}
+    return Listing(layout.tag, tuple(model), tuple(optimizer), _saved(layout, record), **more)
 
 
 def _read_trained(layout: Layout) -> dict[str, Any]:
@@ -123,7 +125,9 @@ def list_own(engine: Any, source: str, tag: str | None) -> Listing:
     """A rank's own files, where nodes have disks of their own."""
     try:
         name = latest_tag(Path(source)) if tag is None else tag
-        record = read_record(folder := Path(source, name))
+        folder = finished(Path(source, name))
+        has_journal, source = folder.parent != Path(source), str(folder.parent)
+        record = read_record(folder)
     except CheckpointError as error:
         return Listing(problem=str(error), is_empty=isinstance(error, NothingSavedError))
     if is_unfinished(folder):
@@ -137,7 +141,8 @@ def list_own(engine: Any, source: str, tag: str | None) -> Listing:
             return Listing(problem=f"There is no {file} on this rank's disk. Get a complete copy of the checkpoint.")
     layout = Layout(Path(source), name, (model,), tuple(optimizer))
     saved = None if record is None else _saved(layout, record)
-    return Listing(name, (model.name,), tuple(file.name for file in optimizer), saved, record=record)
+    names = (model.name,), tuple(file.name for file in optimizer)
+    return Listing(name, *names, saved, record=record, has_journal=has_journal)
 
 
 def _saved(layout: Layout, record: Record | None) -> Saved:
@@ -172,30 +177,16 @@ def answering(engine: Any, listing: Listing) -> Attributes:
     ]
 
 
-def where_it_is(owner: Owner, tag: Path) -> Path:
-    """The folder of a tag, or with a warning where a killed save has left the previous one."""
-    wait_for_name(tag)
-    if not tag.exists() and (copies := left_behind(tag)):
-        warn(
-            owner,
-            f"A save was killed while it renamed its checkpoint. The previous {tag} is loaded from {copies[0]}.",
-        )
-        return copies[0]
-    return tag
-
-
 def find_folder(load: Load, directory: Any, tag: Any) -> None:
-    """Find the folder of the tag, also where a killed save has left it.
+    """Set the `source` and `tag` of a load, and wait for what a network disk's client has not seen yet.
 
     Args:
-        load: whose `source` and `tag` are set.
+        load: that is about to begin.
         directory, tag: of the call.
     """
     load.source, load.tag = str(directory), None if tag is None else str(tag)
     source = Path(load.source)
-    if load.tag is None and is_in_work_folder(source):  # where a strategy has found it
-        load.tag = next((item.name for item in entries(source) if item.is_dir()), None)
     with suppress(CheckpointError, OSError):  # `agreement.check` finds the same problem, and shares it
-        tag = latest_tag(source) if load.tag is None else load.tag
-        place = where_it_is(load.owner, source / tag)
+        place = source / (latest_tag(source) if load.tag is None else load.tag)
+        wait_for_name(place)
         load.source, load.tag = str(place.parent), place.name  # a tag can be a path

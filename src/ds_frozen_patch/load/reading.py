@@ -139,4 +139,7 @@ def _agree(load: Load, problem: Exception | None = None) -> None:
     if any(numbers[0] for numbers in everyone):
         raise_on_all_ranks(load, problem)
     if any(len({numbers[column] for numbers in everyone} - {0}) > 1 for column in (1, 2)):
-        check_digests_agree([digests for share in gather(load.read) for digests in share])
+        try:
+            check_digests_agree([digests for share in gather(load.read) for digests in share])
+        except CheckpointError as error:  # the same on every rank
+            raise_on_all_ranks(load, error)

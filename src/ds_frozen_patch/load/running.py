@@ -58,6 +58,11 @@ class Load:
     number: int = field(default_factory=lambda: next(_numbers))
     listings: int = 0
 
+    def begin_again(self) -> None:
+        """Forget what was read."""
+        self.record, self.may_be_missing, self.starts_fresh = None, frozenset(), frozenset()
+        self.read, self.module, self.state = [], {}, {}
+
     @property
     def is_on_own_disks(self) -> bool:
         """Whether nodes have disks of their own: by the run's configuration, since an engine for tests lacks it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import shutil
@@ -10,13 +9,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
-from typing import Any
 
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
-_CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)
 _CACHE_SECONDS = 60  # NFS caches names for up to `acdirmax`
 _CANNOT_SYNC_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
 
@@ -90,6 +84,14 @@ def listed(folder: Path) -> list[str]:
     return sorted(item.name for item in folder.iterdir())
 
 
+def entries(folder: Path) -> list[Path]:
+    """What is in a folder; nothing if it cannot be listed."""
+    try:
+        return [folder / name for name in listed(folder)]
+    except OSError:
+        return []
+
+
 def wait_for_name(path: Path) -> None:
     """Wait while a folder lists a name that cannot be opened: a network disk's client has cached its absence."""
     for _ in range(_CACHE_SECONDS):
@@ -111,26 +113,3 @@ def make_folder(path: Path, sync: bool = True) -> None:
         folder.mkdir(exist_ok=True)
         if sync:
             sync_folder(folder.parent)
-
-
-def exchange(first: Path, second: Path) -> bool:
-    """Swap the names of two files or folders atomically; False if the kernel or file system cannot (such as NFS).
-
-    Raises:
-        OSError: they cannot be renamed; FileNotFoundError if one does not exist.
-    """
-    renameat2 = _renameat2()
-    if renameat2 is None:
-        return False
-    if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in _CANNOT_EXCHANGE:
-        return False
-    raise OSError(number, os.strerror(number), str(first), None, str(second))
-
-
-@cache
-def _renameat2() -> Any:
-    """The C library's function (glibc 2.28, Linux 3.15), or None."""
-    return getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)

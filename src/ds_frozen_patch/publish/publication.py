@@ -1,112 +1,135 @@
-"""One entry of a folder, from the place where it is written to its final name, on one disk.
+"""What one save writes at one path, from the hidden names of its files to their final ones, on one disk.
 
-1. It is written in its place, with a mark meanwhile; or, if something is there, in a work folder (see `work_folder`).
-2. Once everything is written, the mark is removed, or the two are exchanged, and then `latest` names it.
-
-So whenever a process is killed or the power fails, what has the name is whole, or has a mark. Nothing else in the
-folder that the program has named is touched, and nothing changes there afterwards.
+See `journal` for what is on disk meanwhile. A single file is written under a hidden name, and renamed. Where files
+cannot be renamed, they are written over in place.
 """
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import os
-import shutil
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
-from ..common.errors import CheckpointError
-from .durable import listed, make_folder, sync_file, sync_folder, sync_tree
-from .ways import Way, choose_way, make_like, missing_folders, put, remove_work
-from .work_folder import (
-    WORK,
-    Writer,
-    entries,
-    identity,
-    is_dead,
-    is_locked,
-    lock,
-    remove_own,
-    replaced,
-    swap,
-    work_folders,
+from ..checkpoint.names import OFFLOADED, RECORD, is_state, is_state_file
+from .durable import entries, listed, make_folder, sync_file, sync_folder, sync_tree
+from .journal import (
+    OURS,
+    SINGLE,
+    Journal,
+    Note,
+    commit,
+    digest,
+    digest_of,
+    exported,
+    finish,
+    hidden,
+    hidden_files,
+    is_unfinished,
+    journals,
+    note_of,
+    notes,
+    read,
+    remove,
 )
 
 UNCHANGED = "The previous checkpoint there is unchanged."
 NOTHING = "There is no checkpoint there now."
 INCOMPLETE = "What is there now is incomplete."
-_WAIT_SECONDS = 60.0
-"""How long to wait for another job that is writing the folder which is to be replaced."""
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+_OLD_SECONDS = 86400.0
+_running: set[str] = set()
+"""The ids of this process's saves that run."""
+
+
+def is_local(path: object) -> bool:
+    """Whether a path is one of a mounted file system, and not an address such as s3://bucket/name, a `Path` or not."""
+    return _ADDRESS.match(str(path)) is None
 
 
 @dataclass
 class Publication:
-    """What is published, and where.
+    """What is written, and where.
 
     Attributes:
-        target: the entry, a folder or a file; the same on every rank.
+        target: the folder of a tag, or a file; the same on every rank.
         folder: that the program has named, in which the target is.
         shown: what messages name: the target, or the folder.
-        way: how the target is written.
-        writer: whose entries are published.
+        is_tag: whether the target is the folder of a tag.
+        is_managed: whether we give the files their names; else their writer does, which may not have written yet.
         sync: whether files are synced.
         is_on_own_disks: whether each node has a disk of its own, with a target of its own.
         is_alone: whether the folder is the target's alone, and has what is beside it.
         warn: logs a warning, the second argument, once of each kind, the first; of no kind, each time.
         id: unique among all publications, the same on every rank: 12 hexadecimal digits.
-        before: the identity of what is at the target as the save begins.
+        in_place: whether files are written over, since they cannot be renamed there.
         latest: what the file `latest` is to say; None to leave it.
+        exports: the files that are exported, by their paths from `EXPORTS`; False for those that are to be removed.
+        is_decided: whether the new checkpoint exists: its files have their names, or get them from whoever comes next.
     """
 
     target: Path
     folder: Path
     shown: Path
-    way: Way
-    writer: Writer
+    is_tag: bool
+    is_managed: bool
     sync: bool
     is_on_own_disks: bool
     is_alone: bool
     warn: Callable[[str, str], object]
     id: str = field(default_factory=lambda: uuid4().hex[:12])
-    before: tuple[int, ...] = ()
+    in_place: bool = False
     latest: str | None = None
+    exports: dict[str, bool] = field(default_factory=dict)
+    is_decided: bool = False
     _created: list[Path] = field(default_factory=list)
-    _had_own: bool = True
     _beside: set[Path] = field(default_factory=set)
-    _is_named: bool = False
-    _lock: int | None = None
+    _record: str | None = None
+
+    @property
+    def home(self) -> Path:
+        """The folder in which files are written."""
+        return self.target if self.is_tag else self.target.parent
 
     @property
     def paths(self) -> tuple[Path, Path, Path]:
         """The target, the folder, and what messages name."""
         return self.target, self.folder, self.shown
 
-    @property
-    def work(self) -> Path:
-        """The work folder, which is the mark as long as the target is not whole."""
-        is_mark = self.way is Way.OVER or (self.way is Way.NEW and not self._is_named)
-        return (self.target if is_mark else self.target.parent) / f"{WORK}{self.id}"
+    def path(self, name: str) -> Path:
+        """Where to write the file that is to have this name in the target, or be the target."""
+        final = self.home / name
+        if self.in_place or not self.is_managed:
+            return final
+        return hidden(final if self.is_tag else self.home / SINGLE, self.id)
 
-    @property
-    def destination(self) -> Path:
-        """Where the target is written."""
-        return self.work / "new" / self.target.name if self.way is Way.EXCHANGED else self.target
+    def export(self, name: str) -> Path:
+        """Where to write an export, in the folder if that has no other checkpoint, else in the target."""
+        final = self.home / self._export(name)
+        return final if self.in_place or not self.is_managed else hidden(final, self.id)
 
-    @property
-    def export(self) -> Path:
-        """Where to write what is to be beside the target; or in it, if the folder has many."""
-        if self.way is Way.UNMANAGED:
-            return self.folder if self.is_alone else self.target
-        return self.work / "export"
+    def _export(self, name: str) -> str:
+        return f"../{name}" if self.is_alone and self.folder == self.target.parent else name
 
     def final(self, path: str | os.PathLike[str]) -> Path:
         """Where a file is to be that is written elsewhere, for messages."""
-        places = [place for place in (self.export, self.destination.parent) if place in Path(path).parents]
-        return self.folder / Path(path).relative_to(places[0]) if places else Path(path)
+        name = Path(path).name
+        if name == f".{SINGLE}.{self.id}":
+            return self.target
+        return Path(path).with_name(name[1 : -len(self.id) - 1]) if name.endswith(f".{self.id}") else Path(path)
+
+    def written(self) -> dict[str, Path]:
+        """What the ranks of this disk have written for the target, by final names."""
+        if self.in_place:
+            return {item.name: item for item in entries(self.home) if is_state_file(item.name)}
+        mine = {name: item for item, name, save in hidden_files(self.home) if save == self.id}
+        return {name: item for name, item in mine.items() if is_state_file(name)}
 
     def use_absolute_paths(self) -> None:
         """Let all paths but what messages name be absolute."""
@@ -114,94 +137,181 @@ class Publication:
         self._created = [folder.absolute() for folder in self._created]
         self._beside = {item.absolute() for item in self._beside}
 
+    # The beginning
+
     def is_on_another_disk(self) -> bool:
         """Whether rank 0, which has opened it, has done so on another disk than this process's."""
-        self._created = missing_folders(self.target)
+        self._created = _missing_folders(self.home)
         with suppress(OSError):
-            make_folder(self.work.parent, self.sync)  # which also renews what a network disk's client has cached
-            return self.work.name not in listed(self.work.parent)
+            make_folder(self.home, self.sync)
+            # Listing them also renews what a network disk's client has cached.
+            return not any(note.name in listed(note.parent) for note in self._notes())
         return True
 
-    def open(self, chooses_way: bool) -> None:
-        """Prepare where it is written.
+    def _notes(self) -> tuple[Path, Path]:
+        """Where the note is, or where the first of these cannot be written."""
+        return note_of(self.target.parent, self.id), note_of(self.home, self.id)
+
+    def open(self) -> None:
+        """Prepare where it is written."""
+        _running.add(self.id)
+        self._created = self._created or _missing_folders(self.home)
+        make_folder(self.home, self.sync)
+        self._beside = set(self._scripts())
+        if self.is_tag:
+            finish(self.home)
+        self._look_for_others()
+        self._write_note()
+        self.in_place = self.in_place or not self._can_rename()
+        if self.in_place and self.is_tag:
+            self._write_note()
+            self._make_room()
+
+    def _write_note(self) -> None:
+        for note in self._notes():
+            with suppress(OSError):
+                Note.of_this_process(self.target.name, self.is_tag, self.in_place).write(note)
+                break
+
+    def _can_rename(self) -> bool:
+        """Try whether a file can be renamed over another in the folder."""
+        if self.is_tag and (self.home / OFFLOADED).exists():
+            return False  # DeepSpeed writes this folder itself, and not over another
+        one, other = (self.home / f"{OURS}-{name}.{self.id}" for name in ("try", "over"))
+        try:
+            for file in (one, other):
+                file.touch()
+            one.replace(other)
+            other.unlink()
+        except OSError as error:
+            for file in (one, other):
+                with suppress(OSError):
+                    file.unlink()
+            if error.errno in _DISK_ERRORS:
+                raise
+            return False
+        return True
+
+    def _make_room(self) -> None:
+        """Remove what is to be written over: the record first, since a checkpoint without one is not whole."""
+        self.warn(
+            "files that cannot be renamed",
+            f"Files in {self.home} cannot be renamed, so they are overwritten in place: a save that is killed or fails"
+            " leaves no checkpoint there that can be loaded.",
+        )
+        with suppress(OSError):
+            remove(self.home / RECORD)
+            sync_folder(self.home)
+            for item in entries(self.home):
+                if is_state(item.name):
+                    remove(item)
+
+    def _look_for_others(self) -> None:
+        """Warn of other jobs that save to the same path, and remove what killed ones have left."""
+        parent, running, dead = self.target.parent, set[str](), dict[str, str]()
+        for path, note in notes(parent).items():
+            save, is_running = path.name.rpartition("-")[2], note.is_running()
+            is_mine = is_running and note.process == os.getpid()
+            if is_running is False or (is_mine and save not in _running) or _is_old(path):
+                dead[save] = note.tag
+            else:
+                running.add(save)
+                if is_running and (note.tag or note.file) == self.target.name:
+                    self._warn_of_other_job()
+        tags = {self.home} if self.is_on_own_disks else {self.home, *(parent / tag for tag in dead.values() if tag)}
+        for folder in {parent, *tags, *(file.parent for tag in tags for file in exported(tag))}:
+            for item, _, save in hidden_files(folder):
+                if save in dead or (save not in running and _is_old(item)):
+                    with suppress(OSError):
+                        item.unlink()
+        for save, tag in dead.items():
+            if not is_unfinished(parent / tag) or parent / tag == self.home:
+                with suppress(OSError):
+                    note_of(parent, save).unlink()
+
+    def _warn_of_other_job(self) -> None:
+        self.warn(
+            "",
+            f"Another job is saving {self.shown} at the same time, and the later one of the two will replace the"
+            " other. Give each run a directory of its own.",
+        )
+
+    # The final names
+
+    def prepare(self, record: str | None, step: int) -> None:
+        """Let everything be on disk that is to get a name.
 
         Args:
-            chooses_way: whether to choose the way, for a folder.
+            record: the content of the record, if there is to be one.
+            step: of the training.
         """
-        self._created = self._created or missing_folders(self.target)
-        if chooses_way:
-            self.way = choose_way(self.target, self.folder, self.writer.owns)
-        self._had_own = self.target.is_file() or any(self.writer.owns(item.name) for item in entries(self.target))
-        self._beside = set(self._written_beside())
-        self._warn_of_others()
-        make_folder(self.work.parent, self.sync)
-        self.work.mkdir()
+        if not self.is_tag:
+            if self.sync:
+                sync_tree(self.path(self.target.name))
+            return
+        self._record = record
+        if self.latest is not None:  # here, where a full disk has changed nothing yet
+            hidden(self.folder / "latest", self.id).write_text(self.latest)
+        if record is not None and not self.in_place:
+            self.path(RECORD).write_text(record, encoding="utf-8")
         if self.sync:
-            sync_folder(self.work.parent)
-        self._lock = lock(self.work)
-        for name in ("new", "old"):
-            (self.work / name).mkdir()
-        if self.way is Way.EXCHANGED:
-            make_like(self.target, self.destination)
-        elif self.way is Way.OVER or not chooses_way:  # this node's own disk may have what rank 0's has not
-            remove_own(self.target, self.writer.owns, but=self.work)
+            late = [self.path(RECORD)] if record is not None and not self.in_place else []
+            for item in (*late, *self._scripts(), *self.home.glob(OFFLOADED)):
+                sync_tree(item)
+        if not self.in_place:
+            self._journal(record, step).prepare(self.home, self.sync)
+            if self.sync:
+                sync_folder(self.home)
 
-    def _warn_of_others(self) -> None:
-        """Warn of another job that saves to the same path, and of a target that can only be written over."""
-        beside = (item for item in work_folders(self.target.parent) if identity(item / "new" / self.target.name))
-        if any(map(is_locked, (*beside, *work_folders(self.target)))):
-            self.warn(
-                "",
-                f"Another job is saving {self.shown} at the same time, and the later one of the two will replace the"
-                " other. Give each run a directory of its own.",
-            )
-        if self.way is Way.OVER:
-            self.warn(
-                "a target that cannot be exchanged",
-                f"{self.target} is a link or a mount point, so its files are overwritten in place: a save that is"
-                " killed or fails leaves none that can be loaded. Let it be a directory to keep the previous ones"
-                " until then.",
-            )
+    def _journal(self, record: str | None, step: int) -> Journal:
+        names = {*self.written(), *([RECORD] if record is not None else [])}
+        removed = {item.name for item in entries(self.home) if is_state(item.name)} - names - {OFFLOADED}
+        for name, is_written in self.exports.items():
+            (names if is_written else removed).add(self._export(name))
+        after = digest_of(None if record is None else record.encode())
+        return Journal(self.id, step, digest(self.home), after, tuple(sorted(names)), tuple(sorted(removed)))
 
-    # The final name
-
-    def give_name(self) -> None:
-        """Give the target its name, and what is beside it, and write `latest`."""
-        (self.work / "lock").stat()  # raises if somebody has removed the folder meanwhile
-        if self.sync:
-            self._sync_written()
-        if self.latest is not None:
-            (self.work / "latest").write_text(self.latest)  # here, where a full disk has changed nothing yet
-        for item in entries(self.export):
-            put(item, (self.folder if self.is_alone else self.destination) / item.name)
-        self._rename()
-        if self.sync:
-            if self.way is not Way.EXCHANGED:  # then it was synced before, and another job may be replacing it now
-                sync_folder(self.target if self.target.is_dir() else self.target.parent)
-            sync_folder(self.target.parent)
+    def give_names(self) -> None:
+        """Let the new checkpoint exist, and write `latest`."""
+        if not self.is_tag:
+            if not self.in_place:
+                self.path(self.target.name).replace(self.target)
+            self.is_decided = True
+            if self.sync:
+                sync_folder(self.home)
+        elif self.in_place:
+            for name in (name for name, is_written in self.exports.items() if not is_written):
+                (self.home / self._export(name)).unlink(missing_ok=True)
+            if self._record is not None:
+                (self.home / RECORD).write_text(self._record, encoding="utf-8")
+            if self.sync:
+                sync_tree(self.home)
+            self.is_decided = True
+        else:
+            if not commit(self.home, self.id, self.sync):
+                self._warn_of_other_job()
+            self.is_decided = True
+            finish(self.home)
         if self.latest is not None:
             self._name_latest(self.latest)
+        self._close()
 
-    def _rename(self) -> None:
-        """Exchange the target, or take the mark out of it."""
-        if self.way is Way.EXCHANGED:
-            self._wait_for_other_job()
-            swap(self.destination, self.target, self.work / "old")
-            self._is_named = True
-            for item in entries(self.work / "new"):
-                put(item, self.folder / item.name)
-            return
-        for mark in work_folders(self.target):
-            if mark != self.work or self.way is Way.OVER:
-                shutil.rmtree(mark)
-        if self.way is Way.NEW:
-            self.work.rename(self.target.parent / self.work.name)
-        self._is_named = True
+    def _close(self) -> None:
+        _running.discard(self.id)
+        for note in self._notes():
+            with suppress(OSError):
+                note.unlink()
 
     def _name_latest(self, tag: str) -> None:
-        note, latest = self.work / "latest", self.folder / "latest"
-        if self.way is Way.OVER or latest.is_symlink():
-            latest.write_text(tag)  # its folder may be on another disk, and a link stays
+        note, latest = hidden(self.folder / "latest", self.id), self.folder / "latest"
+        if not latest.is_symlink():
+            with suppress(OSError):
+                if latest.read_text() == tag:
+                    note.unlink()
+                    return
+        if self.in_place or latest.is_symlink():
+            latest.write_text(tag)
+            note.unlink()
         else:
             if self.sync:
                 sync_file(note)
@@ -210,84 +320,63 @@ class Publication:
             sync_file(latest)
             sync_folder(self.folder)
 
-    def _sync_written(self) -> None:
-        """Sync everything but the ranks' own files, which they have synced themselves."""
-        if self.destination.is_dir():
-            written = [item for item in entries(self.destination) if item.name in self.writer.late]
-        else:
-            written = [self.destination]
-        for item in (*written, *self._written_beside()):
-            sync_tree(item)
-        sync_folder(self.destination if self.destination.is_dir() else self.destination.parent)
+    def _scripts(self) -> Iterator[Path]:
+        """DeepSpeed's converters, beside the folder of a tag."""
+        return self.target.parent.glob("zero_to_*.py")
 
-    def _written_beside(self) -> list[Path]:
-        return list((self.work / "new" if self.way is Way.EXCHANGED else self.folder).glob(self.writer.beside))
-
-    # The end
-
-    def close(self) -> None:
-        """Remove what is no longer needed, once the target has its name."""
-        self._unlock()
-        with suppress(OSError):  # what stays is removed by a later save
-            for folder in (self.work, *self._leftovers()):
-                remove_work(folder, self.writer.owns)
+    # A save that fails
 
     def discard(self) -> None:
-        """Remove what was written, unless it has its name: on several disks, a load may then need what was there."""
-        self._unlock()
-        if self._is_named:
-            if not self.is_on_own_disks:
-                remove_work(self.work, self.writer.owns)
-            return
-        if self.way is Way.EXCHANGED:
-            remove_work(self.work, self.writer.owns)  # which keeps what could not be renamed back
-        elif self.way is Way.NEW:
-            remove_own(self.target, self.writer.owns)
-            with suppress(OSError):
-                for item in {*self._written_beside()} - self._beside:
-                    item.unlink()
+        """Remove what was written, unless it has its name."""
+        with suppress(OSError):
+            hidden(self.folder / "latest", self.id).unlink()
+        if not self.state_of_target()[1]:
+            folders = {self.home, *(file.parent for file in exported(self.home) if self.is_tag)}
+            mine = [item for folder in folders for item, _, save in hidden_files(folder) if save == self.id]
+            own = [item for item in entries(self.home) if is_state(item.name)] if self.in_place and self.is_tag else []
+            for item in (*mine, *own, *({*self._scripts()} - self._beside)):
+                with suppress(OSError):
+                    remove(item)
+        self._close()
         for folder in reversed(self._created):
             with suppress(OSError):  # a framework has written there too
                 folder.rmdir()
 
     def state_of_target(self) -> tuple[str, bool]:
         """What is at the target now, as a sentence, and whether it is the new checkpoint."""
-        names = [item.name for item in entries(self.target)]  # which refreshes the cache of a network disk's client
-        if self.way in (Way.OVER, Way.UNMANAGED) or self.work.name in names:
-            return INCOMPLETE, False
-        with suppress(OSError):
-            listed(self.target.parent)
-        now = identity(self.target)
-        if self.way is Way.EXCHANGED and now == self.before != ():
-            return (UNCHANGED if self._had_own else NOTHING), False
-        if not now or (self.way is Way.NEW and not any(map(self.writer.owns, names))):
+        if self.is_decided or (self.is_managed and self._is_there()):
+            return f"{self.shown} is the new checkpoint, and complete.", True
+        has_own = self.target.is_file() or any(is_state_file(item.name) for item in entries(self.target))
+        if not has_own:
             return NOTHING, False
-        return f"{self.shown} is the new checkpoint already, and complete.", True
+        return (INCOMPLETE if self.in_place or not self.is_managed else UNCHANGED), False
 
-    # Other jobs
+    def _is_there(self) -> bool:
+        """Whether another rank has given the files of this save their names, or a journal says so."""
+        with suppress(OSError):
+            if any(journal and journal.save == self.id for journal in map(read, journals(self.home))):
+                return True
+            return f'"save": "{self.id}"' in (self.home / RECORD).read_text(encoding="utf-8")
+        return False
 
-    def _wait_for_other_job(self) -> None:
-        """Wait for another job that writes the target in place; its files must not come into ours."""
-        deadline = time.monotonic() + _WAIT_SECONDS
-        while any(map(is_locked, work_folders(self.target))):
-            if time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"Another job has been saving {self.shown} for more than {_WAIT_SECONDS:.0f} s. Give each run a"
-                    " directory of its own."
-                )
-            time.sleep(0.1)
 
-    def _leftovers(self) -> list[Path]:
-        """Work folders of killed saves; on several disks those of this target alone, since loads may need others."""
-        dead = [folder for folder in work_folders(self.target.parent) if is_dead(folder)]
-        if not self.is_on_own_disks:
-            return dead
-        return [folder for folder in dead if not any(old.name != self.target.name for old in replaced(folder))]
+def finish_as(folder: Path, save: str) -> None:
+    """Let the prepared journal of a save count, if there is one: it has counted on the disk of another node."""
+    with suppress(FileNotFoundError):  # there is none, or another rank has finished it
+        commit(folder, save, sync=True)
+    finish(folder)
 
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            with suppress(OSError):
-                fcntl.flock(self._lock, fcntl.LOCK_UN)  # closing is not enough where a dataloader's worker was forked
-            with suppress(OSError):
-                os.close(self._lock)
-            self._lock = None
+
+def _missing_folders(path: Path) -> list[Path]:
+    """Those of a path and its parents that do not exist, outermost first."""
+    missing = []
+    while not path.exists() and path != path.parent:
+        missing.append(path)
+        path = path.parent
+    return missing[::-1]
+
+
+def _is_old(path: Path) -> bool:
+    with suppress(OSError):
+        return time.time() - path.stat().st_mtime > _OLD_SECONDS
+    return False

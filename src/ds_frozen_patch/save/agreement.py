@@ -13,7 +13,6 @@ from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..core.record import File
 from ..fingerprint import process_memory
 from ..publish.publication import UNCHANGED
-from ..publish.ways import Way
 from ..settings import FLAG
 from ..settings import current as settings
 from .running import Save
@@ -39,18 +38,22 @@ def agree_on_request(save: Save, what: str, exclude: bool, base_has_changed: boo
     request = {"what is saved": what, FLAG: exclude, **{name: getattr(now, name) for name in _MUST_BE_EQUAL}}
     base_is_known = all(process_memory().holds(entry.tensor) for entry in save.left_out or ())
     numbers = [digest(sorted(request.items())), digest(str(place.target)), int(place.id, 16), base_is_known]
-    everyone = gather_numbers([*numbers, base_has_changed, place.way, save.owner.local_rank], save.owner.device)
-    requests, targets, ids, base_known, base_changed, ways, local_ranks = zip(*everyone, strict=True)
+    everyone = gather_numbers([*numbers, base_has_changed, place.in_place, save.owner.local_rank], save.owner.device)
+    requests, targets, ids, base_known, base_changed, in_place, local_ranks = zip(*everyone, strict=True)
     if len(set(requests)) > 1:
         raise CheckpointMismatchError(f"{place.shown} was not saved. {_difference(gather(request))}")
-    if len(set(targets)) > 1:
+    rank, local_rank = save.owner.rank, save.owner.local_rank
+    if len(set(targets)) > 1 and not place.is_on_own_disks:
         place.target, place.folder, place.shown = map(Path, gather(tuple(map(str, place.paths)))[0])
+        targets = targets[:1] * len(targets)
     save.is_in_one_place = len(set(targets)) == local_ranks.count(0) == 1
-    place.id, place.way = f"{ids[0]:012x}", Way(ways[0])
+    # A program can give the ranks of a node folders of their own.
+    save.opens_disk = rank > 0 and (local_rank == 0 or targets[rank] not in targets[rank - local_rank : rank])
+    place.id, place.in_place = f"{ids[0]:012x}", bool(in_place[0])
     save.base_is_known, save.base_has_changed = all(base_known), any(base_changed)
 
 
-def agree_on_end(save: Save) -> dict[int, File]:
+def agree_on_end(save: Save, _: str = "") -> dict[int, File]:
     """Raise on every rank if one has recorded an error; every rank must call it. It is a barrier.
 
     Returns:
@@ -63,7 +66,7 @@ def agree_on_end(save: Save) -> dict[int, File]:
     everyone = gather_numbers([bool(save.failures.errors), *_pack(save.written)], save.owner.device)
     if any(has_failed for has_failed, *_ in everyone):
         save.discard()
-        raise save.failures.error(save.place.state_of_target()[0] if save.publishes else None)
+        raise save.failures.error(*(save.place.state_of_target() if save.publishes else (None,)))
     written: dict[int, File | None] = {}
     for name, file in (item for _, *packed in everyone for item in _unpack(packed)):
         if written.setdefault(name, file) != file:

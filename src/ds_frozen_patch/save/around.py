@@ -9,8 +9,8 @@ from pathlib import Path
 from ..checkpoint.names import is_state
 from ..engine.owner import Owner
 from ..engine.served import ServedEngine
-from ..publish.durable import sync_folder, sync_tree
-from ..publish.work_folder import OURS, entries
+from ..publish.durable import entries, sync_folder, sync_tree
+from ..publish.journal import OURS
 from ..settings import current as settings
 from .failures import Failures
 

@@ -9,19 +9,20 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 from ..common.collectives import default_store, world_size
 from ..common.errors import CheckpointError
+from ..core.record import File
 from ..engine.owner import is_first
 from ..publish import in_flight
 from ..publish.in_flight import is_ending
-from ..publish.ways import Way
-from . import agreement, export_trained
+from . import agreement
 from .failures import failure
+from .publishing import publish
 from .recording import Recorder
 from .running import Save
 from .writing import write_recorded
@@ -41,7 +42,7 @@ _GRACE_SECONDS = 30.0
 
 def prepare(save: Save) -> None:
     """Let a save record its files in place of writing them, if that is possible."""
-    if save.place.way is not Way.UNMANAGED and (default_store() is not None or world_size() == 1):
+    if save.place.is_managed and (default_store() is not None or world_size() == 1):
         save.served.recorder = save.recorder = save.served.recorder or Recorder()
         save.recorder.begin()
 
@@ -50,10 +51,10 @@ def start(save: Save) -> None:
     """Write what was recorded, and publish it, while training goes on; every rank must call it."""
     agreement.agree_on_end(save)  # and every rank has recorded its files
     save.place.use_absolute_paths()  # the program may change its current folder
-    in_flight.start(partial(publish, save, Votes(save)), save.served.log_once)
+    in_flight.start(partial(_publish, save, Votes(save)), save.served.log_once)
 
 
-def publish(save: Save, votes: Votes) -> CheckpointError | None:
+def _publish(save: Save, votes: Votes) -> CheckpointError | None:
     """Write what was recorded, and give the checkpoint its name on every disk, or on none; on every rank.
 
     Args:
@@ -63,50 +64,33 @@ def publish(save: Save, votes: Votes) -> CheckpointError | None:
     Returns:
         What every rank is to raise.
     """
+    error: CheckpointError | None = None
     try:
         with votes.reporting():
-            return _publish(save, votes)
-    except Exception as error:  # of the store, or a rank is gone
+            write_recorded(save)
+            try:
+                publish(save, votes.agree)
+            except CheckpointError as failed:
+                error = failed
+            votes.give("seen")
+            if is_first(save.owner):
+                with suppress(LostRankError):
+                    votes.wait("seen", _GRACE_SECONDS)
+    except Exception as lost:  # of the store, or a rank is gone
         state, _ = save.place.state_of_target()
-        return CheckpointError(f"Not every rank has confirmed that {save.place.shown} was saved ({error}). {state}")
-
-
-def _publish(save: Save, votes: Votes) -> CheckpointError | None:
-    has_several_disks = save.place.is_on_own_disks
-    write_recorded(save)
-    votes.give("written", save)
-    if save.publishes:
-        votes.wait("written")
-        if not votes.failures:
-            if save.export is not None:
-                export_trained.write(save, save.export)
-            save.give_name()
-            if not has_several_disks and not save.failures.errors:
-                save.place.close()  # before the others go on
-    votes.give("decided", save)
-    votes.wait("decided")
-    error = None
-    if failures := votes.failures:
-        save.discard()
-        votes.give("discarded", save)
-        votes.wait("discarded")
-        error = failure(save.place.shown, votes.errors(), failures, save.place.state_of_target()[0])
-    elif has_several_disks:
-        if save.publishes:
-            save.place.close()
-        votes.give("closed", save)
-        votes.wait("closed")
-    votes.give("seen", save)
-    if is_first(save.owner):
-        with suppress(CheckpointError):
-            votes.wait("seen", _GRACE_SECONDS)
+        return CheckpointError(f"Not every rank has confirmed that {save.place.shown} was saved ({lost}). {state}")
     return error
+
+
+class LostRankError(Exception):
+    """A rank has not reported for too long."""
 
 
 class Votes:
     """What the ranks tell each other of one save, in the process group's store."""
 
     def __init__(self, save: Save) -> None:
+        self._save = save
         self._prefix = f"ds_frozen_patch/{save.place.id}/"
         self._store = default_store() or Alone()
         self._rank, self._ranks = save.owner.rank, world_size()
@@ -114,21 +98,25 @@ class Votes:
         self._next_look = 0.0
         self._reports: dict[int, tuple[int, float]] = {}  # of each rank: how many, and when that was new
 
-    @property
-    def failures(self) -> int:
-        """How many ranks have failed."""
-        return int(self._store.add(f"{self._prefix}failed", 0))
+    def agree(self, name: str) -> Mapping[int, File]:
+        """As `save.publishing.Agree`; nobody learns here what the others have written."""
+        self.give(name)
+        self.wait(name)
+        if count := int(self._store.add(f"{self._prefix}failed", 0)):
+            self._save.discard()
+            self.give("discarded")
+            self.wait("discarded")
+            errors = [self._store.get(f"{self._prefix}error{number + 1}").decode() for number in range(min(count, 2))]
+            raise failure(self._save.place.shown, errors, count, *self._save.place.state_of_target())
+        return {}
 
-    def errors(self) -> list[str]:
-        """The first two errors."""
-        return [self._store.get(f"{self._prefix}error{number + 1}").decode() for number in range(min(self.failures, 2))]
-
-    def give(self, name: str, save: Save) -> None:
+    def give(self, name: str) -> None:
         """Count this rank, and report its error."""
-        if save.failures.errors and not self._has_failed:
+        errors = self._save.failures.errors
+        if errors and not self._has_failed:
             self._has_failed = True
             number = self._store.add(f"{self._prefix}errors", 1)
-            text = str(save.failures.errors[0]).removesuffix(".")
+            text = str(errors[0]).removesuffix(".")
             self._store.set(f"{self._prefix}error{number}", f"Rank {self._rank}: {text}.")
             self._store.add(f"{self._prefix}failed", 1)
         self._store.add(self._prefix + name, 1)
@@ -137,18 +125,18 @@ class Votes:
         """Wait until every rank has been counted.
 
         Raises:
-            CheckpointError: that takes too long, or a rank is gone.
+            LostRankError: that takes too long, or a rank is gone.
         """
         begun = time.monotonic()
         pause, longest = (seconds * max(self._ranks / _MANY_RANKS, 1) for seconds in _POLL_SECONDS)
         while (count := self._store.add(self._prefix + name, 0)) < self._ranks:
             passed = time.monotonic() - begun
             if passed > seconds:
-                raise CheckpointError(f"only {count} of {self._ranks} ranks have reported after {passed:.0f} s")
+                raise LostRankError(f"only {count} of {self._ranks} ranks have reported after {passed:.0f} s")
             if self._rank == 0:
                 self._look_for_lost()
             if lost := self._store.add(f"{self._prefix}lost", 0):
-                raise CheckpointError(f"rank {lost - 1} is gone")
+                raise LostRankError(f"rank {lost - 1} is gone")
             time.sleep(pause)
             pause = min(2 * pause, longest)
 

@@ -67,21 +67,23 @@ class Failures:
         """Whether a rank has recorded an error; every rank must call it. It is a barrier."""
         return any(failed for (failed,) in gather_numbers([bool(self.errors)], self.owner.device))
 
-    def error(self, state: str | None) -> CheckpointError:
+    def error(self, state: str | None, is_saved: bool = False) -> CheckpointError:
         """What every rank raises, once `any` has said so; every rank must call it.
 
         Args:
             state: what is at the path now, as a sentence; None if another rank says it.
+            is_saved: whether that is the new checkpoint, on this rank's disk.
         """
-        reports = gather((str(self.errors[0]) if self.errors else None, state))
-        errors = [f"Rank {rank}: {text.removesuffix('.')}." for rank, (text, _) in enumerate(reports) if text]
-        states = " ".join(dict.fromkeys(text for _, text in reports if text))
-        error = failure(self.target, errors[:2], len(errors), states)
+        reports = gather((str(self.errors[0]) if self.errors else None, state, is_saved))
+        errors = [f"Rank {rank}: {text.removesuffix('.')}." for rank, (text, *_) in enumerate(reports) if text]
+        states = " ".join(dict.fromkeys(text for _, text, _ in reports if text))
+        saved = all(is_there for _, text, is_there in reports if text)
+        error = failure(self.target, errors[:2], len(errors), states, saved)
         error.__cause__ = self.errors[0] if self.errors else None
         return error
 
 
-def failure(target: Path, errors: list[str], count: int, states: str) -> CheckpointError:
+def failure(target: Path, errors: list[str], count: int, states: str, is_saved: bool) -> CheckpointError:
     """The error that every rank raises.
 
     Args:
@@ -89,10 +91,12 @@ def failure(target: Path, errors: list[str], count: int, states: str) -> Checkpo
         errors: those of the first two ranks, as sentences.
         count: of all ranks with an error.
         states: of the target on each disk, as sentences.
+        is_saved: whether the error has followed after the new checkpoint exists.
     """
     more = f" And {count - 2} more ranks." if count > 2 else ""
+    outcome = "was saved, but an error has followed" if is_saved else "was not saved"
     return CheckpointError(
-        f"{target} was not saved. {' '.join(errors)}{more} {states} The run can go on, and save again once the cause is"
+        f"{target} {outcome}. {' '.join(errors)}{more} {states} The run can go on, and save again once the cause is"
         " removed."
     )
 
@@ -112,7 +116,9 @@ def _free_space(error: Exception, path: Path) -> str:
     except OSError:
         return ""
     is_full = error.errno in _NO_SPACE if isinstance(error, OSError) else free < _NEARLY_FULL
-    return f", with {human_bytes(free)} free on its disk" if is_full else ""
+    if not is_full:
+        return ""
+    return f", with {human_bytes(free)} free on its disk. A save over a checkpoint needs room for both until it is done"
 
 
 def _release_files(error: BaseException | None) -> None:

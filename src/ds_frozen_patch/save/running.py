@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.names import WRITER
-from ..core.record import File, Record, write_record
+from ..core.record import File, Record
 from ..engine.owner import Owner
 from ..engine.served import ServedEngine
 from ..parameters import Contents, ModuleTensor
 from ..publish.publication import Publication
-from ..publish.ways import Way
 from ..settings import current as settings
 from .failures import Failures
 from .recording import Recorder
@@ -36,6 +33,7 @@ class Save:
         is_in_one_place: whether all ranks are on one node, and save to the same path.
         base_is_known: whether every rank knows the fingerprints of what is left out.
         base_has_changed: whether a rank has seen training change some of it.
+        opens_disk: whether this rank is the first of those that write to a target, which can be on a disk of its own.
         publishes: whether this rank gives the files their names on its disk.
         written: what this rank has written, by name.
         record: of what is saved, to be written beside the files; None if it is not managed.
@@ -52,6 +50,7 @@ class Save:
     is_in_one_place: bool = False
     base_is_known: bool = False
     base_has_changed: bool = False
+    opens_disk: bool = False
     publishes: bool = False
     written: dict[str, File] = field(default_factory=dict)
     record: Record | None = None
@@ -75,11 +74,11 @@ class Save:
         """The errors of this rank."""
         return Failures(self.owner, self.place.shown)
 
-    def open(self, is_tag: bool = False) -> None:
-        """Prepare where this rank, and those that share its disk, write: the folder of a tag, or a file."""
+    def open(self) -> None:
+        """Prepare where this rank, and those that share its disk, write."""
         self.publishes = self.served.publishes = True
         with self.failures.deferred(self.place.shown):
-            self.place.open(chooses_way=is_tag)
+            self.place.open()
 
     def is_on_own_disk(self) -> bool:
         """Whether rank 0, which has opened the save, has done so on another disk than this rank's; with a warning."""
@@ -93,19 +92,6 @@ class Save:
                 self.place.folder,
             )
         return True
-
-    def give_name(self, written: Mapping[int, File] | None = None) -> None:
-        """Give the checkpoint its final name on this rank's disk, unless an error has been recorded.
-
-        Args:
-            written: the files that need not be read again for the record, by the digests of their names.
-        """
-        if self.failures.errors:
-            return
-        with self.failures.deferred(self.place.shown):
-            if self.record is not None:
-                write_record(self.place.destination, self.record, written)
-            self.place.give_name()
 
     def discard(self) -> None:
         """Remove what was written on this rank's disk, unless it has its name."""
@@ -127,8 +113,8 @@ def place_of(
         target,
         folder or target.parent,
         shown,
-        way=Way.EXCHANGED if is_managed else Way.UNMANAGED,
-        writer=WRITER,
+        is_tag=folder is not None,
+        is_managed=is_managed,
         sync=settings().sync,
         is_on_own_disks=bool(engine.use_node_local_storage()),
         is_alone=owner.names_each_save,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +18,6 @@ from ..engine.experts import names_in_files
 from ..engine.target import ENGINE
 from ..parameters import plain
 from ..publish.durable import sync_file
-from ..publish.ways import Way
 from .running import Save
 
 
@@ -29,19 +26,19 @@ def writing(save: Save) -> AbstractContextManager[None]:
     writer: Any = save.engine.checkpoint_engine
     is_divided = save.served.topology.is_divided
     experts = names_in_files(save.engine.module) if is_divided and save.names_left_out else {}
-    others = [(writer, "makedirs"), (save.engine, "_copy_recovery_script")]
-    return overridden(
-        [
-            *_what_was_agreed(save),
-            (writer, "save", _deferring(save, partial(_write_states, save, experts, writer.save))),
-            *((owner, name, _deferring(save, getattr(owner, name))) for owner, name in others if hasattr(owner, name)),
-        ]
-    )
+    attributes = [*_what_was_agreed(save), (writer, "save", _writing_states(save, experts, writer.save))]
+    for owner, name in ((writer, "makedirs"), (save.engine, "_copy_recovery_script")):
+        if hasattr(owner, name):
+            attributes.insert(0, (owner, name, save.failures.deferring(getattr(owner, name))))
+    return overridden(attributes)
 
 
 def _what_was_agreed(save: Save) -> Attributes:
-    """Skip DeepSpeed's validation of the tag and its barriers: the ranks have agreed, and agree again at the end."""
-    if save.place.way is Way.UNMANAGED or not save.is_in_one_place:
+    """Skip DeepSpeed's validation of the tag and its barriers: the ranks have agreed, and agree again at the end.
+
+    The folder is there already. A rank that made it again could do so after another one has removed it on an error.
+    """
+    if not save.place.is_managed or not save.is_in_one_place:
         return []
     module: Any = sys.modules[ENGINE.module]
     dist, thread = module.dist, threading.get_ident()
@@ -51,7 +48,11 @@ def _what_was_agreed(save: Save) -> Attributes:
             dist.barrier(*args, **kwargs)
 
     without_barriers = SimpleNamespace(**{**vars(dist), "barrier": barrier})
-    return [(save.engine, "_checkpoint_tag_validation", lambda _: None), (module, "dist", without_barriers)]
+    return [
+        (save.engine, "_checkpoint_tag_validation", lambda _: None),
+        (save.engine.checkpoint_engine, "makedirs", lambda *_, **__: None),
+        (module, "dist", without_barriers),
+    ]
 
 
 def write_recorded(save: Save) -> None:
@@ -62,42 +63,32 @@ def write_recorded(save: Save) -> None:
             _finish(save, path)
 
 
-def _deferring(save: Save, write: Callable[..., Any]) -> Callable[..., None]:
-    def attempt(*args: Any, **kwargs: Any) -> None:
-        paths = [item for item in (*args, *kwargs.values()) if isinstance(item, str | os.PathLike)]
-        recording = save.recorder.recording(save.place.destination) if save.recorder is not None else nullcontext()
-        with save.failures.deferred(save.place.final(paths[0]) if paths else "a file"), recording:
-            write(*args, **kwargs)
+def _writing_states(save: Save, experts: Mapping[str, str], write: Callable[..., Any]) -> Callable[..., None]:
+    """What writes a file of states in place of DeepSpeed's `write`; errors are recorded."""
 
-    return attempt
+    def write_states(state_dict: dict[str, Any], path: str, *args: Any, **kwargs: Any) -> None:
+        name = Path(path).name
+        file = save.place.path(name) if Path(path).parent == save.place.target else Path(path)
+        recording = save.recorder.recording(file.parent) if save.recorder is not None else nullcontext()
+        with save.failures.deferred(path), recording:
+            if is_rank_file(name):
+                state_dict = add_label(state_dict, save.place.id, name, has_record=save.record is not None)
+            elif names := save.names_left_out:  # an expert's file, whose keys are parameters
+                left_out = {key: found for key in state_dict if (found := experts.get(plain(key))) in names}
+                save.removed.update(left_out.values())
+                state_dict = {key: value for key, value in state_dict.items() if key not in left_out}
+            write(state_dict, str(file), *args, **kwargs)
+            if file.is_file():  # else it is only recorded
+                _finish(save, file)
 
-
-def _write_states(
-    save: Save,
-    experts: Mapping[str, str],
-    write: Callable[..., Any],
-    state_dict: dict[str, Any],
-    path: str,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    file = Path(path)
-    if is_rank_file(file.name):
-        state_dict = add_label(state_dict, save.place.id, file.name, has_record=save.record is not None)
-    elif save.names_left_out:  # an expert's file, whose keys are parameters
-        left_out = {key: name for key in state_dict if (name := experts.get(plain(key))) in save.names_left_out}
-        save.removed.update(left_out.values())
-        state_dict = {key: value for key, value in state_dict.items() if key not in left_out}
-    write(state_dict, path, *args, **kwargs)
-    if file.is_file():  # else it is only recorded
-        _finish(save, file)
+    return write_states
 
 
 def _finish(save: Save, file: Path) -> None:
     """Sync a file that this rank has written, and note what it is."""
     if save.place.sync:
         sync_file(file)
-    save.written[file.name] = describe_file(file)
+    save.written[save.place.final(file).name] = describe_file(file)
 
 
 def writes_before_it_returns(engine: Any) -> bool:

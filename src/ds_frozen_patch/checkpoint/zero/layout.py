@@ -10,16 +10,18 @@ epoch=5.ckpt/
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...common.errors import CheckpointError, named
 from ...publish.in_flight import settle
-from ...publish.work_folder import WORK
+from ...publish.journal import finish, is_unfinished, journals, linked, names_now
 from ..format.zip_directory import open_regular
 from ..names import MODEL_FILE, OPTIMIZER_FILE, is_state_file
 
@@ -51,13 +53,12 @@ class Layout:
         return (*self.model, *self.optimizer)
 
 
-def find_layout(path: str | Path, tag: str | None = None, *, is_being_saved: bool = False) -> Layout:
-    """Find the files of a checkpoint.
+def find_layout(path: str | Path, tag: str | None = None) -> Layout:
+    """Find the files of a checkpoint; a save that was killed while it gave them their names is finished.
 
     Args:
         path: the directory of the checkpoint, which contains `latest`.
         tag: the subdirectory to read; by default the one named in `latest`.
-        is_being_saved: whether the caller's own save has written all files and not yet named the checkpoint.
 
     Raises:
         CheckpointError: there is no checkpoint at the path, or a file of it is missing.
@@ -69,7 +70,7 @@ def find_layout(path: str | Path, tag: str | None = None, *, is_being_saved: boo
         # What `latest` has is not shown: it may be a link to a file that nobody else may read.
         shown = f"{name[:100]!r} is" if tag is not None else f"What {root / 'latest'} contains is"
         raise CheckpointError(f"{shown} not the name of a subdirectory of {root}. {_ASK_FOR_TAG}")
-    folder = root / name
+    folder = finished(root / name)
     try:
         with os.scandir(folder) as entries:
             files = {entry.name: _is_file(entry) for entry in entries}
@@ -80,7 +81,7 @@ def find_layout(path: str | Path, tag: str | None = None, *, is_being_saved: boo
         raise CheckpointError(f"{root} has no subdirectory {shown}; it has {it_has}") from None
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from None
-    if any(name.startswith(WORK) for name in files) and not is_being_saved:
+    if is_unfinished(folder):
         raise CheckpointError(
             f"{folder} is not whole: the save that wrote it was interrupted, or still runs. Use another checkpoint; the"
             " next save to this path replaces it."
@@ -104,7 +105,26 @@ def find_layout(path: str | Path, tag: str | None = None, *, is_being_saved: boo
             f"{folder} contains model states of {len(model)} ranks and optimizer states of {len(optimizer)}."
             " Get a complete copy of the checkpoint."
         )
-    return Layout(root, folder.name, model, optimizer)
+    return Layout(folder.parent, folder.name, model, optimizer)
+
+
+_views: dict[Path, Path] = {}
+"""The folders of tags whose journals this process may not finish, and for each one of links to its files."""
+
+
+def finished(folder: Path) -> Path:
+    """The folder of a tag, once its journals are done, or one of links to its files for who may not do that."""
+    try:
+        finish(folder)
+    except OSError:
+        if not journals(folder):
+            return folder
+        if folder not in _views:
+            until_exit = ExitStack()
+            atexit.register(until_exit.close)
+            _views[folder] = until_exit.enter_context(linked(names_now(folder), folder.name)) / folder.name
+        return _views[folder]
+    return folder
 
 
 def check_links_stay_inside(layout: Layout) -> None:
@@ -114,8 +134,12 @@ def check_links_stay_inside(layout: Layout) -> None:
     output. The directory itself may be a link, such as to another disk, because the user has named it. Links that stay
     inside the checkpoint are harmless.
     """
-    root = layout.root.resolve()
-    for path in (layout.model[0].parent, *layout.files):
+    root, paths = layout.root, (layout.model[0].parent, *layout.files)
+    if paths[0] in _views.values():
+        paths = tuple(link.readlink() for link in layout.files)
+        root = paths[0].parent.parent
+    root = root.resolve()
+    for path in paths:
         if path.is_symlink() and root not in path.resolve().parents:
             raise CheckpointError(
                 f"{path} is a link out of the checkpoint, and was not read. Use a copy that has the files themselves"

@@ -26,7 +26,6 @@ def open_checkpoint(
     trainable: Sequence[str] = ("*",),
     trust: bool = False,
     as_base: bool = False,
-    is_being_saved: bool = False,
 ) -> Checkpoint:
     """Read a checkpoint's pickles, and of its tensors at most samples.
 
@@ -37,12 +36,11 @@ def open_checkpoint(
         trust: as for `read_states`.
         as_base: the checkpoint is used as a base: parameters that no optimizer contains count as frozen, and the
             masters, which are not used, are not compared with the model's weights.
-        is_being_saved: as for `find_layout`.
 
     Raises:
         CheckpointError: a file is missing, damaged or unexpected, or the files are not from one save.
     """
-    states = read_states(path, tag, trust, is_being_saved=is_being_saved)
+    states = read_states(path, tag, trust)
     check_same_save(states)
     if as_base:
         trainable = () if states.zero_stage else ("*",)  # stage 0 may not tell what was trained

@@ -120,19 +120,18 @@ class States:
         return {name: version for name, version in releases.items() if isinstance(version, str)}
 
 
-def read_states(path: str | Path, tag: str | None, trust: bool, *, is_being_saved: bool = False) -> States:
+def read_states(path: str | Path, tag: str | None, trust: bool) -> States:
     """Read the states of all files of a checkpoint, but no tensors.
 
     Args:
         path: the directory.
         tag: the subdirectory to read; by default the one named in `latest`.
         trust: accept files that name unexpected classes, and links out of the checkpoint.
-        is_being_saved: as for `find_layout`.
 
     Raises:
         CheckpointError: there is no checkpoint, or a file of it is missing, truncated, damaged or unexpected.
     """
-    layout = find_layout(path, tag, is_being_saved=is_being_saved)
+    layout = find_layout(path, tag)
     if not trust:
         check_links_stay_inside(layout)
     contents = tuple(read_archive(file, trust=trust) for file in layout.files)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.names import is_not_whole
 from ...publish import in_flight
-from ...publish.ways import is_local
-from ...publish.work_folder import entries
+from ...publish.durable import entries
+from ...publish.journal import is_not_whole
+from ...publish.publication import is_local
 from ..newest import last_whole
 
 _REQUEUED = "hpc_ckpt_"

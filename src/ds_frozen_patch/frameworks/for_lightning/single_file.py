@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 import zipfile
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
-from ...checkpoint.names import WEIGHTS_FILE, remove_states
+from ...checkpoint.names import WEIGHTS_FILE, is_state
 from ...common.errors import CheckpointMismatchError, named
-from ...core.save import publish
 from ...engine.gathering import gathered, put
 from ...engine.origins import replacing
 from ...engine.owner import is_first, warn
@@ -23,11 +22,11 @@ from ...load.running import Load
 from ...load.trust import refuse_unsafe
 from ...manifest import KEY, Manifest
 from ...parameters import Contents, plain
-from ...publish.durable import exchange, sync_folder
-from ...publish.ways import Way
-from ...publish.work_folder import WORK
+from ...publish.durable import entries, sync_folder
+from ...publish.journal import OURS, remove
 from ...save.agreement import agree_on_end
 from ...save.leaving_out import describe
+from ...save.publishing import publish
 from ...save.running import Save
 from ...workarounds.for_deepspeed import forget_second_copies
 
@@ -44,6 +43,11 @@ def place_of(path: Path) -> Path:
 
 def file_in(path: Path) -> Path:
     """The single file in a folder, if it is newer than the folder's checkpoint; else the path."""
+    moved = _moved(Path(os.path.realpath(path)))
+    if moved.is_file() and not path.is_file():  # a process was killed in `make_way`
+        with suppress(OSError):
+            path.mkdir(exist_ok=True)
+            moved.rename(path / WEIGHTS_FILE)
     return path / WEIGHTS_FILE if not (path / "latest").is_file() and (path / WEIGHTS_FILE).is_file() else path
 
 
@@ -55,15 +59,16 @@ def make_way(path: Path) -> None:
     if not path.is_file() or not _is_single_file(path):
         return  # DeepSpeed says what is wrong
     file = Path(os.path.realpath(path))
-    folder = file.with_name(f"{WORK}{uuid4().hex[:12]}")
-    folder.mkdir()
-    try:
-        shutil.copy2(file, folder / WEIGHTS_FILE)
-        if not exchange(folder, file):
-            file.unlink()
-            folder.rename(file)
-    finally:
-        folder.unlink() if folder.is_file() else shutil.rmtree(folder, ignore_errors=True)
+    moved = _moved(file)
+    file.rename(moved)
+    file.mkdir()
+    moved.rename(file / WEIGHTS_FILE)
+
+
+def _moved(file: Path) -> Path:
+    """Where a single file is while a folder of its name is made."""
+    name = sha256(os.fsencode(file.name)).hexdigest()[:12]  # not in clear: Lightning searches for names such as "last"
+    return file.with_name(f"{OURS}-moved-{name}")
 
 
 def remove_from(folder: Path) -> None:
@@ -87,7 +92,7 @@ def save(save: Save, strategy: Any, checkpoint: Mapping[str, Any], storage_optio
     in CPU memory.
     """
     module, writer = strategy.lightning_module, strategy.checkpoint_io
-    writes = save.publishes or (save.place.way is Way.UNMANAGED and is_first(save.owner))
+    writes = save.publishes or (not save.place.is_managed and is_first(save.owner))
     manifest = describe(save) if save.left_out is not None else None
     left_out = manifest.names if manifest else frozenset()
     # A module's own `state_dict` may return only a part, and use other names.
@@ -106,12 +111,17 @@ def save(save: Save, strategy: Any, checkpoint: Mapping[str, Any], storage_optio
             dumped = {name: value.cpu() if hasattr(value, "cpu") else value for name, value in dumped.items()}
             ours = {KEY: manifest.to_state()} if manifest else {}
             content = {**checkpoint, "state_dict": dumped, **ours}
-            writer.save_checkpoint(content, save.place.destination, storage_options=storage_options)
-    agree_on_end(save) if save.place.way is Way.UNMANAGED else publish(save)
+            file = save.place.path(save.place.target.name)
+            writer.save_checkpoint(content, file, storage_options=storage_options)
+    publish(save, partial(agree_on_end, save)) if save.place.is_managed else agree_on_end(save)
     if writes and save.place.target.name == WEIGHTS_FILE:  # what it replaces
         (save.place.folder / "latest").unlink(missing_ok=True)
         sync_folder(save.place.folder)
-        remove_states(save.place.folder / "checkpoint")
+        for item in entries(save.place.folder / "checkpoint"):
+            if is_state(item.name):
+                remove(item)
+        with suppress(OSError):  # the program has files there
+            (save.place.folder / "checkpoint").rmdir()
 
 
 def _is_empty(value: Any) -> bool:

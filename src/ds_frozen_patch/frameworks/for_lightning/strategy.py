@@ -18,12 +18,13 @@ from ...engine import handshake
 from ...engine.owner import warn
 from ...engine.served import attach
 from ...load.agreement import agree, share_listing
-from ...load.listing import Listing, where_it_is
+from ...load.listing import Listing
 from ...load.running import Load
 from ...load.running import current as current_load
 from ...load.trust import runs_nothing, trust
 from ...publish import in_flight
-from ...publish.ways import is_local
+from ...publish.durable import wait_for_name
+from ...publish.publication import is_local
 from ...save.agreement import explaining_errors
 from ...settings import FLAG
 from ...settings import current as settings
@@ -163,8 +164,9 @@ def _load(wrapped: Callable[..., Any], strategy: Any, call: inspect.BoundArgumen
             options = {key: value for key, value in call.arguments.items() if key not in (name, "kwargs")}
             content = single_file.read(strategy, path, **options, **call.arguments.get("kwargs", {}))
         if content is None:
-            call.arguments[name] = where_it_is(owner, path / "checkpoint").parent  # where Lightning looks
-            _check_path(call.arguments[name])
+            call.arguments[name] = path
+            wait_for_name(path / "checkpoint")
+            _check_path(path)
     except Exception as error:  # raised below, on all ranks
         problem = error
     if problem is not None or content is not None:
