@@ -491,7 +491,7 @@ def is_ours(path: str, out: Path) -> bool:
     parts = Path(re.sub(r"/\.(.+)\.[0-9a-f]{12}$", r"/\1", path)).relative_to(out).parts
     tags = ("checkpoint", "epoch1", "pytorch_model", *(part for part in parts if part.startswith("global_step")))
     return (
-        any(part.startswith(".ds_frozen_patch") for part in parts)
+        any(part.startswith((".ds_frozen_patch", "ds_frozen_patch-")) for part in parts)
         or parts[-1] in ("latest", *tags)
         or parts[-1].startswith("zero_to_")
         or is_state(parts[-1])

@@ -68,7 +68,7 @@ def test_a_kill_in_the_renames(ranks: Any, tmp_path: Path) -> None:
     after = digest(folder)
     for name in names:
         (folder / name).rename(hidden(folder / name, save))
-    Journal(save, 0, "none", after, tuple(names), ()).prepare(folder, sync=False)
+    Journal(save, "none", after, tuple(names), ()).prepare(folder, sync=False)
     hidden(folder / "ds_frozen_patch-journal", save).rename(folder / ".ds_frozen_patch-journal-none")
     expected = [2 * runs.BATCHES, *([2 * runs.BATCHES] if LINKS else [])]  # "last" goes on from the first of 3 epochs
     assert ranks(2, resume_from_last, out=str(tmp_path)) == [expected] * 2

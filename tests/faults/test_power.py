@@ -42,10 +42,9 @@ from safetensors.torch import load_file
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError
-from ds_frozen_patch.checkpoint.names import is_not_whole
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.common.overrides import overridden
-from ds_frozen_patch.publish.work_folder import is_unfinished
+from ds_frozen_patch.publish.journal import is_not_whole, is_unfinished
 
 pytestmark = pytest.mark.promise(17)
 

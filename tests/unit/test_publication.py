@@ -70,7 +70,7 @@ class Place:
     def save(self, text: str = "new") -> None:
         made = self.written(text)
         made.latest = "checkpoint"
-        made.prepare(text, 1)
+        made.prepare(text)
         made.give_names()
 
     def seen(self) -> dict[str, str]:
@@ -87,7 +87,7 @@ def test_what_is_published_has_its_names_and_nothing_else_changes(tmp_path: Path
     assert place.seen().items() >= before.items()
     assert is_unfinished(place.target) == (there not in ("checkpoint", "link"))
     made.latest = "checkpoint"
-    made.prepare("record", 1)
+    made.prepare("record")
     assert place.seen().items() >= before.items()
     made.give_names()
     assert made.state_of_target() == (f"{place.target} is the new checkpoint, and complete.", True)
@@ -106,7 +106,7 @@ def test_what_is_discarded_leaves_what_was_there(tmp_path: Path, there: str) -> 
     before = place.seen()
     made = place.written()
     made.latest = "checkpoint"
-    made.prepare("record", 1)
+    made.prepare("record")
     made.discard()
     assert place.seen() == before
     assert place.folder.exists() == (there != "nothing")
@@ -182,7 +182,7 @@ def test_several_jobs_that_save_to_one_path(tmp_path: Path) -> None:
     """Each time the folder is looked at, after its journal is done, it has files of one save."""
     context = multiprocessing.get_context("fork")
     place = Place(tmp_path, "nothing")
-    jobs = [context.Process(target=save_often, args=(str(place.folder), number, 60)) for number in range(4)]
+    jobs = [context.Process(target=save_often, args=(str(place.folder), number, 20)) for number in range(4)]
     for job in jobs:
         job.start()
     for job in jobs:
@@ -210,7 +210,7 @@ def test_where_files_cannot_be_renamed(
     made = place.written()
     assert is_unfinished(place.target)
     assert made.state_of_target() == (INCOMPLETE, False)
-    made.prepare("record", 1)
+    made.prepare("record")
     if fails:
         made.discard()
         assert made.state_of_target() == (NOTHING, False)
@@ -276,7 +276,7 @@ def test_a_single_file(tmp_path: Path) -> None:
         made = place.publication(is_tag=False)
         made.open()
         made.path(place.target.name).write_text("new")
-        made.prepare(None, 0)
+        made.prepare(None)
         made.give_names() if is_given else made.discard()
         assert place.seen() == {"checkpoint": text}
 
@@ -284,10 +284,10 @@ def test_a_single_file(tmp_path: Path) -> None:
 def test_a_save_that_another_disk_has_named(tmp_path: Path) -> None:
     place = Place(tmp_path, "checkpoint")
     made = place.written(is_on_own_disks=True)
-    made.prepare("record", 7)
+    made.prepare("record")
     made.is_decided = True  # every node has prepared it
     made.discard()  # as after an error
-    assert {save: journal.step for save, journal in prepared(place.target).items()} == {made.id: 7}
+    assert [*prepared(place.target)] == [made.id]
     finish_as(place.target, made.id)
     finish_as(place.target, made.id)
     assert place.seen() == {
@@ -300,7 +300,7 @@ def test_a_save_that_another_disk_has_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["../theirs", "/etc/passwd", "../../latest", "theirs", "../adapter/../theirs", ""])
 def test_a_journal_names_only_what_a_save_writes(tmp_path: Path, name: str) -> None:
     place = Place(tmp_path, "checkpoint")
-    values = {"save": "0" * 12, "step": 0, "before": "none", "after": "none", "names": [], "removed": [name]}
+    values = {"save": "0" * 12, "before": "none", "after": "none", "names": [], "removed": [name]}
     (place.target / RECORD).unlink()
     (place.target / ".ds_frozen_patch-journal-none").write_text(json.dumps(values))
     before = place.seen()

@@ -70,14 +70,12 @@ class Journal:
 
     Attributes:
         save: the id of the save.
-        step: of the training, for messages.
         before, after: the digest of the record, before it is done and after.
         names: of the files that get their names, by paths from the folder; see `may_change`.
         removed: of files that the new checkpoint does not have.
     """
 
     save: str
-    step: int
     before: str
     after: str
     names: tuple[str, ...]
@@ -137,7 +135,7 @@ def read(path: Path) -> Journal | None:
     texts = (journal.save, journal.before, journal.after, *names, *removed)
     if not all(isinstance(text, str) for text in texts) or not re.fullmatch("[0-9a-f]{12}", journal.save):
         return None
-    return journal if all(map(may_change, (*names, *removed))) and isinstance(journal.step, int) else None
+    return journal if all(map(may_change, (*names, *removed))) else None
 
 
 def commit(folder: Path, save: str, sync: bool) -> bool:

@@ -89,7 +89,6 @@ class Publication:
     exports: dict[str, bool] = field(default_factory=dict)
     is_decided: bool = False
     _created: list[Path] = field(default_factory=list)
-    _beside: set[Path] = field(default_factory=set)
     _record: str | None = None
 
     @property
@@ -135,7 +134,6 @@ class Publication:
         """Let all paths but what messages name be absolute."""
         self.target, self.folder = self.target.absolute(), self.folder.absolute()
         self._created = [folder.absolute() for folder in self._created]
-        self._beside = {item.absolute() for item in self._beside}
 
     # The beginning
 
@@ -157,7 +155,6 @@ class Publication:
         _running.add(self.id)
         self._created = self._created or _missing_folders(self.home)
         make_folder(self.home, self.sync)
-        self._beside = set(self._scripts())
         if self.is_tag:
             finish(self.home)
         self._look_for_others()
@@ -212,7 +209,8 @@ class Publication:
         for path, note in notes(parent).items():
             save, is_running = path.name.rpartition("-")[2], note.is_running()
             is_mine = is_running and note.process == os.getpid()
-            if is_running is False or (is_mine and save not in _running) or _is_old(path):
+            is_over = is_running is False or (is_mine and save not in _running)
+            if is_over or (is_running is None and _is_old(path)):
                 dead[save] = note.tag
             else:
                 running.add(save)
@@ -238,38 +236,34 @@ class Publication:
 
     # The final names
 
-    def prepare(self, record: str | None, step: int) -> None:
-        """Let everything be on disk that is to get a name.
-
-        Args:
-            record: the content of the record, if there is to be one.
-            step: of the training.
-        """
+    def prepare(self, record: str | None) -> None:
+        """Let everything be on disk that is to get a name, with the record if there is to be one."""
         if not self.is_tag:
             if self.sync:
                 sync_tree(self.path(self.target.name))
             return
         self._record = record
+        late = [*self._scripts(), *self.home.glob(OFFLOADED)]
         if self.latest is not None:  # here, where a full disk has changed nothing yet
-            hidden(self.folder / "latest", self.id).write_text(self.latest)
+            late.append(self._hidden_latest)
+            late[-1].write_text(self.latest)
         if record is not None and not self.in_place:
-            self.path(RECORD).write_text(record, encoding="utf-8")
-        if self.sync:
-            late = [self.path(RECORD)] if record is not None and not self.in_place else []
-            for item in (*late, *self._scripts(), *self.home.glob(OFFLOADED)):
-                sync_tree(item)
+            late.append(self.path(RECORD))
+            late[-1].write_text(record, encoding="utf-8")
+        for item in late if self.sync else ():
+            sync_tree(item)
         if not self.in_place:
-            self._journal(record, step).prepare(self.home, self.sync)
+            self._journal(record).prepare(self.home, self.sync)
             if self.sync:
                 sync_folder(self.home)
 
-    def _journal(self, record: str | None, step: int) -> Journal:
+    def _journal(self, record: str | None) -> Journal:
         names = {*self.written(), *([RECORD] if record is not None else [])}
         removed = {item.name for item in entries(self.home) if is_state(item.name)} - names - {OFFLOADED}
         for name, is_written in self.exports.items():
             (names if is_written else removed).add(self._export(name))
         after = digest_of(None if record is None else record.encode())
-        return Journal(self.id, step, digest(self.home), after, tuple(sorted(names)), tuple(sorted(removed)))
+        return Journal(self.id, digest(self.home), after, tuple(sorted(names)), tuple(sorted(removed)))
 
     def give_names(self) -> None:
         """Let the new checkpoint exist, and write `latest`."""
@@ -284,8 +278,10 @@ class Publication:
                 (self.home / self._export(name)).unlink(missing_ok=True)
             if self._record is not None:
                 (self.home / RECORD).write_text(self._record, encoding="utf-8")
+                if self.sync:
+                    sync_tree(self.home / RECORD)
             if self.sync:
-                sync_tree(self.home)
+                sync_folder(self.home)
             self.is_decided = True
         else:
             if not commit(self.home, self.id, self.sync):
@@ -298,27 +294,25 @@ class Publication:
 
     def _close(self) -> None:
         _running.discard(self.id)
-        for note in self._notes():
+        for note in (*self._notes(), self._hidden_latest):
             with suppress(OSError):
                 note.unlink()
 
     def _name_latest(self, tag: str) -> None:
-        note, latest = hidden(self.folder / "latest", self.id), self.folder / "latest"
-        if not latest.is_symlink():
-            with suppress(OSError):
-                if latest.read_text() == tag:
-                    note.unlink()
-                    return
+        latest = self.folder / "latest"
+        if latest.is_file() and latest.read_text(errors="replace") == tag:
+            return
         if self.in_place or latest.is_symlink():
             latest.write_text(tag)
-            note.unlink()
         else:
-            if self.sync:
-                sync_file(note)
-            note.replace(latest)
+            self._hidden_latest.replace(latest)
         if self.sync:
             sync_file(latest)
             sync_folder(self.folder)
+
+    @property
+    def _hidden_latest(self) -> Path:
+        return hidden(self.folder / "latest", self.id)
 
     def _scripts(self) -> Iterator[Path]:
         """DeepSpeed's converters, beside the folder of a tag."""
@@ -328,13 +322,12 @@ class Publication:
 
     def discard(self) -> None:
         """Remove what was written, unless it has its name."""
-        with suppress(OSError):
-            hidden(self.folder / "latest", self.id).unlink()
         if not self.state_of_target()[1]:
             folders = {self.home, *(file.parent for file in exported(self.home) if self.is_tag)}
             mine = [item for folder in folders for item, _, save in hidden_files(folder) if save == self.id]
+            scripts = self._scripts() if self.target.parent in self._created else ()
             own = [item for item in entries(self.home) if is_state(item.name)] if self.in_place and self.is_tag else []
-            for item in (*mine, *own, *({*self._scripts()} - self._beside)):
+            for item in (*mine, *own, *scripts):
                 with suppress(OSError):
                     remove(item)
         self._close()

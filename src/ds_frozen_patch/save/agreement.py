@@ -84,7 +84,7 @@ def _pack(files: Mapping[str, File]) -> list[int]:
 
 def _unpack(numbers: Sequence[int]) -> Iterator[tuple[int, File]]:
     """The files in what `_pack` returned, with the digests of their names."""
-    for name, size, *parts in (numbers[:6], numbers[6:]):
+    for name, size, *parts in filter(any, (numbers[:6], numbers[6:])):
         yield name, File(size, _FOUR.pack(*parts).hex() if any(parts) else None)
 
 

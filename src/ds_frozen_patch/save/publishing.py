@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ..common.collectives import digest
-from ..common.errors import CheckpointError, named
+from ..common.errors import CheckpointError
 from ..core.record import File, listing
 from . import export_trained
 from .running import Save
@@ -29,7 +29,7 @@ def publish(save: Save, agree: Agree) -> None:
             export_trained.write(save, save.export)
         if not save.failures.errors:
             with save.failures.deferred(save.place.shown):
-                save.place.prepare(_record(save, written), int(save.engine.global_steps))
+                save.place.prepare(_record(save, written))
     if save.place.is_on_own_disks:  # what is prepared on all can be finished by a load
         agree("prepared")
         save.place.is_decided = True
@@ -45,10 +45,6 @@ def _record(save: Save, written: Mapping[int, File]) -> str | None:
         return None
     files = save.place.written()
     lost = save.written.keys() - files.keys()
-    if not save.place.is_on_own_disks and not written.keys() <= {digest(name) for name in files}:
-        lost = lost or {"files"}
-    if lost:
-        raise CheckpointError(
-            f"another program has removed what was written to {save.place.target}: {named(sorted(lost))}"
-        )
+    if lost or (save.is_in_one_place and not written.keys() <= {digest(name) for name in files}):
+        raise CheckpointError(f"another program has removed files from {save.place.target} during the save")
     return None if save.record is None else listing(save.record, files, written)
