@@ -66,7 +66,7 @@ class Faulty:
         if (there := saves.files_of_program(place)) != self.before:
             yield f"of the program's files there are {there}"
         may_be = {self.old, self.new}
-        plain = self.plain("load", place, TAG, False) if not saves.journals(place) else [*may_be][:1] * 2
+        plain = self.plain("load", place, TAG, False) if not saves.has_journal(place) else [*may_be][:1] * 2
         ours = self.reader("load", place, TAG)
         for who, said in (("plain DeepSpeed", plain), ("we", ours)):
             loaded = [number if isinstance(number, int) else None for number in said]

@@ -104,6 +104,7 @@ def test_readers_of_a_checkpoint_that_is_saved_over(
 
 # Copies
 
+RSYNC = ("rsync", "-a", "--modify-window=-1")  # else it takes two files of one second and size for the same
 
 @in_both_modes
 @pytest.mark.parametrize("copier", ["cp", "rsync"])
@@ -125,12 +126,12 @@ def test_copies_taken_while_checkpoints_are_saved(
     taken = []
     while any(writer.process.is_alive() for writer in writers) and not all(w.pipe.poll() for w in writers):
         if copier == "rsync":
-            subprocess.run(["rsync", "-a", f"{folder}/", f"{kept}/"], check=False, capture_output=True)
+            subprocess.run([*RSYNC, f"{folder}/", f"{kept}/"], check=False, capture_output=True)
         copy = tmp_path / f"copy{len(taken)}"
         subprocess.run(["cp", "-a", str(folder), str(copy)], check=False, capture_output=True)
         taken.append(copy)
     (last, _) = returned(processes.outcomes(writers))
-    subprocess.run(["rsync", "-a", f"{folder}/", f"{kept}/"] if copier == "rsync" else ["cp", "-a", f"{folder}/.", f"{kept}/"], check=True)
+    subprocess.run([*RSYNC, f"{folder}/", f"{kept}/"] if copier == "rsync" else ["cp", "-a", f"{folder}/.", f"{kept}/"], check=True)
     names = [item.name for item in folder.iterdir() if item.is_dir()]
     reader = Crew(tmp_path, mode, MODES[mode], number=last)
     counts: Counter[str] = Counter()

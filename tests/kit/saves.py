@@ -192,9 +192,9 @@ def appending(file: Path, when: bool = True) -> Iterator[Appended]:
     found.kept = tuple(len({*path.read_text().split()}) if path.exists() else 0 for path in files)
 
 
-def journals(folder: Path) -> list[Path]:
-    """Return what says that a save has to be finished, while which only we load what is there."""
-    return [*folder.rglob(".ds_frozen_patch*")]
+def has_journal(folder: Path, tag: str = TAG) -> bool:
+    """Whether the files of a checkpoint are yet to get their names, so that only we load it."""
+    return any((folder / tag).glob(".ds_frozen_patch-journal-*"))
 
 
 # Ranks that do what they are told, one after another
