@@ -21,8 +21,9 @@ pytestmark = [
     pytest.mark.skipif(bool(traced.why_unsupported()), reason=traced.why_unsupported() or "-"),
     pytest.mark.timeout(3600),
 ]
-CASES = [("sync", 2, True), ("async", 3, True), ("sync", 3, False), ("async", 2, False)]
+CASES = [("sync", 2, "run"), ("async", 3, "dots/../run"), ("sync", 3, ""), ("async", 2, "")]
 over = pytest.mark.parametrize(("mode", "stage", "over"), CASES)
+"""How and in which stage is saved, and by which path over a checkpoint; empty if there is none."""
 
 
 class Faulty:
@@ -31,8 +32,10 @@ class Faulty:
     In the folder are files of the program and, if the saves are `over` one, a checkpoint, which is number 1.
     """
 
-    def __init__(self, folder: Path, mode: str, stage: int, over: bool) -> None:
-        self.folder, self.base = folder, folder / "base"
+    def __init__(self, folder: Path, mode: str, stage: int, over: str) -> None:
+        self.folder, self.base, self.path = folder, folder / "base", over or "run"
+        self.places = folder / "places"
+        (self.places / "dots").mkdir(parents=True)
         self.old = 1 if over else None
         self.crew, self.reader = Crew(folder, mode, stage, number=10), Crew(folder, mode, stage)
         self.plain = Crew(folder, "plain", stage)
@@ -44,22 +47,22 @@ class Faulty:
         """Return each rank's calls in a save that nothing happens to."""
         found = []
         for rank in (0, 1):
-            place, said = self.save("whole", rank, None, "")
+            place, said = self.save(rank, None, "")
             assert said[0] == said[1], said
             assert isinstance(said[0], int), said
-            found += [(rank, call) for call in traced.calls_of(self.folder / "trace", place)]
+            found += [(rank, call) for call in traced.calls_of(self.folder / "trace", self.places)]
             shutil.rmtree(place)
         return found
 
-    def save(self, name: str, rank: int, at: Call | None, how: str) -> tuple[Path, list[Any]]:
+    def save(self, rank: int, at: Call | None, how: str) -> tuple[Path, list[Any]]:
         """Return where a save was made, and what each rank says of it."""
-        place = self.folder / "places" / name
+        place = self.places / "run"
         shutil.copytree(self.base, place, symlinks=True)
         self.before = saves.files_of_program(place)
         self.crew.start()
         self.new = self.crew.saved + 1
         with traced.tracing(self.crew.pids[rank], self.folder / "trace", at, how):
-            return place, self.crew("save", place)
+            return place, self.crew("save", self.places / self.path)
 
     def problems(self, place: Path) -> Iterator[str]:
         """Yield what is wrong in a folder: that plain DeepSpeed, or we, load something else, or cannot save there."""
@@ -100,7 +103,7 @@ class Faulty:
 
 
 @pytest.fixture
-def faulty(tmp_path: Path, mode: str, stage: int, over: bool) -> Iterator[Faulty]:
+def faulty(tmp_path: Path, mode: str, stage: int, over: str) -> Iterator[Faulty]:
     made = Faulty(tmp_path, mode, stage, over)
     yield made
     for crew in (made.crew, made.plain, made.reader):
@@ -113,11 +116,11 @@ def drawn(points: list[tuple[int, Call]], long: bool) -> list[tuple[int, Call]]:
 
 @over
 def test_kills_at_each_call(
-    faulty: Faulty, long: bool, counted: Callable[[str, int], None], mode: str, stage: int, over: bool
+    faulty: Faulty, long: bool, counted: Callable[[str, int], None], mode: str, stage: int, over: str
 ) -> None:
     wrong, counts, points = [], Counter[str](), drawn(faulty.calls(), long)
-    for number, (rank, call) in enumerate(points):
-        place, said = faulty.save(str(number), rank, call, "signal=SIGKILL")
+    for rank, call in points:
+        place, said = faulty.save(rank, call, "signal=SIGKILL")
         problems = [*faulty.problems(place), *faulty.untrue(said)]
         counts["killed" if said[rank] is None else "not killed"] += 1
         counts[f"we load {'the old one' if faulty.loaded == faulty.old else 'the new one'}"] += 1
@@ -132,12 +135,12 @@ def test_kills_at_each_call(
 @over
 @pytest.mark.parametrize("error", ["EIO", "ENOSPC"])
 def test_errors_at_each_call(
-    faulty: Faulty, long: bool, counted: Callable[[str, int], None], mode: str, stage: int, over: bool, error: str
+    faulty: Faulty, long: bool, counted: Callable[[str, int], None], mode: str, stage: int, over: str, error: str
 ) -> None:
     """Every rank raises, and what the error says is there is there."""
     wrong, counts, points = [], Counter[str](), drawn(faulty.calls(), long)
-    for number, (rank, call) in enumerate(points):
-        place, said = faulty.save(str(number), rank, call, f"error={error}")
+    for rank, call in points:
+        place, said = faulty.save(rank, call, f"error={error}")
         problems = [*faulty.problems(place), *faulty.untrue(said)]
         raised = [one for one in said if not isinstance(one, int)]
         counts[f"raised by {len(raised)}, and loaded the {'old' if faulty.loaded == faulty.old else 'new'} one"] += 1
