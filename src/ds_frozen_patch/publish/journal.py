@@ -49,9 +49,9 @@ def hidden(path: Path, save: str) -> Path:
     return path.with_name(f".{path.name}.{save}")
 
 
-def exported(folder: Path) -> list[Path]:
-    """Where exports can be: in a tag's folder, and beside it."""
-    return [place / name for place in (folder, folder.parent) for name in EXPORTS]
+def folders_of(tag: Path) -> set[Path]:
+    """The folders in which a save to a tag has hidden files: exports can be in the tag's folder, or beside it."""
+    return {(folder / name).parent for folder in (tag, tag.parent) for name in EXPORTS}
 
 
 def hidden_files(folder: Path) -> Iterator[tuple[Path, str, str]]:

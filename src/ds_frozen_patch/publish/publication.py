@@ -24,8 +24,8 @@ from .journal import (
     commit,
     digest,
     digest_of,
-    exported,
     finish,
+    folders_of,
     hidden,
     hidden_files,
     is_unfinished,
@@ -211,8 +211,9 @@ class Publication:
                 running.add(save)
                 if is_running and (note.tag or note.file) == self.target.name:
                     self._warn_of_other_job()
-        tags = {self.home} if self.is_on_own_disks else {self.home, *(parent / tag for tag in dead.values() if tag)}
-        for folder in {parent, *tags, *(file.parent for tag in tags for file in exported(tag))}:
+        # On disks of their own, a load can need what a killed save has prepared for another tag.
+        tags = [] if self.is_on_own_disks else [parent / tag for tag in dead.values() if tag]
+        for folder in self._folders().union(*map(folders_of, tags)):
             for item, _, save in hidden_files(folder):
                 if save in dead or (save not in running and _is_old(item)):
                     with suppress(OSError):
@@ -221,6 +222,10 @@ class Publication:
             if not is_unfinished(parent / tag) or parent / tag == self.home:
                 with suppress(OSError):
                     note_of(parent, save).unlink()
+
+    def _folders(self) -> set[Path]:
+        """Where hidden files of saves to the target can be."""
+        return folders_of(self.target) if self.is_tag else {self.home}
 
     def _warn_of_other_job(self) -> None:
         self.warn(
@@ -319,7 +324,7 @@ class Publication:
         """Remove what was written, unless it has its name."""
         if not self.state_of_target()[1]:
             folders = {self.home, *(file.parent for file in exported(self.home) if self.is_tag)}
-            mine = [item for folder in folders for item, _, save in hidden_files(folder) if save == self.id]
+            mine = [item for folder in self._folders() for item, _, save in hidden_files(folder) if save == self.id]
             scripts = [script for script in self._scripts() if script.name not in self._beside]
             own = [item for item in entries(self.home) if is_state(item.name)] if self.in_place and self.is_tag else []
             for item in (*mine, *own, *scripts):
