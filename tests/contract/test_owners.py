@@ -30,7 +30,8 @@ from ds_frozen_patch.checkpoint.names import RECORD
 from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.engine.served import attached
 from ds_frozen_patch.publish import journal
-from ds_frozen_patch.publish.journal import Note, is_not_whole, notes
+from ds_frozen_patch.publish.journal import is_not_whole
+from ds_frozen_patch.publish.notes import Note, notes
 
 pytestmark = pytest.mark.promise(19)
 EVERYDAY = pytest.mark.everyday  # the others, once for each owner, run in every cell

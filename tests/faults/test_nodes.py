@@ -5,6 +5,7 @@ A save is whole, a resume uses one save on all nodes, and an error on one rank i
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -32,6 +33,8 @@ from kit.saves import Numbered
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError
+from ds_frozen_patch.checkpoint.names import RECORD
+from ds_frozen_patch.publish.journal import Journal, digest, hidden
 
 pytestmark = [
     pytest.mark.promise(18),
@@ -265,39 +268,32 @@ def save_three(this: ThisProcess, at: str, stage: int) -> None:
     run.fit(runs.LoraRun(), runs.batches(run.world_size))
 
 
+def prepare(source: Path, folder: Path) -> None:
+    """Lay out a save, of which there is a copy, as one of which no file has its name yet."""
+    record = json.loads((source / RECORD).read_text())
+    names = [item.name for item in source.iterdir()]
+    for name in names:
+        shutil.copy(source / name, hidden(folder / name, record["save"]))
+    Journal(record["save"], digest(folder), digest(source), tuple(names), ()).prepare(folder, sync=False)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_load_after_a_kill_between_renames(tmp_path: Path, stage: int) -> None:
-    """One has renamed the new checkpoint, and the other has not: a save that both have is loaded, or none."""
+    """One has given the files of a save their names, and the other has them prepared: it is loaded, or none."""
     cluster = nodes.own_disks(tmp_path, 2)
     returned(cluster.run(save_three, stage=stage), cluster)
     before, after = runs.BATCHES, 2 * runs.BATCHES
-    work = ".ds_frozen_patch-0123456789ab"
-    for files, named, moved in zip(cluster.files, (1, 0), ("old", "new"), strict=True):
-        shutil.copytree(files / f"run/epoch={named}.ckpt", files / "run/last.ckpt")
-        other = files / f"run/epoch={1 - named}.ckpt" / "checkpoint"
-        shutil.copytree(other, files / "run/last.ckpt" / work / moved / "checkpoint")
-    assert returned(cluster.run(resume, stage=stage), cluster) == [after] * 2
-    shutil.rmtree(cluster.files[1] / "run" / "last.ckpt" / work)
-    assert returned(cluster.run(resume, stage=stage), cluster) == [before] * 2
-    shutil.rmtree(cluster.files[0] / "run" / "last.ckpt" / work)
+    for prepares in (True, False):
+        for files, named in zip(cluster.files, (1, 0), strict=True):
+            shutil.rmtree(files / "run/last.ckpt", ignore_errors=True)
+            shutil.copytree(files / f"run/epoch={named}.ckpt", files / "run/last.ckpt")
+        if prepares:
+            prepare(cluster.files[1] / "run/epoch=1.ckpt/checkpoint", cluster.files[1] / "run/last.ckpt/checkpoint")
+            assert returned(cluster.run(resume, stage=stage), cluster) == [after] * 2
     said = cluster.run(resume, stage=stage)
     refused_on_all(said, "last.ckpt")
     for _, why in said:
         assert f"rank 0: of step {after}; rank 1: of step {before}" in why[1]
-
-
-def test_a_load_after_two_kills_between_renames(tmp_path: Path) -> None:
-    """The save before, from which the run has resumed after the first kill, has its name on no node any more."""
-    cluster = nodes.own_disks(tmp_path, 2)
-    returned(cluster.run(save_three, stage=2), cluster)
-    there = {0: {"": 2, "1/old": 1, "0/old": 0}, 1: {"": 0, "1/new": 1}}
-    for node, copies in there.items():
-        for place, epoch in copies.items():
-            folder = f".ds_frozen_patch-0123456789a{place}/" if place else ""
-            source = cluster.files[node] / f"run/epoch={epoch}.ckpt"
-            shutil.copytree(source / "checkpoint", cluster.files[node] / f"run/last.ckpt/{folder}checkpoint")
-            shutil.copy(source / "latest", cluster.files[node] / "run/last.ckpt")
-    assert returned(cluster.run(resume, stage=2), cluster) == [2 * runs.BATCHES] * 2
 
 
 # Folders that the program names after the node.

@@ -240,7 +240,7 @@ class Crew:
         for rank in self._ranks:
             rank.pipe.send((name, arguments))
         found = [self._heard(rank) for rank in self._ranks]
-        if None in found:
+        if None in found or "hangs" in found:
             self.stop()
         return found
 

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 
 ROOT = Path(ds_frozen_patch.__file__).parent
 ROOMS = (
-    ("common",),
+    ("common", "checkpoint.names"),
     ("publish", "settings", "testing"),
     ("parameters",),
     ("fingerprint",),

@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -18,11 +19,14 @@ from uuid import uuid4
 import pytest
 
 from ds_frozen_patch.checkpoint.names import RECORD
-from ds_frozen_patch.publish import publication as module
-from ds_frozen_patch.publish.journal import Note, finish, is_unfinished, journals, names_now, note_of, prepared
+from ds_frozen_patch.publish.journal import finish, is_unfinished, journals, names_now, prepared
+from ds_frozen_patch.publish.notes import Note, note_of, notes
 from ds_frozen_patch.publish.publication import INCOMPLETE, NOTHING, UNCHANGED, Publication, finish_as
 
 STATES, OF_RANK = "mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+GONE = 2**22 + 1
+"""A process id that no process has: it is above the largest one."""
+
 KINDS = ("nothing", "folder", "theirs", "checkpoint", "link")
 in_each_place = pytest.mark.parametrize("there", KINDS)
 
@@ -148,7 +152,8 @@ def test_a_kill_at_any_step_leaves_the_old_or_the_new_one(tmp_path: Path, there:
         place = Place(tmp_path / str(number), there)
         with killed_at(number) as done:
             place.save()
-        module._running.clear()  # as in the next process
+        for path, note in notes(place.folder).items():
+            replace(note, process=GONE).write(path)
         theirs = place.target / "theirs"
         assert not theirs.parent.exists() or there == "nothing" or theirs.read_text() == "theirs"
         copy = Path(shutil.copytree(place.target, tmp_path / f"copy{number}")) if place.target.exists() else None
@@ -239,12 +244,11 @@ def test_what_killed_saves_have_left_is_removed(tmp_path: Path) -> None:
     place, others = Place(tmp_path, "theirs"), {}
     here, day = Note.of_this_process("checkpoint", True, False), 90000
     cases = {
-        "running": (Note(**{**vars(here), "process": 1, "started": Path("/proc/1/stat").read_text().split()[21]}), 0),
-        "elsewhere": (Note(**{**vars(here), "machine": "another"}), 0),
-        "elsewhere, old": (Note(**{**vars(here), "machine": "another"}), day),
-        "gone": (Note(**{**vars(here), "process": 2**22 + 1}), 0),
-        "another of this id": (Note(**{**vars(here), "process": 1, "started": "0"}), 0),
-        "own": (here, 0),
+        "running": (here, 0),
+        "elsewhere": (replace(here, machine="another"), 0),
+        "elsewhere, old": (replace(here, machine="another"), day),
+        "gone": (replace(here, process=GONE), 0),
+        "another of this id": (replace(here, process=1, started="0"), 0),
         "no note": (None, 0),
         "no note, old": (None, day),
     }

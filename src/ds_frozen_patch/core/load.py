@@ -56,15 +56,13 @@ def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     call.apply_defaults()
     load.engine = engine
-    for attempt in range(_ATTEMPTS):
+    while True:
         try:
             return _load(wrapped, served, load, call, is_alone)
         except agreement.ReplacedError:  # on every rank
-            if attempt == _ATTEMPTS - 1:
+            if load.attempts == _ATTEMPTS:
                 raise
-            warn(load.owner, f"{load.source} was replaced by a newer checkpoint during the load, which begins again.")
             load.begin_again()
-    raise AssertionError
 
 
 def _load(

@@ -80,13 +80,7 @@ class Record:
 
 
 def listing(record: Record, files: Mapping[str, Path], described: Mapping[int, File] | None = None) -> str:
-    """The content of a record that lists files.
-
-    Args:
-        record: without files.
-        files: where they are, by name.
-        described: files that need not be read, by the digests of their names.
-    """
+    """The content of a record that lists files, by name; `described` has some by the digests of their names."""
     known = described or {}
     content = {name: known.get(digest(name)) or describe_file(files[name]) for name in sorted(files)}
     return replace(record, files=content).to_json()

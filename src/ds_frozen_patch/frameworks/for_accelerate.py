@@ -22,7 +22,8 @@ from ..engine.owner import is_first
 from ..engine.served import attached
 from ..publish import in_flight
 from ..publish.durable import entries
-from ..publish.journal import is_not_whole, notes
+from ..publish.journal import is_not_whole
+from ..publish.notes import notes
 from ..save.around import Around
 from .newest import last_whole
 from .plain import logger_of, owner_of

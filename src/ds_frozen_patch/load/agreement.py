@@ -150,7 +150,7 @@ def _was_replaced(load: Load) -> bool:
     if load.record is None:
         return False
     try:
-        now = read_record(Path(load.source, load.tag or latest_tag(Path(load.source))))
+        now = read_record(finished(Path(load.source, load.tag or latest_tag(Path(load.source)))))
     except CheckpointError:
         return True  # it is being written
     return now is not None and now.save != load.record.save

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..checkpoint.zero.states import FileDigests
 from ..core.record import Record
-from ..engine.owner import Owner
+from ..engine.owner import Owner, warn
 from ..parameters import Contents, ModuleTensor
 
 current: ContextVar[Load | None] = ContextVar("ds_frozen_patch_load", default=None)
@@ -39,6 +39,7 @@ class Load:
         module: the module's state dict in this rank's file, where DeepSpeed replaces it by another.
         state: the part of the checkpoint's own state that is needed afterwards.
         number: of the load in this process.
+        attempts: how often it has begun.
         listings: how many listings of files the ranks have shared.
     """
 
@@ -57,9 +58,12 @@ class Load:
     state: Mapping[str, Any] = field(default_factory=dict)
     number: int = field(default_factory=lambda: next(_numbers))
     listings: int = 0
+    attempts: int = 1
 
     def begin_again(self) -> None:
-        """Forget what was read."""
+        """Forget what was read of a checkpoint that another process has replaced."""
+        warn(self.owner, f"{self.source} was replaced by a newer checkpoint during the load, which begins again.")
+        self.attempts += 1
         self.record, self.may_be_missing, self.starts_fresh = None, frozenset(), frozenset()
         self.read, self.module, self.state = [], {}, {}
 

@@ -32,9 +32,7 @@ from pathlib import Path
 
 from ..checkpoint.names import EXPORTS, OFFLOADED, RECORD, is_state, is_state_file
 from .durable import entries, listed, sync_file, sync_folder
-
-OURS = ".ds_frozen_patch"
-"""The prefix of all names that are only there while a save runs, but for those of hidden files in a tag's folder."""
+from .notes import OURS, notes
 
 SINGLE = f"{OURS[1:]}-weights"
 """The name from which the hidden one of a single file is made: Lightning searches for others, such as "last"."""
@@ -51,9 +49,9 @@ def hidden(path: Path, save: str) -> Path:
     return path.with_name(f".{path.name}.{save}")
 
 
-def exported(folder: Path) -> list[Path]:
-    """Where exports can be: in a tag's folder, and beside it."""
-    return [place / name for place in (folder, folder.parent) for name in EXPORTS]
+def folders_of(tag: Path) -> set[Path]:
+    """The folders in which a save to a tag has hidden files: exports can be in the tag's folder, or beside it."""
+    return {(folder / name).parent for folder in (tag, tag.parent) for name in EXPORTS}
 
 
 def hidden_files(folder: Path) -> Iterator[tuple[Path, str, str]]:
@@ -149,7 +147,7 @@ def commit(folder: Path, save: str, sync: bool) -> bool:
     """
     note, is_first = hidden(folder / _PREPARED, save), True
     while True:
-        finish(folder)  # the journal of another job
+        finish(folder, sync)
         journal = read(note)
         if journal is None:
             raise FileNotFoundError(f"{note} was removed")
@@ -158,8 +156,16 @@ def commit(folder: Path, save: str, sync: bool) -> bool:
             journal.prepare(folder, sync)
             is_first = False
         name = folder / f"{_JOURNAL}{now}"
-        if not _give_name(note, name):
-            continue
+        try:
+            os.link(note, name)
+        except FileExistsError:
+            if read(name) is not None:
+                continue  # the journal of another job
+            note.replace(name)  # over one that is damaged
+        except OSError:  # not every file system has hard links
+            note.replace(name)
+        else:
+            note.unlink(missing_ok=True)
         if digest(folder) in (now, journal.after):
             if sync:
                 sync_folder(folder)
@@ -168,23 +174,12 @@ def commit(folder: Path, save: str, sync: bool) -> bool:
         journal.prepare(folder, sync)
 
 
-def _give_name(note: Path, name: Path) -> bool:
-    """Rename a journal, unless there is one of the new name."""
-    try:
-        os.link(note, name)
-    except FileExistsError:
-        return False
-    except OSError:  # not every file system has hard links
-        if name.exists():
-            return False
-        note.rename(name)
-    else:
-        note.unlink()
-    return True
-
-
-def finish(folder: Path) -> None:
+def finish(folder: Path, sync: bool = True) -> None:
     """Do what the journals in a tag's folder say.
+
+    Args:
+        folder: of the tag.
+        sync: wait until the names are on disk.
 
     Raises:
         OSError: this process may not, or cannot; another one may.
@@ -195,7 +190,9 @@ def finish(folder: Path) -> None:
             continue
         if digest(folder) in (journal.before, journal.after):
             _do(folder, journal)
-            path.unlink(missing_ok=True)
+            for parent in {(folder / name).parent for name in journal.names} if sync else ():
+                sync_folder(parent)
+        path.unlink(missing_ok=True)  # also one that another save has overtaken: its writer makes a new one
 
 
 def _do(folder: Path, journal: Journal) -> None:
@@ -209,8 +206,6 @@ def _do(folder: Path, journal: Journal) -> None:
             source.replace(target)
     if RECORD in journal.removed and digest(folder) == journal.before:
         remove(folder / RECORD)
-    for parent in {(folder / name).parent for name in journal.names}:
-        sync_folder(parent)
 
 
 def remove(item: Path) -> None:
@@ -269,75 +264,3 @@ def is_not_whole(folder: Path) -> bool:
         tag = folder / (folder / "latest").read_text(errors="replace").strip()
         return is_unfinished(tag) or not tag.is_dir()
     return False
-
-
-# Which process runs a save
-
-
-@dataclass(frozen=True)
-class Note:
-    """Which process runs a save.
-
-    Attributes:
-        tag: the name of the folder that it writes, or "".
-        file: the name of the single file that it writes, or "".
-        in_place: whether what is there is written over.
-        process: its id.
-        started: when it has started, as the kernel says.
-        machine: what its id is valid for: a boot of a machine, and there a namespace of processes.
-    """
-
-    tag: str
-    file: str
-    in_place: bool
-    process: int
-    started: str
-    machine: str
-
-    @classmethod
-    def of_this_process(cls, name: str, is_tag: bool, in_place: bool) -> Note:
-        """A note of a save by this process."""
-        names = (name, "") if is_tag else ("", name)
-        return cls(*names, in_place, os.getpid(), _started(os.getpid()), _machine())
-
-    def write(self, path: Path) -> None:
-        """Write it to a file."""
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
-
-    def is_running(self) -> bool | None:
-        """Whether its process runs; None if this cannot be known here."""
-        if not self.machine or self.machine != _machine():
-            return None
-        return _started(self.process) == self.started
-
-
-def note_of(folder: Path, save: str) -> Path:
-    """The path of a note, in the folder that has the target."""
-    return folder / f"{OURS}-{save}"
-
-
-def notes(folder: Path) -> dict[Path, Note]:
-    """The notes in the folder that has the target."""
-    found = {}
-    for item in entries(folder):
-        if re.fullmatch(rf"{re.escape(OURS)}-[0-9a-f]{{12}}", item.name):
-            with suppress(OSError, ValueError, TypeError):
-                found[item] = Note(**json.loads(item.read_text(encoding="utf-8")))
-    return found
-
-
-def _started(process: int) -> str:
-    """When a process has started, in clock ticks since the machine's boot; "" if there is no such process."""
-    try:
-        status = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
-    return status.rpartition(")")[2].split()[19]
-
-
-def _machine() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
-    except OSError:
-        return ""

@@ -19,24 +19,21 @@ from uuid import uuid4
 from ..checkpoint.names import OFFLOADED, RECORD, is_state, is_state_file
 from .durable import entries, listed, make_folder, sync_file, sync_folder, sync_tree
 from .journal import (
-    OURS,
     SINGLE,
     Journal,
-    Note,
     commit,
     digest,
     digest_of,
-    exported,
     finish,
+    folders_of,
     hidden,
     hidden_files,
     is_unfinished,
     journals,
-    note_of,
-    notes,
     read,
     remove,
 )
+from .notes import OURS, Note, note_of, notes
 
 UNCHANGED = "The previous checkpoint there is unchanged."
 NOTHING = "There is no checkpoint there now."
@@ -44,8 +41,6 @@ INCOMPLETE = "What is there now is incomplete."
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _OLD_SECONDS = 86400.0
-_running: set[str] = set()
-"""The ids of this process's saves that run."""
 
 
 def is_local(path: object) -> bool:
@@ -89,6 +84,7 @@ class Publication:
     exports: dict[str, bool] = field(default_factory=dict)
     is_decided: bool = False
     _created: list[Path] = field(default_factory=list)
+    _beside: set[str] = field(default_factory=set)
     _record: str | None = None
 
     @property
@@ -110,11 +106,12 @@ class Publication:
 
     def export(self, name: str) -> Path:
         """Where to write an export, in the folder if that has no other checkpoint, else in the target."""
-        final = self.home / self._export(name)
+        final = (self.folder if self._exports_beside else self.home) / name
         return final if self.in_place or not self.is_managed else hidden(final, self.id)
 
-    def _export(self, name: str) -> str:
-        return f"../{name}" if self.is_alone and self.folder == self.target.parent else name
+    @property
+    def _exports_beside(self) -> bool:
+        return self.is_alone and self.folder == self.target.parent
 
     def final(self, path: str | os.PathLike[str]) -> Path:
         """Where a file is to be that is written elsewhere, for messages."""
@@ -125,7 +122,7 @@ class Publication:
 
     def written(self) -> dict[str, Path]:
         """What the ranks of this disk have written for the target, by final names."""
-        if self.in_place:
+        if self.in_place or not self.is_managed:
             return {item.name: item for item in entries(self.home) if is_state_file(item.name)}
         mine = {name: item for item, name, save in hidden_files(self.home) if save == self.id}
         return {name: item for name, item in mine.items() if is_state_file(name)}
@@ -152,11 +149,11 @@ class Publication:
 
     def open(self) -> None:
         """Prepare where it is written."""
-        _running.add(self.id)
         self._created = self._created or _missing_folders(self.home)
         make_folder(self.home, self.sync)
+        self._beside = {script.name for script in self._scripts()}
         if self.is_tag:
-            finish(self.home)
+            finish(self.home, self.sync)
         self._look_for_others()
         self._write_note()
         self.in_place = self.in_place or not self._can_rename()
@@ -208,16 +205,15 @@ class Publication:
         parent, running, dead = self.target.parent, set[str](), dict[str, str]()
         for path, note in notes(parent).items():
             save, is_running = path.name.rpartition("-")[2], note.is_running()
-            is_mine = is_running and note.process == os.getpid()
-            is_over = is_running is False or (is_mine and save not in _running)
-            if is_over or (is_running is None and _is_old(path)):
+            if is_running is False or (is_running is None and _is_old(path)):
                 dead[save] = note.tag
             else:
                 running.add(save)
                 if is_running and (note.tag or note.file) == self.target.name:
                     self._warn_of_other_job()
-        tags = {self.home} if self.is_on_own_disks else {self.home, *(parent / tag for tag in dead.values() if tag)}
-        for folder in {parent, *tags, *(file.parent for tag in tags for file in exported(tag))}:
+        # On disks of their own, a load can need what a killed save has prepared for another tag.
+        tags = [] if self.is_on_own_disks else [parent / tag for tag in dead.values() if tag]
+        for folder in self._folders().union(*map(folders_of, tags)):
             for item, _, save in hidden_files(folder):
                 if save in dead or (save not in running and _is_old(item)):
                     with suppress(OSError):
@@ -226,6 +222,10 @@ class Publication:
             if not is_unfinished(parent / tag) or parent / tag == self.home:
                 with suppress(OSError):
                     note_of(parent, save).unlink()
+
+    def _folders(self) -> set[Path]:
+        """Where hidden files of saves to the target can be."""
+        return folders_of(self.target) if self.is_tag else {self.home}
 
     def _warn_of_other_job(self) -> None:
         self.warn(
@@ -244,9 +244,10 @@ class Publication:
             return
         self._record = record
         late = [*self._scripts(), *self.home.glob(OFFLOADED)]
-        if self.latest is not None:  # here, where a full disk has changed nothing yet
-            late.append(self._hidden_latest)
-            late[-1].write_text(self.latest)
+        if self.latest is not None:
+            with suppress(PermissionError):  # files in the folder may be written all the same
+                self._hidden_latest.write_text(self.latest)  # here, where a full disk has changed nothing yet
+                late.append(self._hidden_latest)
         if record is not None and not self.in_place:
             late.append(self.path(RECORD))
             late[-1].write_text(record, encoding="utf-8")
@@ -261,7 +262,7 @@ class Publication:
         names = {*self.written(), *([RECORD] if record is not None else [])}
         removed = {item.name for item in entries(self.home) if is_state(item.name)} - names - {OFFLOADED}
         for name, is_written in self.exports.items():
-            (names if is_written else removed).add(self._export(name))
+            (names if is_written else removed).add(f"../{name}" if self._exports_beside else name)
         after = digest_of(None if record is None else record.encode())
         return Journal(self.id, digest(self.home), after, tuple(sorted(names)), tuple(sorted(removed)))
 
@@ -275,7 +276,7 @@ class Publication:
                 sync_folder(self.home)
         elif self.in_place:
             for name in (name for name, is_written in self.exports.items() if not is_written):
-                (self.home / self._export(name)).unlink(missing_ok=True)
+                self.export(name).unlink(missing_ok=True)
             if self._record is not None:
                 (self.home / RECORD).write_text(self._record, encoding="utf-8")
                 if self.sync:
@@ -287,13 +288,12 @@ class Publication:
             if not commit(self.home, self.id, self.sync):
                 self._warn_of_other_job()
             self.is_decided = True
-            finish(self.home)
+            finish(self.home, self.sync)
         if self.latest is not None:
             self._name_latest(self.latest)
         self._close()
 
     def _close(self) -> None:
-        _running.discard(self.id)
         for note in (*self._notes(), self._hidden_latest):
             with suppress(OSError):
                 note.unlink()
@@ -302,7 +302,7 @@ class Publication:
         latest = self.folder / "latest"
         if latest.is_file() and latest.read_text(errors="replace") == tag:
             return
-        if self.in_place or latest.is_symlink():
+        if self.in_place or latest.is_symlink() or not self._hidden_latest.exists():
             latest.write_text(tag)
         else:
             self._hidden_latest.replace(latest)
@@ -324,8 +324,8 @@ class Publication:
         """Remove what was written, unless it has its name."""
         if not self.state_of_target()[1]:
             folders = {self.home, *(file.parent for file in exported(self.home) if self.is_tag)}
-            mine = [item for folder in folders for item, _, save in hidden_files(folder) if save == self.id]
-            scripts = self._scripts() if self.target.parent in self._created else ()
+            mine = [item for folder in self._folders() for item, _, save in hidden_files(folder) if save == self.id]
+            scripts = [script for script in self._scripts() if script.name not in self._beside]
             own = [item for item in entries(self.home) if is_state(item.name)] if self.in_place and self.is_tag else []
             for item in (*mine, *own, *scripts):
                 with suppress(OSError):

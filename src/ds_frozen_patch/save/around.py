@@ -10,7 +10,7 @@ from ..checkpoint.names import is_state
 from ..engine.owner import Owner
 from ..engine.served import ServedEngine
 from ..publish.durable import entries, sync_folder, sync_tree
-from ..publish.journal import OURS
+from ..publish.notes import OURS
 from ..settings import current as settings
 from .failures import Failures
 

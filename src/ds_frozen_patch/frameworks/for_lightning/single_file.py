@@ -23,7 +23,8 @@ from ...load.trust import refuse_unsafe
 from ...manifest import KEY, Manifest
 from ...parameters import Contents, plain
 from ...publish.durable import entries, sync_folder
-from ...publish.journal import OURS, remove
+from ...publish.journal import remove
+from ...publish.notes import OURS
 from ...save.agreement import agree_on_end
 from ...save.leaving_out import describe
 from ...save.publishing import publish
