@@ -24,11 +24,12 @@ from typing import Any
 
 import pytest
 import torch
-from kit import nodes, runs
+from kit import nodes, runs, saves
 from kit.cell import Callback, DeepSpeedStrategy, ModelCheckpoint, pl
 from kit.checkpoints import flip, model_states
 from kit.nodes import Nodes
 from kit.processes import KillPoint, Process, ThisProcess, outcomes
+from kit.saves import Numbered
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError
@@ -293,6 +294,43 @@ def test_a_load_after_a_kill_between_renames(tmp_path: Path, stage: int) -> None
     refused_on_all(said, "last.ckpt")
     for _, why in said:
         assert f"rank 0: of step {after}; rank 1: of step {before}" in why[1]
+
+
+# Folders that the program names after the node.
+
+
+def save_and_load_own(this: ThisProcess, at: str, out: str, mode: str, stage: int, names: str) -> tuple[Any, ...]:
+    """Save by a folder of the rank's own, over what is there and to a new tag; return what is loaded, and names."""
+    rank = os.environ["RANK"]
+    folder = Path(at, names.format(rank=rank))
+    with saves.served(mode):
+        local = {"checkpoint": {"use_node_local_storage": True}}
+        run = Numbered(f"{out}/{rank}", 2, stage, **local)
+        found = []
+        for tag in ("checkpoint", "checkpoint", "new"):
+            run.save(folder, tag)
+            found.append(run.load(folder, tag, strict=mode != "plain"))
+        if mode != "plain":  # plain DeepSpeed writes `latest` on one node
+            found.append(run.load(folder))
+    return found, sorted(item.name for item in folder.rglob("*.pt"))
+
+
+@pytest.mark.parametrize("mode", saves.MODES)
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("disks", ["own", "shared"])
+def test_folders_that_a_program_names_after_the_node(tmp_path: Path, disks: str, stage: int, mode: str) -> None:
+    """Each rank saves to, and loads from, the path that the program gives it there."""
+    for rank in (0, 1):
+        (tmp_path / str(rank)).mkdir()
+    cluster = (nodes.own_disks if disks == "own" else nodes.shared_disk)(tmp_path, 2)
+    asked: dict[str, Any] = {"out": str(tmp_path), "mode": mode, "stage": stage, "names": "node{rank}/run"}
+    for rank, (found, names) in enumerate(returned(cluster.run(save_and_load_own, **asked), cluster)):
+        assert found == [1, 2, 3, 3][: len(found)]
+        assert len([name for name in names if f"pp_rank_{rank}_" in name and "optim" in name]) == 2, names
+        assert not [name for name in names if f"pp_rank_{1 - rank}_" in name], names
+    assert_no_leftovers(cluster)
+    for files in set(cluster.files):
+        assert {item.name for item in files.iterdir()} <= {"node0", "node1"}
 
 
 AFTER_ALL = KillPoint(1 << 30)
