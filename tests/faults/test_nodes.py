@@ -5,6 +5,7 @@ A save is whole, a resume uses one save on all nodes, and an error on one rank i
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -23,14 +24,17 @@ from typing import Any
 
 import pytest
 import torch
-from kit import nodes, runs
+from kit import nodes, runs, saves
 from kit.cell import Callback, DeepSpeedStrategy, ModelCheckpoint, pl
 from kit.checkpoints import flip, model_states
 from kit.nodes import Nodes
 from kit.processes import KillPoint, Process, ThisProcess, outcomes
+from kit.saves import Numbered
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError
+from ds_frozen_patch.checkpoint.names import RECORD
+from ds_frozen_patch.publish.journal import Journal, digest, hidden
 
 pytestmark = [
     pytest.mark.promise(18),
@@ -264,39 +268,69 @@ def save_three(this: ThisProcess, at: str, stage: int) -> None:
     run.fit(runs.LoraRun(), runs.batches(run.world_size))
 
 
+def prepare(source: Path, folder: Path) -> None:
+    """Lay out a save, of which there is a copy, as one of which no file has its name yet."""
+    record = json.loads((source / RECORD).read_text())
+    names = [item.name for item in source.iterdir()]
+    for name in names:
+        shutil.copy(source / name, hidden(folder / name, record["save"]))
+    Journal(record["save"], digest(folder), digest(source), tuple(names), ()).prepare(folder, sync=False)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_load_after_a_kill_between_renames(tmp_path: Path, stage: int) -> None:
-    """One has renamed the new checkpoint, and the other has not: a save that both have is loaded, or none."""
+    """One has given the files of a save their names, and the other has them prepared: it is loaded, or none."""
     cluster = nodes.own_disks(tmp_path, 2)
     returned(cluster.run(save_three, stage=stage), cluster)
     before, after = runs.BATCHES, 2 * runs.BATCHES
-    work = ".ds_frozen_patch-0123456789ab"
-    for files, named, moved in zip(cluster.files, (1, 0), ("old", "new"), strict=True):
-        shutil.copytree(files / f"run/epoch={named}.ckpt", files / "run/last.ckpt")
-        other = files / f"run/epoch={1 - named}.ckpt" / "checkpoint"
-        shutil.copytree(other, files / "run/last.ckpt" / work / moved / "checkpoint")
-    assert returned(cluster.run(resume, stage=stage), cluster) == [after] * 2
-    shutil.rmtree(cluster.files[1] / "run" / "last.ckpt" / work)
-    assert returned(cluster.run(resume, stage=stage), cluster) == [before] * 2
-    shutil.rmtree(cluster.files[0] / "run" / "last.ckpt" / work)
+    for prepares in (True, False):
+        for files, named in zip(cluster.files, (1, 0), strict=True):
+            shutil.rmtree(files / "run/last.ckpt", ignore_errors=True)
+            shutil.copytree(files / f"run/epoch={named}.ckpt", files / "run/last.ckpt")
+        if prepares:
+            prepare(cluster.files[1] / "run/epoch=1.ckpt/checkpoint", cluster.files[1] / "run/last.ckpt/checkpoint")
+            assert returned(cluster.run(resume, stage=stage), cluster) == [after] * 2
     said = cluster.run(resume, stage=stage)
     refused_on_all(said, "last.ckpt")
     for _, why in said:
         assert f"rank 0: of step {after}; rank 1: of step {before}" in why[1]
 
 
-def test_a_load_after_two_kills_between_renames(tmp_path: Path) -> None:
-    """The save before, from which the run has resumed after the first kill, has its name on no node any more."""
-    cluster = nodes.own_disks(tmp_path, 2)
-    returned(cluster.run(save_three, stage=2), cluster)
-    there = {0: {"": 2, "1/old": 1, "0/old": 0}, 1: {"": 0, "1/new": 1}}
-    for node, copies in there.items():
-        for place, epoch in copies.items():
-            folder = f".ds_frozen_patch-0123456789a{place}/" if place else ""
-            source = cluster.files[node] / f"run/epoch={epoch}.ckpt"
-            shutil.copytree(source / "checkpoint", cluster.files[node] / f"run/last.ckpt/{folder}checkpoint")
-            shutil.copy(source / "latest", cluster.files[node] / "run/last.ckpt")
-    assert returned(cluster.run(resume, stage=2), cluster) == [2 * runs.BATCHES] * 2
+# Folders that the program names after the node.
+
+
+def save_and_load_own(this: ThisProcess, at: str, out: str, mode: str, stage: int, names: str) -> tuple[Any, ...]:
+    """Save by a folder of the rank's own, over what is there and to a new tag; return what is loaded, and names."""
+    rank = os.environ["RANK"]
+    folder = Path(at, names.format(rank=rank))
+    with saves.served(mode):
+        local = {"checkpoint": {"use_node_local_storage": True}}
+        run = Numbered(f"{out}/{rank}", 2, stage, **local)
+        found = []
+        for tag in ("checkpoint", "checkpoint", "new"):
+            run.save(folder, tag)
+            found.append(run.load(folder, tag, strict=mode != "plain"))
+        if mode != "plain":  # plain DeepSpeed writes `latest` on one node
+            found.append(run.load(folder))
+    return found, sorted(item.name for item in folder.rglob("*.pt"))
+
+
+@pytest.mark.parametrize("mode", saves.MODES)
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("disks", ["own", "shared"])
+def test_folders_that_a_program_names_after_the_node(tmp_path: Path, disks: str, stage: int, mode: str) -> None:
+    """Each rank saves to, and loads from, the path that the program gives it there."""
+    for rank in (0, 1):
+        (tmp_path / str(rank)).mkdir()
+    cluster = (nodes.own_disks if disks == "own" else nodes.shared_disk)(tmp_path, 2)
+    asked: dict[str, Any] = {"out": str(tmp_path), "mode": mode, "stage": stage, "names": "node{rank}/run"}
+    for rank, (found, names) in enumerate(returned(cluster.run(save_and_load_own, **asked), cluster)):
+        assert found == [1, 2, 3, 3][: len(found)]
+        assert len([name for name in names if f"pp_rank_{rank}_" in name and "optim" in name]) == 2, names
+        assert not [name for name in names if f"pp_rank_{1 - rank}_" in name], names
+    assert_no_leftovers(cluster)
+    for files in set(cluster.files):
+        assert {item.name for item in files.iterdir()} <= {"node0", "node1"}
 
 
 AFTER_ALL = KillPoint(1 << 30)

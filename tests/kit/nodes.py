@@ -1,8 +1,8 @@
 """Several nodes on one machine: ranks with a mount namespace each, in which one path leads to the disk of their node.
 
 The nodes share one disk, have one each, or share one behind a cache of names and attributes per node, as with NFS:
-`python -m kit.nodes BACKING MOUNTPOINT SECONDS SPEED` serves one mount of it over FUSE until it is unmounted, and takes
-so many bytes per second. For that many seconds, a name that one node renames or removes still exists for the other
+`python -m kit.nodes BACKING MOUNTPOINT SECONDS SPEED REFUSES` serves one mount of it over FUSE until it is unmounted,
+takes so many bytes per second, and refuses what is a key of `REFUSALS`. For that many seconds, a name that one node renames or removes still exists for the other
 nodes, and a new name does not exist yet for a node that has looked it up before. Listing a directory always asks the
 server. As with NFS, two names cannot be exchanged, and a file that a program on the same node has open is hidden
 instead of removed.
@@ -51,8 +51,19 @@ def why_no_cached_disk() -> str:
     return ""
 
 
+REFUSALS = {
+    "": "nothing",
+    "folders": "renames of folders (EMFILE, as gcsfuse does)",
+    "renames": "renames (ENOSYS, as mountpoint-s3 does)",
+    "open": "renames of what is open, or has an open file in it (EACCES, as SMB does)",
+    "locks": "nothing, but locks are not seen on other nodes (as Lustre with local locks)",
+}
+
+
 @contextmanager
-def mounted(backing: Path, at: Path, seconds: float = SECONDS, speed: float = math.inf) -> Iterator[None]:
+def mounted(
+    backing: Path, at: Path, seconds: float = SECONDS, speed: float = math.inf, refuses: str = ""
+) -> Iterator[None]:
     """Mount the disk, whose files are in `backing`, at `at` for one node, as a context manager.
 
     Args:
@@ -60,10 +71,11 @@ def mounted(backing: Path, at: Path, seconds: float = SECONDS, speed: float = ma
         at: the mount point.
         seconds: how long a node keeps a name.
         speed: at most so many bytes per second are written.
+        refuses: a key of `REFUSALS`.
     """
     at.mkdir(exist_ok=True)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "kit.nodes", str(backing), str(at), str(seconds), str(speed)]
+    command = [sys.executable, "-m", "kit.nodes", str(backing), str(at), str(seconds), str(speed), refuses]
     server = subprocess.Popen(command, env=environment)
     try:
         deadline = time.monotonic() + 30
@@ -88,11 +100,16 @@ def kind_of(entry: os.DirEntry[str]) -> int:
     return stat.S_IFDIR if entry.is_dir() else stat.S_IFREG
 
 
-def serve_mount(backing: str, at: str, seconds: float, speed: float) -> None:
+def serve_mount(backing: str, at: str, seconds: float, speed: float, refuses: str) -> None:
     """Serve the mount until it is unmounted."""
     import mfusepy
 
     lock, free = threading.Lock(), 0.0  # when the disk has written what it has got
+    in_use: dict[int, str] = {}  # the path of each file that is open
+
+    def opened(path: str, file: int) -> int:
+        in_use[file] = path
+        return file
 
     class Mount(mfusepy.FUSE):  # type: ignore[misc]
         def rename_fuse_3(self, old: bytes, new: bytes, flags: int) -> int:
@@ -137,6 +154,12 @@ def serve_mount(backing: str, at: str, seconds: float, speed: float) -> None:
             return 0
 
         def rename(self, old: str, new: str) -> int:
+            if refuses == "renames":
+                raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+            if refuses == "folders" and Path(backing + old).is_dir():
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            if refuses == "open" and any(f"{path}/".startswith((f"{old}/", f"{new}/")) for path in in_use.values()):
+                raise OSError(errno.EACCES, os.strerror(errno.EACCES))
             Path(backing + old).rename(backing + new)
             return 0
 
@@ -165,10 +188,10 @@ def serve_mount(backing: str, at: str, seconds: float, speed: float) -> None:
             return 0
 
         def create(self, path: str, mode: int, flags: int) -> int:
-            return os.open(backing + path, flags, mode)
+            return opened(path, os.open(backing + path, flags, mode))
 
         def open(self, path: str, flags: int) -> int:
-            return os.open(backing + path, flags)
+            return opened(path, os.open(backing + path, flags))
 
         def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
             return os.pread(fh, size, offset)
@@ -198,8 +221,12 @@ def serve_mount(backing: str, at: str, seconds: float, speed: float) -> None:
             return 0
 
         def release(self, path: str, fh: int) -> int:
+            in_use.pop(fh, None)
             os.close(fh)
             return 0
+
+    if refuses == "locks":
+        del Server.flock  # then the kernel keeps those of each mount
 
     kept = {"entry_timeout": seconds, "attr_timeout": seconds, "negative_timeout": seconds}
     Mount(Server(), at, foreground=True, use_ino=True, **kept)
@@ -280,6 +307,17 @@ def cached_disk(folder: Path, count: int) -> Iterator[Nodes]:
         yield Nodes(folder / "disk", mounts, (server,) * count)
 
 
+@contextmanager
+def local_locks(folder: Path, count: int) -> Iterator[Nodes]:
+    """Give all nodes one disk, on which a lock is not seen by other nodes."""
+    server = _made(folder / "server")
+    mounts = tuple(folder / f"mount{node}" for node in range(count))
+    with ExitStack() as stack:
+        for mount in mounts:
+            stack.enter_context(mounted(server, mount, 0, refuses="locks"))
+        yield Nodes(folder / "disk", mounts, (server,) * count)
+
+
 def _made(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -301,4 +339,4 @@ def _done(result: int) -> None:
 
 
 if __name__ == "__main__":
-    serve_mount(sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4]))
+    serve_mount(sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4]), sys.argv[5])

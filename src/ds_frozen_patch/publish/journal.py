@@ -49,9 +49,9 @@ def hidden(path: Path, save: str) -> Path:
     return path.with_name(f".{path.name}.{save}")
 
 
-def exported(folder: Path) -> list[Path]:
-    """Where exports can be: in a tag's folder, and beside it."""
-    return [place / name for place in (folder, folder.parent) for name in EXPORTS]
+def folders_of(tag: Path) -> set[Path]:
+    """The folders in which a save to a tag has hidden files: exports can be in the tag's folder, or beside it."""
+    return {(folder / name).parent for folder in (tag, tag.parent) for name in EXPORTS}
 
 
 def hidden_files(folder: Path) -> Iterator[tuple[Path, str, str]]:
@@ -147,7 +147,7 @@ def commit(folder: Path, save: str, sync: bool) -> bool:
     """
     note, is_first = hidden(folder / _PREPARED, save), True
     while True:
-        finish(folder)
+        finish(folder, sync)
         journal = read(note)
         if journal is None:
             raise FileNotFoundError(f"{note} was removed")
@@ -174,8 +174,12 @@ def commit(folder: Path, save: str, sync: bool) -> bool:
         journal.prepare(folder, sync)
 
 
-def finish(folder: Path) -> None:
+def finish(folder: Path, sync: bool = True) -> None:
     """Do what the journals in a tag's folder say.
+
+    Args:
+        folder: of the tag.
+        sync: wait until the names are on disk.
 
     Raises:
         OSError: this process may not, or cannot; another one may.
@@ -186,6 +190,8 @@ def finish(folder: Path) -> None:
             continue
         if digest(folder) in (journal.before, journal.after):
             _do(folder, journal)
+            for parent in {(folder / name).parent for name in journal.names} if sync else ():
+                sync_folder(parent)
         path.unlink(missing_ok=True)  # also one that another save has overtaken: its writer makes a new one
 
 
@@ -200,8 +206,6 @@ def _do(folder: Path, journal: Journal) -> None:
             source.replace(target)
     if RECORD in journal.removed and digest(folder) == journal.before:
         remove(folder / RECORD)
-    for parent in {(folder / name).parent for name in journal.names}:
-        sync_folder(parent)
 
 
 def remove(item: Path) -> None:

@@ -24,8 +24,8 @@ from .journal import (
     commit,
     digest,
     digest_of,
-    exported,
     finish,
+    folders_of,
     hidden,
     hidden_files,
     is_unfinished,
@@ -41,6 +41,8 @@ INCOMPLETE = "What is there now is incomplete."
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _OLD_SECONDS = 86400.0
+_WRITTEN_SECONDS = 60.0
+"""Longer than it takes to write a note."""
 
 
 def is_local(path: object) -> bool:
@@ -153,7 +155,7 @@ class Publication:
         make_folder(self.home, self.sync)
         self._beside = {script.name for script in self._scripts()}
         if self.is_tag:
-            finish(self.home)
+            finish(self.home, self.sync)
         self._look_for_others()
         self._write_note()
         self.in_place = self.in_place or not self._can_rename()
@@ -205,14 +207,15 @@ class Publication:
         parent, running, dead = self.target.parent, set[str](), dict[str, str]()
         for path, note in notes(parent).items():
             save, is_running = path.name.rpartition("-")[2], note.is_running()
-            if is_running is False or (is_running is None and _is_old(path)):
+            if is_running is False or (is_running is None and _is_old(path, note)):
                 dead[save] = note.tag
             else:
                 running.add(save)
                 if is_running and (note.tag or note.file) == self.target.name:
                     self._warn_of_other_job()
-        tags = {self.home} if self.is_on_own_disks else {self.home, *(parent / tag for tag in dead.values() if tag)}
-        for folder in {parent, *tags, *(file.parent for tag in tags for file in exported(tag))}:
+        # On disks of their own, a load can need what a killed save has prepared for another tag.
+        tags = [] if self.is_on_own_disks else [parent / tag for tag in dead.values() if tag]
+        for folder in self._folders().union(*map(folders_of, tags)):
             for item, _, save in hidden_files(folder):
                 if save in dead or (save not in running and _is_old(item)):
                     with suppress(OSError):
@@ -221,6 +224,10 @@ class Publication:
             if not is_unfinished(parent / tag) or parent / tag == self.home:
                 with suppress(OSError):
                     note_of(parent, save).unlink()
+
+    def _folders(self) -> set[Path]:
+        """Where hidden files of saves to the target can be."""
+        return folders_of(self.target) if self.is_tag else {self.home}
 
     def _warn_of_other_job(self) -> None:
         self.warn(
@@ -239,9 +246,10 @@ class Publication:
             return
         self._record = record
         late = [*self._scripts(), *self.home.glob(OFFLOADED)]
-        if self.latest is not None:  # here, where a full disk has changed nothing yet
-            late.append(self._hidden_latest)
-            late[-1].write_text(self.latest)
+        if self.latest is not None:
+            with suppress(PermissionError):  # files in the folder may be written all the same
+                self._hidden_latest.write_text(self.latest)  # here, where a full disk has changed nothing yet
+                late.append(self._hidden_latest)
         if record is not None and not self.in_place:
             late.append(self.path(RECORD))
             late[-1].write_text(record, encoding="utf-8")
@@ -282,13 +290,13 @@ class Publication:
             if not commit(self.home, self.id, self.sync):
                 self._warn_of_other_job()
             self.is_decided = True
-            finish(self.home)
+            finish(self.home, self.sync)
         if self.latest is not None:
             self._name_latest(self.latest)
         self._close()
 
     def _close(self) -> None:
-        for note in (*self._notes(), self._hidden_latest):
+        for note in (self._hidden_latest, *self._notes()):
             with suppress(OSError):
                 note.unlink()
 
@@ -296,7 +304,7 @@ class Publication:
         latest = self.folder / "latest"
         if latest.is_file() and latest.read_text(errors="replace") == tag:
             return
-        if self.in_place or latest.is_symlink():
+        if self.in_place or latest.is_symlink() or not self._hidden_latest.exists():
             latest.write_text(tag)
         else:
             self._hidden_latest.replace(latest)
@@ -317,8 +325,7 @@ class Publication:
     def discard(self) -> None:
         """Remove what was written, unless it has its name."""
         if not self.state_of_target()[1]:
-            folders = {self.home, *(file.parent for file in exported(self.home) if self.is_tag)}
-            mine = [item for folder in folders for item, _, save in hidden_files(folder) if save == self.id]
+            mine = [item for folder in self._folders() for item, _, save in hidden_files(folder) if save == self.id]
             scripts = [script for script in self._scripts() if script.name not in self._beside]
             own = [item for item in entries(self.home) if is_state(item.name)] if self.in_place and self.is_tag else []
             for item in (*mine, *own, *scripts):
@@ -363,7 +370,8 @@ def _missing_folders(path: Path) -> list[Path]:
     return missing[::-1]
 
 
-def _is_old(path: Path) -> bool:
+def _is_old(path: Path, note: Note | None = None) -> bool:
+    limit = _WRITTEN_SECONDS if note and not note.process else _OLD_SECONDS
     with suppress(OSError):
-        return time.time() - path.stat().st_mtime > _OLD_SECONDS
+        return time.time() - path.stat().st_mtime > limit
     return False
