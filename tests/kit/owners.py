@@ -219,12 +219,13 @@ class Run:
 
 
 @contextlib.contextmanager
-def served(**settings: Any) -> Iterator[None]:
-    """While this lasts, runs are made under `patch()`."""
+def served(waits: bool = False, **settings: Any) -> Iterator[None]:
+    """While this lasts, runs are made under `patch()`; asynchronous saves do not wait for who asks, unless `waits`."""
     ds_frozen_patch.patch(**settings)
     os.environ["PATCHED"] = "1"
     try:
-        yield
+        with contextlib.nullcontext() if waits else ds_frozen_patch.no_wait():
+            yield
     finally:
         del os.environ["PATCHED"]
         ds_frozen_patch.unpatch()
