@@ -82,11 +82,15 @@ def train_and_save(out: str, stage: int, precision: str = PRECISION) -> tuple[pl
 
 
 class Hooked(runs.LoraRun):
-    """Its hook changes what Trainer has dumped."""
+    """Its hook changes what Trainer has dumped, or a `state_dict` of its own does."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
         self.way = way
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        return state if self.way != "own" else {f"mine.{name}": 1 * value for name, value in state.items()}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["state_dict"]
@@ -140,7 +144,7 @@ def save_hooked(out: str, stage: int, way: str) -> dict[str, Any]:
 
 @pytest.mark.everyday
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("way", ["renamed", "copied", "with optimizer"])
+@pytest.mark.parametrize("way", ["renamed", "copied", "own", "with optimizer"])
 def test_weights_that_a_hook_has_changed(ranks: Any, tmp_path: Path, stage: int, way: str) -> None:
     """Each tensor has its values, whatever the hook calls it."""
     found = ranks(2, save_hooked, out=str(tmp_path), stage=stage, way=way)[0]
@@ -148,12 +152,15 @@ def test_weights_that_a_hook_has_changed(ranks: Any, tmp_path: Path, stage: int,
     state = saved["state_dict"]
 
     def name_of(name: str) -> str:
-        return {"renamed": name.replace("model.base_model", "mine"), "copied": f"mine.{name}"}.get(way, name)
+        names = {"renamed": name.replace("model.base_model", "mine"), "copied": f"mine.{name}", "own": f"mine.{name}"}
+        return names.get(way, name)
 
     for name, value in found.items():
         if value is not None:
             assert torch.equal(state[name_of(name)], value.to(state[name_of(name)].dtype)), name
-        elif (way, stage) != ("copied", 2):  # where frozen parameters have values, a copy is the program's own
+        elif (
+            way not in ("copied", "own") or stage == 3
+        ):  # where frozen parameters have values, a copy is the program's own
             assert name_of(name) not in state
     assert state[name_of("seen")].item() == runs.BATCHES
     assert all(value.numel() for value in state.values())

@@ -129,11 +129,10 @@ class SingleFile:
         if made := [name for name in kept.values() if _is_empty(state[name])]:  # of parameters, by that `state_dict`
             from deepspeed import zero
 
-            with zero.GatheredParameters(
-                [p for p, names in contents.names.items() if self._left_out.isdisjoint(names)]
-            ):
-                whole = dump() if self._writes else {}
-                state.update({name: whole[name].detach().to("cpu", copy=True) for name in made if name in whole})
+            parameters = [p for p, names in contents.names.items() if self._left_out.isdisjoint(names)]
+            with zero.GatheredParameters(parameters), self.save.failures.deferred(self.save.place.target):
+                whole = dump() if self._writes else state
+                state.update({name: whole[name].detach().to("cpu", copy=True) for name in made})
 
     def write(self, strategy: Any, checkpoint: Mapping[str, Any], storage_options: Any = None) -> None:
         """Write what Lightning has dumped, once its hooks have changed it; every rank must call it."""
@@ -155,17 +154,17 @@ class SingleFile:
     def _kept(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """What is written of a state dict, in CPU memory: without what is left out, whatever a hook has called it.
 
-        In ZeRO-3 what is left out has no values, so what a hook has made of it has none either.
+        In ZeRO-3 only what is left out has no values, so that is what a tensor without any was made of.
         """
+        may_be_empty = {plain(name) for name, _ in (*self.module.named_parameters(), *self.module.named_buffers())}
         has_placeholders = bool(self._left_out) and self.save.engine.zero_optimization_partition_weights()
         copies: dict[tuple[Any, ...], Any] = {}
         kept = {}
         for name, value in state.items():
             origin, _ = self._dumped.get(id(value), ("", None))
-            is_made_of_nothing = has_placeholders and not origin and _is_empty(value)
-            if {plain(name), origin} & self._left_out or is_made_of_nothing:
-                continue
-            kept[name] = _copy(value, copies)
+            is_placeholder = has_placeholders and _is_empty(value) and origin not in may_be_empty
+            if not is_placeholder and not {plain(name), origin} & self._left_out:
+                kept[name] = _copy(value, copies)
         return kept
 
 
