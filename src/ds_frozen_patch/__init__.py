@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .patching.serve import serve as serve
     from .patching.status import Status as Status
     from .patching.status import TargetStatus as TargetStatus
+    from .publish.in_flight import no_wait as no_wait
     from .publish.in_flight import wait as wait
     from .settings import full_checkpoint as full_checkpoint
     from .tools.consolidate import Consolidated as Consolidated
@@ -49,7 +50,7 @@ _NAMES = {
     "tools.reshard": ("Resharded", "reshard"),
     "tools.verify": ("Verified", "verify"),
     "common.errors": ("CheckpointError", "CheckpointMismatchError", "PatchError"),
-    "publish.in_flight": ("wait",),
+    "publish.in_flight": ("no_wait", "wait"),
     "patching.patch": ("patch", "patched", "status", "unpatch"),
     "patching.serve": ("serve",),
     "patching.status": ("Status", "TargetStatus"),

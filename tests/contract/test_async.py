@@ -216,7 +216,7 @@ def test_accelerate_loads_what_was_just_saved(ranks: Any, tmp_path: Path) -> Non
 
 
 def fabric_loaded_at_once(out: str) -> Any:
-    with ds_frozen_patch.patched(async_save=True), writing(seconds=1):
+    with ds_frozen_patch.patched(async_save=True), ds_frozen_patch.no_wait(), writing(seconds=1):
         fabric = runs.fabric(2, 2)
         model, optimizer = runs.fabric_setup(fabric)
         fabric.save(f"{out}/a.ckpt", {"model": model, "optimizer": optimizer, "note": 1})
@@ -337,6 +337,7 @@ else:
 os.dup2(os.open(os.path.join(out, "stderr"), os.O_WRONLY | os.O_CREAT), 2)
 os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 ds_frozen_patch.patch(async_save=True)
+(unread := ds_frozen_patch.no_wait()).__enter__()
 run = owners.Run("deepspeed", out, 1, 2)
 before = signal.signal(signal.SIGTERM, lambda *_: None)  # as Lightning does while it trains
 run.engine.save_checkpoint(out, tag="first")
@@ -401,9 +402,11 @@ from kit.owners import writing
 os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="{port}", WORLD_SIZE="2")
 
 def train(rank):
-    global slow  # as long as the process lives
+    global slow, unread  # as long as the process lives
     os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank))
     ds_frozen_patch.patch(async_save=True)
+    unread = ds_frozen_patch.no_wait()
+    unread.__enter__()
     run = owners.Run("deepspeed", {out!r}, 2, 2)
     slow = writing(seconds=1, fails={fails!r} and rank == 1)
     slow.__enter__()

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 
 import ds_frozen_patch
 from ds_frozen_patch.common.overrides import overridden
-from ds_frozen_patch.frameworks.readers import may_read
+from ds_frozen_patch.frameworks.for_transformers import may_read
 from ds_frozen_patch.publish import in_flight
 from ds_frozen_patch.publish.journal import is_unfinished
 from ds_frozen_patch.publish.publication import Publication
@@ -37,19 +37,24 @@ pytestmark = [pytest.mark.promise(26), pytest.mark.everyday]
 SLOW = 0.7
 
 
-def both_ways(ranks: Any, function: Callable[..., Any], out: Path, **arguments: Any) -> tuple[Any, Any]:
+def both_ways(
+    ranks: Any, function: Callable[..., Any], out: Path, waits: bool = True, **arguments: Any
+) -> tuple[Any, Any]:
     """What a function returns, and the names that it leaves in its folder, with a slow disk and synchronously."""
     found = []
     for way in (True, False):
         folder = out / "run"
-        seen = ranks(2, in_one_way, function=function, out=str(folder), async_save=way, arguments=arguments)
+        asked: dict[str, Any] = {"function": function, "waits": waits, "async_save": way, "arguments": arguments}
+        seen = ranks(2, in_one_way, out=str(folder), **asked)
         found.append((seen, sorted(str(item.relative_to(folder)) for item in folder.rglob("*"))))
         folder.rename(out / ("async" if way else "sync"))
     return found[0], found[1]
 
 
-def in_one_way(function: Callable[..., Any], out: str, async_save: bool, arguments: dict[str, Any]) -> Any:
-    with owners.served(async_save=async_save), writing(seconds=SLOW):
+def in_one_way(
+    function: Callable[..., Any], out: str, async_save: bool, arguments: dict[str, Any], waits: bool = False
+) -> Any:
+    with owners.served(waits, async_save=async_save), writing(seconds=SLOW):
         seen = function(out, **arguments)
         ds_frozen_patch.wait()
     return seen
@@ -147,6 +152,25 @@ def removed_at_once(out: str) -> None:
     runs.trainer(out, 2, 2, callbacks=[Removing()], enable_checkpointing=False).fit(runs.LoraRun(), runs.batches(2))
 
 
+class Reporting(Callback):
+    """As Ray Train's callback: saves, lets a storage copy what is there, and removes it, in one breath."""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        place = Path(trainer.default_root_dir, "temporary")
+        trainer.save_checkpoint(f"{place}/checkpoint.ckpt", weights_only=False)
+        if trainer.is_global_zero:
+            shutil.copytree(place, place.with_name(f"storage-{trainer.current_epoch}"))
+        torch.distributed.barrier()
+        if trainer.local_rank == 0:
+            shutil.rmtree(place)
+
+
+def reported(out: str) -> Any:
+    trainer = runs.trainer(out, 2, 2, callbacks=[Reporting()], enable_checkpointing=False)
+    trainer.fit(runs.LoraRun(), runs.batches(2))
+    return [problems(Path(out, f"storage-{epoch}", "checkpoint.ckpt")) for epoch in (0, 1)]
+
+
 def seen_after_fit(out: str) -> Any:
     callback = ModelCheckpoint(out)
     runs.trainer(out, 2, 2, callbacks=[callback]).fit(runs.LoraRun(), runs.batches(2))
@@ -177,13 +201,39 @@ class GoesOn(transformers.Trainer):
         self.found = problems(Path(str(self.args.output_dir), f"checkpoint-{self.state.global_step}"))
 
 
-class EndsThere(transformers.Trainer):
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """As those of TRL, which write a model card before."""
-        Path(str(self.args.output_dir)).mkdir(exist_ok=True)
+OF_TRL: dict[str, Any] = {"__name__": "trl.trainer.sft_trainer", "Trainer": transformers.Trainer}
+exec(
+    """
+class SFTTrainer(Trainer):
+    def _save_checkpoint(self, model, trial):
+        self.create_model_card()
         super()._save_checkpoint(model, trial)
 
-    _save_checkpoint.__module__ = "trl.trainer.sft_trainer"
+    def create_model_card(self): ...
+""",
+    OF_TRL,
+)
+
+
+def seen_by_a_wrapper(out: str) -> Any:
+    """A program has put a function of its own in the place of the method."""
+    run, found = Run("trainer", out, 2, 2), []
+    save = run.trainer._save_checkpoint
+
+    def save_and_look(*args: Any) -> None:
+        save(*args)
+        found.append(problems(Path(out, f"checkpoint-{run.trainer.state.global_step}")))
+
+    run.trainer._save_checkpoint = save_and_look
+    run.train()
+    return found
+
+
+SFTTrainer: Any = OF_TRL["SFTTrainer"]
+
+
+class EndsThere(SFTTrainer):  # type: ignore[misc]
+    """As the trainers of TRL, which write a model card before."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.in_flight = in_flight.is_any()
@@ -210,6 +260,25 @@ def not_waited_for(out: str) -> bool:
     return bool(run.trainer.in_flight)
 
 
+class Going(runs.LoraRun):
+    """Sees whether a save is in flight while it trains."""
+
+    in_flight = False
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        self.in_flight = self.in_flight or in_flight.is_any()
+        return super().training_step(batch, index)
+
+
+def not_waited_for_in_fit(out: str) -> bool:
+    """With one of Lightning's own loggers, which must not read a folder either."""
+    module, callback = Going(), ModelCheckpoint(out, filename="{epoch}", save_top_k=1, monitor="epoch", mode="max")
+    trainer = runs.trainer(out, 2, 2, epochs=3, callbacks=[callback])
+    trainer.loggers = [pl.loggers.CSVLogger(out)]
+    trainer.fit(module, runs.batches(2))
+    return module.in_flight
+
+
 # Accelerate, Fabric and DeepSpeed alone
 
 
@@ -227,6 +296,23 @@ def added_to(out: str, by: str) -> None:
             if not list(place.rglob("*_optim_states.pt")):  # they are only recorded yet
                 (place / ("a" if by == "deepspeed" else "pytorch_model") / f"notes-{number}.txt").touch()
         torch.distributed.barrier()
+
+
+def seen_at_once(out: str) -> Any:
+    """What is there as soon as a save of each kind has returned, as by a program that then writes "complete"."""
+    fabric = runs.fabric(2, 2)
+    module, optimizer = runs.fabric_setup(fabric)
+    found = []
+    for number in range(2):
+        fabric.save(f"{out}/{number}.ckpt", {"model": module, "optimizer": optimizer})
+        found.append(problems(f"{out}/{number}.ckpt"))
+    for by in ("deepspeed", "accelerate", "trainer"):
+        run = Run(by, f"{out}/{by}", 2, 2, save_strategy="no") if by == "trainer" else Run(by, f"{out}/{by}", 2, 2)
+        if by == "trainer":
+            run.train(epochs=1)
+        run.save(run.at(1))
+        found += [is_unfinished(item.parent) for item in owners.model_files(Path(out, by))]
+    return found
 
 
 def let_go(out: str) -> Any:
@@ -292,10 +378,13 @@ CALLERS = [
     ("Logger.after_save_checkpoint", read_by_a_logger, {}),
     ("an override of ModelCheckpoint._save_checkpoint", copied_by_a_subclass, {}),
     ("Strategy.remove_checkpoint", removed_at_once, {}),
+    ("a callback that saves, copies and removes", reported, {}),
     ("the end of fit()", seen_after_fit, {}),
     ("TrainerCallback.on_save", copied_by_a_callback, {}),
     ("an override of Trainer._save_checkpoint", seen_by_an_override, {}),
+    ("a function in the place of Trainer._save_checkpoint", seen_by_a_wrapper, {}),
     ("the end of train()", seen_after_train, {}),
+    ("a program that saves", seen_at_once, {}),
     ("files added after engine.save_checkpoint", added_to, {"by": "deepspeed"}),
     ("files added after Accelerator.save_state", added_to, {"by": "accelerate"}),
     ("wait(), with a Fabric that is gone", let_go, {}),
@@ -303,7 +392,9 @@ CALLERS = [
     ("wait(), in another current folder", in_another_folder, {}),
 ]
 """Whoever asks for, reads, adds to or removes a checkpoint after a save; loads and retention are in `test_async`."""
-SHORT = (named_like_what_was_removed, read_by_a_logger, copied_by_a_callback, pickled)
+IN_NO_WAIT = (let_go, pickled, in_another_folder)
+"""What does not read a checkpoint before it has called `wait()`."""
+SHORT = (named_like_what_was_removed, read_by_a_logger, reported, copied_by_a_callback, pickled)
 
 
 @pytest.mark.parametrize(
@@ -316,7 +407,7 @@ SHORT = (named_like_what_was_removed, read_by_a_logger, copied_by_a_callback, pi
 def test_the_same_as_after_a_synchronous_save(
     ranks: Any, tmp_path: Path, function: Callable[..., Any], arguments: dict[str, Any]
 ) -> None:
-    one, other = both_ways(ranks, function, tmp_path, **arguments)
+    one, other = both_ways(ranks, function, tmp_path, function not in IN_NO_WAIT, **arguments)
     assert one == other
     assert not list(tmp_path.rglob(".ds_frozen_patch-*"))
 
@@ -348,23 +439,25 @@ def test_nothing_is_removed_after_the_wait(ranks: Any, tmp_path: Path) -> None:
         assert found[0]
 
 
-def test_an_override_of_trl_does_not_wait(ranks: Any, tmp_path: Path) -> None:
-    (one, names), (other, names_then) = both_ways(ranks, not_waited_for, tmp_path)
+@pytest.mark.parametrize("function", [not_waited_for, not_waited_for_in_fit], ids=["trainer of TRL", "fit"])
+def test_a_training_of_a_framework_does_not_wait(ranks: Any, tmp_path: Path, function: Callable[[str], bool]) -> None:
+    (one, names), (other, names_then) = both_ways(ranks, function, tmp_path)
     assert (one, other) == ([True, True], [False, False])
     assert names == names_then
 
 
 def test_a_wait_for_a_reader_is_logged_once(ranks: Any, tmp_path: Path) -> None:
-    logged, _ = ranks(2, heard_of_a_reader, out=str(tmp_path))
-    (line,) = [text for text in logged if "CopyingCallback" in text]
-    assert "Waited 0." in line
-    assert "may read it after each save" in line
+    for function, reader in ((copied_by_a_callback, "CopyingCallback"), (reported, "Reporting.on_train_epoch_end")):
+        logged, _ = ranks(2, heard_of_a_reader, out=str(tmp_path / function.__name__), function=function)
+        (line,) = [text for text in logged if reader in text or ".on_train_epoch_end" in text]
+        assert "Waited 0." in line
+        assert "may read it" in line
 
 
-def heard_of_a_reader(out: str) -> list[str]:
-    with owners.served(async_save=True), writing(seconds=0.3), runs.heard("accelerate") as logged:
-        copied_by_a_callback(out)
-    return [text for text in logged if "async_save" in text]
+def heard_of_a_reader(out: str, function: Callable[[str], Any]) -> list[str]:
+    with owners.served(waits=True, async_save=True), writing(seconds=0.3), runs.heard("accelerate") as logged:
+        function(out)
+    return [text for text in logged if "no_wait" in text]
 
 
 # Tools
@@ -515,6 +608,6 @@ def test_callbacks_of_transformers() -> None:
     switches.append(("FlyteCallback", "sync_checkpoints"))
     cases += [(cls, name, is_on, is_on) for cls, name in switches for is_on in (False, True)]
     for cls, name, value, reads in cases:
-        assert may_read(made(cls, **{name: value}), "on_save") is reads, (cls, value)
-    assert not may_read(transformers.ProgressCallback(), "on_save")
-    assert may_read(CopyingCallback(), "on_save")
+        assert may_read(made(cls, **{name: value})) is reads, (cls, value)
+    assert not may_read(transformers.ProgressCallback())
+    assert may_read(CopyingCallback())

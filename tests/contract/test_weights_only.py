@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from deepspeed import zero
 from kit import cell, runs
 from kit.cell import PRECISION, Callback, DeepSpeedStrategy, ModelCheckpoint, pl
 from memory import memory, reset_peak_memory
@@ -78,6 +79,93 @@ def train_and_save(out: str, stage: int, precision: str = PRECISION) -> tuple[pl
     trainer.save_checkpoint(f"{out}/weights.ckpt", weights_only=True)
     trainer.save_checkpoint(f"{out}/small.ckpt")
     return trainer, module
+
+
+class Hooked(runs.LoraRun):
+    """Its hook changes what Trainer has dumped, or a `state_dict` of its own does."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        return state if self.way != "own" else {f"mine.{name}": 1 * value for name, value in state.items()}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        if self.way == "without optimizer":
+            del checkpoint["optimizer_states"]
+        elif self.way == "with optimizer":
+            checkpoint["optimizer_states"] = []
+        elif self.way == "renamed":
+            for name in list(state):
+                state[name.replace("model.base_model", "mine")] = state.pop(name)
+        elif self.way == "copied":
+            checkpoint["state_dict"] = {f"mine.{name}": value.clone().double() for name, value in state.items()}
+
+
+def fit_and_resume(out: str, stage: int, by: str) -> Any:
+    """Train two epochs, and the second again from the end of the first."""
+    if by == "ours":
+        ds_frozen_patch.patch()
+    whole, resumed = Hooked("without optimizer"), Hooked("without optimizer")
+    runs.trainer(out, 2, stage).fit(whole, runs.batches(2))
+    runs.trainer(f"{out}/again", 2, stage).fit(resumed, runs.batches(2), ckpt_path=f"{out}/epoch=0.ckpt")
+    return whole.losses[runs.BATCHES :], resumed.losses, runs.trained_state(whole) == runs.trained_state(resumed)
+
+
+@pytest.mark.everyday
+@pytest.mark.promise(15)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_hook_that_removes_the_optimizer_changes_no_resume(ranks: Any, tmp_path: Path, stage: int) -> None:
+    """DeepSpeed saves it: what a program asks for is weights-only, not what its hook leaves."""
+    plain, ours = (ranks(2, fit_and_resume, out=str(tmp_path / by), stage=stage, by=by) for by in ("plain", "ours"))
+    assert plain == ours
+    for whole, resumed, is_same in ours:
+        assert whole == resumed
+        assert is_same
+    assert len(list((tmp_path / "ours" / "epoch=0.ckpt").rglob("*optim_states.pt"))) == 2
+
+
+def save_hooked(out: str, stage: int, way: str) -> dict[str, Any]:
+    """The trained values by their names in the module, and the names of the others."""
+    ds_frozen_patch.patch()
+    trainer = runs.trainer(out, 2, strategy=strategy(stage), epochs=1, enable_checkpointing=False)
+    module = Hooked(way)
+    trainer.fit(module, runs.batches(2))
+    trainer.save_checkpoint(f"{out}/weights.ckpt", weights_only=True)
+    found = {}
+    for name, parameter in module.named_parameters():
+        with zero.GatheredParameters([parameter]):
+            found[name] = parameter.detach().clone() if parameter.requires_grad else None
+    return found
+
+
+@pytest.mark.everyday
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("way", ["renamed", "copied", "own", "with optimizer"])
+def test_weights_that_a_hook_has_changed(ranks: Any, tmp_path: Path, stage: int, way: str) -> None:
+    """Each tensor has its values, whatever the hook calls it."""
+    found = ranks(2, save_hooked, out=str(tmp_path), stage=stage, way=way)[0]
+    saved = torch.load(tmp_path / "weights.ckpt", weights_only=False)
+    state = saved["state_dict"]
+
+    def name_of(name: str) -> str:
+        names = {"renamed": name.replace("model.base_model", "mine"), "copied": f"mine.{name}", "own": f"mine.{name}"}
+        return names.get(way, name)
+
+    for name, value in found.items():
+        if value is not None:
+            assert torch.equal(state[name_of(name)], value.to(state[name_of(name)].dtype)), name
+        elif (
+            way not in ("copied", "own") or stage == 3
+        ):  # where frozen parameters have values, a copy is the program's own
+            assert name_of(name) not in state
+    assert state[name_of("seen")].item() == runs.BATCHES
+    assert all(value.numel() for value in state.values())
+    assert ("optimizer_states" in saved) == (way == "with optimizer")
+    assert (tmp_path / "weights.ckpt").stat().st_size < 200_000 * (5 if way == "copied" else 1)
 
 
 class Remembers(Callback):

@@ -218,11 +218,12 @@ class Run:
 
 
 @contextlib.contextmanager
-def served(**settings: Any) -> Iterator[None]:
-    """While this lasts, runs are made under `patch()`."""
+def served(waits: bool = False, **settings: Any) -> Iterator[None]:
+    """While this lasts, runs are made under `patch()`; asynchronous saves do not wait for who asks, unless `waits`."""
     ds_frozen_patch.patch(**settings)
     try:
-        yield
+        with contextlib.nullcontext() if waits else ds_frozen_patch.no_wait():
+            yield
     finally:
         ds_frozen_patch.unpatch()
 

@@ -240,7 +240,7 @@ def train(run: Run) -> Seen:
     made = begin(run)
     trained = made.module
     base = trained.base_model.model
-    with halting(run, base.losses):
+    with halting(run, base.losses), ds_frozen_patch.no_wait():  # it reads what it has saved only once it has ended
         made.fit()
     with deepspeed.zero.GatheredParameters(list(trained.parameters())):
         values = {name: digest(value) for name, value in trained.named_parameters() if value.requires_grad}

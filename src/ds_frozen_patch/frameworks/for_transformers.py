@@ -25,12 +25,16 @@ from ..settings import current as settings
 from ..workarounds.for_transformers import saves_the_best
 from .newest import last_whole
 from .plain import logger_of
-from .readers import wait_for_readers
 
 _WRITERS = ("_save", "_save_rng_state")
 """Methods that write a part of a checkpoint, none of which waits for other ranks."""
 _WRITERS_OF_SOME = ("_save_scaler",)
 """More of them, which not every release has."""
+
+_UPLOADS = ("_log_artifacts", "_log_model", "_should_upload_checkpoint", "sync_checkpoints")
+"""The attributes by which callbacks of transformers upload each checkpoint: those for MLflow, for W&B, ClearML, DVCLive
+and SwanLab, for Neptune, and for Flyte."""
+_OFF = (None, False, "false", "end")
 
 
 def judge(version: str | None, trainer: Installed) -> Finding:
@@ -90,9 +94,16 @@ def save_checkpoint(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, 
     around.end(served)
     for call in later:
         in_flight.afterwards(call)
-    wait_for_readers([trainer], "_save_checkpoint")
-    wait_for_readers(trainer.callback_handler.callbacks, "on_save")
+    for callback in trainer.callback_handler.callbacks:
+        if may_read(callback):
+            in_flight.wait_for(type(callback).__name__)
     return result
+
+
+def may_read(callback: Any) -> bool:
+    """Whether the `on_save` of a callback, which Trainer calls next, may read the checkpoint."""
+    is_own = callback.on_save.__module__.startswith("transformers.")
+    return not is_own or any(getattr(callback, name, None) not in _OFF for name in _UPLOADS)
 
 
 def _replacements(trainer: Any, around: Around, later: list[Callable[[], Any]]) -> Attributes:

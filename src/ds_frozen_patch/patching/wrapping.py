@@ -27,6 +27,8 @@ _STRATEGY = {
     "setup_module_and_optimizers": strategy.setup,
     "save_checkpoint": strategy.save_checkpoint,
     "load_checkpoint": strategy.load_checkpoint,
+    "remove_checkpoint": strategy.remove_checkpoint,
+    "teardown": strategy.teardown,
 }
 WRAPPERS: dict[str, dict[str, Callable[..., Any]]] = {
     **{target.class_name: _STRATEGY for target in TARGETS},
@@ -49,6 +51,7 @@ WRAPPERS: dict[str, dict[str, Callable[..., Any]]] = {
 }
 """What wraps the methods of each class; others of its target's methods are only needed."""
 _WRAPPERS_BESIDE: dict[str, Callable[..., Any]] = {
+    "save_checkpoint": strategy.save_of_trainer,
     "convert_zero_checkpoint_to_fp32_state_dict": converter.convert,
     "on_run_start": loops.begin_epoch,
     "_find_last_checkpoints": newest.find_last,

@@ -14,8 +14,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from multiprocessing.util import Finalize
 from typing import Any
@@ -107,6 +107,7 @@ def _runs(process: int) -> bool:
 
 
 _in_flight: InFlight | None = None
+_unread = 0  # how many `no_wait()` there are now
 
 
 def start(work: Callable[[], CheckpointError | None], say: Callable[[str, str], None]) -> None:
@@ -134,11 +135,32 @@ def wait() -> None:
     Raises:
         CheckpointError: on every rank, if the save has failed on one; only in the process that saved, and only once.
     """
-    wait_for(None)
+    _wait(None)
 
 
-def wait_for(reader: str | None) -> None:
+@contextmanager
+def no_wait() -> Iterator[None]:
+    """Let every asynchronous save return before its files are written, while this lasts, whoever asks for it.
+
+    Without it, with `patch(async_save=True)`, only the saves of Lightning's own `ModelCheckpoint` and of Trainer's own
+    training do so. Any other function that saves may read, copy or remove the checkpoint in its next line, as may
+    loggers and callbacks, so their saves wait. Within it, call `wait()` before that.
+    """
+    global _unread
+    _unread += 1
+    try:
+        yield
+    finally:
+        _unread -= 1
+
+
+def wait_for(reader: str) -> None:
     """As `wait`, before code of others that may read the checkpoint; logged once for each, with the seconds."""
+    if not _unread:
+        _wait(reader)
+
+
+def _wait(reader: str | None) -> None:
     global _in_flight
     flying = _in_flight
     if flying is None or flying.is_this_thread:
@@ -150,8 +172,8 @@ def wait_for(reader: str | None) -> None:
     if reader is not None:
         flying.say(
             reader,
-            f"Waited {seconds:.1f} s until the checkpoint was complete, because {reader} may read it after each save."
-            " As long as it does, training waits for saves as without async_save.",
+            f"Waited {seconds:.1f} s until the checkpoint was complete, because {reader} may read it. If it does not,"
+            " let it run within `ds_frozen_patch.no_wait()`.",
         )
     elif seconds > _NOTABLE_SECONDS:
         flying.say(

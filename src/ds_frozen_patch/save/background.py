@@ -21,6 +21,7 @@ from ..engine.owner import is_first
 from ..publish import in_flight
 from ..publish.in_flight import is_ending
 from . import agreement
+from .asker import asker
 from .failures import failure
 from .publishing import publish
 from .recording import Recorder
@@ -48,10 +49,15 @@ def prepare(save: Save) -> None:
 
 
 def start(save: Save) -> None:
-    """Write what was recorded, and publish it, while training goes on; every rank must call it."""
+    """Write what was recorded, and publish it, while training goes on; every rank must call it.
+
+    If not a framework's own training has asked for the save, this waits: whoever has may read it in the next line.
+    """
     agreement.agree_on_end(save)  # and every rank has recorded its files
     save.place.use_absolute_paths()  # the program may change its current folder
     in_flight.start(partial(_publish, save, Votes(save)), save.served.log_once)
+    if (reader := asker()) is not None:
+        in_flight.wait_for(reader)
 
 
 def _publish(save: Save, votes: Votes) -> CheckpointError | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -25,16 +27,14 @@ from ...parameters import Contents, plain
 from ...publish.durable import entries, sync_folder
 from ...publish.journal import remove
 from ...publish.notes import OURS
-from ...save.agreement import agree_on_end
+from ...save.agreement import agree_on_end, explaining_errors
 from ...save.leaving_out import describe
 from ...save.publishing import publish
 from ...save.running import Save
 from ...workarounds.for_deepspeed import forget_second_copies
 
-
-def is_weights_only(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether Trainer has dumped this with `weights_only=True`; else it has the optimizers' states."""
-    return "state_dict" in checkpoint and "optimizer_states" not in checkpoint
+current: ContextVar[SingleFile | None] = ContextVar("ds_frozen_patch_single_file", default=None)
+"""The save of a single file that `Trainer.save_checkpoint` has begun, for the strategy that it calls."""
 
 
 def place_of(path: Path) -> Path:
@@ -86,59 +86,119 @@ def _is_single_file(path: Path) -> bool:
     return False
 
 
-def save(save: Save, strategy: Any, checkpoint: Mapping[str, Any], storage_options: Any = None) -> None:
-    """Write the weights of a run, and what Lightning saves beside them, into one file on each disk.
+@dataclass
+class SingleFile:
+    """A save of a run's weights into one file on each disk, with what Lightning saves beside them.
 
-    In ZeRO-3, parameters are gathered one after another, except those that are left out. The ranks that write keep them
-    in CPU memory.
+    Attributes:
+        save: that has begun.
+        module: Lightning's.
     """
-    module, writer = strategy.lightning_module, strategy.checkpoint_io
-    writes = save.publishes or (not save.place.is_managed and is_first(save.owner))
-    manifest = describe(save) if save.left_out is not None else None
-    left_out = manifest.names if manifest else frozenset()
-    # A module's own `state_dict` may return only a part, and use other names.
-    dumped = {name: value for name, value in checkpoint["state_dict"].items() if plain(name) not in left_out}
-    parameters = {p: [n for n in names if n in dumped] for p, names in Contents(module).names_in_state.items()}
-    firsts = {names[0]: parameter for parameter, names in parameters.items() if names}
-    aliases = {names[0]: names for names in parameters.values() if names}
-    for name, value in gathered(firsts, writes):
-        dumped.update(dict.fromkeys(aliases[name], value))
-    if save.engine.zero_optimization_partition_weights():
-        gathered_names = {name for names in aliases.values() for name in names}
-        placeholders = [name for name, value in dumped.items() if name not in gathered_names and _is_empty(value)]
-        dumped.update(_from_whole_module(module, left_out, placeholders, writes))
-    if writes:
-        with save.failures.deferred(save.place.target):
-            dumped = {name: value.cpu() if hasattr(value, "cpu") else value for name, value in dumped.items()}
-            ours = {KEY: manifest.to_state()} if manifest else {}
-            content = {**checkpoint, "state_dict": dumped, **ours}
-            file = save.place.path(save.place.target.name)
-            writer.save_checkpoint(content, file, storage_options=storage_options)
-    publish(save, partial(agree_on_end, save)) if save.place.is_managed else agree_on_end(save)
-    if writes and save.place.target.name == WEIGHTS_FILE:  # what it replaces
-        (save.place.folder / "latest").unlink(missing_ok=True)
-        sync_folder(save.place.folder)
-        for item in entries(save.place.folder / "checkpoint"):
-            if is_state(item.name):
-                remove(item)
-        with suppress(OSError):  # the program has files there
-            (save.place.folder / "checkpoint").rmdir()
+
+    save: Save
+    module: Any
+    _manifest: Manifest | None = None
+    _dumped: dict[int, tuple[str, Any]] = field(default_factory=dict)  # by identity: the name and the tensor itself
+
+    @property
+    def _writes(self) -> bool:
+        place = self.save.place
+        return self.save.publishes or (not place.is_managed and is_first(self.save.owner))
+
+    @property
+    def _left_out(self) -> frozenset[str]:
+        return self._manifest.names if self._manifest is not None else frozenset()
+
+    def state(self, dump: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The state dict that hooks get, with whole values where they are written; every rank must call it.
+
+        In ZeRO-3, parameters are gathered one after another, except those that are left out, which stay as they are.
+        """
+        with explaining_errors(self.save.place.shown) as saves:
+            saves.append(self.save)
+            self._manifest = describe(self.save) if self.save.left_out is not None else None
+            state = dict(dump())
+            if self.save.engine.zero_optimization_partition_weights():
+                self._gather_into(state, dump)
+        self._dumped = {id(value): (plain(name), value) for name, value in state.items()}
+        return state
+
+    def _gather_into(self, state: dict[str, Any], dump: Callable[[], dict[str, Any]]) -> None:
+        kept = {plain(name): name for name in state if plain(name) not in self._left_out}
+        contents = Contents(self.module)
+        # A module's own `state_dict` may return only a part, and use other names.
+        aliases = {p: [kept.pop(n) for n in names if n in kept] for p, names in contents.names_in_state.items()}
+        firsts = {names[0]: parameter for parameter, names in aliases.items() if names}
+        for name, value in gathered(firsts, self._writes):
+            if self._writes:
+                state.update(dict.fromkeys(aliases[firsts[name]], value))
+        if made := [name for name in kept.values() if _is_empty(state[name])]:  # of parameters, by that `state_dict`
+            from deepspeed import zero
+
+            parameters = [p for p, names in contents.names.items() if self._left_out.isdisjoint(names)]
+            with zero.GatheredParameters(parameters), self.save.failures.deferred(self.save.place.target):
+                whole = dump() if self._writes else state
+                state.update({name: whole[name].detach().to("cpu", copy=True) for name in made})
+
+    def write(self, strategy: Any, checkpoint: Mapping[str, Any], storage_options: Any = None) -> None:
+        """Write what Lightning has dumped, once its hooks have changed it; every rank must call it."""
+        place = self.save.place
+        with explaining_errors(place.shown) as saves:
+            saves.append(self.save)
+            if self._writes:
+                with self.save.failures.deferred(place.target):
+                    ours = {KEY: self._manifest.to_state()} if self._manifest else {}
+                    state = {"state_dict": self._kept(checkpoint["state_dict"])} if "state_dict" in checkpoint else {}
+                    content = {**checkpoint, **state, **ours}
+                    file = place.path(place.target.name)
+                    strategy.checkpoint_io.save_checkpoint(content, file, storage_options=storage_options)
+            publish(self.save, partial(agree_on_end, self.save)) if place.is_managed else agree_on_end(self.save)
+        if self._writes and place.target.name == WEIGHTS_FILE:  # what it replaces
+            (place.folder / "latest").unlink(missing_ok=True)
+            sync_folder(place.folder)
+            for item in entries(place.folder / "checkpoint"):
+                if is_state(item.name):
+                    remove(item)
+            with suppress(OSError):  # the program has files there
+                (place.folder / "checkpoint").rmdir()
+
+    def _kept(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What is written of a state dict, in CPU memory: without what is left out, whatever a hook has called it.
+
+        In ZeRO-3 only what is left out has no values, so that is what a tensor without any was made of.
+        """
+        may_be_empty = {plain(name) for name, _ in (*self.module.named_parameters(), *self.module.named_buffers())}
+        has_placeholders = bool(self._left_out) and self.save.engine.zero_optimization_partition_weights()
+        copies: dict[tuple[Any, ...], Any] = {}
+        kept = {}
+        for name, value in state.items():
+            origin, _ = self._dumped.get(id(value), ("", None))
+            is_placeholder = has_placeholders and _is_empty(value) and origin not in may_be_empty
+            if not is_placeholder and not {plain(name), origin} & self._left_out:
+                kept[name] = _copy(value, copies)
+        return kept
+
+
+def _copy(value: Any, copies: dict[tuple[Any, ...], Any]) -> Any:
+    """A value in CPU memory; that of a tensor is a copy, since its storage may be a part of a larger one.
+
+    Args:
+        value: of a state dict.
+        copies: made so far, so that tied tensors share one.
+    """
+    import torch
+
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or not value.numel() or value.layout is not torch.strided:
+        return value.cpu() if hasattr(value, "cpu") else value
+    key = value.data_ptr(), value.dtype, value.shape, value.stride()
+    if key not in copies:
+        copies[key] = value.detach().to("cpu", copy=True)
+    return copies[key]
 
 
 def _is_empty(value: Any) -> bool:
-    return hasattr(value, "numel") and value.numel() == 0
-
-
-def _from_whole_module(module: Any, left_out: frozenset[str], names: Collection[str], writes: bool) -> dict[str, Any]:
-    """What a `state_dict` of the module's own makes of its parameters, all of which it needs at once."""
-    from deepspeed import zero
-
-    if not names:
-        return {}
-    parameters = [p for p, aliases in Contents(module).names.items() if left_out.isdisjoint(aliases)]
-    with zero.GatheredParameters(parameters):
-        state = module.state_dict() if writes else {}
-        return {name: state[name].detach().to("cpu", copy=True) for name in names if name in state}
+    """Whether this is what ZeRO-3 leaves of a parameter."""
+    return hasattr(value, "shape") and tuple(value.shape) == (0,)
 
 
 def writes_locally(writer: Any) -> bool:

@@ -26,12 +26,10 @@ from ...publish.durable import wait_for_name
 from ...publish.publication import is_local
 from ...save.agreement import explaining_errors
 from ...settings import FLAG
-from ...settings import current as settings
 from ...workarounds.for_fabric import CLIPS, clips_unasked, moved_in_deepspeed, unwrapped
-from ..readers import wait_for_readers
 from ..serving import owned_by
 from . import loops, single_file
-from .owner import BUILT, owner_of
+from .owner import BUILT, is_deepspeed, owner_of
 from .retention import forget_paths_outside
 
 
@@ -66,33 +64,52 @@ def setup(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwa
     return result
 
 
-def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A strategy's `save_checkpoint`: lets the engine save, or with `weights_only=True` writes a single file.
+def save_of_trainer(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`Trainer.save_checkpoint`: with `weights_only=True` it writes a single file.
 
-    With that, Lightning would let the engine save everything all the same.
+    With that, Lightning would let the engine save everything all the same. What the program has asked for counts, not
+    what a hook has left of the checkpoint.
     """
+    call = inspect.signature(wrapped).bind(*args, **kwargs)
+    strategy, path = trainer.strategy, call.arguments["filepath"]
+    asked = call.arguments.get("weights_only") and is_local(path) and is_deepspeed(strategy)
+    engine = strategy.model if asked else None
+    served = attach(engine, owner_of(strategy)) if engine is not None else None
+    if served is None or served.topology.is_divided:  # no rank has all weights, so the engine saves
+        return wrapped(*args, **kwargs)
+    path = strategy.broadcast(path)  # as Lightning does before the engine saves
+    file, is_managed = single_file.place_of(Path(path)), single_file.writes_locally(strategy.checkpoint_io)
+    with explaining_errors(path) as saves:
+        exclude = served.owner.excludes(None)
+        save = begin(engine, served, file, "the weights alone", exclude, shown=Path(path), is_managed=is_managed)
+        saves.append(save)
+    single = single_file.SingleFile(save, strategy.lightning_module)
+    whole = partial(single.state, strategy.lightning_module_state_dict)
+    try:
+        with set_to(single_file.current, single), overridden([(strategy, "lightning_module_state_dict", whole)]):
+            return wrapped(*args, **kwargs)
+    except BaseException:
+        save.discard()
+        raise
+
+
+def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A strategy's `save_checkpoint`: lets the engine save, or writes the single file that Trainer has begun."""
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     name = next((name for name in ("filepath", "path") if name in call.arguments), None)  # Trainer's and Fabric's
     engine = strategy.model
     if engine is None:
         return wrapped(*args, **kwargs)
     owner = owner_of(strategy)
-    served = attach(engine, owner)
-    if served is None:
+    if attach(engine, owner) is None:
         with overridden([(strategy, FLAG, False)] if hasattr(strategy, FLAG) else []):
             return wrapped(*args, **kwargs)
     if name is None:
         return wrapped(*args, **kwargs)  # the strategy has been changed: its engine saves to wherever it says
-    path = call.arguments[name]
-    is_divided = served.topology.is_divided  # no rank has all weights, so the engine saves, as without `patch()`
-    if not is_divided and is_local(path) and single_file.is_weights_only(call.arguments.get("checkpoint", {})):
-        path = strategy.broadcast(path)  # as Lightning does before the engine saves
-        file, shown = single_file.place_of(Path(path)), Path(path)
-        with explaining_errors(path) as saves:
-            where: dict[str, Any] = {"shown": shown, "is_managed": single_file.writes_locally(strategy.checkpoint_io)}
-            saves.append(begin(engine, served, file, "the weights alone", owner.excludes(None), **where))
-            single_file.save(saves[0], strategy, call.arguments["checkpoint"], call.arguments.get("storage_options"))
+    if (single := single_file.current.get()) is not None and single.save.engine is engine:
+        single.write(strategy, call.arguments["checkpoint"], call.arguments.get("storage_options"))
         return None
+    path = call.arguments[name]
     is_first_on_disk = owner.rank == 0 or (owner.local_rank == 0 and engine.use_node_local_storage())
     if is_local(path) and is_first_on_disk:
         with suppress(OSError):  # the engine's save says what is wrong, on every rank
@@ -101,30 +118,32 @@ def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
         result = wrapped(*args, **kwargs)
     if is_local(path) and is_first_on_disk:
         in_flight.afterwards(partial(single_file.remove_from, Path(path)))
-    if name == "filepath" and settings().async_save:
-        _go_on_during_save(strategy)
+    for logger in strategy.lightning_module.trainer.loggers if name == "filepath" and in_flight.is_any() else ():
+        if _may_read(logger):
+            in_flight.wait_for(type(logger).__name__)
     if Path(path).name.startswith("hpc_ckpt"):  # Lightning's handler of Slurm's signals lets the job end after it
         in_flight.wait()
     return result
 
 
-def _go_on_during_save(strategy: Any) -> None:
-    """Until the end of the run, put off what Trainer removes; and wait now for what may read the checkpoint."""
-    plugin = strategy.checkpoint_io
-    if "teardown" not in vars(plugin):
-        remove = plugin.remove_checkpoint
+def _may_read(logger: Any) -> bool:
+    """Whether a logger, which ModelCheckpoint calls next, may read the checkpoint.
 
-        def teardown() -> None:
-            """At the end of a run: waits, and raises the error of a save unless there is one already."""
-            del plugin.remove_checkpoint, plugin.teardown
-            plugin.teardown()
-            in_flight.wait_at_end()
+    Most of Lightning's own upload files alone, and the checkpoints of engines are folders; Neptune's uploads both.
+    """
+    is_own = logger.after_save_checkpoint.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
+    return not is_own or getattr(logger, "_log_model_checkpoints", False)
 
-        plugin.remove_checkpoint = lambda *args, **kwargs: in_flight.afterwards(partial(remove, *args, **kwargs))
-        plugin.teardown = teardown
-    trainer = strategy.lightning_module.trainer
-    wait_for_readers(trainer.checkpoint_callbacks, "_save_checkpoint")
-    wait_for_readers(trainer.loggers, "after_save_checkpoint")
+
+def remove_checkpoint(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A strategy's `remove_checkpoint`, of Trainer: only once the save in flight, which may replace it, is complete."""
+    in_flight.afterwards(partial(wrapped, *args, **kwargs))
+
+
+def teardown(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The end of a run: waits for the save in flight, and raises its error unless there is one already."""
+    wrapped(*args, **kwargs)
+    in_flight.wait_at_end()
 
 
 def load_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

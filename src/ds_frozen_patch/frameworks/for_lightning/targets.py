@@ -8,7 +8,7 @@ from ...settings import FLAG
 LOADS_STRICTLY = "_allow_excluded_parameters"
 """What a strategy's `load_checkpoint` uses where our patch series for Lightning is applied."""
 
-_TRAINER = ("__init__", "setup", "save_checkpoint", "load_checkpoint")
+_TRAINER = ("__init__", "setup", "save_checkpoint", "load_checkpoint", "remove_checkpoint", "teardown")
 _FABRIC = ("__init__", "setup_module_and_optimizers", "setup_module", "save_checkpoint", "load_checkpoint")
 
 
@@ -41,6 +41,7 @@ BESIDE = tuple(
     Target(name, f"{name}.{module}", class_name, (attribute,))
     for name in ("lightning.pytorch", "pytorch_lightning")
     for module, class_name, attribute in (
+        ("trainer.trainer", "Trainer", "save_checkpoint"),
         ("utilities.deepspeed", "", "convert_zero_checkpoint_to_fp32_state_dict"),
         ("callbacks.model_checkpoint", "ModelCheckpoint", "_find_last_checkpoints"),
         ("callbacks.model_checkpoint", "ModelCheckpoint", "_link_checkpoint"),
