@@ -58,7 +58,7 @@ def note_of(folder: Path, save: str) -> Path:
 
 
 def notes(folder: Path) -> dict[Path, Note]:
-    """The notes in the folder that has the target; one that is being written, or was when its process ended, is empty."""
+    """The notes in the folder that has the target; empty ones for those that are being written, or were at a kill."""
     found = {}
     for item in entries(folder):
         if re.fullmatch(rf"{re.escape(OURS)}-[0-9a-f]{{12}}", item.name):
