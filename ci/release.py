@@ -34,9 +34,9 @@ assert importlib.metadata.version("ds_frozen_patch") == sys.argv[1], importlib.m
 for name in ds_frozen_patch.__all__:
     getattr(ds_frozen_patch, name)
 assert not {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "deepspeed"} & sys.modules.keys()
-for command in ("--help", "status"):
-    said = subprocess.check_output([f"{sys.prefix}/bin/ds-frozen-patch", command], text=True)
-    assert "deepspeed" in said.lower(), said
+for command, status in (("--help", 0), ("status", 1)):  # patch() would raise, without DeepSpeed
+    done = subprocess.run([f"{sys.prefix}/bin/ds-frozen-patch", command], capture_output=True, text=True)
+    assert done.returncode == status and "deepspeed" in done.stdout.lower(), done
 said = subprocess.check_output([sys.executable, "-m", "ds_frozen_patch", "--version"], text=True)
 assert said == f"ds-frozen-patch {sys.argv[1]}\\n", said
 """

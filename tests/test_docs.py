@@ -124,7 +124,7 @@ def run_block(block: str, out: str) -> dict[str, Any]:
     status = ds_frozen_patch.status()[TRAINER]
     trainer = names["trainer"]
     return {
-        "wrapped": status.wrapped,
+        "wrapped": status.state == "wrapped",
         "step": trainer.global_step,
         "loss": "test_loss" in trainer.callback_metrics,
         "strategy": type(trainer.strategy).__name__,

@@ -168,17 +168,14 @@ def from_environment() -> Settings:
     """The settings that the environment variables give, or the defaults.
 
     Raises:
-        ValueError: a variable has none of its possible values.
+        ValueError: a variable has none of its possible values, or has our prefix and no meaning.
     """
+    names = [*OF_RUN, *map(variable, OPTIONS)]
+    for name in sorted(os.environ):
+        if name.startswith("DS_FROZEN_PATCH_") and name not in names:
+            raise ValueError(f"The environment variable {name} has no effect. {did_you_mean(name, names)}".strip())
     words = {name: os.environ.get(variable(name), "") for name in OPTIONS}
     return Settings(**{name: _from_word(OPTIONS[name], word) for name, word in words.items() if word})
-
-
-def unknown_variables() -> list[str]:
-    """What is wrong with each environment variable that has our prefix, and no meaning."""
-    names = [*OF_RUN, *map(variable, OPTIONS)]
-    unknown = sorted(name for name in os.environ if name.startswith("DS_FROZEN_PATCH") and name not in names)
-    return [f"The environment variable {name} has no effect. {did_you_mean(name, names)}".strip() for name in unknown]
 
 
 def current() -> Settings:

@@ -15,7 +15,10 @@ from kit import owners, runs
 from kit.owners import Run
 
 import ds_frozen_patch
+from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.engine.served import attached
+from ds_frozen_patch.patching import tested
+from ds_frozen_patch.patching.patch import patch_quietly
 from ds_frozen_patch.testing import adapt_deepspeed
 
 pytestmark = [pytest.mark.promise(19), pytest.mark.promise(12), pytest.mark.everyday]
@@ -82,6 +85,21 @@ def two_engines(out: str) -> Any:
 def test_a_reference_model_beside_another_owner(ranks: Any, tmp_path: Path) -> None:
     names = ["accelerate.ds_frozen_patch", "ds_frozen_patch", "accelerate.ds_frozen_patch"]
     assert ranks(2, two_engines, out=str(tmp_path)) == [names] * 2
+
+
+def quietly_patched(out: str) -> Any:
+    """Under `run`, what is new to us is said once the program creates an engine."""
+    with overridden([(tested, "TESTED", dict.fromkeys(tested.TESTED, "0.1"))]), runs.heard() as messages:
+        patch_quietly(pytest.fail)
+        before = len(messages)
+        for _ in range(2):
+            Run("deepspeed", out, 2, 2)
+    ds_frozen_patch.unpatch()
+    return before, sum("newer than all tested" in message for message in messages)
+
+
+def test_run_says_nothing_before_an_engine(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2, quietly_patched, out=str(tmp_path)) == [(0, 1), (0, 0)]
 
 
 class Alone:

@@ -146,7 +146,7 @@ def test_the_program_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     names: dict[str, Any] = {}
     try:
         exec(block[1], names)
-        assert ds_frozen_patch.status()[TRAINER].wrapped
+        assert ds_frozen_patch.status()[TRAINER].state == "wrapped"
     finally:
         ds_frozen_patch.unpatch()
     parameters = dict(names["model"].named_parameters())

@@ -59,6 +59,39 @@ accelerator.end_training()
 """
 
 
+DEEPSPEED_ALONE = """
+import os, deepspeed, torch
+torch.manual_seed(1)
+deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4).requires_grad_(False), torch.nn.Linear(4, 1))
+config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": STAGE},
+    "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+engine = deepspeed.initialize(model=model, config=config, optimizer=torch.optim.AdamW(model[1].parameters()))[0]
+path, _ = engine.load_checkpoint("state")
+engine.backward(engine(torch.ones(1, 4)).mean())
+engine.step()
+engine.save_checkpoint("state")
+print("resumed" if path else "began", engine.global_steps, flush=True)
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+os._exit(0)  # gloo's threads can abort a program that ends
+"""
+
+
+@pytest.mark.promise(12)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_program_of_deepspeed_alone(tmp_path: Path, stage: int) -> None:
+    """It calls nothing of ours, and no framework."""
+    (tmp_path / "train.py").write_text(f"STAGE = {stage}{DEEPSPEED_ALONE}")
+    for said in ("began 1", "resumed 2"):
+        done = shell("ds-frozen-patch run --cpu --strict -- torchrun --nproc-per-node 2 train.py", tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.count(said) == 2
+        found = ds_frozen_patch.inspect(tmp_path / "state")
+        assert found.manifest is not None
+        assert found.manifest.names == {"0.weight", "0.bias"}
+
+
 def test_a_program_of_accelerate_has_cpu_ranks(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ACCELERATED)
     done = shell("ds-frozen-patch run --cpu --strict -- torchrun --nproc-per-node 2 train.py", tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,10 +11,9 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
-from kit.cell import CELL
+from kit.cell import CELL, TRAINER
 
 import ds_frozen_patch
-from ds_frozen_patch.cli import main
 
 pytestmark = [pytest.mark.promise(12), pytest.mark.series]
 PROGRAM = """
@@ -28,7 +28,7 @@ def import_all():
             importlib.import_module(f"{name}.{INNER.get(name, 'strategies.deepspeed')}")
 
 def states():
-    return {name: (item.state, item.wrapped) for name, item in ds_frozen_patch.status().items()}
+    return {name: item.state for name, item in ds_frozen_patch.status().items()}
 
 EXPECTED = json.loads(sys.argv[1])
 if "import first" in sys.argv:
@@ -41,9 +41,13 @@ except ds_frozen_patch.PatchError as error:
 found["patched"] = states()
 import_all()
 found["imported"] = states()
+found["problem"] = ds_frozen_patch.status().problem or None
 found["found"] = {name: item.found for name, item in ds_frozen_patch.status().items()}
 print("FOUND", json.dumps(found))
 """
+
+
+STATES = CELL.states.items()
 
 
 def found(*arguments: str) -> dict[str, Any]:
@@ -55,6 +59,11 @@ def found(*arguments: str) -> dict[str, Any]:
     return answer
 
 
+WORDS = {"applied": "wrapped", "native": "has it itself" if CELL.patches else "wrapped"}
+"""What `status()` says of what `ci/matrix.json` expects, once it is patched and imported."""
+BEFORE = {"applied": "can be wrapped", "native": "has it itself"}
+
+
 @pytest.mark.parametrize(
     "order",
     [
@@ -64,33 +73,47 @@ def found(*arguments: str) -> dict[str, Any]:
 )
 def test_status(order: list[str], record_property: Callable[[str, object], None]) -> None:
     answer = found(*order)
-    for name, (state, _) in answer["imported"].items():
-        record_property(name, state)
     if CELL.refused:
         assert f"deepspeed {CELL.deepspeed}" in answer["refusal"]
         assert "To do: install DeepSpeed 0.10.1 or newer" in answer["refusal"]
-        assert answer["imported"] == answer["before"] == {name: [state, False] for name, state in CELL.states.items()}
-        return
-    assert answer["refusal"] is None
-    unpatched = {"applied": "patchable"}
-    armed = {"applied": "applied" if order else "armed"}
-    assert answer["before"] == {name: [unpatched.get(state, state), False] for name, state in CELL.states.items()}
-    assert {name: state for name, (state, _) in answer["patched"].items()} == {
-        name: armed.get(state, state) for name, state in CELL.states.items()
-    }
-    # What has our patch series is left alone, and what it says of itself is more than "native".
-    left_alone = ("not installed", "native") if CELL.patches else ("not installed",)
-    assert answer["imported"] == {name: [state, state not in left_alone] for name, state in CELL.states.items()}
+        expected = {name: state if state == "not installed" else "cannot be wrapped" for name, state in STATES}
+        assert answer["imported"] == answer["before"] == expected
+    else:
+        assert answer["refusal"] is None
+        assert answer["before"] == {name: BEFORE.get(state, state) for name, state in STATES}
+        expected = {name: WORDS.get(state, state) for name, state in STATES}
+        armed = {} if order else {"wrapped": "waiting for import"}
+        assert answer["patched"] == {name: armed.get(state, state) for name, state in expected.items()}
+        assert answer["imported"] == expected
+    assert answer["problem"] == answer["refusal"]
     complete = {name for name, said in answer["found"].items() if said.startswith("complete")}
-    assert complete == {name for name, state in CELL.states.items() if CELL.patches and state == "native"}
+    assert complete == {name for name, state in STATES if CELL.patches and state == "native"}
+    for name, state in STATES:
+        record_property(name, state)
+
+
+def command(*words: str, **environment: str) -> tuple[int, str]:
+    """Run a command with the programs of this environment; return its exit status and what it has printed."""
+    line = [sys.executable, "-m", "ds_frozen_patch", *words]
+    done = subprocess.run(line, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
+    return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.short
 @pytest.mark.everyday
 @pytest.mark.once
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command() -> None:
     found = ds_frozen_patch.status()
-    assert main(["status"]) == 0
-    assert capsys.readouterr().out == f"{found}\n"
-    assert main(["status", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps({k: asdict(one) for k, one in found.items()}))
+    assert command("status") == (0, f"{found}\n")
+    values = {"in_force": False, "problem": "", "frameworks": {name: asdict(item) for name, item in found.items()}}
+    code, printed = command("status", "--json")
+    assert (code, json.loads(printed)) == (0, values)
+    under_run = ("run", "--", sys.executable, "-m", "ds_frozen_patch", "status")
+    code, printed = command(*under_run)
+    states = {line.partition(" ")[0]: line for line in printed.splitlines()[2:]}
+    assert (code, printed.splitlines()[0]) == (0, "In force: yes")
+    assert all("  waiting for import  " in states[name] for name in ("deepspeed", TRAINER))
+    assert command(*under_run, DS_FROZEN_PATCH="0") == (0, f"{found}\n")
+    code, printed = command("status", DS_FROZEN_PATCH="1")  # without the folder on PYTHONPATH
+    assert code == 1
+    assert "DS_FROZEN_PATCH=1 has no effect" in printed

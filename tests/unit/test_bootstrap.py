@@ -140,6 +140,15 @@ def test_a_program_without_lightning(run: Run, site: Site) -> None:
 
 @pytest.mark.everyday
 @pytest.mark.once
+def test_the_switch(run: Run) -> None:
+    """It is the operator's, who may set it to 0 where somebody else has written `run` into a script."""
+    program = "import ds_frozen_patch as dfp; print(look(), dfp.status().in_force)"
+    assert run(program, DS_FROZEN_PATCH="0").stdout == "[False, False] False\n"
+    assert run(program, DS_FROZEN_PATCH="").stdout == run(program).stdout == "[True, True] True\n"
+
+
+@pytest.mark.everyday
+@pytest.mark.once
 def test_environment_variables_alone(site: Site, python: Path) -> None:
     command = [*COMMAND, "--keep", "it's *", "--env"]
     lines = execute(site, command).stdout
@@ -155,12 +164,12 @@ def test_environment_variables_alone(site: Site, python: Path) -> None:
 @pytest.mark.once
 def test_status_patch_and_unpatch_in_the_program(run: Run) -> None:
     state = "; print(dfp.status()['lightning.pytorch'].state)"
-    assert run(f"import ds_frozen_patch as dfp{state}; print(look())").stdout == "armed\n[True, True]\n"
-    waits = "any(hasattr(finder, 'before_framework') for finder in sys.meta_path)"
+    assert run(f"import ds_frozen_patch as dfp{state}; print(look())").stdout == "waiting for import\n[True, True]\n"
+    waits = "any(hasattr(finder, 'leave_unpatched') for finder in sys.meta_path)"
     asked = f"import sys, ds_frozen_patch as dfp; before = {waits}{state}; print(before, {waits})"
-    assert run(asked).stdout == "armed\nTrue True\n", "asking for the status has patched"
+    assert run(asked).stdout == "waiting for import\nTrue True\n", "asking for the status has patched"
     unpatched = run(f"import ds_frozen_patch as dfp; dfp.unpatch(){state}; print(look())").stdout
-    assert unpatched == "patchable\n[False, False]\n"
+    assert unpatched == "can be wrapped\n[False, False]\n"
     late = run(f"look(); import ds_frozen_patch as dfp{state}; dfp.unpatch(); print(look())").stdout
     assert late.endswith("[False, False]\n")
     program = """
@@ -174,28 +183,45 @@ print(look(), current().keep, current().verify_base)
 
 REFUSALS: dict[str, Callable[[Site], Any]] = {
     "at once": lambda site: site.deepspeed("0.9.5", flag=""),
-    "no DeepSpeed": lambda site: list(map(shutil.rmtree, site.root.glob("deepspeed*"))),
     "at its import": lambda site: site.write(
         "deepspeed/runtime/engine.py",
         (site.root / "deepspeed/runtime/engine.py").read_text() + "\ndel DeepSpeedEngine.load_checkpoint\n",
+    ),
+    "at that of Lightning": lambda site: site.write(
+        "lightning/fabric/strategies/deepspeed.py", "DeepSpeedStrategy = 0"
     ),
     "not installed here": lambda site: (site.root / "ds_frozen_patch").unlink(),
 }
 SAID = {
     "at once": "has no argument exclude_frozen_parameters",
-    "no DeepSpeed": "pip install 'deepspeed>=0.10.1'",
     "at its import": "has no method load_checkpoint",
+    "at that of Lightning": "has no class DeepSpeedStrategy",
     "not installed here": "cannot import ds_frozen_patch",
 }
-GOES_ON = """
-import multiprocessing
-import lightning.pytorch.strategies.deepspeed as strategies
-try: import deepspeed.runtime.engine
-except ImportError: pass
+IMPORTS = """
+import importlib.util, multiprocessing
+import lightning.pytorch.strategies.deepspeed as strategies, lightning.fabric.strategies.deepspeed
+importlib.util.find_spec("deepspeed")  # as programs look for what they may use
+class Module:
+    def __init__(self, *kinds): self.kinds = kinds
+    def parameters(self): return [type("Parameter", (), {"requires_grad": kind}) for kind in self.kinds]
+class Adam:
+    def step(self): ...
+"""
+TRAINS = """
+from deepspeed.runtime.engine import DeepSpeedEngine
+engine = DeepSpeedEngine(model=Module(True, False), optimizer=Adam())
 if __name__ == "__main__":
     with multiprocessing.get_context("spawn").Pool(1) as pool: pool.apply(print)
     print("trained", type(strategies.DeepSpeedStrategy.save_checkpoint).__name__)
 """
+SAVES_NOTHING_FROZEN = {
+    "no DeepSpeed": "",
+    "DeepSpeed imported": "import deepspeed",
+    "inference": "import deepspeed.runtime.engine as engines; engines.DeepSpeedEngine(model=Module(True, False))",
+    "all trained": "import deepspeed.runtime.engine as e; e.DeepSpeedEngine(model=Module(True), optimizer=Adam())",
+    "unpatched": "import ds_frozen_patch as dfp; dfp.unpatch()" + TRAINS.partition("if __name__")[0],
+}
 
 
 @pytest.mark.everyday
@@ -203,18 +229,65 @@ if __name__ == "__main__":
 @pytest.mark.promise(12)
 @pytest.mark.parametrize("why", REFUSALS)
 def test_a_refusal_warns_or_with_strict_fails(run: Run, site: Site, why: str) -> None:
+    """Once the program trains with an engine whose checkpoints have frozen parameters, before its first step."""
     REFUSALS[why](site)
-    done = run(GOES_ON, RANK="0", LOCAL_RANK="0")
+    done = run(IMPORTS + TRAINS, RANK="0", LOCAL_RANK="0")
     assert done.stdout.endswith("trained function\n")
     assert done.stderr.count(SAID[why]) == 1
-    assert done.stderr.endswith("The program continues without it: its checkpoints are full.\n")
-    assert run(GOES_ON, RANK="1", LOCAL_RANK="1").stderr == ""
+    assert done.stderr.endswith(
+        "The program continues without it: its DeepSpeed checkpoints contain frozen parameters too.\n"
+    )
+    assert run(IMPORTS + TRAINS, RANK="1", LOCAL_RANK="1").stderr == ""
     for strict in ({"DS_FROZEN_PATCH_STRICT": "1"}, {}):
-        done = run(GOES_ON, *([] if strict else ["--strict"]), status=1, **strict)
+        done = run(IMPORTS + TRAINS, *([] if strict else ["--strict"]), status=1, **strict)
         assert done.stdout == ""
         assert SAID[why] in done.stderr
         assert "Traceback" not in done.stderr
-    assert run("print('no Lightning')", "--strict").stderr == ""
+
+
+@pytest.mark.everyday
+@pytest.mark.once
+@pytest.mark.promise(12)
+@pytest.mark.parametrize("program", SAVES_NOTHING_FROZEN)
+@pytest.mark.parametrize("why", ["at once", "at its import", "at that of Lightning"])
+def test_strict_fails_nowhere_else(run: Run, site: Site, why: str, program: str) -> None:
+    """Where no checkpoint would have frozen parameters, `run` says nothing."""
+    REFUSALS[why](site)
+    done = run(f"{IMPORTS}{SAVES_NOTHING_FROZEN[program]}\nprint('ran')", "--strict")
+    assert (done.stdout, done.stderr) == ("ran\n", "")
+
+
+@pytest.mark.everyday
+@pytest.mark.once
+@pytest.mark.promise(12)
+@pytest.mark.parametrize("has_package", [True, False])
+def test_a_program_without_deepspeed(run: Run, site: Site, has_package: bool) -> None:
+    """It says nothing, not even to programs that look for DeepSpeed."""
+    list(map(shutil.rmtree, site.root.glob("deepspeed*")))
+    if not has_package:
+        REFUSALS["not installed here"](site)
+    looks = "\ntry: import deepspeed\nexcept ImportError: print('without')"
+    done = run(IMPORTS + looks, "--strict")
+    assert (done.stdout, done.stderr) == ("without\n", "")
+
+
+def test_an_untested_release_is_no_news_without_an_engine(run: Run, site: Site) -> None:
+    site.lightning(version="99.1")
+    done = run("print(look())")
+    assert (done.stdout, done.stderr) == ("[True, True]\n", "")
+
+
+@pytest.mark.everyday
+@pytest.mark.once
+def test_deepspeed_alone(run: Run, site: Site) -> None:
+    """Whatever the program has looked for before, and imports then."""
+    shutil.rmtree(site.root / "lightning")
+    looks = "import importlib.util as util; util.find_spec('lightning'); util.find_spec('accelerate')\n"
+    imports = "import deepspeed.runtime.engine as e; print(type(e.DeepSpeedEngine.save_checkpoint).__name__)"
+    for program in (imports, looks + imports):
+        assert run(program).stdout == "BoundFunctionWrapper\n"
+    unpatched = f"{looks}import ds_frozen_patch as dfp; dfp.unpatch(); {imports}"
+    assert run(unpatched).stdout == "function\n"
 
 
 @pytest.mark.everyday
@@ -232,10 +305,11 @@ def test_an_explicit_patch_still_raises(run: Run, site: Site) -> None:
 
 @pytest.mark.everyday
 @pytest.mark.once
-@pytest.mark.parametrize("variable", ["DS_FROZEN_PATCH_STRICT", "DS_FROZEN_PATCH_EXPORT", "DS_FROZEN_PATCH_CPU"])
+@pytest.mark.parametrize("variable", [f"DS_FROZEN_PATCH_{name}" for name in ("STRICT", "EXPORT", "CPU", "EXPRT")])
 def test_a_wrong_variable_ends_the_program(run: Run, variable: str) -> None:
     done = run("import lightning", status=1, **{variable: "yes"})
-    assert f"ds-frozen-patch: {variable} must be" in done.stderr
+    said = f"The environment variable {variable} has" if variable.endswith("EXPRT") else f"{variable} must be"
+    assert f"ds-frozen-patch: {said}" in done.stderr
     assert "Traceback" not in done.stderr
 
 

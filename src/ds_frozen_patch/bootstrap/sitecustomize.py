@@ -1,37 +1,66 @@
 """`ds-frozen-patch run` puts this on PYTHONPATH: every Python that starts below it imports it first.
 
-It waits for the import of Lightning or Accelerate, so that it costs other programs nothing. It also runs in Pythons
+It waits for the import of a framework or of DeepSpeed, so that it costs other programs nothing. It also runs in Pythons
 that lack ds_frozen_patch, or are older than the ones we support.
 """
 
 import os
 import sys
 
-FRAMEWORKS = ("lightning", "lightning_fabric", "pytorch_lightning", "accelerate")  # Trainer imports Accelerate
+FRAMEWORKS = ("lightning", "lightning_fabric", "pytorch_lightning", "accelerate", "deepspeed")
+"""The packages to wait for; Trainer imports Accelerate."""
+ENGINE = "deepspeed.runtime.engine"
 
 
 class BeforeFramework:
-    """A finder that finds nothing, but notices the first import of a framework."""
+    """A finder that finds nothing itself, but notices the first search for a framework.
+
+    It stays on the path until it has patched: programs search for packages that they never import.
+    """
+
+    def __init__(self) -> None:
+        self.has_begun = False
+        self.problem = ""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> object:
-        """Call `patch()` after this import, if it is a framework's."""
-        if name not in FRAMEWORKS:
+        """Prepare to patch at the end of an import, if this is a framework."""
+        if self.problem and name == ENGINE:
+            why, self.problem = self.problem, ""
+            refuse(why)
+        if self.has_begun or name not in FRAMEWORKS:
             return None
-        self.before_framework(name)
+        self.begin()
         from importlib.util import find_spec
 
-        # Not None: Python iterates over the list that this finder has just left, and would skip the next one.
+        # Python would pass over the finders that this has just put onto the path.
         return find_spec(name)
 
-    def before_framework(self, name: str = "") -> None:
-        """Leave, and patch after the import of `name`, or now if it is empty, as for `unpatch()`."""
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+    def begin(self) -> None:
+        """Let each framework call `patch_after` at the end of its import."""
+        self.has_begun = True
         try:
             from ds_frozen_patch.patching import automatic as _automatic
         except ImportError as error:
-            refuse(f"{sys.executable} cannot import ds_frozen_patch ({error}): install it there")
+            self.problem = f"{sys.executable} cannot import ds_frozen_patch ({error}): install it there"
         else:
-            _automatic.begin(name, refuse)
+            _automatic.begin(FRAMEWORKS, self.patch_after)
+
+    def patch_after(self, module: object) -> None:
+        """Patch, once, when a framework has been imported, but not while another one is being imported."""
+        others = [sys.modules.get(name) for name in FRAMEWORKS]
+        specs = [getattr(other, "__spec__", None) for other in others if other is not module]
+        is_waiting = self in sys.meta_path  # type: ignore[comparison-overlap]
+        if is_waiting and not any(getattr(spec, "_initializing", False) for spec in specs):
+            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            from ds_frozen_patch.patching.patch import patch_quietly as _patch_quietly
+
+            _patch_quietly(refuse)
+
+    def leave_unpatched(self) -> None:
+        """Patch nothing later, for `unpatch()`."""
+        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        if not self.has_begun:
+            self.begin()  # which also adapts the program to CPU ranks
 
 
 def refuse(why: str) -> None:
@@ -44,7 +73,7 @@ def refuse(why: str) -> None:
 
         os.environ["DS_FROZEN_PATCH_WARNED"] = "1"  # for workers, and for ranks that this process starts
         logging.getLogger("ds_frozen_patch").warning(
-            "%s\nThe program continues without it: its checkpoints are full.", why
+            "%s\nThe program continues without it: its DeepSpeed checkpoints contain frozen parameters too.", why
         )
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import Any
 
 from ..manifest import Manifest
+from ..patching.automatic import PATCH
 from ..patching.launch import lines, replace_by
 from ..patching.patch import status
-from ..settings import Settings
+from ..settings import Settings, switch
 from ..tools.consolidate import DEFAULT_SHARD_BYTES, consolidate
 from ..tools.export import export
 from ..tools.inspect import inspect
@@ -36,10 +38,15 @@ def run_run(args: argparse.Namespace) -> int:
 
 
 def run_status(args: argparse.Namespace) -> int:
-    """Print what is installed."""
+    """Print what is installed, and whether `run` is in force; 1 if `patch()` raises here, or `run` has been lost."""
     report = status()
-    print(json.dumps({name: asdict(item) for name, item in report.items()}, indent=1) if args.json else report)
-    return 0
+    frameworks = {name: asdict(item) for name, item in report.items()}
+    values = {"in_force": report.in_force, "problem": report.problem, "frameworks": frameworks}
+    print(json.dumps(values, indent=1) if args.json else report)
+    is_lost = bool(switch(PATCH)) and not report.in_force and not report.problem
+    if is_lost:
+        print(f"{PATCH}=1 has no effect: PYTHONPATH lacks the folder of `ds-frozen-patch run`.", file=sys.stderr)
+    return int(bool(report.problem) or is_lost)
 
 
 def run_inspect(args: argparse.Namespace) -> int:

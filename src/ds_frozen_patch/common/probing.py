@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import util
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +120,7 @@ def package_folder(name: str) -> Path | None:
     """The folder of a package that may have a parent, found without importing either."""
     top, *rest = name.split(".")
     try:
-        spec = _find_spec(top)
+        spec = util.find_spec(top)
     except (ImportError, ValueError):
         return None
     if spec is None or not spec.submodule_search_locations:
@@ -131,16 +130,6 @@ def package_folder(name: str) -> Path | None:
         if folder.is_dir():
             return folder
     return None
-
-
-def _find_spec(name: str) -> ModuleSpec | None:
-    """`importlib.util.find_spec`, but unnoticed by the finder of `ds-frozen-patch run`, which waits for an import."""
-    if name in sys.modules:
-        return util.find_spec(name)
-    finders = (finder for finder in sys.meta_path if not hasattr(finder, "before_framework"))
-    # As Python does, which passes over a finder without the method.
-    searches = (finder.find_spec for finder in finders if hasattr(finder, "find_spec"))
-    return next((spec for search in searches if (spec := search(name, None)) is not None), None)
 
 
 def _version(what: Target, root: Path | None) -> str | None:

@@ -23,7 +23,7 @@ from .. import manifest
 from ..common.overrides import overridden, set_to
 from ..engine.origins import origins, sample_at_save
 from ..engine.owner import is_first
-from ..engine.served import ServedEngine, attached, warn_of_unknown
+from ..engine.served import ServedEngine, attached_at_save
 from ..parameters import plain
 from ..publish import in_flight
 from ..publish.publication import is_local
@@ -41,9 +41,8 @@ from .record import Record
 
 def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`DeepSpeedEngine.save_checkpoint`, which every framework calls."""
-    served = attached(engine)
+    served = attached_at_save(engine, kwargs)
     if served is None:
-        warn_of_unknown(engine, kwargs)
         return wrapped(*args, **kwargs)
     cures.check_nvme(engine)
     cures.check_step_counts(engine)

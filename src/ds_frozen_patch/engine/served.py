@@ -90,14 +90,17 @@ def attached(engine: Any) -> ServedEngine | None:
     return _engines.get(engine)
 
 
-def warn_of_unknown(engine: Any, arguments: Mapping[str, Any]) -> None:
-    """Warn once, at a save by these arguments, that an engine which was made before `patch()` is saved whole."""
-    is_asked_for = FLAG in arguments or full_is_requested()
-    if is_asked_for or engine in _engines or engine in _warned or all(p.requires_grad for p in engine.parameters()):
-        return
-    _warned.add(engine)
-    if rank() == 0:
-        logging.getLogger("ds_frozen_patch").warning(UNKNOWN)
+def attached_at_save(engine: Any, arguments: Mapping[str, Any]) -> ServedEngine | None:
+    """The same, with a warning, once, if a save by these arguments is whole because the engine is older than `patch()`.
+
+    Without a word are full checkpoints that were asked for, and those of engines with nothing frozen.
+    """
+    is_known = engine in _engines or engine in _warned or FLAG in arguments or full_is_requested()
+    if not is_known and not all(parameter.requires_grad for parameter in engine.module.parameters()):
+        _warned.add(engine)
+        if rank() == 0:
+            logging.getLogger("ds_frozen_patch").warning(UNKNOWN)
+    return _engines.get(engine)
 
 
 def release_all() -> None:

@@ -28,6 +28,9 @@ from .for_lightning.targets import TARGETS
 _owners: list[Callable[[Any], Owner]] = []
 """What describes the framework that is making an engine, the innermost last; the program makes all other engines."""
 
+notes: list[str] = []
+"""What `ds-frozen-patch run` has to tell a program of DeepSpeed's, at its first engine."""
+
 
 @contextmanager
 def owned_by(owner_of: Callable[[Any], Owner]) -> Iterator[None]:
@@ -51,7 +54,10 @@ def init(wrapped: Callable[..., None], engine: Any, args: tuple[Any, ...], kwarg
     wrapped(*args, **kwargs)
     if has_all_ranks(engine):
         handshake.check(handshake.LONG_WAIT_SECONDS if _is_for_inference_in_stage_3(engine) else None)
-    begin_serving(engine, _owners[-1](engine) if _owners else plain.owner_of(engine))
+    owner = _owners[-1](engine) if _owners else plain.owner_of(engine)
+    while notes:
+        warn(owner, notes.pop(0))
+    begin_serving(engine, owner)
 
 
 def _has_patched_lightning() -> bool:
@@ -62,6 +68,12 @@ def _has_patched_lightning() -> bool:
 def _is_for_inference_in_stage_3(engine: Any) -> bool:
     """Whether DeepSpeed may have made the engine without a collective."""
     return int(engine.zero_optimization_stage()) == 3 and not hasattr(engine.optimizer, "step")
+
+
+def has_both_kinds(engine: Any) -> bool:
+    """Whether an engine trains some parameters and has frozen ones, which its full checkpoints contain."""
+    kinds = {parameter.requires_grad for parameter in engine.module.parameters()}
+    return len(kinds) == 2 and hasattr(engine.optimizer, "step")
 
 
 def begin_serving(engine: Any, owner: Owner) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +13,6 @@ import wrapt
 from .. import settings as _settings
 from ..frameworks.for_lightning.targets import TARGETS
 from ..testing import adapt_deepspeed
-from . import patch as _patching
 
 BOOTSTRAP = Path(__file__).parent.parent / "bootstrap"
 """The folder that goes onto PYTHONPATH."""
@@ -27,13 +26,13 @@ CONNECTORS = {
 """The class in each Lightning that chooses the accelerator for `accelerator="gpu"` and `"auto"`."""
 
 PATCH, STRICT, CPU = "DS_FROZEN_PATCH", "DS_FROZEN_PATCH_STRICT", "DS_FROZEN_PATCH_CPU"
-"""Environment variables, 1 or 0: patch at all, exit if that is impossible, train on CPU ranks."""
+"""Environment variables, 1 or 0: patch at all, exit if checkpoints would be full, train on CPU ranks."""
 
 
-def begin(name: str, refuse: Callable[[str], None]) -> None:
-    """Patch after the import of the package `name`, or now without one. Called by the bootstrap.
+def begin(frameworks: Iterable[str], patch_after: Callable[[ModuleType], None]) -> None:
+    """Let `patch_after` be called after the import of each framework. Called by the bootstrap.
 
-    `refuse` gets the reason if something cannot be patched; a wrong environment variable ends the program.
+    A wrong environment variable ends the program.
     """
     try:
         on_cpu = [_settings.switch(variable) for variable in (PATCH, STRICT, CPU)][-1]
@@ -47,10 +46,8 @@ def begin(name: str, refuse: Callable[[str], None]) -> None:
             wrapt.register_post_import_hook(_take_cpu, connector)
         wrapt.register_post_import_hook(_take_cpu_ranks, "accelerate.state")
         wrapt.register_post_import_hook(lambda _: adapt_deepspeed(), "deepspeed")
-    if name:
-        wrapt.register_post_import_hook(lambda _: _patching.patch_quietly(refuse), name)
-    else:
-        _patching.patch_quietly(refuse)
+    for name in frameworks:
+        wrapt.register_post_import_hook(patch_after, name)
 
 
 def _train_on_cpu(module: ModuleType) -> None:

@@ -1,32 +1,33 @@
-"""What probing finds of all targets: what is served, and what the caller of `patch()` is told of it."""
+"""What probing finds of all targets: what is wrapped, and what the caller of `patch()` is told of it."""
 
 from __future__ import annotations
 
-import os
-import warnings
-from functools import cache
+from collections.abc import Iterator
 
 from ..common.errors import PatchError
 from ..common.probing import Finding, Target, probe
 from ..engine.target import ENGINE
 from ..frameworks.targets import BESIDE, OWNERS, may_be_left_alone
-from ..settings import FLAG, unknown_variables
+from ..settings import FLAG
 from .tested import newer_than_tested
 
 
 def probe_all() -> dict[str, Finding]:
-    """Probe every target.
+    """Probe every target, by its name."""
+    return {what.name: probe(what) for what in (*OWNERS, ENGINE)}
+
+
+def check(findings: dict[str, Finding]) -> None:
+    """Check that what must be patched can be patched.
 
     Raises:
-        PatchError: one of them cannot be patched and must not be left alone, or DeepSpeed is not installed.
+        PatchError: one of the targets cannot be patched and must not be left alone, or DeepSpeed is not installed.
     """
-    findings = {what.name: probe(what) for what in (*OWNERS, ENGINE)}
     if findings[ENGINE.name].verdict == "not installed":
         raise PatchError("DeepSpeed is not installed. Install it: pip install 'deepspeed>=0.10.1'.")
     refused = [(name, finding) for name, finding in findings.items() if finding.verdict == "refused"]
     if not all(may_be_left_alone(name, _served(findings)) for name, _ in refused):
         raise PatchError(refusal(refused))
-    return findings
 
 
 def _served(findings: dict[str, Finding]) -> set[str]:
@@ -54,8 +55,8 @@ def to_be_served(findings: dict[str, Finding]) -> dict[str, list[Target]]:
     return modules
 
 
-def warn_of_untested(findings: dict[str, Finding]) -> None:
-    """Warn of releases that are newer than all tested ones."""
+def notes_on(findings: dict[str, Finding]) -> Iterator[str]:
+    """What the program is told of what is installed: untested releases, and what is left as it is."""
     newer = {
         f"{what.distributions[0]} {findings[what.name].version} (tested: up to {tested})"
         for what in (*OWNERS, ENGINE)
@@ -64,36 +65,19 @@ def warn_of_untested(findings: dict[str, Finding]) -> None:
         if (tested := newer_than_tested(what, findings[what.name].version))
     }
     if newer:
-        _warn_caller(
+        yield (
             f"ds_frozen_patch is applied to a release that is newer than all tested ones: {', '.join(sorted(newer))}."
             " It has everything that the shim relies on. Look for a newer ds_frozen_patch."
         )
-
-
-def warn_of_complete(findings: dict[str, Finding]) -> None:
-    """Warn of what our patch series is applied to."""
-    complete = [f"{name} {finding.version}" for name, finding in findings.items() if finding.complete]
-    if complete:
-        _warn_caller(
+    if complete := [f"{name} {finding.version}" for name, finding in findings.items() if finding.complete]:
+        yield (
             f"patch() does not touch what our patch series is applied to: {', '.join(complete)}. Its checkpoints are"
             f" full unless you pass DeepSpeedStrategy({FLAG}=True), and it does not verify the base."
         )
-
-
-def warn_of_refused(findings: dict[str, Finding]) -> None:
-    """Warn of those that are left alone; any other is an error."""
     if refused := [(name, finding) for name, finding in sorted(findings.items()) if finding.verdict == "refused"]:
-        _warn_caller(f"patch() leaves some frameworks as they are. {_reasons(refused)}")
+        yield note_on_refused(refused)
 
 
-@cache
-def warn_of_unknown_variables() -> None:
-    """Warn of environment variables that are misspelt, once in a process."""
-    for message in unknown_variables():
-        _warn_caller(message)
-
-
-def _warn_caller(message: str) -> None:
-    """Warn the caller of `patch()`, once per node; to be called by functions that `patch()` calls."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        warnings.warn(message, stacklevel=4)
+def note_on_refused(refused: list[tuple[str, Finding]]) -> str:
+    """What the program is told of frameworks that are left alone; any other that cannot be patched is an error."""
+    return f"patch() leaves some frameworks as they are. {_reasons(refused)}"

@@ -51,7 +51,7 @@ def lines(options: Mapping[str, object]) -> list[str]:
 
 
 def _variables(options: Mapping[str, object]) -> dict[str, str]:
-    return {PATCH: "1"} | {variable(name): _word(value) for name, value in options.items()}
+    return {PATCH: os.environ.get(PATCH) or "1"} | {variable(name): _word(value) for name, value in options.items()}
 
 
 def _word(value: object) -> str:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from types import ModuleType
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import wrapt
 
@@ -20,18 +22,11 @@ from ..common.errors import PatchError
 from ..common.probing import Finding, Target, imported_class, probe
 from ..engine.served import release_all
 from ..engine.target import ENGINE
+from ..frameworks.serving import has_both_kinds, notes
 from ..frameworks.targets import BESIDE, OWNERS, may_be_left_alone
 from ..publish import in_flight
 from ..settings import Export, Optimizer, VerifyBase
-from .findings import (
-    probe_all,
-    refusal,
-    to_be_served,
-    warn_of_complete,
-    warn_of_refused,
-    warn_of_unknown_variables,
-    warn_of_untested,
-)
+from .findings import check, note_on_refused, notes_on, probe_all, refusal, to_be_served
 from .status import Status, TargetStatus
 from .wrapping import Wrapping, wrap, wrap_beside
 
@@ -45,12 +40,13 @@ class _Patch:
         modules: what of each to wrap, imported yet or not.
         wrappings: what has been wrapped, by module.
         specs: of these modules as they were then: a reload makes another one.
-        refuse: called with the reason if a target is refused at its import, and the program has not called `patch()`
-            itself.
+        tell: called with what the program is to know.
+        refuse: called if the program has not called `patch()` itself, see `patch_quietly`.
     """
 
     findings: dict[str, Finding]
     modules: dict[str, list[Target]]
+    tell: Callable[[str], object]
     wrappings: dict[str, list[Wrapping]] = field(default_factory=dict)
     specs: dict[str, object] = field(default_factory=dict)
     refuse: Callable[[str], None] | None = None
@@ -73,6 +69,10 @@ class _Patch:
 
 
 _current: _Patch | None = None
+_IN_FORCE = "_ds_frozen_patch_unpatch"
+"""The attribute of `sys` with the `unpatch` of the copy of this package that is in force, see `_unpatch_other_copy`."""
+_refused = ""
+"""Why `patch_quietly` has failed."""
 _hooked: set[str] = set()  # wrapt cannot remove an import hook: without a current patch, ours does nothing
 _P = ParamSpec("_P")
 _lock = threading.RLock()
@@ -112,19 +112,25 @@ def patch(
             and what to do, and nothing is patched. What only the import of a framework shows is raised there. Where
             Lightning is served, an Accelerate or Trainer that cannot be patched is a warning.
     """
-    arguments = dict(locals())
-    global _current
+    return _put_in_force(dict(locals()), _warn_caller)
+
+
+def _put_in_force(
+    arguments: Mapping[str, Any], tell: Callable[[str], object], refuse: Callable[[str], None] | None = None
+) -> Status:
+    global _current, _refused
     new_settings = _settings.checked(arguments, _settings.current() if _current else None)
+    _unpatch_other_copy()
     _finish_imports()
     findings = probe_all() if _current is None else {}
     with _lock:
         if _current is None:
             findings = findings or probe_all()
-            _current = _Patch(findings, to_be_served(findings))
-            warn_of_untested(findings)
-            warn_of_complete(findings)
-            warn_of_refused(findings)
-            warn_of_unknown_variables()
+            check(findings)
+            _current = _Patch(findings, to_be_served(findings), tell)
+            setattr(sys, _IN_FORCE, unpatch)
+            for note in notes_on(findings):
+                tell(note)
         _serve_all()
         _settings.put_in_force(new_settings)
     # What another thread was importing meanwhile is complete only now.
@@ -133,8 +139,22 @@ def patch(
         if _current is not None:  # else another thread has called unpatch() since
             _serve_all()
             _refuse_half_imported(_current)
-            _current.refuse = None
+            _current.tell, _current.refuse = tell, refuse
+            _refused = ""
         return status()
+
+
+def _unpatch_other_copy() -> None:
+    """Take off the wrappers of another copy: a notebook may drop our modules, and import them again."""
+    unpatch_it = getattr(sys, _IN_FORCE, unpatch)
+    if unpatch_it is not unpatch:
+        unpatch_it()
+
+
+def _warn_caller(message: str) -> None:
+    """Warn the caller of `patch()`, once per node."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        warnings.warn(message, stacklevel=4)
 
 
 def _with_options(docstring: str) -> str:
@@ -148,16 +168,36 @@ patch.__doc__ = _with_options(patch.__doc__ or "")  # which is None under -OO
 
 
 def patch_quietly(refuse: Callable[[str], None]) -> None:
-    """`patch()` for a program that has not called it; `refuse` gets the reason if that fails, now or at an import."""
+    """`patch()` for a program that has not called it, and may have nothing to do with DeepSpeed.
+
+    It says nothing until the program creates an engine. If it has failed, now or at an import, `refuse` gets the reason
+    then, unless the checkpoints of this engine have no frozen parameters anyway.
+    """
     if _current is not None:
         return
     try:
-        patch()
+        _put_in_force({}, notes.append, refuse)
     except PatchError as error:
-        refuse(str(error))
-    with _lock:
-        if _current is not None:
-            _current.refuse = refuse
+        _refuse_engines(str(error), refuse)
+
+
+def _refuse_engines(reason: str, refuse: Callable[[str], None]) -> None:
+    """Call `refuse` at the first engine that needs `patch()`, unless the program has called it, or `unpatch()`."""
+    global _refused
+    _refused = reason
+
+    def init(wrapped: Callable[..., None], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        wrapped(*args, **kwargs)
+        if _refused and has_both_kinds(engine):
+            refuse(_refused)
+
+    def wrap_engine(module: ModuleType) -> None:
+        if hasattr(module, ENGINE.class_name):
+            wrapt.wrap_function_wrapper(module, f"{ENGINE.class_name}.__init__", init)
+        elif _refused:
+            refuse(_refused)
+
+    wrapt.register_post_import_hook(wrap_engine, ENGINE.module)
 
 
 def is_in_force() -> bool:
@@ -188,15 +228,19 @@ def unpatch() -> None:
 
 
 def _unpatch() -> None:
-    global _current
-    for patch_now in _waiting():
-        patch_now()  # else it would patch at the import of a framework
+    global _current, _refused
+    _refused = ""
+    for finder in _waiting():
+        finder.leave_unpatched()
     with _lock:
         if _current is not None:
             for wrapping in (w for wrappings in _current.wrappings.values() for w in reversed(wrappings)):
                 wrapping.undo()
             release_all()
         _current = None
+        if getattr(sys, _IN_FORCE, None) is unpatch:
+            delattr(sys, _IN_FORCE)
+        notes.clear()
         _settings.put_in_force(None)
 
 
@@ -231,31 +275,44 @@ def status() -> Status:
     A target that is not imported yet is judged by the text of its source; its import may show more.
 
     Returns:
-        The targets by name, including those that are not installed. They are the four of Lightning, "accelerate",
-        "transformers" and "deepspeed".
+        The frameworks by name, including those that are not installed. They are the four packages of Lightning,
+        "accelerate", "transformers" and "deepspeed".
     """
-    patch = _current
-    return Status({what.name: _status_of(what, patch) for what in (*OWNERS, ENGINE)})
+    patch, findings, problem = _current, _current.findings if _current else probe_all(), ""
+    if patch is None:
+        try:
+            check(findings)
+        except PatchError as error:
+            problem = str(error)
+    in_force = patch is not None or (not problem and bool(_waiting()))
+    targets = {what: findings[what.name] for what in (*OWNERS, ENGINE)}
+    states = {what.name: _status_of(what, finding, patch, in_force, problem) for what, finding in targets.items()}
+    return Status(states, in_force, problem)
 
 
-def _waiting() -> list[Callable[[], None]]:
-    """Under `ds-frozen-patch run`, and until a framework is imported: what patches then, or when it is called."""
-    return [finder.before_framework for finder in sys.meta_path if hasattr(finder, "before_framework")]
+def _waiting() -> list[Any]:
+    """The bootstrap's finder, under `ds-frozen-patch run` and until it has patched."""
+    return [finder for finder in sys.meta_path if hasattr(finder, "leave_unpatched")]
 
 
-def _status_of(what: Target, patch: _Patch | None) -> TargetStatus:
-    finding = patch.findings[what.name] if patch else probe(what)
+def _status_of(what: Target, finding: Finding, patch: _Patch | None, in_force: bool, problem: str) -> TargetStatus:
     state, reason, remedy = finding.verdict, finding.reason, finding.remedy
-    wrapped = patch is not None and what.name in patch.names and patch.has_wrapped(what.module)
-    if patch is not None and wrapped and (replaced := patch.replaced(what)):
-        wrapped = False
-        reason = f"{what.class_name}.{', '.join(replaced)} has been replaced since patch()"
-        remedy = "call patch() after whatever replaces it, or let that call the method which it replaces"
-    elif patch is not None and what.name in patch.names and what.module in patch.wrappings and not wrapped:
-        reason, remedy = f"{what.module} has been reloaded since patch()", "call patch() again"
-    if state == "patchable" and (what.name in patch.names if patch else _waiting()):
-        state = "applied" if patch is not None and what.module in patch.wrappings else "armed"
-    return TargetStatus(state, finding.version, wrapped, reason, remedy)
+    if state == "refused":
+        state = "cannot be wrapped"
+    elif problem and state != "not installed":
+        state, reason = "cannot be wrapped", "patch() raises here, and patches nothing"
+    elif finding.complete or (state == "native" and not in_force):
+        state = "has it itself"
+    elif state != "not installed":
+        state = "waiting for import" if in_force else "can be wrapped"
+    if patch is not None and what.name in patch.names and what.module in patch.wrappings:
+        state = "wrapped"
+        if not patch.has_wrapped(what.module):
+            state, reason, remedy = "can be wrapped", f"{what.module} has been reloaded since patch()", "call it again"
+        elif replaced := patch.replaced(what):
+            state, reason = "can be wrapped", f"{what.class_name}.{', '.join(replaced)} has been replaced since patch()"
+            remedy = "call patch() after whatever replaces it, or let that call the method which it replaces"
+    return TargetStatus(state, finding.version, reason, remedy)
 
 
 def _finish_imports() -> None:
@@ -289,7 +346,7 @@ def _hook(module: ModuleType) -> None:
         except PatchError as error:
             if refuse is None:
                 raise
-            refuse(str(error))
+            _refuse_engines(str(error), refuse)
 
 
 def _on_import(module: ModuleType, is_complete: bool = False) -> None:
@@ -310,7 +367,7 @@ def _on_import(module: ModuleType, is_complete: bool = False) -> None:
             if not may_be_left_alone(what.name, _current.names):
                 unpatch()
                 raise PatchError(refusal([(what.name, finding)]))
-            warn_of_refused({what.name: finding})
+            _current.tell(note_on_refused([(what.name, finding)]))
             _current.findings[what.name] = finding
             _current.modules[module.__name__] = []
             break
