@@ -7,8 +7,9 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import chain
+from itertools import accumulate, chain
 from math import prod
+from operator import mul
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +35,8 @@ class StorageType(str):
 
 class Fixed(type):
     """A class that a pickle cannot change: its opcode BUILD sets attributes of whatever an unpickler has returned."""
+
+    stands_for: str
 
     def __setattr__(cls, name: str, value: Any) -> None:
         raise pickle.UnpicklingError(f"it changes {cls.__name__}")
@@ -127,6 +130,16 @@ class StoredTensor:
         return True
 
 
+def new_tensor(key: str, dtype: str, shape: tuple[int, ...]) -> StoredTensor:
+    """A contiguous tensor in a storage of its own, which is in no file yet."""
+    strides = tuple(accumulate(reversed([max(size, 1) for size in shape[1:]]), mul, initial=1))[::-1] if shape else ()
+    if dtype in STORAGES.values():
+        return StoredTensor(Storage(None, key, dtype, prod(shape)), dtype, 0, shape, strides)
+    storage = Storage(None, key, "uint8", prod(shape) * ITEM_SIZES[dtype])
+    more: tuple[Any, ...] = (False, OrderedDict(), stand_in(f"torch.{dtype}"))
+    return StoredTensor(storage, dtype, 0, shape, strides, "torch._utils._rebuild_tensor_v3", more)
+
+
 class Size(tuple[int, ...]):
     """A `torch.Size`."""
 
@@ -209,8 +222,12 @@ def iter_tensors(value: Any) -> Iterator[tuple[tuple[Any, ...], StoredTensor]]:
     return ((path, item) for path, item in walk(value) if isinstance(item, StoredTensor))
 
 
+MAX_DEPTH = 1000
+"""How deeply values may be nested; torch.save itself writes hardly more."""
+
+
 def walk(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Iterate over all values in a state, each with the keys that lead to it."""
+    """Iterate over all values in a state, each with the keys that lead to it; raises ValueError if it is too deep."""
     yield (), value
     # A container is entered once, because it can contain itself.
     seen = {id(value)}
@@ -222,28 +239,41 @@ def walk(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
             if isinstance(item, _HOLDERS) and id(item) not in seen:
                 seen.add(id(item))
                 waiting.append(((*path, key), _entries(item)))
+                if len(waiting) > MAX_DEPTH:
+                    raise ValueError("its values are nested too deeply")
                 break
         else:
             waiting.pop()
 
 
-_HOLDERS = (dict, list, tuple, set, frozenset, StandIn)
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+_HOLDERS = (*_CONTAINERS, StandIn)
 
 
 def _entries(item: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(item, StandIn):
-        item = {"arguments": item.arguments, "state": item.state, "items": item.items, "pairs": item.pairs}
+        item = dict(enumerate(children(item)))
     if isinstance(item, dict):
         return iter(item.items())
     return enumerate(item) if isinstance(item, list | tuple | set | frozenset) else iter(())
 
 
+def expanded_size(value: Any, sizes: dict[int, int] | None = None) -> int:
+    """How many values `json` or `repr` would print, which follow each reference to a container."""
+    sizes = {} if sizes is None else sizes
+    if not isinstance(value, _CONTAINERS):
+        return 1
+    if id(value) not in sizes:
+        sizes[id(value)] = 1  # where it contains itself
+        sizes[id(value)] += sum(expanded_size(item, sizes) for item in children(value))
+    return sizes[id(value)]
+
+
 def children(item: Any) -> Iterator[Any]:
     """The values directly inside a container or stand-in: keys, values, attributes and arguments."""
     if isinstance(item, StandIn):
-        return chain(item.arguments, item.named.items(), item.items, item.pairs, (item.state, item.function))
-    if isinstance(item, StoredTensor):
-        return chain(item.more, item.wrapper or ())
+        outer = (item.named, item.state, item.function)
+        return chain(item.arguments, item.items, item.pairs, outer)
     if isinstance(item, dict):
         return chain(item.keys(), item.values(), getattr(item, "__dict__", {}).values())
     return iter(item) if isinstance(item, list | tuple | set | frozenset) else iter(())

@@ -20,7 +20,7 @@ from pathlib import Path
 from ...common.errors import CheckpointError, named
 from ...publish.in_flight import settle
 from ...publish.work_folder import WORK
-from ..format.zip_directory import open_regular
+from ..format.archive import open_regular
 from ..names import MODEL_FILE, OPTIMIZER_FILE, is_state_file
 
 _UNSUPPORTED = re.compile(r"(?:layer_\d+|expert_\d+|expp_rank_).*_states\.pt")

@@ -8,9 +8,9 @@ from itertools import accumulate
 from operator import mul
 from typing import Any
 
+from ..format.archive import CHUNK_BYTES
 from ..format.records import Piece, Records, TensorSource
 from ..format.stored import ITEM_SIZES, Storage, StoredTensor
-from ..format.zip_directory import CHUNK_BYTES
 
 
 class NewTensors:

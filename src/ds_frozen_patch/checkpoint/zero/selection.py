@@ -157,7 +157,7 @@ def write_fresh(
             yield memoryview(value.detach().to(torch.float32).contiguous().view(-1).numpy())
 
         write_archive(path, _flat(selection.fresh), content)
-    state: Mapping[str, StoredTensor] = read_archive(path, trust=True).state
+    state: Mapping[str, StoredTensor] = read_archive(path).state
     return state
 
 
