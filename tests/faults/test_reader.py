@@ -131,7 +131,8 @@ def hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def hooked() -> None:
-    import encodings.cp437  # noqa: F401  -- for the names in archives
+    import encodings.cp437
+    import encodings.unicode_escape  # noqa: F401  -- for the texts of old pickles
 
     sys.addaudithook(hook)  # there is no way to take it off again
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import zipfile
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from kit import runs
 from kit.checkpoints import Checkpoints, changed, loaded, raw, refresh, unlabel, weights_of
+from kit.hostile import named, text
 from safetensors.torch import load_file
 
 from ds_frozen_patch import CheckpointError, consolidate, export, inspect, load_trainable, prune, reshard, verify
@@ -49,6 +51,27 @@ def test_a_large_client_state(tmp_path: Path, kind: str) -> None:
     consolidate(path, tmp_path / "one.ckpt")
     for file in (tmp_path / "one.ckpt", *(tmp_path / "pruned.ckpt").rglob("*_states.pt")):
         assert loaded(file)["mine"] == LARGE[kind]
+
+
+STORAGE = b"(" + text("storage") + named("torch.FloatStorage") + text("0") + text("cpu") + b"K\1tQ"
+CHANGES: dict[str, bytes] = {
+    "a class": named("argparse.Namespace") + b"N}" + text("stands_for") + text("os.system") + b"s\x86b",
+    "a function of torch": named("torch._utils._rebuild_tensor_v2") + b"N}" + text("__new__") + b"Ns\x86b",
+    "a method of an OrderedDict": named("collections.OrderedDict") + b")R}" + text("items") + b"Nsb",
+    "the file of a storage": STORAGE + b"(" + text("/etc/passwd") + text("0") + text("float32") + b"K\1tb",
+    "the shape of a tensor": named("torch._utils._rebuild_tensor_v2")
+    + b"("
+    + STORAGE
+    + b"K\0K\1\x85K\1\x85\x89"
+    + named("collections.OrderedDict")
+    + b")RtR(NNNNNNNNtb",
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_pickle_changes_only_what_it_has_created(what: str) -> None:
+    with pytest.raises((pickle.UnpicklingError, TypeError), match="it changes |__setstate__"):
+        archive.unpickle(Path("a file"), b"\x80\2" + CHANGES[what] + b".")
 
 
 def test_the_largest_pickle_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
