@@ -143,8 +143,9 @@ class Manifest:
         """The inverse of `to_state`; raises like `from_checkpoint`."""
         saved_format = state.get("format") if isinstance(state, dict) else None
         if saved_format != FORMAT:
+            shown = str(saved_format)[:20] if isinstance(saved_format, int | str) else "unknown"
             raise CheckpointMismatchError(
-                f"The checkpoint's manifest has format {str(saved_format)[:20]}; this release of ds_frozen_patch reads"
+                f"The checkpoint's manifest has format {shown}; this release of ds_frozen_patch reads"
                 f" format {FORMAT}. Update it: pip install -U ds_frozen_patch"
             )
         try:

@@ -9,6 +9,7 @@ import fractions
 import functools
 import gc
 import importlib
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -26,10 +27,12 @@ from kit.checkpoints import flip, model_states, refresh
 from kit.owners import Run
 
 import ds_frozen_patch
-from ds_frozen_patch.checkpoint.format import archive, unpickling
+from ds_frozen_patch import verify
+from ds_frozen_patch.checkpoint.format import archive
 from ds_frozen_patch.checkpoint.names import RECORD
 from ds_frozen_patch.checkpoint.zero import layout
 from ds_frozen_patch.common.overrides import overridden
+from ds_frozen_patch.core.record import digest_of
 
 pytestmark = [pytest.mark.promise(24), pytest.mark.everyday, pytest.mark.once]
 
@@ -409,7 +412,7 @@ def read_by(load: Any) -> list[tuple[str, bool]]:
         found.append((file.name, False))
         return read_archive(file, *args, **kwargs)
 
-    read_archive = unpickling.unpickle
+    read_archive = archive.unpickle
     with overridden(
         [(TorchCheckpointEngine, "load", by_the_engine), (torch, "load", by_torch), (archive, "unpickle", by_us)]
     ):
@@ -468,6 +471,28 @@ def test_weights_load_without_the_optimizer_files(ranks: Any, tmp_path: Path) ->
         assert is_same
         assert kind == "CheckpointError"
         assert "lacks 'zero_pp_rank_0_mp_rank_00_optim_states.pt', 'zero_pp_rank_1" in said
+
+
+def edited_record(out: str, changes: dict[str, Any]) -> Any:
+    """A record of another save, whose digest fits it."""
+    with owners.served():
+        run = Run("deepspeed", out, 2, 2)
+        run.train(epochs=1)
+        place = run.at(0)
+        values = {**json.loads((place / RECORD).read_text()), **changes}
+        values["digest"] = digest_of({key: value for key, value in values.items() if key != "digest"})
+        torch.distributed.barrier()
+        by_rank_0(lambda: (place / RECORD).write_text(json.dumps(values)))
+        return runs.refusal(Run("deepspeed", out, 2, 2).load, place), verify(out, tag=place.name).problems
+
+
+@pytest.mark.parametrize("changes", [{"save": "another"}, {"world_size": 4}], ids=str)
+def test_a_record_of_another_save(ranks: Any, tmp_path: Path, changes: dict[str, Any]) -> None:
+    """A load and `verify` have one check for it."""
+    for (kind, said), problems in ranks(2, edited_record, out=str(tmp_path), changes=changes):
+        assert kind in ("CheckpointError", "CheckpointMismatchError")
+        assert "save" in changes or "world size" in said or "another save than" in said
+        assert any(f"is of another save than {RECORD} beside it" in problem for problem in problems)
 
 
 def edited_files(out: str, verify_files: bool) -> Any:

@@ -534,7 +534,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], Change, str]] = {
     "alora": (partial(lora, alora_invocation_tokens=[1, 2]), {}, "PEFT cannot merge this adapter"),
     "replicated": (partial(lora, layer_replication=[[0, 2], [0, 2]]), {}, "PEFT cannot merge this adapter"),
     # Configurations of strangers.
-    "module": (lora, {"megatron_core": "os"}, "megatron_core"),
     "pattern": (lora, {"alpha_pattern": {"(": 3}}, "damaged"),
     "alpha": (lora, {"lora_alpha": "many"}, "damaged"),
     "type": (lora, {"peft_type": 5}, "is damaged: it has no peft_type"),
@@ -551,6 +550,19 @@ def test_adapters_that_cannot_be_merged(
     recorded = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**recorded, **changes}))
     assert said in refusal(capsys, target, folder, target, "--base", bases("llama"), "-q")
+
+
+def test_a_configuration_that_names_a_module(bases: Callable[..., Path], tmp_path: Path) -> None:
+    """It is merged without that module, which PEFT would import."""
+    folder = tmp_path / "adapter"
+    model = peft.get_peft_model(base("llama"), lora())
+    model.save_pretrained(folder)
+    recorded = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**recorded, "megatron_core": "antigravity"}))
+    with pytest.warns(UserWarning, match="megatron_core was removed from adapter_config.json"):
+        merge(folder, tmp_path / "served", base=bases("llama"))
+    assert "antigravity" not in sys.modules
+    assert same(served(tmp_path / "served"), model.merge_and_unload())
 
 
 def test_without_peft(

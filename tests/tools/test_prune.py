@@ -418,5 +418,4 @@ def test_objects_of_libraries_that_are_not_imported(tmp_path: Path, library: str
         with zipfile.ZipFile(tmp_path / path / STATES) as archive:
             (record,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
             found.append(repr(Named(io.BytesIO(archive.read(record))).load()["mine"]))
-    by_name, by_value = "__builtin__.getattr", "deepspeed.runtime.zero.config.ZeroStageEnum(2,){}"
-    assert found[1] == (by_value if by_name in found[0] else found[0])
+    assert found[1] == found[0].replace("__builtin__", "builtins")

@@ -33,28 +33,6 @@ _TORCHAO = (
     "Float8Tensor", "Int4PlainInt32Tensor", "Int4PreshuffledTensor", "Int4Tensor", "Int4TilePackedTo4dTensor",
     "Int8Tensor", "IntxUnpackedToInt8Tensor",
 )  # fmt: skip
-_QUANTO = (
-    "qbytes.WeightQBytesTensor", "qbits.WeightQBitsTensor", "awq.qbits.AWQWeightQBitsTensor",
-    "marlin.fp8.qbits.MarlinF8QBytesTensor", "marlin.int4.qbits.MarlinInt4WeightQBitsTensor",
-    "tinygemm.qbits.TinyGemmWeightQBitsTensor",
-)  # fmt: skip
-CLASSES = (
-    *(f"torchao.quantization.{name}" for name in _TORCHAO),
-    *(f"torchao.quantization.granularity.{name}" for name in ("PerRow", "PerTensor")),
-    "torchao.quantization.quantize_.common.kernel_preference.KernelPreference",
-    "torchao.quantization.quantize_.workflows.float8.float8_tensor.QuantizeTensorToFloat8Kwargs",
-    "torchao.quantization.quantize_.workflows.int8.int8_tensor.QuantizeTensorToInt8Kwargs",
-    "torchao.float8.inference.Float8MMConfig",
-    *(f"torch.{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
-    *(f"optimum.quanto.tensor.weights.{name}" for name in _QUANTO),
-    "optimum.quanto.tensor.qtype.qtype", "optimum.quanto.tensor.packed.PackedTensor",
-    "optimum.quanto.tensor.weights.awq.packed.AWQPackedTensor",
-    "optimum.quanto.tensor.weights.awq.packed.AWQPacking",
-    "optimum.quanto.tensor.weights.marlin.fp8.packed.MarlinF8PackedTensor",
-    "optimum.quanto.tensor.weights.marlin.int4.packed.MarlinInt4PackedTensor",
-    "optimum.quanto.tensor.weights.tinygemm.packed.TinyGemmPackedTensor",
-)  # fmt: skip
-"""The full names of classes in pickled weights of torchao and optimum-quanto; they are never imported."""
 _QUANTOS_OWN = ("WeightQBytesTensor", "WeightQBitsTensor")
 
 

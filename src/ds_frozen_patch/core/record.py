@@ -18,7 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.format.zip_directory import hash_directory
+from ..checkpoint.format.archive import hash_directory
 from ..checkpoint.names import RECORD, is_state_file
 from ..common.collectives import digest
 from ..common.errors import CheckpointError

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.format.records import check_file
-from ..checkpoint.format.zip_directory import open_regular
+from ..checkpoint.format.archive import check_file, open_regular
 from ..checkpoint.names import RECORD
+from ..checkpoint.zero.labels import get_save_id
 from ..checkpoint.zero.layout import Layout
 from ..common.errors import CheckpointError, CheckpointMismatchError, named
 from ..core.record import FORMAT, File, Record, describe_file, digest_of
@@ -93,6 +93,13 @@ def check_content(record: Record, file: Path) -> None:
             " from one checkpoint. (If you have changed it on purpose: remove that record, or"
             " patch(verify_files=False).)"
         )
+
+
+def check_save(record: Record, file: Path, state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if a file's state names another save, or another world size, than the record."""
+    facts = [(get_save_id(state), record.save), (state.get("dp_world_size"), record.world_size)]
+    if any(saved not in (None, recorded) for saved, recorded in facts):
+        raise CheckpointError(f"{file} is of another save than {RECORD} beside it. Take all files from one checkpoint.")
 
 
 MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # a pickle of torch.serialization.MAGIC_NUMBER

@@ -110,11 +110,11 @@ def _read_trained(layout: Layout) -> dict[str, Any]:
     from ..checkpoint.format.archive import read_archive
 
     try:
-        state = read_archive(layout.model[0], trust=True).state
+        state = read_archive(layout.model[0]).state
         trained = tuple({name: tuple(shape) for name, shape in group.items()} for group in parameter_groups(state))
         optimizer, gaps = state.get("optimizer"), None
         if layout.optimizer and zero_config(state).get("parameter_alignment"):
-            gaps = read_archive(layout.optimizer[0], trust=True).state["optimizer_state_dict"].get(GAPS)
+            gaps = read_archive(layout.optimizer[0]).state["optimizer_state_dict"].get(GAPS)
         masters = None if optimizer is None else masters_key(optimizer)
         return {"trained": trained, "masters": masters, "has_gaps": any(map(any, gaps or ()))}
     except (AttributeError, CheckpointError, LookupError, OSError, TypeError):

@@ -19,6 +19,7 @@ from ..common.overrides import Attributes
 from ..engine.owner import warn
 from ..manifest import KEY, Manifest, digest_of
 from .agreement import raise_on_all_ranks
+from .files import check_save
 from .running import Load
 
 _KINDS = {"model": "module", "optimizer": "optimizer_state_dict"}
@@ -37,6 +38,8 @@ def sharing_reads(load: Load) -> Attributes:
         try:
             state = read(path, *args, **kwargs)
             _note(load, Path(path), state)
+        except CheckpointError as error:
+            problem = error
         except Exception as error:
             problem = CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}).")
             problem.__cause__ = error
@@ -53,13 +56,21 @@ def check_model(load: Load, state: Mapping[str, Any]) -> None:
         CheckpointError: on every rank, if one has read a file of another save.
     """
     if not load.read:
-        _note(load, Path(load.engine._get_ckpt_name(load.source, load.tag or latest_tag(Path(load.source)))), state)
-        _agree(load)
+        problem = None
+        try:
+            _note(load, Path(load.engine._get_ckpt_name(load.source, load.tag or latest_tag(Path(load.source)))), state)
+        except CheckpointError as error:
+            problem = error
+        _agree(load, problem)
 
 
 def _note(load: Load, file: Path, state: Any) -> None:
+    """Note what a file says of its save; raises CheckpointError if the record contradicts it."""
     if isinstance(state, Mapping):
-        load.read += [_describe(file, kind, state) for kind, key in _KINDS.items() if key in state]
+        kinds = [kind for kind, key in _KINDS.items() if key in state]
+        load.read += [_describe(file, kind, state) for kind in kinds]
+        if kinds and load.record is not None:
+            check_save(load.record, file, state)
 
 
 def _describe(file: Path, kind: str, state: Mapping[str, Any]) -> FileDigests:
@@ -123,11 +134,6 @@ def _problem(load: Load) -> CheckpointError | None:
         check_digests_agree(load.read)
     except CheckpointError as error:
         return error
-    saves = {digests.save: digests.file for digests in load.read if digests.save is not None}
-    if load.record is not None and (others := saves.keys() - {load.record.save}):
-        return CheckpointError(
-            f"{saves[others.pop()]} is of another save than {RECORD} beside it. Take all files from one checkpoint."
-        )
     return None
 
 

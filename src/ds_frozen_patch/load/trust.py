@@ -13,7 +13,6 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from ..checkpoint.format.allowed import OF_DEEPSPEED
 from ..checkpoint.zero.layout import read_tag
 from ..common.errors import CheckpointError, named
 from ..common.overrides import overridden
@@ -49,7 +48,16 @@ def trust() -> Iterator[None]:
 
 def _safe() -> list[Any]:
     """What DeepSpeed's optimizer files name beyond torch's own safe list; none of it runs anything."""
-    return [resolve_name(name) for name in OF_DEEPSPEED]
+    return [resolve_name(f"deepspeed.{name}") for name in _OF_DEEPSPEED]
+
+
+_OF_DEEPSPEED = (
+    "runtime.fp16.loss_scaler.LossScaler",
+    "runtime.fp16.loss_scaler.DynamicLossScaler",
+    "runtime.zero.config.ZeroStageEnum",
+    "utils.tensor_fragment.fragment_address",
+)
+"""The classes of objects that DeepSpeed's optimizers save: each contains only numbers."""
 
 
 def refuse_unsafe_in(root: Path, tag: str | None, note: str) -> None:

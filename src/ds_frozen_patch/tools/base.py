@@ -122,7 +122,7 @@ def open_base(path: str | Path, trust: bool = False) -> Base:
     Args:
         path: a directory of safetensors files, one such file, a file of `torch.save` (a state dict, or one with a
             state dict under "state_dict"), or the directory of a full DeepSpeed checkpoint.
-        trust: accept files that name unexpected classes. No code of theirs is run.
+        trust: read files that are links out of the checkpoint.
 
     Raises:
         CheckpointError: it is none of these, or is damaged.
@@ -177,7 +177,7 @@ def _read_file(file: Path, trust: bool) -> dict[str, TensorSource]:
         about = safetensors_file.read_metadata(file)
         tied = {alias: tensors[to] for alias, to in about.items() if to in tensors and alias not in tensors}
         return {**tensors, **tied, **_unflatten_names(tensors, about)}
-    state: Any = read_archive(file, trust=trust).state
+    state: Any = read_archive(file).state
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]
     if not isinstance(state, Mapping) or not any(isinstance(item, StoredTensor) for item in state.values()):

@@ -13,7 +13,7 @@ from ..checkpoint import dtypes
 from ..checkpoint.format import safetensors as safetensors_file
 from ..checkpoint.format.archive import read_archive
 from ..checkpoint.format.records import Piece, Records, TensorSource, from_stored, map_into_memory
-from ..checkpoint.format.stored import ITEM_SIZES, StandIn, Storage, StoredTensor, children
+from ..checkpoint.format.stored import ITEM_SIZES, StandIn, Storage, children, new_tensor
 from ..checkpoint.format.writing import write_archive
 from ..checkpoint.quantization import is_torchao
 from ..common.errors import CheckpointError, named
@@ -137,7 +137,7 @@ def consolidate(
         base: what the run was built from, to add the frozen parameters to a trainable-only checkpoint: a directory of
             safetensors, a single file, or a full checkpoint. It is verified with the fingerprints in the manifest.
         max_shard_size: the maximum size of each file in a directory, in bytes; a single tensor may be larger.
-        trust: accept files that name unexpected classes, and links out of the checkpoint. No code of theirs is run.
+        trust: read files that are links out of the checkpoint.
             Also keep hyper-parameters that name classes, which Lightning would import and instantiate; otherwise they
             are dropped with a warning.
         dry_run: write nothing and read no tensors.
@@ -216,7 +216,7 @@ def consolidate_over(checkpoint_dir: str | Path, output_file: str | Path, tag: s
     with new_output(file, replace=True) as output, Records() as records, progress("writing", plan.size, False) as done:
         is_whole = not (checkpoint.manifest and checkpoint.lacks_frozen)
         _write_torch(output, checkpoint, plan, is_whole, OutputReader(records, plan, done), trust=True)
-    state: dict[str, Any] = read_archive(file, trust=True).state
+    state: dict[str, Any] = read_archive(file).state
     stored = {name: from_stored(item) for name, item in state["state_dict"].items()}
     return {**state, "state_dict": map_into_memory(stored)}
 
@@ -310,8 +310,7 @@ def _write_torch(
             )
     tensors: dict[str, Any] = dict(plan.pickled)
     for name, tensor in plan.tensors.items():
-        storage = Storage(None, name, plan.dtype_of(name), tensor.numel)
-        tensors[name] = StoredTensor(storage, storage.dtype, 0, tensor.shape, _contiguous_strides(tensor.shape))
+        tensors[name] = new_tensor(name, plan.dtype_of(name), tensor.shape)
     for alias, name in plan.aliases.items():
         if name in tensors:
             tensors[alias] = tensors[name]
@@ -326,7 +325,7 @@ def _write_torch(
     write_archive(file, {**kept, "state_dict": tensors}, content)
 
 
-_HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams", "module_arguments")
+_HYPER_PARAMETERS = {"hyper_parameters", "datamodule_hyper_parameters", "hparams", "module_arguments"}
 _NAMES_OF_CODE = ("_instantiator", "_class_path", "class_path")
 
 
@@ -338,47 +337,32 @@ def _without_code(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """
     kept: dict[str, Any] = dict(state)
     dropped: list[str] = []
-    for key in _HYPER_PARAMETERS:
-        value = kept.get(key)
-        if not _names_code([value], {}):
-            continue
-        entries = value.items() if isinstance(value, dict) else ()
-        read: dict[int, bool] = {}
-        safe = {name: item for name, item in entries if not _names_code([name, item], read)}
-        dropped += [str(name) for name, _ in entries if name not in safe] or [key]
-        del kept[key]
-        if safe:
-            kept[key] = safe
+    for key in _HYPER_PARAMETERS & state.keys():
+        entries = state[key].items() if isinstance(state[key], dict) else ()
+        unsafe = [name for name, item in entries if _names_code([name, item])]
+        if unsafe or (not entries and _names_code(state[key])):
+            dropped += map(str, unsafe or [key])
+            kept[key] = {name: item for name, item in entries if name not in unsafe}
+            if not kept[key]:
+                del kept[key]
     return kept, dropped
 
 
-def _names_code(values: Iterable[Any], read: dict[int, bool]) -> bool:
-    """Whether one of the names is in some values.
-
-    Args:
-        values: hyper-parameters, or the name and value of one.
-        read: for the id of each container, whether values that contain it have such a name. Those of these values are
-            added, so that containers that many values share are read once.
-    """
-    waiting, seen, is_found = [*values], set[int](), False
-    while waiting and not is_found:
+def _names_code(value: Any) -> bool:
+    """Whether one of the names is in a value."""
+    waiting, seen = [value], set[int]()
+    while waiting:
         item = waiting.pop()
-        is_found = read.get(id(item), isinstance(item, str) and item in _NAMES_OF_CODE)
         if isinstance(item, bytes):  # numpy's strings, with 4 bytes for each character
-            is_found = any(name.encode() in item.replace(b"\0", b"") for name in _NAMES_OF_CODE)
-        is_container = isinstance(item, dict | list | tuple | set | frozenset | StandIn)
-        if is_container and item and id(item) not in seen and id(item) not in read:
+            item = item.replace(b"\0", b"").decode("latin-1")
+            if any(name in item for name in _NAMES_OF_CODE):
+                return True
+        elif isinstance(item, str) and item in _NAMES_OF_CODE:
+            return True
+        elif id(item) not in seen:
             seen.add(id(item))
             waiting += children(item)
-    read |= dict.fromkeys(seen, is_found)
-    return is_found
-
-
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1] * len(shape)
-    for place in range(len(shape) - 2, -1, -1):
-        strides[place] = strides[place + 1] * max(shape[place + 1], 1)
-    return tuple(strides)
+    return False
 
 
 def write_shard(

@@ -76,7 +76,7 @@ def export(
         adapter: the name of the adapter, for "peft"; by default the only one, or "default".
         adapter_config: an `adapter_config.json`, or its directory, if the checkpoint contains none; `patch()` saves it.
         trainable: as for `prune`.
-        trust: accept files that name unexpected classes. No code of theirs is run.
+        trust: read files that are links out of the checkpoint.
         dry_run: write nothing and read no tensors.
         quiet: do not show progress on stderr.
 

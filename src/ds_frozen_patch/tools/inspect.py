@@ -99,7 +99,7 @@ def inspect(path: str | Path, tag: str | None = None, *, trust: bool = False) ->
     Args:
         path: the directory of a DeepSpeed checkpoint, saved by Lightning or by DeepSpeed alone.
         tag: the subdirectory to read; by default the one named in `latest`.
-        trust: accept files that name unexpected classes, and links out of the checkpoint. No code of theirs is run.
+        trust: read files that are links out of the checkpoint.
 
     Returns:
         The sizes, and what the checkpoint records about its run.

@@ -34,7 +34,7 @@ def load_trainable(
             DeepSpeed checkpoint, full or trainable-only.
         tag: the subdirectory of a DeepSpeed checkpoint to read; by default the one named in `latest`.
         adapter: the module's adapter that an adapter folder is loaded into; by default its only one, or "default".
-        trust: accept files that name unexpected classes. No code of theirs is run.
+        trust: read files that are links out of the checkpoint.
 
     Raises:
         CheckpointError: nothing can be read from the path, or it is damaged.

@@ -103,7 +103,7 @@ def merge(
         adapter: the name of the adapter, if the run had several.
         adapter_config: an `adapter_config.json`, or its directory, if the checkpoint contains none; `patch()` saves it.
         dtype: "fp32", "bf16" or "fp16", to convert the base before an adapter is added; by default it stays as it is.
-        trust: accept files that name unexpected classes, and links out of the checkpoint. No code of theirs is run.
+        trust: read files that are links out of the checkpoint.
         dry_run: write nothing and read no tensors.
         quiet: do not show progress on stderr.
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..checkpoint.format.zip_directory import CHUNK_BYTES
+from ..checkpoint.format.archive import CHUNK_BYTES
 from ..checkpoint.names import RECORD
 from ..checkpoint.zero.layout import Layout
 from ..common.errors import CheckpointError

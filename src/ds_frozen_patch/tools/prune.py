@@ -79,7 +79,7 @@ def prune(
             was trained for a while and then frozen.
         fingerprints: read the frozen parameters, so that loads can verify the base. Otherwise loads warn that they
             cannot.
-        trust: accept files that name unexpected classes, and links out of the checkpoint. No code of theirs is run.
+        trust: read files that are links out of the checkpoint.
         dry_run: write nothing and read no tensors, only report what would be left out.
         quiet: do not show progress on stderr.
 

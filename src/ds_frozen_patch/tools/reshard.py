@@ -87,7 +87,7 @@ def reshard(
         precision: of the run that is to load it, "bf16" or "fp32"; by default that of the source. Masters and moments
             stay as they are.
         optimizer: "restart" writes the masters without the optimizer's state, which can then be of any kind.
-        trust: accept files that name unexpected classes, and links out of the checkpoint. No code of theirs is run.
+        trust: read files that are links out of the checkpoint.
         dry_run: write nothing.
         quiet: do not show progress on stderr.
 

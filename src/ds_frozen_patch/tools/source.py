@@ -53,7 +53,7 @@ def open_source(path: str | Path, tag: str | None, trust: bool) -> Source:
     if file.is_file():
         if tag is not None:
             raise CheckpointError(f"{file} is a single file, and has no tags. Do not pass one.")
-        return _open_file(file, trust)
+        return _open_file(file)
     checkpoint = open_checkpoint(path, tag, trust=trust)
     states = checkpoint.states
     return Source(
@@ -68,9 +68,9 @@ def open_source(path: str | Path, tag: str | None, trust: bool) -> Source:
     )
 
 
-def _open_file(file: Path, trust: bool) -> Source:
+def _open_file(file: Path) -> Source:
     """A file that Lightning has saved: it does not tell which of its weights were trained."""
-    state: Any = read_archive(file, trust=trust).state
+    state: Any = read_archive(file).state
     saved = state.get("state_dict") if isinstance(state, dict) else None
     if not isinstance(saved, Mapping) or not all(map(is_name, saved)):
         raise CheckpointError(

@@ -9,7 +9,8 @@ from math import prod
 from pathlib import Path
 
 from ..checkpoint import dtypes
-from ..checkpoint.format.records import Records, check_file
+from ..checkpoint.format.archive import check_file
+from ..checkpoint.format.records import Records
 from ..checkpoint.format.stored import ITEM_SIZES
 from ..checkpoint.names import RECORD
 from ..checkpoint.zero.masters import check_masters_match
@@ -18,7 +19,7 @@ from ..checkpoint.zero.weights import Weights, locate_weights
 from ..common.errors import CheckpointError, CheckpointMismatchError, named
 from ..common.progress import progress
 from ..common.text import human_bytes, printable_lines
-from ..load.files import check_content, check_names, read_record
+from ..load.files import check_content, check_names, check_save, read_record
 from ..manifest import Manifest
 from ..parameters import PARAMETER, plain
 from .base import Base, describe_wrong_values, match_base, open_base, without_quantized
@@ -86,7 +87,7 @@ def verify(
         path: the directory of a DeepSpeed checkpoint, full or trainable-only.
         tag: the subdirectory to read; by default the one named in `latest`.
         base: what the run was built from (see `consolidate`), to compare with the fingerprints in the manifest.
-        trust: accept files that name unexpected classes, and links out of the checkpoint. No code of theirs is run.
+        trust: read files that are links out of the checkpoint.
         quiet: do not show progress on stderr.
 
     Returns:
@@ -165,6 +166,8 @@ def _check_record(states: States) -> list[str]:
     except CheckpointError as error:
         return [str(error)]
     problems = _check_each_file(states, partial(check_content, record))
+    contents = dict(zip(states.layout.files, states.contents, strict=True))
+    problems += _check_each_file(states, lambda file: check_save(record, file, contents[file].state))
     if record.manifest != states.manifest:
         problems.append(f"The manifest in {folder / RECORD} is not the one in the files.")
     return problems

@@ -1,22 +1,34 @@
-"""Read the state in a file of `torch.save` without torch, and without running any of its code.
+"""Read a file of `torch.save` without torch, and without running anything that it names.
 
-Such a file is a zip archive of `data.pkl` and a record of raw bytes for each storage. Only the pickle is read, and
-becomes plain values.
+Such a file is a zip archive of `data.pkl` and a record of raw bytes for each storage. `zipfile` reads the archive's
+directory, and `pickle.Unpickler` the state: each name in it becomes a stand-in, and each storage a range of the file.
 """
 
 from __future__ import annotations
 
-import re
+import errno
+import os
+import pickle
+import stat
+import struct
+import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
+from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
 from ...common.errors import CheckpointError
-from .stored import ITEM_SIZES, StoredTensor, iter_tensors
-from .unpickling import unpickle
-from .zip_directory import Record, open_regular, read_chunks, read_directory, storage_records
+from .rebuilding import IN_PLACE_OF
+from .stored import ITEM_SIZES, STORAGES, Storage, StoredTensor, is_size, iter_tensors, stand_in
+
+CHUNK_BYTES = 1 << 22
+MAX_PICKLE_BYTES = 1 << 30
+"""The largest pickle that is read. What is read of it takes several times as much memory."""
+_HEADER_BYTES, _END_BYTES, _END64_BYTES, _LOCATOR_BYTES = 30, 22, 56, 20
+_DIRECTORY_OF_DOS = 0x10
 
 
 class UnreadableError(CheckpointError):
@@ -25,82 +37,229 @@ class UnreadableError(CheckpointError):
 
 @dataclass(frozen=True)
 class Contents:
-    """The state in a file, the size of its pickle, and the names in it that are not expected in a checkpoint."""
+    """The state in a file, and the size of its pickle."""
 
     state: Any
     pickle_bytes: int
-    unexpected: frozenset[str] = frozenset()
 
 
-_VERSION = re.compile(rb"([1-9]|10)\n?")
-"""The versions of the format that torch supports."""
+@dataclass(frozen=True)
+class Record:
+    """The range of a record in its file; `checksum` is None if torch was configured to write none."""
+
+    begin: int
+    size: int
+    checksum: int | None
 
 
-def read_archive(path: Path, *, trust: bool = False) -> Contents:
+def open_regular(path: Path, buffering: int = -1) -> IO[bytes]:
+    """Open a regular file, or a link to one, for reading; raises OSError for pipes and devices."""
+    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(opened).st_mode):
+        os.close(opened)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return os.fdopen(opened, "rb", buffering=buffering)
+
+
+def read_archive(path: Path) -> Contents:
     """Read the state in a file of `torch.save`, but no tensors.
 
-    Args:
-        path: the file.
-        trust: accept stand-ins for any class. By default, unexpected classes are an error, because `torch.load` would
-            run their code.
-
     Raises:
-        CheckpointError: the file is missing, truncated, damaged, of another kind, or names an unexpected class;
-            UnreadableError: its pickle has values that are not read here.
+        CheckpointError: the file is missing, truncated, damaged, or of another kind; UnreadableError: its pickle has
+            values that are not read here.
     """
     try:
         content, sizes = _read_pickle(path)
     except Exception as error:  # whatever a damaged archive leads to
-        raise CheckpointError(
-            f"{path} cannot be read, is truncated, damaged, or not a file of torch.save ({error}). Get a complete copy"
-            " of it."
-        ) from None
+        raise damaged(path, error, ", or not a file of torch.save") from None
     try:
-        state, unexpected = unpickle(path, content, trust)
-        tensors = {tensor for _, tensor in iter_tensors(state)}
-        for tensor in tensors:
-            _check_within_records(tensor, sizes)
-        if sum(tensor.numel * ITEM_SIZES[tensor.dtype] for tensor in tensors) > 10 * sum(sizes.values()) + (1 << 26):
-            raise ValueError("its tensors claim far more elements than it contains")
-    except CheckpointError:
-        raise
+        state = unpickle(path, content)
+        for _, tensor in iter_tensors(state):
+            _check_within_record(tensor, sizes)
     except Exception as error:  # whatever a damaged pickle leads to
         raise UnreadableError(
-            f"{path} has a value that these tools do not support ({type(error).__name__}: {error}). A resume may load"
-            " it all the same."
+            f"{path} has a value that these tools do not support ({type(error).__name__}: {error!s:.300}). A resume may"
+            " load it all the same."
         ) from None
-    return Contents(state, len(content), unexpected)
+    return Contents(state, len(content))
+
+
+def read_directory(file: IO[bytes]) -> dict[str, Record]:
+    """The records of a file of `torch.save` by name, without the archive's folder, in the directory's order.
+
+    Raises:
+        ValueError: it is none, or torch could find another pickle or tensor in it than `zipfile`.
+        Exception: of any kind, for a damaged file.
+    """
+    with zipfile.ZipFile(file) as archive:
+        infos, begin = archive.infolist(), archive.start_dir
+        _check_end(file, begin, bool(archive.comment))
+    folder = infos[0].orig_filename.partition("/")[0] + "/" if infos else ""
+    if len({info.orig_filename.lower() for info in infos}) < len(infos):  # torch ignores the case
+        raise ValueError("it has duplicate records")
+    has_checksums = _have_checksums(infos)
+    records, end = {}, 0
+    for info in sorted(infos, key=lambda info: info.header_offset):
+        name = info.orig_filename
+        if info.compress_type or info.flag_bits & 1 or info.compress_size != info.file_size:
+            raise ValueError("its records are compressed or encrypted")
+        if info.external_attr & _DIRECTORY_OF_DOS or info.filename != name:
+            raise ValueError(f"its record {name!r:.100} has two meanings")
+        header = os.pread(file.fileno(), _HEADER_BYTES, info.header_offset)
+        if info.header_offset < end or header[:4] != b"PK\3\4" or (not end and info.header_offset):
+            raise ValueError(f"its record {name!r:.100} is not where it should be")
+        at = info.header_offset + _HEADER_BYTES + sum(struct.unpack("<2H", header[-4:]))
+        end = at + info.file_size
+        records[name] = Record(at, info.file_size, info.CRC if has_checksums else None)
+    if end > begin:
+        raise ValueError("it is truncated")
+    if any(name.lower() == f"{folder}constants.pkl".lower() for name in records):
+        raise ValueError("it is a file of TorchScript")
+    names = (info.orig_filename for info in infos)
+    return {name.removeprefix(folder): records[name] for name in names if name.startswith(folder)}
+
+
+def storage_records(records: Mapping[str, Record]) -> dict[str, Record]:
+    """The records of storages, by their keys in the pickle."""
+    return {name.removeprefix("data/"): record for name, record in records.items() if name.startswith("data/")}
+
+
+def hash_directory(path: Path) -> str | None:
+    """The SHA-256 of a file from its directory on, which has the checksum of each record; None if it is no zip archive.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with open_regular(path) as file:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                file.seek(archive.start_dir)
+        except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error):
+            return None
+        return sha256(file.read()).hexdigest()
+
+
+def check_file(
+    file: Path, progressed: Callable[[int], object] = lambda _: None, *, records: slice = slice(None)
+) -> None:
+    """Verify that a file of `torch.save` is not truncated, and the checksums of its records.
+
+    Args:
+        file: the file.
+        progressed: called with the number of bytes that were read.
+        records: which of them.
+
+    Raises:
+        CheckpointError: a checksum is wrong, or the file cannot be read.
+    """
+    try:
+        with open_regular(file) as opened, zipfile.ZipFile(opened) as archive:
+            infos = archive.infolist()
+            for info in infos[records] if _have_checksums(infos) else ():
+                try:
+                    with archive.open(info) as record:
+                        while chunk := record.read(CHUNK_BYTES):
+                            progressed(len(chunk))
+                except zipfile.BadZipFile:
+                    name = info.orig_filename.partition("/")[2].removeprefix("data/")
+                    raise CheckpointError(
+                        f"{file} is damaged: record {name} does not match its checksum. Get a complete copy of it."
+                    ) from None
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a damaged archive leads to
+        raise damaged(file, error) from None
+
+
+def _have_checksums(infos: Sequence[zipfile.ZipInfo]) -> bool:
+    """False after `torch.serialization.set_crc32_options(False)`: all are 0."""
+    return any(info.CRC for info in infos)
+
+
+def unpickle(path: Path, content: bytes) -> Any:
+    """The state in a pickle of a file; raises any exception if the pickle is damaged."""
+    return _Unpickler(path, content).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    """It can call only stand-ins and what is in `IN_PLACE_OF`, and change only objects that it has created."""
+
+    def __init__(self, path: Path, content: bytes) -> None:
+        super().__init__(BytesIO(content))
+        self.path = path
+        self.storages: dict[str, Storage] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "__builtin__":  # Python 2's names, which torch.save still writes
+            module, name = "builtins", {"xrange": "range", "long": "int", "unicode": "str"}.get(name, name)
+        full = f"{module}.{name}"
+        return IN_PLACE_OF[full] if full in IN_PLACE_OF else stand_in(full)
+
+    def persistent_load(self, pid: Any) -> Storage:
+        kind, storage_type, key, _, numel = pid
+        dtype = STORAGES[storage_type.stands_for.rpartition(".")[2]]
+        if kind != "storage" or not isinstance(key, str) or not is_size(numel):
+            raise ValueError("it has an unknown storage")
+        storage = Storage(self.path, key, dtype, numel)
+        if self.storages.setdefault(key, storage) != storage:  # torch would take the first of them for both
+            raise ValueError(f"storage {key!r:.20} has two dtypes or sizes")
+        return storage
 
 
 def _read_pickle(path: Path) -> tuple[bytes, dict[str, int]]:
-    """The pickle of a file, and the size of each storage's record; allocates no more than the size of the file."""
+    """The pickle of a file, and the size of each storage's record."""
     with open_regular(path) as file:
         records = read_directory(file)
-        if not _VERSION.fullmatch(_read_small_record(file, records, "version")):
-            raise ValueError("its version of the format is unknown to torch")
-        if "byteorder" in records and _read_small_record(file, records, "byteorder") != b"little":
+        if "byteorder" in records and _read_record(file, records["byteorder"], 64) != b"little":
             raise ValueError("its numbers are big-endian")
-        content = _read_record(file, records["data.pkl"])
+        content = _read_record(file, records["data.pkl"], MAX_PICKLE_BYTES)
     return content, {key: record.size for key, record in storage_records(records).items()}
 
 
-def _read_small_record(file: IO[bytes], records: Mapping[str, Record], name: str) -> bytes:
-    """The content of a record that must be small."""
-    if records[name].size > 64:
-        raise ValueError(f"its record {name} is too large")
-    return _read_record(file, records[name])
-
-
-def _read_record(file: IO[bytes], record: Record) -> bytes:
-    content = b"".join(read_chunks(file, record))
+def _read_record(file: IO[bytes], record: Record, limit: int) -> bytes:
+    if record.size > limit:
+        raise ValueError(f"a record of it has {record.size} bytes, and at most {limit} are read")
+    content = b"".join(_read_chunks(file, record))
     if record.checksum not in (None, zlib.crc32(content)):
-        raise ValueError(f"the checksum of its record {record.name} is wrong")
+        raise ValueError("the checksum of its pickle is wrong")
     return content
 
 
-def _check_within_records(tensor: StoredTensor, sizes: dict[str, int]) -> None:
-    storage, width = tensor.storage, ITEM_SIZES[tensor.dtype]
+def _read_chunks(file: IO[bytes], record: Record) -> Iterator[bytes]:
+    """Read a record, a few MiB at a time."""
+    file.seek(record.begin)
+    left = record.size
+    while left:
+        if not (chunk := file.read(min(left, CHUNK_BYTES))):
+            raise ValueError("it is truncated")
+        left -= len(chunk)
+        yield chunk
+
+
+def _check_end(file: IO[bytes], begin: int, has_comment: bool) -> None:
+    """Raise ValueError if the end records differ in where the directory begins: readers differ in which they use."""
+    tail = _END64_BYTES + _LOCATOR_BYTES + _END_BYTES
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(size - tail, 0))
+    end = file.read().rjust(tail, b"\0")
+    places = {struct.unpack_from("<L", end, tail - 6)[0]}
+    if end[_END64_BYTES:].startswith(b"PK\6\7"):
+        places = (places - {0xFFFFFFFF}) | {struct.unpack_from("<Q", end, 48)[0]}
+        has_comment |= struct.unpack_from("<Q", end, _END64_BYTES + 8)[0] != size - tail
+    if has_comment or places != {begin}:
+        raise ValueError("it does not end like an archive of torch.save")
+
+
+def _check_within_record(tensor: StoredTensor, sizes: Mapping[str, int]) -> None:
+    storage = tensor.storage
     if sizes.get(storage.key) != storage.nbytes:
         raise ValueError(f"record {storage.key} has {sizes.get(storage.key)} bytes, not {storage.nbytes}")
-    if (tensor.offset + tensor.extent) * width > storage.nbytes:
+    if (tensor.offset + tensor.extent) * ITEM_SIZES[tensor.dtype] > storage.nbytes:
         raise ValueError(f"a tensor goes beyond record {storage.key}")
+
+
+def damaged(path: Path, error: Exception, more: str = "") -> CheckpointError:
+    """The error for a file that cannot be read."""
+    return CheckpointError(
+        f"{path} cannot be read, is truncated or damaged{more} ({error!s:.300}). Get a complete copy of it."
+    )

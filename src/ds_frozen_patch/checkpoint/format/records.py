@@ -6,7 +6,7 @@ Files are read, not mapped into memory, so that only the current chunk takes mem
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from math import prod
@@ -15,8 +15,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 from ...common.errors import CheckpointError
 from . import safetensors as safetensors_file
+from .archive import CHUNK_BYTES, Record, damaged, open_regular, read_directory, storage_records
 from .stored import ITEM_SIZES, Storage, StoredTensor
-from .zip_directory import CHUNK_BYTES, Record, open_regular, read_chunks, read_directory, storage_records
 
 if TYPE_CHECKING:
     import torch
@@ -87,37 +87,6 @@ def map_into_memory(tensors: Mapping[str, TensorSource]) -> dict[str, torch.Tens
             values = files[file][begin : begin + tensor.nbytes].view(getattr(torch, tensor.dtype))
             mapped[name] = values.view(tensor.shape)
     return mapped
-
-
-def check_file(
-    file: Path, progressed: Callable[[int], object] = lambda _: None, *, records: slice = slice(None)
-) -> None:
-    """Verify that a file of `torch.save` is not truncated, and the checksums of its records.
-
-    Args:
-        file: the file.
-        progressed: called with the number of bytes that were read.
-        records: which of them.
-
-    Raises:
-        CheckpointError: a checksum is wrong, or the file cannot be read.
-    """
-    try:
-        with open_regular(file) as opened:
-            for record in list(read_directory(opened).values())[records]:
-                checksum = 0
-                for chunk in read_chunks(opened, record):
-                    checksum = zlib.crc32(chunk, checksum)
-                    progressed(len(chunk))
-                if record.checksum not in (None, checksum):
-                    name = record.name.removeprefix("data/")
-                    raise CheckpointError(
-                        f"{file} is damaged: record {name} does not match its checksum. Get a complete copy of it."
-                    )
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read, is truncated or damaged ({error}). Get a complete copy of it."
-        ) from None
 
 
 @dataclass
@@ -261,14 +230,12 @@ def _open_file(path: Path) -> tuple[IO[bytes], Mapping[str, Record]]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     if places is not None:
-        return file, {name: Record(name, place.start, len(place), None) for name, place in places.items()}
+        return file, {name: Record(place.start, len(place), None) for name, place in places.items()}
     try:
         return file, storage_records(read_directory(file))
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever a damaged archive leads to
         file.close()
-        raise CheckpointError(
-            f"{path} cannot be read, is truncated or damaged ({error}). Get a complete copy of it."
-        ) from None
+        raise damaged(path, error) from None
 
 
 def _find(storage: Storage, records: Mapping[str, Record]) -> _RecordState:

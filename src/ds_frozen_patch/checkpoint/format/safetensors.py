@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ...common.errors import CheckpointError
+from .archive import open_regular
 from .stored import ITEM_SIZES, is_shape, is_size
-from .zip_directory import open_regular
 
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
@@ -104,12 +104,14 @@ def write_file(
         about: the metadata, besides the format.
 
     Raises:
-        CheckpointError: the format has no such name; nothing was written.
+        CheckpointError: the format has no such name, or no such dtype; nothing was written.
     """
     if odd := next((name for name in tensors if name == "__metadata__" or not _is_unicode(name)), None):
         raise CheckpointError(
             f"A safetensors file cannot have a tensor called {odd!r:.100}. Write a .ckpt, or rename it in the module."
         )
+    if odd := next((name for name, (dtype, _) in tensors.items() if dtype not in DTYPES), None):
+        raise CheckpointError(f"A safetensors file cannot have {odd!r:.100} in {tensors[odd][0]}. Write a .ckpt.")
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}
     end = 0
     for name, (dtype, shape) in tensors.items():

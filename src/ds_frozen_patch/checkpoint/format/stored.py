@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import chain
+from itertools import accumulate, chain
 from math import prod
+from operator import mul
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 ITEM_SIZES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
-    "bool": 1, "complex64": 8, "complex128": 16, "uint16": 2, "uint32": 4, "uint64": 8, "float8_e4m3fn": 1,
-    "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
+    "bool": 1, "complex32": 4, "complex64": 8, "complex128": 16, "uint16": 2, "uint32": 4, "uint64": 8,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
 }  # fmt: skip
-"""Bytes per element, by torch's name of a dtype."""
+"""Bytes per element, by torch's name of a dtype; torch itself is not imported to read a file."""
 STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
@@ -30,6 +33,29 @@ class StorageType(str):
     """A class of torch's storages, in a pickle, as the name of its dtype. It is not valid as a value."""
 
 
+class Fixed(type):
+    """A class that a pickle cannot change: its opcode BUILD sets attributes of whatever an unpickler has returned."""
+
+    stands_for: str
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise pickle.UnpicklingError(f"it changes {cls.__name__}")
+
+
+_T = TypeVar("_T")
+
+
+def _fixed_instances(cls: type[_T]) -> type[_T]:
+    """Let a pickle not change instances of a dataclass either: with slots it has a `__setstate__`."""
+
+    def refuse(self: _T, state: Any) -> None:
+        raise pickle.UnpicklingError(f"it changes a {cls.__name__}")
+
+    cls.__setstate__ = refuse  # type: ignore[attr-defined]
+    return cls
+
+
+@_fixed_instances
 @dataclass(frozen=True, slots=True)
 class Storage:
     """The raw bytes of one or more tensors: the record `key` of a file, of `numel` elements of `dtype`.
@@ -55,6 +81,7 @@ class Storage:
         return self.numel * ITEM_SIZES[self.dtype]
 
 
+@_fixed_instances
 @dataclass(frozen=True, slots=True, repr=False)
 class StoredTensor:
     """A tensor of the file: a view of a storage. `offset` and `stride` are in elements of `dtype`.
@@ -103,33 +130,55 @@ class StoredTensor:
         return True
 
 
+def new_tensor(key: str, dtype: str, shape: tuple[int, ...]) -> StoredTensor:
+    """A contiguous tensor in a storage of its own, which is in no file yet."""
+    strides = tuple(accumulate(reversed([max(size, 1) for size in shape[1:]]), mul, initial=1))[::-1] if shape else ()
+    if dtype in STORAGES.values():
+        return StoredTensor(Storage(None, key, dtype, prod(shape)), dtype, 0, shape, strides)
+    storage = Storage(None, key, "uint8", prod(shape) * ITEM_SIZES[dtype])
+    more: tuple[Any, ...] = (False, OrderedDict(), stand_in(f"torch.{dtype}"))
+    return StoredTensor(storage, dtype, 0, shape, strides, "torch._utils._rebuild_tensor_v3", more)
+
+
 class Size(tuple[int, ...]):
     """A `torch.Size`."""
 
+    __slots__ = ()
 
-class StandIn:
+
+class StandIn(metaclass=Fixed):
     """A placeholder for an object of a class, or for the result of a function; no code of these is run.
 
     `stands_for` is the full name of the class or function, and `arguments` are those in the pickle. `is_called` tells
-    whether the pickle calls the class (`cls(...)`) or only creates an object (`cls.__new__`).
+    whether the pickle calls the class (`cls(...)`) or only creates an object (`cls.__new__`). `function` is the
+    stand-in that the pickle calls, if it is itself the result of a call.
     """
 
-    __slots__ = ("arguments", "is_called", "items", "pairs", "state")
+    __slots__ = ("arguments", "function", "is_called", "items", "named", "pairs", "state")
     stands_for = ""
     arguments: tuple[Any, ...]
+    named: dict[str, Any]
+    function: StandIn | None
     is_called: bool
     items: list[Any] | tuple[()]
     pairs: list[tuple[Any, Any]] | tuple[()]
     state: Any
 
-    def __new__(cls, *arguments: Any, **_: Any) -> StandIn:
+    def __new__(cls, *arguments: Any, **named: Any) -> StandIn:
         """Called instead of the class or function."""
         item = super().__new__(cls)
-        item.arguments, item.is_called, item.items, item.pairs, item.state = arguments, False, (), (), None
+        item.arguments, item.named, item.function, item.is_called = arguments, named, None, False
+        item.items, item.pairs, item.state = (), (), None
         return item
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.is_called = True
+
+    def __call__(self, *arguments: Any) -> StandIn:
+        """Called instead of an object that can be called, such as a `functools.partial`."""
+        result = StandIn(*arguments)
+        result.function = self
+        return result
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -154,7 +203,8 @@ class StandIn:
 @cache
 def stand_in(name: str) -> type[StandIn]:
     """The class of stand-ins for this full name."""
-    return type(name.rpartition(".")[2], (StandIn,), {"__slots__": (), "stands_for": name})
+    kind: Any = Fixed(name.rpartition(".")[2], (StandIn,), {"__slots__": (), "stands_for": name})
+    return kind  # type: ignore[no-any-return]
 
 
 def is_shape(value: Any) -> bool:
@@ -172,8 +222,12 @@ def iter_tensors(value: Any) -> Iterator[tuple[tuple[Any, ...], StoredTensor]]:
     return ((path, item) for path, item in walk(value) if isinstance(item, StoredTensor))
 
 
+MAX_DEPTH = 1000
+"""How deeply values may be nested; torch.save itself writes hardly more."""
+
+
 def walk(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Iterate over all values in a state, each with the keys that lead to it."""
+    """Iterate over all values in a state, each with the keys that lead to it; raises ValueError if it is too deep."""
     yield (), value
     # A container is entered once, because it can contain itself.
     seen = {id(value)}
@@ -185,28 +239,41 @@ def walk(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
             if isinstance(item, _HOLDERS) and id(item) not in seen:
                 seen.add(id(item))
                 waiting.append(((*path, key), _entries(item)))
+                if len(waiting) > MAX_DEPTH:
+                    raise ValueError("its values are nested too deeply")
                 break
         else:
             waiting.pop()
 
 
-_HOLDERS = (dict, list, tuple, set, frozenset, StandIn)
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+_HOLDERS = (*_CONTAINERS, StandIn)
 
 
 def _entries(item: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(item, StandIn):
-        item = {"arguments": item.arguments, "state": item.state, "items": item.items, "pairs": item.pairs}
+        item = dict(enumerate(children(item)))
     if isinstance(item, dict):
         return iter(item.items())
     return enumerate(item) if isinstance(item, list | tuple | set | frozenset) else iter(())
 
 
+def expanded_size(value: Any, sizes: dict[int, int] | None = None) -> int:
+    """How many values `json` or `repr` would print, which follow each reference to a container."""
+    sizes = {} if sizes is None else sizes
+    if not isinstance(value, _CONTAINERS):
+        return 1
+    if id(value) not in sizes:
+        sizes[id(value)] = 1  # where it contains itself
+        sizes[id(value)] += sum(expanded_size(item, sizes) for item in children(value))
+    return sizes[id(value)]
+
+
 def children(item: Any) -> Iterator[Any]:
     """The values directly inside a container or stand-in: keys, values, attributes and arguments."""
     if isinstance(item, StandIn):
-        return chain(item.arguments, item.items, item.pairs, (item.state,))
-    if isinstance(item, StoredTensor):
-        return chain(item.more, item.wrapper or ())
+        outer = (item.named, item.state, item.function)
+        return chain(item.arguments, item.items, item.pairs, outer)
     if isinstance(item, dict):
         return chain(item.keys(), item.values(), getattr(item, "__dict__", {}).values())
     return iter(item) if isinstance(item, list | tuple | set | frozenset) else iter(())

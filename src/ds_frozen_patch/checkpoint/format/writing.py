@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 import pickle
 import struct
+import sys
 import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -12,7 +13,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
-from .stored import STORAGES, Size, StandIn, Storage, StoredTensor, iter_tensors, stand_in
+from ...common.errors import CheckpointError
+from .rebuilding import Ordered
+from .stored import MAX_DEPTH, STORAGES, Fixed, Size, StandIn, Storage, StoredTensor, iter_tensors, stand_in
 
 ALIGNMENT = 64
 """Bytes; torch aligns records like this, for files that are mapped into memory."""
@@ -38,7 +41,14 @@ def write_archive(path: Path, state: Any, content: Callable[[Storage, int, int],
         spans[storage] = min(begin, span[0]), max(end, span[1])
     pickled = BytesIO()
     pickler = _Pickler(pickled, spans)
-    pickler.dump(state)
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, 10 * MAX_DEPTH))  # Python's pickler takes several calls for each level
+    try:
+        pickler.dump(state)
+    except RecursionError:
+        raise CheckpointError("The checkpoint has values that are nested too deeply to be written again.") from None
+    finally:
+        sys.setrecursionlimit(limit)
     with path.open("wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, strict_timestamps=False) as archive:
         _write_record(archive, "data.pkl", pickled.tell(), [pickled.getvalue()])
         _write_record(archive, "byteorder", 6, [b"little"])
@@ -86,13 +96,15 @@ class _Pickler(pickle._Pickler):
             return self._tensor(obj)
         if isinstance(obj, Size):
             return stand_in("torch.Size"), (tuple(obj),)
+        if isinstance(obj, Ordered):
+            return Ordered, (), vars(obj) or None, None, iter(obj.items())
         if isinstance(obj, StandIn):
-            call: tuple[Any, tuple[Any, ...]] = (type(obj), obj.arguments)
+            call: tuple[Any, tuple[Any, ...]] = (obj.function or type(obj), obj.arguments)
             if not obj.is_called:
-                call = (
-                    copyreg.__newobj__,  # type: ignore[attr-defined]
-                    (type(obj), *obj.arguments),
-                )
+                new: Any = copyreg  # the functions that pickle itself writes as opcodes
+                call = new.__newobj__, (type(obj), *obj.arguments)
+                if obj.named:
+                    call = new.__newobj_ex__, (type(obj), obj.arguments, obj.named)
             items, pairs = (iter(values) if values else None for values in (obj.items, obj.pairs))
             return (*call, obj.state, items, pairs)
         return NotImplemented
@@ -109,8 +121,8 @@ class _Pickler(pickle._Pickler):
         return stand_in(name), (replace(tensor, wrapper=None), *more)
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
-        """Write the name that a class of stand-ins stands for; nothing is imported."""
-        if isinstance(obj, type) and issubclass(obj, StandIn):
+        """Write the name that a class stands for; nothing is imported."""
+        if isinstance(obj, Fixed):
             module, _, inner = obj.stands_for.rpartition(".")
             self.write(pickle.GLOBAL + f"{module}\n{inner}\n".encode())  # type: ignore[attr-defined]
             self.memoize(obj)  # type: ignore[attr-defined]

@@ -22,7 +22,7 @@ from pathlib import Path
 from ...common.errors import CheckpointError, named
 from ...publish.in_flight import settle
 from ...publish.journal import finish, is_unfinished, journals, linked, names_now
-from ..format.zip_directory import open_regular
+from ..format.archive import open_regular
 from ..names import MODEL_FILE, OPTIMIZER_FILE, is_state_file
 
 _UNSUPPORTED = re.compile(r"(?:layer_\d+|expert_\d+|expp_rank_).*_states\.pt")

@@ -17,7 +17,7 @@ from ..dtypes import FLOATING
 from ..format.records import Piece, Records, TensorSource, pieces_of_range
 from ..format.stored import StoredTensor, iter_tensors
 from .partitions import ALIGNMENT, Shapes, group_shard_size, numel, parameter_offsets, parameter_shard_size
-from .states import States, groups_in_memory
+from .states import States, groups_in_memory, masters_key
 
 SAMPLE = 64
 """How many elements of each rank's shard of a master `check_masters_match` compares."""
@@ -29,7 +29,9 @@ def locate_masters(states: States, groups: Sequence[Shapes]) -> dict[str, Tensor
     Raises:
         CheckpointError: a file has no masters, or too few or too many elements of them.
     """
-    if not states.optimizers or not groups:
+    if not states.optimizers:
+        return _masters_of_stage_0(states, groups)
+    if not groups:
         return {}
     shards = [
         _flat_tensors(state, "fp32_flat_groups") or _flat_tensors(state, "single_partition_of_fp32_groups")
@@ -64,6 +66,23 @@ def locate_masters(states: States, groups: Sequence[Shapes]) -> dict[str, Tensor
             masters[name] = TensorSource(
                 flats[0].dtype, tuple(shape), pieces_of_range(flats, begins[name], prod(shape))
             )
+    return masters
+
+
+def _masters_of_stage_0(states: States, groups: Sequence[Shapes]) -> dict[str, TensorSource]:
+    """In 16 bits, there is a master for each parameter, or a flat one for each group."""
+    optimizer: Any = states.models[0].get("optimizer")
+    masters: dict[str, TensorSource] = {}
+    if not masters_key(optimizer):
+        return masters
+    for group, tensors in zip(groups, optimizer[masters_key(optimizer)], strict=False):
+        flats = [tensors] if isinstance(tensors, StoredTensor) else tensors
+        begins = parameter_offsets(group)
+        for name, shape in group.items():
+            pieces = pieces_of_range(flats, begins[name], prod(shape))
+            if sum(piece.count for piece in pieces) != prod(shape):
+                raise CheckpointError(f"{states.layout.model[0]} is damaged: it lacks the master of {name!r}.")
+            masters[name] = TensorSource(flats[0].dtype, tuple(shape), pieces)
     return masters
 
 

@@ -15,7 +15,7 @@ from ...manifest import KEY, Manifest, digest_of, reference
 from ...parameters import compiled_modules, is_name
 from ..format.archive import Contents, read_archive
 from ..format.records import Records, from_stored
-from ..format.stored import StandIn, StoredTensor, is_shape, is_size, iter_tensors
+from ..format.stored import StandIn, StoredTensor, expanded_size, is_shape, is_size, iter_tensors
 from ..quantization import parse_subclass
 from .labels import PLAIN_GROUPS, get_label
 from .layout import Layout, check_links_stay_inside, find_layout
@@ -126,7 +126,7 @@ def read_states(path: str | Path, tag: str | None, trust: bool) -> States:
     Args:
         path: the directory.
         tag: the subdirectory to read; by default the one named in `latest`.
-        trust: accept files that name unexpected classes, and links out of the checkpoint.
+        trust: read files that are links out of the checkpoint.
 
     Raises:
         CheckpointError: there is no checkpoint, or a file of it is missing, truncated, damaged or unexpected.
@@ -134,7 +134,7 @@ def read_states(path: str | Path, tag: str | None, trust: bool) -> States:
     layout = find_layout(path, tag)
     if not trust:
         check_links_stay_inside(layout)
-    contents = tuple(read_archive(file, trust=trust) for file in layout.files)
+    contents = tuple(read_archive(file) for file in layout.files)
     for file, content in zip(layout.files, contents, strict=True):
         check_file_kind(file, content)
         if "module" in content.state:
@@ -287,11 +287,16 @@ def _optimizer_fields(contents: Contents) -> dict[str, str]:
     }
 
 
+_MOST_VALUES = 10_000_000
+
+
 def _to_comparable_text(value: Any) -> str:
     def to_text(item: Any) -> str:
         return "tensor" if isinstance(item, StoredTensor) else repr(item)
 
     try:
+        if expanded_size(value) > _MOST_VALUES:
+            raise ValueError("its values are too many")
         return json.dumps(value, default=to_text, skipkeys=True)
     except (ValueError, RecursionError) as error:  # a cycle, or a number that is too large
         raise CheckpointError(
@@ -365,5 +370,5 @@ def as_names(value: Any) -> set[str]:
 
 
 def as_integer(value: Any) -> int | None:
-    """The value if it is an integer, else None."""
-    return value if isinstance(value, int) else None
+    """The value if it is an integer of at most 64 bits, else None."""
+    return value if isinstance(value, int) and abs(value) < 1 << 63 else None

@@ -1,0 +1,176 @@
+"""Files that torch reads, and a reader of the tools' own once refused: in every tool, and at a load."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import runs
+from kit.checkpoints import Checkpoints, changed, loaded, raw, refresh, unlabel, weights_of
+from kit.hostile import named, text
+from safetensors.torch import load_file
+
+from ds_frozen_patch import CheckpointError, consolidate, export, inspect, load_trainable, prune, reshard, verify
+from ds_frozen_patch.checkpoint.format import archive
+from ds_frozen_patch.checkpoint.zero.labels import PLAIN_GROUPS
+from ds_frozen_patch.load.files import check_files, read_record
+from ds_frozen_patch.tools.inspect import CLIENT_STATE
+
+pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
+
+LARGE: dict[str, Any] = {
+    "tuples as keys": {(number, str(number)): number for number in range(2000)},
+    "a set of tuples": {(number, number + 1) for number in range(2000)},
+    "unordered numbers": {number * 1_000_003 % (1 << 40): None for number in range(60_000)},
+    "values that are nested": [[[[[[[[[[[[[[[[[[[[["deep"]]]]]]]]]]]]]]]]]]]]],
+}
+
+
+def small_checkpoint(folder: Path, module: dict[str, torch.Tensor], **more: Any) -> Path:
+    """Save a checkpoint of one file, as DeepSpeed does in stage 0; all but `frozen.weight` is trained."""
+    shapes = {name: tensor.shape for name, tensor in module.items() if name != "frozen.weight"}
+    state = {"module": module, "param_shapes": [shapes], "dp_world_size": 1, "ds_config": {}, "ds_version": "0.17.6"}
+    (folder / "in.ckpt" / "checkpoint").mkdir(parents=True)
+    (folder / "in.ckpt" / "latest").write_text("checkpoint")
+    torch.save({**state, **more}, folder / "in.ckpt" / "checkpoint" / "mp_rank_00_model_states.pt")
+    return folder / "in.ckpt"
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_a_large_client_state(tmp_path: Path, kind: str) -> None:
+    weights = {"trained.weight": torch.ones(2, 2), "frozen.weight": torch.ones(3)}
+    path = small_checkpoint(tmp_path, weights, mine=LARGE[kind])
+    inspect(path)
+    assert verify(path).problems == ()
+    prune(path, tmp_path / "pruned.ckpt")
+    consolidate(path, tmp_path / "one.ckpt")
+    for file in (tmp_path / "one.ckpt", *(tmp_path / "pruned.ckpt").rglob("*_states.pt")):
+        assert loaded(file)["mine"] == LARGE[kind]
+
+
+STORAGE = b"(" + text("storage") + named("torch.FloatStorage") + text("0") + text("cpu") + b"K\1tQ"
+CHANGES: dict[str, bytes] = {
+    "a class": named("argparse.Namespace") + b"N}" + text("stands_for") + text("os.system") + b"s\x86b",
+    "a function of torch": named("torch._utils._rebuild_tensor_v2") + b"N}" + text("__new__") + b"Ns\x86b",
+    "a method of an OrderedDict": named("collections.OrderedDict") + b")R}" + text("items") + b"Nsb",
+    "the file of a storage": STORAGE + b"(" + text("/etc/passwd") + text("0") + text("float32") + b"K\1tb",
+    "the shape of a tensor": named("torch._utils._rebuild_tensor_v2")
+    + b"("
+    + STORAGE
+    + b"K\0K\1\x85K\1\x85\x89"
+    + named("collections.OrderedDict")
+    + b")RtR(NNNNNNNNtb",
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_pickle_changes_only_what_it_has_created(what: str) -> None:
+    with pytest.raises((pickle.UnpicklingError, TypeError), match="it changes |__setstate__"):
+        archive.unpickle(Path("a file"), b"\x80\2" + CHANGES[what] + b".")
+
+
+def test_the_largest_pickle_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = small_checkpoint(tmp_path, {"trained.weight": torch.ones(2, 2)})
+    size = inspect(path).kinds[CLIENT_STATE]
+    monkeypatch.setattr(archive, "MAX_PICKLE_BYTES", size)
+    inspect(path)
+    monkeypatch.setattr(archive, "MAX_PICKLE_BYTES", size - 1)
+    with pytest.raises(CheckpointError, match=f"has {size} bytes, and at most {size - 1} are read"):
+        inspect(path)
+
+
+def test_a_record_of_a_later_torch(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """What an unknown record means is nobody's business."""
+    path = tmp_path / "copy.ckpt"
+    shutil.copytree(checkpoints(2) / "small.ckpt", path)
+    for file in path.rglob("*_states.pt"):
+        with zipfile.ZipFile(file, "a") as archive:
+            folder = archive.namelist()[0].partition("/")[0]
+            archive.writestr(f"{folder}/.next_version", b"7")
+            archive.writestr(f"{folder}/.data/next", b"x" * 100)
+        torch.load(file, weights_only=False)
+    refresh(path / "checkpoint")
+    record = read_record(path / "checkpoint")
+    check_files(dict.fromkeys(path.rglob("*_states.pt"), slice(None)), record)  # as a load does
+    assert verify(path).problems == ()
+    consolidate(path, tmp_path / "one.ckpt")
+    reshard(path, tmp_path / "three.ckpt", ranks=3)
+
+
+DTYPES = [
+    name
+    for name in ("uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "complex128", "bool")
+    if hasattr(torch, name)
+]
+NOT_IN_SAFETENSORS = ("complex128", "float8_e8m0fnu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_is_consolidated(tmp_path: Path, dtype: str) -> None:
+    values = torch.arange(6).to(torch.uint8).repeat(32).view(getattr(torch, dtype)).reshape(2, -1)
+    weights = {"trained.weight": torch.ones(2, 2), "trained.other": values, "trained.empty": values[:, :0]}
+    path = small_checkpoint(tmp_path, weights)
+    consolidate(path, tmp_path / "one.ckpt")
+    for mmap in (False, True):
+        found: Any = torch.load(tmp_path / "one.ckpt", weights_only=True, mmap=mmap)["state_dict"]
+        assert {name: (item.dtype, item.shape, raw(item)) for name, item in found.items()} == {
+            name: (item.dtype, item.shape, raw(item)) for name, item in weights.items()
+        }
+    consolidate(tmp_path / "one.ckpt", tmp_path / "again.ckpt")
+    assert raw(weights_of(tmp_path / "again.ckpt")["trained.other"]) == raw(values)
+    if dtype not in NOT_IN_SAFETENSORS:
+        consolidate(path, tmp_path / "one.safetensors")
+        assert raw(load_file(tmp_path / "one.safetensors")["trained.other"]) == raw(values)
+    else:
+        with pytest.raises(CheckpointError, match=rf"cannot have 'trained.other' in {dtype}. Write a .ckpt"):
+            consolidate(path, tmp_path / "one.safetensors")
+        assert not (tmp_path / "one.safetensors").exists()
+
+
+def masters_in_stage_0(path: Path) -> dict[str, torch.Tensor]:
+    """Return the fp32 masters of a checkpoint of stage 0 in 16 bits, by name."""
+    (file,) = path.rglob("*model_states.pt")
+    state, found = loaded(file), dict[str, torch.Tensor]()
+    for group, masters in zip(state[PLAIN_GROUPS], state["optimizer"]["fp32_groups"], strict=True):
+        found |= dict(zip(group, masters, strict=True))
+    return found
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_the_masters_of_stage_0(checkpoints: Checkpoints, tmp_path: Path, is_flat: bool) -> None:
+    """In 16 bits, the trained weights are the optimizer's fp32 ones."""
+    path = tmp_path / "copy.ckpt"
+    shutil.copytree(checkpoints(0, precision="bf16-true") / "small.ckpt", path)
+    masters = masters_in_stage_0(path)
+    (file,) = path.rglob("*model_states.pt")
+    assert any(raw(value) != raw(loaded(file)["module"][name].float()) for name, value in masters.items())
+
+    def flatten(state: dict[str, Any]) -> None:  # as with DeepSpeed's FusedAdam
+        groups = state["optimizer"].pop("fp32_groups")
+        state["optimizer"]["fp32_groups_flat"] = [torch.cat([master.flatten() for master in group]) for group in groups]
+
+    if is_flat:
+        changed(file, flatten)
+    consolidate(path, tmp_path / "one.ckpt")
+    export(path, tmp_path / "one.safetensors")
+    for found in (weights_of(tmp_path / "one.ckpt"), load_file(tmp_path / "one.safetensors")):
+        assert {name: raw(found[name]) for name in masters} == {name: raw(value) for name, value in masters.items()}
+    module = runs.LoraRun()
+    load_trainable(module, path)
+    parameters = dict(module.named_parameters())
+    assert {name: raw(parameters[name]) for name in masters} == {name: raw(value) for name, value in masters.items()}
+    assert verify(path).problems == ()
+    unlabel(path)
+
+    def shuffle(state: dict[str, Any]) -> None:
+        for name, value in state["module"].items():
+            if name in masters:
+                value.neg_().add_(1)
+
+    changed(file, shuffle)
+    assert "the optimizer's masters differ" in "".join(verify(path).problems)
