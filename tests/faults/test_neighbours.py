@@ -106,6 +106,7 @@ def test_readers_of_a_checkpoint_that_is_saved_over(
 
 RSYNC = ("rsync", "-a", "--modify-window=-1")  # else it takes two files of one second and size for the same
 
+
 @in_both_modes
 @pytest.mark.parametrize("copier", ["cp", "rsync"])
 def test_copies_taken_while_checkpoints_are_saved(
@@ -131,7 +132,9 @@ def test_copies_taken_while_checkpoints_are_saved(
         subprocess.run(["cp", "-a", str(folder), str(copy)], check=False, capture_output=True)
         taken.append(copy)
     (last, _) = returned(processes.outcomes(writers))
-    subprocess.run([*RSYNC, f"{folder}/", f"{kept}/"] if copier == "rsync" else ["cp", "-a", f"{folder}/.", f"{kept}/"], check=True)
+    subprocess.run(
+        [*RSYNC, f"{folder}/", f"{kept}/"] if copier == "rsync" else ["cp", "-a", f"{folder}/.", f"{kept}/"], check=True
+    )
     names = [item.name for item in folder.iterdir() if item.is_dir()]
     reader = Crew(tmp_path, mode, MODES[mode], number=last)
     counts: Counter[str] = Counter()

@@ -249,6 +249,8 @@ def test_what_killed_saves_have_left_is_removed(tmp_path: Path) -> None:
         "elsewhere, old": (replace(here, machine="another"), day),
         "gone": (replace(here, process=GONE), 0),
         "another of this id": (replace(here, process=1, started="0"), 0),
+        "being written": (Note("", "", False, 0, "", ""), 0),
+        "killed as it was written": (Note("", "", False, 0, "", ""), 90),
         "no note": (None, 0),
         "no note, old": (None, day),
     }
@@ -258,7 +260,7 @@ def test_what_killed_saves_have_left_is_removed(tmp_path: Path) -> None:
         others[kind][0].touch()
         if note is not None:
             others[kind].append(note_of(place.folder, save))
-            note.write(others[kind][1])
+            note.write(others[kind][1]) if note.process else others[kind][1].touch()
         for file in others[kind]:
             os.utime(file, (time.time() - age,) * 2)
     foreign = place.target / ".mine.0123456789ab"
@@ -266,7 +268,7 @@ def test_what_killed_saves_have_left_is_removed(tmp_path: Path) -> None:
     made = place.publication()
     made.open()
     left = {kind: [file.exists() for file in files] for kind, files in others.items()}
-    assert {kind for kind, there in left.items() if any(there)} == {"running", "elsewhere", "no note"}
+    assert {kind for kind, there in left.items() if any(there)} == {"running", "elsewhere", "being written", "no note"}
     assert all(there == [True] * len(there) for there in left.values() if any(there))
     assert foreign.exists()
     assert len(place.warnings) == 1

@@ -58,10 +58,11 @@ def note_of(folder: Path, save: str) -> Path:
 
 
 def notes(folder: Path) -> dict[Path, Note]:
-    """The notes in the folder that has the target."""
+    """The notes in the folder that has the target; empty ones for those that are being written, or were at a kill."""
     found = {}
     for item in entries(folder):
         if re.fullmatch(rf"{re.escape(OURS)}-[0-9a-f]{{12}}", item.name):
+            found[item] = Note("", "", False, 0, "", "")
             with suppress(OSError, ValueError, TypeError):
                 found[item] = Note(**json.loads(item.read_text(encoding="utf-8")))
     return found

@@ -41,6 +41,8 @@ INCOMPLETE = "What is there now is incomplete."
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _OLD_SECONDS = 86400.0
+_WRITTEN_SECONDS = 60.0
+"""Longer than it takes to write a note."""
 
 
 def is_local(path: object) -> bool:
@@ -205,7 +207,7 @@ class Publication:
         parent, running, dead = self.target.parent, set[str](), dict[str, str]()
         for path, note in notes(parent).items():
             save, is_running = path.name.rpartition("-")[2], note.is_running()
-            if is_running is False or (is_running is None and _is_old(path)):
+            if is_running is False or (is_running is None and _is_old(path, note)):
                 dead[save] = note.tag
             else:
                 running.add(save)
@@ -294,7 +296,7 @@ class Publication:
         self._close()
 
     def _close(self) -> None:
-        for note in (*self._notes(), self._hidden_latest):
+        for note in (self._hidden_latest, *self._notes()):
             with suppress(OSError):
                 note.unlink()
 
@@ -323,7 +325,6 @@ class Publication:
     def discard(self) -> None:
         """Remove what was written, unless it has its name."""
         if not self.state_of_target()[1]:
-            folders = {self.home, *(file.parent for file in exported(self.home) if self.is_tag)}
             mine = [item for folder in self._folders() for item, _, save in hidden_files(folder) if save == self.id]
             scripts = [script for script in self._scripts() if script.name not in self._beside]
             own = [item for item in entries(self.home) if is_state(item.name)] if self.in_place and self.is_tag else []
@@ -369,7 +370,8 @@ def _missing_folders(path: Path) -> list[Path]:
     return missing[::-1]
 
 
-def _is_old(path: Path) -> bool:
+def _is_old(path: Path, note: Note | None = None) -> bool:
+    limit = _WRITTEN_SECONDS if note and not note.process else _OLD_SECONDS
     with suppress(OSError):
-        return time.time() - path.stat().st_mtime > _OLD_SECONDS
+        return time.time() - path.stat().st_mtime > limit
     return False

@@ -102,7 +102,7 @@ class Votes:
         """As `save.publishing.Agree`; nobody learns here what the others have written."""
         self.give(name)
         self.wait(name)
-        if count := int(self._store.add(f"{self._prefix}failed", 0)):
+        if count := int(self._store.add(f"{self._prefix}{name}/failed", 0)):
             self._save.discard()
             self.give("discarded")
             self.wait("discarded")
@@ -118,7 +118,8 @@ class Votes:
             number = self._store.add(f"{self._prefix}errors", 1)
             text = str(errors[0]).removesuffix(".")
             self._store.set(f"{self._prefix}error{number}", f"Rank {self._rank}: {text}.")
-            self._store.add(f"{self._prefix}failed", 1)
+            # Of this step: a rank that is late with the one before must not see it there.
+            self._store.add(f"{self._prefix}{name}/failed", 1)
         self._store.add(self._prefix + name, 1)
 
     def wait(self, name: str, seconds: float = math.inf) -> None:

@@ -91,3 +91,5 @@ def _skip(save: Save, why: str) -> None:
     for name in (_FILE,) if save.export == "safetensors" else (_TENSORS, _CONFIG):
         if name == _FILE or not place.export(name).parent.is_symlink():
             place.exports[name] = False
+            if not place.is_managed:
+                place.export(name).unlink(missing_ok=True)
