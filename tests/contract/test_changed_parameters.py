@@ -161,6 +161,16 @@ def test_other_parameter_groups(ranks: Any, saved: Any, stage: int) -> None:
     assert not any(now[name][key].any() for name in now for key in ("exp_avg", "exp_avg_sq") if key in now[name])
 
 
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_scheduler_with_a_setting_for_each_group(ranks: Any, saved: Any, number: int) -> None:
+    """It goes on from its step, with the program's settings if there are more or fewer groups than before."""
+    source, _ = saved(2, scheduled=True)
+    options = {"path": str(source / "small"), "stage": 2, "number": number, "scheduled": True}
+    _, rates = ranks(2, resume, **options, **NOW)[0]
+    begun = [1e-2, 1e-3] if number == 2 else [5e-3, 1e-3, 1e-3][:number]
+    assert rates == pytest.approx([rate / (1 + stages.STEPS) for rate in begun])
+
+
 def failing_on_one_rank(function: Callable[..., Any]) -> Callable[..., Any]:
     def fail(*args: Any, **kwargs: Any) -> Any:
         if dist.get_rank():

@@ -156,13 +156,16 @@ def test_the_loss_curve_continues(
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("stage", [1, 3])
-def test_the_gradients_keep_their_scale(ranks: Any, whole: Any, tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize(("stage", "number", "accumulate"), [(1, 2, 2), (3, 2, 2), (1, 4, 3)])
+def test_the_gradients_keep_their_scale(
+    ranks: Any, whole: Any, tmp_path: Path, stage: int, number: int, accumulate: int
+) -> None:
     """SGD shows it at once, while Adam hides it."""
     out, expected = whole(stage, adam=False)
     path = copied(out, tmp_path)
-    found = ranks(2, train, out=str(tmp_path), world_size=2, stage=stage, accumulate=2, adam=False, resume=str(path))
-    assert_goes_on(found, expected, accumulate=2)
+    options: dict[str, Any] = {"world_size": number, "stage": stage, "accumulate": accumulate, "adam": False}
+    found = ranks(number, train, out=str(tmp_path), resume=str(path), **options)
+    assert_goes_on(found, expected, accumulate=accumulate)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -248,10 +251,11 @@ def test_a_full_checkpoint(ranks: Any, tmp_path: Path, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("at_batch", "number", "left"), [pytest.param(1, 1, 2, marks=pytest.mark.short), (3, 3, 1), (2, 3, None)]
+    ("at_batch", "number", "left"),
+    [pytest.param(1, 1, 2, marks=pytest.mark.short), (3, 3, 1), (2, 3, None), (3, 2, 1), (2, 2, None)],
 )
 def test_resume_within_an_epoch(ranks: Any, tmp_path: Path, at_batch: int, number: int, left: int | None) -> None:
-    """Of 6 batches of 2 x 3 samples: how many of the new ranks' remain, or that this cannot be determined."""
+    """Of 6 batches of 2 x 3 samples: how many of the new run's remain, or that this cannot be determined."""
     ranks(2, save_by_two, out=str(tmp_path), stage=2, at_batch=at_batch, batch=3)
     options = {"out": str(tmp_path), "stage": 2, "world_size": number, "epochs": 1}
     if left is None:

@@ -142,6 +142,7 @@ def begin(
     lr: float = 1e-2,
     accumulates: str | None = None,
     aligned: bool = False,
+    scheduled: bool = False,
     **model: Any,
 ) -> Any:
     """An engine that is served, with parameter groups of different settings."""
@@ -163,7 +164,9 @@ def begin(
         **({precision: {"enabled": True}} if precision != "fp32" else {}),
         **({"data_types": {"grad_accum_dtype": accumulates}} if accumulates else {}),
     }
-    engine = deepspeed.initialize(model=module, optimizer=OPTIMIZERS[optimizer](groups), config=config)[0]
+    made = OPTIMIZERS[optimizer](groups)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(made, [lambda step: 1 / (1 + step)] * number) if scheduled else None
+    engine = deepspeed.initialize(model=module, optimizer=made, lr_scheduler=scheduler, config=config)[0]
     ds_frozen_patch.serve(engine)
     return engine
 

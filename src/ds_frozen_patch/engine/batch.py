@@ -1,4 +1,4 @@
-"""How many samples an optimizer step takes, before and after a load at another world size."""
+"""How many samples an optimizer step takes, before and after a load."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ class Batch:
 
 
 def saved_batch(state: Mapping[str, Any]) -> Batch:
-    """The batch of the run that saved a checkpoint, from the state that `Owner.after_load` gets."""
+    """The batch of the run that saved a checkpoint, from the state that `Owner.after_load` gets; 0 if unknown."""
     config = state["ds_config"] if isinstance(state["ds_config"], Mapping) else {}
     ranks = (state[ELASTIC_KEY] or {}).get("world_size") or state["dp_world_size"]
-    sizes = (config.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
-    return Batch(ranks, *(int(size or 1) for size in sizes))
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    samples, size, accumulated = (value if isinstance(value := config.get(key), int) else 0 for key in keys)
+    if samples and size:  # two of the three are enough for DeepSpeed
+        accumulated = accumulated or samples // (ranks * size)
+    return Batch(ranks, size or samples // (ranks * (accumulated or 1)), accumulated or 1)
 
 
 def own_batch(engine: Any) -> Batch:
@@ -40,8 +43,8 @@ def own_batch(engine: Any) -> Batch:
 
 
 def warn_of_another_batch(owner: Owner, before: Batch, now: Batch) -> None:
-    """Log a warning if a step takes another number of samples, at another world size."""
-    if before.ranks == now.ranks or before.samples == now.samples:
+    """Log a warning if a step takes another number of samples."""
+    if before.samples in (0, now.samples):
         return
     warn(
         owner,

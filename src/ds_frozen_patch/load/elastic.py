@@ -131,8 +131,10 @@ class _Answers:
 
         load, engine = self.load, self.load.engine
         states = read_states(load.source, listing.tag, trust=True)
+        scheduler = states.models[0].get("lr_scheduler")
         if selection is not None:
             states = selection.rename(states)
+            selection, scheduler = _with_other_groups(engine, selection, scheduler)
         select = None if selection is None else selection.select
         self.resharding = Resharding(states, target_for(states, **_target(engine)), select)
         target = self.resharding.target
@@ -144,6 +146,7 @@ class _Answers:
         folder = states.layout.model[0].parent
         self.optimizers = [str(folder / optimizer_name(target, index)) for index in range(target.ranks)]
         self.files = {self.model: self.resharding.model(own if target.stage == 3 else 0)}
+        self.files[self.model]["lr_scheduler"] = scheduler
         if load.restores_optimizer and target.stage:
             self.files[self.optimizers[own]] = self.resharding.optimizer(own)
         self.wanted: dict[Storage, list[Piece]] = {}
@@ -221,6 +224,23 @@ class _Answers:
         with Records() as records:
             values = {name: _read(records, source) for name, source in weights.all.items()}
         return {alias: value for name, value in values.items() for alias in weights.names_of(name)}
+
+
+def _with_other_groups(engine: Any, selection: Selection, scheduler: Any) -> tuple[Selection, Any]:
+    """What a scheduler that has a setting for each group loads if there are more or fewer groups than before.
+
+    It has the program's settings then, as the optimizer has, at the fraction of the learning rate that was reached.
+    """
+    own = engine.lr_scheduler.state_dict() if getattr(engine, "lr_scheduler", None) is not None else {}
+    before = scheduler.get("base_lrs") if isinstance(scheduler, Mapping) else None
+    if not before or not own.get("base_lrs") or len(before) == len(own["base_lrs"]):
+        return selection, scheduler
+    lists = {key for key, value in own.items() if isinstance(value, list) and isinstance(scheduler.get(key), list)}
+    reached = scheduler["_last_lr"][0] / (before[0] or 1)
+    rates = [rate * reached for rate in own["base_lrs"]]
+    settings = [{**group, "lr": rate} for group, rate in zip(selection.settings, rates, strict=True)]
+    changed = {**scheduler, **{key: own[key] for key in lists}, "_last_lr": rates}
+    return replace(selection, settings=settings), changed
 
 
 def _read(records: Records, source: TensorSource) -> torch.Tensor:

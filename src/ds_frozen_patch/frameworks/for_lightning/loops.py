@@ -1,4 +1,4 @@
-"""Trainer's loops after a load: their place in the data, and at another world size the scale of the gradients.
+"""Trainer's loops after a load: their place in the data, and with another batch the scale of the gradients.
 
 Lightning saves and restores the state of dataloaders that have one, such as torchdata's `StatefulDataLoader`, since
 2.2. With any other, it starts again at the first batch of the epoch.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 from typing import Any
@@ -60,7 +61,7 @@ def _is_shuffled_anew(loader: Any) -> bool:
 
 
 def resume(owner: Owner, engine: Any, state: Mapping[str, Any], client_state: dict[str, Any]) -> None:
-    """Let Trainer go on as it would at the world size of the save.
+    """Let Trainer go on as it would with the batch of the save: ranks, batch size and accumulation.
 
     Args:
         owner: of the engine.
@@ -73,13 +74,13 @@ def resume(owner: Owner, engine: Any, state: Mapping[str, Any], client_state: di
     """
     record = state[ELASTIC_KEY] or {}
     before, now = saved_batch(state), own_batch(engine)
-    if before.ranks == now.ranks and "loss_factor" not in record:
+    if not before.samples:
+        before = replace(now, ranks=before.ranks)
+    if before == now and "loss_factor" not in record:
         return
     factor = record.get("loss_factor", 1.0) * now.accumulated / before.accumulated
     if (served := attach(engine, owner)) is not None:
         scale_loss(served, engine, factor)
-    if before.ranks == now.ranks:
-        return
     _rescale_batch_count(client_state, Fraction(before.ranks * before.size, now.ranks * now.size))
     warn_of_another_batch(owner, before, now)
 
