@@ -70,7 +70,7 @@ CHANGES: dict[str, bytes] = {
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_pickle_changes_only_what_it_has_created(what: str) -> None:
-    with pytest.raises((pickle.UnpicklingError, TypeError), match="it changes |__setstate__"):
+    with pytest.raises((pickle.UnpicklingError, TypeError), match=r"it changes |__setstate__"):
         archive.unpickle(Path("a file"), b"\x80\2" + CHANGES[what] + b".")
 
 

@@ -91,9 +91,11 @@ def read_directory(file: IO[bytes]) -> dict[str, Record]:
         ValueError: it is none, or torch could find another pickle or tensor in it than `zipfile`.
         Exception: of any kind, for a damaged file.
     """
+    begin = _find_directory(file)
     with zipfile.ZipFile(file) as archive:
-        infos, begin = archive.infolist(), archive.start_dir
-        _check_end(file, begin, bool(archive.comment))
+        infos = archive.infolist()
+        if archive.start_dir != begin:
+            raise ValueError("its directory is not where its end record says")
     folder = infos[0].orig_filename.partition("/")[0] + "/" if infos else ""
     if len({info.orig_filename.lower() for info in infos}) < len(infos):  # torch ignores the case
         raise ValueError("it has duplicate records")
@@ -132,9 +134,8 @@ def hash_directory(path: Path) -> str | None:
     """
     with open_regular(path) as file:
         try:
-            with zipfile.ZipFile(file) as archive:
-                file.seek(archive.start_dir)
-        except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error):
+            file.seek(_find_directory(file))
+        except ValueError:
             return None
         return sha256(file.read()).hexdigest()
 
@@ -236,18 +237,26 @@ def _read_chunks(file: IO[bytes], record: Record) -> Iterator[bytes]:
         yield chunk
 
 
-def _check_end(file: IO[bytes], begin: int, has_comment: bool) -> None:
-    """Raise ValueError if the end records differ in where the directory begins: readers differ in which they use."""
+def _find_directory(file: IO[bytes]) -> int:
+    """Where the directory of a zip archive begins, by all of its end records, since readers differ in which they use.
+
+    Raises:
+        ValueError: it is no zip archive, or they differ.
+    """
     tail = _END64_BYTES + _LOCATOR_BYTES + _END_BYTES
     size = file.seek(0, os.SEEK_END)
     file.seek(max(size - tail, 0))
     end = file.read().rjust(tail, b"\0")
-    places = {struct.unpack_from("<L", end, tail - 6)[0]}
-    if end[_END64_BYTES:].startswith(b"PK\6\7"):
-        places = (places - {0xFFFFFFFF}) | {struct.unpack_from("<Q", end, 48)[0]}
-        has_comment |= struct.unpack_from("<Q", end, _END64_BYTES + 8)[0] != size - tail
-    if has_comment or places != {begin}:
+    mark, begin, comment = struct.unpack_from("<4s12xLH", end, tail - _END_BYTES)
+    if mark != b"PK\5\6" or comment:
         raise ValueError("it does not end like an archive of torch.save")
+    locator, there = struct.unpack_from("<4s4xQ", end, _END64_BYTES)
+    if locator == b"PK\6\7":
+        mark, large = struct.unpack_from("<4s44xQ", end)
+        if mark != b"PK\6\6" or there != size - tail or begin not in (large, 0xFFFFFFFF):
+            raise ValueError("its end records differ")
+        begin = large
+    return int(begin)
 
 
 def _check_within_record(tensor: StoredTensor, sizes: Mapping[str, int]) -> None:

@@ -68,6 +68,9 @@ class Ordered(OrderedDict[Any, Any], metaclass=Fixed):
             raise pickle.UnpicklingError(f"it changes {min(hidden)!r:.100} of an OrderedDict")
         vars(self).update(state)
 
+    def __reduce__(self) -> Any:
+        return OrderedDict, (), vars(self) or None, None, iter(self.items())
+
 
 _OF_DICTIONARIES = frozenset(dir(Ordered))
 

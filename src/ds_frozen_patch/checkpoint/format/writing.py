@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...common.errors import CheckpointError
-from .rebuilding import Ordered
 from .stored import MAX_DEPTH, STORAGES, Fixed, Size, StandIn, Storage, StoredTensor, iter_tensors, stand_in
 
 ALIGNMENT = 64
@@ -96,8 +95,6 @@ class _Pickler(pickle._Pickler):
             return self._tensor(obj)
         if isinstance(obj, Size):
             return stand_in("torch.Size"), (tuple(obj),)
-        if isinstance(obj, Ordered):
-            return Ordered, (), vars(obj) or None, None, iter(obj.items())
         if isinstance(obj, StandIn):
             call: tuple[Any, tuple[Any, ...]] = (obj.function or type(obj), obj.arguments)
             if not obj.is_called:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...common.errors import CheckpointError, named
 from ..dtypes import FLOATING
-from ..format.records import Piece, Records, TensorSource, pieces_of_range
+from ..format.records import Piece, Records, TensorSource, from_stored, pieces_of_range
 from ..format.stored import StoredTensor, iter_tensors
 from .partitions import ALIGNMENT, Shapes, group_shard_size, numel, parameter_offsets, parameter_shard_size
 from .states import States, groups_in_memory, masters_key
@@ -70,19 +70,22 @@ def locate_masters(states: States, groups: Sequence[Shapes]) -> dict[str, Tensor
 
 
 def _masters_of_stage_0(states: States, groups: Sequence[Shapes]) -> dict[str, TensorSource]:
-    """In 16 bits, there is a master for each parameter, or a flat one for each group."""
+    """In 16 bits, there is a master for each parameter, or a flat one for each group. None if they do not fit these."""
     optimizer: Any = states.models[0].get("optimizer")
+    saved = optimizer[masters_key(optimizer)] if masters_key(optimizer) else None
+    if not isinstance(saved, list) or len(saved) != len(groups):
+        return {}
     masters: dict[str, TensorSource] = {}
-    if not masters_key(optimizer):
-        return masters
-    for group, tensors in zip(groups, optimizer[masters_key(optimizer)], strict=False):
-        flats = [tensors] if isinstance(tensors, StoredTensor) else tensors
-        begins = parameter_offsets(group)
-        for name, shape in group.items():
-            pieces = pieces_of_range(flats, begins[name], prod(shape))
-            if sum(piece.count for piece in pieces) != prod(shape):
-                raise CheckpointError(f"{states.layout.model[0]} is damaged: it lacks the master of {name!r}.")
-            masters[name] = TensorSource(flats[0].dtype, tuple(shape), pieces)
+    for group, of_group in zip(groups, saved, strict=True):
+        tensors, begins = [tensor for _, tensor in iter_tensors(of_group)], parameter_offsets(group)
+        if [tensor.shape for tensor in tensors] == [tuple(shape) for shape in group.values()]:
+            masters |= {name: from_stored(tensor) for name, tensor in zip(group, tensors, strict=True)}
+        elif len(tensors) == 1 and tensors[0].numel == numel(group) and tensors[0].is_contiguous:
+            for name, shape in group.items():
+                pieces = pieces_of_range(tensors, begins[name], prod(shape))
+                masters[name] = TensorSource(tensors[0].dtype, tuple(shape), pieces)
+        else:
+            return {}
     return masters
 
 
