@@ -15,7 +15,7 @@ from typing import Any
 
 from ..format.records import Piece, Records, TensorSource
 from ..format.stored import ITEM_SIZES, Storage, StoredTensor, stand_in
-from ..format.zip_directory import CHUNK_BYTES
+from ..format.archive import CHUNK_BYTES
 from .groups import BASE_STATE, MASTERS, Group, SharedBlockError, Trained, Values, blocks_in, nested
 from .partitions import (
     Shapes,
