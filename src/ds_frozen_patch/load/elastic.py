@@ -139,7 +139,7 @@ class _Answers:
         self.resharding = Resharding(states, target_for(states, **_target(engine)), select)
         target = self.resharding.target
         if load.record is not None:
-            load.record = replace(load.record, manifest=self.resharding.manifest)
+            load.record = replace(load.record, manifest=self.resharding.manifest, world_size=target.ranks)
         own = dist.get_rank(getattr(engine.optimizer, "dp_process_group", None))
         # DeepSpeed looks up the file of model states, so that one is named which is there.
         self.model = str(states.layout.model[min(own, len(states.layout.model) - 1)])
