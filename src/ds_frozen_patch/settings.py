@@ -114,7 +114,8 @@ class Settings:
         metadata=_metadata(
             "Let training continue as soon as a save has copied what it writes into memory. The checkpoint gets its"
             " name when its files are complete. The next save, a load, `wait()` and the end of the program wait for"
-            " that, and raise its errors.",
+            " that, and raise its errors. A save that a program or a callback makes by itself waits too, except within"
+            " `no_wait()`.",
         ),
     )
     verify_files: bool = field(
