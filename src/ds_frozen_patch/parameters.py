@@ -112,10 +112,18 @@ def with_compiled(name: str, compiled: Collection[str]) -> str:
 
 
 def with_adapters(name: str, names: Container[str]) -> str:
-    """A plain name in a module whose `names` are others since PEFT has wrapped more layers, as their `base_layer`."""
+    """A plain name in a module whose `names` are others since PEFT has wrapped more layers, or the whole model."""
+    if name in names:
+        return name
     parts = name.split(".")
-    wrapped = (".".join([*parts[:end], "base_layer", *parts[end:]]) for end in range(len(parts) - 1, 0, -1))
-    return name if name in names else next((candidate for candidate in wrapped if candidate in names), name)
+    models = [parts, *([*parts[:at], "base_model", "model", *parts[at:]] for at in range(len(parts)))]
+    wrapped = (
+        [*model[:end], *layer, *model[end:]]
+        for model in models
+        for end in range(len(model) - 1, 0, -1)
+        for layer in ((), ("base_layer",))
+    )
+    return next((found for found in map(".".join, wrapped) if found in names), name)
 
 
 def is_name(value: Any) -> bool:

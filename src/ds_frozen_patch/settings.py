@@ -74,7 +74,7 @@ class Settings:
         default=None,
         metadata=_metadata(
             "Reshard a checkpoint that was saved at another world size, or in another ZeRO stage or precision, when"
-            " it is loaded, into a temporary folder. Otherwise such a load is an error that says how to reshard, and"
+            " it is loaded; nothing is written. Otherwise such a load is an error that says how to reshard, and"
             " that mentions this option unless it is off.",
         ),
     )

@@ -308,6 +308,24 @@ def test_an_adapter_more(ranks: Any, tmp_path: Path, stage: int, number: int) ->
     assert not [name for name in kept if "lora_" in name]
 
 
+def wrapped_by_peft(path: str, stage: int) -> Any:
+    ds_frozen_patch.patch(elastic=True)
+    engine = stages.begin(stage, peft=True)
+    engine.load_checkpoint(path)
+    return stages.state_of(engine), values_of(engine)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_model_that_peft_has_wrapped_since(ranks: Any, saved: Any, stage: int) -> None:
+    """What was trained without PEFT is frozen under a name with PEFT's own prefix, and keeps its values."""
+    source, state = saved(2)
+    now, values = ranks(2, wrapped_by_peft, path=str(source / "small"), stage=stage)[0]
+    assert all("lora_" in name for name in now)
+    for name, kept in state.items():
+        layer = name.replace("first.", "first.base_layer.")
+        assert torch.equal(values[f"base_model.model.{layer}"], kept["master"])
+
+
 def by_owner(by: str, out: str, stage: int) -> Any:
     """What an engine holds after an epoch, and after a resume that trains a layer more; the losses of both runs."""
     found: list[tuple[stages.State, list[float]]] = []

@@ -15,6 +15,7 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 
 import ds_frozen_patch
 from kit import runs
@@ -143,12 +144,15 @@ def begin(
     accumulates: str | None = None,
     aligned: bool = False,
     scheduled: bool = False,
+    peft: bool = False,
     **model: Any,
 ) -> Any:
     """An engine that is served, with parameter groups of different settings."""
     if not dist.is_initialized():
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
-    module = Blocks(**model) if optimizer.startswith("AdamW8bit") else Net(**model)
+    module: Any = Blocks(**model) if optimizer.startswith("AdamW8bit") else Net(**model)
+    if peft:
+        module = get_peft_model(module, LoraConfig(r=2, target_modules=["first", "last"]))
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [{"params": trained[::number], "lr": lr}]
     groups += [{"params": trained[index::number], "lr": 1e-3, "weight_decay": 0.1} for index in range(1, number)]

@@ -1,7 +1,8 @@
 """A load in another ZeRO stage, precision or world size than the save's: `patch(elastic=True)`.
 
-Each rank reads the ranges of the files that it needs, and DeepSpeed loads its shard as if it had read it from its own
-file. Nothing is written. So it is for other trained parameters (see `changed_parameters`).
+Each rank reads the ranges of the files that it needs, whose checksums the ranks have verified before, and DeepSpeed
+loads its shard as if it had read it from its own file. Nothing is written. So it is for other trained parameters (see
+`changed_parameters`).
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 NEEDED = (ELASTIC_KEY, "ds_config", "dp_world_size")
 """What `Owner.after_load` needs of the checkpoint's own state."""
 _PRECISIONS = ("in bf16", "in fp16 or fp32")
+_ALIGNED = ("without zero_optimization.parameter_alignment", "with zero_optimization.parameter_alignment")
 _MASTERS = {"": "in fp32", "fp32_groups": "in 16 bits", FLAT_MASTERS: "in 16 bits with FusedAdam"}
 
 
@@ -157,7 +159,7 @@ class _Answers:
         """What begins to be trained with the model's own value."""
         weights = self.resharding.weights
         saved = {**weights.frozen, **weights.trained}
-        with Records() as records:
+        with Records(check=False) as records:
             for name, shape in {} if selection is None else selection.fresh.items():
                 source = saved.get(weights.aliases.get(name, name))
                 if source is None:
@@ -213,7 +215,7 @@ class _Answers:
     @contextmanager
     def _in_memory(self, state: Mapping[str, Any]) -> Iterator[str]:
         """The path of a file in memory, of the format of `torch.save`."""
-        with os.fdopen(os.memfd_create("ds_frozen_patch"), "wb") as file, Records() as records:
+        with os.fdopen(os.memfd_create("ds_frozen_patch"), "wb") as file, Records(check=False) as records:
             path = f"/proc/self/fd/{file.fileno()}"
             write_archive(Path(path), state, lambda *place: self.resharding.tensors.content(records, *place))
             yield path
@@ -221,7 +223,7 @@ class _Answers:
     def _weights(self, *_: Any, **__: Any) -> dict[str, torch.Tensor]:
         """All weights, as `get_fp32_state_dict_from_zero_checkpoint` returns them."""
         weights = self.resharding.weights
-        with Records() as records:
+        with Records(check=False) as records:
             values = {name: _read(records, source) for name, source in weights.all.items()}
         return {alias: value for name, value in values.items() for alias in weights.names_of(name)}
 
@@ -299,9 +301,8 @@ def _differences(engine: Any, saved: Saved, listing: Listing, stage: int, ranks:
         now.append(f"in stage {stage}")
     has_gaps = any(map(any, getattr(engine.optimizer, "round_robin_bit16_padding", ())))
     if kinds == [1, 1] and listing.has_gaps != has_gaps:
-        words = "without zero_optimization.parameter_alignment", "with it"
-        before.append(words[listing.has_gaps])
-        now.append(words[has_gaps])
+        before.append(_ALIGNED[listing.has_gaps])
+        now.append(_ALIGNED[has_gaps])
     if kinds[0] and kinds[1] and listing.optimizer[0].startswith("bf16_") != engine.bfloat16_enabled():
         before.append(_PRECISIONS[engine.bfloat16_enabled()])
         now.append(_PRECISIONS[not engine.bfloat16_enabled()])
@@ -318,7 +319,8 @@ def _offer(load: Load, saved: Saved, stage: int, ranks: int, before: list[str], 
     return (
         f"The checkpoint was saved {' '.join(before)}, and DeepSpeed cannot load it {' '.join(now)}."
         + (offer if current().elastic is None else "")
-        + (by_hand if precision != "fp16" else "")  # which `reshard` does not write
+        # `reshard` writes neither fp16 nor gaps between parameters.
+        + (by_hand if precision != "fp16" and _ALIGNED[1] not in now and before != [_ALIGNED[1]] else "")
         + (
             " For the same optimizer steps as before, keep world size x batch size x accumulate_grad_batches."
             if saved.ranks != ranks

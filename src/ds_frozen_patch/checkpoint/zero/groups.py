@@ -7,7 +7,7 @@ Every stage keeps them in flat tensors, see `_Flat`; `shards` is the inverse.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -246,11 +246,6 @@ def blocks_in(elements: int, per: int) -> int:
     return -(-elements // per)
 
 
-def by_plain_name(groups: Iterable[Group]) -> dict[str, Trained]:
-    """Return the parameters of all groups."""
-    return {plain(name): parameter for group in groups for name, parameter in group.parameters.items()}
-
-
 def _unnested(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state without the dict for 8 bits in it."""
     inner = state.get(_NEST)
@@ -277,12 +272,6 @@ def contiguous(states: States, value: Any, what: str) -> StoredTensor:
     return value
 
 
-def whole(states: States, value: Any, what: str) -> Values:
-    """The elements of one stored tensor; raises CheckpointError if they are not contiguous."""
-    stored = contiguous(states, value, what)
-    return Values((Piece(stored.storage, stored.offset, stored.numel),), stored)
-
-
 def _require_shard(states: States, flat: Any, shape: tuple[int, ...], what: str) -> StoredTensor:
     """A rank's shard; raises CheckpointError if it does not have this shape."""
     if not isinstance(flat, StoredTensor) or flat.numel != prod(shape):
@@ -291,16 +280,6 @@ def _require_shard(states: States, flat: Any, shape: tuple[int, ...], what: str)
             " is from another run, or on NVMe; take all files from one checkpoint."
         )
     return contiguous(states, flat, what)
-
-
-def shard_pieces(states: States, name: str) -> Values:
-    """A frozen parameter in ZeRO-3: each rank's file of model states has a shard of it."""
-    shape = tuple(states.models[0]["frozen_param_shapes"][name])
-    size = (parameter_shard_size(shape, len(states.models)),)
-    fragments = [(model.get("frozen_param_fragments") or {}).get(name) for model in states.models]
-    shards = [_require_shard(states, fragment, size, name) for fragment in fragments]
-    pieces = [Piece(shard.storage, shard.offset, shard.numel) for shard in shards]
-    return Values(without_padding(pieces, prod(shape)), shards[0])
 
 
 def uses_round_robin(states: States) -> bool:

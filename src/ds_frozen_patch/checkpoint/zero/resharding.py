@@ -20,10 +20,10 @@ from .groups import (
     Group,
     SharedBlockError,
     Trained,
+    Values,
+    contiguous,
     read,
-    shard_pieces,
     uses_round_robin,
-    whole,
 )
 from .labels import ELASTIC_KEY, LABEL, PLAIN_GROUPS
 from .masters import check_masters_match
@@ -210,16 +210,18 @@ class Resharding:
 
     def _other(self, name: str, stored: StoredTensor) -> Trained:
         """A parameter that no optimizer has, or none has any more."""
-        if (parameter := self._was_trained.get(plain(name))) is not None:
-            return parameter
-        if self.states.zero_stage != 3:
-            return Trained(stored.shape, whole(self.states, stored, name))
-        if stored.dtype == "int8":
+        first = self.weights.aliases.get(plain(name), plain(name))
+        if first in self._was_trained:
+            return self._was_trained[first]
+        source = {**self.weights.frozen, **self.weights.trained}[first]
+        if source.view is not None:
+            contiguous(self.states, stored, name)
+        if self.states.zero_stage == 3 and stored.dtype == "int8":
             raise CheckpointError(
                 f"{self.states.layout.root} cannot be resharded: its frozen parameters are quantized shard by shard."
                 " Use a trainable-only checkpoint, or prune it."
             )
-        return Trained(tuple(self.states.models[0]["frozen_param_shapes"][name]), shard_pieces(self.states, name))
+        return Trained(source.shape, Values(source.pieces, stored))
 
     def _module(self, module: dict[str, Any], optimizer: Any) -> dict[str, Any]:
         """The module's state dict; in stage 0 in fp32, and in another precision than before, it has the masters."""

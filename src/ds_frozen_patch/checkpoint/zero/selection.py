@@ -20,7 +20,7 @@ from .groups import Group, Trained, Values
 from .labels import PLAIN_GROUPS
 from .partitions import Shapes
 from .resharding import with_attributes
-from .states import States
+from .states import States, as_names
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class Selection:
         contents = list(states.contents)
         for index, model in enumerate(states.models):
             state = {**model, **{key: renamed(model[key]) for key in _BY_NAME if isinstance(model.get(key), dict)}}
+            state["buffer_names"] = sorted(map(now, as_names(model.get("buffer_names"))))
             for key in ("param_shapes", PLAIN_GROUPS):
                 if isinstance(model.get(key), list):
                     state[key] = [renamed(group) for group in model[key]]
