@@ -177,7 +177,7 @@ def _target(engine: Any, stage: int, ranks: int, change: Change | None) -> Targe
     in_masters = masters_key(vars(engine.optimizer)) if is_plain else ""
     optimizer = {**engine.optimizer.state_dict(), BASE_STATE[3]: None, in_masters: None} if in_masters else {}
     round_robin = bool(engine.zero_round_robin_gradients()) and not ignores_round_robin(__version__, stage)
-    has_state = current().optimizer != "restart"
+    has_state = not current().restart_optimizer
     selection = None if change is None else changed_parameters.selection_of(change, engine)
     size = engine.zero_sub_group_size()
     return Target(ranks, stage, _precision(engine), size, round_robin, has_state, selection, optimizer)

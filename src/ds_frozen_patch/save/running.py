@@ -129,7 +129,7 @@ def place_of(
         shown,
         way=Way.EXCHANGED if is_managed else Way.UNMANAGED,
         writer=WRITER,
-        sync=settings().sync,
+        sync=settings().fsync,
         is_on_own_disks=bool(engine.use_node_local_storage()),
         is_alone=owner.names_each_save,
         warn=warn,

@@ -16,7 +16,6 @@ from ..checkpoint.zero.selection import rename, write_fresh
 from ..checkpoint.zero.states import read_states
 from ..common.errors import CheckpointError
 from ..common.text import human_bytes, printable
-from ..settings import Optimizer
 from .output import check_output, copy_other_files, new_output
 
 Precision = Literal["bf16", "fp32"]  # in fp16 a run needs a scale of its losses, which no other has
@@ -61,7 +60,7 @@ def reshard(
     ranks: int | None = None,
     stage: int | None = None,
     precision: Precision | None = None,
-    optimizer: Optimizer = "load",
+    restart_optimizer: bool = False,
     trust: bool = False,
     dry_run: bool = False,
     quiet: bool = True,
@@ -80,7 +79,7 @@ def reshard(
         stage: the new ZeRO stage, 0 to 3; by default that of the source.
         precision: of the run that is to load it, "bf16" or "fp32"; by default that of the source. Masters and moments
             stay as they are.
-        optimizer: "restart" writes the masters without the optimizer's state, which can then be of any kind.
+        restart_optimizer: write the masters without the optimizer's state, which can then be of any kind.
         trust: accept files that name unexpected classes, and links out of the checkpoint. No code of theirs is run.
         dry_run: write nothing.
         quiet: do not show progress on stderr.
@@ -102,7 +101,7 @@ def reshard(
         states.world_size if ranks is None else ranks,
         states.zero_stage if stage is None else stage,
         None if precision == precision_of(states) else precision,
-        has_state=optimizer != "restart",
+        has_state=not restart_optimizer,
     )
     if now == Target(states.world_size, states.zero_stage):
         raise CheckpointError(

@@ -143,8 +143,8 @@ def locate_trained(states: States, with_state: bool = True) -> list[Group]:
 
 
 MASTERS_ALONE = (
-    'The masters alone can be resharded, for a fresh optimizer: patch(optimizer="restart"), or reshard --optimizer'
-    " restart."
+    "The masters alone can be resharded, for a fresh optimizer: patch(restart_optimizer=True), or reshard"
+    " --restart-optimizer."
 )
 """What to do about an optimizer's state that cannot be resharded."""
 
