@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
@@ -16,7 +16,6 @@ FLAG = "exclude_frozen_parameters"
 
 VerifyBase = Literal["error", "warn", "off"]
 Export = Literal["safetensors", "peft"]
-Optimizer = Literal["load", "restart"]
 
 OF_RUN = tuple(f"DS_FROZEN_PATCH{end}" for end in ("", "_STRICT", "_CPU", "_WARNED"))
 """The environment variables that are no settings: those of `ds-frozen-patch run`, and one that its bootstrap sets."""
@@ -28,13 +27,13 @@ def _metadata(text: str, choices: tuple[str, ...] = (), example: str = "") -> di
     return {"help": text, "kind": kind, "choices": choices, "example": example}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """The options of `patch()`.
 
-    Each is declared here alone: its check, its environment variable, its line in the docstring of `patch()` and the
-    option of `ds-frozen-patch run` are made from the field. Its `metadata` has `help`, `kind` ("choice", "patterns" or
-    "switch"), the `choices` of a choice, and an `example` of a pattern.
+    Each is declared here alone: the signature and the docstring of `patch()`, its check, its environment variable and
+    the option of `ds-frozen-patch run` are made from the field. Its `metadata` has `help`, `kind` ("choice", "patterns"
+    or "switch"), the `choices` of a choice, and an `example` of a pattern.
     """
 
     verify_base: VerifyBase = field(
@@ -45,7 +44,7 @@ class Settings:
             choices=get_args(VerifyBase),
         ),
     )
-    keep: tuple[str, ...] = field(
+    keep: Sequence[str] = field(
         default=(),
         metadata=_metadata(
             "Shell patterns such as `*.random_features`: frozen parameters with matching names are saved anyway,"
@@ -53,7 +52,7 @@ class Settings:
             example="*.random_features",
         ),
     )
-    leave_out: tuple[str, ...] = field(
+    leave_out: Sequence[str] = field(
         default=(),
         metadata=_metadata(
             "Shell patterns such as `*.qweight`: buffers with matching names are left out as part of the base, and"
@@ -78,27 +77,26 @@ class Settings:
             " that mentions this option unless it is off.",
         ),
     )
-    optimizer: Optimizer = field(
-        default="load",
+    restart_optimizer: bool = field(
+        default=False,
         metadata=_metadata(
-            "`load` restores the optimizer. `restart` resumes from the checkpoint's master weights with a fresh"
-            " optimizer, which may be of another kind; it keeps the learning rates.",
-            choices=get_args(Optimizer),
+            "Resume from the checkpoint's master weights with a fresh optimizer, which may be of another kind; it keeps"
+            " the learning rates.",
         ),
     )
-    sync: bool = field(
+    fsync: bool = field(
         default=True,
         metadata=_metadata(
             "Wait in each save until its files are on disk, so that a power cut or a crash of the machine loses"
             " neither it nor the checkpoint that it replaces. If off, it can lose both.",
         ),
     )
-    trust: bool = field(
-        default=True,
+    weights_only: bool = field(
+        default=False,
         metadata=_metadata(
-            "Let a load run code that the checkpoint names, as it can without `patch()`. If off, a load accepts only"
-            " tensors, plain values and DeepSpeed's own classes, and refuses anything else before it reads it (torch"
-            " 2.6 or newer; releases before 2.10 have known bypasses).",
+            "Let a load accept only tensors, plain values and DeepSpeed's own classes, and refuse anything else before"
+            " it reads it (torch 2.6 or newer; releases before 2.10 have known bypasses). If off, a load runs code that"
+            " the checkpoint names, without a warning, as it does without `patch()`.",
         ),
     )
     whole_model: bool = field(
@@ -153,7 +151,7 @@ def checked(arguments: Mapping[str, Any], before: Settings | None = None) -> Set
     """New settings from the arguments of `patch()`.
 
     Args:
-        arguments: by name; None leaves a setting as it was.
+        arguments: by name.
         before: the settings until now; None for those of the environment.
 
     Raises:
@@ -161,8 +159,9 @@ def checked(arguments: Mapping[str, Any], before: Settings | None = None) -> Set
         TypeError: an argument has the wrong type.
     """
     new = from_environment() if before is None else before
-    given = {name: value for name, value in arguments.items() if value is not None}
-    return replace(new, **{name: _checked(OPTIONS[name], value, name) for name, value in given.items()})
+    if unknown := [name for name in arguments if name not in OPTIONS]:
+        raise TypeError(f"patch() has no option {unknown[0]!r}. {did_you_mean(unknown[0], OPTIONS)}".strip())
+    return replace(new, **{name: _checked(OPTIONS[name], value, name) for name, value in arguments.items()})
 
 
 def from_environment() -> Settings:
@@ -239,6 +238,8 @@ def _from_word(option: Field[Any], word: str) -> Any:
 
 def _checked(option: Field[Any], value: Any, origin: str) -> Any:
     """The value of an option, if it is possible; `origin` is what the error calls it."""
+    if value is None and option.default is None:
+        return None
     if option.metadata["kind"] == "patterns":
         patterns = (None,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
         if not all(isinstance(pattern, str) for pattern in patterns):

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.promise(18), pytest.mark.everyday]
 def set_up_unlike(out: str, how: str) -> tuple[str, str, float]:
     """Give rank 1 a different setting; return what this rank raises before the first step, and when."""
     odd = os.environ["RANK"] == "1"
-    told: dict[str, Any] = {"verify_base": "off", "keep": ["*.x"], "sync": False}
+    told: dict[str, Any] = {"verify_base": "off", "keep": ["*.x"], "fsync": False}
     ds_frozen_patch.patch(**{how: told[how]} if odd else {})
     module = runs.LoraRun()
     trainer = runs.trainer(out, 2, 2, epochs=1, enable_checkpointing=False)
@@ -48,7 +48,7 @@ def set_up_unlike(out: str, how: str) -> tuple[str, str, float]:
 
 @pytest.mark.short
 @pytest.mark.once
-@pytest.mark.parametrize("how", ["verify_base", "keep", "sync"])
+@pytest.mark.parametrize("how", ["verify_base", "keep", "fsync"])
 def test_different_settings_on_one_rank(ranks: Any, tmp_path: Path, how: str) -> None:
     for name, text, seconds in ranks(2, set_up_unlike, alone=True, out=str(tmp_path), how=how):
         assert name == "PatchError"

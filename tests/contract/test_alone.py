@@ -117,7 +117,7 @@ class Alone:
 
 
 def on_some_ranks() -> Any:
-    """Rank 1 trains an engine of its own, as it can without us; DeepSpeed cannot save it: it waits for rank 0."""
+    """Rank 1 creates an engine of its own, as it can without us."""
     adapt_deepspeed()
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
     alone = Alone()
@@ -126,9 +126,7 @@ def on_some_ranks() -> Any:
             module = torch.nn.Sequential(torch.nn.Linear(4, 4).requires_grad_(False), torch.nn.Linear(4, 1))
             config = {**runs.config(0), "train_batch_size": 1}
             adam = torch.optim.AdamW(module[1].parameters())
-            engine = deepspeed.initialize(model=module, config=config, optimizer=adam, mpu=alone)[0]
-            engine.backward(engine(torch.ones(1, 4)).mean())
-            engine.step()
+            deepspeed.initialize(model=module, config=config, optimizer=adam, mpu=alone)
     return [message for message in messages if "that only some ranks of the process group have" in message]
 
 

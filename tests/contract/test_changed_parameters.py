@@ -133,7 +133,7 @@ def test_restored_by_name(
 
 def resume(path: str, stage: int, restart: bool = False, **options: Any) -> Any:
     """What an engine holds after a load, and its learning rates; it can train on."""
-    ds_frozen_patch.patch(elastic=True, optimizer="restart" if restart else None)
+    ds_frozen_patch.patch(elastic=True, restart_optimizer=restart)
     engine = stages.begin(stage, lr=5e-3, round_robin=True, **options)
     engine.load_checkpoint(path)
     found = stages.state_of(engine), [group["lr"] for group in engine.optimizer.param_groups]

@@ -106,14 +106,14 @@ class RunsCode:
 
 
 def untrusting(by: str, out: str, place: str) -> Any:
-    with owners.served(trust=False):
+    with owners.served(weights_only=True):
         return runs.refusal(Run(by, f"{out}/again", 2, 2).train, Path(place))
 
 
 @by_each
 def test_trust(ranks: Any, tmp_path: Path, by: str) -> None:
     """Runs resume with `trust=False`, and a file of DeepSpeed's that names a function of the system is refused."""
-    arguments = {"stage": 2, "kind": PEFT, "settings": {"trust": False}}
+    arguments = {"stage": 2, "kind": PEFT, "settings": {"weights_only": True}}
     for is_same, _ in ranks(2, whole_and_resumed, by=by, out=str(tmp_path), **arguments):
         assert is_same
     file = next(file for file in tmp_path.rglob("*optim_states.pt") if "again" not in file.parts)

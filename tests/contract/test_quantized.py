@@ -193,7 +193,7 @@ def test_optimizers_with_8_bits_in_other_stages(ranks: Any, tmp_path: Path) -> N
     for source, stage, number in ((paths[2], 2, 3), (paths[2], 3, 3), (str(tmp_path / "of 3" / "small"), 2, 1)):
         with pytest.raises(CheckpointError, match=r"each 256 elements, and a parameter or a shard, .*restart"):
             reshard(source, tmp_path / "out", stage=stage, ranks=number)
-    assert reshard(paths[2], tmp_path / "out", ranks=3, optimizer="restart").ranks == 3
+    assert reshard(paths[2], tmp_path / "out", ranks=3, restart_optimizer=True).ranks == 3
 
 
 def save_with_torchao(out: str, stage: int) -> None:

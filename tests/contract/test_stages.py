@@ -362,7 +362,7 @@ def test_a_fresh_optimizer(ranks: Any, saved: Any, tmp_path: Path, stage: int, n
         assert all(not values[key].any() for values in state.values() for key in values.keys() - {"master", "step"})
         assert stages.apart(losses, found[0][1]) <= 1e-6
         made = tmp_path / str(index)
-        reshard(source / "small", made, stage=stage, ranks=number, optimizer="restart")
+        reshard(source / "small", made, stage=stage, ranks=number, restart_optimizer=True)
         size = 20 if index == 2 else 10**9  # as in the configuration that saved it, or DeepSpeed's default
         options = {"stage": stage, "optimizer": "SGD", "elastic": None, "sub_group_size": size}
         ((state, _, _),) = ranks(number, stages.resume_from, paths=[str(made)], **options)[0]

@@ -1,4 +1,4 @@
-"""`patch(trust=...)`: with False a load runs nothing that a checkpoint names, and benign runs resume as before."""
+"""`patch(weights_only=True)`: a load runs nothing that a checkpoint names, and benign runs resume as before."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.everyday,
     pytest.mark.skipif(
         not hasattr(torch.serialization, "get_unsafe_globals_in_checkpoint"),
-        reason="torch is too old for trust=False",
+        reason="torch is too old for weights_only=True",
     ),
 ]
 
@@ -38,7 +38,7 @@ class RunsCode:
 
 
 def whole_and_resumed(out: str, world_size: int, stage: int, precision: str, trust: bool) -> Any:
-    ds_frozen_patch.patch(trust=trust)
+    ds_frozen_patch.patch(weights_only=not trust)
     results = []
     for resume_from in (None, f"{out}/epoch=0.ckpt"):
         folder = out if resume_from is None else f"{out}/again"
@@ -56,7 +56,7 @@ def whole_and_resumed(out: str, world_size: int, stage: int, precision: str, tru
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_runs_resume_with_trust_false(ranks: Any, tmp_path: Path, stage: int) -> None:
+def test_runs_resume_with_weights_only(ranks: Any, tmp_path: Path, stage: int) -> None:
     arguments: dict[str, Any] = {"world_size": 2, "stage": stage, "precision": precision_of(stage), "trust": False}
     for (whole, resumed), (tested, of_weights) in ranks(2, whole_and_resumed, out=str(tmp_path), **arguments):
         assert whole == resumed
@@ -65,7 +65,7 @@ def test_runs_resume_with_trust_false(ranks: Any, tmp_path: Path, stage: int) ->
 
 def resume_all(out: str, paths: list[str], stage: int, trust: bool) -> list[tuple[str, str]]:
     """Return the error and the messages of each resume; all in one run, so that the ranks stay in step."""
-    ds_frozen_patch.patch(trust=trust)
+    ds_frozen_patch.patch(weights_only=not trust)
     found = []
     for path in paths:
         trainer = runs.trainer(out, 2, stage, precision=precision_of(stage), enable_checkpointing=False)
@@ -149,7 +149,7 @@ def test_fabric_and_torch_load_of_the_program(ranks: Any, tmp_path: Path) -> Non
 
 
 def train_on(out: str, trust: bool, is_monitored: bool) -> None:
-    ds_frozen_patch.patch(trust=trust)
+    ds_frozen_patch.patch(weights_only=not trust)
     options: dict[str, Any] = {"monitor": "epoch", "mode": "max", "save_last": True} if is_monitored else {}
     keeps = ModelCheckpoint(f"{out}/kept", filename="{epoch}", save_top_k=1, **options)
     resume_from = f"{out}/named.ckpt" if Path(out, "named.ckpt").is_dir() else None
@@ -265,7 +265,7 @@ class Mine:
 
 
 def fabric_life(out: str) -> list[Any]:
-    ds_frozen_patch.patch(trust=False)
+    ds_frozen_patch.patch(weights_only=True)
     fabric = runs.fabric(2, 2)
     model, optimizer = runs.fabric_setup(fabric)
     runs.fabric_epoch(fabric, model, optimizer)
@@ -286,13 +286,13 @@ def fabric_life(out: str) -> list[Any]:
 def load_by_deepspeed(out: str, way: str) -> str:
     """What a load says that DeepSpeed does by itself: a universal one, or into an engine that is not served."""
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
-    ds_frozen_patch.patch(trust=False)
+    if way == "universal":
+        ds_frozen_patch.patch(weights_only=True)
     universal = {"checkpoint": {"load_universal": True}} if way == "universal" else {}
     module = torch.nn.Linear(2, 2)
     config = runs.config(1) | {"train_micro_batch_size_per_gpu": 1, **universal}
     engine = deepspeed.initialize(model=module, config=config, optimizer=torch.optim.AdamW(module.parameters()))[0]
-    if way == "universal":
-        ds_frozen_patch.serve(engine)
+    ds_frozen_patch.patch(weights_only=True)
     try:
         engine.load_checkpoint(out)
     except ds_frozen_patch.CheckpointError as error:

@@ -675,6 +675,6 @@ def test_a_save_is_synced(ranks: Any, tmp_path: Path, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_sync_can_be_turned_off(ranks: Any, tmp_path: Path, stage: int) -> None:
-    for found in ranks(2, synced_paths, out=str(tmp_path), stage=stage, options={"sync": False}):
+    for found in ranks(2, synced_paths, out=str(tmp_path), stage=stage, options={"fsync": False}):
         assert found == [[], []]
     assert len(list(tmp_path.rglob("*.pt"))) > 1

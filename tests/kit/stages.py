@@ -276,7 +276,7 @@ def resume_from(
 
     With another `seed`, the engine is built on another base, which a full checkpoint replaces.
     """
-    ds_frozen_patch.patch(elastic=elastic, optimizer="restart" if restart else None)
+    ds_frozen_patch.patch(elastic=elastic, restart_optimizer=restart)
     found = []
     for path in paths:
         engine = begin(stage, seed=seed, **options)

@@ -117,15 +117,18 @@ def test_the_users_sitecustomize_runs(run: Run, site: Site, tmp_path_factory: py
 def test_options_become_settings(run: Run) -> None:
     program = "look(); from ds_frozen_patch.settings import current; print(current())"
     options = (
-        "--verify-base warn --keep a.* --keep b --leave-out q --export peft --elastic --optimizer restart --no-sync"
-        " --no-trust --no-whole-model --async-save --no-verify-files"
+        "--verify-base warn --keep a.* --keep b --leave-out q --export peft --elastic --restart-optimizer --no-fsync"
+        " --weights-only --no-whole-model --async-save --no-verify-files"
     )
     said = run(program, *options.split()).stdout
     assert said == (
         "Settings(verify_base='warn', keep=('a.*', 'b'), leave_out=('q',), export='peft',"
-        " elastic=True, optimizer='restart', sync=False, trust=False, whole_model=False, async_save=True,"
+        " elastic=True, restart_optimizer=True, fsync=False, weights_only=True, whole_model=False, async_save=True,"
         " verify_files=False)\n"
     )
+    undone = run(program, "--no-keep", "--no-export", DS_FROZEN_PATCH_KEEP="c", DS_FROZEN_PATCH_EXPORT="peft").stdout
+    assert "keep=()" in undone
+    assert "export=None" in undone
     assert "elastic=False" in run(program, "--no-elastic", DS_FROZEN_PATCH_KEEP=" c , d ").stdout
     assert "keep=('c', 'd')" in run(program, DS_FROZEN_PATCH_KEEP=" c , d ").stdout
 

@@ -7,11 +7,11 @@ differ as no real release does; the last ones use the real ones.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
 from typing import get_type_hints
 
 import pytest
@@ -485,12 +485,12 @@ for one in caught: print(one.filename, one.message)
 
 
 def test_patch_has_the_options_as_arguments() -> None:
-    """Editors read them in its signature, and people their help in its docstring."""
-    types = {name: kind for name, kind in get_type_hints(dfp.patch).items() if name != "return"}
-    declared = get_type_hints(Settings)
-    patterns = {tuple[str, ...]: Iterable[str]}
-    assert types == {name: patterns.get(kind, kind) | None for name, kind in declared.items()}
-    assert list(types) == [field.name for field in dataclasses.fields(Settings)]
+    """Editors read them and their defaults in its signature, and people their help in its docstring."""
+    for function in (dfp.patch, dfp.patched):
+        shown, declared = inspect.signature(function).parameters, inspect.signature(Settings).parameters
+        assert shown == declared
+        assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in shown.values())
+    assert get_type_hints(dfp.patch) == {**get_type_hints(Settings), "return": dfp.Status}
     for field in dataclasses.fields(Settings):
         assert f"    {field.name}: {field.metadata['help'][:40]}" in str(dfp.patch.__doc__)
 
@@ -514,7 +514,10 @@ refused(ValueError, "DS_FROZEN_PATCH_VERIFY_BASE", "'no'")
 del os.environ["DS_FROZEN_PATCH_VERIFY_BASE"]
 refused(TypeError, "elastic", elastic="yes")
 refused(TypeError, "elastic", elastic=1)
-refused(TypeError, "trust", trust="no")
+refused(TypeError, "weights_only", weights_only="no")
+refused(TypeError, "fsync", fsync=None)
+refused(TypeError, "no option 'elastik'. Did you mean 'elastic'?", elastik=True)
+refused(TypeError, "patch()", **{"export": None, "verify_bse": "off"})
 os.environ["DS_FROZEN_PATCH_ELASTIC"] = "yes"
 refused(ValueError, "DS_FROZEN_PATCH_ELASTIC", "'yes'")
 """
@@ -541,14 +544,14 @@ dfp.patch()
 def test_settings_are_kept_and_given_back(site: Site) -> None:
     program = """
 from ds_frozen_patch.settings import Settings, current
-dfp.patch(verify_base="warn"); dfp.patch(keep=["a.*"]); dfp.patch()
-assert current() == Settings("warn", ("a.*",))
-with dfp.patched(verify_base="off"): assert current() == Settings("off", ("a.*",))
-assert current() == Settings("warn", ("a.*",))
+dfp.patch(export="peft"); dfp.patch(verify_base="warn", export=None); dfp.patch(keep=["a.*"]); dfp.patch()
+assert current() == Settings(verify_base="warn", keep=("a.*",))
+with dfp.patched(verify_base="off"): assert current() == Settings(verify_base="off", keep=("a.*",))
+assert current() == Settings(verify_base="warn", keep=("a.*",))
 dfp.unpatch()
 assert current() == Settings()
 import os; os.environ["DS_FROZEN_PATCH_VERIFY_BASE"] = "off"
-dfp.patch(); assert current() == Settings("off")
+dfp.patch(); assert current() == Settings(verify_base="off")
 dfp.unpatch()
 for word, elastic in (("1", True), ("0", False), ("", None)):
     os.environ["DS_FROZEN_PATCH_ELASTIC"] = word

@@ -63,7 +63,7 @@ class Shape:
 
 
 TWO_THREADS = (PASS, READ, MULTIPLY)  # both cores compute; the ranks have one thread each otherwise
-SETTINGS: dict[str, dict[str, Any]] = {OURS: {}, OURS_UNSYNCED: {"sync": False}, OURS_ASYNC: {"async_save": True}}
+SETTINGS: dict[str, dict[str, Any]] = {OURS: {}, OURS_UNSYNCED: {"fsync": False}, OURS_ASYNC: {"async_save": True}}
 
 _now: dict[str, Any] = {}  # what this rank has in memory between two calls
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from .. import __version__
 from ..checkpoint.dtypes import DTYPES
 from ..common.text import did_you_mean
-from ..settings import OPTIONS, described
+from ..settings import OPTIONS, described, variable
 from ..tools.export import FORMATS
 from ..tools.reshard import PRECISIONS
 from . import commands
@@ -102,7 +102,8 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = add("run", commands.run_run, "run a command and its child processes with patching enabled")
     _add_run_arguments(command)
-    command = add("status", commands.run_status, "show which packages are installed and what patch() does with them")
+    about = "show what patch() does here with each package; the exit status is 1 if it would raise"
+    command = add("status", commands.run_status, about)
     _add_json(command)
     command = add("inspect", commands.run_inspect, "show what takes up space in a checkpoint, without reading tensors")
     _add_checkpoint(command)
@@ -161,10 +162,9 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--stage", type=int, choices=range(4), help="the new ZeRO stage (default: as it is)")
     command.add_argument("--precision", choices=PRECISIONS, help="of the run that is to load it (default: as it is)")
     command.add_argument(
-        "--optimizer",
-        choices=OPTIONS["optimizer"].metadata["choices"],
-        default="load",
-        help="restart: write the masters alone, for a fresh optimizer",
+        "--restart-optimizer",
+        action="store_true",
+        help="write the masters alone, for a fresh optimizer",
     )
     command = add("verify", commands.run_verify, "check that a checkpoint is complete, undamaged and consistent")
     _add_checkpoint(command)
@@ -177,18 +177,21 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_run_arguments(command: argparse.ArgumentParser) -> None:
     command.usage = "%(prog)s [options] -- COMMAND ..."
     command.add_argument("program", metavar="COMMAND", nargs=argparse.REMAINDER, help="the command and its arguments")
-    command.add_argument(
-        "--strict", action="store_true", default=None, help="exit with an error if patching is not possible"
-    )
+    switch = argparse.BooleanOptionalAction
+    command.add_argument("--strict", action=switch, help="exit with an error if a checkpoint would be full")
     for option in OPTIONS.values():
         words, kind = described(option).replace("`", ""), option.metadata["kind"]
         settings: dict[str, Any] = {
             "choice": {"choices": option.metadata["choices"], "help": words},
             "patterns": {"metavar": "PATTERN", "action": "append", "help": f"{words} Repeatable."},
-            "switch": {"action": argparse.BooleanOptionalAction, "help": words},
+            "switch": {"action": switch, "help": words},
         }[kind]
-        command.add_argument(f"--{option.name.replace('_', '-')}", **settings)
-    command.add_argument("--cpu", action="store_true", default=None, help="train on CPU, to test without a GPU")
+        name = option.name.replace("_", "-")
+        command.add_argument(f"--{name}", **settings)
+        if kind != "switch" and option.default in (None, ()):  # the environment may have set it
+            about = f"undo {variable(option.name)}"
+            command.add_argument(f"--no-{name}", dest=option.name, action="store_const", const="", help=about)
+    command.add_argument("--cpu", action=switch, help="train on CPU, to test without a GPU")
     command.add_argument("--env", action="store_true", help="print the environment variables instead, for a shell")
 
 

@@ -89,7 +89,7 @@ def run_reshard(args: argparse.Namespace) -> int:
     """Reshard a checkpoint."""
     if args.ranks is None and args.stage is None and args.precision is None:
         args.wrong("pass --ranks, --stage or --precision")
-    return _write(args, reshard, **_options(args, "ranks", "stage", "precision", "optimizer", "trust"))
+    return _write(args, reshard, **_options(args, "ranks", "stage", "precision", "restart_optimizer", "trust"))
 
 
 def run_verify(args: argparse.Namespace) -> int:

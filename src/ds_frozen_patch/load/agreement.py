@@ -108,7 +108,7 @@ def agree(load: Load, what: str, problem: Exception | None = None) -> bool:
         CheckpointMismatchError: the ranks load different things, or their settings differ.
     """
     now = settings()
-    request = f"{what}, verify_base={now.verify_base!r}, elastic={now.elastic!r}, optimizer={now.optimizer!r}"
+    request = f"{what}, verify_base={now.verify_base!r}, elastic={now.elastic!r}, {now.restart_optimizer=}"
     save = digest(load.record.save) if load.record is not None else 0
     numbers = [problem is not None, digest(request), _knows_base(load), save]
     everyone = gather_numbers(numbers, load.owner.device)

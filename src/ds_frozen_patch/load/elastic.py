@@ -348,7 +348,7 @@ def _target(engine: Any) -> dict[str, Any]:
         "precision": _precision(engine),
         "sub_group_size": engine.zero_sub_group_size(),
         "round_robin": bool(engine.zero_round_robin_gradients()) and not ignores_round_robin(__version__, stage),
-        "has_state": current().optimizer != "restart",
+        "has_state": not current().restart_optimizer,
         "like": {**engine.optimizer.state_dict(), BASE_STATE[3]: None, in_masters: None} if in_masters else {},
     }
 

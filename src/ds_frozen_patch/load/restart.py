@@ -1,4 +1,4 @@
-"""A load that goes on from the masters of a checkpoint with a fresh optimizer: `patch(optimizer="restart")`."""
+"""A load that goes on from the masters of a checkpoint with a fresh optimizer: `patch(restart_optimizer=True)`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .running import Load
 
 def restarts(load: Load) -> bool:
     """Whether the optimizer's state is not to be loaded, although the call asks for it."""
-    return load.restores_optimizer and current().optimizer == "restart"
+    return load.restores_optimizer and current().restart_optimizer
 
 
 def with_fresh_optimizer(load: Load) -> Attributes:
@@ -25,7 +25,7 @@ def with_fresh_optimizer(load: Load) -> Attributes:
         optimizer = optimizer.optimizer
     warn(
         load.owner,
-        'patch(optimizer="restart"): the state of the optimizer in the checkpoint is not loaded.'
+        "patch(restart_optimizer=True): the state of the optimizer in the checkpoint is not loaded."
         f" {type(optimizer).__name__} starts anew from the checkpoint's master weights, with its learning rates.",
     )
 

@@ -1,6 +1,6 @@
-"""Whether a load may run code that a checkpoint names: `patch(trust=...)`.
+"""Whether a load may run code that a checkpoint names: `patch(weights_only=...)`.
 
-torch unpickles the files that DeepSpeed and Lightning load, and calls whatever a pickle names. With `trust=False` it
+torch unpickles the files that DeepSpeed and Lightning load, and calls whatever a pickle names. Under this option it
 reads tensors, plain values and a few classes of DeepSpeed's, and nothing else: each file is inspected before it is
 loaded, and every `torch.load`, whoever calls it, gets `weights_only=True`.
 """
@@ -21,12 +21,12 @@ from ..settings import current
 
 def runs_nothing() -> bool:
     """Whether a load must not run anything."""
-    return not current().trust
+    return current().weights_only
 
 
 @contextmanager
 def trust() -> Iterator[None]:
-    """While this lasts, `torch.load` runs no more than `patch(trust=...)` allows."""
+    """While this lasts, `torch.load` runs no more than `patch(weights_only=...)` allows."""
     if not runs_nothing():
         yield
         return
@@ -34,8 +34,8 @@ def trust() -> Iterator[None]:
 
     if not hasattr(torch.serialization, "get_unsafe_globals_in_checkpoint"):
         raise CheckpointError(
-            f"patch(trust=False) needs torch 2.6 or newer, better 2.10: torch {torch.__version__} cannot list what a"
-            " file names. Update torch, or load without trust=False."
+            f"patch(weights_only=True) needs torch 2.6 or newer, better 2.10: torch {torch.__version__} cannot list"
+            " what a file names. Update torch, or load without weights_only=True."
         )
     original = torch.load
 
@@ -75,7 +75,7 @@ def refuse_unsafe_in(root: Path, tag: str | None, note: str) -> None:
 
 
 def refuse_unsafe(file: Path) -> None:
-    """With `trust=False`, raise CheckpointError for a file that torch cannot read, or that names what could run.
+    """With `weights_only=True`, raise CheckpointError for a file that torch cannot read, or that names what could run.
 
     Call it within `trust()`.
     """
@@ -88,11 +88,11 @@ def refuse_unsafe(file: Path) -> None:
     except Exception as error:  # whatever a damaged pickle leads to
         raise CheckpointError(
             f"{file} is damaged, or has what torch does not read with weights_only=True ({type(error).__name__}:"
-            f" {error}), and patch(trust=False) loads nothing else. Nothing was run."
+            f" {error}), and patch(weights_only=True) loads nothing else. Nothing was run."
         ) from None
     if unsafe:
         raise CheckpointError(
-            f"{file} names {named(unsafe)}, and patch(trust=False) loads nothing that could run. Nothing was run. If"
-            " you know these classes and trust the origin of the file, declare them with"
-            " torch.serialization.add_safe_globals, or load without trust=False."
+            f"{file} names {named(unsafe)}, and patch(weights_only=True) loads nothing that could run. Nothing was run."
+            " If you know these classes and trust the origin of the file, declare them with"
+            " torch.serialization.add_safe_globals, or load without weights_only=True."
         )

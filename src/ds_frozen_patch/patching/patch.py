@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 import textwrap
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from types import ModuleType
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, get_type_hints
 
 import wrapt
 
@@ -25,7 +26,6 @@ from ..engine.target import ENGINE
 from ..frameworks.serving import has_both_kinds, notes
 from ..frameworks.targets import BESIDE, OWNERS, may_be_left_alone
 from ..publish import in_flight
-from ..settings import Export, Optimizer, VerifyBase
 from .findings import check, note_on_refused, notes_on, probe_all, refusal, to_be_served
 from .status import Status, TargetStatus
 from .wrapping import Wrapping, wrap, wrap_beside
@@ -78,20 +78,28 @@ _P = ParamSpec("_P")
 _lock = threading.RLock()
 
 
-def patch(
-    *,
-    verify_base: VerifyBase | None = None,
-    keep: Iterable[str] | None = None,
-    leave_out: Iterable[str] | None = None,
-    export: Export | None = None,
-    elastic: bool | None = None,
-    optimizer: Optimizer | None = None,
-    sync: bool | None = None,
-    trust: bool | None = None,
-    whole_model: bool | None = None,
-    async_save: bool | None = None,
-    verify_files: bool | None = None,
-) -> Status:
+def _taking(options: Callable[_P, object]) -> Callable[[Callable[[Mapping[str, Any]], Status]], Callable[_P, Status]]:
+    """Give a function the options as keyword arguments; it gets those that are named in a call."""
+
+    def decorated(function: Callable[[Mapping[str, Any]], Status]) -> Callable[_P, Status]:
+        @wraps(function)
+        def taking(*_: _P.args, **named: _P.kwargs) -> Status:
+            return function(named)
+
+        shown = inspect.signature(options)
+        taking.__signature__ = shown.replace(return_annotation=Status)  # type: ignore[attr-defined]
+        taking.__annotations__ = get_type_hints(_settings.Settings) | {"return": Status}
+        entries = [f"{option.name}: {_settings.described(option)}" for option in _settings.OPTIONS.values()]
+        lines = [textwrap.fill(entry, 120, initial_indent=" " * 8, subsequent_indent=" " * 12) for entry in entries]
+        # There is no docstring under -OO.
+        taking.__doc__ = (function.__doc__ or "").replace("        {options}", "\n".join(lines))
+        return taking
+
+    return decorated
+
+
+@_taking(_settings.Settings)
+def patch(options: Mapping[str, Any]) -> Status:
     """Make the checkpoints of Lightning, Accelerate, Trainer and DeepSpeed alone trainable-only, and loadable.
 
     What is imported already is wrapped now, the rest when it is imported. Call it before the engine is created.
@@ -100,8 +108,8 @@ def patch(
     Args:
         {options}
 
-    For each argument that is not given, an environment variable counts, such as DS_FROZEN_PATCH_VERIFY_BASE: `keep` and
-    `leave_out` are separated by commas there, and True and False are 1 and 0.
+    For each argument that the first call does not name, an environment variable counts, such as
+    DS_FROZEN_PATCH_VERIFY_BASE: `keep` and `leave_out` are separated by commas there, and True and False are 1 and 0.
 
     Returns:
         What `status()` returns afterwards.
@@ -112,14 +120,14 @@ def patch(
             and what to do, and nothing is patched. What only the import of a framework shows is raised there. Where
             Lightning is served, an Accelerate or Trainer that cannot be patched is a warning.
     """
-    return _put_in_force(dict(locals()), _warn_caller)
+    return _put_in_force(options, _warn_caller)
 
 
 def _put_in_force(
-    arguments: Mapping[str, Any], tell: Callable[[str], object], refuse: Callable[[str], None] | None = None
+    options: Mapping[str, Any], tell: Callable[[str], object], refuse: Callable[[str], None] | None = None
 ) -> Status:
     global _current, _refused
-    new_settings = _settings.checked(arguments, _settings.current() if _current else None)
+    new_settings = _settings.checked(options, _settings.current() if _current else None)
     _unpatch_other_copy()
     _finish_imports()
     findings = probe_all() if _current is None else {}
@@ -154,17 +162,7 @@ def _unpatch_other_copy() -> None:
 def _warn_caller(message: str) -> None:
     """Warn the caller of `patch()`, once per node."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        warnings.warn(message, stacklevel=4)
-
-
-def _with_options(docstring: str) -> str:
-    """The docstring of `patch()`, with a line for each option."""
-    entries = [f"{option.name}: {_settings.described(option)}" for option in _settings.OPTIONS.values()]
-    lines = [textwrap.fill(entry, 120, initial_indent=" " * 8, subsequent_indent=" " * 12) for entry in entries]
-    return docstring.replace("        {options}", "\n".join(lines))
-
-
-patch.__doc__ = _with_options(patch.__doc__ or "")  # which is None under -OO
+        warnings.warn(message, stacklevel=5)
 
 
 def patch_quietly(refuse: Callable[[str], None]) -> None:

@@ -16,7 +16,7 @@ from ..settings import FLAG
 from ..settings import current as settings
 from .running import Save
 
-_MUST_BE_EQUAL = ("keep", "leave_out", "export", "sync", "whole_model", "async_save")
+_MUST_BE_EQUAL = ("keep", "leave_out", "export", "fsync", "whole_model", "async_save")
 """The settings that change what the ranks do together in a save."""
 _FOUR = struct.Struct("<4q")
 

@@ -40,7 +40,7 @@ class Around:
             CheckpointError: a rank could not write or sync its files.
         """
         self._raise()
-        if not settings().sync:
+        if not settings().fsync:
             return
         if served.publishes:
             with self.failures.deferred(self._folder):

@@ -115,7 +115,7 @@ def place_of(
         shown,
         is_tag=folder is not None,
         is_managed=is_managed,
-        sync=settings().sync,
+        sync=settings().fsync,
         is_on_own_disks=bool(engine.use_node_local_storage()),
         is_alone=owner.names_each_save,
         warn=warn,

@@ -22,7 +22,6 @@ from ..common.errors import CheckpointError
 from ..common.progress import progress
 from ..common.text import human_bytes, printable
 from ..core.record import identify, write_record
-from ..settings import Optimizer
 from .output import check_output, copy_other_files, new_output
 
 Precision = Literal["bf16", "fp32"]  # in fp16 a run needs a scale of its losses, which no other has
@@ -67,7 +66,7 @@ def reshard(
     ranks: int | None = None,
     stage: int | None = None,
     precision: Precision | None = None,
-    optimizer: Optimizer = "load",
+    restart_optimizer: bool = False,
     trust: bool = False,
     dry_run: bool = False,
     quiet: bool = True,
@@ -86,7 +85,7 @@ def reshard(
         stage: the new ZeRO stage, 0 to 3; by default that of the source.
         precision: of the run that is to load it, "bf16" or "fp32"; by default that of the source. Masters and moments
             stay as they are.
-        optimizer: "restart" writes the masters without the optimizer's state, which can then be of any kind.
+        restart_optimizer: write the masters without the optimizer's state, which can then be of any kind.
         trust: read files that are links out of the checkpoint.
         dry_run: write nothing.
         quiet: do not show progress on stderr.
@@ -105,7 +104,7 @@ def reshard(
         raise ValueError(f"precision must be 'bf16' or 'fp32', not {precision!r}")
     states = read_states(source, tag, trust)
     before = target_for(states)
-    has_state = None if optimizer != "restart" else False
+    has_state = False if restart_optimizer else None
     now = target_for(states, ranks=ranks, stage=stage, precision=precision, has_state=has_state)
     if now == before:
         raise CheckpointError(
