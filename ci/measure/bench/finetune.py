@@ -23,7 +23,7 @@ from training import WITHOUT_FROZEN
 
 OURS = "Lightning, `patch()`"
 NATIVE = "Lightning, `exclude_frozen_parameters=True`"
-OURS_UNSYNCED = "Lightning, `patch(sync=False)`"
+OURS_UNSYNCED = "Lightning, `patch(fsync=False)`"
 OURS_ASYNC = "Lightning, `patch(async_save=True)`"
 NATIVE_SYNCED = "Lightning, `exclude_frozen_parameters=True`, and then fsync"
 FULL = "Lightning"

@@ -18,7 +18,7 @@ WAYS = {
     FULL: "full save, plain Lightning",
     FULL_SYNCED: "the same, and then fsync",
     NATIVE: "trainable-only save by DeepSpeed's flag",
-    OURS_UNSYNCED: "the same, a later one under `patch(sync=False)`",
+    OURS_UNSYNCED: "the same, a later one under `patch(fsync=False)`",
     PASS: f"{PASS}, two threads",
     READ: f"{READ}, two threads",
     MULTIPLY: f"{MULTIPLY}, two threads",
@@ -46,7 +46,7 @@ def render(found: dict[str, Any]) -> str:
         ["fingerprints / plain read", judged(ratios(ways, PASS, READ), read), f"at most {read:.2f}"],
         [f"{MULTIPLY} / plain read", spread(ratios(ways, MULTIPLY, READ)), ""],
         [
-            "a later save under `patch(sync=False)` / DeepSpeed's flag",
+            "a later save under `patch(fsync=False)` / DeepSpeed's flag",
             judged(ratios(ways, OURS_UNSYNCED, NATIVE), 1.05, ".3f"),
             "at most 1.05",
         ],

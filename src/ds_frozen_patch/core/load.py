@@ -197,7 +197,7 @@ def _load_universal(
 
 
 def _load_by_deepspeed(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Let DeepSpeed load by itself, and run nothing with `trust=False`."""
+    """Let DeepSpeed load by itself, and run nothing with `weights_only=True`."""
     if not runs_nothing():
         return wrapped(*args, **kwargs)
     call = inspect.signature(wrapped).bind(*args, **kwargs)

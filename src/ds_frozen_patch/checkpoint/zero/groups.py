@@ -36,8 +36,8 @@ BASE_STATE = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimize
 MASTERS = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups", 3: "fp32_flat_groups"}
 """The key of the masters there."""
 MASTERS_ALONE = (
-    'The masters alone can be resharded, for a fresh optimizer: patch(optimizer="restart"), or reshard --optimizer'
-    " restart."
+    "The masters alone can be resharded, for a fresh optimizer: patch(restart_optimizer=True), or reshard"
+    " --restart-optimizer."
 )
 """What to do about an optimizer's state that cannot be resharded."""
 BLOCK = 256

@@ -1,4 +1,4 @@
-"""With `trust=False`, a checkpoint does not decide which folders Lightning's retention removes."""
+"""With `weights_only=True`, a checkpoint does not decide which folders Lightning's retention removes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def forget_paths_outside(checkpoint: Any, folders: Collection[str]) -> str | Non
         return None
     return (
         f"The checkpoint names paths that are not in a folder that this run saves to: {named(outside, 3)}. With"
-        " trust=False they are ignored, and ModelCheckpoint starts with no older checkpoints to keep or remove."
+        " weights_only=True they are ignored, and ModelCheckpoint starts with no older checkpoints to keep or remove."
     )
 
 
