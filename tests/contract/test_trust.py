@@ -223,7 +223,7 @@ class Sweeps(Callback):
 
 
 def swept(out: str, trust: bool, resume_from: str | None) -> dict[str, Any]:
-    ds_frozen_patch.patch(trust=trust)
+    ds_frozen_patch.patch(weights_only=not trust)
     sweeps, keeps = Sweeps(f"{out}/kept"), ModelCheckpoint(f"{out}/kept", filename="{epoch}")
     trainer = runs.trainer(out, 2, epochs=2 if resume_from else 1, callbacks=[sweeps, keeps])
     trainer.fit(runs.LoraRun(), runs.batches(2), ckpt_path=resume_from)
