@@ -12,7 +12,6 @@ from ..common.collectives import digest, gather, gather_numbers
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..core.record import File
 from ..fingerprint import process_memory
-from ..publish.publication import UNCHANGED
 from ..settings import FLAG
 from ..settings import current as settings
 from .running import Save
@@ -121,7 +120,7 @@ def explaining_errors(path: Any) -> Iterator[list[Save]]:
     except RuntimeError as error:
         if type(error) is not RuntimeError and not type(error).__name__.startswith("Dist"):
             raise
-        state, is_saved = saves[0].place.state_of_target() if saves else (UNCHANGED, False)
+        state, is_saved = saves[0].place.state_of_target() if saves else ("Nothing has changed there.", False)
         outcome = "was saved, but not every rank has confirmed it" if is_saved else "was not saved"
         raise CheckpointError(
             f"{path} {outcome} ({error}). If this says that another rank is gone, restart the run from its last"
