@@ -5,6 +5,7 @@ or the new one, the messages say which, and the program's own files in the folde
 from __future__ import annotations
 
 import random
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -95,9 +96,9 @@ class Faulty:
                 yield f"there is {self.loaded}: {text[-300:]}"
             if not is_old and ("was not saved" in text or "unchanged" in text or "no checkpoint" in text):
                 yield f"there is {self.loaded}: {text[-300:]}"
-            if ("previous checkpoint there is unchanged" if self.old else "no checkpoint there now") not in text:
-                if "was not saved" in text:
-                    yield f"it does not say what is there: {text[-300:]}"
+            now = "previous checkpoint there is unchanged" if self.old else "no checkpoint there now"
+            if "was not saved" in text and not re.search(f"{now}|Nothing has changed", text):
+                yield f"it does not say what is there: {text[-300:]}"
 
     def _lost(self, place: Path, when: str) -> Iterator[str]:
         there = saves.files_of_program(place)

@@ -1,4 +1,4 @@
-"""Other processes in the folder of a checkpoint that is saved over: readers, copies, other jobs, and forked children."""
+"""Other processes in the folder of a checkpoint that is saved over: readers, copies, other jobs, forked children."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_copies_taken_while_checkpoints_are_saved(
     writers = processes.start_ranks(save_again_and_again, tmp_path / "log", (None, None), **asked)
     while not folder.exists():
         time.sleep(0.01)
-    taken = []
+    taken: list[Path] = []
     while any(writer.process.is_alive() for writer in writers) and not all(w.pipe.poll() for w in writers):
         if copier == "rsync":
             subprocess.run([*RSYNC, f"{folder}/", f"{kept}/"], check=False, capture_output=True)

@@ -135,8 +135,9 @@ def files_of_program(folder: Path, tag: str = TAG) -> dict[str, tuple[Any, ...]]
 
 
 def leftovers(folder: Path) -> list[str]:
-    """Return the hidden names in a folder, but for the program's."""
-    return sorted(str(item) for item in folder.rglob(".*") if item.name != ".train.log.0123456789ab")
+    """Return the hidden names in a folder, but for the program's, and for empty notes: who writes them may live."""
+    hidden = (item for item in folder.rglob(".*") if item.name != ".train.log.0123456789ab")
+    return sorted(str(item) for item in hidden if item.stat().st_size or not item.name.startswith(".ds_frozen_patch-"))
 
 
 # Another process of the program
