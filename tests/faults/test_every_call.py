@@ -60,10 +60,10 @@ class Faulty:
         place = self.places / "run"
         shutil.copytree(self.base, place, symlinks=True)
         self.before = saves.files_of_program(place)
-        self.crew.start()
-        self.new = self.crew.saved + 1
+        self.crew("prepare")
+        self.new = self.crew.saved
         with traced.tracing(self.crew.pids[rank], self.folder / "trace", at, how):
-            said = self.crew("save", self.places / self.path)
+            said = self.crew("write", self.places / self.path)
         if not all(isinstance(one, int) or (one and one[0] == "CheckpointError") for one in said):
             self.crew.stop()
         return place, said

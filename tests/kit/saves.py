@@ -56,11 +56,19 @@ class Numbered:
         self.engine.step()
 
     def save(self, folder: Path | str, tag: str = TAG, wait: bool = True) -> None:
+        self.prepare()
+        self.write(folder, tag, wait)
+
+    def prepare(self) -> None:
+        """Do what belongs to no save."""
         self.step()
         digests: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(digests, self.digest())
-        state = {"number": self.number, "digests": digests}
-        self.engine.save_checkpoint(str(folder), tag=tag, client_state=state)
+        self._state = {"number": self.number, "digests": digests}
+
+    def write(self, folder: Path | str, tag: str = TAG, wait: bool = True) -> None:
+        """Save what is prepared."""
+        self.engine.save_checkpoint(str(folder), tag=tag, client_state=dict(self._state))
         if wait:
             ds_frozen_patch.wait()
 
@@ -237,7 +245,7 @@ class Crew:
 
     def __call__(self, name: str, *arguments: Any) -> list[Any]:
         self.start()
-        self.saved += name == "save"
+        self.saved += name in ("save", "prepare")
         for rank in self._ranks:
             rank.pipe.send((name, arguments))
         found = [self._heard(rank) for rank in self._ranks]
