@@ -5,6 +5,7 @@ or the new one, the messages say which, and the program's own files in the folde
 from __future__ import annotations
 
 import random
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -59,12 +60,15 @@ class Faulty:
         place = self.places / "run"
         shutil.copytree(self.base, place, symlinks=True)
         self.before = saves.files_of_program(place)
-        self.crew.start()
-        self.new = self.crew.saved + 1
+        self.crew("prepare")
+        self.new = self.crew.saved
         with traced.tracing(self.crew.pids[rank], self.folder / "trace", at, how):
-            return place, self.crew("save", self.places / self.path)
+            said = self.crew("write", self.places / self.path)
+        if not all(isinstance(one, int) or (one and one[0] == "CheckpointError") for one in said):
+            self.crew.stop()
+        return place, said
 
-    def problems(self, place: Path) -> Iterator[str]:
+    def problems(self, place: Path, may_leave: bool = False) -> Iterator[str]:
         """Yield what is wrong in a folder: that plain DeepSpeed, or we, load something else, or cannot save there."""
         if (there := saves.files_of_program(place)) != self.before:
             yield f"of the program's files there are {there}"
@@ -79,7 +83,7 @@ class Faulty:
         again = [self.reader("save", place), self.reader("load", place), self.plain("load", place, None, False)]
         if again != [again[0]] * 3 or not isinstance(again[0][0], int):
             yield f"the next save and the loads after it say {again}"
-        if left := saves.leftovers(place):
+        if (left := saves.leftovers(place)) and not may_leave:
             yield f"the next save leaves {left}"
         yield from self._lost(place, " after the next save")
         shutil.rmtree(place)
@@ -89,12 +93,12 @@ class Faulty:
         is_old = self.loaded == self.old
         for text in {one[1] for one in said if isinstance(one, tuple)}:
             if is_old and "is the new checkpoint" in text:
-                yield f"there is {self.loaded}: {text:.500}"
+                yield f"there is {self.loaded}: {text[-300:]}"
             if not is_old and ("was not saved" in text or "unchanged" in text or "no checkpoint" in text):
-                yield f"there is {self.loaded}: {text:.500}"
-            if ("previous checkpoint there is unchanged" if self.old else "no checkpoint there now") not in text:
-                if "was not saved" in text:
-                    yield f"it does not say what is there: {text:.500}"
+                yield f"there is {self.loaded}: {text[-300:]}"
+            now = "previous checkpoint there is unchanged" if self.old else "no checkpoint there now"
+            if "was not saved" in text and not re.search(f"{now}|Nothing has changed", text):
+                yield f"it does not say what is there: {text[-300:]}"
 
     def _lost(self, place: Path, when: str) -> Iterator[str]:
         there = saves.files_of_program(place)
@@ -141,7 +145,13 @@ def test_errors_at_each_call(
     wrong, counts, points = [], Counter[str](), drawn(faulty.calls(), long)
     for rank, call in points:
         place, said = faulty.save(rank, call, f"error={error}")
-        problems = [*faulty.problems(place), *faulty.untrue(said)]
+        if not traced.hit(faulty.folder / "trace", faulty.places):
+            counts["another file"] += 1  # or a connection, to which another thread has written
+            faulty.crew.stop()
+            shutil.rmtree(place)
+            continue
+        # What cannot be removed is there for others as long as this process runs.
+        problems = [*faulty.problems(place, may_leave=call.name.startswith("unlink")), *faulty.untrue(said)]
         raised = [one for one in said if not isinstance(one, int)]
         counts[f"raised by {len(raised)}, and loaded the {'old' if faulty.loaded == faulty.old else 'new'} one"] += 1
         problems += [f"raises {one}" for one in raised if one is None or one[0] != "CheckpointError"]
@@ -150,4 +160,5 @@ def test_errors_at_each_call(
         wrong += [f"rank {rank}, {call}: {problem}" for problem in problems]
     print(mode, stage, over, error, len(points), dict(counts))
     assert not wrong, "\n".join([f"{len(wrong)} of {len(points)}", *wrong])
-    counted(f"{error} at a system call of a save", len(points))
+    assert counts["another file"] < len(points), counts
+    counted(f"{error} at a system call of a save", len(points) - counts["another file"])

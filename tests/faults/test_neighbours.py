@@ -1,10 +1,11 @@
-"""Other processes in the folder of a checkpoint that is saved over: readers, copies, other jobs, and forked children."""
+"""Other processes in the folder of a checkpoint that is saved over: readers, copies, other jobs, forked children."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,8 @@ from ds_frozen_patch import CheckpointError
 pytestmark = pytest.mark.timeout(900)
 MODES = {"sync": 2, "async": 3}
 """How checkpoints are saved, and in which ZeRO stage."""
+MIX = re.compile("another save|being replaced|more than one save|from one checkpoint")
+"""What a tool says of files that have changed while it read them."""
 in_both_modes = pytest.mark.parametrize("mode", MODES)
 
 
@@ -72,11 +75,11 @@ def read_again_and_again(this: ThisProcess, folder: str, out: str, mode: str, en
             if is_first:
                 try:
                     for problem in ds_frozen_patch.verify(folder, TAG).problems:
-                        found[f"wrong: verify: {problem}"] += 1
+                        found[f"refused: verify: {problem}"] += 1
                     ds_frozen_patch.consolidate(folder, f"{out}/{os.getpid()}.ckpt", tag=TAG)
                     found["reads by tools"] += 1
-                except CheckpointError as error:
-                    found[f"wrong: a tool: {error}"] += 1
+                except CheckpointError as error:  # a tool does not repeat what it has read, but says what it is
+                    found[f"refused: a tool: {error}"] += 1
                 Path(f"{out}/{os.getpid()}.ckpt").unlink(missing_ok=True)
 
 
@@ -98,6 +101,7 @@ def test_readers_of_a_checkpoint_that_is_saved_over(
     found = sum(returned(said), Counter[str]())
     print(mode, found)
     assert not [what for what in found if what.startswith("wrong")], found
+    assert not [what for what in found if what.startswith("refused") and not MIX.search(what)], found
     assert found["of another save than the one before"] > 2, found
     counted("load of a checkpoint that another process saves over meanwhile", found["loads"] + found["reads by tools"])
 
@@ -124,7 +128,7 @@ def test_copies_taken_while_checkpoints_are_saved(
     writers = processes.start_ranks(save_again_and_again, tmp_path / "log", (None, None), **asked)
     while not folder.exists():
         time.sleep(0.01)
-    taken = []
+    taken: list[Path] = []
     while any(writer.process.is_alive() for writer in writers) and not all(w.pipe.poll() for w in writers):
         if copier == "rsync":
             subprocess.run([*RSYNC, f"{folder}/", f"{kept}/"], check=False, capture_output=True)

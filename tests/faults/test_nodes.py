@@ -304,7 +304,7 @@ def save_and_load_own(this: ThisProcess, at: str, out: str, mode: str, stage: in
     rank = os.environ["RANK"]
     folder = Path(at, names.format(rank=rank))
     with saves.served(mode):
-        local = {"checkpoint": {"use_node_local_storage": True}}
+        local: dict[str, Any] = {"checkpoint": {"use_node_local_storage": True}}
         run = Numbered(f"{out}/{rank}", 2, stage, **local)
         found = []
         for tag in ("checkpoint", "checkpoint", "new"):

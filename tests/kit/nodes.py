@@ -2,10 +2,10 @@
 
 The nodes share one disk, have one each, or share one behind a cache of names and attributes per node, as with NFS:
 `python -m kit.nodes BACKING MOUNTPOINT SECONDS SPEED REFUSES` serves one mount of it over FUSE until it is unmounted,
-takes so many bytes per second, and refuses what is a key of `REFUSALS`. For that many seconds, a name that one node renames or removes still exists for the other
-nodes, and a new name does not exist yet for a node that has looked it up before. Listing a directory always asks the
-server. As with NFS, two names cannot be exchanged, and a file that a program on the same node has open is hidden
-instead of removed.
+takes so many bytes per second, and refuses what is a key of `REFUSALS`. For that many seconds, a name that one node
+renames or removes still exists for the other nodes, and a new name does not exist yet for a node that has looked it up
+before. Listing a directory always asks the server. As with NFS, two names cannot be exchanged, and a file that a
+program on the same node has open is hidden instead of removed.
 
 Two things differ from NFS. A node that uses a stale name gets what has that name on the server now, not the directory
 that it led to before. And listing a directory or opening a file does not refresh the node's cache.

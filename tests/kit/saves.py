@@ -56,11 +56,19 @@ class Numbered:
         self.engine.step()
 
     def save(self, folder: Path | str, tag: str = TAG, wait: bool = True) -> None:
+        self.prepare()
+        self.write(folder, tag, wait)
+
+    def prepare(self) -> None:
+        """Do what belongs to no save."""
         self.step()
         digests: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(digests, self.digest())
-        state = {"number": self.number, "digests": digests}
-        self.engine.save_checkpoint(str(folder), tag=tag, client_state=state)
+        self._state = {"number": self.number, "digests": digests}
+
+    def write(self, folder: Path | str, tag: str = TAG, wait: bool = True) -> None:
+        """Save what is prepared."""
+        self.engine.save_checkpoint(str(folder), tag=tag, client_state=dict(self._state))
         if wait:
             ds_frozen_patch.wait()
 
@@ -135,8 +143,9 @@ def files_of_program(folder: Path, tag: str = TAG) -> dict[str, tuple[Any, ...]]
 
 
 def leftovers(folder: Path) -> list[str]:
-    """Return the hidden names in a folder, but for the program's."""
-    return sorted(str(item) for item in folder.rglob(".*") if item.name != ".train.log.0123456789ab")
+    """Return the hidden names in a folder, but for the program's, and for empty notes: who writes them may live."""
+    hidden = (item for item in folder.rglob(".*") if item.name != ".train.log.0123456789ab")
+    return sorted(str(item) for item in hidden if item.stat().st_size or not item.name.startswith(".ds_frozen_patch-"))
 
 
 # Another process of the program
@@ -236,7 +245,7 @@ class Crew:
 
     def __call__(self, name: str, *arguments: Any) -> list[Any]:
         self.start()
-        self.saved += name == "save"
+        self.saved += name in ("save", "prepare")
         for rank in self._ranks:
             rank.pipe.send((name, arguments))
         found = [self._heard(rank) for rank in self._ranks]

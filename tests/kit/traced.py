@@ -70,6 +70,12 @@ def tracing(process: int, log: Path, inject: Call | None = None, how: str = "sig
         strace.communicate(timeout=60)
 
 
+def hit(log: Path, folder: Path) -> bool:
+    """Whether calls were made to fail, and all of them are about a folder: each thread has counts of its own."""
+    failed = [line for line in log.read_text().splitlines() if line.endswith("(INJECTED)")]
+    return bool(failed) and all(str(folder) in line for line in failed)
+
+
 def calls_of(log: Path, folder: Path) -> list[Call]:
     """Return the calls in a log that change something in a folder, each once."""
     counts: Counter[tuple[str, str]] = Counter()

@@ -39,7 +39,8 @@ UNCHANGED = "The previous checkpoint there is unchanged."
 NOTHING = "There is no checkpoint there now."
 INCOMPLETE = "What is there now is incomplete."
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+_CANNOT_RENAME = (errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EXDEV, errno.EMFILE, errno.EACCES, errno.EPERM)
+"""What file systems say that do not rename a file over another: gcsfuse EMFILE, mountpoint-s3 ENOSYS, SMB EACCES."""
 _OLD_SECONDS = 86400.0
 _WRITTEN_SECONDS = 60.0
 """Longer than it takes to write a note."""
@@ -178,14 +179,16 @@ class Publication:
             for file in (one, other):
                 file.touch()
             one.replace(other)
-            other.unlink()
-        except OSError as error:
+        except PermissionError:  # perhaps the files that are there may be written all the same
+            return False
+        except OSError as error:  # raised if it may be over soon: what is there must stay
+            if error.errno not in _CANNOT_RENAME or not other.exists():
+                raise
+            return False
+        finally:
             for file in (one, other):
                 with suppress(OSError):
                     file.unlink()
-            if error.errno in _DISK_ERRORS:
-                raise
-            return False
         return True
 
     def _make_room(self) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import filecmp
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +22,7 @@ from ..engine.experts import names_in_files
 from ..engine.target import ENGINE
 from ..parameters import plain
 from ..publish.durable import sync_file
+from ..publish.journal import hidden
 from .running import Save
 
 
@@ -27,9 +32,11 @@ def writing(save: Save) -> AbstractContextManager[None]:
     is_divided = save.served.topology.is_divided
     experts = names_in_files(save.engine.module) if is_divided and save.names_left_out else {}
     attributes = [*_what_was_agreed(save), (writer, "save", _writing_states(save, experts, writer.save))]
-    for owner, name in ((writer, "makedirs"), (save.engine, "_copy_recovery_script")):
-        if hasattr(owner, name):
-            attributes.insert(0, (owner, name, save.failures.deferring(getattr(owner, name))))
+    if hasattr(writer, "makedirs"):
+        attributes.insert(0, (writer, "makedirs", save.failures.deferring(writer.makedirs)))
+    if hasattr(save.engine, "_copy_recovery_script"):
+        copy = partial(_copy_script, save, save.engine._copy_recovery_script)
+        attributes.append((save.engine, "_copy_recovery_script", save.failures.deferring(copy)))
     return overridden(attributes)
 
 
@@ -53,6 +60,23 @@ def _what_was_agreed(save: Save) -> Attributes:
         (save.engine.checkpoint_engine, "makedirs", lambda *_, **__: None),
         (module, "dist", without_barriers),
     ]
+
+
+def _copy_script(save: Save, copy: Callable[[str], None], folder: str) -> None:
+    """Let DeepSpeed copy its converter to a folder, where half of one must not take the place of the previous one."""
+    with TemporaryDirectory() as elsewhere:
+        copy(elsewhere)
+        for script in Path(elsewhere).iterdir():
+            target = Path(folder, script.name)
+            if target.is_file() and filecmp.cmp(script, target, shallow=False):
+                continue
+            new = hidden(target, save.place.id)
+            try:
+                shutil.copy(script, target if save.place.in_place else new)
+            except PermissionError:  # a file that is there may be written all the same
+                copy(folder)
+            if new.is_file():
+                new.replace(target)
 
 
 def write_recorded(save: Save) -> None:
