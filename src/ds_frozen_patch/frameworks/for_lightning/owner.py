@@ -16,19 +16,10 @@ BUILT = "_ds_frozen_patch_built"
 """An attribute of strategies that were built under `patch()`: their own flag counts."""
 
 
-def is_deepspeed(strategy: Any) -> bool:
-    """Whether a strategy of Lightning's is a `DeepSpeedStrategy`."""
-    return bool(_packages(strategy))
-
-
-def _packages(strategy: Any) -> list[str]:
-    modules = {cls.__module__ for cls in type(strategy).__mro__}
-    return [target.name for target in TARGETS if target.module in modules]
-
-
 def owner_of(strategy: Any) -> Owner:
     """A `DeepSpeedStrategy`, of Trainer or Fabric, as the owner of its engine."""
-    package = next(iter(_packages(strategy)), "lightning")
+    modules = {cls.__module__ for cls in type(strategy).__mro__}
+    package = next((target.name for target in TARGETS if target.module in modules), "lightning")
     config = getattr(strategy, "config", None)
     reference, last = ref(strategy), _leaves_out(strategy)
 

@@ -26,10 +26,11 @@ from ...publish.durable import wait_for_name
 from ...publish.publication import is_local
 from ...save.agreement import explaining_errors
 from ...settings import FLAG
+from ...settings import current as settings
 from ...workarounds.for_fabric import CLIPS, clips_unasked, moved_in_deepspeed, unwrapped
 from ..serving import owned_by
 from . import loops, single_file
-from .owner import BUILT, is_deepspeed, owner_of
+from .owner import BUILT, owner_of
 from .retention import forget_paths_outside
 
 
@@ -72,8 +73,8 @@ def save_of_trainer(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, 
     """
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     strategy, path = trainer.strategy, call.arguments["filepath"]
-    asked = call.arguments.get("weights_only") and is_local(path) and is_deepspeed(strategy)
-    engine = strategy.model if asked else None
+    asked = call.arguments.get("weights_only") and is_local(path)
+    engine = getattr(strategy, "deepspeed_engine", None) if asked else None  # which only DeepSpeedStrategy has
     served = attach(engine, owner_of(strategy)) if engine is not None else None
     if served is None or served.topology.is_divided:  # no rank has all weights, so the engine saves
         return wrapped(*args, **kwargs)
@@ -118,7 +119,8 @@ def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
         result = wrapped(*args, **kwargs)
     if is_local(path) and is_first_on_disk:
         in_flight.afterwards(partial(single_file.remove_from, Path(path)))
-    for logger in strategy.lightning_module.trainer.loggers if name == "filepath" and in_flight.is_any() else ():
+    is_async = name == "filepath" and settings().async_save
+    for logger in strategy.lightning_module.trainer.loggers if is_async else ():
         if _may_read(logger):
             in_flight.wait_for(type(logger).__name__)
     if Path(path).name.startswith("hpc_ckpt"):  # Lightning's handler of Slurm's signals lets the job end after it
