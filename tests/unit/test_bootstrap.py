@@ -275,6 +275,7 @@ def test_a_program_without_deepspeed(run: Run, site: Site, has_package: bool) ->
 
 
 def test_an_untested_release_is_no_news_without_an_engine(run: Run, site: Site) -> None:
+    list(map(shutil.rmtree, site.root.glob("lightning-*")))
     site.lightning(version="99.1")
     done = run("print(look())")
     assert (done.stdout, done.stderr) == ("[True, True]\n", "")
