@@ -238,7 +238,7 @@ def _with_other_groups(engine: Any, selection: Selection, scheduler: Any) -> tup
     if not before or not own.get("base_lrs") or len(before) == len(own["base_lrs"]):
         return selection, scheduler
     lists = {key for key, value in own.items() if isinstance(value, list) and isinstance(scheduler.get(key), list)}
-    reached = scheduler["_last_lr"][0] / (before[0] or 1)
+    reached = scheduler.get("_last_lr", before)[0] / (before[0] or 1)
     rates = [rate * reached for rate in own["base_lrs"]]
     settings = [{**group, "lr": rate} for group, rate in zip(selection.settings, rates, strict=True)]
     changed = {**scheduler, **{key: own[key] for key in lists}, "_last_lr": rates}
