@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,8 +18,8 @@ class ServedEngine:
     Attributes:
         owner: that made it.
         topology: what kind of engine it is.
-        is_sampled: whether the values of its module have been sampled, see `core.base`.
-        prints: the fingerprints at the last save, by name.
+        comparisons: how often its base has been compared with what the program built, see `core.base`.
+        begin: called with the engine when training begins, or adapters are merged before; then None.
         loss_factor: what each loss is multiplied by, see `engine.loss`.
         scales_loss: whether the engine multiplies its losses.
         publishes: whether this rank has published the last checkpoint on its disk.
@@ -30,8 +30,8 @@ class ServedEngine:
 
     owner: Owner
     topology: Topology
-    is_sampled: bool = False
-    prints: Mapping[str, str | None] = field(default_factory=dict)
+    comparisons: int = 0
+    begin: Callable[[Any], None] | None = None
     loss_factor: float = 1.0
     scales_loss: bool = False
     publishes: bool = False
@@ -79,6 +79,13 @@ def attach(engine: Any, owner: Owner) -> ServedEngine | None:
 def attached(engine: Any) -> ServedEngine | None:
     """What is known of an engine; None if it is not served."""
     return _engines.get(engine)
+
+
+def begin_those_with(inner: Any) -> None:
+    """Call `begin` of the engines with a module that contains this one."""
+    for engine, served in list(_engines.items()):
+        if served is not None and served.begin is not None and any(inner is other for other in engine.module.modules()):
+            served.begin(engine)
 
 
 def release_all() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from ..common.collectives import digest, gather, gather_numbers
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..core.record import File
-from ..fingerprint import process_memory
+from ..engine.origins import Changes
 from ..publish.publication import UNCHANGED
 from ..publish.ways import Way
 from ..settings import FLAG
@@ -23,31 +23,36 @@ _MUST_BE_EQUAL = ("keep", "leave_out", "export", "sync", "whole_model", "async_s
 _FOUR = struct.Struct("<4q")
 
 
-def agree_on_request(save: Save, what: str, exclude: bool, base_has_changed: bool) -> None:
+def agree_on_request(save: Save, what: str, exclude: bool, changes: Changes) -> None:
     """Let the ranks agree on a save, in one collective; every rank must call it. Rank 0 chooses where it is written.
 
     Args:
         save: of this rank.
         what: the kind of save.
         exclude: whether frozen parameters are left out.
-        base_has_changed: whether this rank has seen training change some of what is left out.
+        changes: what this rank has seen of what is left out.
 
     Raises:
         CheckpointMismatchError: the ranks are to save different things.
     """
     place, now = save.place, settings()
     request = {"what is saved": what, FLAG: exclude, **{name: getattr(now, name) for name in _MUST_BE_EQUAL}}
-    base_is_known = all(process_memory().holds(entry.tensor) for entry in save.left_out or ())
+    base_is_known = all(content is None or content.fingerprint for content in save.built.values())
     numbers = [digest(sorted(request.items())), digest(str(place.target)), int(place.id, 16), base_is_known]
-    everyone = gather_numbers([*numbers, base_has_changed, place.way, save.owner.local_rank], save.owner.device)
-    requests, targets, ids, base_known, base_changed, ways, local_ranks = zip(*everyone, strict=True)
+    numbers += [bool(changes.changed), bool(changes.rounded), place.way, save.owner.local_rank]
+    everyone = gather_numbers(numbers, save.owner.device)
+    requests, targets, ids, base_known, base_changed, base_rounded, ways, local_ranks = zip(*everyone, strict=True)
     if len(set(requests)) > 1:
         raise CheckpointMismatchError(f"{place.shown} was not saved. {_difference(gather(request))}")
     if len(set(targets)) > 1:
         place.target, place.folder, place.shown = map(Path, gather(tuple(map(str, place.paths)))[0])
     save.is_in_one_place = len(set(targets)) == local_ranks.count(0) == 1
     place.id, place.way = f"{ids[0]:012x}", Way(ways[0])
-    save.base_is_known, save.base_has_changed = all(base_known), any(base_changed)
+    save.base_is_known, save.base_has_changed, save.base_is_rounded = (
+        all(base_known),
+        any(base_changed),
+        any(base_rounded),
+    )
 
 
 def agree_on_end(save: Save) -> dict[int, File]:

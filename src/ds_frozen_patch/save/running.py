@@ -13,6 +13,7 @@ from ..checkpoint.names import WRITER
 from ..core.record import File, Record, write_record
 from ..engine.owner import Owner
 from ..engine.served import ServedEngine
+from ..fingerprint import Content
 from ..parameters import Contents, ModuleTensor
 from ..publish.publication import Publication
 from ..publish.ways import Way
@@ -36,6 +37,8 @@ class Save:
         is_in_one_place: whether all ranks are on one node, and save to the same path.
         base_is_known: whether every rank knows the fingerprints of what is left out.
         base_has_changed: whether a rank has seen training change some of it.
+        base_is_rounded: whether a rank has seen that merged adapters have rounded some of it.
+        built: what this rank has read of what is left out, as the program built it; None if that was not read.
         publishes: whether this rank gives the files their names on its disk.
         written: what this rank has written, by name.
         record: of what is saved, to be written beside the files; None if it is not managed.
@@ -52,6 +55,8 @@ class Save:
     is_in_one_place: bool = False
     base_is_known: bool = False
     base_has_changed: bool = False
+    base_is_rounded: bool = False
+    built: dict[ModuleTensor, Content | None] = field(default_factory=dict)
     publishes: bool = False
     written: dict[str, File] = field(default_factory=dict)
     record: Record | None = None
