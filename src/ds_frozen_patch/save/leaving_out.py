@@ -49,13 +49,12 @@ def _fingerprints(save: Save) -> list[str | None]:
         contents = [save.built[entry] for entry in left_out]
         unknown = [content is not None and content.fingerprint is None for content in contents]
         heads = [
-            0
-            if divided or entry.kind != PARAMETER or settings().leaves_out(entry.names)
-            else origin_of[entry.group].head
+            origin_of[entry.group].head if entry.kind == PARAMETER and entry.group in origin_of and not divided else 0
             for entry in left_out
         ]
         # Numbers are equal if, and only if, the square of their sum is the sum of their squares, times how many.
-        numbers = torch.tensor([unknown, [head > 0 for head in heads], heads, [head**2 for head in heads]])
+        rows = [unknown, [head > 0 for head in heads], heads, [head**2 for head in heads]]
+        numbers = torch.tensor(rows, dtype=torch.int64)
         sums = zip(left_out, contents, *add_up(numbers, device).tolist(), strict=True)
         at_random, todo = set[str](), []
         for entry, content, is_unknown, there, total, squares in sums:
