@@ -3,6 +3,9 @@
 A parameter's values, in order, are divided into blocks of 256 KiB. A block's sum is linear in its bits, so each rank
 computes a partial sum from its shard, and the ranks add these up. BLAKE2b then digests the sums of all blocks in order.
 
+A block's sum is the total of those of its 16 rows of 16 KiB. Each rank keeps the sums of the rows that it has read
+(`Content`), and later compares them with the values again: all rows, or one of 16.
+
 **The sum of a block.** Read the block as 64-bit words x_j (the last one padded with zeros), each of two 32-bit
 lanes: x_j = 2^32 h_j + l_j. The sum is
 
@@ -32,19 +35,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
-from .common.collectives import add_up, on_any_rank, rank, world_size
-from .parameters import inner_tensors, numel_of
+from .common.collectives import add_up, rank, world_size
+from .parameters import inner_tensors, numel_of, shape_of
 
 if TYPE_CHECKING:
     import torch
 
 BLOCK_WORDS = 1 << 15
 BLOCK_BYTES = 8 * BLOCK_WORDS
+SHARES = 16
+"""How many rows a block has. A comparison of one share reads one of them."""
+ROW_WORDS = BLOCK_WORDS // SHARES
+ROW_BYTES = 8 * ROW_WORDS
 COPIED_BYTES = 1 << 24
 """At most so much of a tensor that is not contiguous is copied at once."""
-SMALL_BYTES = 4096
-"""Every rank reads a CPU tensor up to this size by itself: it is likely to be created anew for each save."""
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
@@ -67,12 +73,91 @@ class Shard:
     copies: int
 
 
+@dataclass
+class Content:
+    """What a rank has read of a tensor: its partition, or its share of the blocks.
+
+    Attributes:
+        layout: what of the tensor that is; a content is comparable only with another of the same layout.
+        first: the index of its first row in the whole tensor.
+        sums: of its rows, on the CPU.
+        some: a few of the values that this process has, if they are floating-point numbers.
+        fingerprint: of the whole tensor, once the ranks have computed it.
+    """
+
+    layout: tuple[Any, ...]
+    first: int
+    sums: torch.Tensor
+    some: torch.Tensor | None
+    fingerprint: str | None = None
+
+    def differs_from(self, tensor: torch.Tensor, shard: Shard | None, number: int = 0) -> bool:
+        """Whether the tensor's values have changed since, or its layout has.
+
+        Args:
+            tensor: as it is now.
+            shard: see `fingerprints`.
+            number: 0 to compare all rows, else which share: of 16 consecutive numbers, each row has one.
+        """
+        if layout_of(tensor, shard) != self.layout:
+            return True
+        place = number % max(min(len(self.sums), SHARES), 1)
+        now = _sums_of_rows(tensor, shard, self.layout, place if number else None)
+        rows = slice(place, None, SHARES) if number else slice(None)
+        return not now[rows].equal(self.sums[rows])
+
+    def is_rounded_to(self, tensor: torch.Tensor, largest: float) -> bool:
+        """Whether the tensor may differ by rounding only: by a few units in the last place of this largest value."""
+        import torch
+
+        now = _some_values(tensor)
+        if self.some is None or now is None or not len(now):
+            return True
+        limit = 4 * torch.finfo(tensor.dtype).eps * max(largest, float(self.some.abs().max()))
+        return bool(((now - self.some).abs() <= limit).all())
+
+
+def read(tensor: torch.Tensor, shard: Shard | None = None) -> Content | None:
+    """Read what is this rank's part of a tensor; None if its values cannot be read."""
+    if not is_readable(tensor):
+        return None
+    layout = layout_of(tensor, shard)
+    first = layout[2] * tensor.element_size() // ROW_BYTES
+    return Content(layout, first, _sums_of_rows(tensor, shard, layout), _some_values(tensor))
+
+
+def _some_values(tensor: torch.Tensor) -> torch.Tensor | None:
+    """About 64 evenly spaced values, in double precision."""
+    if not tensor.is_floating_point() or tensor.element_size() == 1:
+        return None
+    values = own_values(tensor)
+    return values[:: max(len(values) // 64, 1)].cpu().double()
+
+
+def layout_of(tensor: Any, shard: Shard | None = None) -> tuple[Any, Any, int, int]:
+    """The dtype and shape of a tensor, and the range of elements that this rank reads, counted in all of its shards."""
+    shape, begin, end = shape_of(tensor), 0, 0
+    if hasattr(tensor, "ds_tensor"):
+        part, holds_first_copy = _partition(tensor)
+        if holds_first_copy:
+            begin = min(part * tensor.ds_tensor.ds_numel, numel_of(tensor))  # what is beyond is padding
+            end = min(begin + tensor.ds_tensor.ds_numel, numel_of(tensor))
+    else:
+        # Consecutive blocks for each rank, and another first rank for each shape, to distribute small ones too.
+        per_block = BLOCK_BYTES // tensor.element_size()
+        copy, copies = (rank(), world_size()) if shard is None else (shard.copy, shard.copies)
+        start = 0 if shard is None else shard.index * tensor.numel()
+        turn = (copy + crc32(repr(shape).encode())) % copies
+        blocks = -(-tensor.numel() // per_block)
+        begin, end = (start + min(blocks * at // copies * per_block, tensor.numel()) for at in (turn, turn + 1))
+    return tensor.dtype, shape, begin, end
+
+
 def fingerprints(
     parameters: Sequence[torch.Tensor],
     device: Any = None,
-    remembered: Any = None,
+    contents: Sequence[Content | None] | None = None,
     *,
-    all_known: bool = False,
     shards: Sequence[Shard | None] = (),
 ) -> list[str | None]:
     """The fingerprint of each parameter, 32 hexadecimal digits; None if its values cannot be read.
@@ -85,8 +170,7 @@ def fingerprints(
     Args:
         parameters: parameters and other tensors, whole or partitioned, of any dtype, shape and device.
         device: where the ranks' sums are added up, such as the engine's; by default the CPU.
-        remembered: a `Memory`, to compute only what has changed since. By default, everything is computed.
-        all_known: every rank is known to remember all fingerprints, so no collective is needed.
+        contents: what this rank has read of each; they get the fingerprints. By default, everything is read now.
         shards: for each parameter, what this rank has of it; None if every rank has the same, or a partition of
             ZeRO-3's. By default, all are None.
     """
@@ -94,28 +178,21 @@ def fingerprints(
 
     if not parameters:
         return []
-    memory = Memory() if remembered is None else remembered
-    if all_known:
-        return [memory.recall(parameter) for parameter in parameters]
-    stale = on_any_rank([not memory.holds(parameter) for parameter in parameters], device)
     own_shards = shards or [None] * len(parameters)
-    todo = [
-        (parameter, shard) for parameter, shard, is_stale in zip(parameters, own_shards, stale, strict=True) if is_stale
-    ]
-    if todo:
-        counts = [_block_count(parameter, shard) for parameter, shard in todo]
-        sums = torch.zeros(sum(counts), dtype=torch.int64)
-        begin = 0
-        for index, ((parameter, shard), count) in enumerate(zip(todo, counts, strict=True)):
-            for block, added in _own_sums(parameter, shard, index):
-                sums[begin + block : begin + block + len(added)] += added.cpu()
-            begin += count
-        sums = add_up(sums, device)
-        memory.forget_what_is_gone()
-        for (parameter, shard), own_sums in zip(todo, torch.split(sums, counts), strict=True):
-            size = _size(parameter, shard)
-            memory.keep(parameter, _digest(size, own_sums) if is_readable(parameter) else None)
-    return [memory.recall(parameter) for parameter in parameters]
+    if contents is None:
+        contents = [read(parameter, shard) for parameter, shard in zip(parameters, own_shards, strict=True)]
+    counts = [_block_count(parameter, shard) for parameter, shard in zip(parameters, own_shards, strict=True)]
+    sums = torch.zeros(sum(counts), dtype=torch.int64)
+    for blocks, content in zip(torch.split(sums, counts), contents, strict=True):
+        if content is not None:
+            blocks.index_add_(0, torch.arange(len(content.sums)).add_(content.first) // SHARES, content.sums)
+    sums = add_up(sums, device)
+    for parameter, shard, blocks, content in zip(
+        parameters, own_shards, torch.split(sums, counts), contents, strict=True
+    ):
+        if content is not None:
+            content.fingerprint = _digest(_size(parameter, shard), blocks)
+    return [None if content is None else content.fingerprint for content in contents]
 
 
 class Stream:
@@ -156,51 +233,6 @@ def of_stream(dtype: str, numel: int, chunks: Iterable[bytes | bytearray | memor
     return stream.digest()
 
 
-@cache
-def process_memory() -> Memory:
-    """The memory of this process, which loads and saves share, so that a base is read once."""
-    return Memory()
-
-
-class Memory:
-    """A cache of fingerprints, valid as long as a tensor's storage and version stay the same.
-
-    A write that bypasses autograd's version counter (through `.data`) is not detected.
-
-    It has weak references to storages, not to tensors: torch does not swap tensors that have weak references
-    (`torch.utils.swap_tensors`, which `Module.to` uses for tensor subclasses).
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], tuple[Any, Any, str | None]] = {}
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether `recall` is up to date: the content has not changed, is small or unreadable."""
-        if _is_small(tensor) or not is_readable(tensor):
-            return True
-        kept = self._known.get(_place(tensor))
-        return kept is not None and kept[1] == _state(tensor)
-
-    def recall(self, tensor: torch.Tensor) -> str | None:
-        """The fingerprint of the tensor's current content, or None."""
-        if _is_small(tensor):
-            return _own_digest(tensor)
-        return self._known[_place(tensor)][2] if is_readable(tensor) and self.holds(tensor) else None
-
-    def keep(self, tensor: torch.Tensor, fingerprint: str | None) -> None:
-        """Remember the fingerprint of the tensor's current content."""
-        if fingerprint is None:
-            return
-        from torch.multiprocessing.reductions import StorageWeakRef
-
-        storage: Any = StorageWeakRef(_content(tensor).untyped_storage())  # type: ignore[no-untyped-call]
-        self._known[_place(tensor)] = (storage, _state(tensor), fingerprint)
-
-    def forget_what_is_gone(self) -> None:
-        """Forget storages that no longer exist."""
-        self._known = {place: kept for place, kept in self._known.items() if not kept[0].expired()}
-
-
 def block_sums(piece: torch.Tensor, offset: int) -> tuple[int, torch.Tensor]:
     """The contribution of a piece of a parameter to the sums of its blocks.
 
@@ -213,36 +245,74 @@ def block_sums(piece: torch.Tensor, offset: int) -> tuple[int, torch.Tensor]:
     """
     import torch
 
+    first, rows = row_sums(piece, offset)
+    blocks = torch.arange(first, first + len(rows), device=rows.device) // SHARES - first // SHARES
+    sums = torch.zeros(int(blocks[-1]) + 1 if len(blocks) else 1, dtype=torch.int64, device=rows.device)
+    return first // SHARES, sums.index_add_(0, blocks, rows)
+
+
+def row_sums(piece: torch.Tensor, offset: int, turn: int | None = None) -> tuple[int, torch.Tensor]:
+    """As `block_sums`, of the rows.
+
+    Args:
+        piece, offset: see `block_sums`.
+        turn: compute only the rows with this place in their blocks; the others are 0.
+    """
+    import torch
+
     if piece.element_size() == 16:  # complex128: two elements of eight bytes
         piece, offset = torch.view_as_real(piece).flatten(), 2 * offset
     piece = piece.view(getattr(torch, _INTEGERS[piece.element_size()]))
-    per_block = BLOCK_BYTES // piece.element_size()
-    first, last = offset // per_block, max(offset + len(piece) - 1, offset) // per_block
-    sums = torch.zeros(last - first + 1, dtype=torch.int64, device=piece.device)
-    low, high = (weights.to(piece.device) for weights in _weights())
-    # 2 MiB fit into a CPU's cache, and are enough for its threads; a GPU needs more work at once.
-    at_once = min(8 if piece.device.type == "cpu" else 64, len(sums))
-    words = torch.empty(at_once, BLOCK_WORDS, dtype=torch.int64, device=piece.device)
-    weighed = torch.empty_like(words)
-    elements = words.view(-1).view(piece.dtype)
-    for block in range(first, last + 1, at_once):
-        begin, end = max(offset, block * per_block), min(offset + len(piece), (block + at_once) * per_block)
-        if end - begin < len(elements):
-            words.zero_()
-        start = begin - block * per_block
-        elements[start : start + end - begin].copy_(piece[begin - offset : end - offset])
-        torch.mul(words, low, out=weighed)
-        totals = weighed.sum(1)
-        words.bitwise_right_shift_(32).bitwise_and_(0xFFFFFFFF).mul_(high)
-        totals += words.sum(1)
-        place = block - first
-        sums[place : place + at_once] = totals[: len(sums) - place]
+    per_row = ROW_BYTES // piece.element_size()
+    first = offset // per_row
+    sums = torch.zeros(-(-(offset + len(piece)) // per_row) - first, dtype=torch.int64, device=piece.device)
+    for place in range(min(len(sums), SHARES)):
+        if turn is None or (first + place) % SHARES == turn:
+            _add_rows(piece, offset - first * per_row, place, (first + place) % SHARES, sums)
     return first, sums
+
+
+def _add_rows(piece: torch.Tensor, offset: int, place: int, turn: int, sums: torch.Tensor) -> None:
+    """Compute the sums of the rows `place`, `place + SHARES` and so on, which all have the same weights.
+
+    Args:
+        piece: integers.
+        offset: of the piece, from the beginning of the first row.
+        place: the first of the rows.
+        turn: their place in their blocks.
+        sums: of all rows.
+    """
+    import torch
+
+    per_row = ROW_BYTES // piece.element_size()
+    low, high = (weights[turn].to(piece.device) for weights in _weights())
+    wanted = sums[place::SHARES]
+    # 2 MiB fit into a CPU's cache, and are enough for its threads; a GPU needs more work at once.
+    at_once = min(128 if piece.device.type == "cpu" else 1024, len(wanted))
+    words = torch.empty(at_once, ROW_WORDS, dtype=torch.int64, device=piece.device)
+    weighed = torch.empty_like(words)
+    elements = words.view(-1).view(piece.dtype).view(at_once, per_row)
+    row = 0
+    while row < len(wanted):
+        start = (place + row * SHARES) * per_row - offset
+        count = min(at_once, (len(piece) - start - per_row) // (SHARES * per_row) + 1) if start >= 0 else 0
+        if count > 0:
+            elements[:count].copy_(piece[start:].unfold(0, per_row, SHARES * per_row)[:count])
+        else:  # the piece has only a part of this row
+            count = 1
+            words[0] = 0
+            begin, end = max(start, 0), min(start + per_row, len(piece))
+            elements[0, begin - start : end - start].copy_(piece[begin:end])
+        torch.mul(words[:count], low, out=weighed[:count])
+        totals = weighed[:count].sum(1)
+        totals += words[:count].bitwise_right_shift_(32).bitwise_and_(0xFFFFFFFF).mul_(high).sum(1)
+        wanted[row : row + count] = totals
+        row += count
 
 
 @cache
 def _weights() -> tuple[torch.Tensor, torch.Tensor]:
-    """W and U, as int64 tensors for the words of one block."""
+    """W and U, as int64 tensors for the words of one block, by row."""
     import torch
 
     index = torch.arange(2 * BLOCK_WORDS, dtype=torch.int64)
@@ -251,7 +321,7 @@ def _weights() -> tuple[torch.Tensor, torch.Tensor]:
     mixed = (mixed ^ ((mixed >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     mixed = (mixed ^ ((mixed >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
     weights = ((mixed ^ ((mixed >> 31) & 0x1FFFFFFFF)) << 32) | low
-    return weights[:BLOCK_WORDS], weights[BLOCK_WORDS:]
+    return weights[:BLOCK_WORDS].view(SHARES, ROW_WORDS), weights[BLOCK_WORDS:].view(SHARES, ROW_WORDS)
 
 
 def _digest(size: int, sums: torch.Tensor) -> str:
@@ -260,28 +330,27 @@ def _digest(size: int, sums: torch.Tensor) -> str:
     return hashlib.blake2b(content, digest_size=16, person=b"frozen patch 1").hexdigest()
 
 
-def _own_sums(parameter: Any, shard: Shard | None, index: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """This rank's contributions to the sums of a parameter, each as the first block and consecutive sums."""
-    if not is_readable(parameter):
-        return
-    if hasattr(parameter, "ds_tensor"):
-        part, holds_first_copy = _partition(parameter)
-        offset = part * parameter.ds_tensor.ds_numel
-        count = min(parameter.ds_tensor.ds_numel, numel_of(parameter) - offset)  # what is beyond is padding
-        if holds_first_copy and count > 0:
-            yield block_sums(parameter.ds_tensor.detach().view(-1)[:count], offset)
-        return
-    per_block = BLOCK_BYTES // parameter.element_size()
-    # Consecutive blocks for each rank, and a different first rank for each parameter, to distribute small ones too.
-    copy, copies = (rank(), world_size()) if shard is None else (shard.copy, shard.copies)
-    start = 0 if shard is None else shard.index * parameter.numel()
-    turn = (copy + index) % copies
-    blocks = _block_count(parameter, None)
-    begin, end = (blocks * turn // copies) * per_block, (blocks * (turn + 1) // copies) * per_block
-    for piece, offset in _pieces(parameter.detach(), 0):
+def _sums_of_rows(
+    tensor: Any, shard: Shard | None, layout: tuple[Any, Any, int, int], place: int | None = None
+) -> torch.Tensor:
+    """The sums of the rows of what this rank reads, on the CPU; with a place, only of each 16th row from there."""
+    import torch
+
+    *_, begin, end = layout
+    first = begin * tensor.element_size() // ROW_BYTES
+    count = -(-end * tensor.element_size() // ROW_BYTES) - first if begin < end else 0
+    turn = None if place is None else (first + place) % SHARES
+    if hasattr(tensor, "ds_tensor"):
+        pieces: Iterable[tuple[torch.Tensor, int]] = [(tensor.ds_tensor.detach().view(-1), begin)]
+    else:
+        pieces = _pieces(tensor.detach(), 0 if shard is None else shard.index * tensor.numel())
+    sums = torch.zeros(count, dtype=torch.int64, device=_content(tensor).device)
+    for piece, offset in pieces:
         from_, to = max(begin - offset, 0), min(end - offset, piece.numel())
         if from_ < to:
-            yield block_sums(piece.reshape(-1)[from_:to], start + offset + from_)
+            row, added = row_sums(piece.reshape(-1)[from_:to], offset + from_, turn)
+            sums[row - first : row - first + len(added)] += added
+    return sums.cpu()
 
 
 def _pieces(values: torch.Tensor, offset: int) -> Iterator[tuple[torch.Tensor, int]]:
@@ -331,37 +400,6 @@ def own_values(tensor: Any) -> torch.Tensor:
     while not values.is_contiguous() and values.dim() > 1:
         values = values[0]
     return values.contiguous().view(-1)
-
-
-def _is_small(tensor: Any) -> bool:
-    import torch
-
-    return (
-        not isinstance(tensor, torch.nn.Parameter)
-        and tensor.device.type == "cpu"
-        and is_readable(tensor)
-        and tensor.numel() * tensor.element_size() <= SMALL_BYTES
-    )
-
-
-def _own_digest(tensor: torch.Tensor) -> str:
-    """The fingerprint of a whole tensor, computed without collectives."""
-    values = tensor.detach().contiguous().view(-1)
-    _, sums = block_sums(values, 0)
-    return _digest(values.numel() * values.element_size(), sums if len(values) else sums[:0])
-
-
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Identifies a tensor as long as its storage exists."""
-    content = _content(tensor)
-    storage = content.untyped_storage()._cdata
-    return storage, content.storage_offset(), tuple(content.shape), content.stride(), content.dtype
-
-
-def _state(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Changes when the content of a tensor changes."""
-    content = _content(tensor)
-    return content.data_ptr(), None if content.is_inference() else content._version, content.device
 
 
 def _block_count(parameter: torch.Tensor, shard: Shard | None) -> int:

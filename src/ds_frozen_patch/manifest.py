@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from .common.errors import CheckpointMismatchError
 from .common.text import human_bytes
 from .common.versions import version_of
-from .fingerprint import Shard, fingerprints, process_memory
 from .parameters import (
     BUFFER,
     PARAMETER,
@@ -300,27 +299,21 @@ def _plain_value(value: Any) -> Any:
 
 def describe(
     left_out: Sequence[ModuleTensor],
+    prints: Sequence[str | None],
     *,
     contents: Contents,
-    device: Any,
     zero_stage: int,
     world_size: int,
-    all_known: bool = False,
-    shards: Sequence[Shard | None] = (),
 ) -> Manifest:
-    """Create the manifest of a checkpoint; every rank must call it.
+    """Create the manifest of a checkpoint.
 
     Args:
         left_out: what the checkpoint leaves out, the same on every rank.
+        prints: the fingerprint of each.
         contents: of the module that it belongs to.
-        device: where the ranks' contributions to fingerprints are summed.
         zero_stage: of the run.
         world_size: of the run.
-        all_known: whether every rank has cached all fingerprints.
-        shards: see `fingerprints`.
     """
-    tensors = [entry.tensor for entry in left_out]
-    prints = fingerprints(tensors, device, process_memory(), all_known=all_known, shards=shards)
     entries = (
         LeftOut(entry.names, entry.shape, entry.dtype, print_, entry.kind, entry.group if entry.kind == PART else "")
         for entry, print_ in zip(left_out, prints, strict=True)

@@ -199,20 +199,22 @@ class Counts(Callback):
 
     def __init__(self) -> None:
         self.read = [0]
-        self.original = fingerprint.block_sums
+        self.original = fingerprint._add_rows
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        def counted(piece: torch.Tensor, offset: int) -> tuple[int, torch.Tensor]:
-            self.read[-1] += len(piece)
-            return self.original(piece, offset)
+        def counted(piece: torch.Tensor, offset: int, place: int, turn: int, sums: torch.Tensor) -> None:
+            size = fingerprint.ROW_BYTES // piece.element_size()
+            for begin in range(place * size - offset, len(sums) * size - offset, fingerprint.SHARES * size):
+                self.read[-1] += min(begin + size, len(piece)) - max(begin, 0)
+            self.original(piece, offset, place, turn, sums)
 
-        fingerprint.block_sums = counted
+        fingerprint._add_rows = counted
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self.read.append(0)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        fingerprint.block_sums = self.original
+        fingerprint._add_rows = self.original
 
 
 def saves_and_resumes(out: str, stage: int) -> tuple[list[int], list[int], int]:
@@ -222,7 +224,7 @@ def saves_and_resumes(out: str, stage: int) -> tuple[list[int], list[int], int]:
         counter = Counts()
         checkpoints = ModelCheckpoint(out, filename="{epoch}", save_top_k=-1)
         trainer = runs.trainer(out, 2, stage, epochs=3 + again, callbacks=[checkpoints, counter])
-        module = runs.LoraRun()
+        module = runs.LoraRun(hidden=128, vocabulary=8192)
         trainer.fit(module, runs.batches(2), ckpt_path=f"{out}/epoch=2.ckpt" if again else None)
         counts.append(counter.read)
     frozen = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters() if not p.requires_grad)
@@ -233,12 +235,13 @@ def saves_and_resumes(out: str, stage: int) -> tuple[list[int], list[int], int]:
 def test_the_pass_is_split_between_ranks(ranks: Any, tmp_path: Path, stage: int) -> None:
     first, second = ranks(2, saves_and_resumes, out=str(tmp_path), stage=stage)
     frozen = first[2]
-    # The first save reads the base once, each rank a part; later saves nothing. A resume reads it before training.
-    assert first[0][2:] == second[0][2:] == [0, 0]
-    assert first[0][1] + second[0][1] == frozen
-    assert 0 < first[0][1] < frozen
-    assert first[1][0] + second[1][0] == frozen
-    assert first[1][1:] == [0]
+    (_, *whole), resumed = ([a + b for a, b in zip(first[run], second[run], strict=True)] for run in (0, 1))
+    # Training begins with a pass, and the first save compares all. A later save compares a sixteenth of each tensor, or
+    # one row of a small one. A resume reads the base before training.
+    assert 2 * frozen <= whole[0] < 2.1 * frozen  # and some values to find copies
+    assert all(frozen / 16 < share < frozen / 4 for share in whole[1:])
+    assert resumed[0] == frozen <= resumed[1] < 1.1 * frozen
+    assert 0.4 < first[0][1] / whole[0] < 0.6
 
 
 class ChangesBase(Callback):
@@ -415,10 +418,10 @@ def test_variants(ranks: Any, tmp_path: Path, stage: int, kind: str) -> None:
     )
     for rank, ((whole, frozen), (resumed, _)) in enumerate(zip(first, again, strict=True)):
         saved = model_states(tmp_path / "first" / "epoch=0.ckpt")[0]["module"].keys()
-        assert not saved & frozen
-        if kind == "several adapters":
+        assert not [name for name in saved & frozen if ".one." not in name and ".modules_to_save." not in name]
+        if kind == "several adapters":  # no base has the one that is not trained
             assert any(".one.weight" in name for name in frozen)
-            assert not any(".one.weight" in name for name in saved)
+            assert any(".one.weight" in name for name in saved)
         elif kind == "modules_to_save":
             assert any("o_proj.modules_to_save.default.weight" in name for name in saved)
             assert any("o_proj.original_module.weight" in name for name in frozen)

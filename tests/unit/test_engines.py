@@ -10,7 +10,7 @@ import torch
 
 import ds_frozen_patch
 from ds_frozen_patch.engine.loss import scale_loss
-from ds_frozen_patch.engine.origins import origins, sample_at_start
+from ds_frozen_patch.engine.origins import origins, record_at_start
 from ds_frozen_patch.engine.served import attach
 
 pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
@@ -70,19 +70,18 @@ def test_others_wrappers_of_backward_survive() -> None:
         assert engine.backward == theirs
 
 
-def test_sampling_leaves_forward_alone() -> None:
+def test_the_record_of_the_base_leaves_forward_alone() -> None:
     engine = Engine()
     engine.forward = theirs = lambda batch: engine.module(batch)  # type: ignore[method-assign]
     known = attach(engine, owner())
     assert known is not None
-    sample_at_start(engine, known)
+    record_at_start(engine, known)
     engine.eval()
     engine(torch.ones(2))
-    assert not any(one.samples for one in origins(engine.module).values())
     engine.train()
     engine.forward(torch.ones(2))  # which calls no hook
-    assert not known.is_sampled
+    assert not any(one.built for one in origins(engine.module).values())
     engine(torch.ones(2))
-    assert all(one.samples for one in origins(engine.module).values())
+    assert all(one.built for one in origins(engine.module).values())
     assert engine.forward is theirs
     assert not engine._forward_pre_hooks

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from ds_frozen_patch.fingerprint import BLOCK_BYTES, _weights, block_sums, fingerprints
+from ds_frozen_patch.fingerprint import BLOCK_BYTES, ROW_BYTES, _weights, block_sums, fingerprints, read
 
 NAMES = ["bfloat16", "float16", "float32", "float64", "int8", "bool", "complex64", "complex128", "float8_e4m3fn"]
 DTYPES = [getattr(torch, name) for name in NAMES]
@@ -86,8 +86,27 @@ def test_one_bit_anywhere() -> None:
     assert fingerprint(values) == before
 
 
+@pytest.mark.parametrize("size", [1, 4000, 9 * ROW_BYTES // 2, 40 * ROW_BYTES // 2 + 3])
+@pytest.mark.parametrize("strided", [False, True])
+def test_sixteen_shares_are_everything(size: int, strided: bool) -> None:
+    """A change of one element is seen by one share of sixteen, a change of all elements by each."""
+    values = bits((size, 2))[:, 0] if strided else bits((size,))
+    before = read(values)
+    assert before is not None
+    pick = random.Random(0)
+    for place in [0, size - 1, *(pick.randrange(size) for _ in range(5))]:
+        changed = values.clone()
+        changed.view(torch.int16)[place] ^= 1
+        everything, *shares = [before.differs_from(changed, None, number) for number in range(17)]
+        assert everything
+        assert any(shares)
+        assert size < 20 * ROW_BYTES // 2 or shares.count(True) == 1
+    assert all(before.differs_from(bits((size,), seed=1), None, number) for number in range(17))
+    assert not any(before.differs_from(values, None, number) for number in range(17))
+
+
 def test_weights_satisfy_the_proof() -> None:
-    weights = torch.cat(_weights())
+    weights = torch.cat(_weights()).flatten()
     assert bool((weights & 1).all())
     assert len(set((weights & 0xFFFFFFFF).tolist())) == len(weights)
     # Fixed for ever: a fingerprint on disk must mean the same in every release.

@@ -203,9 +203,9 @@ def _ways() -> dict[str, Callable[[str], Any]]:
         return dcp.save(state, checkpoint_id=path)
 
     def fingerprints_of_base(_: str) -> None:
-        from ds_frozen_patch.fingerprint import Memory, fingerprints
+        from ds_frozen_patch.fingerprint import fingerprints
 
-        fingerprints(frozen(), trainer.strategy.root_device, Memory())
+        fingerprints(frozen(), trainer.strategy.root_device)
 
     def read_base(_: str) -> None:
         for value in frozen():

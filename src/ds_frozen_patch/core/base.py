@@ -1,9 +1,4 @@
-"""The base of a running engine: what is frozen, and still as the program has built it.
-
-A frozen parameter that training changes (an average of the weights, a teacher) or that a checkpoint has replaced is not
-part of the base, so it must be saved. It is recognised by a sample of its values, because a write through `.data`
-leaves no trace.
-"""
+"""The base of a running engine: what is frozen, still as the program has built it, and what it can build again."""
 
 from __future__ import annotations
 
@@ -11,8 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..common.collectives import on_any_rank
-from ..engine.origins import Origin, changed, origins
+from ..engine.origins import Origin, origins
+from ..engine.owner import Owner, warn
 from ..engine.topology import is_divided
+from ..engine.tuners import built_once, rewritten
 from ..parameters import BUFFER, PARAMETER, PART, Contents, ModuleTensor
 from ..settings import current as settings
 from ..workarounds.for_deepspeed import has_plain_optimizer
@@ -51,6 +48,21 @@ def mark_trained(engine: Any) -> None:
             origin_of[name].is_trained = True
 
 
+def mark_built_once(engine: Any, owner: Owner) -> None:
+    """Remember what no program builds again: adapters, and a base that PEFT has rewritten at random."""
+    origin_of, inits = origins(engine.module), rewritten(engine.module)
+    at_random = [name for name in inits if name in origin_of and not origin_of[name].head]
+    for name in {*built_once(engine.module), *at_random} & origin_of.keys():
+        origin_of[name].is_built_once = True
+    if at_random:
+        warn(
+            owner,
+            f"PEFT has rewritten the base at random (init_lora_weights={inits[at_random[0]]!r}), and the program sets"
+            " no seed before, so no later run builds it again: checkpoints contain these weights. Set a seed before the"
+            " model is built, and they are left out; or name them in patch(leave_out=[...]).",
+        )
+
+
 def to_leave_out(engine: Any, contents: Contents, origin_of: Mapping[str, Origin]) -> list[ModuleTensor]:
     """What a save leaves out of a module's contents, as far as all ranks know; `origin_of` comes from `origins`."""
     in_optimizer, candidates = optimized(engine), frozen(contents)
@@ -77,14 +89,7 @@ def _not_comparable(engine: Any, parameters: Mapping[str, Any], candidates: Iter
 def _is_kept(entry: ModuleTensor, origin: Origin | None, in_optimizer: set[torch.nn.Parameter]) -> bool:
     if origin is None or (origin.is_trained and entry.tensor in in_optimizer):
         return origin is not None
-    return (origin.is_trained or origin.is_changed) and not settings().leaves_out(entry.names)
-
-
-def changed_since_start(origin_of: Mapping[str, Origin], candidates: Iterable[ModuleTensor]) -> set[str]:
-    """The groups that training or a checkpoint has changed, as far as this rank has seen."""
-    compared = [entry for entry in candidates if not settings().leaves_out(entry.names)]
-    suspected = {entry.group for entry in compared if (origin := origin_of.get(entry.group)) and origin.is_suspected}
-    return suspected | changed(origin_of, compared)
+    return (origin.is_trained or origin.is_changed or origin.is_built_once) and not settings().leaves_out(entry.names)
 
 
 def on_all_ranks(changed: set[str], candidates: Sequence[ModuleTensor], device: Any) -> set[str]:

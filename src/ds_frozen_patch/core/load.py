@@ -12,8 +12,7 @@ A wrapper takes wrapt's four arguments: the wrapped method (bound), its instance
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -85,7 +84,8 @@ def _load(
             call.arguments["load_dir"], call.arguments["tag"] = load.source, load.tag
             # Without a listing, ranks may read different numbers of files.
             reads = [*sharing_reads(load), *names] if listing.tag is not None else []
-            with _replacing_base(served, engine, load), overridden(reads):
+            left_out = load.may_be_missing if load.record is not None and load.record.manifest is not None else None
+            with replacing(engine, left_out), overridden(reads):
                 path, client_state = wrapped(*call.args, **call.kwargs)
         if path is not None and call.arguments["load_dir"] != source:  # it was read from a temporary folder
             path = str(Path(source, call.arguments["tag"], Path(path).name))
@@ -118,14 +118,6 @@ def _cures(load: Load) -> Attributes:
         attributes += cures.remember_module(lambda module: setattr(load, "module", module))
         attributes += cures.weights_of_the_tag(lambda: load.tag)
     return attributes
-
-
-@contextmanager
-def _replacing_base(served: ServedEngine, engine: Any, load: Load | None = None) -> Iterator[None]:
-    """Remember what a checkpoint replaces: it is no longer the base that the program builds."""
-    with replacing(engine.module, load.may_be_missing if load and load.record and load.record.manifest else None):
-        yield
-    served.prints = {}
 
 
 def load_module_state_dict(
@@ -190,7 +182,7 @@ def _load_universal(
         " configuration, and load the checkpoint that the universal one was made from: with patch(elastic=True) that"
         " works at any world size."
     )
-    with set_to(current, None), _replacing_base(served, engine):
+    with set_to(current, None), replacing(engine):
         path, client_state = _load_by_deepspeed(wrapped, engine, args, kwargs)
     remove_ours(client_state or {})
     return path, client_state

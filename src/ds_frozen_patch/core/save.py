@@ -21,7 +21,7 @@ from typing import Any
 
 from .. import manifest
 from ..common.overrides import overridden, set_to
-from ..engine.origins import origins, sample_at_save
+from ..engine.origins import origins, since_start
 from ..engine.owner import is_first
 from ..engine.served import ServedEngine, attached_at_save
 from ..parameters import plain
@@ -123,22 +123,24 @@ def begin(
         CheckpointMismatchError: on every rank, if the ranks differ in what they save.
     """
     in_flight.wait()
-    sample_at_save(engine, served)
     save = Save(engine, served, place_of(engine, served, path, folder, shown, is_managed), None)
     origin_of = origins(engine.module) if exclude else {}
     candidates = save.left_out = base.to_leave_out(engine, save.contents, origin_of) if exclude else None
-    changed = base.changed_since_start(origin_of, candidates or ())
+    seen = since_start(engine, served, origin_of, candidates or ())
+    save.built = seen.built
     if is_managed and is_first(save.owner):
         save.open()
     try:
-        agreement.agree_on_request(save, what, exclude, bool(changed))
+        agreement.agree_on_request(save, what, exclude, seen)
     except BaseException:
         save.discard()
         raise
     if is_managed and save.opens_disk and save.is_on_own_disk():
         save.open()
     if candidates and save.base_has_changed:
-        leaving_out.keep_changed(save, base.on_all_ranks(changed, candidates, engine.device))
+        leaving_out.keep_changed(save, base.on_all_ranks(seen.changed, candidates, engine.device))
+    if save.base_is_rounded:
+        leaving_out.log_rounding(save)
     return save
 
 

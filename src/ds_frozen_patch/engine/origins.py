@@ -1,65 +1,33 @@
 """Where the values of a parameter come from: from the program that built it, or from a served engine.
 
-What an engine has optimized, seen changed, or replaced from a checkpoint is no base, for every later engine of this
-process too, until the program builds a new parameter. It is kept by the modules that hold the parameters: torch does
-not swap tensors that have weak references, and an attribute of a tensor would be in the program's pickles.
+What is frozen is read when training begins, or at the first save, as the program has built it. The first save compares
+all of it with its values then, and each later one another sixteenth, since a write through `.data` leaves no trace: so
+a change of all values is noticed at once, and one of a few values within sixteen saves.
+
+What differs, what an engine has optimized, or what a checkpoint has replaced is no base, for every later engine of this
+process too. This is kept by the modules that hold the parameters: torch does not swap tensors that have weak
+references, and an attribute of a tensor would be in the program's pickles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from ..fingerprint import block_sums, is_readable, own_values
-from ..parameters import PARAMETER, PART, Contents, ModuleTensor, part_suffix, plain, shape_of
-from .served import ServedEngine
+from ..common.collectives import digest, world_size
+from ..fingerprint import Content, Shard, is_readable, layout_of, own_values, read, row_sums
+from ..parameters import PARAMETER, PART, Contents, ModuleTensor, part_suffix, plain
+from ..settings import current as settings
+from .served import ServedEngine, attached
+from .topology import shard_of
+from .tuners import unmerged
 
 if TYPE_CHECKING:
     import torch
-
-_Key = TypeVar("_Key")
-VALUES = 64
-"""About how many values of each tensor are compared, evenly spaced from its first to its last."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Some values of a tensor.
-
-    Attributes:
-        raw: the values.
-        dtype: of the tensor, a `torch.dtype`.
-        layout: the shape of the whole tensor, and the number of elements that this rank has of it.
-    """
-
-    raw: bytes
-    dtype: Any
-    layout: tuple[int, ...]
-
-    @property
-    def is_constant(self) -> bool:
-        """Whether all values are equal, as those of new parameters can be."""
-        size: int = self.dtype.itemsize
-        return self.raw == self.raw[:size] * (len(self.raw) // size)
-
-    def differs_from(self, now: Sample) -> bool:
-        """Whether the tensor has changed since; a program that builds it again would round it as was done here.
-
-        Other partitions than before cannot be compared, so they count as equal.
-        """
-        if self.layout != now.layout or self == now:
-            return False
-        kinds = self.dtype, now.dtype
-        is_rounded = all(kind.is_floating_point for kind in kinds) and now.dtype.itemsize <= self.dtype.itemsize
-        if not is_rounded or self.dtype == now.dtype:
-            return True
-        import torch
-
-        rounded = torch.frombuffer(bytearray(self.raw), dtype=self.dtype).to(now.dtype)
-        return rounded.view(torch.uint8).numpy().tobytes() != now.raw
 
 
 @dataclass
@@ -68,15 +36,21 @@ class Origin:
 
     Attributes:
         is_trained: an optimizer has been made for it.
+        has_stepped: that optimizer's engine has begun to train.
         is_changed: training has changed it though it was frozen, or a checkpoint has replaced it; all ranks know.
+        is_built_once: no program builds it again: it belongs to an adapter, or PEFT has rewritten it at random.
         is_suspected: as `is_changed`, as far as this rank has seen.
-        samples: of it and its parts when training began: by an empty string or by the part's suffix.
+        head: a digest of its first values on this rank before DeepSpeed has shared those of rank 0; 0 if there is none.
+        built: what the program has built, of it and its parts: by an empty string or by the part's suffix.
     """
 
     is_trained: bool = False
+    has_stepped: bool = False
     is_changed: bool = False
+    is_built_once: bool = False
     is_suspected: bool = False
-    samples: dict[str, Sample] = field(default_factory=dict)
+    head: int = 0
+    built: dict[str, Content] = field(default_factory=dict)
 
 
 _known: WeakKeyDictionary[Any, dict[str, tuple[int, Origin]]] = WeakKeyDictionary()
@@ -94,7 +68,9 @@ def origins(module: torch.nn.Module) -> dict[str, Origin]:
             if origin is None or identity != id(tensor):
                 if elsewhere is None:
                     elsewhere = {id(living): its_origin for living, its_origin in _living()}
-                origin = elsewhere.setdefault(id(tensor), Origin())
+                # What replaces a tensor is compared with it: libraries for quantization replace what they change.
+                before = Origin(built=dict(origin.built)) if origin is not None else Origin()
+                origin = elsewhere.setdefault(id(tensor), before)
                 _known.setdefault(inner, {})[name] = id(tensor), origin
             origin_of[plain(f"{path}.{name}" if path else name)] = origin
     return origin_of
@@ -115,65 +91,41 @@ def _tensors_of(module: Any) -> Iterator[tuple[str, Any]]:
         yield from ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
 
 
-def sample(tensors: Mapping[_Key, torch.Tensor]) -> dict[_Key, Sample]:
-    """Samples of what can be read; with one transfer for each device."""
-    import torch
-
-    by_device: dict[torch.device, list[tuple[_Key, torch.Tensor, Any, tuple[int, ...]]]] = {}
-    for key, tensor in tensors.items():
-        if is_readable(tensor):
-            values = own_values(tensor)
-            picked_values = values[:: max(len(values) // VALUES, 1)].contiguous().view(torch.uint8)
-            item = key, picked_values, values.dtype, (*shape_of(tensor), len(values))
-            by_device.setdefault(picked_values.device, []).append(item)
-    samples: dict[_Key, Sample] = {}
-    for items in by_device.values():
-        together = torch.cat([picked_values for _, picked_values, _, _ in items]).cpu().numpy().tobytes()
-        begin = 0
-        for key, picked_values, dtype, layout in items:
-            samples[key] = Sample(together[begin : begin + len(picked_values)], dtype, layout)
-            begin += len(picked_values)
-    return samples
+def built_of(origin_of: Mapping[str, Origin], entry: ModuleTensor) -> Content | None:
+    """What the program has built; None if that was not read."""
+    origin = origin_of.get(entry.group)
+    return origin.built.get(_part(entry)) if origin is not None else None
 
 
-def remember(module: torch.nn.Module) -> None:
-    """Take samples of a whole module when training begins; changes before that are how the program builds it."""
-    origin_of = origins(module)
-    for entry, taken in sample({entry: entry.tensor for entry in Contents(module).tensors}).items():
-        if entry.group in origin_of:
-            origin_of[entry.group].samples[_part(entry)] = taken
+def record(engine: Any, origin_of: Mapping[str, Origin], entries: Iterable[ModuleTensor]) -> None:
+    """Read what has not been read yet, and may be frozen later, unless it may have been trained or replaced already."""
+    shard_of = _shards(engine)
+    for entry in entries:
+        if not entry.is_frozen and entry.kind != PARAMETER and not settings().leaves_out(entry.names):
+            continue
+        origin = origin_of.get(entry.group)
+        if (
+            origin is None
+            or origin.is_trained
+            or origin.is_changed
+            or origin.is_suspected
+            or _part(entry) in origin.built
+        ):
+            continue
+        if (content := read(entry.tensor, shard_of(entry.tensor))) is not None:
+            origin.built[_part(entry)] = content
 
 
-def sample_at_start(engine: Any, served: ServedEngine) -> None:
-    """Remember the values of a new engine's module when training begins."""
-
-    def sample(engine: Any, _: Any) -> None:
-        if engine.module.training:
-            handle.remove()  # once is enough
-            _sample(engine, served)
-
-    handle = engine.register_forward_pre_hook(sample)
-    served.undo.append(lambda _: handle.remove())
-
-
-def sample_at_save(engine: Any, served: ServedEngine) -> None:
-    """Remember them at the first save, if the program has trained without a call of the engine."""
-    if engine.global_steps:
-        _sample(engine, served)
-
-
-def _sample(engine: Any, served: ServedEngine) -> None:
-    if not served.is_sampled:
-        served.is_sampled = True
-        remember(engine.module)
-
-
-def changed(origin_of: Mapping[str, Origin], candidates: Iterable[ModuleTensor]) -> set[str]:
-    """The groups (see `ModuleTensor`) that differ from what training began with, as far as this rank sees."""
-    entries = [entry for entry in candidates if entry.group in origin_of]
-    before = {entry: then for entry in entries if (then := origin_of[entry.group].samples.get(_part(entry)))}
-    now = sample({entry: entry.tensor for entry in before})
-    return {entry.group for entry, values in now.items() if before[entry].differs_from(values)}
+def differing(
+    engine: Any, origin_of: Mapping[str, Origin], entries: Iterable[ModuleTensor], number: int
+) -> list[ModuleTensor]:
+    """What differs from what the program has built, as far as this rank sees; `number` as in `Content`."""
+    found, shard_of = [], _shards(engine)
+    for entry in entries:
+        built, tensor = built_of(origin_of, entry), entry.tensor
+        if built and is_readable(tensor) and built.differs_from(tensor, shard_of(tensor), number):
+            found.append(entry)
+    return found
 
 
 def notice_earlier_training(module: torch.nn.Module) -> None:
@@ -181,62 +133,137 @@ def notice_earlier_training(module: torch.nn.Module) -> None:
 
     The same is true of copies of what they have trained, such as a teacher, or an adapter to compare with.
     """
-    trained = {id(tensor): (tensor, origin) for tensor, origin in _living() if origin.is_trained}
+    trained = {id(tensor): tensor for tensor, origin in _living() if origin.has_stepped}
     origin_of = origins(module)
-    if not any(origin.samples for origin in origin_of.values()) and not trained:
+    _note_heads(module, origin_of)
+    if not trained and not any(origin.built for origin in origin_of.values()):
         return
-    everything = Contents(module).tensors
-    suspected = changed(origin_of, everything)
-    now = sample({key: tensor for key, (tensor, _) in trained.items()})
-    copied = {
-        values
-        for key, values in now.items()
-        if (then := trained[key][1].samples.get("")) and then.differs_from(values) and not values.is_constant
+    frozen = [entry for entry in Contents(module).tensors if entry.is_frozen and entry.group in origin_of]
+    copied = {sketch(tensor) for tensor in trained.values()} - {None}
+    for entry in frozen:
+        built = built_of(origin_of, entry)
+        if built is None:
+            is_suspected = bool(copied) and sketch(entry.tensor) in copied
+        else:
+            is_same_layout = is_readable(entry.tensor) and layout_of(entry.tensor) == built.layout
+            is_suspected = is_same_layout and built.differs_from(entry.tensor, None, number=1)
+        origin_of[entry.group].is_suspected |= is_suspected
+
+
+def _note_heads(module: torch.nn.Module, origin_of: Mapping[str, Origin]) -> None:
+    """Note what each rank has built, to find at the first save what they have drawn at random without a common seed."""
+    for name, parameter in Contents(module).parameters.items() if world_size() > 1 else ():
+        origin = origin_of.get(name)
+        if origin is None or parameter.requires_grad or origin.built or origin.head or hasattr(parameter, "ds_tensor"):
+            continue
+        values = sketch(parameter)
+        origin.head = digest(values) & 0xFFFFFF if values is not None else 0
+
+
+def forget_other_layouts(engine: Any) -> None:
+    """After the set-up of an engine, which changes dtypes and partitions: read what has changed so once more."""
+    origin_of, shard_of = origins(engine.module), _shards(engine)
+    for entry in Contents(engine.module).tensors:
+        built = built_of(origin_of, entry)
+        if built is not None and layout_of(entry.tensor, shard_of(entry.tensor)) != built.layout:
+            del origin_of[entry.group].built[_part(entry)]
+
+
+def _shards(engine: Any) -> Callable[[Any], Shard | None]:
+    """Which shard of a tensor this rank has; see `fingerprints`."""
+    served = attached(engine)
+    is_divided = served is not None and served.topology.is_divided
+    return partial(shard_of, engine) if is_divided else lambda _: None
+
+
+def sketch(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Equal for copies of a tensor, by its first values; None if these are all the same, or cannot be read."""
+    if not is_readable(tensor):
+        return None
+    values = own_values(tensor)
+    first = values[:4096]
+    if not len(first) or bool((first == first[0]).all()):
+        return None
+    return values.dtype, len(values), *row_sums(first, 0)[1].tolist()
+
+
+@dataclass(frozen=True)
+class Changes:
+    """The base at a save, as far as this rank sees.
+
+    Attributes:
+        changed: the groups that training or a checkpoint has changed.
+        rounded: those that adapters have changed which PEFT has merged and taken out again. The base is as built.
+        built: what this rank has read of each candidate, as the program built it; None if that was not read.
+    """
+
+    changed: set[str]
+    rounded: set[str]
+    built: dict[ModuleTensor, Content | None]
+
+
+def record_at_start(engine: Any, served: ServedEngine) -> None:
+    """Read what a new engine does not train when training begins; changes before that are how the program builds it."""
+
+    def begin(engine: Any) -> None:
+        handle.remove()  # once is enough
+        served.begin = None
+        origin_of = origins(engine.module)
+        record(engine, origin_of, Contents(engine.module).tensors)
+        for origin in origin_of.values():
+            origin.has_stepped |= origin.is_trained
+
+    served.begin = begin
+    handle = engine.register_forward_pre_hook(lambda engine, _: begin(engine) if engine.module.training else None)
+    served.undo.append(lambda _: handle.remove())
+
+
+def since_start(
+    engine: Any, served: ServedEngine, origin_of: Mapping[str, Origin], candidates: Sequence[ModuleTensor]
+) -> Changes:
+    """What has changed of the candidates, as far as this rank sees: of all values the first time, then of a share."""
+    built = {entry: built_of(origin_of, entry) for entry in candidates}
+    compared = [entry for entry in candidates if entry.group in origin_of and not settings().leaves_out(entry.names)]
+    differ = differing(engine, origin_of, [entry for entry in compared if built[entry]], served.comparisons)
+    served.comparisons += bool(candidates)
+    if unread := [entry for entry in candidates if built[entry] is None]:
+        record(engine, origin_of, unread)
+        built |= {entry: built_of(origin_of, entry) for entry in unread}
+    largest = unmerged(engine.module) if differ else {}
+    rounded = {
+        entry.group
+        for entry in differ
+        for name in largest.keys() & {*entry.names}
+        if (content := built[entry]) and content.is_rounded_to(entry.tensor, largest[name])
     }
-    if copied:
-        frozen = sample({entry: entry.tensor for entry in everything if entry.is_frozen})
-        suspected |= {entry.group for entry, values in frozen.items() if values in copied}
-    for name in suspected & origin_of.keys():
-        origin_of[name].is_suspected = True
+    changed = {entry.group for entry in differ} - rounded
+    return Changes(changed | {e.group for e in compared if origin_of[e.group].is_suspected}, rounded - changed, built)
 
 
 @contextmanager
-def replacing(module: torch.nn.Module, left_out: frozenset[str] | None = None) -> Iterator[None]:
+def replacing(engine: Any, left_out: frozenset[str] | None = None) -> Iterator[None]:
     """Remember what a checkpoint replaces meanwhile: what was trainable, and frozen values that differ afterwards.
 
     Args:
-        module: that the checkpoint is loaded into.
-        left_out: from a trainable-only checkpoint; its other parameters were trained, also where no sample shows it.
+        engine: that the checkpoint is loaded into.
+        left_out: from a trainable-only checkpoint; its other parameters were trained, even if their values are equal.
             Without it, all frozen values are compared.
     """
-    before = sample(
-        {(entry.group, _part(entry)): entry.tensor for entry in Contents(module).tensors if entry.is_frozen}
-    )
-    sums = _sums(module) if left_out is None else {}
+    module = engine.module
+    if left_out is None:
+        record(engine, origins(module), [entry for entry in Contents(module).tensors if entry.is_frozen])
     yield
     origin_of, everything = origins(module), Contents(module).tensors
-    after = sample({entry: entry.tensor for entry in everything if entry.is_frozen})
     replaced = {
         entry.group
         for entry in everything
         if entry.kind == PARAMETER and (not entry.is_frozen or (left_out is not None and entry.name not in left_out))
     }
-    if sums:
-        replaced |= {key[0] for key, values in _sums(module).items() if not values.equal(sums.get(key, values))}
-    for entry, now in after.items():
-        then = before.get((entry.group, _part(entry)))
-        if then is not None and then.differs_from(now):
-            replaced.add(entry.group)
-        if entry.group in origin_of and (taken := origin_of[entry.group].samples):
-            taken[_part(entry)] = now
+    if left_out is None:
+        frozen = [entry for entry in everything if entry.is_frozen]
+        replaced |= {entry.group for entry in differing(engine, origin_of, frozen, 0)}
     for name in replaced & origin_of.keys():
         origin_of[name].is_suspected = True
-
-
-def _sums(module: torch.nn.Module) -> dict[tuple[str, str], torch.Tensor]:
-    """Sums of what this rank has of each frozen tensor, by group and part; see `block_sums`."""
-    entries = [entry for entry in Contents(module).tensors if entry.is_frozen and is_readable(entry.tensor)]
-    return {(entry.group, _part(entry)): block_sums(own_values(entry.tensor), 0)[1].cpu() for entry in entries}
 
 
 def _part(entry: ModuleTensor) -> str:

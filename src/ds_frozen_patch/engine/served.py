@@ -21,8 +21,8 @@ class ServedEngine:
     Attributes:
         owner: that made it.
         topology: what kind of engine it is.
-        is_sampled: whether the values of its module have been sampled, see `core.base`.
-        prints: the fingerprints at the last save, by name.
+        comparisons: how often its base has been compared with what the program built, see `core.base`.
+        begin: called with the engine when training begins, or adapters are merged before; then None.
         loss_factor: what each loss is multiplied by, see `engine.loss`.
         scales_loss: whether the engine multiplies its losses.
         publishes: whether this rank has published the last checkpoint on its disk.
@@ -33,8 +33,8 @@ class ServedEngine:
 
     owner: Owner
     topology: Topology
-    is_sampled: bool = False
-    prints: Mapping[str, str | None] = field(default_factory=dict)
+    comparisons: int = 0
+    begin: Callable[[Any], None] | None = None
     loss_factor: float = 1.0
     scales_loss: bool = False
     publishes: bool = False
@@ -101,6 +101,13 @@ def attached_at_save(engine: Any, arguments: Mapping[str, Any]) -> ServedEngine 
         if rank() == 0:
             logging.getLogger("ds_frozen_patch").warning(UNKNOWN)
     return _engines.get(engine)
+
+
+def begin_those_with(inner: Any) -> None:
+    """Call `begin` of the engines with a module that contains this one."""
+    for engine, served in list(_engines.items()):
+        if served is not None and served.begin is not None and any(inner is other for other in engine.module.modules()):
+            served.begin(engine)
 
 
 def release_all() -> None:

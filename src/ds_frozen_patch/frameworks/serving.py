@@ -13,9 +13,9 @@ from typing import Any
 
 from ..common.errors import named
 from ..common.probing import probe
-from ..core.base import frozen, mark_trained
+from ..core.base import frozen, mark_built_once, mark_trained
 from ..engine import handshake
-from ..engine.origins import notice_earlier_training, sample_at_start
+from ..engine.origins import forget_other_layouts, notice_earlier_training, record_at_start
 from ..engine.owner import Owner, warn
 from ..engine.served import attach
 from ..engine.topology import has_all_ranks
@@ -82,7 +82,9 @@ def begin_serving(engine: Any, owner: Owner) -> None:
     if served is None:
         return
     mark_trained(engine)
-    sample_at_start(engine, served)
+    mark_built_once(engine, owner)
+    forget_other_layouts(engine)
+    record_at_start(engine, served)
     _check_patterns(owner, engine.module)
 
 

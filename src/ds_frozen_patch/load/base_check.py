@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..common.collectives import on_any_rank
 from ..common.errors import CheckpointMismatchError, named
+from ..engine.origins import built_of, differing, origins, record
 from ..engine.owner import warn
-from ..engine.served import attached
 from ..engine.topology import shard_of
-from ..fingerprint import fingerprints, process_memory
+from ..fingerprint import fingerprints, read
 from ..manifest import LeftOut, Manifest
-from ..parameters import ModuleTensor
+from ..parameters import BUFFER, ModuleTensor
 from ..settings import current
 from .running import Load
 from .strictness import check_left_out, left_out_by_others
@@ -89,8 +90,10 @@ def verify_base(manifest: Manifest, held: Mapping[str, ModuleTensor], load: Load
             " left-out parameters have other fingerprints.",
             *differ[:10],
             *([f"- and {len(differ) - 10} more"] if len(differ) > 10 else []),
-            "Usual causes: another base model or revision, another seed, a re-initialised layer, other quantization"
-            " settings, weights that the program changed after building them. Build the base as in the run that saved"
+            "Usual causes: another base model or revision, another seed, or none where the program draws frozen values"
+            " at random; an initialization of PEFT's that rewrites the base (init_lora_weights: pissa, olora, corda,"
+            " loftq, lora_ga), a merged adapter, a re-initialised layer, other quantization settings, weights that"
+            " the program changed after building them. Build the base as in the run that saved"
             ' the checkpoint, or continue anyway with patch(verify_base="warn") or DS_FROZEN_PATCH_VERIFY_BASE=warn.',
         ]
     )
@@ -112,14 +115,12 @@ def _compare(pairs: Mapping[ModuleTensor, tuple[str, LeftOut]], load: Load) -> t
         load: the running load.
     """
     comparable = [entry for entry, (_, saved) in pairs.items() if saved.fingerprint and saved.dtype == entry.dtype]
-    tensors = [entry.tensor for entry in comparable]
-    # Of what is trained, the memory may not have noticed that it has changed.
-    memory = None if load.starts_fresh else process_memory()
-    all_known = load.base_is_known and memory is not None
-    engine, served = load.engine, attached(load.engine)
-    is_divided = served is not None and served.topology.is_divided
-    shards = [shard_of(engine, tensor) for tensor in tensors] if is_divided else ()
-    prints = fingerprints(tensors, engine.device, memory, all_known=all_known, shards=shards)
+    if load.base_is_known and not load.starts_fresh:
+        origin_of = origins(load.engine.module)
+        contents = [built_of(origin_of, entry) for entry in comparable]
+        prints = [content.fingerprint if content is not None else None for content in contents]
+    else:
+        prints = _fingerprints_now(comparable, load)
     print_of = dict(zip(comparable, prints, strict=True))
     differ, unread = [], []
     for entry, (name, saved) in pairs.items():
@@ -131,3 +132,20 @@ def _compare(pairs: Mapping[ModuleTensor, tuple[str, LeftOut]], load: Load) -> t
         elif now != saved.fingerprint:
             differ.append(f"- {name}: saved {saved.fingerprint}, now {now}")
     return differ, unread
+
+
+def _fingerprints_now(entries: list[ModuleTensor], load: Load) -> list[str | None]:
+    """The fingerprint of each at present; every rank must call it. What is read for the first time counts as built."""
+    engine, origin_of = load.engine, origins(load.engine.module)
+    changed = set(differing(engine, origin_of, entries, 0))
+    record(engine, origin_of, [entry for entry in entries if entry.is_frozen or entry.kind == BUFFER])
+    shards = [shard_of(engine, entry.tensor) for entry in entries]
+    contents = [
+        (None if entry in changed else built_of(origin_of, entry)) or read(entry.tensor, shard)
+        for entry, shard in zip(entries, shards, strict=True)
+    ]
+    unknown = [content is not None and content.fingerprint is None for content in contents]
+    todo = [n for n, is_unknown in enumerate(on_any_rank(unknown, engine.device)) if is_unknown]
+    tensors = [entries[n].tensor for n in todo]
+    fingerprints(tensors, engine.device, [contents[n] for n in todo], shards=[shards[n] for n in todo])
+    return [content.fingerprint if content is not None else None for content in contents]

@@ -31,7 +31,7 @@ class Load:
         source: the directory, on this rank.
         tag: the folder in it.
         restores_optimizer: whether the optimizer's state is loaded too.
-        base_is_known: whether every rank knows the fingerprints of what is frozen.
+        base_is_known: whether every rank knows the fingerprints of what is frozen, which is as it was built.
         record: of the checkpoint; None if it has none.
         may_be_missing: the names that the record's manifest allows to be missing.
         starts_fresh: all names of what is trained now and was not at the save, see `changed_parameters`.

@@ -12,6 +12,7 @@ import wrapt
 from ..common.probing import Target
 from ..core import load, save
 from ..engine.target import ENGINE
+from ..engine.tuners import merge_adapter, unmerge_adapter
 from ..frameworks import for_accelerate as accelerate
 from ..frameworks import for_transformers as transformers
 from ..frameworks import serving
@@ -63,6 +64,8 @@ _WRAPPERS_BESIDE: dict[str, Callable[..., Any]] = {
     "get_fp32_state_dict_from_zero_checkpoint": after_it,
     "_get_fp32_state_dict_from_zero_checkpoint": after_it,
     "destroy_process_group": before_end,
+    "merge_adapter": merge_adapter,
+    "unmerge_adapter": unmerge_adapter,
 }
 
 

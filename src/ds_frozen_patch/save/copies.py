@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..common.text import human_bytes
-from ..engine.origins import sample
+from ..engine.origins import sketch
 from ..engine.owner import is_first, warn
 from .running import Save
 
@@ -17,15 +17,13 @@ def warn_of_copies(save: Save, client_state: Mapping[str, Any]) -> None:
     """Log, at the first save, which keys of the client state contain values that the save leaves out."""
     if not is_first(save.owner) or not save.served.is_first_time("copies of the base"):
         return
-    tensors = dict(enumerate(_tensors(client_state, ())))
+    tensors = list(_tensors(client_state, ()))
     if not tensors:
         return
-    left_out = sample({entry: entry.tensor for entry in save.left_out or ()}).values()
-    base = {values for values in left_out if not values.is_constant}
+    base = {sketch(entry.tensor) for entry in save.left_out or ()} - {None}
     sizes: dict[str, int] = {}
-    for number, values in sample({number: tensor for number, (_, tensor) in tensors.items()}).items():
-        if values in base:
-            path, tensor = tensors[number]
+    for path, tensor in tensors:
+        if sketch(tensor) in base:
             key = "".join(f"[{name!r}]" for name in path[:-1][:2])
             sizes[key] = sizes.get(key, 0) + tensor.numel() * tensor.element_size()
     for key, size in sizes.items():

@@ -5,67 +5,121 @@ from __future__ import annotations
 import logging
 
 from .. import manifest
+from ..common.collectives import add_up, world_size
 from ..common.errors import named
 from ..common.text import human_bytes
+from ..core.base import optimized
 from ..engine.origins import origins
 from ..engine.owner import is_first, warn
 from ..engine.topology import shard_of
+from ..engine.tuners import unmerged
+from ..fingerprint import fingerprints
 from ..parameters import PARAMETER
 from ..settings import current as settings
 from .running import Save
 
 
 def describe(save: Save) -> manifest.Manifest:
-    """The manifest of what a save leaves out; every rank must call it.
-
-    From the second save of an engine on, fingerprints show changes that a sample does not: these are saved.
-    """
-    described = _describe(save)
-    before = save.served.prints
-    now = {entry.name: entry.fingerprint for entry in described.left_out}
-    changed = {name for name, print_ in now.items() if print_ and (before.get(name) or print_) != print_}
-    if changed:
-        keep_changed(save, {entry.group for entry in save.left_out or () if entry.name in changed})
-        save.base_is_known = True
-        described = _describe(save)
-        now = {entry.name: entry.fingerprint for entry in described.left_out}
-    if unread := [name for name, print_ in now.items() if print_ is None and name not in before]:
-        warn(
-            save.owner,
-            f"The content of {len(unread)} left-out parameters cannot be read ({named(unread)}), so a load cannot"
-            " verify it.",
+    """The manifest of what a save leaves out, with fingerprints as built; every rank must call it."""
+    topology = save.served.topology
+    prints = _fingerprints(save)
+    left_out = save.left_out or []
+    if unread := [entry.name for entry, print_ in zip(left_out, prints, strict=True) if print_ is None]:
+        save.served.log_once(
+            f"not read: {unread}",
+            f"{len(unread)} left-out parameters cannot be read, or were not read before training may have changed them"
+            f" ({named(unread)}), so a load cannot verify them.",
         )
-    save.served.prints = {**before, **{name: print_ for name, print_ in now.items() if print_ or name not in before}}
-    return described
-
-
-def _describe(save: Save) -> manifest.Manifest:
-    engine, topology, left_out = save.engine, save.served.topology, save.left_out or ()
     return manifest.describe(
-        left_out,
-        contents=save.contents,
-        device=engine.device,
-        zero_stage=topology.stage,
-        world_size=topology.ranks,
-        all_known=save.base_is_known,
-        shards=[shard_of(engine, entry.tensor) for entry in left_out] if topology.is_divided else (),
+        left_out, prints, contents=save.contents, zero_stage=topology.stage, world_size=topology.ranks
     )
+
+
+def _fingerprints(save: Save) -> list[str | None]:
+    """The fingerprint of each as built; what a rank does not know yet is added up by all.
+
+    What the ranks have built differently, before DeepSpeed has shared rank 0's values, they have drawn at random
+    without a common seed. No later run builds it again, so it is saved.
+    """
+    import torch
+
+    left_out, device = save.left_out or [], save.engine.device
+    if not save.base_is_known:
+        origin_of, divided = origins(save.engine.module), save.served.topology.is_divided
+        contents = [save.built[entry] for entry in left_out]
+        unknown = [content is not None and content.fingerprint is None for content in contents]
+        heads = [
+            origin_of[entry.group].head if entry.kind == PARAMETER and entry.group in origin_of and not divided else 0
+            for entry in left_out
+        ]
+        # Numbers are equal if, and only if, the square of their sum is the sum of their squares, times how many.
+        rows = [unknown, [head > 0 for head in heads], heads, [head**2 for head in heads]]
+        numbers = torch.tensor(rows, dtype=torch.int64)
+        sums = zip(left_out, contents, *add_up(numbers, device).tolist(), strict=True)
+        at_random, todo = set[str](), []
+        for entry, content, is_unknown, there, total, squares in sums:
+            is_overruled = settings().leaves_out(entry.names)
+            if there == world_size() and total**2 != there * squares and not is_overruled:
+                at_random.add(entry.group)
+            elif is_unknown:
+                todo.append((entry, content))
+        if at_random:
+            _keep(save, at_random, _AT_RANDOM)
+        tensors = [entry.tensor for entry, _ in todo]
+        shards = [shard_of(save.engine, tensor) for tensor in tensors]
+        fingerprints(tensors, device, [content for _, content in todo], shards=shards)
+    contents = [save.built[entry] for entry in save.left_out or ()]
+    return [content.fingerprint if content is not None else None for content in contents]
+
+
+def log_rounding(save: Save) -> None:
+    """Log once that merged adapters have rounded the base."""
+    save.served.log_once(
+        "merged adapters",
+        "PEFT has merged adapters into the base and taken them out again, which rounds some of its values"
+        f" ({named(sorted(unmerged(save.engine.module)))}). Checkpoints record the base as the program built it, and a"
+        " resume begins with that.",
+    )
+
+
+_CHANGED = (
+    "Frozen parameters differ from what the program built, because training has changed them or a checkpoint has"
+    " replaced them: {}. No base has these values, so checkpoints contain them from now on. To leave them out all the"
+    " same, name them in patch(leave_out=[...])."
+)
+_AT_RANDOM = (
+    "The ranks have built frozen parameters with different values: {}. So the program draws them at random, and no"
+    " later run builds them again: checkpoints contain them. Set the same seed on all ranks before the model is built,"
+    " and they are left out; or, if only rank 0 reads them from a file, name them in patch(leave_out=[...])."
+)
 
 
 def keep_changed(save: Save, changed: set[str]) -> None:
     """Save these groups (see `ModuleTensor`) from now on, since no base has their values."""
-    assert save.left_out is not None
-    overruled = {entry.group for entry in save.left_out if settings().leaves_out(entry.names)}
+    overruled = {entry.group for entry in save.left_out or () if settings().leaves_out(entry.names)}
     if changed := changed - overruled:
-        origin_of = origins(save.engine.module)
-        for name in changed & origin_of.keys():
-            origin_of[name].is_changed = True
-        save.left_out = [entry for entry in save.left_out if entry.group not in changed]
+        _keep(save, changed, _CHANGED)
+
+
+def _keep(save: Save, groups: set[str], message: str) -> None:
+    origin_of = origins(save.engine.module)
+    for name in groups & origin_of.keys():
+        origin_of[name].is_changed = True
+    save.left_out = [entry for entry in save.left_out or () if entry.group not in groups]
+    warn(save.owner, message.format(named(sorted(groups))))
+
+
+def _warn_of_masters(save: Save) -> None:
+    """In stage 0 in 16 bits, the optimizer has a copy in fp32 of each of its parameters, frozen or not."""
+    if not hasattr(save.engine.optimizer, "fp16_groups"):
+        return
+    copied = [parameter.numel() for parameter in optimized(save.engine) if not parameter.requires_grad]
+    if copied:
         warn(
             save.owner,
-            "Frozen parameters differ from what the program built, because training has changed them or a checkpoint"
-            f" has replaced them: {named(sorted(changed))}. No base has these values, so checkpoints contain them from"
-            " now on. To leave them out all the same, name them in patch(leave_out=[...]).",
+            f"The optimizer was made of {len(copied)} frozen parameters too, and DeepSpeed saves a copy of each in"
+            f" fp32: {human_bytes(4 * sum(copied))} in each checkpoint. To avoid this, make the optimizer of the"
+            " parameters with requires_grad.",
         )
 
 
@@ -78,6 +132,7 @@ def log_once(save: Save, left_out: manifest.Manifest) -> None:
     if not count:
         owner.logger.info("ds_frozen_patch: no parameter is frozen, so checkpoints leave nothing out.")
         return
+    _warn_of_masters(save)
     everything = save.contents.tensors
     removed = sum(entry.nbytes for entry in save.left_out or () if save.removed.intersection(entry.names))
     is_shown = owner.logger.isEnabledFor(logging.INFO)  # not by Trainer and Accelerate, as they come

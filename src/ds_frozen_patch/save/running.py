@@ -11,6 +11,7 @@ from typing import Any
 from ..core.record import File, Record
 from ..engine.owner import Owner
 from ..engine.served import ServedEngine
+from ..fingerprint import Content
 from ..parameters import Contents, ModuleTensor
 from ..publish.publication import Publication
 from ..settings import current as settings
@@ -34,6 +35,8 @@ class Save:
         base_is_known: whether every rank knows the fingerprints of what is left out.
         base_has_changed: whether a rank has seen training change some of it.
         opens_disk: whether this rank is the first of those that write to a target, which can be on a disk of its own.
+        base_is_rounded: whether a rank has seen that merged adapters have rounded some of it.
+        built: what this rank has read of what is left out, as the program built it; None if that was not read.
         publishes: whether this rank gives the files their names on its disk.
         written: what this rank has written, by name.
         record: of what is saved, to be written beside the files; None if it is not managed.
@@ -51,6 +54,8 @@ class Save:
     base_is_known: bool = False
     base_has_changed: bool = False
     opens_disk: bool = False
+    base_is_rounded: bool = False
+    built: dict[ModuleTensor, Content | None] = field(default_factory=dict)
     publishes: bool = False
     written: dict[str, File] = field(default_factory=dict)
     record: Record | None = None

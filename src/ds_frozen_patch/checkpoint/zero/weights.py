@@ -89,7 +89,9 @@ def locate_weights(states: States, trainable: Sequence[str] = ()) -> Weights:
     """
     models = [with_plain_names(model) for model in states.models]
     model = models[0]
-    listed = [name for group in parameter_groups(model) for name in group]
+    # In stage 0, an optimizer made of all parameters of a module lists those that are frozen, too.
+    left_out = states.manifest.names if states.manifest is not None else frozenset()
+    listed = [name for group in parameter_groups(model) for name in group if name not in left_out]
     entries = read_entries(model, states.manifest)
     module, parts, buffers = entries.tensors, entries.owners, entries.buffers
     first = _first_names(module, model, states.zero_stage)

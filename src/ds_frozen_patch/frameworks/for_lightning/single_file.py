@@ -229,7 +229,7 @@ def load(load: Load, strategy: Any, file: Path, checkpoint: dict[str, Any]) -> d
     manifest, contents = Manifest.from_checkpoint(checkpoint), Contents(module)
     _check(load, contents, weights, manifest, file)
     checkpoint.pop(KEY, None)
-    with replacing(module):
+    with replacing(engine):
         put(module, without_own_values(weights, contents.by_name, manifest, load))
     forget_second_copies(engine)
     if module.trainer.state.fn != "fit":
