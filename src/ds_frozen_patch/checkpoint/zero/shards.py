@@ -13,9 +13,9 @@ from math import prod
 from operator import mul
 from typing import Any
 
+from ..format.archive import CHUNK_BYTES
 from ..format.records import Piece, Records, TensorSource
 from ..format.stored import ITEM_SIZES, Storage, StoredTensor, stand_in
-from ..format.archive import CHUNK_BYTES
 from .groups import BASE_STATE, MASTERS, Group, SharedBlockError, Trained, Values, blocks_in, nested
 from .partitions import (
     Shapes,
