@@ -72,7 +72,8 @@ def train(
     trainer = runs.trainer(out, 2, stage, epochs=EPOCHS, callbacks=[kept, diary])
     diary.note_removals(trainer)
     module = runs.LoraRun()
-    trainer.fit(module, runs.batches(2), ckpt_path=resume)
+    with ds_frozen_patch.no_wait():  # the save above is not Lightning's own any more
+        trainer.fit(module, runs.batches(2), ckpt_path=resume)
     disarm()
     return {"state": runs.trained_state(module), "calls": this.calls, "seconds": seconds}
 

@@ -95,7 +95,8 @@ def train(
         module = runs.LoraRun()
         if this is not None and not at:
             _armed_in_load(this, trainer.strategy)
-        trainer.fit(module, data(world_size), ckpt_path=resume)
+        with ds_frozen_patch.no_wait():  # its saves are wrapped, and so not Lightning's own any more
+            trainer.fit(module, data(world_size), ckpt_path=resume)
         if this is not None:
             this.disarm()
         ds_frozen_patch.unpatch()
