@@ -341,3 +341,6 @@ def test_the_tools_read_a_checkpoint_whose_optimizer_has_all_parameters(
     is_told = [said for said in heard if "saves a copy of each in fp32" in said]
     frozen = sum(parameter.numel() for parameter in OfAll().parameters() if not parameter.requires_grad)
     assert bool(is_told) == (size > 4 * frozen)
+    if precision == "32-true":
+        ds_frozen_patch.reshard(checkpoint, tmp_path / "sharded.ckpt", stage=2, ranks=2)
+        assert ds_frozen_patch.verify(tmp_path / "sharded.ckpt").problems == ()

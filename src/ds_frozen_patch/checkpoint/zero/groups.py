@@ -194,6 +194,7 @@ def _in_stage_0(states: States, with_state: bool) -> Iterator[tuple[Mapping[str,
     saved = model["optimizer"]
     in_masters = masters_key(saved)
     base = saved[BASE_STATE[3]] if in_masters else saved
+    left_out = states.manifest.names if states.manifest is not None else frozenset()
     kept = {index: _unnested(state) for index, state in (base["state"] if with_state else {}).items()}
     weights = {plain(n): item for n, item in {**(model.get("frozen_param_fragments") or {}), **model["module"]}.items()}
     for number, (settings, shapes) in enumerate(zip(base["param_groups"], parameter_groups(model), strict=True)):
@@ -205,13 +206,14 @@ def _in_stage_0(states: States, with_state: bool) -> Iterator[tuple[Mapping[str,
                 [_Flat(shapes, parameter_offsets(shapes), shape, [flat], [kept.get(settings["params"][0], {})])],
             )
             continue
-        masters = saved[in_masters][number] if in_masters else [weights[plain(name)] for name in shapes]
+        masters = saved[in_masters][number] if in_masters else [weights.get(plain(name)) for name in shapes]
         entries = zip(settings["params"], masters, shapes.items(), strict=True)
         yield (
             settings,
             [
                 _Flat({n: shape}, {n: 0}, shape, [contiguous(states, master, n)], [kept.get(index, {})])
                 for index, master, (n, shape) in entries
+                if plain(n) not in left_out  # an optimizer over all parameters has the frozen ones too
             ],
         )
 
