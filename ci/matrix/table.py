@@ -32,6 +32,7 @@ PROMISES = {
     23: "nothing that was trained is left out", 24: "nothing that was saved is refused", 25: "every kind of engine",
     26: "programs that look at once after an asynchronous save", 27: "folders that serve",
     28: "another stage, precision, batch, or set of trained parameters",
+    29: "what no program can build again",
 }  # fmt: skip
 OF_PROMISES = """\
 Each promise, and the cells in which its tests passed. Every test runs in `everyday`, all that may depend on releases in
