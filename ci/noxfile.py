@@ -36,8 +36,7 @@ from matrix.environments import (
 from matrix.environments import PROGRAMS as CLONES
 from matrix.programs import PROGRAMS
 from packaging.version import Version
-from series.commands import patches_for
-from series.folder import CODE, OF_DEEPSPEED, PATCHES, read_index, touched
+from series.folder import CODE, PATCHES, lines, patches_of, repositories, repository_of, touched
 
 CELLS = cells.read()
 EVERY_TEST = ("everyday", "newest")
@@ -234,7 +233,6 @@ def programs(session: nox.Session, name: str) -> None:
 @nox.session(venv_backend="none")
 def patches(session: nox.Session) -> None:
     """Check the patch series of `patches/` on every release on the index, or on every tag of `-- --repo CLONE`."""
-    run(session, "lightning-2.3", "patches", "lint")
     run(session, "lightning-2.3", "patches", "check", *session.posargs)
 
 
@@ -255,10 +253,12 @@ def heads(session: nox.Session) -> None:
     session.run(python, "setup.py", "--version", external=True)  # it notes its version
     promises = ("-m", "not everyday", "tests/contract")
     steps = {"the promises with the shim": partial(run_tests, session, "newest", *promises, PYTHONPATH=code)}
-    for name, place, folder in (("Lightning", lightning, PATCHES), ("DeepSpeed", deepspeed, PATCHES / OF_DEEPSPEED)):
-        tests = [str(place / path) for path in touched(read_index(folder)[-1].patches) if "/test_" in path]
+    for repository, place in zip(repositories(PATCHES), (lightning, deepspeed), strict=True):
+        name, newest = repository.name, lines(repository.folder)[-1]
+        tests = [str(place / path) for path in touched(patches_of(newest)) if "/test_" in path]
         pytest = ("-m", "pytest", f"--rootdir={place}", "-W", "ignore::FutureWarning", *tests)
-        steps[f"the patches for {name}"] = partial(run, session, "lightning-2.3", "patches", "apply", str(place))
+        apply = ("patches", "apply", str(place), "--line", newest.name)
+        steps[f"the patches for {name}"] = partial(run, session, "lightning-2.3", *apply)
         steps[f"the tests that they add to {name}"] = partial(
             run, session, "newest", *pytest, PYTHONPATH=code, OMP_NUM_THREADS="1", LOCAL_SIZE="2"
         )
@@ -279,7 +279,7 @@ def upstream_tests(session: nox.Session) -> None:
         session.error("name a clone of Lightning's or DeepSpeed's repository: -- CLONE, or -- CLONE TAG...")
     clone, *tags = session.posargs
     place = Path(session.invoked_from, clone).resolve()
-    cell_of = UPSTREAM if patches_for(PATCHES, place) == PATCHES else UPSTREAM_DEEPSPEED
+    cell_of = UPSTREAM if repository_of(PATCHES, place).name == "Lightning" else UPSTREAM_DEEPSPEED
     if unknown := [tag for tag in tags if tag not in cell_of]:
         session.error(f"no cell is chosen for {', '.join(unknown)}; there are {', '.join(cell_of)}")
     for tag in tags or cell_of:
@@ -329,7 +329,8 @@ def docs(session: nox.Session) -> None:
     """Write what is generated in `docs/`, and build it into `.nox/site`; a warning is an error."""
     session.chdir(ROOT)
     python = tools_python(session, "docs")
-    environment = {"PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in ("src", "ci", "ci/measure"))}
+    folders = ("src", "ci", "ci/measure", "patches")
+    environment = {"PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in folders)}
     build = ("-m", "sphinx", "--quiet", "--fail-on-warning", "--fresh-env", "docs", str(ROOT / ".nox" / "site"))
     for step in (
         ("ci/measure/charts.py",),

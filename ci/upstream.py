@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from tables import ROOT, UPSTREAM, markdown
+from series.folder import PATCHES, lines
+from tables import UPSTREAM, markdown
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -16,9 +16,7 @@ else:
 
 TITLES = {"deepspeed": "DeepSpeed", "fabric": "Lightning's Fabric", "transformers": "Trainer of transformers"}
 BLOCK = UPSTREAM
-PATCHES = ROOT / "patches"
-SERIES = json.loads((PATCHES / "deepspeed" / "index.json").read_text(encoding="utf-8"))["lines"]
-NEWEST = {"deepspeed": f"deepspeed/{SERIES[-1]['folder']}", "fabric": "master"}
+NEWEST = {"deepspeed": lines(PATCHES / "deepspeed")[-1], "fabric": lines(PATCHES)[-1]}
 HEADER = ("fault", "without ds_frozen_patch", "with it", "releases", "thread", "patch")
 
 
@@ -39,7 +37,7 @@ def _row(package: str, name: str, said: dict[str, str]) -> tuple[str, ...]:
     thread, patch = said.get("thread"), said.get("patch")
     address = f"https://github.com/deepspeedai/DeepSpeed/{thread}"
     report = f"[{thread.rpartition('/')[2]}]({address})" if thread else "none found"
-    mended_by = f"[{patch[:4]}]({BLOCK.link(PATCHES / NEWEST[package] / patch)})" if patch else ""
+    mended_by = f"[{patch[:4]}]({BLOCK.link(NEWEST[package] / patch)})" if patch else ""
     return name, said["effect"], said["cure"], _releases(said), report, mended_by
 
 

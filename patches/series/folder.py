@@ -1,18 +1,14 @@
-"""The patch series of `patches/`: a folder for each line of Lightning's releases, and `patches/index.json`.
+"""The patch series of `patches/`: a folder of patches for each line of Lightning's releases, named after its first one.
 
-Those of DeepSpeed are in `patches/deepspeed/` in the same way. What is here reads them and applies them.
+Those for DeepSpeed are in `patches/deepspeed/` in the same way. This module finds them and applies them.
 """
 
 from __future__ import annotations
 
-import email
 import email.header
-import json
 import os
 import re
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +17,6 @@ from packaging.version import InvalidVersion, Version
 
 ROOT = Path(__file__).resolve().parents[2]
 PATCHES = ROOT / "patches"
-OF_DEEPSPEED = "deepspeed"
-"""The folder in `patches/` that has the series of DeepSpeed, and their index."""
-COMMIT = re.compile(r"[0-9a-f]{40}")
-MALICIOUS = ("2.6.2", "2.6.3")
 # By which names a wheel has the code of a repository.
 PREFIXES = {
     "lightning": {"src/lightning/": "lightning/"},
@@ -47,6 +39,14 @@ CODE = (
 )
 # What tells git which repository it is in, where it was started by another git.
 INHERITED = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX", "GIT_COMMON_DIR")
+# The commits are made by nobody in particular, on machines where git knows nobody too.
+IDENTITY = {
+    f"GIT_{who}_{what}": value
+    for who in ("AUTHOR", "COMMITTER")
+    for what, value in (("NAME", "ds_frozen_patch"), ("EMAIL", "ds_frozen_patch@users.noreply.example"))
+}
+# What somebody may have set, and what must not decide whether a series applies.
+PLAIN = ("-c", "commit.gpgSign=false", "-c", "rerere.enabled=false", "-c", "core.safecrlf=false")
 
 
 class SeriesError(Exception):
@@ -55,95 +55,59 @@ class SeriesError(Exception):
 
 @dataclass(frozen=True)
 class Repository:
-    """What is different in the repositories that there are series for.
-
-    `source` is where the code is, `version` the file that has it, and `beside` what else a series can change.
-    """
+    """A repository that there are series for: the folder that has them, where its code is, what has its version."""
 
     name: str
+    folder: Path
     source: str
     version: str
-    beside: tuple[str, ...]
-    has_changelog: bool
 
 
-LIGHTNING = Repository("Lightning", "src/lightning/", "src/version.info", ("tests/", "docs/"), has_changelog=True)
-DEEPSPEED = Repository("DeepSpeed", "deepspeed/", "version.txt", ("tests/",), has_changelog=False)
+def repositories(patches: Path) -> tuple[Repository, Repository]:
+    """Return Lightning's and DeepSpeed's repository."""
+    return (
+        Repository("Lightning", patches, "src/lightning", "src/version.info"),
+        Repository("DeepSpeed", patches / "deepspeed", "deepspeed", "version.txt"),
+    )
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line of releases that one series is for: a line of the index.
-
-    `tags` are tags or commits of the repository, from old to new; the series was made on one of them.
-    `untagged` are releases on the package index that have no tag.
-    """
-
-    folder: Path
-    made_on: str
-    tags: tuple[str, ...]
-    untagged: tuple[str, ...] = ()
-
-    @property
-    def patches(self) -> list[Path]:
-        """Its patches, in their order."""
-        return sorted(self.folder.glob("*.patch"))
-
-    @property
-    def place(self) -> str:
-        """Its folder, as messages name it: "patches/2.5.0"."""
-        return "/".join(self.folder.parts[-3 if self.folder.parent.name == OF_DEEPSPEED else -2 :])
-
-    @property
-    def releases(self) -> list[str]:
-        """The releases of it that the package index has."""
-        return [name for name in (*self.tags, *self.untagged) if not COMMIT.fullmatch(name)]
-
-
-def repository_of(patches: Path) -> Repository:
-    """Return the repository that the series in a folder with an index are for."""
-    return DEEPSPEED if patches.name == OF_DEEPSPEED else LIGHTNING
-
-
-def read_index(patches: Path) -> list[Line]:
-    """Return the lines of `index.json`, in its order: from old releases to new ones."""
-    file = patches / "index.json"
+def repository_of(patches: Path, clone: Path, ref: str = "HEAD") -> Repository:
+    """Return which repository a clone is of, which may be bare."""
     try:
-        entries = json.loads(file.read_text(encoding="utf-8"))["lines"]
-        lines = [
-            Line(patches / entry["folder"], entry["made_on"], tuple(entry["tags"]), tuple(entry.get("untagged", ())))
-            for entry in entries
-        ]
-    except FileNotFoundError:
-        raise SeriesError(f"{file}: there is no such file; name the lines of releases in it") from None
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        what = 'it must be {"lines": [{"folder": ..., "made_on": ..., "tags": [...]}, ...]}'
-        raise SeriesError(f"{file}: cannot be read ({type(error).__name__}: {error}); {what}") from None
-    for line in lines:
-        for name in (*line.tags, *line.untagged):
-            if name in MALICIOUS:
-                raise SeriesError(f"{file}: lists {name}, which was a malicious upload; remove it")
-            if version(name) is None and not COMMIT.fullmatch(name):
-                raise SeriesError(f"{file}: {name} is neither a release nor a whole commit; name one")
-    return lines
+        found = [one for one in repositories(patches) if git(clone, "ls-tree", ref, one.source)]
+    except SeriesError as error:
+        raise SeriesError(f"{clone} is no git repository, or has no commit ({error})") from None
+    if not found:
+        raise SeriesError(
+            f"{clone} has no src/lightning and no deepspeed; name a clone of Lightning's repository or DeepSpeed's"
+        )
+    return found[0]
 
 
-def write_index(patches: Path, lines: Iterable[Line]) -> None:
-    """Write `index.json`, a line of text for each list."""
-    entries = []
-    for line in lines:
-        untagged = {"untagged": list(line.untagged)} if line.untagged else {}
-        values = {"folder": line.folder.name, "made_on": line.made_on, "tags": list(line.tags), **untagged}
-        rows = [json.dumps({key: value})[1:-1] for key, value in values.items()]
-        entries.append("    {" + ",\n     ".join([", ".join(rows[:2]), *rows[2:]]) + "}")
-    text = '{\n  "lines": [\n' + ",\n".join(entries) + "\n  ]\n}\n"
-    (patches / "index.json").write_text(text, encoding="utf-8")
+def lines(folder: Path) -> list[Path]:
+    """Return the folders of a repository's lines, from old releases to new ones; a branch such as master is last."""
+    named = {line.name: line for line in folder.glob("*/") if any(line.glob("*.patch"))}
+    return [named[name] for name in sorted(named, key=lambda name: version(name) or Version("9999"))]
+
+
+def line_for(folder: Path, release: str) -> Path:
+    """Return the line that serves a release: the last one that begins at it or before it."""
+    wanted = version(release)
+    there = [line for line in lines(folder) if version(line.name)]
+    begun = [line for line in there if wanted and Version(line.name) <= wanted]
+    if not begun:
+        names = ", ".join(line.name for line in lines(folder))
+        raise SeriesError(f"there are no patches for {release!r}: the lines are {names}; name one with --line")
+    return begun[-1]
+
+
+def patches_of(line: Path) -> list[Path]:
+    """Return the patches of a line, in their order."""
+    return sorted(line.glob("*.patch"))
 
 
 def version(name: str) -> Version | None:
-    """Return the version that a tag, or the text of `version.info`, is; None if it is none."""
-    if COMMIT.fullmatch(name):
-        return None
+    """Return the version that a name is, such as a tag; None if it is none."""
     try:
         return Version(name)
     except InvalidVersion:
@@ -151,9 +115,10 @@ def version(name: str) -> Version | None:
 
 
 def subject(patch: str) -> str:
-    """Return the subject of the commit that a patch is of, as it is in the patch: after "[PATCH] "."""
-    header = email.message_from_string(re.split(r"(?m)^diff --git ", patch)[0]).get("Subject", "")
-    return str(email.header.make_header(email.header.decode_header(re.sub(r"\n\s*", " ", header))))
+    """Return the subject of the commit that a patch is of."""
+    header = re.search(r"(?m)^Subject: (.*(?:\n[ \t].*)*)", patch)
+    text = re.sub(r"\n\s*", " ", header[1]) if header else ""
+    return str(email.header.make_header(email.header.decode_header(text))).removeprefix("[PATCH] ")
 
 
 def diffs(patch: str) -> Iterator[tuple[str, str]]:
@@ -172,58 +137,74 @@ def read(file: Path) -> str:
     return file.read_bytes().decode("utf-8", "surrogateescape") if file.is_file() else ""
 
 
-def write(file: Path, text: str) -> None:
-    """Write what `read` has returned."""
-    file.write_bytes(text.encode("utf-8", "surrogateescape"))
-
-
-def texts(root: Path, paths: Iterable[str]) -> dict[str, str]:
-    """Return the texts of some files by path."""
-    return {path: read(root / path) for path in paths}
-
-
-def git(folder: Path, *arguments: str, stdin: str | bytes = b"", **environment: str) -> str:
+def git(folder: Path, *arguments: str, stdin: str = "", **environment: str) -> str:
     """Run git in a folder and return what it prints; SeriesError with its words if it fails."""
     inherited = {name: value for name, value in os.environ.items() if name not in INHERITED}
-    data = stdin.encode("utf-8", "surrogateescape") if isinstance(stdin, str) else stdin
-    command = ["git", "-C", str(folder), *arguments]
     try:
         done = subprocess.run(
-            command, input=data, capture_output=True, env=inherited | {"LC_ALL": "C"} | environment, check=False
+            ["git", *PLAIN, "-C", str(folder), *arguments],
+            input=stdin.encode("utf-8", "surrogateescape"),
+            capture_output=True,
+            env=inherited | IDENTITY | {"LC_ALL": "C"} | environment,
+            check=False,
         )
     except FileNotFoundError:
         raise SeriesError("there is no git on the PATH; install it") from None
     output = done.stdout.decode("utf-8", "surrogateescape")
     if done.returncode:
         said = (output + done.stderr.decode("utf-8", "replace")).strip().splitlines()
-        important = [line for line in said if re.match("error: |fatal: |Patch failed at", line)]
-        places = [line for line in important if not line.endswith("patch does not apply")]  # said of each file as well
-        words = [re.sub("^(error|fatal): ", "", line) for line in places or important or said]
-        raise SeriesError("; ".join(words[:3]) or f"git {arguments[0]} failed")
+        important = [line for line in said if re.match("error: |fatal: |Patch failed at|CONFLICT", line)]
+        words = [re.sub("^(error|fatal): ", "", line) for line in important or said]
+        raise SeriesError("; ".join(words[:4]) or f"git {arguments[0]} failed")
     return output
 
 
-def git_apply(folder: Path, patch: str, *, reverse: bool = False) -> None:
-    """Apply a patch, completely or not at all, to files that need not be in a repository."""
-    # Inside a repository, git would silently leave alone what that repository ignores: let it see none.
-    arguments = ("apply", "--whitespace=nowarn", *(["--reverse"] if reverse else []), "-")
-    git(folder, *arguments, stdin=patch, GIT_DIR=os.devnull)
+def am(root: Path, patches: list[Path]) -> None:
+    """Commit patches in a checkout, with three-way merges where they do not apply as they are; all or none of them.
+
+    Entries of changelogs are kept from both sides.
+    """
+    union = f"core.attributesFile={Path(__file__).with_name('merge.attributes')}"
+    options = ("--3way", "--no-keep-cr", "--whitespace=nowarn", "--no-gpg-sign")
+    try:
+        git(root, "-c", union, "am", *options, *map(str, patches))
+    except SeriesError:
+        if (root / git(root, "rev-parse", "--git-path", "rebase-apply").strip()).exists():
+            git(root, "am", "--abort")
+        raise
 
 
-def already_applied(root: Path, patches: list[Path]) -> bool:
-    """Whether a source tree has all changes of a series: whether they can be taken back, the last one first."""
-    with tempfile.TemporaryDirectory() as copy:
-        for path in touched(patches):
-            if (root / path).is_file():
-                target = Path(copy, path)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(root / path, target)
+def make_on_base(clone: Path, line: Path, root: Path) -> bool:
+    """Commit a line's patches on the release that they were made on, in a new repository in the folder `root`.
+
+    A merge of the second patch needs the files that the first one makes there, which no clone has. Returns False if
+    the clone has no such release.
+    """
+    patches = patches_of(line)
+    recorded = re.search(r"(?m)^base-commit: (\w+)$", read(patches[0]))
+    for ref in (recorded[1] if recorded else line.name, f"v{line.name}"):
         try:
-            for patch in reversed(patches):
-                git_apply(Path(copy), "".join(text for _, text in diffs(read(patch))), reverse=True)
+            lay_out(clone, ref, touched(patches), root)
+            am(root, patches)
         except SeriesError:
-            return False
-    return True
+            continue
+        return True
+    return False
+
+
+def lay_out(clone: Path, ref: str, paths: list[str], root: Path, *beside: Path) -> None:
+    """Check files and folders of a tag or commit out, as far as it has them, in a new repository in the folder `root`.
+
+    It shares the objects of the clone and of repositories beside it. A clone without all of them is of use too.
+    """
+    listing = git(clone, "ls-tree", "-r", "-z", "--full-tree", f"{ref}^{{commit}}", "--", *paths)
+    root.mkdir(exist_ok=True)
+    git(root, "init", "--quiet", "--template=")
+    objects = [(one / git(one, "rev-parse", "--git-path", "objects").strip()).resolve() for one in (clone, *beside)]
+    (root / ".git" / "objects" / "info" / "alternates").write_text("".join(f"{place}\n" for place in objects))
+    git(root, "update-index", "-z", "--index-info", stdin=listing)
+    git(root, "commit", "--quiet", "--allow-empty", "--message", ref)
+    git(root, "reset", "--quiet", "--hard")
 
 
 def for_package(patch: str, package: str) -> str:
@@ -248,20 +229,22 @@ def for_package(patch: str, package: str) -> str:
     return "".join(found)
 
 
-def apply_to_package(folder: Path, site_packages: Path, package: str) -> list[str]:
+def apply_to_package(line: Path, site_packages: Path, package: str) -> list[str]:
     """Apply a series to an installed "lightning", "pytorch_lightning" or "deepspeed", completely or not at all.
 
     Returns the paths in `site_packages` that it changed.
     """
-    patch = "".join(for_package(read(file), package) for file in sorted(folder.glob("*.patch")))
+    patch = "".join(for_package(read(file), package) for file in patches_of(line))
     paths = sorted({path for path, _ in diffs(patch)})
     if not paths:
-        raise SeriesError(f"{folder} has no patch that changes {package}; name the folder of a series")
-    before = texts(site_packages, paths)
+        raise SeriesError(f"{line} has no patch that changes {package}; name the folder of a series")
+    before = {path: read(site_packages / path) for path in paths}
     try:
-        git_apply(site_packages, patch)
+        # Inside a repository, git would silently leave alone what that repository ignores: let it see none. There are
+        # no three-way merges outside of one, so that one line of context has to do.
+        git(site_packages, "apply", "-C1", "--whitespace=nowarn", "-", stdin=patch, GIT_DIR=os.devnull)
     except SeriesError as error:
-        raise SeriesError(f"{folder} does not apply to the {package} of {site_packages}: {error}") from None
-    if unchanged := [path for path, text in texts(site_packages, paths).items() if text == before[path]]:
-        raise SeriesError(f"git says that it applied {folder}, but did not change {', '.join(unchanged)}")
+        raise SeriesError(f"{line} does not apply to the {package} of {site_packages}: {error}") from None
+    if unchanged := [path for path in paths if read(site_packages / path) == before[path]]:
+        raise SeriesError(f"git says that it applied {line}, but did not change {', '.join(unchanged)}")
     return paths

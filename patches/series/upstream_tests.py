@@ -17,12 +17,23 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from importlib.metadata import version
+from importlib.metadata import version as installed
 from pathlib import Path
 
-from series.commands import patches_for
-from series.folder import CODE, OF_DEEPSPEED, PATCHES, SeriesError, git, read_index, touched
-from series.trial import PLAIN, lay_out
+from series.folder import (
+    CODE,
+    PATCHES,
+    SeriesError,
+    am,
+    lay_out,
+    line_for,
+    lines,
+    make_on_base,
+    patches_of,
+    repository_of,
+    touched,
+    version,
+)
 
 Outcomes = dict[str, tuple[str, str]]
 Suite = list[str]
@@ -34,21 +45,23 @@ DEEPSPEED_SUITES: list[Suite] = [[f"tests/unit/checkpoint/test_{name}.py" for na
 
 
 def main(clone: Path, tag: str) -> None:
-    """Run the tests on a release as it is, and then with the series that the index names for it; print both."""
-    folder = patches_for(PATCHES, clone)
-    patches = next((line.patches for line in read_index(folder) if tag in line.tags), [])
-    if not patches:
-        raise SeriesError(f"there are no patches for {tag}; name a release of {folder.name}/index.json")
-    suites = DEEPSPEED_SUITES if folder.name == OF_DEEPSPEED else LIGHTNING_SUITES
+    """Run the tests on a release as it is, and then with the series that is for it; print both.
+
+    A commit gets the newest line.
+    """
+    repository = repository_of(PATCHES, clone, tag)
+    line = line_for(repository.folder, tag) if version(tag) else lines(repository.folder)[-1]
+    patches = patches_of(line)
+    suites = DEEPSPEED_SUITES if repository.name == "DeepSpeed" else LIGHTNING_SUITES
     with tempfile.TemporaryDirectory() as scratch:
-        root = Path(scratch).resolve()
-        lay_out(clone, tag, [*KEPT, *touched(patches)], root)
+        root, made = Path(scratch).resolve() / "root", Path(scratch, "made")
+        lay_out(clone, tag, [*KEPT, *touched(patches)], root, *([made] if make_on_base(clone, line, made) else []))
         before = run_tests(root, suites)
-        git(root, "am", "--quiet", *map(str, patches), **PLAIN)
+        am(root, patches)
         added = [path for path in touched(patches) if Path(path).match("tests/unit/*/test_*.py")]
         after = run_tests(root, [*suites, added] if added else suites)
     known, wrong = compare(before, after)
-    environment = [Path(sys.prefix).name, *(f"{name} {version(name)}" for name in ("deepspeed", "torch"))]
+    environment = [Path(sys.prefix).name, *(f"{name} {installed(name)}" for name in ("deepspeed", "torch"))]
     print("\n- ".join([f"\n{tag}, {', '.join(environment)}:\n", *known]))
     if wrong:
         raise SeriesError("\n".join(f"{tag}: {item}" for item in wrong))

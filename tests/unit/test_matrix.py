@@ -18,7 +18,7 @@ from kit.settings import SETTINGS
 from matrix import cells, declared, results, table
 from packaging.requirements import Requirement
 from packaging.version import Version
-from series.folder import PATCHES, read_index
+from series.folder import PATCHES, line_for, lines
 from tables import BENCHMARKS, CHARTS, COMPARISON, COMPATIBILITY, README_PICTURE
 from tables import RESULTS as BLOCKS
 
@@ -176,11 +176,10 @@ def test_the_newest_release_is_named_once(package: str) -> None:
 
 
 def test_each_patched_cell_has_the_series_for_its_lightning() -> None:
-    folders = {release: line.folder.name for line in read_index(PATCHES) for release in line.releases}
     patched = {cell.name: cell for cell in CELLS.values() if cell.patches}
-    assert {cell.patches for cell in patched.values()} == set(folders.values())
+    assert {cell.patches for cell in patched.values()} == {line.name for line in lines(PATCHES)} - {"master"}
     for cell in patched.values():
-        assert cell.patches == folders[cell.lightning.split()[1]]
+        assert cell.patches == line_for(PATCHES, cell.lightning.split()[1]).name
         assert CELLS[cell.lock].twin == cell
 
 
