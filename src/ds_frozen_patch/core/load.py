@@ -88,8 +88,7 @@ def _begin(load: Load, engine: Any, call: inspect.BoundArguments) -> None:
 
 def _cures(load: Load) -> Attributes:
     engine = load.engine
-    if hasattr(engine.optimizer, "_clear_fp32_optimizer_param_groups"):
-        # In ZeRO-3, a load adds all parameters to groups that Adagrad has filled until the first step, and fails.
+    if hasattr(engine.optimizer, "_clear_fp32_optimizer_param_groups"):  # a load fails if Adagrad has filled them
         engine.optimizer._clear_fp32_optimizer_param_groups()
     attributes = cures.read_tensor_subclasses(engine) + cures.load_for_inference(engine)
     attributes += cures.load_plain_optimizer(engine, lambda: load.state) + with_fresh_optimizer(load)
