@@ -111,7 +111,8 @@ def _begin(load: Load, call: inspect.BoundArguments) -> None:
 
 def _cures(load: Load) -> Attributes:
     engine = load.engine
-    cures.empty_parameter_groups(engine)
+    if hasattr(engine.optimizer, "_clear_fp32_optimizer_param_groups"):  # a load fails if Adagrad has filled them
+        engine.optimizer._clear_fp32_optimizer_param_groups()
     attributes = cures.read_tensor_subclasses(engine) + cures.load_for_inference(engine)
     attributes += cures.load_plain_optimizer(engine, lambda: load.state) + with_fresh_optimizer(load)
     if not load.restores_optimizer and engine.zero_optimization_partition_weights():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -20,7 +21,7 @@ from ..checkpoint.format.stored import Storage
 from ..checkpoint.format.writing import write_archive
 from ..checkpoint.zero.groups import BASE_STATE
 from ..checkpoint.zero.labels import ELASTIC_KEY
-from ..checkpoint.zero.resharding import Resharding, optimizer_name, precision_of, target_for
+from ..checkpoint.zero.resharding import Resharding, optimizer_name, target_for
 from ..checkpoint.zero.selection import Selection, fresh_storage
 from ..checkpoint.zero.states import FLAT_MASTERS, masters_key, read_states
 from ..common.collectives import gather_numbers
@@ -61,7 +62,10 @@ def resharded(load: Load, listing: Listing) -> Iterator[Attributes]:
         CheckpointMismatchError: it cannot be loaded, or not without `patch(elastic=True)`.
         CheckpointError: it cannot be resharded.
     """
-    engine, scaling = load.engine, _loss_scaling(load.engine)
+    engine = load.engine
+    scaling = {**getattr(engine.optimizer, "__dict__", {})}
+    if "loss_scale_config" in scaling:
+        scaling["loss_scale_config"] = copy(scaling["loss_scale_config"])
     is_needed = _needs_resharding(load, listing)
     change = changed_parameters.find_change(load, listing, is_needed) if listing.trained else None
     if is_needed or change is not None:
@@ -88,9 +92,10 @@ def resharded(load: Load, listing: Listing) -> Iterator[Attributes]:
                 " patch(elastic=True) changes neither the world size nor the ZeRO stage. Resume with those of the save."
             ) from error
         config = load.state.get("ds_config")
-    if load.restores_optimizer and isinstance(config, Mapping) and precision_of(config) != _precision(engine):
-        for holder, name, value in scaling:  # a run begins with its own loss scale
-            setattr(holder, name, value)
+    if load.restores_optimizer and isinstance(config, Mapping):
+        was_in_fp16 = isinstance(section := config.get("fp16"), Mapping) and bool(section.get("enabled"))
+        if was_in_fp16 != bool(engine.fp16_enabled()):  # a run begins with its own loss scale
+            vars(engine.optimizer).update({name: scaling[name] for name in _SCALING if name in scaling})
 
 
 class _Answers:
@@ -353,15 +358,8 @@ def _target(engine: Any) -> dict[str, Any]:
     }
 
 
-_SCALING = ("loss_scaler", "dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor")
-
-
-def _loss_scaling(engine: Any) -> Attributes:
-    """The attributes by which an engine scales losses in fp16."""
-    holders = (engine.optimizer, getattr(engine.optimizer, "loss_scale_config", None))
-    return [
-        (holder, name, vars(holder)[name])
-        for holder in holders
-        for name in (*_SCALING, "scale_window")
-        if name in getattr(holder, "__dict__", {})
-    ]
+_SCALING = (
+    *("loss_scaler", "loss_scale_config", "dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter"),
+    *("scale_factor", "scale_window"),
+)
+"""The attributes by which DeepSpeed's optimizers scale losses in fp16."""

@@ -128,15 +128,6 @@ def forget_second_copies(engine: Any) -> None:
             parameter.ds_secondary_tensor = None
 
 
-def empty_parameter_groups(engine: Any) -> None:
-    """Empty the groups of ZeRO-3's optimizer, as they are between steps.
-
-    DeepSpeed makes torch's Adagrad anew with all parameters. It adds them again at a load, which fails before the first
-    step: "a parameter group that doesn't match the size of optimizer's group".
-    """
-    getattr(engine.optimizer, "_clear_fp32_optimizer_param_groups", lambda: None)()
-
-
 def loads_no_frozen_state(engine: Any) -> bool:
     """True if a load with `load_universal` loads neither buffers nor frozen parameters."""
     return not hasattr(engine, "_load_universal_frozen_state")

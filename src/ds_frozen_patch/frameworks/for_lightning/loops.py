@@ -74,7 +74,7 @@ def resume(owner: Owner, engine: Any, state: Mapping[str, Any], client_state: di
     """
     record = state[ELASTIC_KEY] or {}
     before, now = saved_batch(state), own_batch(engine)
-    if not before.samples:
+    if not before.size:
         before = replace(now, ranks=before.ranks)
     if before == now and "loss_factor" not in record:
         return
