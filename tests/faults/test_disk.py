@@ -199,7 +199,7 @@ def faults(way: str, stage: int, rooms: list[int]) -> list[Fault]:
         found += [
             ("`latest` cannot be written", lambda *_: broken(Path, "write_text", 0, 2), "Rank 0: "),
             ("the journal cannot be written", lambda *_: broken(Path, "write_text", 0, 4), "Rank 0: "),
-            ("no folder can be made", lambda *_: broken(os, "makedirs", 0), "Rank 0: "),
+            ("no folder can be made", lambda *_: broken(Path, "mkdir", 0), "Rank 0: "),
         ]
         if stage:
             found += [("DeepSpeed's script cannot be copied", lambda *_: broken(os, "chmod", 0, at=0), "Rank 0: ")]
