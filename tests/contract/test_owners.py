@@ -710,4 +710,4 @@ def test_what_the_pages_say(ranks: Any, tmp_path: Path, block: str) -> None:
         assert wrapped["accelerate"]
         assert wrapped["transformers"]
         assert is_served
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 3

@@ -47,6 +47,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
 
+torch.manual_seed(1)
 plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 2}, "zero_force_ds_cpu_optimizer": False,
     "zero_allow_untested_optimizer": True, "train_micro_batch_size_per_gpu": 1})
 accelerator = Accelerator(deepspeed_plugin=plugin)

@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 from ...common.errors import CheckpointError, named
+from ...parameters import plain
 from ..dtypes import FLOATING
 from ..format.records import Piece, Records, TensorSource, from_stored, pieces_of_range
 from ..format.stored import StoredTensor, iter_tensors
@@ -86,7 +87,9 @@ def _masters_of_stage_0(states: States, groups: Sequence[Shapes]) -> dict[str, T
                 masters[name] = TensorSource(tensors[0].dtype, tuple(shape), pieces)
         else:
             return {}
-    return masters
+    left_out = states.manifest.names if states.manifest is not None else ()
+    # An optimizer over all parameters has masters of what is left out too.
+    return {name: master for name, master in masters.items() if plain(name) not in left_out}
 
 
 def without_padding(pieces: Sequence[Piece], count: int) -> tuple[Piece, ...]:
