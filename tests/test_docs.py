@@ -209,7 +209,7 @@ def test_what_the_demo_prints(demo: tuple[Path, subprocess.CompletedProcess[str]
 
 
 def test_what_status_prints(tmp_path: Path) -> None:
-    (block,) = (block for block in texts_of_pages() if block.startswith("target "))
+    (block,) = (block for block in texts_of_pages() if block.startswith("In force"))
     site = Site(tmp_path)
     site.lightning()
     site.lightning("pytorch_lightning", "2.6.6", flag=FLAG)

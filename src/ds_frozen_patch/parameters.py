@@ -82,6 +82,11 @@ class ModuleTensor:
         return not isinstance(getattr(torch, self.dtype, None), torch.dtype)
 
 
+def is_of_lora(name: str) -> bool:
+    """Whether a parameter is called like one of LoRA's: `layer.lora_A`, `lora_A.default.weight`, `lora_down.weight`."""
+    return any(part.startswith("lora_") for part in name.split(".")[-3:])
+
+
 def plain(name: str) -> str:
     """A name as in the user's module, without those of wrappers."""
     name = name.removeprefix(PREFIX)

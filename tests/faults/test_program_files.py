@@ -113,9 +113,10 @@ def save_beside(this: ThisProcess, out: str, async_save: bool) -> list[str]:
     trainer = runs.trainer("../runs", 2, 2, epochs=1, enable_checkpointing=False)
     trainer.fit(runs.LoraRun(), runs.batches(2))
     with runs.heard() as said:
-        for _ in range(2):
-            trainer.save_checkpoint("../runs/last.ckpt")
-            trainer.save_checkpoint("../runs/weights.ckpt", weights_only=True)
+        with ds_frozen_patch.no_wait():
+            for _ in range(2):
+                trainer.save_checkpoint("../runs/last.ckpt")
+                trainer.save_checkpoint("../runs/weights.ckpt", weights_only=True)
         ds_frozen_patch.wait()
     again = runs.trainer("../runs", 2, 2, epochs=2, enable_checkpointing=False)
     again.fit(module := runs.LoraRun(), runs.batches(2), ckpt_path="../runs/last.ckpt")

@@ -150,9 +150,10 @@ print([name for name in ("torch", "lightning", "deepspeed", "numpy") if name in 
 
 def test_status_as_json() -> None:
     found = json.loads(command("status", "--json").stdout)
-    assert found["deepspeed"]["version"] == CELL.deepspeed
-    assert found["lightning.pytorch"]["wrapped"] is False
-    assert command("status").stdout.split()[:2] == ["target", "version"]
+    assert found["frameworks"]["deepspeed"]["version"] == CELL.deepspeed
+    assert found["frameworks"]["lightning.pytorch"]["state"] == "can be wrapped"
+    assert (found["in_force"], found["problem"]) == (False, "")
+    assert command("status").stdout.splitlines()[0] == "In force: no"
 
 
 @pytest.fixture

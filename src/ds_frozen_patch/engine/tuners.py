@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from ..parameters import plain
+from ..parameters import is_of_lora, plain
 from .served import begin_those_with
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def built_once(module: torch.nn.Module) -> Iterator[str]:
             continue
         yield from (plain(f"{path}.{name}") for name, tensor in _tensors_of(own) if id(tensor) not in outside)
     for name, _ in module.named_parameters(remove_duplicate=False):
-        if any(part.startswith("lora_") for part in name.split(".")[-2:]):
+        if is_of_lora(name):
             yield plain(name)
 
 

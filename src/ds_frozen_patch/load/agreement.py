@@ -69,7 +69,8 @@ def check(load: Load, listing: Listing) -> None:
         _finish_common_save(load)
         if _check_and_agree(load, list_files(load)):
             return
-    raise CheckpointError(f"{load.source} has files of more than one save. Take all files from one checkpoint.")
+    # On every rank. The files may be those of a save that replaces them now.
+    raise ReplacedError(f"{load.source} has files of more than one save. Take all files from one checkpoint.")
 
 
 def _check_and_agree(load: Load, listing: Listing) -> bool:

@@ -343,7 +343,8 @@ class Publication:
         """What is at the target now, as a sentence, and whether it is the new checkpoint."""
         if self.is_decided or (self.is_managed and self._is_there()):
             return f"{self.shown} is the new checkpoint, and complete.", True
-        has_own = self.target.is_file() or any(is_state_file(item.name) for item in entries(self.target))
+        # `Path.is_file` raises on a broken disk.
+        has_own = os.path.isfile(self.target) or any(is_state_file(item.name) for item in entries(self.target))  # noqa: PTH113
         if not has_own:
             return NOTHING, False
         return (INCOMPLETE if self.in_place or not self.is_managed else UNCHANGED), False

@@ -21,7 +21,7 @@ from ..common.versions import version_of
 from ..core.record import identify, write_record
 from ..fingerprint import of_stream
 from ..manifest import KEY, LeftOut, Manifest
-from ..parameters import BUFFER, PART, plain
+from ..parameters import BUFFER, PART, is_of_lora, plain
 from ..settings import matches
 from .output import check_output, copy_other_files, new_output
 
@@ -130,7 +130,7 @@ def _without_kept(weights: Weights, patterns: Sequence[str]) -> Weights:
     names = {name: weights.names_of(name) for name in (*weights.frozen, *weights.subclasses, *weights.packed)}
     if idle := [pattern for pattern in patterns if not any(matches(aliases, [pattern]) for aliases in names.values())]:
         raise CheckpointError(f"The patterns of what to keep match nothing that would be left out: {named(idle)}.")
-    kept = {name for name, aliases in names.items() if matches(aliases, patterns)}
+    kept = {n for n, aliases in names.items() if matches(aliases, patterns) or any(map(is_of_lora, aliases))}
     owners = {name: owner for name, owner in weights.owners.items() if owner not in kept}
     return replace(
         weights,

@@ -156,6 +156,8 @@ def check_file(
     try:
         with open_regular(file) as opened, zipfile.ZipFile(opened) as archive:
             infos = archive.infolist()
+            if any(info.external_attr & _DIRECTORY_OF_DOS for info in infos):  # torch reads nothing of such a record
+                raise ValueError("a record is marked as a folder")
             for info in infos[records] if _have_checksums(infos) else ():
                 try:
                     with archive.open(info) as record:
