@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import filecmp
 import shutil
 import sys
 import threading
@@ -68,7 +67,7 @@ def _copy_script(save: Save, copy: Callable[[str], None], folder: str) -> None:
         copy(elsewhere)
         for script in Path(elsewhere).iterdir():
             target = Path(folder, script.name)
-            if target.is_file() and filecmp.cmp(script, target, shallow=False):
+            if target.is_file() and target.read_bytes() == script.read_bytes():
                 continue
             new = hidden(target, save.place.id)
             try:
