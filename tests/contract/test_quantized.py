@@ -208,7 +208,10 @@ def test_blocks_in_subclasses_need_a_fresh_optimizer(ranks: Any, tmp_path: Path,
     """What holds more than one value for all elements is not copied to every shard."""
     pytest.importorskip("torchao.optim")
     ranks(1, save_with_torchao, out=str(tmp_path / "small"), stage=stage, alone=True)
-    with pytest.raises(CheckpointError, match=r"how 'exp_avg' in the optimizer's state corresponds to the \d+ weights is unknown.*restart"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"how 'exp_avg' in the optimizer's state corresponds to the \d+ weights is unknown.*restart",
+    ):
         reshard(tmp_path / "small", tmp_path / "out", ranks=2, stage=stage or 2, trust=True)
     assert not (tmp_path / "out").exists()
 
