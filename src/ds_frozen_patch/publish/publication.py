@@ -248,9 +248,9 @@ class Publication:
                 sync_tree(self.path(self.target.name))
             return
         self._record = record
-        late = [*self._scripts(), *self.home.glob(OFFLOADED)]
-        if self.latest is not None:
-            with suppress(PermissionError):  # files in the folder may be written all the same
+        late = [*self.home.glob(OFFLOADED)]
+        if self.latest is not None and not self._is_latest(self.latest):
+            with suppress(PermissionError):
                 self._hidden_latest.write_text(self.latest)  # here, where a full disk has changed nothing yet
                 late.append(self._hidden_latest)
         if record is not None and not self.in_place:
@@ -305,15 +305,25 @@ class Publication:
 
     def _name_latest(self, tag: str) -> None:
         latest = self.folder / "latest"
-        if latest.is_file() and latest.read_text(errors="replace") == tag:
+        if self._is_latest(tag):
             return
-        if self.in_place or latest.is_symlink() or not self._hidden_latest.exists():
+        is_written_over = self.in_place or latest.is_symlink()
+        try:
+            if not is_written_over and not self._hidden_latest.exists():  # another job has changed it since `prepare`
+                self._hidden_latest.write_text(tag)
+        except PermissionError:
+            is_written_over = True  # the file that is there may be written all the same
+        if is_written_over:
             latest.write_text(tag)
         else:
             self._hidden_latest.replace(latest)
         if self.sync:
             sync_file(latest)
             sync_folder(self.folder)
+
+    def _is_latest(self, tag: str) -> bool:
+        latest = self.folder / "latest"
+        return latest.is_file() and latest.read_text(errors="replace") == tag
 
     @property
     def _hidden_latest(self) -> Path:

@@ -75,6 +75,8 @@ def _copy_script(save: Save, copy: Callable[[str], None], folder: str) -> None:
             except PermissionError:  # a file that is there may be written all the same
                 copy(folder)
             if new.is_file():
+                if save.place.sync:
+                    sync_file(new)
                 new.replace(target)
 
 
