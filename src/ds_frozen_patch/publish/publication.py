@@ -10,7 +10,7 @@ import errno
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -329,9 +329,9 @@ class Publication:
     def _hidden_latest(self) -> Path:
         return hidden(self.folder / "latest", self.id)
 
-    def _scripts(self) -> Iterator[Path]:
+    def _scripts(self) -> list[Path]:
         """DeepSpeed's converters, beside the folder of a tag."""
-        return self.target.parent.glob("zero_to_*.py")
+        return [item for item in entries(self.target.parent) if re.fullmatch(r"zero_to_.*\.py", item.name)]
 
     # A save that fails
 

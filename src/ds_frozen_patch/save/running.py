@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -101,7 +102,8 @@ class Save:
     def discard(self) -> None:
         """Remove what was written on this rank's disk, unless it has its name."""
         if self.publishes:
-            self.place.discard()
+            with suppress(OSError):  # the other ranks wait for what follows
+                self.place.discard()
 
 
 def place_of(
