@@ -26,7 +26,7 @@ import ds_frozen_patch
 from ds_frozen_patch import CheckpointError
 from ds_frozen_patch.checkpoint.format import records
 from ds_frozen_patch.cli import main
-from ds_frozen_patch.publish import in_flight, publication
+from ds_frozen_patch.publish import in_flight, journal, publication
 
 WAYS = ("trainer", "fabric", "weights", "export", "direct", "async")
 ROOT = os.geteuid() == 0
@@ -197,8 +197,8 @@ def faults(way: str, stage: int, rooms: list[int]) -> list[Fault]:
         states = [0, 1] if stage == 3 else [0]  # who writes the module's state
         found += [(f"a state of rank {rank}", partial(unpicklable, rank), f"Rank {rank}: ") for rank in states]
         found += [
-            ("`latest` cannot be written", lambda *_: broken(Path, "write_text", 0, 2), "Rank 0: "),
-            ("the journal cannot be written", lambda *_: broken(Path, "write_text", 0, 4), "Rank 0: "),
+            ("`latest`, or the record, cannot be written", lambda *_: broken(Path, "write_text", 0, 2), "Rank 0: "),
+            ("the journal cannot be written", lambda *_: broken(journal.Journal, "prepare", 0), "Rank 0: "),
         ]
         if stage:
             found += [("DeepSpeed's script cannot be copied", lambda *_: broken(os, "chmod", 0, at=0), "Rank 0: ")]
