@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -296,25 +296,23 @@ def shared_disk(folder: Path, count: int) -> Nodes:
     return Nodes(folder / "disk", disks, disks)
 
 
-@contextmanager
-def cached_disk(folder: Path, count: int) -> Iterator[Nodes]:
+def cached_disk(folder: Path, count: int) -> AbstractContextManager[Nodes]:
     """Give all nodes one disk, with a cache of names on each."""
-    server = _made(folder / "server")
-    mounts = tuple(folder / f"mount{node}" for node in range(count))
-    with ExitStack() as stack:
-        for mount in mounts:
-            stack.enter_context(mounted(server, mount))
-        yield Nodes(folder / "disk", mounts, (server,) * count)
+    return _mounted_on_each(folder, count)
+
+
+def local_locks(folder: Path, count: int) -> AbstractContextManager[Nodes]:
+    """Give all nodes one disk, on which a lock is not seen by other nodes."""
+    return _mounted_on_each(folder, count, seconds=0, refuses="locks")
 
 
 @contextmanager
-def local_locks(folder: Path, count: int) -> Iterator[Nodes]:
-    """Give all nodes one disk, on which a lock is not seen by other nodes."""
+def _mounted_on_each(folder: Path, count: int, **options: Any) -> Iterator[Nodes]:
     server = _made(folder / "server")
     mounts = tuple(folder / f"mount{node}" for node in range(count))
     with ExitStack() as stack:
         for mount in mounts:
-            stack.enter_context(mounted(server, mount, 0, refuses="locks"))
+            stack.enter_context(mounted(server, mount, **options))
         yield Nodes(folder / "disk", mounts, (server,) * count)
 
 

@@ -19,7 +19,6 @@ CHANGING = (
     "fchownat", "lchown", "utimensat",
 )  # fmt: skip
 """System calls that change something, if they open for writing; those that a machine lacks are left out."""
-WRITES = ("write", "pwrite64", "writev")
 _LINE = re.compile(r"^(\d+) +(\w+)\((.*)$")
 
 

@@ -26,7 +26,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -153,7 +153,7 @@ def commit(folder: Path, save: str, sync: bool) -> bool:
         if journal is None:
             raise FileNotFoundError(f"{note} was removed")
         if journal.before != (now := digest(folder)):
-            journal = Journal(**{**asdict(journal), "before": now})
+            journal = replace(journal, before=now)
             journal.prepare(folder, sync)
             is_first = False
         name = folder / f"{_JOURNAL}{now}"
@@ -207,6 +207,14 @@ def _do(folder: Path, journal: Journal) -> None:
             source.replace(target)
     if RECORD in journal.removed and digest(folder) == journal.before:
         remove(folder / RECORD)
+
+
+def remove_states(folder: Path) -> None:
+    """Remove what a save has written into a tag's folder, as far as it is possible."""
+    for item in entries(folder):
+        if is_state(item.name):
+            with suppress(OSError):
+                remove(item)
 
 
 def remove(item: Path) -> None:

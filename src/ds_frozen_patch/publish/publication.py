@@ -32,6 +32,7 @@ from .journal import (
     journals,
     read,
     remove,
+    remove_states,
 )
 from .notes import OURS, Note, note_of, notes
 
@@ -174,7 +175,7 @@ class Publication:
         """Try whether a file can be renamed over another in the folder."""
         if self.is_tag and (self.home / OFFLOADED).exists():
             return False  # DeepSpeed writes this folder itself, and not over another
-        one, other = (self.home / f"{OURS}-{name}.{self.id}" for name in ("try", "over"))
+        one, other = (hidden(self.home / f"{OURS[1:]}-{name}", self.id) for name in ("try", "over"))
         try:
             for file in (one, other):
                 file.touch()
@@ -201,9 +202,7 @@ class Publication:
         with suppress(OSError):
             remove(self.home / RECORD)
             sync_folder(self.home)
-            for item in entries(self.home):
-                if is_state(item.name):
-                    remove(item)
+            remove_states(self.home)
 
     def _look_for_others(self) -> None:
         """Warn of other jobs that save to the same path, and remove what killed ones have left."""
@@ -285,7 +284,7 @@ class Publication:
             if self._record is not None:
                 (self.home / RECORD).write_text(self._record, encoding="utf-8")
                 if self.sync:
-                    sync_tree(self.home / RECORD)
+                    sync_file(self.home / RECORD)
             if self.sync:
                 sync_folder(self.home)
             self.is_decided = True
@@ -340,10 +339,11 @@ class Publication:
         if not self.state_of_target()[1]:
             mine = [item for folder in self._folders() for item, _, save in hidden_files(folder) if save == self.id]
             scripts = [script for script in self._scripts() if script.name not in self._beside]
-            own = [item for item in entries(self.home) if is_state(item.name)] if self.in_place and self.is_tag else []
-            for item in (*mine, *own, *scripts):
+            for item in (*mine, *scripts):
                 with suppress(OSError):
                     remove(item)
+            if self.in_place and self.is_tag:
+                remove_states(self.home)
         self._close()
         for folder in reversed(self._created):
             with suppress(OSError):  # a framework has written there too

@@ -30,9 +30,14 @@ def writing(save: Save) -> AbstractContextManager[None]:
     writer: Any = save.engine.checkpoint_engine
     is_divided = save.served.topology.is_divided
     experts = names_in_files(save.engine.module) if is_divided and save.names_left_out else {}
-    attributes = [*_what_was_agreed(save), (writer, "save", _writing_states(save, experts, writer.save))]
+    attributes: Attributes = [(writer, "save", _writing_states(save, experts, writer.save))]
+    has_folder = save.place.is_managed and save.is_in_one_place  # which rank 0 has made
+    if has_folder:
+        attributes += _what_was_agreed(save)
     if hasattr(writer, "makedirs"):
-        attributes.insert(0, (writer, "makedirs", save.failures.deferring(writer.makedirs)))
+        # A late rank could make the folder again after another one has removed it on an error.
+        make = (lambda *_, **__: None) if has_folder else save.failures.deferring(writer.makedirs)
+        attributes.append((writer, "makedirs", make))
     if hasattr(save.engine, "_copy_recovery_script"):
         copy = partial(_copy_script, save, save.engine._copy_recovery_script)
         attributes.append((save.engine, "_copy_recovery_script", save.failures.deferring(copy)))
@@ -40,12 +45,7 @@ def writing(save: Save) -> AbstractContextManager[None]:
 
 
 def _what_was_agreed(save: Save) -> Attributes:
-    """Skip DeepSpeed's validation of the tag and its barriers: the ranks have agreed, and agree again at the end.
-
-    The folder is there already. A rank that made it again could do so after another one has removed it on an error.
-    """
-    if not save.place.is_managed or not save.is_in_one_place:
-        return []
+    """Skip DeepSpeed's validation of the tag and its barriers: the ranks have agreed, and agree again at the end."""
     module: Any = sys.modules[ENGINE.module]
     dist, thread = module.dist, threading.get_ident()
 
@@ -56,7 +56,6 @@ def _what_was_agreed(save: Save) -> Attributes:
     without_barriers = SimpleNamespace(**{**vars(dist), "barrier": barrier})
     return [
         (save.engine, "_checkpoint_tag_validation", lambda _: None),
-        (save.engine.checkpoint_engine, "makedirs", lambda *_, **__: None),
         (module, "dist", without_barriers),
     ]
 

@@ -132,7 +132,7 @@ def open_base(path: str | Path, trust: bool = False) -> Base:
         return Base(base, _read_folder(base, trust))
     if not base.is_file():
         raise CheckpointError(f"There is no base at {base}. Check the path.")
-    return Base(base, _read_file(base, trust))
+    return Base(base, _read_file(base))
 
 
 def _read_folder(folder: Path, trust: bool) -> dict[str, TensorSource]:
@@ -163,10 +163,10 @@ def _read_folder(folder: Path, trust: bool) -> dict[str, TensorSource]:
         raise CheckpointError(
             f"{folder} contains no base: no *.safetensors, no pytorch_model*.bin and no DeepSpeed checkpoint."
         )
-    return {name: tensor for item in paths for name, tensor in _read_file(item, trust).items()}
+    return {name: tensor for item in paths for name, tensor in _read_file(item).items()}
 
 
-def _read_file(file: Path, trust: bool) -> dict[str, TensorSource]:
+def _read_file(file: Path) -> dict[str, TensorSource]:
     """The tensors of one file, including the tied aliases that the metadata of a safetensors file list."""
     if file.suffix == ".safetensors":
         tensors = {}

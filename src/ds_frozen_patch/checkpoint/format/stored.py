@@ -29,10 +29,6 @@ STORAGES = {
 """The dtype of each of torch's storages."""
 
 
-class StorageType(str):
-    """A class of torch's storages, in a pickle, as the name of its dtype. It is not valid as a value."""
-
-
 class Fixed(type):
     """A class that a pickle cannot change: its opcode BUILD sets attributes of whatever an unpickler has returned."""
 

@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.names import WEIGHTS_FILE, is_state
+from ...checkpoint.names import WEIGHTS_FILE
 from ...common.errors import CheckpointMismatchError, named
 from ...engine.gathering import gathered, put
 from ...engine.origins import replacing
@@ -24,8 +24,8 @@ from ...load.running import Load
 from ...load.trust import refuse_unsafe
 from ...manifest import KEY, Manifest
 from ...parameters import Contents, plain
-from ...publish.durable import entries, sync_folder
-from ...publish.journal import remove
+from ...publish.durable import sync_folder
+from ...publish.journal import remove_states
 from ...publish.notes import OURS
 from ...save.agreement import agree_on_end, explaining_errors
 from ...save.leaving_out import describe
@@ -156,9 +156,7 @@ class SingleFile:
         if self._writes and place.target.name == WEIGHTS_FILE:  # what it replaces
             (place.folder / "latest").unlink(missing_ok=True)
             sync_folder(place.folder)
-            for item in entries(place.folder / "checkpoint"):
-                if is_state(item.name):
-                    remove(item)
+            remove_states(place.folder / "checkpoint")
             with suppress(OSError):  # the program has files there
                 (place.folder / "checkpoint").rmdir()
 
