@@ -65,7 +65,7 @@ def hidden_files(folder: Path) -> Iterator[tuple[Path, str, str]]:
 
 @dataclass(frozen=True)
 class Journal:
-    """What is to be done in a tag's folder.
+    """The renames and removals that complete a save in a tag's folder.
 
     Attributes:
         save: the id of the save.
@@ -86,7 +86,7 @@ class Journal:
             yield hidden(folder / name, self.save), folder / name
 
     def prepare(self, folder: Path, sync: bool) -> None:
-        """Write it under a hidden name, before it counts."""
+        """Write it under a hidden name, before `commit`."""
         note = hidden(folder / _PREPARED, self.save)
         note.write_text(json.dumps(asdict(self)), encoding="utf-8")
         if sync:
@@ -117,7 +117,7 @@ def journals(folder: Path) -> list[Path]:
 
 
 def prepared(folder: Path) -> dict[str, Journal]:
-    """The journals in a tag's folder that do not count yet, by the ids of their saves."""
+    """The journals in a tag's folder that are not committed yet, by the ids of their saves."""
     files = [item for item, name, _ in hidden_files(folder) if name == _PREPARED]
     return {journal.save: journal for journal in map(read, files) if journal is not None}
 
@@ -138,13 +138,13 @@ def read(path: Path) -> Journal | None:
 
 
 def commit(folder: Path, save: str, sync: bool) -> bool:
-    """Let the prepared journal of a save count, and do what it says.
+    """Give the prepared journal of a save its name, which makes the new checkpoint exist; `finish` does the renames.
 
     Returns:
         Whether it replaces the checkpoint that was there when it was prepared, and not one of another job.
 
     Raises:
-        OSError: it does not count.
+        OSError: it has no name, and the new checkpoint does not exist.
     """
     note, is_first = hidden(folder / _PREPARED, save), True
     while True:
@@ -176,7 +176,7 @@ def commit(folder: Path, save: str, sync: bool) -> bool:
 
 
 def finish(folder: Path, sync: bool = True) -> None:
-    """Do what the journals in a tag's folder say.
+    """Complete the renames and removals that the journals in a tag's folder list.
 
     Args:
         folder: of the tag.

@@ -369,7 +369,7 @@ class Publication:
 
 
 def finish_as(folder: Path, save: str) -> None:
-    """Let the prepared journal of a save count, if there is one: it has counted on the disk of another node."""
+    """Commit the prepared journal of a save, if there is one: it is committed on the disk of another node."""
     with suppress(FileNotFoundError):  # there is none, or another rank has finished it
         commit(folder, save, sync=True)
     finish(folder)
