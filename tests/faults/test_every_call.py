@@ -23,6 +23,8 @@ pytestmark = [
     pytest.mark.timeout(3600),
 ]
 CASES = [("sync", 2, "run"), ("async", 3, "dots/../run"), ("sync", 3, ""), ("async", 2, "")]
+ATTEMPTS = 3
+"""How often more a kill is tried that has hit nothing."""
 over = pytest.mark.parametrize(("mode", "stage", "over"), CASES)
 """How and in which stage is saved, and by which path over a checkpoint; empty if there is none."""
 
@@ -125,6 +127,12 @@ def test_kills_at_each_call(
     wrong, counts, points = [], Counter[str](), drawn(faulty.calls(), long)
     for rank, call in points:
         place, said = faulty.save(rank, call, "signal=SIGKILL")
+        for _ in range(ATTEMPTS):
+            if said[rank] is None:
+                break
+            faulty.crew.stop()  # this save has made fewer calls of that name than the one that was listed
+            shutil.rmtree(place)
+            place, said = faulty.save(rank, call, "signal=SIGKILL")
         problems = [*faulty.problems(place), *faulty.untrue(said)]
         counts["killed" if said[rank] is None else "not killed"] += 1
         counts[f"we load {'the old one' if faulty.loaded == faulty.old else 'the new one'}"] += 1
