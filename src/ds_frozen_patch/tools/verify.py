@@ -13,9 +13,8 @@ from ..checkpoint.format.archive import check_file
 from ..checkpoint.format.records import Records
 from ..checkpoint.format.stored import ITEM_SIZES
 from ..checkpoint.names import RECORD
-from ..checkpoint.zero.masters import check_masters_match
 from ..checkpoint.zero.states import States, check_same_save, read_states
-from ..checkpoint.zero.weights import Weights, locate_weights
+from ..checkpoint.zero.weights import Weights, check_masters_match, locate_weights
 from ..common.errors import CheckpointError, CheckpointMismatchError, named
 from ..common.progress import progress
 from ..common.text import human_bytes, printable_lines

@@ -71,6 +71,16 @@ def pieces_of_range(parts: Sequence[StoredTensor], begin: int, count: int) -> tu
     return tuple(pieces)
 
 
+def without_padding(pieces: Sequence[Piece], count: int) -> tuple[Piece, ...]:
+    """The first `count` elements of some pieces."""
+    kept = []
+    for piece in pieces:
+        if count > 0:
+            kept.append(Piece(piece.storage, piece.begin, min(piece.count, count)))
+        count -= piece.count
+    return tuple(kept)
+
+
 def map_into_memory(tensors: Mapping[str, TensorSource]) -> dict[str, torch.Tensor]:
     """Map tensors of one piece each from their files, so that they are read when they are used."""
     import torch

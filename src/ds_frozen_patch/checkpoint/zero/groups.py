@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
@@ -17,9 +17,9 @@ from typing import Any
 from ...common.errors import CheckpointError
 from ...parameters import plain
 from ...workarounds.old_deepspeed import ignores_round_robin
-from ..format.records import Piece, pieces_of_range
+from ..dtypes import FLOATING
+from ..format.records import Piece, TensorSource, from_stored, pieces_of_range, without_padding
 from ..format.stored import StoredTensor, iter_tensors
-from .masters import without_padding
 from .partitions import (
     Shapes,
     group_shard_size,
@@ -146,16 +146,17 @@ class _Flat:
         return {
             name: Trained(
                 shape,
-                self._values(name, self.masters),
+                self.values(name, self.masters),
                 {
-                    key: self._values(name, shards[key], key) if key in shards else self.states[0][key]
+                    key: self.values(name, shards[key], key) if key in shards else self.states[0][key]
                     for key in self.states[0]
                 },
             )
             for name, shape in self.shapes.items()
         }
 
-    def _values(self, name: str, shards: Sequence[StoredTensor], key: str = "") -> Values:
+    def values(self, name: str, shards: Sequence[StoredTensor], key: str = "") -> Values:
+        """The elements of a parameter in these shards."""
         per, ranks, begin = BLOCK if key in _SCALES else 1, len(shards), self.begins[name]
         count = blocks_in(prod(self.shapes[name]), per)
         if not self.is_in_parts:
@@ -220,27 +221,80 @@ def _in_stage_0(states: States, with_state: bool) -> Iterator[tuple[Mapping[str,
 
 def _in_zero(states: States, with_state: bool) -> Iterator[tuple[Mapping[str, Any], list[_Flat]]]:
     """The settings and the flat tensors of each group."""
-    stage, ranks, groups = states.zero_stage, len(states.optimizers), parameter_groups(states.models[0])
-    bases = [optimizer[BASE_STATE[stage]] for optimizer in states.optimizers]
-    masters = [list(optimizer.get(MASTERS[stage]) or []) for optimizer in states.optimizers]
+    ranks, groups = len(states.optimizers), parameter_groups(states.models[0])
+    bases = [optimizer[BASE_STATE[states.zero_stage]] for optimizer in states.optimizers]
     if sorted(index for group in bases[0]["param_groups"] for index in group["params"]) != list(range(len(groups))):
         raise ValueError("the groups of the optimizer are not those of the parameters")
-    if any(len(own) != len(groups) or not all(isinstance(m, StoredTensor) for m in own) for own in masters):
-        raise CheckpointError(
-            f"{states.layout.root} cannot be resharded: it lacks master weights; they may be on NVMe."
-        )
-    in_memory = groups_in_memory(states, groups)
+    flats = list(_flats_in_zero(states, groups))
     for settings in bases[0]["param_groups"]:
-        flats = []
+        parts = []
         for index in settings["params"]:
-            group, shapes = in_memory[index], groups[index]
-            size = sub_group_shard_size(group, ranks) if stage == 3 else group_shard_size(group, ranks)
             kept = [_unnested(base["state"].get(index, {})) if with_state else {} for base in bases]
-            if uses_round_robin(states):
-                shapes = undo_round_robin(shapes, ranks)
-            begins = parameter_offsets(group, ranks if stage == 3 else 0)
-            flats.append(_Flat(shapes, begins, (size,), [own[index] for own in masters], kept, stage == 3))
-        yield settings, flats
+            shapes = undo_round_robin(groups[index], ranks) if uses_round_robin(states) else groups[index]
+            parts.append(replace(flats[index], shapes=shapes, states=kept))
+        yield settings, parts
+
+
+def _flats_in_zero(states: States, groups: Sequence[Shapes]) -> Iterator[_Flat]:
+    """The flat tensors with their masters; raises CheckpointError if a rank lacks some of them."""
+    stage, ranks = states.zero_stage, len(states.optimizers)
+    masters = [list(optimizer.get(MASTERS[stage]) or ()) for optimizer in states.optimizers]
+    if not all(masters) or not all(isinstance(m, StoredTensor) and m.dtype in FLOATING for own in masters for m in own):
+        raise CheckpointError(
+            f"{states.layout.root} has no fp32 master weights among its optimizer states; they may be on NVMe."
+        )
+    for index, (shapes, group) in enumerate(zip(groups, groups_in_memory(states, groups), strict=True)):
+        size = sub_group_shard_size(group, ranks) if stage == 3 else group_shard_size(group, ranks)
+        files = list(zip(states.layout.optimizer, masters, strict=True))
+        if short := next((file for file, own in files if len(own) <= index), None):
+            raise CheckpointError(f"{short} lacks the masters of parameter group {index}. Get a complete copy of it.")
+        for rank, (file, own) in enumerate(files):
+            # In ZeRO 1 and 2, DeepSpeed does not save the padding at the end.
+            least = size if stage == 3 else min(max(numel(group) - rank * size, 0), size)
+            if not least <= contiguous(states, own[index], MASTERS[stage]).numel <= size:
+                raise CheckpointError(
+                    f"{file} does not fit the model's states: the masters have {own[index].numel} elements instead of"
+                    f" {least}. It is from another run, or they are on NVMe; take all files from one checkpoint."
+                )
+        begins = parameter_offsets(group, ranks if stage == 3 else 0)
+        yield _Flat(shapes, begins, (size,), [own[index] for own in masters], [], stage == 3)
+
+
+def locate_masters(states: States, groups: Sequence[Shapes]) -> dict[str, TensorSource]:
+    """The fp32 masters by name, in the order of the optimizer; none if the optimizer has none of its own.
+
+    Raises:
+        CheckpointError: a file has no masters, or too few or too many elements of them.
+    """
+    if not states.optimizers:
+        return _masters_of_stage_0(states, groups)
+    return {
+        name: TensorSource(flat.masters[0].dtype, shape, flat.values(name, flat.masters).pieces)
+        for flat in (_flats_in_zero(states, groups) if groups else ())
+        for name, shape in flat.shapes.items()
+    }
+
+
+def _masters_of_stage_0(states: States, groups: Sequence[Shapes]) -> dict[str, TensorSource]:
+    """In 16 bits, there is a master for each parameter, or a flat one for each group. None if they do not fit these."""
+    optimizer: Any = states.models[0].get("optimizer")
+    saved = optimizer[masters_key(optimizer)] if masters_key(optimizer) else None
+    if not isinstance(saved, list) or len(saved) != len(groups):
+        return {}
+    masters: dict[str, TensorSource] = {}
+    for group, of_group in zip(groups, saved, strict=True):
+        tensors, begins = [tensor for _, tensor in iter_tensors(of_group)], parameter_offsets(group)
+        if [tensor.shape for tensor in tensors] == [tuple(shape) for shape in group.values()]:
+            masters |= {name: from_stored(tensor) for name, tensor in zip(group, tensors, strict=True)}
+        elif len(tensors) == 1 and tensors[0].numel == numel(group) and tensors[0].is_contiguous:
+            for name, shape in group.items():
+                pieces = pieces_of_range(tensors, begins[name], prod(shape))
+                masters[name] = TensorSource(tensors[0].dtype, tuple(shape), pieces)
+        else:
+            return {}
+    left_out = states.manifest.names if states.manifest is not None else ()
+    # An optimizer over all parameters has masters of what is left out too.
+    return {name: master for name, master in masters.items() if plain(name) not in left_out}
 
 
 def blocks_in(elements: int, per: int) -> int:

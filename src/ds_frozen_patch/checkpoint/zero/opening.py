@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .masters import check_masters_match
 from .states import States, check_same_save, read_states
-from .weights import Weights, locate_weights
+from .weights import Weights, check_masters_match, locate_weights
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,10 @@ from .groups import (
     uses_round_robin,
 )
 from .labels import ELASTIC_KEY, LABEL, PLAIN_GROUPS
-from .masters import check_masters_match
 from .partitions import SUB_GROUP_SIZE
 from .shards import NewTensors, Target, flat_shapes, part_of, shard
 from .states import GAPS, States, as_integer, check_same_save, masters_key, parameter_groups, zero_config, zero_setting
-from .weights import locate_weights
+from .weights import check_masters_match, locate_weights
 
 _PRECISIONS = {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16",)}
 """The sections of DeepSpeed's configuration that enable a precision."""

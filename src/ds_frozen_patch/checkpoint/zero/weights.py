@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,11 @@ from typing import Any
 from ...common.errors import CheckpointError, named
 from ...parameters import plain
 from ..dtypes import FLOATING
-from ..format.records import TensorSource, from_stored, pieces_of_range
+from ..format.records import Piece, Records, TensorSource, from_stored, pieces_of_range, without_padding
 from ..format.stored import StoredTensor, iter_tensors
 from ..quantization import Subclass, base_buffers, parse_subclass
 from .entries import read_entries, storage_place, with_plain_names
-from .masters import locate_masters, without_padding
+from .groups import locate_masters
 from .partitions import parameter_shard_size
 from .states import States, parameter_groups
 
@@ -243,3 +244,50 @@ def _infer_trained(
 
 def _shape_text(tensor: StoredTensor) -> str:
     return str(list(tensor.shape))
+
+
+SAMPLE = 64
+"""How many elements of each rank's shard of a master `check_masters_match` compares."""
+
+
+def check_masters_match(masters: Mapping[str, TensorSource], halves: Mapping[str, TensorSource]) -> None:
+    """Raise CheckpointError if the masters are not those of the model's weights: a file is from another run.
+
+    The first elements of each rank's shard are compared; most of them must agree, except for rounding. ZeRO-3 does not
+    save the weights that this needs.
+
+    Args:
+        masters: the trained weights from the optimizer.
+        halves: the weights that the model computed with.
+    """
+    different: dict[str, set[str]] = {}
+    with Records(check=False) as records:
+        for name, half in halves.items():
+            begin, (place,) = 0, half.pieces
+            for piece in masters[name].pieces:
+                count = min(piece.count, SAMPLE)
+                samples = (
+                    (masters[name].dtype, Piece(piece.storage, piece.begin, count)),
+                    (half.dtype, Piece(place.storage, place.begin + begin, count)),
+                )
+                master, weight = (
+                    _unpack_numbers(records.read(TensorSource(dtype, (count,), (sample,))), dtype)
+                    for dtype, sample in samples
+                )
+                agree = sum(abs(m - w) <= 0.01 * abs(m) + 1e-6 for m, w in zip(master, weight, strict=True))
+                if 2 * agree < count:
+                    files = (piece.storage.path.name, place.storage.path.name)
+                    different.setdefault(name, set()).update(files)
+                begin += piece.count
+    if different:
+        raise CheckpointError(
+            f"{' and '.join(sorted(set().union(*different.values())))} are not from one run: the optimizer's masters"
+            f" differ from the model's weights: {named(list(different), 3)}. Take all files from one checkpoint."
+        )
+
+
+def _unpack_numbers(content: bytearray, dtype: str) -> Sequence[float]:
+    if dtype == "bfloat16":  # the upper half of an fp32
+        content = bytearray(b"".join(b"\0\0" + content[i : i + 2] for i in range(0, len(content), 2)))
+    code, width = {"float16": ("e", 2), "float64": ("d", 8)}.get(dtype, ("f", 4))
+    return struct.unpack(f"<{len(content) // width}{code}", content)
