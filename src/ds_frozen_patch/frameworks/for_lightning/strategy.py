@@ -50,6 +50,16 @@ def init(wrapped: Callable[..., None], strategy: Any, args: tuple[Any, ...], kwa
     setattr(strategy, BUILT, True)
 
 
+def signature_with_flag(init: Callable[..., None]) -> inspect.Signature:
+    """What a constructor shows to `inspect`, and so to LightningCLI: the flag, whether upstream has it or not."""
+    signature = inspect.signature(init)
+    parameters = [parameter for name, parameter in signature.parameters.items() if name != FLAG]
+    # None, not upstream's False: LightningCLI passes on every default, and a default is not a choice.
+    flag = inspect.Parameter(FLAG, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=bool | None)
+    end = len(parameters) - (parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
+    return signature.replace(parameters=[*parameters[:end], flag, *parameters[end:]])
+
+
 def _checked(choice: Any) -> bool:
     if choice is not None and not isinstance(choice, bool):
         raise TypeError(f"{FLAG} must be True, False or None (follow patch()), not {choice!r}")
