@@ -27,6 +27,8 @@ class ServedEngine:
         scales_loss: whether the engine multiplies its losses.
         publishes: whether this rank has published the last checkpoint on its disk.
         recorder: of saves that training does not wait for (`save.recording.Recorder`), once there was one.
+        load: that a strategy has begun (`load.running.Load`), while the engine loads for it.
+        single_file: that `Trainer.save_checkpoint` has begun, while the strategy saves for it.
         logged: the messages already logged once.
         undo: what `unpatch()` calls with the engine, to take off what was put on it.
     """
@@ -39,6 +41,8 @@ class ServedEngine:
     scales_loss: bool = False
     publishes: bool = False
     recorder: Any = None
+    load: Any = None
+    single_file: Any = None
     logged: set[str] = field(default_factory=set)
     undo: list[Callable[[Any], object]] = field(default_factory=list)
 

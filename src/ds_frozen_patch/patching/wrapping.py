@@ -13,19 +13,16 @@ import wrapt
 from ..common.probing import Target
 from ..core import load, save
 from ..engine.target import ENGINE
-from ..engine.tuners import merge_adapter, unmerge_adapter
+from ..engine.tuners import merge_adapter
 from ..frameworks import for_accelerate as accelerate
 from ..frameworks import for_transformers as transformers
 from ..frameworks import serving
-from ..frameworks.for_lightning import converter, loops, newest, strategy
+from ..frameworks.for_lightning import converter, newest, strategy
 from ..frameworks.for_lightning.targets import TARGETS
 from ..publish.in_flight import after_it, before_end
 
 _STRATEGY = {
     "__init__": strategy.init,
-    "setup": strategy.setup,
-    "setup_module": strategy.setup,
-    "setup_module_and_optimizers": strategy.setup,
     "save_checkpoint": strategy.save_checkpoint,
     "load_checkpoint": strategy.load_checkpoint,
     "remove_checkpoint": strategy.remove_checkpoint,
@@ -34,7 +31,6 @@ _STRATEGY = {
 WRAPPERS: dict[str, dict[str, Callable[..., Any]]] = {
     **{target.class_name: _STRATEGY for target in TARGETS},
     accelerate.TARGET.class_name: {
-        "_prepare_deepspeed": accelerate.prepare,
         "save_state": accelerate.save_state,
         "load_state": accelerate.load_state,
     },
@@ -46,26 +42,21 @@ WRAPPERS: dict[str, dict[str, Callable[..., Any]]] = {
         "__init__": serving.init,
         "save_checkpoint": save.save_checkpoint,
         "load_checkpoint": load.load_checkpoint,
-        "module_state_dict": save.module_state_dict,
-        "load_module_state_dict": load.load_module_state_dict,
     },
 }
 """What wraps the methods of each class; others of its target's methods are only needed."""
 _WRAPPERS_BESIDE: dict[str, Callable[..., Any]] = {
     "save_checkpoint": strategy.save_of_trainer,
     "convert_zero_checkpoint_to_fp32_state_dict": converter.convert,
-    "on_run_start": loops.begin_epoch,
     "_find_last_checkpoints": newest.find_last,
     "file_exists": after_it,
     "_CheckpointConnector__max_ckpt_version_in_folder": newest.find_requeued,
-    "_link_checkpoint": after_it,  # of save_last="link"
     "deepspeed_load_checkpoint": transformers.load_checkpoint,
     "get_last_checkpoint": transformers.find_last,
     "get_fp32_state_dict_from_zero_checkpoint": after_it,
     "_get_fp32_state_dict_from_zero_checkpoint": after_it,
     "destroy_process_group": before_end,
     "merge_adapter": merge_adapter,
-    "unmerge_adapter": unmerge_adapter,
 }
 
 
