@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from .. import process
 from ..common.errors import named
 from ..common.probing import Target, imported_class, probe
 from ..core.base import frozen, mark_built_once, mark_trained
@@ -26,9 +27,6 @@ from . import plain
 from .for_lightning.owner import owner_of
 from .for_lightning.targets import TARGETS as LIGHTNING
 
-notes: list[str] = []
-"""What `ds-frozen-patch run` has to tell a program of DeepSpeed's, at its first engine."""
-
 
 def init(wrapped: Callable[..., None], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """`DeepSpeedEngine(args, model, ...)`, which changes the dtypes of the module, and partitions it."""
@@ -44,8 +42,8 @@ def init(wrapped: Callable[..., None], engine: Any, args: tuple[Any, ...], kwarg
     if has_all_ranks(engine):
         handshake.check(handshake.LONG_WAIT_SECONDS if _is_for_inference_in_stage_3(engine) else None)
     owner = owner_of(maker) if what in LIGHTNING else plain.owner_of(engine, what.name if what is not None else "")
-    while notes:
-        warn(owner, notes.pop(0))
+    while process.state.notes:
+        warn(owner, process.state.notes.pop(0))
     if what in LIGHTNING and clips_unasked(engine, owner.config):
         warn(owner, CLIPS)
     begin_serving(engine, owner)
