@@ -9,6 +9,7 @@ from dataclasses import Field, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
+from . import process
 from .common.text import did_you_mean
 
 FLAG = "exclude_frozen_parameters"
@@ -180,17 +181,7 @@ def from_environment() -> Settings:
 
 def current() -> Settings:
     """The settings of the `patch()` in force, or those of the environment."""
-    return _in_force or from_environment()
-
-
-def put_in_force(new: Settings | None) -> None:
-    """Let `current()` return these from now on; None for those of the environment."""
-    global _in_force
-    _in_force = new
-
-
-_in_force: Settings | None = None
-_full_requests = 0
+    return process.state.settings or from_environment()
 
 
 @contextmanager
@@ -199,17 +190,16 @@ def full_checkpoint() -> Iterator[None]:
 
     Enter it on every rank, around `trainer.save_checkpoint(...)` or `fabric.save(...)`.
     """
-    global _full_requests
-    _full_requests += 1
+    process.state.full_requests += 1
     try:
         yield
     finally:
-        _full_requests -= 1
+        process.state.full_requests -= 1
 
 
 def full_is_requested() -> bool:
     """Whether this is within `full_checkpoint()`."""
-    return _full_requests > 0
+    return process.state.full_requests > 0
 
 
 def variable(setting: str) -> str:

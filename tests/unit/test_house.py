@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 
 ROOT = Path(ds_frozen_patch.__file__).parent
 ROOMS = (
+    ("process",),
     ("common", "checkpoint.names"),
     ("publish", "settings", "testing"),
     ("parameters",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 import ds_frozen_patch
-from ds_frozen_patch import CheckpointError
+from ds_frozen_patch import CheckpointError, process
 from ds_frozen_patch.publish import in_flight
 
 NO_SPACE = CheckpointError("no space")
@@ -44,7 +45,8 @@ def work() -> Iterator[Work]:
     yield made
     made.told.set()
     in_flight.settle()
-    in_flight._in_flight = None
+    process.state.in_flight = None
+    in_flight.release_process()
 
 
 @pytest.mark.parametrize("error", [NO_SPACE, KeyError("mine")])
@@ -85,3 +87,16 @@ def test_the_end_of_a_run(work: Work, is_error: bool) -> None:
     assert work.order == ["saved"]
     with pytest.raises(CheckpointError) if is_error else nullcontext():
         in_flight.wait()
+
+
+def test_unpatch_forgets_everything(work: Work) -> None:
+    """What an asynchronous save has set up in the process too."""
+    before = signal.getsignal(signal.SIGTERM)
+    ds_frozen_patch.patch(keep=["a"])
+    work.start()
+    assert signal.getsignal(signal.SIGTERM) is not before
+    work.told.set()
+    ds_frozen_patch.unpatch()
+    assert signal.getsignal(signal.SIGTERM) is before
+    state = process.state
+    assert state == process.State(agreements=state.agreements, hooked=state.hooked, origins=state.origins)

@@ -34,10 +34,10 @@ def imported():
     return strategies.DeepSpeedStrategy, engines.DeepSpeedEngine
 def state():
     strategy, engine = map(vars, imported())
-    kinds = {type(strategy[name]).__name__ for name in ("setup", "save_checkpoint", "load_checkpoint")}
-    kinds |= {type(value).__name__ for value in engine.values() if callable(value)}
-    flag = "exclude_frozen_parameters" in inspect.signature(imported()[0]).parameters
-    return {(("FunctionWrapper",), True): "patched", (("function",), False): "plain"}.get((tuple(kinds), flag), kinds)
+    names = ("__init__", "save_checkpoint", "load_checkpoint")
+    kinds = {hasattr(cls[name], "__wrapped__") for cls in (strategy, engine) for name in names}
+    kinds |= {"exclude_frozen_parameters" in inspect.signature(imported()[0]).parameters}
+    return {(True,): "patched", (False,): "plain"}.get(tuple(kinds), kinds)
 """
 
 
@@ -134,7 +134,7 @@ engine.save_checkpoint = ours
 importlib.reload(module)
 assert now() == ("can be wrapped", "deepspeed.runtime.engine has been reloaded since patch()")
 dfp.patch()
-assert now()[0] == "wrapped" and isinstance(vars(module.DeepSpeedEngine)["save_checkpoint"], type(ours))
+assert now()[0] == "wrapped" and hasattr(vars(module.DeepSpeedEngine)["save_checkpoint"], "__wrapped__")
 dfp.unpatch()
 assert now()[0] == "can be wrapped" and state() == "plain"
 """
@@ -184,7 +184,7 @@ cls, _ = imported()
 class Own(cls): pass
 built = Own()
 dfp.patch()
-assert type(vars(cls)["save_checkpoint"]).__name__ == "FunctionWrapper"
+assert vars(cls)["save_checkpoint"].__wrapped__ is not None
 assert Own.save_checkpoint.__wrapped__ is not None and built.save_checkpoint.__wrapped__ is not None
 for shown in (cls, Own, Own.__init__, built.__init__):
     assert "exclude_frozen_parameters" in inspect.signature(shown).parameters, shown
@@ -276,7 +276,7 @@ with warnings.catch_warnings(record=True) as caught:
     {order}
 print([str(w.message).split(":")[1] for w in caught if "series" in str(w.message)])
 strategy = imported()[0]
-print({{type(vars(strategy)[name]).__name__ for name in ("__init__", "setup", "save_checkpoint", "load_checkpoint")}})
+print({{hasattr(vars(strategy)[name], "__wrapped__") for name in ("__init__", "save_checkpoint", "load_checkpoint")}})
 print(dfp.status()["lightning.pytorch"].found.split(",")[0])
 import pytorch_lightning.strategies.deepspeed
 print([name for name, item in dfp.status().items() if item.state == "wrapped"])
@@ -286,7 +286,7 @@ dfp.unpatch()
     assert site.run(LOOK + program).splitlines() == [
         "[' lightning.pytorch 2.5.2, lightning.fabric 2.5.2. Its checkpoints are full unless you pass"
         " DeepSpeedStrategy(exclude_frozen_parameters=True), and it does not verify the base.']",
-        "{'function'}",
+        "{False}",
         "complete",
         "['pytorch_lightning', 'deepspeed']",
         "{'has it itself'}",
@@ -563,9 +563,9 @@ for word, elastic in (("1", True), ("0", False), ("", None)):
 
 
 def test_few_attributes_are_wrapped() -> None:
-    """With two Lightnings, and what acts only with `async_save=True` (12 of them), and what PEFT rounds (2)."""
+    """With two Lightnings. 10 of them act only with `async_save=True`, and one where PEFT merges adapters."""
     targets = [(what, name) for what in (*OWNERS, ENGINE) for name in what.methods if name in WRAPPERS[what.class_name]]
-    assert len(targets) + len(BESIDE) <= 54
+    assert len(targets) + len(BESIDE) <= 40
 
 
 REAL = """
@@ -581,9 +581,9 @@ import inspect
 now = dfp.status()
 print([name for name, item in sorted(now.items()) if item.state == "wrapped" and name[:5] not in ("accel", "trans")])
 print("exclude_frozen_parameters" in inspect.signature(DeepSpeedStrategy).parameters)
-wrapped = type(vars(deepspeed.DeepSpeedEngine)["save_checkpoint"]).__name__
+wrapped = vars(deepspeed.DeepSpeedEngine)["save_checkpoint"]
 dfp.unpatch()
-print(wrapped, type(vars(deepspeed.DeepSpeedEngine)["save_checkpoint"]).__name__)
+print(vars(deepspeed.DeepSpeedEngine)["save_checkpoint"] is wrapped.__wrapped__)
 """
 
 
@@ -602,5 +602,5 @@ def test_real_lightning_and_deepspeed(before: str) -> None:
         str(bool(before)),
         str(sorted(["deepspeed", FABRIC, TRAINER])),
         "True",
-        "FunctionWrapper function",
+        "True",
     ]

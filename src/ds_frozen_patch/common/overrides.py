@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 Attributes = list[tuple[Any, str, Any]]
 """Attributes to set for a while: object, name, value."""
 
 _ABSENT = object()
-
-
-@contextmanager
-def set_to(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    """While this lasts, the context variable has this value."""
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
 
 
 @contextmanager

@@ -14,21 +14,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.zero.labels import remove_ours
-from ..common.overrides import Attributes, overridden, set_to
+from ..common.overrides import Attributes, overridden
 from ..engine.origins import replacing
 from ..engine.owner import warn
-from ..engine.served import ServedEngine, attach, attached
+from ..engine.served import ServedEngine, attached
 from ..load import agreement, elastic, fitting
 from ..load.base_check import check_base
 from ..load.listing import find_folder
 from ..load.quantized import check_parts, is_part, without_own_values
 from ..load.reading import check_model, manifest_of, sharing_reads
 from ..load.restart import restarts, with_fresh_optimizer
-from ..load.running import Load, current
+from ..load.running import Load
 from ..load.strictness import check_optimizer_layout, check_optimizer_state, forgiving, saved_elsewhere
 from ..load.trust import refuse_unsafe_in, runs_nothing, trust
 from ..manifest import Manifest
@@ -43,13 +44,11 @@ _ATTEMPTS = 3
 def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`DeepSpeedEngine.load_checkpoint`, which every framework calls; it returns a path and the client state."""
     in_flight.wait()
-    load, served = current.get(), attached(engine)
-    is_alone = load is None
-    if load is not None:
-        served = attach(engine, load.owner)
+    served = attached(engine)
     if served is None:
         return _load_by_deepspeed(wrapped, engine, args, kwargs)
-    load = load or Load(served.owner)
+    is_alone = served.load is None
+    load = served.load or Load(served.owner)
     if engine.load_universal_checkpoint():
         return _load_universal(wrapped, engine, served, args, kwargs)
     call = inspect.signature(wrapped).bind(*args, **kwargs)
@@ -72,7 +71,8 @@ def _load(
     call.arguments = dict(original.arguments)
     _begin(load, call)
     source = load.source
-    with trust(), set_to(current, load), overridden(_cures(load)):
+    load_state_dict = partial(_load_module_state_dict, engine.load_module_state_dict, load)
+    with trust(), overridden([*_cures(load), (engine, "load_module_state_dict", load_state_dict)]):
         listing = agreement.list_files(load)
         if is_alone and listing.is_empty:  # DeepSpeed returns None, and a run may begin like this
             agreement.agree(load, "no checkpoint")
@@ -121,14 +121,9 @@ def _cures(load: Load) -> Attributes:
     return attributes
 
 
-def load_module_state_dict(
-    wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """`DeepSpeedEngine.load_module_state_dict`, which gets the whole checkpoint in every release."""
-    load = current.get()
-    if load is None or load.engine is not engine:
-        return wrapped(*args, **kwargs)
-    call = inspect.signature(wrapped).bind(*args, **kwargs)
+def _load_module_state_dict(original: Callable[..., Any], load: Load, *args: Any, **kwargs: Any) -> Any:
+    """`DeepSpeedEngine.load_module_state_dict` in a load; it gets the whole checkpoint in every release."""
+    call, engine = inspect.signature(original).bind(*args, **kwargs), load.engine
     checkpoint = call.arguments["checkpoint"]
     load.state = {key: checkpoint.get(key) for key in ("optimizer", *elastic.NEEDED)}
     check_model(load, checkpoint)
@@ -155,7 +150,7 @@ def load_module_state_dict(
         fitting.gathered(call, load),
         fitting.frozen_meanwhile(engine, checkpoint),
     ):
-        result = wrapped(*call.args, **call.kwargs)
+        result = original(*call.args, **call.kwargs)
     fitting.put_from_partitions(load, in_partitions)
     check_parts(parts, Contents(engine.module).by_name if parts else {}, load)
     return result
@@ -183,7 +178,7 @@ def _load_universal(
         " configuration, and load the checkpoint that the universal one was made from: with patch(elastic=True) that"
         " works at any world size."
     )
-    with set_to(current, None), replacing(engine):
+    with replacing(engine):
         path, client_state = _load_by_deepspeed(wrapped, engine, args, kwargs)
     remove_ours(client_state or {})
     return path, client_state

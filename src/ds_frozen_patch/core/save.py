@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import manifest
-from ..common.overrides import overridden, set_to
+from ..common.overrides import overridden
 from ..engine.origins import origins, since_start
 from ..engine.owner import is_first
 from ..engine.served import ServedEngine, attached_at_save
@@ -30,7 +30,7 @@ from ..publish.publication import is_local
 from ..save import agreement, background, client_state, export_trained, leaving_out
 from ..save.copies import warn_of_copies
 from ..save.publishing import publish
-from ..save.running import Save, current, place_of
+from ..save.running import Save, place_of
 from ..save.writing import warn_of_late_writes, writes_before_it_returns, writing
 from ..settings import FLAG
 from ..settings import current as settings
@@ -80,7 +80,8 @@ def saving(engine: Any, served: ServedEngine, folder: Path, tag: str, exclude: b
         if settings().async_save:
             background.prepare(save)
         try:
-            with set_to(current, save):
+            state_dict = partial(_module_state_dict, engine.module_state_dict, save)
+            with overridden([(engine, "module_state_dict", state_dict)]):
                 yield save
         except BaseException:
             save.discard()
@@ -166,19 +167,18 @@ def _write(
         return wrapped(*call.args, **call.kwargs)
 
 
-def module_state_dict(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`DeepSpeedEngine.module_state_dict`: leaves out the base, each of its parameters under all names.
+def _module_state_dict(original: Callable[..., Any], save: Save, *args: Any, **kwargs: Any) -> Any:
+    """`DeepSpeedEngine.module_state_dict` in a save: leaves out the base, each of its parameters under all names.
 
     DeepSpeed's own exclusion walks `named_parameters()`, which gives a tied parameter only once, and
     before 0.12.3 it raises KeyError for a module whose `state_dict` gives a subset.
     """
-    save = current.get()
-    left_out = save.names_left_out if save is not None and save.engine is engine else None
-    if save is None or left_out is None:
-        return wrapped(*args, **kwargs)
-    call = inspect.signature(wrapped).bind(*args, **kwargs)
+    left_out = save.names_left_out
+    if left_out is None:
+        return original(*args, **kwargs)
+    call = inspect.signature(original).bind(*args, **kwargs)
     call.arguments[FLAG] = False
-    state = wrapped(*call.args, **call.kwargs)
+    state = original(*call.args, **call.kwargs)
     for name in [name for name in state if plain(name) in left_out]:
         save.removed.add(plain(name))
         del state[name]

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
+from .. import process
 from ..common.collectives import default_store, rank, world_size
 from ..common.errors import PatchError
 from ..common.versions import version_of
@@ -24,26 +25,15 @@ LONG_WAIT_SECONDS = 60.0
 """The same where DeepSpeed has not synchronized the ranks before."""
 
 
-@dataclass
-class _Agreed:
-    """The last store through which the ranks have agreed, and how many there were in this process."""
-
-    store: Any = None
-    attempts: int = 0
-
-
-_agreed = _Agreed()
-
-
 def _key(of: object) -> str:
     """A key of this attempt: a program may use one store for several process groups, one after another."""
-    return f"ds_frozen_patch/{_agreed.attempts}/{of}"
+    return f"ds_frozen_patch/{process.state.agreements}/{of}"
 
 
 def announce() -> None:
     """Write this rank's settings; called before its engine is created, if there is a process group yet."""
     store = default_store()
-    if store is None or store == _agreed.store:
+    if store is None or store == process.state.store:
         return
     settings = {"version": version_of("ds_frozen_patch"), **asdict(current())}
     store.set(_key(rank()), json.dumps(settings))
@@ -61,7 +51,7 @@ def check(wait_seconds: float | None = None, call: str = "patch()") -> None:
     """
     announce()
     store = default_store()
-    if store is None or store == _agreed.store:
+    if store is None or store == process.state.store:
         return
     seconds = WAIT_SECONDS if wait_seconds is None else wait_seconds
     if rank() == 0:
@@ -74,7 +64,8 @@ def check(wait_seconds: float | None = None, call: str = "patch()") -> None:
         verdict = "" if written == "agreed" else written
     if verdict:
         raise PatchError(verdict)
-    _agreed.store, _agreed.attempts = store, _agreed.attempts + 1
+    process.state.store = store
+    process.state.agreements += 1
 
 
 def _verdict(store: Any, seconds: float, call: str) -> str:

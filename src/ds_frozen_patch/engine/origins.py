@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
+from .. import process
 from ..common.collectives import digest, world_size
 from ..fingerprint import Content, Shard, is_readable, layout_of, own_values, read, row_sums
 from ..parameters import PARAMETER, PART, Contents, ModuleTensor, part_suffix, plain
@@ -53,16 +53,12 @@ class Origin:
     built: dict[str, Content] = field(default_factory=dict)
 
 
-_known: WeakKeyDictionary[Any, dict[str, tuple[int, Origin]]] = WeakKeyDictionary()
-"""By module: for each of its own parameters and buffers, by name, its identity and what is known of it."""
-
-
 def origins(module: torch.nn.Module) -> dict[str, Origin]:
     """What is known of each parameter and buffer of a module, by all plain names."""
     origin_of: dict[str, Origin] = {}
     elsewhere: dict[int, Origin] | None = None
     for path, inner in module.named_modules(remove_duplicate=False):
-        by_name = _known.get(inner, {})
+        by_name = process.state.origins.get(inner, {})
         for name, tensor in _tensors_of(inner):
             identity, origin = by_name.get(name, (0, None))
             if origin is None or identity != id(tensor):
@@ -71,14 +67,14 @@ def origins(module: torch.nn.Module) -> dict[str, Origin]:
                 # What replaces a tensor is compared with it: libraries for quantization replace what they change.
                 before = Origin(built=dict(origin.built)) if origin is not None else Origin()
                 origin = elsewhere.setdefault(id(tensor), before)
-                _known.setdefault(inner, {})[name] = id(tensor), origin
+                process.state.origins.setdefault(inner, {})[name] = id(tensor), origin
             origin_of[plain(f"{path}.{name}" if path else name)] = origin
     return origin_of
 
 
 def _living() -> Iterator[tuple[Any, Origin]]:
     """The known tensors that are still where they were."""
-    for module, by_name in list(_known.items()):
+    for module, by_name in list(process.state.origins.items()):
         for name, tensor in _tensors_of(module):
             identity, origin = by_name.get(name, (0, None))
             if identity == id(tensor) and origin is not None:

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
+from .. import process
 from ..common.collectives import rank
 from ..settings import FLAG, full_is_requested
 from .owner import Owner, warn
@@ -27,6 +27,8 @@ class ServedEngine:
         scales_loss: whether the engine multiplies its losses.
         publishes: whether this rank has published the last checkpoint on its disk.
         recorder: of saves that training does not wait for (`save.recording.Recorder`), once there was one.
+        load: that a strategy has begun (`load.running.Load`), while the engine loads for it.
+        single_file: that `Trainer.save_checkpoint` has begun, while the strategy saves for it.
         logged: the messages already logged once.
         undo: what `unpatch()` calls with the engine, to take off what was put on it.
     """
@@ -39,6 +41,8 @@ class ServedEngine:
     scales_loss: bool = False
     publishes: bool = False
     recorder: Any = None
+    load: Any = None
+    single_file: Any = None
     logged: set[str] = field(default_factory=set)
     undo: list[Callable[[Any], object]] = field(default_factory=list)
 
@@ -58,9 +62,6 @@ class ServedEngine:
         return is_new
 
 
-_engines: WeakKeyDictionary[Any, ServedEngine | None] = WeakKeyDictionary()
-"""None for those that are passed on: their saves and loads are as without `patch()`."""
-_warned: WeakSet[Any] = WeakSet()
 UNKNOWN = (
     "ds_frozen_patch did not see this engine being created, so its checkpoints contain frozen parameters too, and loads"
     " do not verify them. Call ds_frozen_patch.patch() before deepspeed.initialize(), or ds_frozen_patch.serve(engine)"
@@ -74,20 +75,21 @@ def attach(engine: Any, owner: Owner) -> ServedEngine | None:
 
     Every rank must call it. It returns None, the first time with a warning, for a kind of engine that is not served.
     """
-    if engine not in _engines:
+    engines = process.state.engines
+    if engine not in engines:
         topology = topology_of(engine)
-        _engines[engine] = None if topology.unserved else ServedEngine(owner, topology)
+        engines[engine] = None if topology.unserved else ServedEngine(owner, topology)
         if topology.unserved and (owner.rank == 0 or not has_all_ranks(engine)):
             owner.logger.warning(
                 f"ds_frozen_patch does not support {topology.unserved}. Checkpoints of this engine contain frozen"
                 " parameters too, and loads do not verify them, as without patch().",
             )
-    return _engines[engine]
+    return engines[engine]
 
 
 def attached(engine: Any) -> ServedEngine | None:
     """What is known of an engine; None if it is not served."""
-    return _engines.get(engine)
+    return process.state.engines.get(engine)
 
 
 def attached_at_save(engine: Any, arguments: Mapping[str, Any]) -> ServedEngine | None:
@@ -95,23 +97,24 @@ def attached_at_save(engine: Any, arguments: Mapping[str, Any]) -> ServedEngine 
 
     Without a word are full checkpoints that were asked for, and those of engines with nothing frozen.
     """
-    is_known = engine in _engines or engine in _warned or FLAG in arguments or full_is_requested()
+    state = process.state
+    is_known = engine in state.engines or engine in state.warned or FLAG in arguments or full_is_requested()
     if not is_known and not all(parameter.requires_grad for parameter in engine.module.parameters()):
-        _warned.add(engine)
+        state.warned.add(engine)
         if rank() == 0:
             logging.getLogger("ds_frozen_patch").warning(UNKNOWN)
-    return _engines.get(engine)
+    return process.state.engines.get(engine)
 
 
 def begin_those_with(inner: Any) -> None:
     """Call `begin` of the engines with a module that contains this one."""
-    for engine, served in list(_engines.items()):
+    for engine, served in list(process.state.engines.items()):
         if served is not None and served.begin is not None and any(inner is other for other in engine.module.modules()):
             served.begin(engine)
 
 
 def release_all() -> None:
     """Take off every engine what was put on it."""
-    for engine, served in list(_engines.items()):
+    for engine, served in list(process.state.engines.items()):
         while served is not None and served.undo:
             served.undo.pop()(engine)

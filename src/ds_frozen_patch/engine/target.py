@@ -32,6 +32,5 @@ BESIDE = (
     Target("deepspeed", "deepspeed.utils.zero_to_fp32", "", ("_get_fp32_state_dict_from_zero_checkpoint",)),
     Target("deepspeed", "torch.distributed", "", ("destroy_process_group",)),
     Target("deepspeed", "peft.tuners.tuners_utils", "BaseTuner", ("merge_adapter",)),
-    Target("deepspeed", "peft.tuners.tuners_utils", "BaseTuner", ("unmerge_adapter",)),
 )
 """Functions that are wrapped beside it, where they exist."""

@@ -5,35 +5,31 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
+from .. import process
 from ..parameters import is_of_lora, plain
 from .served import begin_those_with
 
 if TYPE_CHECKING:
     import torch
 
-_unmerged: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
-"""The layers whose adapters have been merged and taken out again, with the largest merged value of each parameter."""
-
 
 def merge_adapter(wrapped: Callable[..., Any], tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`BaseTuner.merge_adapter`, which may be called before the first step: what is rounded later is read now."""
-    begin_those_with(tuner)
-    return wrapped(*args, **kwargs)
+    """`BaseTuner.merge_adapter`, which may be called before the first step: what is rounded later is read now.
 
-
-def unmerge_adapter(wrapped: Callable[..., Any], tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`BaseTuner.unmerge_adapter`, which PEFT's users call after each use of the merged weights."""
+    PEFT's users call it, and `unmerge_adapter`, around each use of the merged weights.
+    """
     import torch
 
+    begin_those_with(tuner)
+    result = wrapped(*args, **kwargs)
     for _, layer in _layers(tuner):
-        largest = _unmerged.setdefault(layer, {})
+        largest = process.state.merged.setdefault(layer, {})
         for name, parameter in layer.base_layer.named_parameters():
             if layer.merged_adapters and parameter.is_floating_point() and parameter.numel():
                 now = torch.linalg.vector_norm(parameter.detach(), float("inf"))
                 largest[name] = torch.maximum(now, largest.get(name, now).to(now.device))
-    return wrapped(*args, **kwargs)
+    return result
 
 
 def unmerged(module: torch.nn.Module) -> dict[str, float]:
@@ -42,7 +38,7 @@ def unmerged(module: torch.nn.Module) -> dict[str, float]:
         plain(f"{path}.base_layer.{name}"): float(value)
         for path, layer in _layers(module)
         if not layer.merged_adapters
-        for name, value in _unmerged.get(layer, {}).items()
+        for name, value in process.state.merged.get(layer, {}).items()
     }
 
 

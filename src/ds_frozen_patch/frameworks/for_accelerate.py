@@ -25,8 +25,7 @@ from ..publish.journal import is_not_whole
 from ..publish.notes import notes
 from ..save.around import Around
 from .newest import last_whole
-from .plain import logger_of, owner_of
-from .serving import owned_by
+from .plain import logger_of
 
 _WRITERS = ("save_accelerator_state", "save_custom_state")
 """The functions that `save_state` calls once the engines are saved, each by a path; no rank waits in them."""
@@ -42,18 +41,12 @@ TARGET = Target(
     "accelerate",
     "accelerate.accelerator",
     "Accelerator",
-    ("_prepare_deepspeed", "save_state", "load_state"),
+    ("save_state", "load_state"),
     ("accelerate",),
     judge,
     "install a tested release of accelerate, or uninstall it if nothing uses it",
     "accelerate",
 )
-
-
-def prepare(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`Accelerator._prepare_deepspeed`, which creates an engine, for Trainer too."""
-    with owned_by(lambda engine: owner_of(engine, "accelerate")):
-        return wrapped(*args, **kwargs)
 
 
 def save_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -6,13 +6,12 @@ A wrapper takes wrapt's four arguments: the wrapped method (bound), its instance
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
+from .. import process
 from ..common.errors import named
-from ..common.probing import probe
+from ..common.probing import Target, imported_class, probe
 from ..core.base import frozen, mark_built_once, mark_trained
 from ..engine import handshake
 from ..engine.origins import forget_other_layouts, notice_earlier_training, record_at_start
@@ -22,24 +21,11 @@ from ..engine.topology import has_all_ranks
 from ..parameters import Contents
 from ..settings import current as settings
 from ..settings import matches
+from ..workarounds.for_fabric import CLIPS, clips_unasked
+from . import for_accelerate as accelerate
 from . import plain
-from .for_lightning.targets import TARGETS
-
-_owners: list[Callable[[Any], Owner]] = []
-"""What describes the framework that is making an engine, the innermost last; the program makes all other engines."""
-
-notes: list[str] = []
-"""What `ds-frozen-patch run` has to tell a program of DeepSpeed's, at its first engine."""
-
-
-@contextmanager
-def owned_by(owner_of: Callable[[Any], Owner]) -> Iterator[None]:
-    """While this lasts, the engines that are made have this owner."""
-    _owners.append(owner_of)
-    try:
-        yield
-    finally:
-        _owners.pop()
+from .for_lightning.owner import owner_of
+from .for_lightning.targets import TARGETS as LIGHTNING
 
 
 def init(wrapped: Callable[..., None], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -47,22 +33,33 @@ def init(wrapped: Callable[..., None], engine: Any, args: tuple[Any, ...], kwarg
     module = inspect.signature(wrapped).bind_partial(*args, **kwargs).arguments.get("model")
     if module is not None:
         notice_earlier_training(module)
-    if not _owners and _has_patched_lightning():
-        wrapped(*args, **kwargs)  # it may be Lightning's; the first save of another one says what to call
+    what, maker = _maker()
+    if what is not None and probe(what).complete:  # a Lightning with our patch series, which `patch()` leaves alone
+        wrapped(*args, **kwargs)
         return
     handshake.announce()
     wrapped(*args, **kwargs)
     if has_all_ranks(engine):
         handshake.check(handshake.LONG_WAIT_SECONDS if _is_for_inference_in_stage_3(engine) else None)
-    owner = _owners[-1](engine) if _owners else plain.owner_of(engine)
-    while notes:
-        warn(owner, notes.pop(0))
+    owner = owner_of(maker) if what in LIGHTNING else plain.owner_of(engine, what.name if what is not None else "")
+    while process.state.notes:
+        warn(owner, process.state.notes.pop(0))
+    if what in LIGHTNING and clips_unasked(engine, owner.config):
+        warn(owner, CLIPS)
     begin_serving(engine, owner)
 
 
-def _has_patched_lightning() -> bool:
-    """Whether the process has imported a Lightning with our patch series, whose engines `patch()` leaves alone."""
-    return any(probe(what).complete for what in TARGETS if what.module in sys.modules)
+def _maker() -> tuple[Target | None, Any]:
+    """The strategy or Accelerator that makes an engine, as its methods are on the call stack; None for a program."""
+    classes = {cls: what for what in (*LIGHTNING, accelerate.TARGET) if (cls := imported_class(what)) is not None}
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_varnames[:1] == ("self",):
+            maker = frame.f_locals.get("self")
+            if what := next((classes[cls] for cls in type(maker).__mro__ if cls in classes), None):
+                return what, maker
+        frame = frame.f_back
+    return None, None
 
 
 def _is_for_inference_in_stage_3(engine: Any) -> bool:

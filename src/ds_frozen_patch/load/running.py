@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -13,9 +12,6 @@ from ..checkpoint.zero.states import FileDigests
 from ..core.record import Record
 from ..engine.owner import Owner, warn
 from ..parameters import Contents, ModuleTensor
-
-current: ContextVar[Load | None] = ContextVar("ds_frozen_patch_load", default=None)
-"""The load that is running, for what DeepSpeed calls back."""
 
 _numbers = count()
 

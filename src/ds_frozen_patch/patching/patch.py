@@ -18,12 +18,13 @@ from typing import Any, ParamSpec, get_type_hints
 
 import wrapt
 
+from .. import process
 from .. import settings as _settings
 from ..common.errors import PatchError
 from ..common.probing import Finding, Target, imported_class, probe
 from ..engine.served import release_all
 from ..engine.target import ENGINE
-from ..frameworks.serving import has_both_kinds, notes
+from ..frameworks.serving import has_both_kinds
 from ..frameworks.targets import BESIDE, OWNERS, may_be_left_alone
 from ..publish import in_flight
 from .findings import check, note_on_refused, notes_on, probe_all, refusal, to_be_served
@@ -32,7 +33,7 @@ from .wrapping import Wrapping, wrap, wrap_beside
 
 
 @dataclass
-class _Patch:
+class Patch:
     """The state between `patch()` and `unpatch()`.
 
     Attributes:
@@ -68,12 +69,8 @@ class _Patch:
         return [wrapping.attribute for wrapping in wrappings if not wrapping.is_in_place()]
 
 
-_current: _Patch | None = None
 _IN_FORCE = "_ds_frozen_patch_unpatch"
 """The attribute of `sys` with the `unpatch` of the copy of this package that is in force, see `_unpatch_other_copy`."""
-_refused = ""
-"""Why `patch_quietly` has failed."""
-_hooked: set[str] = set()  # wrapt cannot remove an import hook: without a current patch, ours does nothing
 _P = ParamSpec("_P")
 _lock = threading.RLock()
 
@@ -126,29 +123,28 @@ def patch(options: Mapping[str, Any]) -> Status:
 def _put_in_force(
     options: Mapping[str, Any], tell: Callable[[str], object], refuse: Callable[[str], None] | None = None
 ) -> Status:
-    global _current, _refused
-    new_settings = _settings.checked(options, _settings.current() if _current else None)
+    new_settings = _settings.checked(options, _settings.current() if is_in_force() else None)
     _unpatch_other_copy()
     _finish_imports()
-    findings = probe_all() if _current is None else {}
+    findings = probe_all() if not is_in_force() else {}
     with _lock:
-        if _current is None:
+        if not is_in_force():
             findings = findings or probe_all()
             check(findings)
-            _current = _Patch(findings, to_be_served(findings), tell)
+            process.state.patch = Patch(findings, to_be_served(findings), tell)
             setattr(sys, _IN_FORCE, unpatch)
             for note in notes_on(findings):
                 tell(note)
         _serve_all()
-        _settings.put_in_force(new_settings)
+        process.state.settings = new_settings
     # What another thread was importing meanwhile is complete only now.
     _finish_imports()
     with _lock:
-        if _current is not None:  # else another thread has called unpatch() since
+        if (now := process.state.patch) is not None:  # else another thread has called unpatch() since
             _serve_all()
-            _refuse_half_imported(_current)
-            _current.tell, _current.refuse = tell, refuse
-            _refused = ""
+            _refuse_half_imported(now)
+            now.tell, now.refuse = tell, refuse
+            process.state.refused = ""
         return status()
 
 
@@ -171,41 +167,40 @@ def patch_quietly(refuse: Callable[[str], None]) -> None:
     It says nothing until the program creates an engine. If it has failed, now or at an import, `refuse` gets the reason
     then, unless the checkpoints of this engine have no frozen parameters anyway.
     """
-    if _current is not None:
+    if is_in_force():
         return
     try:
-        _put_in_force({}, notes.append, refuse)
+        _put_in_force({}, process.state.notes.append, refuse)
     except PatchError as error:
         _refuse_engines(str(error), refuse)
 
 
 def _refuse_engines(reason: str, refuse: Callable[[str], None]) -> None:
     """Call `refuse` at the first engine that needs `patch()`, unless the program has called it, or `unpatch()`."""
-    global _refused
-    _refused = reason
+    process.state.refused = reason
 
     def init(wrapped: Callable[..., None], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         wrapped(*args, **kwargs)
-        if _refused and has_both_kinds(engine):
-            refuse(_refused)
+        if process.state.refused and has_both_kinds(engine):
+            refuse(process.state.refused)
 
     def wrap_engine(module: ModuleType) -> None:
         if hasattr(module, ENGINE.class_name):
             wrapt.wrap_function_wrapper(module, f"{ENGINE.class_name}.__init__", init)
-        elif _refused:
-            refuse(_refused)
+        elif process.state.refused:
+            refuse(process.state.refused)
 
     wrapt.register_post_import_hook(wrap_engine, ENGINE.module)
 
 
 def is_in_force() -> bool:
     """Whether `patch()` has been called, and `unpatch()` not since."""
-    return _current is not None
+    return process.state.patch is not None
 
 
-def _refuse_half_imported(current: _Patch) -> None:
+def _refuse_half_imported(current: Patch) -> None:
     for module in current.modules:
-        if module in sys.modules and module not in current.wrappings and module not in _hooked:
+        if module in sys.modules and module not in current.wrappings and module not in process.state.hooked:
             unpatch()
             raise PatchError(
                 f"patch() was called while {module} was being imported; nothing is patched."
@@ -226,27 +221,25 @@ def unpatch() -> None:
 
 
 def _unpatch() -> None:
-    global _current, _refused
-    _refused = ""
     for finder in _waiting():
         finder.leave_unpatched()
     with _lock:
-        if _current is not None:
-            for wrapping in (w for wrappings in _current.wrappings.values() for w in reversed(wrappings)):
+        if (patch := process.state.patch) is not None:
+            for wrapping in (w for wrappings in patch.wrappings.values() for w in reversed(wrappings)):
                 wrapping.undo()
             release_all()
-        _current = None
+            if not in_flight.is_any():  # an interrupt has not ended the wait for it
+                in_flight.release_process()
         if getattr(sys, _IN_FORCE, None) is unpatch:
             delattr(sys, _IN_FORCE)
-        notes.clear()
-        _settings.put_in_force(None)
+        process.drop()
 
 
 def _for_a_while(patch: Callable[_P, Status]) -> Callable[_P, AbstractContextManager[Status]]:
     @contextmanager
     @wraps(patch)
     def patched(*args: _P.args, **kwargs: _P.kwargs) -> Iterator[Status]:
-        before = _settings.current() if _current is not None else None
+        before = _settings.current() if is_in_force() else None
         now = patch(*args, **kwargs)
         try:
             yield now
@@ -254,7 +247,7 @@ def _for_a_while(patch: Callable[_P, Status]) -> Callable[_P, AbstractContextMan
             if before is None:
                 unpatch()
             else:
-                _settings.put_in_force(before)
+                process.state.settings = before
 
     patched.__name__ = patched.__qualname__ = "patched"
     patched.__doc__ = """`patch(...)` while this lasts, and the previous state afterwards, for tests and notebooks.
@@ -276,7 +269,8 @@ def status() -> Status:
         The frameworks by name, including those that are not installed. They are the four packages of Lightning,
         "accelerate", "transformers" and "deepspeed".
     """
-    patch, findings, problem = _current, _current.findings if _current else probe_all(), ""
+    patch, problem = process.state.patch, ""
+    findings = patch.findings if patch is not None else probe_all()
     if patch is None:
         try:
             check(findings)
@@ -293,7 +287,7 @@ def _waiting() -> list[Any]:
     return [finder for finder in sys.meta_path if hasattr(finder, "leave_unpatched")]
 
 
-def _status_of(what: Target, finding: Finding, patch: _Patch | None, in_force: bool, problem: str) -> TargetStatus:
+def _status_of(what: Target, finding: Finding, patch: Patch | None, in_force: bool, problem: str) -> TargetStatus:
     state, reason, remedy = finding.verdict, finding.reason, finding.remedy
     if state == "refused":
         state = "cannot be wrapped"
@@ -325,20 +319,20 @@ def _finish_imports() -> None:
 
 def _serve_all() -> None:
     """Wrap each class whose module is imported, and register a hook for the others."""
-    assert _current is not None
-    for module in _current.modules:
+    assert process.state.patch is not None
+    for module in process.state.patch.modules:
         if module in sys.modules:
             _on_import(sys.modules[module])
-        elif module not in _hooked:
-            _hooked.add(module)
+        elif module not in process.state.hooked:
+            process.state.hooked.add(module)
             wrapt.register_post_import_hook(_hook, module)
 
 
 def _hook(module: ModuleType) -> None:
     """Called by wrapt once a module is imported."""
     with _lock:
-        _hooked.discard(module.__name__)
-        refuse = _current.refuse if _current else None
+        process.state.hooked.discard(module.__name__)
+        refuse = process.state.patch.refuse if process.state.patch else None
         try:
             _on_import(module, is_complete=True)
         except PatchError as error:
@@ -349,31 +343,32 @@ def _hook(module: ModuleType) -> None:
 
 def _on_import(module: ModuleType, is_complete: bool = False) -> None:
     """Wrap the class of an imported module, unless that is done. Called with our lock held."""
-    targets = _current.modules.get(module.__name__) if _current else None
-    if _current is None or targets is None or _current.has_wrapped(module.__name__):
+    patch = process.state.patch
+    targets = patch.modules.get(module.__name__) if patch else None
+    if patch is None or targets is None or patch.has_wrapped(module.__name__):
         return
     wrappings: list[Wrapping] = []
     for what in targets:
         if what in BESIDE:
-            wrappings += wrap_beside(what, module, _enabled(_current))
+            wrappings += wrap_beside(what, module, _enabled(patch))
             continue
         cls = imported_class(what)
         if cls is None and not is_complete and getattr(module.__spec__, "_initializing", False):
             return  # half imported: patch() returns to it
         finding = probe(what, is_imported=True)
         if finding.verdict == "refused":
-            if not may_be_left_alone(what.name, _current.names):
+            if not may_be_left_alone(what.name, patch.names):
                 unpatch()
                 raise PatchError(refusal([(what.name, finding)]))
-            _current.tell(note_on_refused([(what.name, finding)]))
-            _current.findings[what.name] = finding
-            _current.modules[module.__name__] = []
+            patch.tell(note_on_refused([(what.name, finding)]))
+            patch.findings[what.name] = finding
+            patch.modules[module.__name__] = []
             break
-        _current.findings[what.name] = finding
-        wrappings += wrap(what, cls, _enabled(_current))
-    _current.wrappings.setdefault(module.__name__, []).extend(wrappings)
-    _current.specs[module.__name__] = module.__spec__
+        patch.findings[what.name] = finding
+        wrappings += wrap(what, cls, _enabled(patch))
+    patch.wrappings.setdefault(module.__name__, []).extend(wrappings)
+    patch.specs[module.__name__] = module.__spec__
 
 
-def _enabled(patch: _Patch) -> Callable[[], bool]:
-    return lambda: _current is patch
+def _enabled(patch: Patch) -> Callable[[], bool]:
+    return lambda: process.state.patch is patch

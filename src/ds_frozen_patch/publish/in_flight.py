@@ -16,10 +16,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from multiprocessing.util import Finalize
 from typing import Any
 
+from .. import process
 from ..common.errors import CheckpointError
 
 _NOTABLE_SECONDS = 0.5
@@ -106,10 +106,6 @@ def _runs(process: int) -> bool:
     return True
 
 
-_in_flight: InFlight | None = None
-_unread = 0  # how many `no_wait()` there are now
-
-
 def start(work: Callable[[], CheckpointError | None], say: Callable[[str, str], None]) -> None:
     """Let a thread do the rest of a save; the one before must be over.
 
@@ -117,12 +113,14 @@ def start(work: Callable[[], CheckpointError | None], say: Callable[[str, str], 
         work: returns the error that every rank is to raise.
         say: see `InFlight`.
     """
-    global _in_flight
-    _end_with_process(os.getpid())
+    if os.getpid() not in process.state.at_end:
+        atexit.register(_at_exit)
+        # Processes of multiprocessing run these, and no `atexit`.
+        process.state.at_end[os.getpid()] = Finalize(None, _at_exit, exitpriority=0)
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # which frameworks change, and restore
         signal.signal(signal.SIGTERM, _on_termination)
-    _in_flight = InFlight(work, say)
+    process.state.in_flight = InFlight(work, say)
 
 
 def wait() -> None:
@@ -146,27 +144,25 @@ def no_wait() -> Iterator[None]:
     training do so. Any other function that saves may read, copy or remove the checkpoint in its next line, as may
     loggers and callbacks, so their saves wait. Within it, call `wait()` before that.
     """
-    global _unread
-    _unread += 1
+    process.state.no_waits += 1
     try:
         yield
     finally:
-        _unread -= 1
+        process.state.no_waits -= 1
 
 
 def wait_for(reader: str) -> None:
     """As `wait`, before code of others that may read the checkpoint; logged once for each, with the seconds."""
-    if not _unread:
+    if not process.state.no_waits:
         _wait(reader)
 
 
 def _wait(reader: str | None) -> None:
-    global _in_flight
-    flying = _in_flight
+    flying = process.state.in_flight
     if flying is None or flying.is_this_thread:
         return
     seconds = flying.join()
-    _in_flight = None  # not before: an interrupt ends the join, and the process waits at its end
+    process.state.in_flight = None  # not before: an interrupt ends the join, and the process waits at its end
     if not flying.is_own:
         return
     if reader is not None:
@@ -186,13 +182,14 @@ def _wait(reader: str | None) -> None:
 
 def settle() -> None:
     """Wait for the save in flight, if there is one; its error is raised later."""
-    if _in_flight is not None and not _in_flight.is_this_thread:
-        _in_flight.join()
+    flying = process.state.in_flight
+    if flying is not None and not flying.is_this_thread:
+        flying.join()
 
 
 def settle_at_end() -> None:
     """As `settle`, while an error or a signal ends the process; not in a forked one."""
-    if _in_flight is not None and _in_flight.is_own:
+    if _is_own():
         is_ending.set()
         settle()
         is_ending.clear()
@@ -220,7 +217,11 @@ def before_end(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwarg
 
 def is_any() -> bool:
     """Whether there is a save in flight, or one whose end nobody has waited for."""
-    return _in_flight is not None
+    return process.state.in_flight is not None
+
+
+def _is_own() -> bool:
+    return process.state.in_flight is not None and process.state.in_flight.is_own
 
 
 def afterwards(call: Callable[[], Any]) -> None:
@@ -228,22 +229,27 @@ def afterwards(call: Callable[[], Any]) -> None:
 
     A forked process has a copy of what the other one has put off, which it must not call: it waits.
     """
-    if _in_flight is not None and _in_flight.is_own:
-        _in_flight.afterwards(call)
+    flying = process.state.in_flight
+    if flying is not None and flying.is_own:
+        flying.afterwards(call)
     else:
         wait()
         call()
 
 
-@cache
-def _end_with_process(_: int) -> None:
-    """Let a process end only when no save is in flight, and with an error if one has failed."""
-    atexit.register(_at_exit)
-    Finalize(None, _at_exit, exitpriority=0)  # processes of multiprocessing run these, and no `atexit`
+def release_process() -> None:
+    """Let the process end as it would without a save in flight, for `unpatch()`."""
+    atexit.unregister(_at_exit)
+    if finalize := process.state.at_end.pop(os.getpid(), None):
+        finalize.cancel()
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) is _on_termination:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _at_exit() -> None:
-    if _in_flight is None or not _in_flight.is_own:
+    """Let the process end only when no save is in flight, and with an error if one has failed."""
+    if not _is_own():
         return
     if sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None:
         is_ending.set()

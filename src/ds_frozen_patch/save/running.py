@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,9 +17,6 @@ from ..publish.publication import Publication
 from ..settings import current as settings
 from .failures import Failures
 from .recording import Recorder
-
-current: ContextVar[Save | None] = ContextVar("ds_frozen_patch_save", default=None)
-"""The save that is running, for what DeepSpeed calls back."""
 
 
 @dataclass

@@ -9,13 +9,12 @@ same, this cancels out in an optimizer such as Adam; if it changes, the scale of
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from math import ceil
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from ...checkpoint.zero.labels import ELASTIC_KEY
 from ...common.errors import CheckpointMismatchError
@@ -24,8 +23,6 @@ from ...engine.loss import scale_loss
 from ...engine.owner import Owner, warn
 from ...engine.served import attach
 
-loaded: WeakKeyDictionary[Any, tuple[Owner, Any]] = WeakKeyDictionary()
-"""By strategy, its owner and the state of the loops in the checkpoint that it has loaded, until an epoch begins."""
 _STARTS_AGAIN = (
     "The checkpoint was saved within an epoch, after {} batches, and Lightning cannot restore the place of the"
     " dataloader: it starts again at the first batch of the epoch, or shuffles anew. To resume at the next batch, use"
@@ -34,24 +31,44 @@ _STARTS_AGAIN = (
 )
 
 
-def begin_epoch(wrapped: Callable[..., None], loop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """`_TrainingEpochLoop.on_run_start`: an epoch begins, or a run resumes within one."""
-    trainer, (owner, loops) = loop.trainer, loaded.pop(loop.trainer.strategy, (None, None))
-    if owner and loop.restarting:
-        (fetcher,) = inspect.signature(wrapped).bind(*args, **kwargs).args
-        state = (loops or {}).get("fit_loop") or {}
-        states = (state.get("state_dict") or {}).get("combined_loader") or []
-        count = ((state.get("epoch_loop.batch_progress") or {}).get("current") or {}).get("processed", 0)
-        if states and hasattr(fetcher.combined_loader, "_load_state_dicts"):
-            # Lightning has restored them before the samplers knew the epoch, which workers need, and not at all if the
-            # loaders were made before the load, because `configure_optimizers` has asked for the number of steps.
-            fetcher.combined_loader._load_state_dicts(states)
-            iter(fetcher)
-        loaders = fetcher.combined_loader.flattened
-        is_restored = len(states) == len(loaders) and not any(map(_is_shuffled_anew, loaders))
-        if 0 < count < trainer.num_training_batches and not is_restored:
-            warn(owner, _STARTS_AGAIN.format(count))
-    wrapped(*args, **kwargs)
+def restore_loaders_in(trainer: Any, owner: Owner, loops: Any) -> None:
+    """Let the first epoch after a load begin at the place in the data where the checkpoint was saved.
+
+    Args:
+        trainer: that has loaded, to train.
+        owner: of its engine.
+        loops: their state in the checkpoint.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    on_run_start = loop.on_run_start
+    if isinstance(on_run_start, partial) and on_run_start.func is _begin_epoch:  # of a run that did not get so far
+        on_run_start = on_run_start.args[0]
+    loop.on_run_start = partial(_begin_epoch, on_run_start, trainer, owner, (loops or {}).get("fit_loop") or {})
+
+
+def _begin_epoch(
+    on_run_start: Callable[[Any], None], trainer: Any, owner: Owner, state: Mapping[str, Any], fetcher: Any
+) -> None:
+    """`_TrainingEpochLoop.on_run_start` of a run that resumes, once."""
+    loop = trainer.fit_loop.epoch_loop
+    del loop.on_run_start
+    if loop.restarting:
+        _restore_loaders(trainer, fetcher, owner, state)
+    on_run_start(fetcher)
+
+
+def _restore_loaders(trainer: Any, fetcher: Any, owner: Owner, state: Mapping[str, Any]) -> None:
+    states = (state.get("state_dict") or {}).get("combined_loader") or []
+    count = ((state.get("epoch_loop.batch_progress") or {}).get("current") or {}).get("processed", 0)
+    if states and hasattr(fetcher.combined_loader, "_load_state_dicts"):
+        # Lightning has restored them before the samplers knew the epoch, which workers need, and not at all if the
+        # loaders were made before the load, because `configure_optimizers` has asked for the number of steps.
+        fetcher.combined_loader._load_state_dicts(states)
+        iter(fetcher)
+    loaders = fetcher.combined_loader.flattened
+    is_restored = len(states) == len(loaders) and not any(map(_is_shuffled_anew, loaders))
+    if 0 < count < trainer.num_training_batches and not is_restored:
+        warn(owner, _STARTS_AGAIN.format(count))
 
 
 def _is_shuffled_anew(loader: Any) -> bool:

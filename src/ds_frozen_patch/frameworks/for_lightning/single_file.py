@@ -6,7 +6,6 @@ import os
 import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -32,9 +31,6 @@ from ...save.leaving_out import describe
 from ...save.publishing import publish
 from ...save.running import Save
 from ...workarounds.for_deepspeed import forget_second_copies
-
-current: ContextVar[SingleFile | None] = ContextVar("ds_frozen_patch_single_file", default=None)
-"""The save of a single file that `Trainer.save_checkpoint` has begun, for the strategy that it calls."""
 
 
 def place_of(path: Path) -> Path:

@@ -12,14 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...common.overrides import overridden, set_to
+from ...common.overrides import overridden
 from ...core.save import begin
 from ...engine.owner import warn
 from ...engine.served import attach
 from ...load.agreement import agree, share_listing
 from ...load.listing import Listing
 from ...load.running import Load
-from ...load.running import current as current_load
 from ...load.trust import runs_nothing, trust
 from ...publish import in_flight
 from ...publish.durable import wait_for_name
@@ -27,8 +26,7 @@ from ...publish.publication import is_local
 from ...save.agreement import explaining_errors
 from ...settings import FLAG
 from ...settings import current as settings
-from ...workarounds.for_fabric import CLIPS, clips_unasked, moved_in_deepspeed, unwrapped
-from ..serving import owned_by
+from ...workarounds.for_fabric import moved_in_deepspeed, unwrapped
 from . import loops, single_file
 from .owner import BUILT, owner_of
 from .retention import forget_paths_outside
@@ -50,19 +48,20 @@ def init(wrapped: Callable[..., None], strategy: Any, args: tuple[Any, ...], kwa
     setattr(strategy, BUILT, True)
 
 
+def signature_with_flag(init: Callable[..., None]) -> inspect.Signature:
+    """What a constructor shows to `inspect`, and so to LightningCLI: the flag, whether upstream has it or not."""
+    signature = inspect.signature(init)
+    parameters = [parameter for name, parameter in signature.parameters.items() if name != FLAG]
+    # None, not upstream's False: LightningCLI passes on every default, and a default is not a choice.
+    flag = inspect.Parameter(FLAG, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=bool | None)
+    end = len(parameters) - (parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
+    return signature.replace(parameters=[*parameters[:end], flag, *parameters[end:]])
+
+
 def _checked(choice: Any) -> bool:
     if choice is not None and not isinstance(choice, bool):
         raise TypeError(f"{FLAG} must be True, False or None (follow patch()), not {choice!r}")
     return choice is not False
-
-
-def setup(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Trainer's `setup`, Fabric's `setup_module` and `setup_module_and_optimizers`: they create an engine."""
-    with owned_by(lambda _: owner_of(strategy)):
-        result = wrapped(*args, **kwargs)
-    if strategy.model is not None and clips_unasked(strategy.model, (owner := owner_of(strategy)).config):
-        warn(owner, CLIPS)
-    return result
 
 
 def save_of_trainer(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -87,7 +86,7 @@ def save_of_trainer(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, 
     single = single_file.SingleFile(save, strategy.lightning_module)
     whole = partial(single.state, strategy.lightning_module_state_dict)
     try:
-        with set_to(single_file.current, single), overridden([(strategy, "lightning_module_state_dict", whole)]):
+        with overridden([(served, "single_file", single), (strategy, "lightning_module_state_dict", whole)]):
             return wrapped(*args, **kwargs)
     except BaseException:
         save.discard()
@@ -102,13 +101,14 @@ def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
     if engine is None:
         return wrapped(*args, **kwargs)
     owner = owner_of(strategy)
-    if attach(engine, owner) is None:
+    served = attach(engine, owner)
+    if served is None:
         with overridden([(strategy, FLAG, False)] if hasattr(strategy, FLAG) else []):
             return wrapped(*args, **kwargs)
     if name is None:
         return wrapped(*args, **kwargs)  # the strategy has been changed: its engine saves to wherever it says
-    if (single := single_file.current.get()) is not None and single.save.engine is engine:
-        single.write(strategy, call.arguments["checkpoint"], call.arguments.get("storage_options"))
+    if served.single_file is not None:
+        served.single_file.write(strategy, call.arguments["checkpoint"], call.arguments.get("storage_options"))
         return None
     path = call.arguments[name]
     is_first_on_disk = owner.rank == 0 or (owner.local_rank == 0 and engine.use_node_local_storage())
@@ -119,10 +119,12 @@ def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
         result = wrapped(*args, **kwargs)
     if is_local(path) and is_first_on_disk:
         in_flight.afterwards(partial(single_file.remove_from, Path(path)))
-    is_async = name == "filepath" and settings().async_save
-    for logger in strategy.lightning_module.trainer.loggers if is_async else ():
-        if _may_read(logger):
+    if name == "filepath" and settings().async_save:
+        trainer = strategy.lightning_module.trainer
+        for logger in filter(_may_read, trainer.loggers):
             in_flight.wait_for(type(logger).__name__)
+        if any(getattr(callback, "save_last", None) == "link" for callback in trainer.checkpoint_callbacks):
+            in_flight.wait()  # ModelCheckpoint is about to replace its link to the checkpoint before
     if Path(path).name.startswith("hpc_ckpt"):  # Lightning's handler of Slurm's signals lets the job end after it
         in_flight.wait()
     return result
@@ -158,21 +160,26 @@ def load_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
         folders = [str(path) for item in module.trainer.checkpoint_callbacks if (path := getattr(item, "dirpath", ""))]
         if ignored := forget_paths_outside(checkpoint, folders):
             warn(owner_of(strategy), ignored)
-    if isinstance(checkpoint, dict) and "loops" in checkpoint:
-        loops.loaded[strategy] = owner_of(strategy), checkpoint["loops"]
+    if (
+        isinstance(checkpoint, dict)
+        and "loops" in checkpoint
+        and module is not None
+        and module.trainer.state.fn == "fit"
+    ):
+        loops.restore_loaders_in(module.trainer, owner_of(strategy), checkpoint["loops"])
     return checkpoint
 
 
 def _load(wrapped: Callable[..., Any], strategy: Any, call: inspect.BoundArguments) -> Any:
-    engine = strategy.model
-    if engine is not None and attach(engine, owner_of(strategy)) is None:
-        return wrapped(*call.args, **call.kwargs)
     state = call.arguments.get("state")  # Fabric's: what to restore, by name; or the module alone
+    requested = tuple(map(unwrapped, state.values())) if isinstance(state, Mapping) else ()
+    engine = next((item for item in requested if isinstance(item, type(strategy.model))), strategy.model)
+    if engine is None or (served := attach(engine, owner_of(strategy))) is None:
+        return wrapped(*call.args, **call.kwargs)
     name = next((name for name in ("checkpoint_path", "path") if name in call.arguments), None)
     if name is None or (strategy.load_full_weights and strategy.zero_stage_3) or not is_local(call.arguments[name]):
         return wrapped(*call.args, **call.kwargs)
-    owner = owner_of(strategy)
-    load = Load(owner, tuple(map(unwrapped, state.values())) if isinstance(state, Mapping) else (), engine)
+    load = Load(owner_of(strategy), requested, engine)
     path, content, problem = Path(call.arguments[name]), None, None
     path = single_file.file_in(path)
     try:
@@ -190,7 +197,7 @@ def _load(wrapped: Callable[..., Any], strategy: Any, call: inspect.BoundArgumen
         agree(load, "a checkpoint" if content is None else "a single file", problem)
     if content is not None:
         return single_file.load(load, strategy, path, content)
-    with set_to(current_load, load):
+    with overridden([(served, "load", load)]):
         return wrapped(*call.args, **call.kwargs)
 
 

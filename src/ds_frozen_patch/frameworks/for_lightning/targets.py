@@ -8,8 +8,8 @@ from ...settings import FLAG
 LOADS_STRICTLY = "_allow_excluded_parameters"
 """What a strategy's `load_checkpoint` uses where our patch series for Lightning is applied."""
 
-_TRAINER = ("__init__", "setup", "save_checkpoint", "load_checkpoint", "remove_checkpoint", "teardown")
-_FABRIC = ("__init__", "setup_module_and_optimizers", "setup_module", "save_checkpoint", "load_checkpoint")
+_TRAINER = ("__init__", "save_checkpoint", "load_checkpoint", "remove_checkpoint", "teardown")
+_FABRIC = ("__init__", "save_checkpoint", "load_checkpoint")
 
 
 def judge(version: str | None, strategy: Installed) -> Finding:
@@ -44,14 +44,12 @@ BESIDE = tuple(
         ("trainer.trainer", "Trainer", "save_checkpoint"),
         ("utilities.deepspeed", "", "convert_zero_checkpoint_to_fp32_state_dict"),
         ("callbacks.model_checkpoint", "ModelCheckpoint", "_find_last_checkpoints"),
-        ("callbacks.model_checkpoint", "ModelCheckpoint", "_link_checkpoint"),
         ("callbacks.model_checkpoint", "ModelCheckpoint", "file_exists"),
         (
             "trainer.connectors.checkpoint_connector",
             "_CheckpointConnector",
             "_CheckpointConnector__max_ckpt_version_in_folder",
         ),
-        ("loops.training_epoch_loop", "_TrainingEpochLoop", "on_run_start"),
     )
 )
 """Functions that are wrapped beside their package's target, where they exist."""
