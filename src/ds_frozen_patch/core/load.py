@@ -17,9 +17,9 @@ from copy import copy
 from pathlib import Path
 from typing import Any
 
+from ..base import replacing
 from ..checkpoint.zero.labels import remove_ours
 from ..common.overrides import Attributes, overridden, set_to
-from ..engine.origins import replacing
 from ..engine.owner import warn
 from ..engine.served import ServedEngine, attach, attached
 from ..load import agreement, elastic, fitting
