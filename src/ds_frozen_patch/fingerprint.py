@@ -31,14 +31,15 @@ It does not protect against a base that is crafted to collide: the weights are p
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-from .common.collectives import add_up, rank, world_size
-from .parameters import inner_tensors, numel_of, shape_of
+from .common.collectives import add_up, digest, rank, world_size
+from .parameters import inner_tensors, shape_of
 
 if TYPE_CHECKING:
     import torch
@@ -78,31 +79,36 @@ class Content:
     """What a rank has read of a tensor: its partition, or its share of the blocks.
 
     Attributes:
-        layout: what of the tensor that is; a content is comparable only with another of the same layout.
-        first: the index of its first row in the whole tensor.
-        sums: of its rows, on the CPU.
+        size: of the whole tensor with all its shards, in bytes.
+        layout: see `layout_of`; None if this rank has not read the tensor, or cannot.
+        first: the index of the first row in the whole tensor.
+        sums: of the rows, on the CPU.
         some: a few of the values that this process has, if they are floating-point numbers.
         fingerprint: of the whole tensor, once the ranks have computed it.
     """
 
-    layout: tuple[Any, ...]
-    first: int
-    sums: torch.Tensor
-    some: torch.Tensor | None
+    size: int
+    layout: tuple[Any, ...] | None = None
+    first: int = 0
+    sums: torch.Tensor | None = None
+    some: torch.Tensor | None = None
     fingerprint: str | None = None
 
     def differs_from(self, tensor: torch.Tensor, shard: Shard | None, number: int = 0) -> bool:
-        """Whether the tensor's values have changed since, or its layout has.
+        """Whether the tensor's values have changed since, or its layout has; False if they cannot be read.
 
         Args:
             tensor: as it is now.
-            shard: see `fingerprints`.
+            shard: see `read`.
             number: 0 to compare all rows, else which share: of 16 consecutive numbers, each row has one.
         """
-        if layout_of(tensor, shard) != self.layout:
+        if self.sums is None or not is_readable(tensor):
+            return False
+        layout = layout_of(tensor, shard)
+        if layout != self.layout:
             return True
         place = number % max(min(len(self.sums), SHARES), 1)
-        now = _sums_of_rows(tensor, shard, self.layout, place if number else None)
+        now = _sums_of_rows(tensor, shard, layout, place if number else None)[1]
         rows = slice(place, None, SHARES) if number else slice(None)
         return not now[rows].equal(self.sums[rows])
 
@@ -117,146 +123,187 @@ class Content:
         return bool(((now - self.some).abs() <= limit).all())
 
 
-def read(tensor: torch.Tensor, shard: Shard | None = None) -> Content | None:
-    """Read what is this rank's part of a tensor; None if its values cannot be read."""
+def unread(tensor: torch.Tensor, shard: Shard | None = None) -> Content:
+    """The content of a tensor of which this rank has read nothing."""
+    shards = 1 if shard is None else shard.count
+    return Content(0 if inner_tensors(tensor) else prod(shape_of(tensor)) * tensor.element_size() * shards)
+
+
+def read(tensor: torch.Tensor, shard: Shard | None = None) -> Content:
+    """Read this rank's part of a tensor, of any dtype, shape and device.
+
+    It cannot be read if ZeRO++ has quantized its partitions or they are on NVMe, and if it is a tensor subclass (see
+    `parameters.Contents`), sparse, quantized by torch itself, or on the device "meta".
+
+    Args:
+        tensor: whole, or partitioned by ZeRO-3: then each rank reads its own partition.
+        shard: what this rank has of it; None if every rank has the same, or a partition of ZeRO-3's.
+    """
+    content = unread(tensor, shard)
+    if is_readable(tensor):
+        content.layout = layout_of(tensor, shard)
+        content.first, content.sums = _sums_of_rows(tensor, shard, content.layout)
+        content.some = _some_values(tensor)
+    return content
+
+
+def fingerprints(contents: Sequence[Content], device: Any = None) -> list[str | None]:
+    """Compute the fingerprint of each tensor, 32 hexadecimal digits; None if a rank has not read its part.
+
+    Every rank must call it with its contents of the same tensors, in the same order.
+
+    Args:
+        contents: what this rank has read. They get the fingerprints.
+        device: where the ranks' sums are added up, such as the engine's; by default the CPU.
+    """
+    import torch
+
+    if not contents:
+        return []
+    lengths = [*(-(-content.size // BLOCK_BYTES) for content in contents), len(contents)]
+    numbers = torch.zeros(sum(lengths), dtype=torch.int64)
+    *blocks, readers = torch.split(numbers, lengths)
+    for number, content in enumerate(contents):
+        if content.sums is not None:
+            readers[number] = 1
+            _add_to_blocks(blocks[number], content.first, content.sums)
+    *blocks, readers = torch.split(add_up(numbers, device), lengths)
+    for number, content in enumerate(contents):
+        if readers[number] == world_size():
+            content.fingerprint = _digest(content.size, blocks[number])
+    return [content.fingerprint for content in contents]
+
+
+def of_stream(dtype: str, numel: int, chunks: Iterable[bytes | bytearray | memoryview]) -> str:
+    """The fingerprint of a whole tensor that arrives in chunks, without collectives.
+
+    Args:
+        dtype: torch's name of the dtype, such as "bfloat16".
+        numel: the number of elements.
+        chunks: its bytes, in order; each is a whole number of elements.
+    """
+    import torch
+
+    kind: torch.dtype = getattr(torch, dtype)
+    blocks = torch.zeros(-(-numel * kind.itemsize // BLOCK_BYTES), dtype=torch.int64)
+    offset = 0
+    for chunk in chunks:
+        piece = torch.frombuffer(chunk, dtype=kind)
+        _add_to_blocks(blocks, *row_sums(piece, offset))
+        offset += len(piece)
+    return _digest(numel * kind.itemsize, blocks)
+
+
+def sketch(tensor: torch.Tensor) -> int:
+    """A digest of the first values that this process has, equal for copies of a tensor, of 63 bits.
+
+    It is 0 if these values are all the same, or cannot be read.
+    """
+    import torch
+
     if not is_readable(tensor):
-        return None
-    layout = layout_of(tensor, shard)
-    first = layout[2] * tensor.element_size() // ROW_BYTES
-    return Content(layout, first, _sums_of_rows(tensor, shard, layout), _some_values(tensor))
+        return 0
+    values = _own_values(tensor)
+    first = values[:4096].view(torch.uint8).view(-1, values.element_size())
+    if bool((first == first[:1]).all()):
+        return 0
+    return digest((values.dtype, len(values), first.cpu().numpy().tobytes()))
+
+
+def layout_of(tensor: Any, shard: Shard | None = None) -> tuple[Any, Any, int, int]:
+    """The dtype and shape of a tensor, and the range of elements that this rank reads, counted in all of its shards."""
+    shape, begin, end = shape_of(tensor), 0, 0
+    numel = prod(shape)
+    if hasattr(tensor, "ds_tensor"):
+        import torch.distributed as dist
+
+        mics = getattr(tensor, "comm", None)
+        group = mics.param_shard_group if mics is not None else tensor.ds_process_group
+        if 0 in dist.get_process_group_ranks(group):  # else these partitions are copies (MiCS)
+            begin = min(dist.get_rank(group) * tensor.ds_tensor.ds_numel, numel)  # what is beyond is padding
+            end = min(begin + tensor.ds_tensor.ds_numel, numel)
+    else:
+        # Consecutive blocks for each rank, and another first rank for each shape, to distribute small ones too.
+        per_block = BLOCK_BYTES // tensor.element_size()
+        copy, copies = (rank(), world_size()) if shard is None else (shard.copy, shard.copies)
+        start = 0 if shard is None else shard.index * numel
+        turn = (copy + crc32(repr(shape).encode())) % copies
+        blocks = -(-numel // per_block)
+        begin, end = (start + min(blocks * at // copies * per_block, numel) for at in (turn, turn + 1))
+    return tensor.dtype, shape, begin, end
+
+
+def is_readable(tensor: Any) -> bool:
+    """Whether the values can be read; partitions on NVMe may not be in memory."""
+    import torch
+
+    content = getattr(tensor, "ds_tensor", tensor)
+    if inner_tensors(tensor) or content.layout != torch.strided or content.is_quantized or content.is_meta:
+        return False
+    is_here = content is tensor or (content.status.name == "AVAILABLE" and not hasattr(content, "ds_quant_scale"))
+    return is_here and (content.element_size() in _INTEGERS or content.element_size() == 16)
+
+
+def _own_values(tensor: Any) -> torch.Tensor:
+    """The values that this process has of a readable tensor, flattened; only some if it is not contiguous."""
+    values: torch.Tensor = getattr(tensor, "ds_tensor", tensor).detach()
+    while not values.is_contiguous() and values.dim() > 1:
+        values = values[0]
+    return values.contiguous().view(-1)
 
 
 def _some_values(tensor: torch.Tensor) -> torch.Tensor | None:
     """About 64 evenly spaced values, in double precision."""
     if not tensor.is_floating_point() or tensor.element_size() == 1:
         return None
-    values = own_values(tensor)
+    values = _own_values(tensor)
     return values[:: max(len(values) // 64, 1)].cpu().double()
 
 
-def layout_of(tensor: Any, shard: Shard | None = None) -> tuple[Any, Any, int, int]:
-    """The dtype and shape of a tensor, and the range of elements that this rank reads, counted in all of its shards."""
-    shape, begin, end = shape_of(tensor), 0, 0
-    if hasattr(tensor, "ds_tensor"):
-        part, holds_first_copy = _partition(tensor)
-        if holds_first_copy:
-            begin = min(part * tensor.ds_tensor.ds_numel, numel_of(tensor))  # what is beyond is padding
-            end = min(begin + tensor.ds_tensor.ds_numel, numel_of(tensor))
-    else:
-        # Consecutive blocks for each rank, and another first rank for each shape, to distribute small ones too.
-        per_block = BLOCK_BYTES // tensor.element_size()
-        copy, copies = (rank(), world_size()) if shard is None else (shard.copy, shard.copies)
-        start = 0 if shard is None else shard.index * tensor.numel()
-        turn = (copy + crc32(repr(shape).encode())) % copies
-        blocks = -(-tensor.numel() // per_block)
-        begin, end = (start + min(blocks * at // copies * per_block, tensor.numel()) for at in (turn, turn + 1))
-    return tensor.dtype, shape, begin, end
-
-
-def fingerprints(
-    parameters: Sequence[torch.Tensor],
-    device: Any = None,
-    contents: Sequence[Content | None] | None = None,
-    *,
-    shards: Sequence[Shard | None] = (),
-) -> list[str | None]:
-    """The fingerprint of each parameter, 32 hexadecimal digits; None if its values cannot be read.
-
-    Every rank must call it with the same parameters in the same order. Each rank reads its own shard of a parameter
-    that ZeRO-3 has partitioned; the blocks of other parameters are distributed over the ranks. Unreadable are
-    partitions that ZeRO++ has quantized or that are on NVMe, tensor subclasses (see `parameters.contents`), and
-    tensors that are sparse, quantized by torch itself, or on the device "meta".
+def _sums_of_rows(
+    tensor: Any, shard: Shard | None, layout: tuple[Any, Any, int, int], place: int | None = None
+) -> tuple[int, torch.Tensor]:
+    """The first row of what this rank reads, and the sums of all its rows, on the CPU.
 
     Args:
-        parameters: parameters and other tensors, whole or partitioned, of any dtype, shape and device.
-        device: where the ranks' sums are added up, such as the engine's; by default the CPU.
-        contents: what this rank has read of each; they get the fingerprints. By default, everything is read now.
-        shards: for each parameter, what this rank has of it; None if every rank has the same, or a partition of
-            ZeRO-3's. By default, all are None.
+        tensor, shard, layout: see `layout_of`.
+        place: compute only the sums of each 16th row, from this one on; the others are 0.
     """
     import torch
 
-    if not parameters:
-        return []
-    own_shards = shards or [None] * len(parameters)
-    if contents is None:
-        contents = [read(parameter, shard) for parameter, shard in zip(parameters, own_shards, strict=True)]
-    counts = [_block_count(parameter, shard) for parameter, shard in zip(parameters, own_shards, strict=True)]
-    sums = torch.zeros(sum(counts), dtype=torch.int64)
-    for blocks, content in zip(torch.split(sums, counts), contents, strict=True):
-        if content is not None:
-            blocks.index_add_(0, torch.arange(len(content.sums)).add_(content.first) // SHARES, content.sums)
-    sums = add_up(sums, device)
-    for parameter, shard, blocks, content in zip(
-        parameters, own_shards, torch.split(sums, counts), contents, strict=True
-    ):
-        if content is not None:
-            content.fingerprint = _digest(_size(parameter, shard), blocks)
-    return [None if content is None else content.fingerprint for content in contents]
-
-
-class Stream:
-    """Computes the fingerprint of a whole parameter whose content arrives in chunks, without collectives.
-
-    Args:
-        dtype: torch's name of the dtype, such as "bfloat16".
-        numel: the number of elements.
-    """
-
-    def __init__(self, dtype: str, numel: int) -> None:
-        import torch
-
-        self._kind: torch.dtype = getattr(torch, dtype)
-        self._size = numel * self._kind.itemsize
-        self._sums = torch.zeros(-(-self._size // BLOCK_BYTES), dtype=torch.int64)
-        self._offset = 0
-
-    def add(self, chunk: bytes | bytearray | memoryview) -> None:
-        """Take the next bytes, a whole number of elements."""
-        import torch
-
-        piece = torch.frombuffer(chunk, dtype=self._kind)
-        block, added = block_sums(piece, self._offset)
-        self._sums[block : block + len(added)] += added
-        self._offset += len(piece)
-
-    def digest(self) -> str:
-        """The fingerprint, after the last chunk."""
-        return _digest(self._size, self._sums)
-
-
-def of_stream(dtype: str, numel: int, chunks: Iterable[bytes | bytearray | memoryview]) -> str:
-    """The fingerprint of a whole parameter, whose bytes arrive in these chunks (see `Stream`)."""
-    stream = Stream(dtype, numel)
-    for chunk in chunks:
-        stream.add(chunk)
-    return stream.digest()
-
-
-def block_sums(piece: torch.Tensor, offset: int) -> tuple[int, torch.Tensor]:
-    """The contribution of a piece of a parameter to the sums of its blocks.
-
-    Args:
-        piece: consecutive values, one-dimensional, of any dtype.
-        offset: the offset of the piece in the whole parameter, in elements.
-
-    Returns:
-        The index of the first block, and an int64 tensor with the sums of it and the following ones.
-    """
-    import torch
-
-    first, rows = row_sums(piece, offset)
-    blocks = torch.arange(first, first + len(rows), device=rows.device) // SHARES - first // SHARES
-    sums = torch.zeros(int(blocks[-1]) + 1 if len(blocks) else 1, dtype=torch.int64, device=rows.device)
-    return first // SHARES, sums.index_add_(0, blocks, rows)
+    *_, begin, end = layout
+    values = getattr(tensor, "ds_tensor", tensor).detach()
+    first = begin * tensor.element_size() // ROW_BYTES
+    count = -(-end * tensor.element_size() // ROW_BYTES) - first if begin < end else 0
+    sums = torch.zeros(count, dtype=torch.int64, device=values.device)
+    turn = None if place is None else (first + place) % SHARES
+    todo = [(values, begin if hasattr(tensor, "ds_tensor") else 0 if shard is None else shard.index * tensor.numel())]
+    while todo:
+        piece, offset = todo.pop()
+        from_, to = max(begin - offset, 0), min(end - offset, piece.numel())
+        if from_ >= to:
+            continue
+        if piece.is_contiguous() or piece.dim() == 1 or piece.numel() * piece.element_size() <= COPIED_BYTES:
+            row, added = row_sums(piece.reshape(-1)[from_:to], offset + from_, turn)
+            sums[row - first : row - first + len(added)] += added
+        elif len(piece) == 1:
+            todo.append((piece[0], offset))
+        else:
+            half = len(piece) // 2
+            todo += [(piece[:half], offset), (piece[half:], offset + piece[:half].numel())]
+    return first, sums.cpu()
 
 
 def row_sums(piece: torch.Tensor, offset: int, turn: int | None = None) -> tuple[int, torch.Tensor]:
-    """As `block_sums`, of the rows.
+    """The contribution of a piece of a tensor to the sums of its rows.
 
     Args:
-        piece, offset: see `block_sums`.
+        piece: consecutive values, one-dimensional, of any dtype.
+        offset: of the piece in the whole tensor, in elements.
         turn: compute only the rows with this place in their blocks; the others are 0.
+
+    Returns:
+        The index of the first row, and an int64 tensor with the sums of it and the following ones.
     """
     import torch
 
@@ -324,88 +371,14 @@ def _weights() -> tuple[torch.Tensor, torch.Tensor]:
     return weights[:BLOCK_WORDS].view(SHARES, ROW_WORDS), weights[BLOCK_WORDS:].view(SHARES, ROW_WORDS)
 
 
-def _digest(size: int, sums: torch.Tensor) -> str:
-    """The digest of a parameter's size in bytes and the sums of its blocks."""
-    content = size.to_bytes(8, "little") + sums.numpy().astype("<i8").tobytes()
+def _add_to_blocks(blocks: torch.Tensor, first: int, rows: torch.Tensor) -> None:
+    """Add the sums of rows, from the row `first` on, to those of a tensor's blocks."""
+    import torch
+
+    blocks.index_add_(0, torch.arange(first, first + len(rows)) // SHARES, rows)
+
+
+def _digest(size: int, blocks: torch.Tensor) -> str:
+    """The digest of a tensor's size in bytes and the sums of its blocks."""
+    content = size.to_bytes(8, "little") + blocks.numpy().astype("<i8").tobytes()
     return hashlib.blake2b(content, digest_size=16, person=b"frozen patch 1").hexdigest()
-
-
-def _sums_of_rows(
-    tensor: Any, shard: Shard | None, layout: tuple[Any, Any, int, int], place: int | None = None
-) -> torch.Tensor:
-    """The sums of the rows of what this rank reads, on the CPU; with a place, only of each 16th row from there."""
-    import torch
-
-    *_, begin, end = layout
-    first = begin * tensor.element_size() // ROW_BYTES
-    count = -(-end * tensor.element_size() // ROW_BYTES) - first if begin < end else 0
-    turn = None if place is None else (first + place) % SHARES
-    if hasattr(tensor, "ds_tensor"):
-        pieces: Iterable[tuple[torch.Tensor, int]] = [(tensor.ds_tensor.detach().view(-1), begin)]
-    else:
-        pieces = _pieces(tensor.detach(), 0 if shard is None else shard.index * tensor.numel())
-    sums = torch.zeros(count, dtype=torch.int64, device=_content(tensor).device)
-    for piece, offset in pieces:
-        from_, to = max(begin - offset, 0), min(end - offset, piece.numel())
-        if from_ < to:
-            row, added = row_sums(piece.reshape(-1)[from_:to], offset + from_, turn)
-            sums[row - first : row - first + len(added)] += added
-    return sums.cpu()
-
-
-def _pieces(values: torch.Tensor, offset: int) -> Iterator[tuple[torch.Tensor, int]]:
-    """Parts of a tensor in order, with their offsets: the whole, or parts small enough to be copied if need be."""
-    if values.is_contiguous() or values.dim() == 1:
-        yield values, offset
-        return
-    import torch
-
-    rows = COPIED_BYTES // (values[0].numel() * values.element_size())
-    for part in torch.split(values, max(rows, 1)):
-        if rows:
-            yield part, offset
-        else:
-            yield from _pieces(part[0], offset)
-        offset += part.numel()
-
-
-def _partition(parameter: Any) -> tuple[int, bool]:
-    """This rank's index among ZeRO-3's partitions, and whether they are the first of several copies (MiCS)."""
-    import torch.distributed as dist
-
-    mics = getattr(parameter, "comm", None)
-    group = mics.param_shard_group if mics is not None else parameter.ds_process_group
-    return dist.get_rank(group), 0 in dist.get_process_group_ranks(group)
-
-
-def _content(tensor: Any) -> Any:
-    """The part of a tensor that this process has."""
-    return getattr(tensor, "ds_tensor", tensor)
-
-
-def is_readable(tensor: Any) -> bool:
-    """Whether the values can be read; partitions on NVMe may not be in memory."""
-    import torch
-
-    content = _content(tensor)
-    if inner_tensors(tensor) or content.layout != torch.strided or content.is_quantized or content.is_meta:
-        return False
-    is_here = content is tensor or (content.status.name == "AVAILABLE" and not hasattr(content, "ds_quant_scale"))
-    return is_here and (content.element_size() in _INTEGERS or content.element_size() == 16)
-
-
-def own_values(tensor: Any) -> torch.Tensor:
-    """The values that this process has of a readable tensor, flattened; only some if it is not contiguous."""
-    values: torch.Tensor = _content(tensor).detach()
-    while not values.is_contiguous() and values.dim() > 1:
-        values = values[0]
-    return values.contiguous().view(-1)
-
-
-def _block_count(parameter: torch.Tensor, shard: Shard | None) -> int:
-    return 0 if inner_tensors(parameter) else -(-_size(parameter, shard) // BLOCK_BYTES)
-
-
-def _size(parameter: torch.Tensor, shard: Shard | None) -> int:
-    """The size in bytes of a parameter, with all of its shards."""
-    return numel_of(parameter) * parameter.element_size() * (1 if shard is None else shard.count)

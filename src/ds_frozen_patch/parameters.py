@@ -54,6 +54,7 @@ class ModuleTensor:
             are parts.
         group: for a part, the first name of its parameter; else its own first name.
         is_frozen: whether it belongs to the base: a frozen parameter, a part of one, or a buffer of a quantized layer.
+        suffix: of a part's names, see `part_name`; else empty.
     """
 
     names: tuple[str, ...]
@@ -63,6 +64,7 @@ class ModuleTensor:
     tensor: torch.Tensor
     group: str
     is_frozen: bool
+    suffix: str = ""
 
     @property
     def name(self) -> str:
@@ -287,7 +289,7 @@ def part_suffix(name: str, of: str) -> str:
 
 def _part(of: ModuleTensor, suffix: str, tensor: Any) -> ModuleTensor:
     names = tuple(dict.fromkeys(part_name(name, suffix) for name in of.names))
-    return ModuleTensor(names, PART, tuple(tensor.shape), dtype_of(tensor), tensor, of.name, of.is_frozen)
+    return ModuleTensor(names, PART, tuple(tensor.shape), dtype_of(tensor), tensor, of.name, of.is_frozen, suffix)
 
 
 def _quantized_layers(module: torch.nn.Module) -> Iterator[tuple[str, Collection[str]]]:

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary, WeakSet
 if TYPE_CHECKING:
     from multiprocessing.util import Finalize
 
-    from .engine.origins import Origin
+    from .base import Origin
     from .engine.served import ServedEngine
     from .patching.patch import Patch
     from .publish.in_flight import InFlight

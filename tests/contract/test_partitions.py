@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_frozen_patch.fingerprint import BLOCK_BYTES, fingerprints
+from ds_frozen_patch.fingerprint import BLOCK_BYTES, fingerprints, read
 
 pytestmark = [pytest.mark.promise(5), pytest.mark.everyday]
 
@@ -47,12 +47,12 @@ def lay_out(mics: bool) -> tuple[list[str | None], list[str | None], list[str | 
         parts = [partitioned(whole, shards, **more) for whole in wholes]
     else:
         parts = [partitioned(whole, group) for whole in wholes]
-    whole_prints = fingerprints([torch.nn.Parameter(whole, requires_grad=False) for whole in wholes])
-    found = fingerprints(parts)
+    whole_prints = fingerprints([read(torch.nn.Parameter(whole, requires_grad=False)) for whole in wholes])
+    found = fingerprints([read(part) for part in parts])
     unreadable: list[Any] = [partitioned(wholes[4], group), partitioned(wholes[4], group)]
     unreadable[0].ds_tensor.ds_quant_scale = torch.ones(1)
     unreadable[1].ds_tensor.status.name = "NOT_AVAILABLE"
-    return whole_prints, found, fingerprints(unreadable)
+    return whole_prints, found, fingerprints([read(parameter) for parameter in unreadable])
 
 
 @pytest.mark.short

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import ds_frozen_patch
+from ds_frozen_patch.base import origins, watch_base
 from ds_frozen_patch.engine.loss import scale_loss
-from ds_frozen_patch.engine.origins import origins, record_at_start
 from ds_frozen_patch.engine.served import attach
 
 pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
@@ -21,6 +21,7 @@ class Engine(torch.nn.Module):
 
     dp_world_size = 1
     _config = SimpleNamespace()
+    optimizer = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ def test_the_record_of_the_base_leaves_forward_alone() -> None:
     engine.forward = theirs = lambda batch: engine.module(batch)  # type: ignore[method-assign]
     known = attach(engine, owner())
     assert known is not None
-    record_at_start(engine, known)
+    watch_base(engine, known)
     engine.eval()
     engine(torch.ones(2))
     engine.train()

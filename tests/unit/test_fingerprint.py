@@ -8,7 +8,16 @@ import random
 import pytest
 import torch
 
-from ds_frozen_patch.fingerprint import BLOCK_BYTES, ROW_BYTES, _weights, block_sums, fingerprints, read
+from ds_frozen_patch.fingerprint import (
+    BLOCK_BYTES,
+    ROW_BYTES,
+    SHARES,
+    _weights,
+    fingerprints,
+    of_stream,
+    read,
+    row_sums,
+)
 
 NAMES = ["bfloat16", "float16", "float32", "float64", "int8", "bool", "complex64", "complex128", "float8_e4m3fn"]
 DTYPES = [getattr(torch, name) for name in NAMES]
@@ -23,7 +32,7 @@ def bits(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, seed: int 
 
 
 def fingerprint(values: torch.Tensor) -> str:
-    (found,) = fingerprints([torch.nn.Parameter(values, requires_grad=False)])
+    (found,) = fingerprints([read(torch.nn.Parameter(values, requires_grad=False))])
     assert found is not None
     return found
 
@@ -32,18 +41,20 @@ def fingerprint(values: torch.Tensor) -> str:
 def test_sums_of_partitions_add_up(dtype: torch.dtype) -> None:
     """Any partitioning, at any element, gives the sums of the whole tensor."""
     values = bits((3 * BLOCK_BYTES // torch.empty(0, dtype=dtype).element_size() + 7,), dtype)
-    first, whole = block_sums(values, 0)
+    first, whole = row_sums(values, 0)
     assert first == 0
-    assert len(whole) == 4
+    assert len(whole) == 3 * SHARES + 1
     pick = random.Random(0)
     for _ in range(5):
         cuts = sorted([0, len(values), *(pick.randrange(len(values)) for _ in range(pick.choice([1, 2, 9])))])
         total = torch.zeros_like(whole)
         for begin, end in itertools.pairwise(cuts):
             if begin < end:
-                first, sums = block_sums(values[begin:end], begin)
+                first, sums = row_sums(values[begin:end], begin)
                 total[first : first + len(sums)] += sums
         assert torch.equal(total, whole)
+        chunks = [bytearray(values[begin:end].view(torch.uint8).numpy()) for begin, end in itertools.pairwise(cuts)]
+        assert of_stream(str(dtype).removeprefix("torch."), len(values), filter(None, chunks)) == fingerprint(values)
 
 
 def test_layout_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +103,6 @@ def test_sixteen_shares_are_everything(size: int, strided: bool) -> None:
     """A change of one element is seen by one share of sixteen, a change of all elements by each."""
     values = bits((size, 2))[:, 0] if strided else bits((size,))
     before = read(values)
-    assert before is not None
     pick = random.Random(0)
     for place in [0, size - 1, *(pick.randrange(size) for _ in range(5))]:
         changed = values.clone()

@@ -203,9 +203,9 @@ def _ways() -> dict[str, Callable[[str], Any]]:
         return dcp.save(state, checkpoint_id=path)
 
     def fingerprints_of_base(_: str) -> None:
-        from ds_frozen_patch.fingerprint import fingerprints
+        from ds_frozen_patch.fingerprint import fingerprints, read
 
-        fingerprints(frozen(), trainer.strategy.root_device)
+        fingerprints([read(value) for value in frozen()], trainer.strategy.root_device)
 
     def read_base(_: str) -> None:
         for value in frozen():

@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..base import replacing
 from ..checkpoint.zero.labels import remove_ours
 from ..common.overrides import Attributes, overridden
-from ..engine.origins import replacing
 from ..engine.owner import warn
 from ..engine.served import ServedEngine, attached
 from ..load import agreement, elastic, fitting

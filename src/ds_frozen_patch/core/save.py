@@ -20,22 +20,20 @@ from pathlib import Path
 from typing import Any
 
 from .. import manifest
+from ..base import Base
 from ..common.overrides import overridden
-from ..engine.origins import origins, since_start
 from ..engine.owner import is_first
 from ..engine.served import ServedEngine, attached_at_save
 from ..parameters import plain
 from ..publish import in_flight
 from ..publish.publication import is_local
 from ..save import agreement, background, client_state, export_trained, leaving_out
-from ..save.copies import warn_of_copies
 from ..save.publishing import publish
 from ..save.running import Save, place_of
 from ..save.writing import warn_of_late_writes, writes_before_it_returns, writing
 from ..settings import FLAG
 from ..settings import current as settings
 from ..workarounds import for_deepspeed as cures
-from . import base
 from .record import Record
 
 
@@ -51,17 +49,16 @@ def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
     call.arguments["tag"] = f"global_step{engine.global_steps}" if tag is None else str(tag)  # as DeepSpeed does
     exclude = call.arguments[FLAG] = served.owner.excludes(call.arguments.get(FLAG))
     with saving(engine, served, Path(call.arguments["save_dir"]), call.arguments["tag"], exclude) as save:
-        left_out = leaving_out.describe(save) if exclude else None
+        left_out = leaving_out.describe(save, save.base) if save.base else None
         program_state = call.arguments.get("client_state") or {}
         if left_out is not None:
-            warn_of_copies(save, program_state)
             save.names_left_out = left_out.names
         call.arguments["client_state"] = client_state.extended(program_state, save, left_out)
         save.export = settings().export
         with cures.explaining_nvme_errors(), overridden(cures.config_by_content(engine)):
             saved = _write(wrapped, call, save, left_out)
-        if left_out is not None:
-            leaving_out.log_once(save, left_out)
+        if save.base and left_out is not None:
+            leaving_out.log_once(save, save.base, left_out, program_state)
         return saved
 
 
@@ -124,24 +121,19 @@ def begin(
         CheckpointMismatchError: on every rank, if the ranks differ in what they save.
     """
     in_flight.wait()
-    save = Save(engine, served, place_of(engine, served, path, folder, shown, is_managed), None)
-    origin_of = origins(engine.module) if exclude else {}
-    candidates = save.left_out = base.to_leave_out(engine, save.contents, origin_of) if exclude else None
-    seen = since_start(engine, served, origin_of, candidates or ())
-    save.built = seen.built
+    save = Save(engine, served, place_of(engine, served, path, folder, shown, is_managed))
+    base = save.base = Base(engine, save.contents).compared(served) if exclude else None
     if is_managed and is_first(save.owner):
         save.open()
     try:
-        agreement.agree_on_request(save, what, exclude, seen)
+        agreement.agree_on_request(save, what, exclude)
     except BaseException:
         save.discard()
         raise
     if is_managed and save.opens_disk and save.is_on_own_disk():
         save.open()
-    if candidates and save.base_has_changed:
-        leaving_out.keep_changed(save, base.on_all_ranks(seen.changed, candidates, engine.device))
-    if save.base_is_rounded:
-        leaving_out.log_rounding(save)
+    if base is not None and (base.changed or not base.is_agreed):
+        leaving_out.keep_changed(save, base)
     return save
 
 

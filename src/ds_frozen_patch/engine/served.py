@@ -21,7 +21,7 @@ class ServedEngine:
     Attributes:
         owner: that made it.
         topology: what kind of engine it is.
-        comparisons: how often its base has been compared with what the program built, see `core.base`.
+        comparisons: how often its base has been compared with what the program built, see `base`.
         begin: called with the engine when training begins, or adapters are merged before; then None.
         loss_factor: what each loss is multiplied by, see `engine.loss`.
         scales_loss: whether the engine multiplies its losses.

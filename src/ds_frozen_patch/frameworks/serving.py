@@ -10,15 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import process
+from ..base import Base, notice_earlier_training, watch_base
 from ..common.errors import named
 from ..common.probing import Target, imported_class, probe
-from ..core.base import frozen, mark_built_once, mark_trained
 from ..engine import handshake
-from ..engine.origins import forget_other_layouts, notice_earlier_training, record_at_start
 from ..engine.owner import Owner, warn
 from ..engine.served import attach
 from ..engine.topology import has_all_ranks
-from ..parameters import Contents
 from ..settings import current as settings
 from ..settings import matches
 from ..workarounds.for_fabric import CLIPS, clips_unasked
@@ -78,19 +76,15 @@ def begin_serving(engine: Any, owner: Owner) -> None:
     served = attach(engine, owner)
     if served is None:
         return
-    mark_trained(engine)
-    mark_built_once(engine, owner)
-    forget_other_layouts(engine)
-    record_at_start(engine, served)
-    _check_patterns(owner, engine.module)
+    _check_patterns(owner, watch_base(engine, served))
 
 
-def _check_patterns(owner: Owner, module: Any) -> None:
-    """Warn of patterns that match nothing in this module, for they may be misspelt."""
+def _check_patterns(owner: Owner, base: Base) -> None:
+    """Warn of patterns that match nothing in this base, for they may be misspelt."""
     now = settings()
     if not now.keep and not now.leave_out:
         return
-    names = [entry.names for entry in frozen(Contents(module))]
+    names = [entry.names for entry in base.frozen]
     for option, patterns in (("keep", now.keep), ("leave_out", now.leave_out)):
         if idle := [pattern for pattern in patterns if not any(matches(aliases, [pattern]) for aliases in names)]:
             warn(owner, f"patch({option}=[...]) matches nothing that is frozen: {named(idle)}. It has no effect.")

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..base import Base
 from ..checkpoint.zero.layout import finished, latest_tag
 from ..common.collectives import default_store, digest, gather, gather_numbers, world_size
 from ..common.errors import CheckpointError, CheckpointMismatchError
-from ..core.base import frozen
-from ..engine.origins import built_of, differing, origins
 from ..engine.owner import is_first, warn
-from ..fingerprint import is_readable
-from ..parameters import Contents
 from ..publish.journal import prepared
 from ..publish.publication import finish_as
 from ..settings import current as settings
@@ -129,12 +126,7 @@ def agree(load: Load, what: str, problem: Exception | None = None) -> bool:
 def _knows_base(load: Load) -> bool:
     """Whether this rank knows the fingerprints of what is frozen, and it has not changed since."""
     module = getattr(load.engine, "module", None)
-    if module is None or settings().verify_base == "off":
-        return True
-    origin_of, entries = origins(module), frozen(Contents(module))
-    contents = [built_of(origin_of, entry) for entry in entries if is_readable(entry.tensor)]
-    is_known = all(content is not None and content.fingerprint for content in contents)
-    return is_known and not differing(load.engine, origin_of, entries, 0)
+    return module is None or settings().verify_base == "off" or Base(load.engine).is_as_recorded()
 
 
 def raise_on_all_ranks(load: Load, problem: Exception | None) -> None:

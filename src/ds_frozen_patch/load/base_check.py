@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..common.collectives import on_any_rank
+from ..base import Base
 from ..common.errors import CheckpointMismatchError, named
-from ..engine.origins import built_of, differing, origins, record
 from ..engine.owner import warn
-from ..engine.topology import shard_of
-from ..fingerprint import fingerprints, read
 from ..manifest import LeftOut, Manifest
-from ..parameters import BUFFER, ModuleTensor
+from ..parameters import ModuleTensor
 from ..settings import current
 from .running import Load
 from .strictness import check_left_out, left_out_by_others
@@ -115,12 +112,7 @@ def _compare(pairs: Mapping[ModuleTensor, tuple[str, LeftOut]], load: Load) -> t
         load: the running load.
     """
     comparable = [entry for entry, (_, saved) in pairs.items() if saved.fingerprint and saved.dtype == entry.dtype]
-    if load.base_is_known and not load.starts_fresh:
-        origin_of = origins(load.engine.module)
-        contents = [built_of(origin_of, entry) for entry in comparable]
-        prints = [content.fingerprint if content is not None else None for content in contents]
-    else:
-        prints = _fingerprints_now(comparable, load)
+    prints = Base(load.engine).fingerprints_now(comparable, load.base_is_known and not load.starts_fresh)
     print_of = dict(zip(comparable, prints, strict=True))
     differ, unread = [], []
     for entry, (name, saved) in pairs.items():
@@ -132,20 +124,3 @@ def _compare(pairs: Mapping[ModuleTensor, tuple[str, LeftOut]], load: Load) -> t
         elif now != saved.fingerprint:
             differ.append(f"- {name}: saved {saved.fingerprint}, now {now}")
     return differ, unread
-
-
-def _fingerprints_now(entries: list[ModuleTensor], load: Load) -> list[str | None]:
-    """The fingerprint of each at present; every rank must call it. What is read for the first time counts as built."""
-    engine, origin_of = load.engine, origins(load.engine.module)
-    changed = set(differing(engine, origin_of, entries, 0))
-    record(engine, origin_of, [entry for entry in entries if entry.is_frozen or entry.kind == BUFFER])
-    shards = [shard_of(engine, entry.tensor) for entry in entries]
-    contents = [
-        (None if entry in changed else built_of(origin_of, entry)) or read(entry.tensor, shard)
-        for entry, shard in zip(entries, shards, strict=True)
-    ]
-    unknown = [content is not None and content.fingerprint is None for content in contents]
-    todo = [n for n, is_unknown in enumerate(on_any_rank(unknown, engine.device)) if is_unknown]
-    tensors = [entries[n].tensor for n in todo]
-    fingerprints(tensors, engine.device, [contents[n] for n in todo], shards=[shards[n] for n in todo])
-    return [content.fingerprint if content is not None else None for content in contents]

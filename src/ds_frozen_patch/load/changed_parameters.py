@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..base import Maker, origins
 from ..common.errors import CheckpointMismatchError, named
 from ..engine.groups import trained_groups
-from ..engine.origins import origins
 from ..engine.owner import warn
 from ..engine.served import attached
 from ..parameters import plain, with_adapters
@@ -119,7 +119,7 @@ def finish(load: Load, change: Change) -> None:
     """Once the checkpoint is loaded: say what has changed, and keep what is frozen now in later checkpoints."""
     origin_of = origins(load.engine.module)
     for name in change.frozen:
-        origin_of[name].is_trained = True
+        origin_of[name].maker = Maker.TRAINING
     sentences = []
     if change.fresh:
         sentences.append(f"Trained from now on, with a fresh optimizer state: {named(change.fresh)}.")

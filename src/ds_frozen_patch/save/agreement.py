@@ -11,7 +11,6 @@ from typing import Any
 from ..common.collectives import digest, gather, gather_numbers
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..core.record import File
-from ..engine.origins import Changes
 from ..settings import FLAG
 from ..settings import current as settings
 from .running import Save
@@ -21,25 +20,24 @@ _MUST_BE_EQUAL = ("keep", "leave_out", "export", "fsync", "whole_model", "async_
 _FOUR = struct.Struct("<4q")
 
 
-def agree_on_request(save: Save, what: str, exclude: bool, changes: Changes) -> None:
+def agree_on_request(save: Save, what: str, exclude: bool) -> None:
     """Let the ranks agree on a save, in one collective; every rank must call it. Rank 0 chooses where it is written.
 
     Args:
         save: of this rank.
         what: the kind of save.
         exclude: whether frozen parameters are left out.
-        changes: what this rank has seen of what is left out.
 
     Raises:
         CheckpointMismatchError: the ranks are to save different things.
     """
-    place, now = save.place, settings()
+    place, base, now = save.place, save.base, settings()
     request = {"what is saved": what, FLAG: exclude, **{name: getattr(now, name) for name in _MUST_BE_EQUAL}}
-    base_is_known = all(content is None or content.fingerprint for content in save.built.values())
-    numbers = [digest(sorted(request.items())), digest(str(place.target)), int(place.id, 16), base_is_known]
-    numbers += [bool(changes.changed), bool(changes.rounded), place.in_place, save.owner.local_rank]
+    numbers = [digest(sorted(request.items())), digest(str(place.target)), int(place.id, 16)]
+    numbers += [base is None or base.is_known, digest(sorted(base.changed)) if base else 0]
+    numbers += [place.in_place, save.owner.local_rank]
     everyone = gather_numbers(numbers, save.owner.device)
-    requests, targets, ids, base_known, base_changed, base_rounded, in_place, local_ranks = zip(*everyone, strict=True)
+    requests, targets, ids, base_known, base_changed, in_place, local_ranks = zip(*everyone, strict=True)
     if len(set(requests)) > 1:
         raise CheckpointMismatchError(f"{place.shown} was not saved. {_difference(gather(request))}")
     rank, local_rank = save.owner.rank, save.owner.local_rank
@@ -50,8 +48,8 @@ def agree_on_request(save: Save, what: str, exclude: bool, changes: Changes) -> 
     # A program can give the ranks of a node folders of their own.
     save.opens_disk = rank > 0 and (local_rank == 0 or targets[rank] not in targets[rank - local_rank : rank])
     place.id, place.in_place = f"{ids[0]:012x}", bool(in_place[0])
-    save.base_is_known, save.base_has_changed = all(base_known), any(base_changed)
-    save.base_is_rounded = any(base_rounded)
+    if base is not None:
+        base.is_known, base.is_agreed = all(base_known), len(set(base_changed)) == 1
 
 
 def agree_on_end(save: Save, _: str = "") -> dict[int, File]:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..base import optimized
 from ..checkpoint.zero.labels import ELASTIC_KEY, PLAIN_GROUPS, UNIVERSAL_INFO
 from ..common.errors import named
-from ..core.base import in_partitions
 from ..engine.groups import plain_groups
 from ..engine.topology import is_expert
 from ..manifest import KEY, Manifest
@@ -56,8 +56,9 @@ def _kept_fragments(save: Save) -> dict[str, Any]:
     It has one from stage 2 on, for all of them or, with its flag, for none. What no optimizer has is nowhere else in
     ZeRO-3; below that, what the module's own `state_dict` leaves out.
     """
-    engine, partitioned = save.engine, in_partitions(save.engine)
-    left_out = {tensor.name for tensor in save.left_out or ()}
+    engine = save.engine
+    partitioned = set() if cures.has_plain_optimizer(engine) else optimized(engine)
+    left_out = {entry.name for entry in save.base.left_out} if save.base else set[str]()
     in_state = set(save.contents.names_in_state)
     saved = {p: names[0] for p, names in save.contents.names.items() if names[0] not in left_out}
     if lacking := [name for p, name in saved.items() if p in partitioned and p not in in_state]:

@@ -1,86 +1,20 @@
-"""What a save leaves out: its manifest, what is saved after all, and what the user reads of it."""
+"""What a save leaves out: its manifest, and what the user reads of it."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from .. import manifest
-from ..common.collectives import add_up, world_size
+from ..base import Base, optimized
 from ..common.errors import named
 from ..common.text import human_bytes
-from ..core.base import optimized
-from ..engine.origins import origins
-from ..engine.owner import is_first, warn
-from ..engine.topology import shard_of
+from ..engine.owner import Owner, is_first, warn
 from ..engine.tuners import unmerged
-from ..fingerprint import fingerprints
+from ..fingerprint import sketch
 from ..parameters import PARAMETER
-from ..settings import current as settings
 from .running import Save
-
-
-def describe(save: Save) -> manifest.Manifest:
-    """The manifest of what a save leaves out, with fingerprints as built; every rank must call it."""
-    topology = save.served.topology
-    prints = _fingerprints(save)
-    left_out = save.left_out or []
-    if unread := [entry.name for entry, print_ in zip(left_out, prints, strict=True) if print_ is None]:
-        save.served.log_once(
-            f"not read: {unread}",
-            f"{len(unread)} left-out parameters cannot be read, or were not read before training may have changed them"
-            f" ({named(unread)}), so a load cannot verify them.",
-        )
-    return manifest.describe(
-        left_out, prints, contents=save.contents, zero_stage=topology.stage, world_size=topology.ranks
-    )
-
-
-def _fingerprints(save: Save) -> list[str | None]:
-    """The fingerprint of each as built; what a rank does not know yet is added up by all.
-
-    What the ranks have built differently, before DeepSpeed has shared rank 0's values, they have drawn at random
-    without a common seed. No later run builds it again, so it is saved.
-    """
-    import torch
-
-    left_out, device = save.left_out or [], save.engine.device
-    if not save.base_is_known:
-        origin_of, divided = origins(save.engine.module), save.served.topology.is_divided
-        contents = [save.built[entry] for entry in left_out]
-        unknown = [content is not None and content.fingerprint is None for content in contents]
-        heads = [
-            origin_of[entry.group].head if entry.kind == PARAMETER and entry.group in origin_of and not divided else 0
-            for entry in left_out
-        ]
-        # Numbers are equal if, and only if, the square of their sum is the sum of their squares, times how many.
-        rows = [unknown, [head > 0 for head in heads], heads, [head**2 for head in heads]]
-        numbers = torch.tensor(rows, dtype=torch.int64)
-        sums = zip(left_out, contents, *add_up(numbers, device).tolist(), strict=True)
-        at_random, todo = set[str](), []
-        for entry, content, is_unknown, there, total, squares in sums:
-            is_overruled = settings().leaves_out(entry.names)
-            if there == world_size() and total**2 != there * squares and not is_overruled:
-                at_random.add(entry.group)
-            elif is_unknown:
-                todo.append((entry, content))
-        if at_random:
-            _keep(save, at_random, _AT_RANDOM)
-        tensors = [entry.tensor for entry, _ in todo]
-        shards = [shard_of(save.engine, tensor) for tensor in tensors]
-        fingerprints(tensors, device, [content for _, content in todo], shards=shards)
-    contents = [save.built[entry] for entry in save.left_out or ()]
-    return [content.fingerprint if content is not None else None for content in contents]
-
-
-def log_rounding(save: Save) -> None:
-    """Log once that merged adapters have rounded the base."""
-    save.served.log_once(
-        "merged adapters",
-        "PEFT has merged adapters into the base and taken them out again, which rounds some of its values"
-        f" ({named(sorted(unmerged(save.engine.module)))}). Checkpoints record the base as the program built it, and a"
-        " resume begins with that.",
-    )
-
 
 _CHANGED = (
     "Frozen parameters differ from what the program built, because training has changed them or a checkpoint has"
@@ -94,19 +28,68 @@ _AT_RANDOM = (
 )
 
 
-def keep_changed(save: Save, changed: set[str]) -> None:
-    """Save these groups (see `ModuleTensor`) from now on, since no base has their values."""
-    overruled = {entry.group for entry in save.left_out or () if settings().leaves_out(entry.names)}
-    if changed := changed - overruled:
-        _keep(save, changed, _CHANGED)
+def keep_changed(save: Save, base: Base) -> None:
+    """Save what a rank has seen changed, since no base has its values; every rank must call it."""
+    changed = base.keep_changed()
+    if new := [name for name in sorted(changed) if save.served.is_first_time(f"changed: {name}")]:
+        warn(save.owner, _CHANGED.format(named(new)))
 
 
-def _keep(save: Save, groups: set[str], message: str) -> None:
-    origin_of = origins(save.engine.module)
-    for name in groups & origin_of.keys():
-        origin_of[name].is_changed = True
-    save.left_out = [entry for entry in save.left_out or () if entry.group not in groups]
-    warn(save.owner, message.format(named(sorted(groups))))
+def describe(save: Save, base: Base) -> manifest.Manifest:
+    """The manifest of what a save leaves out, with fingerprints as built; every rank must call it."""
+    if base.left_out and (merged := unmerged(save.engine.module)):
+        save.served.log_once(
+            "merged adapters",
+            "PEFT has merged adapters into the base and taken them out again, which rounds some of its values"
+            f" ({named(sorted(merged))}). Checkpoints record the base as the program built it, and a resume begins with"
+            " that.",
+        )
+    topology = save.served.topology
+    if not base.is_known and (at_random := base.keep_drawn()):
+        warn(save.owner, _AT_RANDOM.format(named(sorted(at_random))))
+    prints = base.fingerprints()
+    if unread := [entry.name for entry, print_ in zip(base.left_out, prints, strict=True) if print_ is None]:
+        save.served.log_once(
+            f"not read: {unread}",
+            f"{len(unread)} left-out parameters cannot be read, or were not read before training may have changed them"
+            f" ({named(unread)}), so a load cannot verify them.",
+        )
+    return manifest.describe(
+        base.left_out, prints, contents=save.contents, zero_stage=topology.stage, world_size=topology.ranks
+    )
+
+
+def log_once(save: Save, base: Base, left_out: manifest.Manifest, client_state: Mapping[str, Any]) -> None:
+    """Log what the first save of an engine has left out, from what was really removed from its files.
+
+    Args:
+        save, base: of the engine.
+        left_out: the manifest.
+        client_state: that the program has passed.
+    """
+    owner = save.owner
+    if not is_first(owner) or not save.served.is_first_time("what is left out"):
+        return
+    count = len(left_out.parameters)
+    if not count:
+        owner.logger.info("ds_frozen_patch: no parameter is frozen, so checkpoints leave nothing out.")
+        return
+    _warn_of_copies(base, client_state, owner)
+    _warn_of_masters(save)
+    everything = save.contents.tensors
+    removed = sum(entry.nbytes for entry in base.left_out if save.removed.intersection(entry.names))
+    is_shown = owner.logger.isEnabledFor(logging.INFO)  # not by Trainer and Accelerate, as they come
+    owner.logger.log(
+        logging.INFO if is_shown else logging.WARNING,
+        "ds_frozen_patch: checkpoints leave out %d of %d parameters, %s of %s (%s%s). A resume needs them: build the"
+        " model as in this run.",
+        count,
+        sum(entry.kind == PARAMETER for entry in everything),
+        human_bytes(removed),
+        human_bytes(sum(entry.nbytes for entry in everything)),
+        ", ".join(parameter.name for parameter in left_out.parameters[:2]),
+        ", ..." if count > 2 else "",
+    )
 
 
 def _warn_of_masters(save: Save) -> None:
@@ -123,27 +106,34 @@ def _warn_of_masters(save: Save) -> None:
         )
 
 
-def log_once(save: Save, left_out: manifest.Manifest) -> None:
-    """Log what the first save of an engine has left out, from what was really removed from its files."""
-    owner = save.owner
-    if not is_first(owner) or not save.served.is_first_time("what is left out"):
+_DEPTH = 10
+"""So deep, copies of the base are searched for in what a program adds to a checkpoint."""
+
+
+def _warn_of_copies(base: Base, client_state: Mapping[str, Any], owner: Owner) -> None:
+    """Log which keys of the client state contain values that the save leaves out."""
+    tensors = list(_tensors(client_state, ()))
+    if not tensors:
         return
-    count = len(left_out.parameters)
-    if not count:
-        owner.logger.info("ds_frozen_patch: no parameter is frozen, so checkpoints leave nothing out.")
-        return
-    _warn_of_masters(save)
-    everything = save.contents.tensors
-    removed = sum(entry.nbytes for entry in save.left_out or () if save.removed.intersection(entry.names))
-    is_shown = owner.logger.isEnabledFor(logging.INFO)  # not by Trainer and Accelerate, as they come
-    owner.logger.log(
-        logging.INFO if is_shown else logging.WARNING,
-        "ds_frozen_patch: checkpoints leave out %d of %d parameters, %s of %s (%s%s). A resume needs them: build the"
-        " model as in this run.",
-        count,
-        sum(entry.kind == PARAMETER for entry in everything),
-        human_bytes(removed),
-        human_bytes(sum(entry.nbytes for entry in everything)),
-        ", ".join(parameter.name for parameter in left_out.parameters[:2]),
-        ", ..." if count > 2 else "",
-    )
+    sketches = {sketch(entry.tensor) for entry in base.left_out} - {0}
+    sizes: dict[str, int] = {}
+    for path, tensor in tensors:
+        if sketch(tensor) in sketches:
+            key = "".join(f"[{name!r}]" for name in path[:-1][:2])
+            sizes[key] = sizes.get(key, 0) + tensor.numel() * tensor.element_size()
+    for key, size in sizes.items():
+        warn(
+            owner,
+            f"Each checkpoint contains {human_bytes(size)} of what it leaves out all the same: the program saves copies"
+            f" of frozen weights as client_state{key}. Save only what is trained there.",
+        )
+
+
+def _tensors(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping | list | tuple) and len(path) < _DEPTH:
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _tensors(item, (*path, key))

@@ -8,11 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ..base import Base
 from ..core.record import File, Record
 from ..engine.owner import Owner
 from ..engine.served import ServedEngine
-from ..fingerprint import Content
-from ..parameters import Contents, ModuleTensor
+from ..parameters import Contents
 from ..publish.publication import Publication
 from ..settings import current as settings
 from .failures import Failures
@@ -27,13 +27,9 @@ class Save:
         engine: that is saved.
         served: what is known of it.
         place: where it is written: the folder of the tag, or a file.
-        left_out: what is left out; None for a full checkpoint.
+        base: what is left out of it; None for a full checkpoint.
         is_in_one_place: whether all ranks are on one node, and save to the same path.
-        base_is_known: whether every rank knows the fingerprints of what is left out.
-        base_has_changed: whether a rank has seen training change some of it.
         opens_disk: whether this rank is the first of those that write to a target, which can be on a disk of its own.
-        base_is_rounded: whether a rank has seen that merged adapters have rounded some of it.
-        built: what this rank has read of what is left out, as the program built it; None if that was not read.
         publishes: whether this rank gives the files their names on its disk.
         written: what this rank has written, by name.
         record: of what is saved, to be written beside the files; None if it is not managed.
@@ -46,13 +42,9 @@ class Save:
     engine: Any
     served: ServedEngine
     place: Publication
-    left_out: list[ModuleTensor] | None
+    base: Base | None = None
     is_in_one_place: bool = False
-    base_is_known: bool = False
-    base_has_changed: bool = False
     opens_disk: bool = False
-    base_is_rounded: bool = False
-    built: dict[ModuleTensor, Content | None] = field(default_factory=dict)
     publishes: bool = False
     written: dict[str, File] = field(default_factory=dict)
     record: Record | None = None

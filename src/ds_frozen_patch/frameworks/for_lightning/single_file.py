@@ -12,10 +12,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from ...base import replacing
 from ...checkpoint.names import WEIGHTS_FILE
 from ...common.errors import CheckpointMismatchError, named
 from ...engine.gathering import gathered, put
-from ...engine.origins import replacing
 from ...engine.owner import is_first, warn
 from ...load.base_check import check_base
 from ...load.quantized import check_parts, is_part, without_own_values
@@ -112,7 +112,7 @@ class SingleFile:
         """
         with explaining_errors(self.save.place.shown) as saves:
             saves.append(self.save)
-            self._manifest = describe(self.save) if self.save.left_out is not None else None
+            self._manifest = describe(self.save, self.save.base) if self.save.base else None
             state = dict(dump())
             if self.save.engine.zero_optimization_partition_weights():
                 self._gather_into(state, dump)

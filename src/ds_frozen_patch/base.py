@@ -1,0 +1,340 @@
+"""The base: what is frozen, still as the program has built it, and what each run builds again.
+
+What is frozen is read when training begins, or at the first save. That first save compares all of it with its values
+then, and each later one another sixteenth, since a write through `.data` leaves no trace: so a change of all values is
+noticed at once, and one of a few values within sixteen saves.
+
+What differs, what an engine has optimized, or what a checkpoint has replaced is no base, for every later engine of this
+process too. This is kept by the modules that hold the parameters: torch does not swap tensors that have weak
+references, and an attribute of a tensor would be in the program's pickles.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from . import process
+from .common.collectives import add_up, on_any_rank, world_size
+from .engine.owner import warn
+from .engine.served import ServedEngine, attached
+from .engine.topology import is_divided, shard_of
+from .engine.tuners import built_once, rewritten, unmerged
+from .fingerprint import Content, Shard, fingerprints, is_readable, layout_of, read, sketch, unread
+from .parameters import BUFFER, PARAMETER, PART, Contents, ModuleTensor, plain
+from .settings import current as settings
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Maker(IntEnum):
+    """What has made the values of a parameter or buffer, the same on all ranks. All but the first are saved."""
+
+    PROGRAM = 0
+    PROGRAM_ONCE = 1
+    """No later run makes them again: those of an adapter, and what is drawn at random."""
+    OPTIMIZER = 2
+    """An optimizer has been made for it."""
+    TRAINING = 3
+    """The engine of that optimizer has begun to train."""
+
+
+@dataclass
+class Origin:
+    """What is known of a parameter or buffer, and of the parts of a parameter.
+
+    Attributes:
+        maker: of its values.
+        is_changed: whether this rank has seen that training has changed it though it was frozen, or that a checkpoint
+            has replaced it.
+        head: a digest of its first values on this rank before DeepSpeed has shared those of rank 0; 0 if there is none.
+        built: what the program has built, of it and its parts: by `ModuleTensor.suffix`.
+    """
+
+    maker: Maker = Maker.PROGRAM
+    is_changed: bool = False
+    head: int = 0
+    built: dict[str, Content] = field(default_factory=dict)
+
+
+def origins(module: torch.nn.Module) -> defaultdict[str, Origin]:
+    """The origins of all that a module contains at present, by all plain names."""
+    by_identity = {id(tensor): origin for tensor, origin in _living()}
+    origin_of = defaultdict[str, Origin](Origin)
+    for path, inner in module.named_modules(remove_duplicate=False):
+        by_name = process.state.origins.setdefault(inner, {})
+        for name, tensor in {**inner._parameters, **inner._buffers}.items():
+            if tensor is None:
+                continue
+            origin = by_identity.get(id(tensor))
+            if origin is None:
+                # What replaces a tensor is compared with it: libraries for quantization replace what they change.
+                built = by_name[name][1].built if name in by_name else {}
+                origin = by_identity[id(tensor)] = Origin(built=dict(built))
+            by_name[name] = id(tensor), origin
+            origin_of[plain(f"{path}.{name}" if path else name)] = origin
+    return origin_of
+
+
+def _living() -> list[tuple[Any, Origin]]:
+    """The tensors of this process that have an origin, and are still where they were."""
+    return [
+        (tensor, by_name[name][1])
+        for module, by_name in list(process.state.origins.items())
+        for name, tensor in {**module._parameters, **module._buffers}.items()
+        if name in by_name and by_name[name][0] == id(tensor)
+    ]
+
+
+class Base:
+    """The base of an engine at a moment.
+
+    Attributes:
+        contents: of the module.
+        origin_of: the origins of its parameters and buffers.
+        frozen: what may be the base.
+        left_out: what a save leaves out, the same on every rank; see `compared`.
+        changed: the groups of that (see `ModuleTensor`) that are no base any more, as far as this rank sees.
+        is_known: whether this rank knows the fingerprints of the others; then, whether every rank does.
+        is_agreed: whether every rank has seen the same changes.
+    """
+
+    def __init__(self, engine: Any, contents: Contents | None = None) -> None:
+        served, leaves_out = attached(engine), settings().leaves_out
+        self.contents = contents or Contents(engine.module)
+        self.origin_of = origins(engine.module)
+        self.frozen = [e for e in self.contents.tensors if e.is_frozen or (e.kind == BUFFER and leaves_out(e.names))]
+        self.left_out: list[ModuleTensor] = []
+        self.changed: set[str] = set()
+        self.is_known = self.is_agreed = False
+        self._engine = engine
+        self._is_divided = served is not None and served.topology.is_divided
+        self._shard_of: Callable[[Any], Shard | None] = (
+            partial(shard_of, engine) if self._is_divided else lambda _: None
+        )
+
+    def built(self, entry: ModuleTensor) -> Content | None:
+        """What the program has built; None if that was not read."""
+        return self.origin_of[entry.group].built.get(entry.suffix)
+
+    def record(self, entries: Iterable[ModuleTensor]) -> None:
+        """Read what has not been read yet, unless it may have been trained or replaced already."""
+        for entry in entries:
+            origin = self.origin_of[entry.group]
+            is_as_built = origin.maker < Maker.OPTIMIZER and not origin.is_changed
+            if is_as_built and entry.suffix not in origin.built and is_readable(entry.tensor):
+                origin.built[entry.suffix] = read(entry.tensor, self._shard_of(entry.tensor))
+
+    def differing(self, entries: Iterable[ModuleTensor], number: int = 0) -> list[ModuleTensor]:
+        """What differs from what the program has built, as far as this rank sees; `number` as in `Content`."""
+        return [
+            entry
+            for entry in entries
+            if (built := self.built(entry)) and built.differs_from(entry.tensor, self._shard_of(entry.tensor), number)
+        ]
+
+    def forget_other_layouts(self) -> None:
+        """Forget what was read before a set-up that has changed its dtype or partitions, so that it is read again."""
+        for entry in self.contents.tensors:
+            built = self.built(entry)
+            if built is not None and layout_of(entry.tensor, self._shard_of(entry.tensor)) != built.layout:
+                del self.origin_of[entry.group].built[entry.suffix]
+
+    # A load
+
+    def is_as_recorded(self) -> bool:
+        """Whether this rank knows the fingerprints of what is frozen, and it has not changed since."""
+        contents = [self.built(entry) for entry in self.frozen if is_readable(entry.tensor)]
+        return all(content and content.fingerprint for content in contents) and not self.differing(self.frozen)
+
+    def fingerprints_now(self, entries: Sequence[ModuleTensor], is_as_recorded: bool) -> list[str | None]:
+        """The fingerprints of some of the contents at present; every rank must call it.
+
+        Args:
+            entries: what is read of these for the first time counts as built.
+            is_as_recorded: on every rank.
+        """
+        changed = set[ModuleTensor]() if is_as_recorded else set(self.differing(entries))
+        if not is_as_recorded:
+            self.record(entry for entry in entries if entry.is_frozen or entry.kind == BUFFER)
+        built = [None if entry in changed else self.built(entry) for entry in entries]
+        if is_as_recorded:
+            return [content.fingerprint if content else None for content in built]
+        pairs = zip(built, (entry.tensor for entry in entries), strict=True)
+        contents = [content or read(tensor, self._shard_of(tensor)) for content, tensor in pairs]
+        return fingerprints(contents, self._engine.device)
+
+    # A save
+
+    def compared(self, served: ServedEngine) -> Base:
+        """Find what a save is to leave out, and what of it has changed, on which the ranks have then to agree.
+
+        The first time, all of it is compared with what the program built, then a share.
+        """
+        now, in_optimizer, overruled = settings(), optimized(self._engine), set[str]()
+        # Of what the ranks have different shards of, only plain parameters have a fingerprint: made of all shards.
+        others = [entry for entry in self.frozen if entry.kind != PARAMETER]
+        parameters = self.contents.parameters
+        kept = {e.group for e in others if is_divided(self._engine, parameters.get(e.group, e.tensor))}
+        for entry in self.frozen:
+            maker, is_overruled = self.origin_of[entry.group].maker, now.leaves_out(entry.names)
+            is_kept = maker > Maker.PROGRAM and not is_overruled
+            is_kept |= maker >= Maker.OPTIMIZER and entry.tensor in in_optimizer
+            if (is_kept and entry.kind != PART) or now.keeps(entry.names):
+                kept.add(entry.group)
+            if entry.group not in kept:
+                self.left_out.append(entry)
+                overruled.update({entry.group} if is_overruled else ())
+        compared = [entry for entry in self.left_out if entry.group not in overruled]
+        unchanged = [entry for entry in compared if not self.origin_of[entry.group].is_changed]
+        differ, largest = self.differing(unchanged, served.comparisons), unmerged(self._engine.module)
+        served.comparisons += bool(self.left_out)
+        self.record(self.left_out)
+        rounded = {
+            entry.group
+            for entry in differ
+            for name in largest.keys() & {*entry.names}
+            if (built := self.built(entry)) and built.is_rounded_to(entry.tensor, largest[name])
+        }
+        for entry in differ:
+            self.origin_of[entry.group].is_changed |= entry.group not in rounded
+        self.changed = {entry.group for entry in compared if self.origin_of[entry.group].is_changed}
+        contents = [self.built(entry) for entry in self.left_out if entry.group not in self.changed]
+        self.is_known = all(content is None or content.fingerprint for content in contents)
+        return self
+
+    def keep_changed(self) -> set[str]:
+        """Do not leave out what any rank has seen changed; returns these groups. Every rank must call it."""
+        changed = self.changed
+        if not self.is_agreed:
+            flags = on_any_rank([entry.group in changed for entry in self.left_out], self._engine.device)
+            changed = {entry.group for entry, is_changed in zip(self.left_out, flags, strict=True) if is_changed}
+        for group in changed:
+            self.origin_of[group].is_changed = True
+        self.left_out = [entry for entry in self.left_out if entry.group not in changed]
+        return changed
+
+    def keep_drawn(self) -> set[str]:
+        """Do not leave out what the ranks have built differently; returns these groups. Every rank must call it.
+
+        Before DeepSpeed has shared rank 0's values, they have drawn these at random without a common seed.
+        """
+        import torch
+
+        numbers = [self.origin_of[e.group].head if e.kind == PARAMETER else 0 for e in self.left_out]
+        heads = torch.tensor(numbers, dtype=torch.int64) * (not self._is_divided)
+        # Numbers are equal if, and only if, the square of their sum is the sum of their squares, times how many.
+        count, total, squares = add_up(torch.stack([heads.sign(), heads, heads**2]), self._engine.device)
+        differs = (count == world_size()) & (total**2 != count * squares)
+        drawn = [entry for entry, is_drawn in zip(self.left_out, differs.tolist(), strict=True) if is_drawn]
+        groups = {entry.group for entry in drawn if not settings().leaves_out(entry.names)}
+        for group in groups:
+            self.origin_of[group].maker = Maker.PROGRAM_ONCE
+        self.left_out = [entry for entry in self.left_out if entry.group not in groups]
+        return groups
+
+    def fingerprints(self) -> list[str | None]:
+        """Those of what is left out, as the program built it; every rank must call it."""
+        contents = [self.built(e) or unread(e.tensor, self._shard_of(e.tensor)) for e in self.left_out]
+        if not self.is_known:
+            fingerprints(contents, self._engine.device)
+        return [content.fingerprint for content in contents]
+
+
+def notice_earlier_training(module: torch.nn.Module) -> None:
+    """Before a new engine is made for a module: what earlier engines of this process have changed is no base.
+
+    The same is true of copies of what they have trained, such as a teacher, or an adapter to compare with.
+    """
+    trained = [tensor for tensor, origin in _living() if origin.maker is Maker.TRAINING]
+    origin_of, contents = origins(module), Contents(module)
+    for name, parameter in contents.parameters.items() if world_size() > 1 else ():
+        origin = origin_of[name]
+        if not (parameter.requires_grad or origin.built or origin.head or hasattr(parameter, "ds_tensor")):
+            origin.head = sketch(parameter) & 0xFFFFFF
+    if not trained and not any(origin.built for origin in origin_of.values()):
+        return
+    copied = {sketch(tensor) for tensor in trained} - {0}
+    for entry in contents.tensors:
+        built = origin_of[entry.group].built.get(entry.suffix)
+        if not entry.is_frozen:
+            continue
+        if built is None:
+            is_changed = bool(copied) and sketch(entry.tensor) in copied
+        else:
+            has_layout = is_readable(entry.tensor) and layout_of(entry.tensor) == built.layout
+            is_changed = has_layout and built.differs_from(entry.tensor, None, number=1)
+        origin_of[entry.group].is_changed |= is_changed
+
+
+def watch_base(engine: Any, served: ServedEngine) -> Base:
+    """Note what a new engine optimizes and what no program builds again, and read the rest when training begins.
+
+    What an optimizer has is no base even if it is frozen later. In ZeRO stage 0, one that is made of all parameters of
+    a module also has those that are frozen from the start.
+    """
+    base, in_optimizer = Base(engine), optimized(engine)
+    for name, parameter in base.contents.parameters.items():
+        if parameter in in_optimizer and parameter.requires_grad:
+            base.origin_of[name].maker = max(base.origin_of[name].maker, Maker.OPTIMIZER)
+    inits = rewritten(engine.module)
+    at_random = [name for name in inits if not base.origin_of[name].head]
+    for name in {*built_once(engine.module), *at_random}:
+        base.origin_of[name].maker = max(base.origin_of[name].maker, Maker.PROGRAM_ONCE)
+    if at_random:
+        warn(
+            served.owner,
+            f"PEFT has rewritten the base at random (init_lora_weights={inits[at_random[0]]!r}), and the program sets"
+            " no seed before, so no later run builds it again: checkpoints contain these weights. Set a seed before the"
+            " model is built, and they are left out; or name them in patch(leave_out=[...]).",
+        )
+    base.forget_other_layouts()
+
+    def begin(engine: Any) -> None:
+        handle.remove()  # once is enough
+        served.begin, base = None, Base(engine)
+        base.record(entry for entry in base.contents.tensors if entry.kind == PARAMETER)
+        base.record(base.frozen)
+        for origin in base.origin_of.values():
+            origin.maker = Maker.TRAINING if origin.maker is Maker.OPTIMIZER else origin.maker
+
+    served.begin = begin
+    handle = engine.register_forward_pre_hook(lambda engine, _: begin(engine) if engine.module.training else None)
+    served.undo.append(lambda _: handle.remove())
+    return base
+
+
+@contextmanager
+def replacing(engine: Any, left_out: frozenset[str] | None = None) -> Iterator[None]:
+    """Remember what a checkpoint replaces meanwhile: what was trainable, and frozen values that differ afterwards.
+
+    Args:
+        engine: that the checkpoint is loaded into.
+        left_out: from a trainable-only checkpoint; its other parameters were trained, even if their values are equal.
+            Without it, all frozen values are compared.
+    """
+    if left_out is None:
+        before = Base(engine)
+        before.record(entry for entry in before.contents.tensors if entry.is_frozen)
+    yield
+    base = Base(engine)
+    parameters = [entry for entry in base.contents.tensors if entry.kind == PARAMETER]
+    replaced = [e for e in parameters if not e.is_frozen or (left_out is not None and e.name not in left_out)]
+    if left_out is None:
+        replaced += base.differing(entry for entry in base.contents.tensors if entry.is_frozen)
+    for entry in replaced:
+        base.origin_of[entry.group].is_changed = True
+
+
+def optimized(engine: Any) -> set[torch.nn.Parameter]:
+    """The parameters that the engine's optimizer has."""
+    names = ("bit16_groups", "fp16_groups", "bf16_groups")
+    zero_groups = next((getattr(engine.optimizer, name) for name in names if hasattr(engine.optimizer, name)), None)
+    groups = zero_groups or [group["params"] for group in getattr(engine.optimizer, "param_groups", [])]
+    return {parameter for group in groups for parameter in group}
