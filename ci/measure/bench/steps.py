@@ -19,7 +19,7 @@ ROUNDS = 30
 CASES = [(title, shape, stage) for title, shape in (("small", SMALL), ("large", LARGE)) for stage in (2, 3)]
 STEPS = {
     "find what is frozen, in all of the module": ("base", "Base.__init__"),
-    "compare a share of the frozen values with those that the program built": ("base", "Base.compared"),
+    "compare a sample of the frozen values with the one at the start": ("base", "Base.compared"),
     "agree on the save, in a collective": ("save.agreement", "agree_on_request"),
     "make the work folder": ("save.running", "Save.open"),
     "make the manifest": ("save.leaving_out", "describe"),
