@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ds_frozen_patch
-from ds_frozen_patch.engine.loss import scale_loss
+from ds_frozen_patch.engine.batch import scale_loss
 from ds_frozen_patch.engine.origins import origins, record_at_start
 from ds_frozen_patch.engine.served import attach
 

@@ -17,8 +17,7 @@ from ..checkpoint.zero.masters import check_masters_match
 from ..checkpoint.zero.states import States, check_same_save, read_states
 from ..checkpoint.zero.weights import Weights, locate_weights
 from ..common.errors import CheckpointError, CheckpointMismatchError, named
-from ..common.progress import progress
-from ..common.text import human_bytes, printable_lines
+from ..common.text import human_bytes, printable_lines, progress
 from ..load.files import check_content, check_names, check_save, read_record
 from ..manifest import Manifest
 from ..parameters import PARAMETER, plain

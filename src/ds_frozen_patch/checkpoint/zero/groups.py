@@ -16,7 +16,7 @@ from typing import Any
 
 from ...common.errors import CheckpointError
 from ...parameters import plain
-from ...workarounds.old_deepspeed import ignores_round_robin
+from ...workarounds.for_deepspeed import ignores_round_robin
 from ..format.records import Piece, pieces_of_range
 from ..format.stored import StoredTensor, iter_tensors
 from .masters import without_padding
