@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from .common.errors import PatchError as PatchError
     from .patching.patch import patch as patch
     from .patching.patch import patched as patched
-    from .patching.patch import status as status
+    from .patching.patch import serve as serve
     from .patching.patch import unpatch as unpatch
-    from .patching.serve import serve as serve
     from .patching.status import Status as Status
     from .patching.status import TargetStatus as TargetStatus
+    from .patching.status import status as status
     from .publish.in_flight import no_wait as no_wait
     from .publish.in_flight import wait as wait
     from .settings import full_checkpoint as full_checkpoint
@@ -51,9 +51,8 @@ _NAMES = {
     "tools.verify": ("Verified", "verify"),
     "common.errors": ("CheckpointError", "CheckpointMismatchError", "PatchError"),
     "publish.in_flight": ("no_wait", "wait"),
-    "patching.patch": ("patch", "patched", "status", "unpatch"),
-    "patching.serve": ("serve",),
-    "patching.status": ("Status", "TargetStatus"),
+    "patching.patch": ("patch", "patched", "serve", "unpatch"),
+    "patching.status": ("Status", "TargetStatus", "status"),
     "settings": ("full_checkpoint",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
@@ -73,6 +72,6 @@ def __dir__() -> list[str]:
 
 
 def _version() -> str:
-    from .common.versions import version_of
+    from .common.probing import version_of
 
     return version_of("ds_frozen_patch") or "0+unknown"  # a copy of the sources, which nobody has installed

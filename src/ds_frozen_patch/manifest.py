@@ -17,8 +17,8 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from .common.errors import CheckpointMismatchError
+from .common.probing import version_of
 from .common.text import human_bytes
-from .common.versions import version_of
 from .parameters import (
     BUFFER,
     PARAMETER,

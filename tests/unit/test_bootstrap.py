@@ -22,7 +22,7 @@ from kit.cell import FABRIC, TRAINER
 from kit.programs import Site
 
 from ds_frozen_patch.cli import main
-from ds_frozen_patch.patching.automatic import CONNECTORS
+from ds_frozen_patch.patching.run import CONNECTORS
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 

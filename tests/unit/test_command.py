@@ -72,9 +72,7 @@ def test_a_shell_completes(tmp_path: Path, line: str, completed: list[str]) -> N
 
 
 def test_a_bar_on_a_terminal() -> None:
-    program = (
-        "from ds_frozen_patch.common.progress import progress\nwith progress('reading', 9, False) as done: done(3)"
-    )
+    program = "from ds_frozen_patch.common.text import progress\nwith progress('reading', 9, False) as done: done(3)"
     terminal, there = pty.openpty()
     fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))  # tqdm draws nothing into no columns
     subprocess.run([sys.executable, "-c", program], stderr=there, check=True)

@@ -10,7 +10,7 @@ import torch
 
 import ds_frozen_patch
 from ds_frozen_patch.base import origins, watch_base
-from ds_frozen_patch.engine.loss import scale_loss
+from ds_frozen_patch.engine.batch import scale_loss
 from ds_frozen_patch.engine.served import attach
 
 pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]

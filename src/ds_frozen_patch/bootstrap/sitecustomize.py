@@ -39,11 +39,11 @@ class BeforeFramework:
         """Let each framework call `patch_after` at the end of its import."""
         self.has_begun = True
         try:
-            from ds_frozen_patch.patching import automatic as _automatic
+            from ds_frozen_patch.patching import run as _run
         except ImportError as error:
             self.problem = f"{sys.executable} cannot import ds_frozen_patch ({error}): install it there"
         else:
-            _automatic.begin(FRAMEWORKS, self.patch_after)
+            _run.begin(FRAMEWORKS, self.patch_after)
 
     def patch_after(self, module: object) -> None:
         """Patch, once, when a framework has been imported, but not while another one is being imported."""

@@ -15,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Wrong usage exits with status 2.
     """
     try:
-        from .dispatch import run_command  # here, so that Ctrl-C during imports ends without a traceback, too
+        from .arguments import run_command  # here, so that Ctrl-C during imports ends without a traceback, too
 
         return run_command(arguments)
     except KeyboardInterrupt:

@@ -10,9 +10,8 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from ..manifest import Manifest
-from ..patching.automatic import PATCH
-from ..patching.launch import lines, replace_by
-from ..patching.patch import status
+from ..patching.run import PATCH, lines, replace_by
+from ..patching.status import status
 from ..settings import Settings, switch
 from ..tools.consolidate import DEFAULT_SHARD_BYTES, consolidate
 from ..tools.export import export

@@ -10,11 +10,9 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import util
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
-
-from .versions import version_of
 
 
 @dataclass(frozen=True)
@@ -147,4 +145,12 @@ def _source(what: Target, root: Path | None) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError):
+        return ""
+
+
+def version_of(distribution: str) -> str:
+    """The release of a package, by its name on the package index; empty if it has no metadata, as in a source tree."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
         return ""

@@ -103,7 +103,7 @@ def _begin(load: Load, call: inspect.BoundArguments) -> None:
     """Find out what is loaded, and from where."""
     engine = load.engine
     if engine.optimizer is not None and any(item is engine.optimizer for item in load.requested):
-        call.arguments["load_optimizer_states"] = True  # see `for_fabric.unwrapped`
+        call.arguments["load_optimizer_states"] = True  # see `frameworks.for_lightning.strategy`
     restores_states = call.arguments["load_optimizer_states"] and not call.arguments["load_module_only"]
     load.restores_optimizer = engine.optimizer is not None and restores_states
     find_folder(load, call.arguments["load_dir"], call.arguments["tag"])

@@ -16,7 +16,7 @@ from typing import Any
 from .. import process
 from ..common.collectives import default_store, rank, world_size
 from ..common.errors import PatchError
-from ..common.versions import version_of
+from ..common.probing import version_of
 from ..settings import current
 
 WAIT_SECONDS = 5.0

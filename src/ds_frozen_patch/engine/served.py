@@ -23,7 +23,7 @@ class ServedEngine:
         topology: what kind of engine it is.
         comparisons: how often its base has been compared with what the program built, see `base`.
         begin: called with the engine when training begins, or adapters are merged before; then None.
-        loss_factor: what each loss is multiplied by, see `engine.loss`.
+        loss_factor: what each loss is multiplied by, see `engine.batch.scale_loss`.
         scales_loss: whether the engine multiplies its losses.
         publishes: whether this rank has published the last checkpoint on its disk.
         recorder: of saves that training does not wait for (`save.recording.Recorder`), once there was one.

@@ -24,8 +24,7 @@ from ..publish.durable import entries
 from ..publish.journal import is_not_whole
 from ..publish.notes import notes
 from ..save.around import Around
-from .newest import last_whole
-from .plain import logger_of
+from .plain import last_whole, logger_of
 
 _WRITERS = ("save_accelerator_state", "save_custom_state")
 """The functions that `save_state` calls once the engines are saved, each by a path; no rank waits in them."""

@@ -22,9 +22,7 @@ from ..publish.durable import entries
 from ..publish.journal import is_not_whole
 from ..save.around import Around
 from ..settings import current as settings
-from ..workarounds.for_transformers import saves_the_best
-from .newest import last_whole
-from .plain import logger_of
+from .plain import last_whole, logger_of
 
 _WRITERS = ("_save", "_save_rng_state")
 """Methods that write a part of a checkpoint, none of which waits for other ranks."""
@@ -89,7 +87,7 @@ def save_checkpoint(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, 
     around, later = Around(served.owner, folder), list[Callable[[], Any]]()
     with overridden(_replacements(trainer, around, later)):
         result = wrapped(*args, **kwargs)
-    if saves_the_best(trainer):
+    if _saves_the_best(trainer):
         trainer.state.best_model_checkpoint = str(folder)
     around.end(served)
     for call in later:
@@ -98,6 +96,12 @@ def save_checkpoint(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, 
         if may_read(callback):
             in_flight.wait_for(type(callback).__name__)
     return result
+
+
+def _saves_the_best(trainer: Any) -> bool:
+    """True if the checkpoint that Trainer saves is the best so far, which not every rank may see."""
+    state, strategy = trainer.state, trainer.args.save_strategy
+    return strategy in ("steps", "epoch") and getattr(state, "best_global_step", None) == state.global_step
 
 
 def may_read(callback: Any) -> bool:

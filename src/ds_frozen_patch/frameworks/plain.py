@@ -1,11 +1,13 @@
-"""The owner of an engine that no strategy describes: all that is needed is read from the engine itself."""
+"""An engine whose owner no strategy describes, read from the engine itself; and the newest of several checkpoints."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from ..common.collectives import rank
 from ..engine.batch import own_batch, saved_batch, warn_of_another_batch
 from ..engine.owner import Owner
 
@@ -33,3 +35,19 @@ def owner_of(engine: Any, package: str = "") -> Owner:
 def _after_load(owner: Owner, engine: Any, state: Mapping[str, Any], _: dict[str, Any]) -> None:
     """The program, or Trainer, counts its own batches; DeepSpeed divides the loss."""
     warn_of_another_batch(owner, saved_batch(state), own_batch(engine))
+
+
+def last_whole(folders: Sequence[Path], is_whole: Callable[[Path], bool], logger: logging.Logger) -> Path | None:
+    """The last of some folders that is whole, or None; rank 0 logs each that is passed over.
+
+    Args:
+        folders: of checkpoints, the newest last.
+        is_whole: whether a folder has everything that the framework writes.
+        logger: of the framework.
+    """
+    for folder in reversed(folders):
+        if is_whole(folder):
+            return folder
+        if rank() == 0:
+            logger.warning("%s is passed over: the save that wrote it was interrupted, or still runs.", folder)
+    return None

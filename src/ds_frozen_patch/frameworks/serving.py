@@ -6,7 +6,7 @@ A wrapper takes wrapt's four arguments: the wrapped method (bound), its instance
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .. import process
@@ -19,11 +19,16 @@ from ..engine.served import attach
 from ..engine.topology import has_all_ranks
 from ..settings import current as settings
 from ..settings import matches
-from ..workarounds.for_fabric import CLIPS, clips_unasked
 from . import for_accelerate as accelerate
 from . import plain
-from .for_lightning.owner import owner_of
-from .for_lightning.targets import TARGETS as LIGHTNING
+from .for_lightning.strategy import TARGETS as LIGHTNING
+from .for_lightning.strategy import owner_of
+
+_CLIPS = (
+    "DeepSpeed clips gradients to a norm of 1.0, which nothing has asked for: it is the default since DeepSpeed 0.19.3,"
+    ' and Fabric does not change it. Put "gradient_clipping": 0.0 into the config of DeepSpeedStrategy to train without'
+    " clipping, as before, or 1.0 to train with it."
+)
 
 
 def init(wrapped: Callable[..., None], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -42,8 +47,8 @@ def init(wrapped: Callable[..., None], engine: Any, args: tuple[Any, ...], kwarg
     owner = owner_of(maker) if what in LIGHTNING else plain.owner_of(engine, what.name if what is not None else "")
     while process.state.notes:
         warn(owner, process.state.notes.pop(0))
-    if what in LIGHTNING and clips_unasked(engine, owner.config):
-        warn(owner, CLIPS)
+    if what in LIGHTNING and _clips_unasked(engine, owner.config):
+        warn(owner, _CLIPS)
     begin_serving(engine, owner)
 
 
@@ -88,3 +93,11 @@ def _check_patterns(owner: Owner, base: Base) -> None:
     for option, patterns in (("keep", now.keep), ("leave_out", now.leave_out)):
         if idle := [pattern for pattern in patterns if not any(matches(aliases, [pattern]) for aliases in names)]:
             warn(owner, f"patch({option}=[...]) matches nothing that is frozen: {named(idle)}. It has no effect.")
+
+
+def _clips_unasked(engine: Any, config: Mapping[str, Any]) -> bool:
+    """True if an engine clips gradients though its configuration says nothing of that.
+
+    Trainer sets `gradient_clipping` to what it was asked for, or to 0. Fabric leaves it to DeepSpeed.
+    """
+    return "gradient_clipping" not in config and bool(engine.optimizer) and engine.gradient_clipping() > 0

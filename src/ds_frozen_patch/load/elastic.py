@@ -32,8 +32,7 @@ from ..engine.owner import is_first
 from ..engine.served import attached
 from ..parameters import Contents
 from ..settings import current
-from ..workarounds.for_deepspeed import has_plain_optimizer
-from ..workarounds.old_deepspeed import ignores_round_robin
+from ..workarounds.for_deepspeed import has_plain_optimizer, ignores_round_robin
 from . import changed_parameters
 from .agreement import raise_on_all_ranks
 from .listing import Listing, Saved, answering

@@ -1,4 +1,4 @@
-"""`patch()`, `unpatch()` and `status()`."""
+"""`patch()`, `unpatch()` and `serve()`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,27 @@ from .. import process
 from .. import settings as _settings
 from ..common.errors import PatchError
 from ..common.probing import Finding, Target, imported_class, probe
-from ..engine.served import release_all
+from ..engine import handshake
+from ..engine.served import attached, release_all
 from ..engine.target import ENGINE
-from ..frameworks.serving import has_both_kinds
-from ..frameworks.targets import BESIDE, OWNERS, may_be_left_alone
+from ..engine.topology import topology_of
+from ..frameworks.plain import owner_of
+from ..frameworks.serving import begin_serving, has_both_kinds
 from ..publish import in_flight
-from .findings import check, note_on_refused, notes_on, probe_all, refusal, to_be_served
-from .status import Status, TargetStatus
+from .status import (
+    BESIDE,
+    OWNERS,
+    Status,
+    check,
+    may_be_left_alone,
+    note_on_refused,
+    notes_on,
+    probe_all,
+    refusal,
+    status,
+    to_be_served,
+    waiting,
+)
 from .wrapping import Wrapping, wrap, wrap_beside
 
 
@@ -221,7 +235,7 @@ def unpatch() -> None:
 
 
 def _unpatch() -> None:
-    for finder in _waiting():
+    for finder in waiting():
         finder.leave_unpatched()
     with _lock:
         if (patch := process.state.patch) is not None:
@@ -258,53 +272,6 @@ def _for_a_while(patch: Callable[_P, Status]) -> Callable[_P, AbstractContextMan
 
 
 patched = _for_a_while(patch)
-
-
-def status() -> Status:
-    """What is installed, and what `patch()` has done or would do with it.
-
-    A target that is not imported yet is judged by the text of its source; its import may show more.
-
-    Returns:
-        The frameworks by name, including those that are not installed. They are the four packages of Lightning,
-        "accelerate", "transformers" and "deepspeed".
-    """
-    patch, problem = process.state.patch, ""
-    findings = patch.findings if patch is not None else probe_all()
-    if patch is None:
-        try:
-            check(findings)
-        except PatchError as error:
-            problem = str(error)
-    in_force = patch is not None or (not problem and bool(_waiting()))
-    targets = {what: findings[what.name] for what in (*OWNERS, ENGINE)}
-    states = {what.name: _status_of(what, finding, patch, in_force, problem) for what, finding in targets.items()}
-    return Status(states, in_force, problem)
-
-
-def _waiting() -> list[Any]:
-    """The bootstrap's finder, under `ds-frozen-patch run` and until it has patched."""
-    return [finder for finder in sys.meta_path if hasattr(finder, "leave_unpatched")]
-
-
-def _status_of(what: Target, finding: Finding, patch: Patch | None, in_force: bool, problem: str) -> TargetStatus:
-    state, reason, remedy = finding.verdict, finding.reason, finding.remedy
-    if state == "refused":
-        state = "cannot be wrapped"
-    elif problem and state != "not installed":
-        state, reason = "cannot be wrapped", "patch() raises here, and patches nothing"
-    elif finding.complete or (state == "native" and not in_force):
-        state = "has it itself"
-    elif state != "not installed":
-        state = "waiting for import" if in_force else "can be wrapped"
-    if patch is not None and what.name in patch.names and what.module in patch.wrappings:
-        state = "wrapped"
-        if not patch.has_wrapped(what.module):
-            state, reason, remedy = "can be wrapped", f"{what.module} has been reloaded since patch()", "call it again"
-        elif replaced := patch.replaced(what):
-            state, reason = "can be wrapped", f"{what.class_name}.{', '.join(replaced)} has been replaced since patch()"
-            remedy = "call patch() after whatever replaces it, or let that call the method which it replaces"
-    return TargetStatus(state, finding.version, reason, remedy)
 
 
 def _finish_imports() -> None:
@@ -372,3 +339,36 @@ def _on_import(module: ModuleType, is_complete: bool = False) -> None:
 
 def _enabled(patch: Patch) -> Callable[[], bool]:
     return lambda: process.state.patch is patch
+
+
+def serve(engine: Any) -> None:
+    """Make the checkpoints of one engine trainable-only, and loadable, if it was created before `patch()`.
+
+    Call it on every rank, after `deepspeed.initialize` and before training. It calls `patch()` if the program has not
+    called it. An engine that is created after `patch()` does not need it.
+
+    Args:
+        engine: the first of what `deepspeed.initialize` returns.
+
+    Raises:
+        TypeError: it is not an engine of DeepSpeed's.
+        PatchError: DeepSpeed cannot be patched; another rank has not called it, or has other settings; or it is a kind
+            of engine that is not supported.
+    """
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    if not isinstance(engine, DeepSpeedEngine):
+        name = f"{type(engine).__module__}.{type(engine).__qualname__}"
+        raise TypeError(
+            f"serve() takes the engine that deepspeed.initialize returns first, not an object of {name}. Engines that"
+            " are created after patch(), by any framework or none, do not need it."
+        )
+    if not is_in_force():
+        patch()
+    if attached(engine) is not None:
+        return
+    owner = owner_of(engine)
+    handshake.check(handshake.LONG_WAIT_SECONDS, "serve()")
+    if reason := topology_of(engine).unserved:
+        raise PatchError(f"{type(engine).__name__} cannot be served: ds_frozen_patch does not support {reason}.")
+    begin_serving(engine, owner)

@@ -1,8 +1,107 @@
-"""The result of `status()`."""
+"""What is installed: the targets of `patch()`, what probing finds of them, and what `status()` says."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .. import process
+from ..common.errors import PatchError
+from ..common.probing import Finding, Target, probe
+from ..engine.target import BESIDE as BESIDE_ENGINE
+from ..engine.target import ENGINE
+from ..frameworks import for_accelerate as accelerate
+from ..frameworks import for_transformers as transformers
+from ..frameworks.for_lightning.strategy import BESIDE as BESIDE_LIGHTNING
+from ..frameworks.for_lightning.strategy import TARGETS as LIGHTNING
+from ..settings import FLAG
+from .tested import newer_than_tested
+
+if TYPE_CHECKING:
+    from .patch import Patch
+
+OPTIONAL = (accelerate.TARGET, transformers.TARGET)
+"""If one of these cannot be patched, a program of Lightning's works nevertheless: PEFT installs both."""
+OWNERS = (*LIGHTNING, *OPTIONAL)
+BESIDE = (*BESIDE_LIGHTNING, *transformers.BESIDE, *BESIDE_ENGINE)
+
+
+def may_be_left_alone(name: str, names: Iterable[str]) -> bool:
+    """Whether a target that cannot be patched is no error, because Lightning is among those that are served."""
+    return name in {what.name for what in OPTIONAL} and not {what.name for what in LIGHTNING}.isdisjoint(names)
+
+
+def probe_all() -> dict[str, Finding]:
+    """Probe every target, by its name."""
+    return {what.name: probe(what) for what in (*OWNERS, ENGINE)}
+
+
+def check(findings: dict[str, Finding]) -> None:
+    """Check that what must be patched can be patched.
+
+    Raises:
+        PatchError: one of the targets cannot be patched and must not be left alone, or DeepSpeed is not installed.
+    """
+    if findings[ENGINE.name].verdict == "not installed":
+        raise PatchError("DeepSpeed is not installed. Install it: pip install 'deepspeed>=0.10.1'.")
+    refused = [(name, finding) for name, finding in findings.items() if finding.verdict == "refused"]
+    if not all(may_be_left_alone(name, _served(findings)) for name, _ in refused):
+        raise PatchError(refusal(refused))
+
+
+def _served(findings: dict[str, Finding]) -> set[str]:
+    """The names of the targets that can be patched."""
+    return {name for name, finding in findings.items() if finding.verdict in ("patchable", "native")}
+
+
+def refusal(refused: list[tuple[str, Finding]]) -> str:
+    """The message of an error that names what cannot be patched, and why."""
+    return f"ds_frozen_patch cannot patch what is installed; nothing is patched.\n{_reasons(refused)}"
+
+
+def _reasons(refused: list[tuple[str, Finding]]) -> str:
+    return "\n".join(
+        f"{name} {finding.version or ''}: {finding.reason}. To do: {finding.remedy}." for name, finding in refused
+    )
+
+
+def to_be_served(findings: dict[str, Finding]) -> dict[str, list[Target]]:
+    """What to wrap, by the name of its module."""
+    modules: dict[str, list[Target]] = {}
+    for what in (*OWNERS, ENGINE, *BESIDE):
+        if what.name in _served(findings) and not findings[what.name].complete:
+            modules.setdefault(what.module, []).append(what)
+    return modules
+
+
+def notes_on(findings: dict[str, Finding]) -> Iterator[str]:
+    """What the program is told of what is installed: untested releases, and what is left as it is."""
+    newer = {
+        f"{what.distributions[0]} {findings[what.name].version} (tested: up to {tested})"
+        for what in (*OWNERS, ENGINE)
+        # A program of Lightning's may have nothing to do with Accelerate and Trainer.
+        if not may_be_left_alone(what.name, _served(findings))
+        if (tested := newer_than_tested(what, findings[what.name].version))
+    }
+    if newer:
+        yield (
+            f"ds_frozen_patch is applied to a release that is newer than all tested ones: {', '.join(sorted(newer))}."
+            " It has everything that the shim relies on. Look for a newer ds_frozen_patch."
+        )
+    if complete := [f"{name} {finding.version}" for name, finding in findings.items() if finding.complete]:
+        yield (
+            f"patch() does not touch what our patch series is applied to: {', '.join(complete)}. Its checkpoints are"
+            f" full unless you pass DeepSpeedStrategy({FLAG}=True), and it does not verify the base."
+        )
+    if refused := [(name, finding) for name, finding in sorted(findings.items()) if finding.verdict == "refused"]:
+        yield note_on_refused(refused)
+
+
+def note_on_refused(refused: list[tuple[str, Finding]]) -> str:
+    """What the program is told of frameworks that are left alone; any other that cannot be patched is an error."""
+    return f"patch() leaves some frameworks as they are. {_reasons(refused)}"
 
 
 @dataclass(frozen=True)
@@ -44,3 +143,50 @@ class Status(dict[str, TargetStatus]):
             for row in rows
         ]
         return "\n".join([f"In force: {'yes' if self.in_force else 'no'}", *lines, *filter(None, [self.problem])])
+
+
+def status() -> Status:
+    """What is installed, and what `patch()` has done or would do with it.
+
+    A target that is not imported yet is judged by the text of its source; its import may show more.
+
+    Returns:
+        The frameworks by name, including those that are not installed. They are the four packages of Lightning,
+        "accelerate", "transformers" and "deepspeed".
+    """
+    patch, problem = process.state.patch, ""
+    findings = patch.findings if patch is not None else probe_all()
+    if patch is None:
+        try:
+            check(findings)
+        except PatchError as error:
+            problem = str(error)
+    in_force = patch is not None or (not problem and bool(waiting()))
+    targets = {what: findings[what.name] for what in (*OWNERS, ENGINE)}
+    states = {what.name: _status_of(what, finding, patch, in_force, problem) for what, finding in targets.items()}
+    return Status(states, in_force, problem)
+
+
+def waiting() -> list[Any]:
+    """The bootstrap's finder, under `ds-frozen-patch run` and until it has patched."""
+    return [finder for finder in sys.meta_path if hasattr(finder, "leave_unpatched")]
+
+
+def _status_of(what: Target, finding: Finding, patch: Patch | None, in_force: bool, problem: str) -> TargetStatus:
+    state, reason, remedy = finding.verdict, finding.reason, finding.remedy
+    if state == "refused":
+        state = "cannot be wrapped"
+    elif problem and state != "not installed":
+        state, reason = "cannot be wrapped", "patch() raises here, and patches nothing"
+    elif finding.complete or (state == "native" and not in_force):
+        state = "has it itself"
+    elif state != "not installed":
+        state = "waiting for import" if in_force else "can be wrapped"
+    if patch is not None and what.name in patch.names and what.module in patch.wrappings:
+        state = "wrapped"
+        if not patch.has_wrapped(what.module):
+            state, reason, remedy = "can be wrapped", f"{what.module} has been reloaded since patch()", "call it again"
+        elif replaced := patch.replaced(what):
+            state, reason = "can be wrapped", f"{what.class_name}.{', '.join(replaced)} has been replaced since patch()"
+            remedy = "call patch() after whatever replaces it, or let that call the method which it replaces"
+    return TargetStatus(state, finding.version, reason, remedy)

@@ -1,4 +1,4 @@
-"""The newest releases that were tested. They decide nothing: `patch()` warns about what is newer."""
+"""The newest releases that were tested, in a file that the matrix writes. They decide nothing: `patch()` warns."""
 
 from __future__ import annotations
 

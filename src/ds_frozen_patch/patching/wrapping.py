@@ -17,8 +17,8 @@ from ..engine.tuners import merge_adapter
 from ..frameworks import for_accelerate as accelerate
 from ..frameworks import for_transformers as transformers
 from ..frameworks import serving
-from ..frameworks.for_lightning import converter, newest, strategy
-from ..frameworks.for_lightning.targets import TARGETS
+from ..frameworks.for_lightning import checkpoints, strategy
+from ..frameworks.for_lightning.strategy import TARGETS
 from ..publish.in_flight import after_it, before_end
 
 _STRATEGY = {
@@ -47,10 +47,10 @@ WRAPPERS: dict[str, dict[str, Callable[..., Any]]] = {
 """What wraps the methods of each class; others of its target's methods are only needed."""
 _WRAPPERS_BESIDE: dict[str, Callable[..., Any]] = {
     "save_checkpoint": strategy.save_of_trainer,
-    "convert_zero_checkpoint_to_fp32_state_dict": converter.convert,
-    "_find_last_checkpoints": newest.find_last,
+    "convert_zero_checkpoint_to_fp32_state_dict": checkpoints.convert,
+    "_find_last_checkpoints": checkpoints.find_last,
     "file_exists": after_it,
-    "_CheckpointConnector__max_ckpt_version_in_folder": newest.find_requeued,
+    "_CheckpointConnector__max_ckpt_version_in_folder": checkpoints.find_requeued,
     "deepspeed_load_checkpoint": transformers.load_checkpoint,
     "get_last_checkpoint": transformers.find_last,
     "get_fp32_state_dict_from_zero_checkpoint": after_it,

@@ -17,8 +17,7 @@ from ..checkpoint.format.stored import ITEM_SIZES, StandIn, Storage, children, n
 from ..checkpoint.format.writing import write_archive
 from ..checkpoint.quantization import is_torchao
 from ..common.errors import CheckpointError, named
-from ..common.progress import progress
-from ..common.text import human_bytes, printable_lines
+from ..common.text import human_bytes, printable_lines, progress
 from ..manifest import KEY, LeftOut, Manifest
 from ..parameters import PARAMETER, with_compiled
 from .base import Base, check_values, match_base, open_base

@@ -12,8 +12,7 @@ from ..checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_FILE, Adapter, choose_
 from ..checkpoint.format.records import Records
 from ..checkpoint.zero.opening import Checkpoint, open_checkpoint
 from ..common.errors import CheckpointError, named
-from ..common.progress import progress
-from ..common.text import human_bytes, printable_lines
+from ..common.text import human_bytes, printable_lines, progress
 from ..manifest import Manifest
 from .consolidate import OutputPlan, OutputReader, write_shard
 from .output import check_output, new_output

@@ -33,8 +33,7 @@ from ..checkpoint.adapters import (
 from ..checkpoint.format.records import Records, TensorSource
 from ..checkpoint.zero.opening import open_checkpoint
 from ..common.errors import CheckpointError, named
-from ..common.progress import progress
-from ..common.text import printable_lines
+from ..common.text import printable_lines, progress
 from ..manifest import Manifest
 from ..parameters import Contents
 from .base import Base, check_values, endings, match_base, open_base, without_quantized, without_wrappers

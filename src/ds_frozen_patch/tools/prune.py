@@ -15,9 +15,8 @@ from ..checkpoint.zero.opening import open_checkpoint
 from ..checkpoint.zero.states import States
 from ..checkpoint.zero.weights import Weights
 from ..common.errors import CheckpointError, named
-from ..common.progress import progress
-from ..common.text import human_bytes, printable_lines
-from ..common.versions import version_of
+from ..common.probing import version_of
+from ..common.text import human_bytes, printable_lines, progress
 from ..core.record import identify, write_record
 from ..fingerprint import of_stream
 from ..manifest import KEY, LeftOut, Manifest

@@ -19,8 +19,7 @@ from ..checkpoint.zero.labels import add_label, resharded_save_id
 from ..checkpoint.zero.resharding import Resharding, target_for
 from ..checkpoint.zero.states import read_states
 from ..common.errors import CheckpointError
-from ..common.progress import progress
-from ..common.text import human_bytes, printable
+from ..common.text import human_bytes, printable, progress
 from ..core.record import identify, write_record
 from .output import check_output, copy_other_files, new_output
 

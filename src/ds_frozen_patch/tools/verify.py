@@ -16,8 +16,7 @@ from ..checkpoint.names import RECORD
 from ..checkpoint.zero.states import States, check_same_save, read_states
 from ..checkpoint.zero.weights import Weights, check_masters_match, locate_weights
 from ..common.errors import CheckpointError, CheckpointMismatchError, named
-from ..common.progress import progress
-from ..common.text import human_bytes, printable_lines
+from ..common.text import human_bytes, printable_lines, progress
 from ..load.files import check_content, check_names, check_save, read_record
 from ..manifest import Manifest
 from ..parameters import PARAMETER, plain

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from packaging.version import InvalidVersion, Version
+
 from ..common.errors import CheckpointError
 from ..common.overrides import Attributes
 from ..parameters import Contents, plain
@@ -227,3 +229,14 @@ def explaining_nvme_errors() -> Iterator[None]:
         if "NVMe" not in str(error):
             raise
         raise CheckpointError(f"{error}. {USE_WEIGHTS_ONLY}") from error
+
+
+def ignores_round_robin(version: str, zero_stage: int) -> bool:
+    """True if the DeepSpeed that saved a checkpoint ignored `round_robin_gradients`: in stage 1 before 0.13.0.
+
+    It is not the installed one, so its version is all there is.
+    """
+    try:
+        return zero_stage == 1 and Version(version) < Version("0.13.0")
+    except InvalidVersion:
+        return False

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...common.errors import CheckpointError
 from ...parameters import plain
-from ...workarounds.old_deepspeed import ignores_round_robin
+from ...workarounds.for_deepspeed import ignores_round_robin
 from ..dtypes import FLOATING
 from ..format.records import Piece, TensorSource, from_stored, pieces_of_range, without_padding
 from ..format.stored import StoredTensor, iter_tensors

@@ -18,8 +18,7 @@ from typing import Any
 
 from ...checkpoint.zero.labels import ELASTIC_KEY
 from ...common.errors import CheckpointMismatchError
-from ...engine.batch import own_batch, saved_batch, warn_of_another_batch
-from ...engine.loss import scale_loss
+from ...engine.batch import own_batch, saved_batch, scale_loss, warn_of_another_batch
 from ...engine.owner import Owner, warn
 from ...engine.served import attach
 

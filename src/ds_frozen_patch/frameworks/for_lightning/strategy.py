@@ -1,4 +1,4 @@
-"""The wrappers of a strategy's methods, of Trainer and Fabric.
+"""Lightning's strategies, of Trainer and Fabric: what of them is wrapped, how they own an engine, and the wrappers.
 
 A wrapper takes wrapt's four arguments: the wrapped method (bound), its instance, args and kwargs.
 """
@@ -6,16 +6,20 @@ A wrapper takes wrapt's four arguments: the wrapped method (bound), its instance
 from __future__ import annotations
 
 import inspect
+import logging
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
-from ...common.overrides import overridden
+from ...common.overrides import Attributes, overridden
+from ...common.probing import Finding, Installed, Target
 from ...core.save import begin
-from ...engine.owner import warn
-from ...engine.served import attach
+from ...engine.owner import Owner, warn
+from ...engine.served import attach, attached
 from ...load.agreement import agree, share_listing
 from ...load.listing import Listing
 from ...load.running import Load
@@ -26,10 +30,86 @@ from ...publish.publication import is_local
 from ...save.agreement import explaining_errors
 from ...settings import FLAG
 from ...settings import current as settings
-from ...workarounds.for_fabric import moved_in_deepspeed, unwrapped
 from . import loops, single_file
-from .owner import BUILT, owner_of
-from .retention import forget_paths_outside
+from .checkpoints import forget_paths_outside
+
+LOADS_STRICTLY = "_allow_excluded_parameters"
+"""What a strategy's `load_checkpoint` uses where our patch series for Lightning is applied."""
+
+_TRAINER = ("__init__", "save_checkpoint", "load_checkpoint", "remove_checkpoint", "teardown")
+_FABRIC = ("__init__", "save_checkpoint", "load_checkpoint")
+
+
+def judge(version: str | None, strategy: Installed) -> Finding:
+    """A strategy with the flag is native; one with the patch series is complete as well."""
+    if not strategy.takes("__init__", FLAG):
+        return Finding("patchable", version, f"has no {FLAG}")
+    if LOADS_STRICTLY in strategy.text:
+        reason = f"complete, by the patch series: pass DeepSpeedStrategy({FLAG}=True)"
+        return Finding("native", version, reason, complete=True)
+    return Finding("native", version, f"has {FLAG}; tied aliases, strict load and ZeRO-3 test need the shim")
+
+
+def _strategy(name: str, methods: tuple[str, ...], *distributions: str) -> Target:
+    remedy = (
+        "install a tested release (see Compatibility in the documentation), or uninstall"
+        f" {distributions[-1]} if nothing uses it"
+    )
+    module = f"{name}.strategies.deepspeed"
+    return Target(name, module, "DeepSpeedStrategy", methods, distributions, judge, remedy, "lightning")
+
+
+TARGETS = (
+    _strategy("lightning.pytorch", _TRAINER, "lightning"),
+    _strategy("lightning.fabric", _FABRIC, "lightning"),
+    _strategy("pytorch_lightning", _TRAINER, "pytorch-lightning"),
+    _strategy("lightning_fabric", _FABRIC, "lightning-fabric", "pytorch-lightning"),
+)
+BESIDE = tuple(
+    Target(name, f"{name}.{module}", class_name, (attribute,))
+    for name in ("lightning.pytorch", "pytorch_lightning")
+    for module, class_name, attribute in (
+        ("trainer.trainer", "Trainer", "save_checkpoint"),
+        ("utilities.deepspeed", "", "convert_zero_checkpoint_to_fp32_state_dict"),
+        ("callbacks.model_checkpoint", "ModelCheckpoint", "_find_last_checkpoints"),
+        ("callbacks.model_checkpoint", "ModelCheckpoint", "file_exists"),
+        (
+            "trainer.connectors.checkpoint_connector",
+            "_CheckpointConnector",
+            "_CheckpointConnector__max_ckpt_version_in_folder",
+        ),
+    )
+)
+"""Functions that are wrapped beside their package's target, where they exist."""
+
+
+BUILT = "_ds_frozen_patch_built"
+"""An attribute of strategies that were built under `patch()`: their own flag counts."""
+
+
+def owner_of(strategy: Any) -> Owner:
+    """A `DeepSpeedStrategy`, of Trainer or Fabric, as the owner of its engine."""
+    modules = {cls.__module__ for cls in type(strategy).__mro__}
+    package = next((target.name for target in TARGETS if target.module in modules), "lightning")
+    config = getattr(strategy, "config", None)
+    reference, last = ref(strategy), True
+
+    def leaves_out() -> bool:
+        living = reference()
+        return last if living is None else not hasattr(living, BUILT) or bool(getattr(living, FLAG))
+
+    last = leaves_out()
+    return Owner(
+        rank=int(strategy.global_rank),
+        local_rank=int(strategy.local_rank),
+        device=strategy.root_device,
+        logger=logging.getLogger(f"{package}.ds_frozen_patch"),
+        config=config if isinstance(config, Mapping) else {},
+        names_each_save=True,
+        leaves_out=leaves_out,
+        # With Fabric, the program divides the loss and counts its batches.
+        after_load=loops.resume if hasattr(strategy, "lightning_module") else lambda *_: None,
+    )
 
 
 def init(wrapped: Callable[..., None], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -74,7 +154,7 @@ def save_of_trainer(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, 
     strategy, path = trainer.strategy, call.arguments["filepath"]
     asked = call.arguments.get("weights_only") and is_local(path)
     engine = getattr(strategy, "deepspeed_engine", None) if asked else None  # which only DeepSpeedStrategy has
-    served = attach(engine, owner_of(strategy)) if engine is not None else None
+    served = attached(engine) or attach(engine, owner_of(strategy)) if engine is not None else None
     if served is None or served.topology.is_divided:  # no rank has all weights, so the engine saves
         return wrapped(*args, **kwargs)
     path = strategy.broadcast(path)  # as Lightning does before the engine saves
@@ -100,8 +180,7 @@ def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
     engine = strategy.model
     if engine is None:
         return wrapped(*args, **kwargs)
-    owner = owner_of(strategy)
-    served = attach(engine, owner)
+    served = attached(engine) or attach(engine, owner_of(strategy))
     if served is None:
         with overridden([(strategy, FLAG, False)] if hasattr(strategy, FLAG) else []):
             return wrapped(*args, **kwargs)
@@ -110,7 +189,7 @@ def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
     if served.single_file is not None:
         served.single_file.write(strategy, call.arguments["checkpoint"], call.arguments.get("storage_options"))
         return None
-    path = call.arguments[name]
+    path, owner = call.arguments[name], served.owner
     is_first_on_disk = owner.rank == 0 or (owner.local_rank == 0 and engine.use_node_local_storage())
     if is_local(path) and is_first_on_disk:
         with suppress(OSError):  # the engine's save says what is wrong, on every rank
@@ -153,33 +232,30 @@ def teardown(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs:
 def load_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A strategy's `load_checkpoint`: finds the checkpoint, and loads single files that Trainer has saved."""
     in_flight.wait()
-    with trust(), overridden(moved_in_deepspeed()):
+    with trust(), overridden(_moved_in_deepspeed()):
         checkpoint = _load(wrapped, strategy, inspect.signature(wrapped).bind(*args, **kwargs))
-    module = getattr(strategy, "lightning_module", None)
-    if runs_nothing() and module is not None:
-        folders = [str(path) for item in module.trainer.checkpoint_callbacks if (path := getattr(item, "dirpath", ""))]
+    if not isinstance(checkpoint, dict) or not hasattr(strategy, "lightning_module"):
+        return checkpoint  # Fabric's
+    trainer, owner = strategy.lightning_module.trainer, owner_of(strategy)
+    if runs_nothing():
+        folders = [str(path) for item in trainer.checkpoint_callbacks if (path := getattr(item, "dirpath", ""))]
         if ignored := forget_paths_outside(checkpoint, folders):
-            warn(owner_of(strategy), ignored)
-    if (
-        isinstance(checkpoint, dict)
-        and "loops" in checkpoint
-        and module is not None
-        and module.trainer.state.fn == "fit"
-    ):
-        loops.restore_loaders_in(module.trainer, owner_of(strategy), checkpoint["loops"])
+            warn(owner, ignored)
+    if trainer.state.fn == "fit" and "loops" in checkpoint:
+        loops.restore_loaders_in(trainer, owner, checkpoint["loops"])
     return checkpoint
 
 
 def _load(wrapped: Callable[..., Any], strategy: Any, call: inspect.BoundArguments) -> Any:
     state = call.arguments.get("state")  # Fabric's: what to restore, by name; or the module alone
-    requested = tuple(map(unwrapped, state.values())) if isinstance(state, Mapping) else ()
+    requested = tuple(map(_unwrapped, state.values())) if isinstance(state, Mapping) else ()
     engine = next((item for item in requested if isinstance(item, type(strategy.model))), strategy.model)
-    if engine is None or (served := attach(engine, owner_of(strategy))) is None:
+    if engine is None or (served := attached(engine) or attach(engine, owner_of(strategy))) is None:
         return wrapped(*call.args, **call.kwargs)
     name = next((name for name in ("checkpoint_path", "path") if name in call.arguments), None)
     if name is None or (strategy.load_full_weights and strategy.zero_stage_3) or not is_local(call.arguments[name]):
         return wrapped(*call.args, **call.kwargs)
-    load = Load(owner_of(strategy), requested, engine)
+    load = Load(served.owner, requested, engine)
     path, content, problem = Path(call.arguments[name]), None, None
     path = single_file.file_in(path)
     try:
@@ -223,3 +299,16 @@ def _is_part(path: Path) -> bool:
     """Whether a path is of the folder of a checkpoint's tag, or of a file in it."""
     inner = path if path.name == "checkpoint" else path.parent
     return inner.name == "checkpoint" and (inner.parent / "latest").is_file()
+
+
+def _unwrapped(item: Any) -> Any:
+    """The optimizer in Fabric's own wrapper, in which the strategy gets it; anything else as it is."""
+    return item.optimizer if any(cls.__name__ == "_FabricOptimizer" for cls in type(item).__mro__) else item
+
+
+def _moved_in_deepspeed() -> Attributes:
+    """The class that Fabric imports from `deepspeed.runtime`, where it no longer is."""
+    runtime, moved = (sys.modules.get(f"deepspeed.runtime{inner}") for inner in ("", ".base_optimizer"))
+    if moved is None or hasattr(runtime, "DeepSpeedOptimizer"):
+        return []
+    return [(runtime, "DeepSpeedOptimizer", moved.DeepSpeedOptimizer)]

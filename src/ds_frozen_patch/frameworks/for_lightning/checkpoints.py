@@ -1,14 +1,77 @@
-"""With `weights_only=True`, a checkpoint does not decide which folders Lightning's retention removes."""
+"""Checkpoints that Lightning looks for, converts or removes by itself: wrappers of that, and what a load forgets."""
 
 from __future__ import annotations
 
+import inspect
+import logging
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from os.path import realpath
 from pathlib import Path
 from typing import Any
 
 from ...common.errors import named
+from ...publish import in_flight
+from ...publish.durable import entries
+from ...publish.journal import is_not_whole
+from ...publish.publication import is_local
+from ..plain import last_whole, logger_of
+
+_REQUEUED = "hpc_ckpt_"
+
+
+def find_last(wrapped: Callable[..., set[str]], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`ModelCheckpoint._find_last_checkpoints`, for `ckpt_path="last"`."""
+    in_flight.wait()
+    paths = wrapped(*args, **kwargs)
+    return {path for path in paths if not is_local(path) or last_whole([Path(path)], _is_whole, _logger(wrapped))}
+
+
+def find_requeued(wrapped: Callable[..., int | None], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The number of the newest `hpc_ckpt_N.ckpt`, from which Lightning resumes in Slurm."""
+    highest = wrapped(*args, **kwargs)
+    folder, *prefix = *args, *kwargs.values()
+    if highest is None or prefix != [_REQUEUED] or not is_local(folder):
+        return highest  # it is about to choose the name of the next
+    numbers = {int(number): item for item in entries(Path(folder)) if (number := _number(item)).isdecimal()}
+    newest = last_whole([numbers[number] for number in sorted(numbers)], _is_whole, _logger(wrapped))
+    return int(_number(newest)) if newest is not None else None
+
+
+def _number(item: Path) -> str:
+    return item.name.removeprefix(_REQUEUED).removesuffix(".ckpt")
+
+
+def _is_whole(path: Path) -> bool:
+    return not is_not_whole(path)
+
+
+def _logger(wrapped: Callable[..., Any]) -> logging.Logger:
+    package = "lightning.pytorch" if wrapped.__module__.startswith("lightning.") else "pytorch_lightning"
+    return logger_of(package)
+
+
+def convert(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir, output_file, tag=None)`: `consolidate` does its work.
+
+    The original loads with the default of `torch.load`, which torch 2.6 changed (mended in Lightning 2.6.0). It also
+    keeps DeepSpeed's second copy of the frozen weights in its output, loses those of ZeRO-1, and ignores the tag in one
+    look-up.
+
+    Like the original, it replaces an existing file and returns what it has written. The tensors returned are mapped
+    from the file, and objects of classes are stand-ins.
+    """
+    from ...checkpoint.format.archive import UnreadableError
+    from ...tools.consolidate import consolidate_over
+
+    call = inspect.signature(wrapped).bind(*args, **kwargs)
+    call.apply_defaults()
+    try:
+        return consolidate_over(**call.arguments)
+    except UnreadableError as error:
+        logging.getLogger("ds_frozen_patch").warning("%s Lightning's own converter goes on.", error)
+        return dict(wrapped(*args, **kwargs))
+
 
 _OF_MODEL_CHECKPOINT = ("best_model_path", "kth_best_model_path", "last_model_path")
 
@@ -16,6 +79,7 @@ _OF_MODEL_CHECKPOINT = ("best_model_path", "kth_best_model_path", "last_model_pa
 def forget_paths_outside(checkpoint: Any, folders: Collection[str]) -> str | None:
     """Remove from the states of callbacks each path that does not lead into a folder of the run, links followed.
 
+    With `weights_only=True`, a checkpoint does not decide which folders Lightning's retention removes.
     ModelCheckpoint restores the paths of older checkpoints from a loaded one, and later removes what is there; other
     callbacks may do the same.
 
