@@ -13,8 +13,8 @@ from .served import begin_those_with
 if TYPE_CHECKING:
     import torch
 
-_unmerged: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
-"""The layers whose adapters have been merged and taken out again, with the largest merged value of each parameter."""
+largest_merged: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+"""Of each layer whose adapters have been merged and taken out again: the largest merged value of each parameter."""
 
 
 def merge_adapter(wrapped: Callable[..., Any], tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -28,7 +28,7 @@ def unmerge_adapter(wrapped: Callable[..., Any], tuner: Any, args: tuple[Any, ..
     import torch
 
     for _, layer in _layers(tuner):
-        largest = _unmerged.setdefault(layer, {})
+        largest = largest_merged.setdefault(layer, {})
         for name, parameter in layer.base_layer.named_parameters():
             if layer.merged_adapters and parameter.is_floating_point() and parameter.numel():
                 now = torch.linalg.vector_norm(parameter.detach(), float("inf"))
@@ -42,7 +42,7 @@ def unmerged(module: torch.nn.Module) -> dict[str, float]:
         plain(f"{path}.base_layer.{name}"): float(value)
         for path, layer in _layers(module)
         if not layer.merged_adapters
-        for name, value in _unmerged.get(layer, {}).items()
+        for name, value in largest_merged.get(layer, {}).items()
     }
 
 
