@@ -20,12 +20,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from . import process
-from .common.collectives import add_up, on_any_rank, world_size
+from .common.collectives import add_up, world_size
+from .engine import tuners
 from .engine.owner import warn
 from .engine.served import ServedEngine, attached
 from .engine.topology import is_divided, shard_of
-from .engine.tuners import built_once, rewritten, unmerged
-from .fingerprint import Content, Shard, fingerprints, is_readable, layout_of, read, sketch, unread
+from .fingerprint import Content, Shard, fingerprints, layout_of, read, sketch, unread
 from .parameters import BUFFER, PARAMETER, PART, Contents, ModuleTensor, plain
 from .settings import current as settings
 
@@ -101,8 +101,10 @@ class Base:
         frozen: what may be the base.
         left_out: what a save leaves out, the same on every rank; see `compared`.
         changed: the groups of that (see `ModuleTensor`) that are no base any more, as far as this rank sees.
+        merged: what adapters were merged into and taken out of again, with the largest value that it had meanwhile.
         is_known: whether this rank knows the fingerprints of the others; then, whether every rank does.
         is_agreed: whether every rank has seen the same changes.
+        shard_of: which shard of a tensor this rank has; see `fingerprint.read`.
     """
 
     def __init__(self, engine: Any, contents: Contents | None = None) -> None:
@@ -112,12 +114,11 @@ class Base:
         self.frozen = [e for e in self.contents.tensors if e.is_frozen or (e.kind == BUFFER and leaves_out(e.names))]
         self.left_out: list[ModuleTensor] = []
         self.changed: set[str] = set()
+        self.merged: dict[str, float] = {}
         self.is_known = self.is_agreed = False
         self._engine = engine
         self._is_divided = served is not None and served.topology.is_divided
-        self._shard_of: Callable[[Any], Shard | None] = (
-            partial(shard_of, engine) if self._is_divided else lambda _: None
-        )
+        self.shard_of: Callable[[Any], Shard | None] = partial(shard_of, engine) if self._is_divided else lambda _: None
 
     def built(self, entry: ModuleTensor) -> Content | None:
         """What the program has built; None if that was not read."""
@@ -128,29 +129,22 @@ class Base:
         for entry in entries:
             origin = self.origin_of[entry.group]
             is_as_built = origin.maker < Maker.OPTIMIZER and not origin.is_changed
-            if is_as_built and entry.suffix not in origin.built and is_readable(entry.tensor):
-                origin.built[entry.suffix] = read(entry.tensor, self._shard_of(entry.tensor))
+            if is_as_built and entry.suffix not in origin.built and layout_of(entry.tensor):
+                origin.built[entry.suffix] = read(entry.tensor, self.shard_of(entry.tensor))
 
     def differing(self, entries: Iterable[ModuleTensor], number: int = 0) -> list[ModuleTensor]:
         """What differs from what the program has built, as far as this rank sees; `number` as in `Content`."""
         return [
             entry
             for entry in entries
-            if (built := self.built(entry)) and built.differs_from(entry.tensor, self._shard_of(entry.tensor), number)
+            if (built := self.built(entry)) and built.differs_from(entry.tensor, self.shard_of(entry.tensor), number)
         ]
-
-    def forget_other_layouts(self) -> None:
-        """Forget what was read before a set-up that has changed its dtype or partitions, so that it is read again."""
-        for entry in self.contents.tensors:
-            built = self.built(entry)
-            if built is not None and layout_of(entry.tensor, self._shard_of(entry.tensor)) != built.layout:
-                del self.origin_of[entry.group].built[entry.suffix]
 
     # A load
 
     def is_as_recorded(self) -> bool:
         """Whether this rank knows the fingerprints of what is frozen, and it has not changed since."""
-        contents = [self.built(entry) for entry in self.frozen if is_readable(entry.tensor)]
+        contents = [self.built(entry) for entry in self.frozen if layout_of(entry.tensor)]
         return all(content and content.fingerprint for content in contents) and not self.differing(self.frozen)
 
     def fingerprints_now(self, entries: Sequence[ModuleTensor], is_as_recorded: bool) -> list[str | None]:
@@ -160,14 +154,14 @@ class Base:
             entries: what is read of these for the first time counts as built.
             is_as_recorded: on every rank.
         """
-        changed = set[ModuleTensor]() if is_as_recorded else set(self.differing(entries))
-        if not is_as_recorded:
-            self.record(entry for entry in entries if entry.is_frozen or entry.kind == BUFFER)
-        built = [None if entry in changed else self.built(entry) for entry in entries]
         if is_as_recorded:
-            return [content.fingerprint if content else None for content in built]
-        pairs = zip(built, (entry.tensor for entry in entries), strict=True)
-        contents = [content or read(tensor, self._shard_of(tensor)) for content, tensor in pairs]
+            return [built.fingerprint if built else None for built in map(self.built, entries)]
+        changed = set(self.differing(entries))
+        self.record(entry for entry in entries if entry.is_frozen or entry.kind == BUFFER)
+        contents = [
+            (None if entry in changed else self.built(entry)) or read(entry.tensor, self.shard_of(entry.tensor))
+            for entry in entries
+        ]
         return fingerprints(contents, self._engine.device)
 
     # A save
@@ -193,14 +187,15 @@ class Base:
                 overruled.update({entry.group} if is_overruled else ())
         compared = [entry for entry in self.left_out if entry.group not in overruled]
         unchanged = [entry for entry in compared if not self.origin_of[entry.group].is_changed]
-        differ, largest = self.differing(unchanged, served.comparisons), unmerged(self._engine.module)
+        differ = self.differing(unchanged, served.comparisons)
+        self.merged = tuners.unmerged(self._engine.module) if tuners.largest_merged else {}
         served.comparisons += bool(self.left_out)
         self.record(self.left_out)
         rounded = {
             entry.group
             for entry in differ
-            for name in largest.keys() & {*entry.names}
-            if (built := self.built(entry)) and built.is_rounded_to(entry.tensor, largest[name])
+            for name in self.merged.keys() & {*entry.names}
+            if (built := self.built(entry)) and built.is_rounded_to(entry.tensor, self.merged[name])
         }
         for entry in differ:
             self.origin_of[entry.group].is_changed |= entry.group not in rounded
@@ -209,39 +204,38 @@ class Base:
         self.is_known = all(content is None or content.fingerprint for content in contents)
         return self
 
-    def keep_changed(self) -> set[str]:
-        """Do not leave out what any rank has seen changed; returns these groups. Every rank must call it."""
-        changed = self.changed
-        if not self.is_agreed:
-            flags = on_any_rank([entry.group in changed for entry in self.left_out], self._engine.device)
-            changed = {entry.group for entry, is_changed in zip(self.left_out, flags, strict=True) if is_changed}
-        for group in changed:
-            self.origin_of[group].is_changed = True
-        self.left_out = [entry for entry in self.left_out if entry.group not in changed]
-        return changed
+    def settle(self) -> tuple[set[str], set[str]]:
+        """Do not leave out what is no base; every rank must call it, unless all know that they have seen the same.
 
-    def keep_drawn(self) -> set[str]:
-        """Do not leave out what the ranks have built differently; returns these groups. Every rank must call it.
-
-        Before DeepSpeed has shared rank 0's values, they have drawn these at random without a common seed.
+        Returns:
+            The groups that a rank has seen changed, and those that the ranks have built differently before DeepSpeed
+            has shared rank 0's values: they have drawn these at random, without a common seed.
         """
         import torch
 
-        numbers = [self.origin_of[e.group].head if e.kind == PARAMETER else 0 for e in self.left_out]
-        heads = torch.tensor(numbers, dtype=torch.int64) * (not self._is_divided)
-        # Numbers are equal if, and only if, the square of their sum is the sum of their squares, times how many.
-        count, total, squares = add_up(torch.stack([heads.sign(), heads, heads**2]), self._engine.device)
-        differs = (count == world_size()) & (total**2 != count * squares)
-        drawn = [entry for entry, is_drawn in zip(self.left_out, differs.tolist(), strict=True) if is_drawn]
-        groups = {entry.group for entry in drawn if not settings().leaves_out(entry.names)}
-        for group in groups:
+        changed, drawn = self.changed, set[str]()
+        if not (self.is_known and self.is_agreed):
+            entries, leaves_out = self.left_out, settings().leaves_out
+            heads = torch.tensor([self.origin_of[e.group].head if e.kind == PARAMETER else 0 for e in entries]).long()
+            heads *= not self._is_divided
+            flags = torch.tensor([entry.group in changed for entry in entries]).long()
+            rows = add_up(torch.stack([flags, heads.sign(), heads, heads**2]), self._engine.device)
+            for entry, is_changed, count, total, squares in zip(entries, *rows.tolist(), strict=True):
+                if is_changed:
+                    changed.add(entry.group)
+                # Numbers are equal only if the square of their sum is the sum of their squares, times how many.
+                elif count == world_size() and total**2 != count * squares and not leaves_out(entry.names):
+                    drawn.add(entry.group)
+        for group in changed:
+            self.origin_of[group].is_changed = True
+        for group in drawn:
             self.origin_of[group].maker = Maker.PROGRAM_ONCE
-        self.left_out = [entry for entry in self.left_out if entry.group not in groups]
-        return groups
+        self.left_out = [entry for entry in self.left_out if entry.group not in changed | drawn]
+        return changed, drawn
 
     def fingerprints(self) -> list[str | None]:
         """Those of what is left out, as the program built it; every rank must call it."""
-        contents = [self.built(e) or unread(e.tensor, self._shard_of(e.tensor)) for e in self.left_out]
+        contents = [self.built(e) or unread(e.tensor, self.shard_of(e.tensor)) for e in self.left_out]
         if not self.is_known:
             fingerprints(contents, self._engine.device)
         return [content.fingerprint for content in contents]
@@ -261,16 +255,13 @@ def notice_earlier_training(module: torch.nn.Module) -> None:
     if not trained and not any(origin.built for origin in origin_of.values()):
         return
     copied = {sketch(tensor) for tensor in trained} - {0}
-    for entry in contents.tensors:
-        built = origin_of[entry.group].built.get(entry.suffix)
-        if not entry.is_frozen:
-            continue
-        if built is None:
-            is_changed = bool(copied) and sketch(entry.tensor) in copied
+    for entry in (entry for entry in contents.tensors if entry.is_frozen):
+        origin = origin_of[entry.group]
+        if built := origin.built.get(entry.suffix):
+            has_layout = layout_of(entry.tensor) == built.layout
+            origin.is_changed |= has_layout and built.differs_from(entry.tensor, None, number=1)
         else:
-            has_layout = is_readable(entry.tensor) and layout_of(entry.tensor) == built.layout
-            is_changed = has_layout and built.differs_from(entry.tensor, None, number=1)
-        origin_of[entry.group].is_changed |= is_changed
+            origin.is_changed |= bool(copied) and sketch(entry.tensor) in copied
 
 
 def watch_base(engine: Any, served: ServedEngine) -> Base:
@@ -283,9 +274,9 @@ def watch_base(engine: Any, served: ServedEngine) -> Base:
     for name, parameter in base.contents.parameters.items():
         if parameter in in_optimizer and parameter.requires_grad:
             base.origin_of[name].maker = max(base.origin_of[name].maker, Maker.OPTIMIZER)
-    inits = rewritten(engine.module)
-    at_random = [name for name in inits if not base.origin_of[name].head]
-    for name in {*built_once(engine.module), *at_random}:
+    inits = tuners.rewritten(engine.module)
+    at_random = [name for name in inits if name in base.origin_of and not base.origin_of[name].head]
+    for name in {*tuners.built_once(engine.module), *at_random}:
         base.origin_of[name].maker = max(base.origin_of[name].maker, Maker.PROGRAM_ONCE)
     if at_random:
         warn(
@@ -294,7 +285,9 @@ def watch_base(engine: Any, served: ServedEngine) -> Base:
             " no seed before, so no later run builds it again: checkpoints contain these weights. Set a seed before the"
             " model is built, and they are left out; or name them in patch(leave_out=[...]).",
         )
-    base.forget_other_layouts()
+    for entry in base.contents.tensors:  # what the set-up has given another dtype or partition is read once more
+        if (built := base.built(entry)) and layout_of(entry.tensor, base.shard_of(entry.tensor)) != built.layout:
+            del base.origin_of[entry.group].built[entry.suffix]
 
     def begin(engine: Any) -> None:
         handle.remove()  # once is enough

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -102,11 +102,9 @@ class Content:
             shard: see `read`.
             number: 0 to compare all rows, else which share: of 16 consecutive numbers, each row has one.
         """
-        if self.sums is None or not is_readable(tensor):
-            return False
         layout = layout_of(tensor, shard)
-        if layout != self.layout:
-            return True
+        if layout is None or layout != self.layout or self.sums is None:
+            return layout is not None
         place = number % max(min(len(self.sums), SHARES), 1)
         now = _sums_of_rows(tensor, shard, layout, place if number else None)[1]
         rows = slice(place, None, SHARES) if number else slice(None)
@@ -132,18 +130,14 @@ def unread(tensor: torch.Tensor, shard: Shard | None = None) -> Content:
 def read(tensor: torch.Tensor, shard: Shard | None = None) -> Content:
     """Read this rank's part of a tensor, of any dtype, shape and device.
 
-    It cannot be read if ZeRO++ has quantized its partitions or they are on NVMe, and if it is a tensor subclass (see
-    `parameters.Contents`), sparse, quantized by torch itself, or on the device "meta".
-
     Args:
         tensor: whole, or partitioned by ZeRO-3: then each rank reads its own partition.
         shard: what this rank has of it; None if every rank has the same, or a partition of ZeRO-3's.
     """
-    content = unread(tensor, shard)
-    if is_readable(tensor):
-        content.layout = layout_of(tensor, shard)
-        content.first, content.sums = _sums_of_rows(tensor, shard, content.layout)
-        content.some = _some_values(tensor)
+    content, layout = unread(tensor, shard), layout_of(tensor, shard)
+    if layout is not None:
+        first, sums = _sums_of_rows(tensor, shard, layout)
+        content = replace(content, layout=layout, first=first, sums=sums, some=_some_values(tensor))
     return content
 
 
@@ -201,7 +195,7 @@ def sketch(tensor: torch.Tensor) -> int:
     """
     import torch
 
-    if not is_readable(tensor):
+    if layout_of(tensor) is None:
         return 0
     values = _own_values(tensor)
     first = values[:4096].view(torch.uint8).view(-1, values.element_size())
@@ -210,18 +204,30 @@ def sketch(tensor: torch.Tensor) -> int:
     return digest((values.dtype, len(values), first.cpu().numpy().tobytes()))
 
 
-def layout_of(tensor: Any, shard: Shard | None = None) -> tuple[Any, Any, int, int]:
-    """The dtype and shape of a tensor, and the range of elements that this rank reads, counted in all of its shards."""
+def layout_of(tensor: Any, shard: Shard | None = None) -> tuple[Any, ...] | None:
+    """The dtype and shape of a tensor, and the range of elements that this rank reads, counted in all of its shards.
+
+    None if it cannot be read: if ZeRO++ has quantized its partitions or they are on NVMe, and if it is a tensor
+    subclass (see `parameters.Contents`), sparse, quantized by torch itself, or on the device "meta".
+    """
+    import torch
+    import torch.distributed as dist
+
+    part = getattr(tensor, "ds_tensor", tensor)
+    if inner_tensors(tensor) or part.layout != torch.strided or part.is_quantized or part.is_meta:
+        return None
+    if part.element_size() not in (*_INTEGERS, 16):
+        return None
     shape, begin, end = shape_of(tensor), 0, 0
     numel = prod(shape)
-    if hasattr(tensor, "ds_tensor"):
-        import torch.distributed as dist
-
+    if part is not tensor:
+        if part.status.name != "AVAILABLE" or hasattr(part, "ds_quant_scale"):
+            return None
         mics = getattr(tensor, "comm", None)
         group = mics.param_shard_group if mics is not None else tensor.ds_process_group
         if 0 in dist.get_process_group_ranks(group):  # else these partitions are copies (MiCS)
-            begin = min(dist.get_rank(group) * tensor.ds_tensor.ds_numel, numel)  # what is beyond is padding
-            end = min(begin + tensor.ds_tensor.ds_numel, numel)
+            begin = min(dist.get_rank(group) * part.ds_numel, numel)  # what is beyond is padding
+            end = min(begin + part.ds_numel, numel)
     else:
         # Consecutive blocks for each rank, and another first rank for each shape, to distribute small ones too.
         per_block = BLOCK_BYTES // tensor.element_size()
@@ -231,17 +237,6 @@ def layout_of(tensor: Any, shard: Shard | None = None) -> tuple[Any, Any, int, i
         blocks = -(-numel // per_block)
         begin, end = (start + min(blocks * at // copies * per_block, numel) for at in (turn, turn + 1))
     return tensor.dtype, shape, begin, end
-
-
-def is_readable(tensor: Any) -> bool:
-    """Whether the values can be read; partitions on NVMe may not be in memory."""
-    import torch
-
-    content = getattr(tensor, "ds_tensor", tensor)
-    if inner_tensors(tensor) or content.layout != torch.strided or content.is_quantized or content.is_meta:
-        return False
-    is_here = content is tensor or (content.status.name == "AVAILABLE" and not hasattr(content, "ds_quant_scale"))
-    return is_here and (content.element_size() in _INTEGERS or content.element_size() == 16)
 
 
 def _own_values(tensor: Any) -> torch.Tensor:
@@ -261,7 +256,7 @@ def _some_values(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _sums_of_rows(
-    tensor: Any, shard: Shard | None, layout: tuple[Any, Any, int, int], place: int | None = None
+    tensor: Any, shard: Shard | None, layout: tuple[Any, ...], place: int | None = None
 ) -> tuple[int, torch.Tensor]:
     """The first row of what this rank reads, and the sums of all its rows, on the CPU.
 
@@ -311,50 +306,33 @@ def row_sums(piece: torch.Tensor, offset: int, turn: int | None = None) -> tuple
         piece, offset = torch.view_as_real(piece).flatten(), 2 * offset
     piece = piece.view(getattr(torch, _INTEGERS[piece.element_size()]))
     per_row = ROW_BYTES // piece.element_size()
-    first = offset // per_row
-    sums = torch.zeros(-(-(offset + len(piece)) // per_row) - first, dtype=torch.int64, device=piece.device)
-    for place in range(min(len(sums), SHARES)):
-        if turn is None or (first + place) % SHARES == turn:
-            _add_rows(piece, offset - first * per_row, place, (first + place) % SHARES, sums)
-    return first, sums
-
-
-def _add_rows(piece: torch.Tensor, offset: int, place: int, turn: int, sums: torch.Tensor) -> None:
-    """Compute the sums of the rows `place`, `place + SHARES` and so on, which all have the same weights.
-
-    Args:
-        piece: integers.
-        offset: of the piece, from the beginning of the first row.
-        place: the first of the rows.
-        turn: their place in their blocks.
-        sums: of all rows.
-    """
-    import torch
-
-    per_row = ROW_BYTES // piece.element_size()
-    low, high = (weights[turn].to(piece.device) for weights in _weights())
-    wanted = sums[place::SHARES]
+    first, skipped = divmod(offset, per_row)
+    sums = torch.zeros(-(-(skipped + len(piece)) // per_row), dtype=torch.int64, device=piece.device)
     # 2 MiB fit into a CPU's cache, and are enough for its threads; a GPU needs more work at once.
-    at_once = min(128 if piece.device.type == "cpu" else 1024, len(wanted))
+    at_once = min(128 if piece.device.type == "cpu" else 1024, -(-len(sums) // SHARES))
     words = torch.empty(at_once, ROW_WORDS, dtype=torch.int64, device=piece.device)
-    weighed = torch.empty_like(words)
-    elements = words.view(-1).view(piece.dtype).view(at_once, per_row)
-    row = 0
-    while row < len(wanted):
-        start = (place + row * SHARES) * per_row - offset
-        count = min(at_once, (len(piece) - start - per_row) // (SHARES * per_row) + 1) if start >= 0 else 0
-        if count > 0:
-            elements[:count].copy_(piece[start:].unfold(0, per_row, SHARES * per_row)[:count])
-        else:  # the piece has only a part of this row
-            count = 1
-            words[0] = 0
-            begin, end = max(start, 0), min(start + per_row, len(piece))
-            elements[0, begin - start : end - start].copy_(piece[begin:end])
-        torch.mul(words[:count], low, out=weighed[:count])
-        totals = weighed[:count].sum(1)
-        totals += words[:count].bitwise_right_shift_(32).bitwise_and_(0xFFFFFFFF).mul_(high).sum(1)
-        wanted[row : row + count] = totals
-        row += count
+    weighed, elements = torch.empty_like(words), words.view(-1).view(piece.dtype).view(at_once, per_row)
+    for place in range(min(len(sums), SHARES)):  # each 16th row from here on has the same weights
+        if turn not in (None, (first + place) % SHARES):
+            continue
+        low, high = (weights[(first + place) % SHARES].to(piece.device) for weights in _weights())
+        row = place
+        while row < len(sums):
+            start = row * per_row - skipped
+            count = min(at_once, (len(piece) - start - per_row) // (SHARES * per_row) + 1) if start >= 0 else 0
+            if count > 0:
+                elements[:count].copy_(piece[start:].unfold(0, per_row, SHARES * per_row)[:count])
+            else:  # the piece has only a part of this row
+                count = 1
+                words[0] = 0
+                begin, end = max(start, 0), min(start + per_row, len(piece))
+                elements[0, begin - start : end - start].copy_(piece[begin:end])
+            torch.mul(words[:count], low, out=weighed[:count])
+            totals = weighed[:count].sum(1)
+            totals += words[:count].bitwise_right_shift_(32).bitwise_and_(0xFFFFFFFF).mul_(high).sum(1)
+            sums[row : row + count * SHARES : SHARES] = totals
+            row += count * SHARES
+    return first, sums
 
 
 @cache

@@ -12,6 +12,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache, cached_property
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class ModuleTensor:
         group: for a part, the first name of its parameter; else its own first name.
         is_frozen: whether it belongs to the base: a frozen parameter, a part of one, or a buffer of a quantized layer.
         suffix: of a part's names, see `part_name`; else empty.
+        is_subclass: whether it is a parameter whose tensor subclass consists of other tensors.
     """
 
     names: tuple[str, ...]
@@ -65,6 +67,7 @@ class ModuleTensor:
     group: str
     is_frozen: bool
     suffix: str = ""
+    is_subclass: bool = False
 
     @property
     def name(self) -> str:
@@ -74,14 +77,7 @@ class ModuleTensor:
     @property
     def nbytes(self) -> int:
         """Its size in bytes; 0 for a tensor subclass, whose parts are counted."""
-        return 0 if self.kind == PARAMETER and self.is_subclass else numel_of(self.tensor) * self.tensor.element_size()
-
-    @property
-    def is_subclass(self) -> bool:
-        """Whether it is a tensor subclass that consists of other tensors."""
-        import torch
-
-        return not isinstance(getattr(torch, self.dtype, None), torch.dtype)
+        return 0 if self.is_subclass else prod(self.shape) * self.tensor.element_size()
 
 
 def is_of_lora(name: str) -> bool:
@@ -146,11 +142,6 @@ def prefix_of(names: Iterable[str]) -> str:
 def shape_of(parameter: torch.Tensor) -> tuple[int, ...]:
     """The shape of the whole parameter, even if ZeRO-3 has partitioned it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def numel_of(parameter: torch.Tensor) -> int:
-    """The number of elements of the whole parameter, even if ZeRO-3 has partitioned it."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def dtype_of(parameter: torch.Tensor) -> str:
@@ -238,10 +229,11 @@ class Contents:
         first = {name: all_names[0] for all_names in names.values() for name in all_names}
         by_parameter: dict[str, list[ModuleTensor]] = {}
         for parameter, all_names in names.items():
-            tensor = described(settings_of(parameter)) if inner_tensors(parameter) else parameter
-            is_frozen = not parameter.requires_grad
+            is_subclass, is_frozen = bool(inner_tensors(parameter)), not parameter.requires_grad
+            tensor = described(settings_of(parameter)) if is_subclass else parameter
+            shape, dtype = shape_of(parameter), dtype_of(parameter)
             whole = ModuleTensor(
-                all_names, PARAMETER, shape_of(parameter), dtype_of(parameter), tensor, all_names[0], is_frozen
+                all_names, PARAMETER, shape, dtype, tensor, all_names[0], is_frozen, is_subclass=is_subclass
             )
             by_parameter[whole.name] = [whole]
         assigned = set(first)

@@ -199,22 +199,24 @@ class Counts(Callback):
 
     def __init__(self) -> None:
         self.read = [0]
-        self.original = fingerprint._add_rows
+        self.original = fingerprint.row_sums
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        def counted(piece: torch.Tensor, offset: int, place: int, turn: int, sums: torch.Tensor) -> None:
+        def counted(piece: torch.Tensor, offset: int, turn: int | None = None) -> tuple[int, torch.Tensor]:
             size = fingerprint.ROW_BYTES // piece.element_size()
-            for begin in range(place * size - offset, len(sums) * size - offset, fingerprint.SHARES * size):
-                self.read[-1] += min(begin + size, len(piece)) - max(begin, 0)
-            self.original(piece, offset, place, turn, sums)
+            for row in range(offset // size, -(-(offset + len(piece)) // size)):
+                if turn in (None, row % fingerprint.SHARES):
+                    begin = row * size - offset
+                    self.read[-1] += min(begin + size, len(piece)) - max(begin, 0)
+            return self.original(piece, offset, turn)
 
-        fingerprint._add_rows = counted
+        fingerprint.row_sums = counted
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self.read.append(0)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        fingerprint._add_rows = self.original
+        fingerprint.row_sums = self.original
 
 
 def saves_and_resumes(out: str, stage: int) -> tuple[list[int], list[int], int]:

@@ -18,7 +18,6 @@ from memory import memory, reset_peak_memory
 from safetensors.torch import load_file
 
 import ds_frozen_patch
-from ds_frozen_patch.parameters import numel_of
 from ds_frozen_patch.tools.consolidate import OutputReader
 
 pytestmark = pytest.mark.promise(8)
@@ -381,7 +380,9 @@ def save_and_measure(out: str) -> tuple[int, int]:
     reset_peak_memory()
     before = memory("VmRSS")
     trainer.save_checkpoint(f"{out}/weights.ckpt", weights_only=True)
-    frozen = sum(numel_of(p) * p.element_size() for p in module.parameters() if not p.requires_grad)
+    frozen = sum(
+        getattr(p, "ds_numel", p.numel()) * p.element_size() for p in module.parameters() if not p.requires_grad
+    )
     return memory("VmHWM") - before, frozen
 
 

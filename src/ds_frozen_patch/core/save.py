@@ -132,8 +132,8 @@ def begin(
         raise
     if is_managed and save.opens_disk and save.is_on_own_disk():
         save.open()
-    if base is not None and (base.changed or not base.is_agreed):
-        leaving_out.keep_changed(save, base)
+    if base is not None and (base.changed or not (base.is_known and base.is_agreed)):
+        leaving_out.settle(save, base)
     return save
 
 

@@ -109,7 +109,8 @@ def agree(load: Load, what: str, problem: Exception | None = None) -> bool:
     now = settings()
     request = f"{what}, verify_base={now.verify_base!r}, elastic={now.elastic!r}, {now.restart_optimizer=}"
     save = digest(load.record.save) if load.record is not None else 0
-    numbers = [problem is not None, digest(request), _knows_base(load), save]
+    is_unverified = getattr(load.engine, "module", None) is None or now.verify_base == "off"
+    numbers = [problem is not None, digest(request), is_unverified or Base(load.engine).is_as_recorded(), save]
     everyone = gather_numbers(numbers, load.owner.device)
     load.base_is_known = all(rank_numbers[2] for rank_numbers in everyone)
     if any(rank_numbers[0] for rank_numbers in everyone):
@@ -121,12 +122,6 @@ def agree(load: Load, what: str, problem: Exception | None = None) -> bool:
             f"The ranks load different checkpoints ({differing}). Give every rank the same path and settings."
         )
     return len({rank_numbers[3] for rank_numbers in everyone}) == 1
-
-
-def _knows_base(load: Load) -> bool:
-    """Whether this rank knows the fingerprints of what is frozen, and it has not changed since."""
-    module = getattr(load.engine, "module", None)
-    return module is None or settings().verify_base == "off" or Base(load.engine).is_as_recorded()
 
 
 def raise_on_all_ranks(load: Load, problem: Exception | None) -> None:

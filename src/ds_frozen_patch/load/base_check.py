@@ -14,7 +14,7 @@ from ..settings import current
 from .running import Load
 from .strictness import check_left_out, left_out_by_others
 
-_FLOATING = ("float64", "float32", "float16", "bfloat16")
+_FLOATING = {"float64", "float32", "float16", "bfloat16"}
 
 
 def check_base(
@@ -51,24 +51,9 @@ def check_base(
         return may_be_missing
     if strict:
         check_left_out(manifest, held, load)
-    verify_base(manifest, held, load)
-    return manifest.names
-
-
-def verify_base(manifest: Manifest, held: Mapping[str, ModuleTensor], load: Load) -> None:
-    """Compare the fingerprints of what was left out with those of the module; every rank must call it.
-
-    Args:
-        manifest: of the checkpoint.
-        held: the contents of the module, by all names.
-        load: the running load.
-
-    Raises:
-        CheckpointMismatchError: they differ, and `verify_base` is "error".
-    """
     how = current().verify_base
     if how == "off":
-        return
+        return manifest.names
     # By all names, because what was tied at the save need not be tied now. The first of tied names counts.
     pairs = {held[name]: (name, saved) for saved in manifest.left_out for name in reversed(saved.names) if name in held}
     differ, unread = _compare(pairs, load)
@@ -80,7 +65,7 @@ def verify_base(manifest: Manifest, held: Mapping[str, ModuleTensor], load: Load
             f" {named(unread)}",
         )
     if not differ:
-        return
+        return manifest.names
     message = "\n".join(
         [
             f"The base is not the one that the checkpoint was saved with: {len(differ)} of {len(pairs)}"
@@ -97,11 +82,7 @@ def verify_base(manifest: Manifest, held: Mapping[str, ModuleTensor], load: Load
     if how == "error":
         raise CheckpointMismatchError(message)
     warn(load.owner, message)
-
-
-def _is_rounded(saved: LeftOut, now: ModuleTensor) -> bool:
-    """Whether a base may be the saved one in another precision."""
-    return saved.dtype in _FLOATING and now.dtype in _FLOATING
+    return manifest.names
 
 
 def _compare(pairs: Mapping[ModuleTensor, tuple[str, LeftOut]], load: Load) -> tuple[list[str], list[str]]:
@@ -117,7 +98,7 @@ def _compare(pairs: Mapping[ModuleTensor, tuple[str, LeftOut]], load: Load) -> t
     differ, unread = [], []
     for entry, (name, saved) in pairs.items():
         now = print_of.get(entry)
-        if saved.dtype != entry.dtype and not _is_rounded(saved, entry):
+        if saved.dtype != entry.dtype and not {saved.dtype, entry.dtype} <= _FLOATING:  # else it may be rounded
             differ.append(f"- {name}: saved as {saved.dtype}, now {entry.dtype}")
         elif now is None:
             unread.append(name)

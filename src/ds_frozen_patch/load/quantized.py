@@ -13,7 +13,6 @@ from ..common.errors import CheckpointMismatchError, named
 from ..engine.owner import warn
 from ..manifest import Manifest
 from ..parameters import (
-    PARAMETER,
     PART,
     ModuleTensor,
     described,
@@ -78,7 +77,7 @@ def _is_same(value: Any, now: ModuleTensor, held: Mapping[str, ModuleTensor]) ->
     """Whether a value in a checkpoint equals the module's."""
     import torch
 
-    if now.kind == PARAMETER and now.is_subclass:
+    if now.is_subclass:
         inner = inner_tensors(value)
         same = [_is_same(part, held[part_name(now.name, f".{rest}")], held) for rest, part in inner.items()]
         return bool(same) and all(same) and torch.equal(described(settings_of(value)), now.tensor)

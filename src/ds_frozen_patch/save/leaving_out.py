@@ -11,7 +11,6 @@ from ..base import Base, optimized
 from ..common.errors import named
 from ..common.text import human_bytes
 from ..engine.owner import Owner, is_first, warn
-from ..engine.tuners import unmerged
 from ..fingerprint import sketch
 from ..parameters import PARAMETER
 from .running import Save
@@ -28,25 +27,25 @@ _AT_RANDOM = (
 )
 
 
-def keep_changed(save: Save, base: Base) -> None:
-    """Save what a rank has seen changed, since no base has its values; every rank must call it."""
-    changed = base.keep_changed()
+def settle(save: Save, base: Base) -> None:
+    """Save what is no base, and say why; see `Base.settle`."""
+    changed, drawn = base.settle()
     if new := [name for name in sorted(changed) if save.served.is_first_time(f"changed: {name}")]:
         warn(save.owner, _CHANGED.format(named(new)))
+    if drawn:
+        warn(save.owner, _AT_RANDOM.format(named(sorted(drawn))))
 
 
 def describe(save: Save, base: Base) -> manifest.Manifest:
     """The manifest of what a save leaves out, with fingerprints as built; every rank must call it."""
-    if base.left_out and (merged := unmerged(save.engine.module)):
+    if base.left_out and base.merged:
         save.served.log_once(
             "merged adapters",
             "PEFT has merged adapters into the base and taken them out again, which rounds some of its values"
-            f" ({named(sorted(merged))}). Checkpoints record the base as the program built it, and a resume begins with"
-            " that.",
+            f" ({named(sorted(base.merged))}). Checkpoints record the base as the program built it, and a resume begins"
+            " with that.",
         )
     topology = save.served.topology
-    if not base.is_known and (at_random := base.keep_drawn()):
-        warn(save.owner, _AT_RANDOM.format(named(sorted(at_random))))
     prints = base.fingerprints()
     if unread := [entry.name for entry, print_ in zip(base.left_out, prints, strict=True) if print_ is None]:
         save.served.log_once(
