@@ -37,8 +37,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-from .common.collectives import add_up, rank, world_size
 from .parameters import inner_tensors, numel_of, shape_of
+from .ranks import add_up, rank, world_size
 
 if TYPE_CHECKING:
     import torch

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 ROOT = Path(ds_frozen_patch.__file__).parent
 ROOMS = (
     ("common", "checkpoint.names"),
-    ("publish", "settings", "testing"),
+    ("publish", "ranks", "settings", "testing"),
     ("parameters",),
     ("fingerprint",),
     ("workarounds",),

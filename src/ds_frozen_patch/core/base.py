@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..common.collectives import on_any_rank
 from ..engine.origins import Origin, origins
 from ..engine.owner import Owner, warn
 from ..engine.topology import is_divided
 from ..engine.tuners import built_once, rewritten
 from ..parameters import BUFFER, PARAMETER, PART, Contents, ModuleTensor
+from ..ranks import on_any_rank
 from ..settings import current as settings
 from ..workarounds.for_deepspeed import has_plain_optimizer
 

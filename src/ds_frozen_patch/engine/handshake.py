@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from ..common.collectives import default_store, rank, world_size
 from ..common.errors import PatchError
 from ..common.versions import version_of
+from ..ranks import default_store, rank, world_size
 from ..settings import current
 
 WAIT_SECONDS = 5.0

@@ -18,9 +18,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from ..common.collectives import digest, world_size
 from ..fingerprint import Content, Shard, is_readable, layout_of, own_values, read, row_sums
 from ..parameters import PARAMETER, PART, Contents, ModuleTensor, part_suffix, plain
+from ..ranks import digest, world_size
 from ..settings import current as settings
 from .served import ServedEngine, attached
 from .topology import shard_of

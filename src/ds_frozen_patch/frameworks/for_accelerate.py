@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..common.collectives import gather
 from ..common.overrides import Attributes, overridden
 from ..common.probing import Finding, Installed, Target
 from ..engine.owner import is_first
@@ -23,6 +22,7 @@ from ..publish import in_flight
 from ..publish.durable import entries
 from ..publish.journal import is_not_whole
 from ..publish.notes import notes
+from ..ranks import gather
 from ..save.around import Around
 from .newest import last_whole
 from .plain import logger_of, owner_of

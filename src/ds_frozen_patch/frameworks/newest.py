@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..common.collectives import rank
+from ..ranks import rank
 
 
 def last_whole(folders: Sequence[Path], is_whole: Callable[[Path], bool], logger: logging.Logger) -> Path | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..checkpoint.zero.layout import finished, latest_tag
-from ..common.collectives import default_store, digest, gather, gather_numbers, world_size
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..core.base import frozen
 from ..engine.origins import built_of, differing, origins
@@ -19,6 +18,7 @@ from ..fingerprint import is_readable
 from ..parameters import Contents
 from ..publish.journal import prepared
 from ..publish.publication import finish_as
+from ..ranks import default_store, digest, gather, gather_numbers, world_size
 from ..settings import current as settings
 from .files import check_files, own_share, read_record, share
 from .listing import Listing, list_all, list_own

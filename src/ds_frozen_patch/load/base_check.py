@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..common.collectives import on_any_rank
 from ..common.errors import CheckpointMismatchError, named
 from ..engine.origins import built_of, differing, origins, record
 from ..engine.owner import warn
@@ -13,6 +12,7 @@ from ..engine.topology import shard_of
 from ..fingerprint import fingerprints, read
 from ..manifest import LeftOut, Manifest
 from ..parameters import BUFFER, ModuleTensor
+from ..ranks import on_any_rank
 from ..settings import current
 from .running import Load
 from .strictness import check_left_out, left_out_by_others

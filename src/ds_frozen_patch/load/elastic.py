@@ -24,13 +24,13 @@ from ..checkpoint.zero.labels import ELASTIC_KEY
 from ..checkpoint.zero.resharding import Resharding, optimizer_name, target_for
 from ..checkpoint.zero.selection import Selection, fresh_storage
 from ..checkpoint.zero.states import FLAT_MASTERS, masters_key, read_states
-from ..common.collectives import gather_numbers
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..common.overrides import Attributes, overridden
 from ..engine.gathering import gathered
 from ..engine.owner import is_first
 from ..engine.served import attached
 from ..parameters import Contents
+from ..ranks import gather_numbers
 from ..settings import current
 from ..workarounds.for_deepspeed import has_plain_optimizer
 from ..workarounds.old_deepspeed import ignores_round_robin

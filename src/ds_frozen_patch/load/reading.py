@@ -13,11 +13,11 @@ from ..checkpoint.names import RECORD
 from ..checkpoint.zero.labels import get_label
 from ..checkpoint.zero.layout import latest_tag
 from ..checkpoint.zero.states import FileDigests, check_digests_agree
-from ..common.collectives import digest, gather, gather_numbers
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..common.overrides import Attributes
 from ..engine.owner import warn
 from ..manifest import KEY, Manifest, digest_of
+from ..ranks import digest, gather, gather_numbers
 from .agreement import raise_on_all_ranks
 from .files import check_save
 from .running import Load

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..common.collectives import digest, gather, gather_numbers
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..core.record import File
 from ..engine.origins import Changes
+from ..ranks import digest, gather, gather_numbers
 from ..settings import FLAG
 from ..settings import current as settings
 from .running import Save

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..common.collectives import gather, gather_numbers
 from ..common.errors import CheckpointError
 from ..common.text import human_bytes
 from ..engine.owner import Owner
+from ..ranks import gather, gather_numbers
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NEARLY_FULL = 16 * 2**20

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 from .. import manifest
-from ..common.collectives import add_up, world_size
 from ..common.errors import named
 from ..common.text import human_bytes
 from ..core.base import optimized
@@ -15,6 +14,7 @@ from ..engine.topology import shard_of
 from ..engine.tuners import unmerged
 from ..fingerprint import fingerprints
 from ..parameters import PARAMETER
+from ..ranks import add_up, world_size
 from ..settings import current as settings
 from .running import Save
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ..common.collectives import digest
 from ..common.errors import CheckpointError
 from ..core.record import File, listing
+from ..ranks import digest
 from . import export_trained
 from .running import Save
 
