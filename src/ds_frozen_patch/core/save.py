@@ -27,9 +27,9 @@ from ..engine.served import ServedEngine, attached_at_save
 from ..parameters import plain
 from ..publish import in_flight
 from ..publish.publication import is_local
-from ..save import agreement, background, client_state, export_trained, leaving_out
+from ..save import agreement, client_state, export_trained, leaving_out, publishing
+from ..save.agreement import SaveRanks
 from ..save.copies import warn_of_copies
-from ..save.publishing import publish
 from ..save.running import Save, current, place_of
 from ..save.writing import warn_of_late_writes, writes_before_it_returns, writing
 from ..settings import FLAG
@@ -78,7 +78,7 @@ def saving(engine: Any, served: ServedEngine, folder: Path, tag: str, exclude: b
         save = begin(engine, served, target, "a checkpoint", exclude, shown=shown, folder=folder, is_managed=is_managed)
         saves.append(save)
         if settings().async_save:
-            background.prepare(save)
+            publishing.prepare_to_record(save)
         try:
             with set_to(current, save):
                 yield save
@@ -86,14 +86,13 @@ def saving(engine: Any, served: ServedEngine, folder: Path, tag: str, exclude: b
             save.discard()
             raise
         if save.recorder is not None:
-            background.start(save)
-        elif not save.place.is_managed:
-            agreement.agree_on_end(save)
-            if save.export is not None:
-                export_trained.write(save, save.export)
-                agreement.agree_on_end(save)
+            publishing.start(save)
+        elif save.place.is_managed:
+            publishing.publish(save)
         else:
-            publish(save, partial(agreement.agree_on_end, save))
+            save.ranks.step("write its files")
+            if save.export is not None:
+                save.ranks.step("export", partial(export_trained.write, save, save.export))
 
 
 def begin(
@@ -124,6 +123,7 @@ def begin(
     """
     in_flight.wait()
     save = Save(engine, served, place_of(engine, served, path, folder, shown, is_managed), None)
+    save.ranks = save.failures = SaveRanks(save.owner.device, shown, save.clean_up)
     origin_of = origins(engine.module) if exclude else {}
     candidates = save.left_out = base.to_leave_out(engine, save.contents, origin_of) if exclude else None
     seen = since_start(engine, served, origin_of, candidates or ())

@@ -22,7 +22,6 @@ from ..publish import in_flight
 from ..publish.durable import entries
 from ..publish.journal import is_not_whole
 from ..publish.notes import notes
-from ..ranks import gather
 from ..save.around import Around
 from .newest import last_whole
 from .plain import logger_of, owner_of
@@ -75,7 +74,8 @@ def save_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, .
         return wrapped(*args, **kwargs)
     around, limit = Around(served.owner, Path(folder)), project.total_limit
     settings: Attributes = [(project, "total_limit", None)]
-    if is_numbered and any(gather(_was_interrupted(Path(folder)))):
+    look = partial(_was_interrupted, Path(folder))
+    if is_numbered and any(map(any, around.ranks.step("look for an interrupted save", lambda: [look()], 1))):
         call.arguments["output_dir"] = str(folder)
         settings.append((project, "automatic_checkpoint_naming", False))
     writers = [(sys.modules[TARGET.module], name) for name in _WRITERS]

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count
 from typing import Any
 
 from ..checkpoint.zero.states import FileDigests
@@ -16,8 +15,6 @@ from ..parameters import Contents, ModuleTensor
 
 current: ContextVar[Load | None] = ContextVar("ds_frozen_patch_load", default=None)
 """The load that is running, for what DeepSpeed calls back."""
-
-_numbers = count()
 
 
 @dataclass
@@ -38,9 +35,7 @@ class Load:
         read: what identifies the files that DeepSpeed has read on this rank.
         module: the module's state dict in this rank's file, where DeepSpeed replaces it by another.
         state: the part of the checkpoint's own state that is needed afterwards.
-        number: of the load in this process.
         attempts: how often it has begun.
-        listings: how many listings of files the ranks have shared.
     """
 
     owner: Owner
@@ -56,8 +51,6 @@ class Load:
     read: list[FileDigests] = field(default_factory=list)
     module: Mapping[str, Any] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
-    number: int = field(default_factory=lambda: next(_numbers))
-    listings: int = 0
     attempts: int = 1
 
     def begin_again(self) -> None:

@@ -12,7 +12,7 @@ from ..engine.served import ServedEngine
 from ..publish.durable import entries, sync_folder, sync_tree
 from ..publish.notes import OURS
 from ..settings import current as settings
-from .failures import Failures
+from .agreement import SaveRanks
 
 _CLOCKS_DIFFER = 60.0
 """Seconds by which the clock of a file server may be behind."""
@@ -22,11 +22,11 @@ class Around:
     """One save by a framework, from before its first file to after its last.
 
     Attributes:
-        failures: in what the framework writes.
+        ranks: lets the ranks agree; also as `failures`, where it only records errors.
     """
 
     def __init__(self, owner: Owner, folder: Path) -> None:
-        self.failures = Failures(owner, folder)
+        self.ranks = self.failures = SaveRanks(owner.device, folder, lambda: ("It lacks these files now.", False))
         self._folder = folder
         self._since = time.time() - _CLOCKS_DIFFER
 
@@ -39,17 +39,16 @@ class Around:
         Raises:
             CheckpointError: a rank could not write or sync its files.
         """
-        self._raise()
-        if not settings().fsync:
-            return
-        if served.publishes:
-            with self.failures.deferred(self._folder):
-                for item in entries(self._folder):
-                    with suppress(FileNotFoundError, PermissionError):  # other programs have files here too
-                        if self._is_new(item):
-                            sync_tree(item)
-                sync_folder(self._folder)
-        self._raise()
+        self.ranks.step("write beside the engine's files")
+        if settings().fsync:
+            self.ranks.step("sync what was written", self._sync if served.publishes else None)
+
+    def _sync(self) -> None:
+        for item in entries(self._folder):
+            with suppress(FileNotFoundError, PermissionError):  # other programs have files here too
+                if self._is_new(item):
+                    sync_tree(item)
+        sync_folder(self._folder)
 
     def _is_new(self, item: Path) -> bool:
         """Whether the framework has written it in this save; an engine syncs its files itself."""
@@ -57,7 +56,3 @@ class Around:
         if item.is_symlink() or any(is_state(name) or name.startswith(OURS) for name in names):
             return False
         return (item.is_dir() or item.is_file()) and item.stat().st_mtime >= self._since
-
-    def _raise(self) -> None:
-        if self.failures.any():
-            raise self.failures.error("It lacks these files now.")
