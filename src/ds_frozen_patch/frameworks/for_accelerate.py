@@ -22,7 +22,7 @@ from ..publish import in_flight
 from ..publish.durable import entries
 from ..publish.journal import is_not_whole
 from ..publish.notes import notes
-from ..save.around import Around
+from ..save.agreement import Around
 from .newest import last_whole
 from .plain import logger_of, owner_of
 from .serving import owned_by

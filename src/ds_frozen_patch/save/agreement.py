@@ -9,16 +9,22 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoint.names import is_state
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..common.text import human_bytes
 from ..engine.origins import Changes
+from ..engine.owner import Owner
+from ..engine.served import ServedEngine
+from ..publish.durable import entries, sync_folder, sync_tree
+from ..publish.notes import OURS
 from ..ranks import Ranks, differences, digest, gather
 from ..settings import FLAG
 from ..settings import current as settings
@@ -28,6 +34,8 @@ if TYPE_CHECKING:
 
 _MUST_BE_EQUAL = ("keep", "leave_out", "export", "fsync", "whole_model", "async_save")
 """The settings that change what the ranks do together in a save."""
+_CLOCKS_DIFFER = 60.0
+"""Seconds by which the clock of a file server may be behind."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NEARLY_FULL = 16 * 2**20
 """torch reports a full disk by a line of its own source code, when less than this is free."""
@@ -76,6 +84,46 @@ class SaveRanks(Ranks):
             f"{self.target} {outcome}. {' '.join(errors[:2])}{more} {states} The run can go on, and save again once the"
             " cause is removed."
         )
+
+
+class Around:
+    """What a framework writes in one save beside the files of its engines: it stays there, and gets synced.
+
+    Attributes:
+        ranks: lets the ranks agree; also as `failures`, where it only records errors.
+    """
+
+    def __init__(self, owner: Owner, folder: Path) -> None:
+        self.ranks = self.failures = SaveRanks(owner.device, folder, lambda: ("It lacks these files now.", False))
+        self._folder = folder
+        self._since = time.time() - _CLOCKS_DIFFER
+
+    def end(self, served: ServedEngine) -> None:
+        """Sync what is new in the folder, and raise an error of one rank on all; every rank must call it.
+
+        Args:
+            served: an engine that was saved there, whose own files are synced already.
+
+        Raises:
+            CheckpointError: a rank could not write or sync its files.
+        """
+        self.ranks.step("write beside the engine's files")
+        if settings().fsync:
+            self.ranks.step("sync what was written", self._sync if served.publishes else None)
+
+    def _sync(self) -> None:
+        for item in entries(self._folder):
+            with suppress(FileNotFoundError, PermissionError):  # other programs have files here too
+                if self._is_new(item):
+                    sync_tree(item)
+        sync_folder(self._folder)
+
+    def _is_new(self, item: Path) -> bool:
+        """Whether the framework has written it in this save; an engine syncs its files itself."""
+        names = [item.name, *(inner.name for inner in entries(item))]
+        if item.is_symlink() or any(is_state(name) or name.startswith(OURS) for name in names):
+            return False
+        return (item.is_dir() or item.is_file()) and item.stat().st_mtime >= self._since
 
 
 def agree_on_request(save: Save, what: str, exclude: bool, changes: Changes) -> None:
