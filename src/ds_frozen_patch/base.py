@@ -20,13 +20,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from . import process
-from .common.collectives import add_up, world_size
 from .engine import tuners
 from .engine.owner import warn
 from .engine.served import ServedEngine, attached
 from .engine.topology import is_divided, shard_of
 from .fingerprint import Content, Shard, fingerprints, layout_of, read, sketch, unread
 from .parameters import BUFFER, PARAMETER, PART, Contents, ModuleTensor, plain
+from .ranks import add_up, world_size
 from .settings import current as settings
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class Base:
         compared = [entry for entry in self.left_out if entry.group not in overruled]
         unchanged = [entry for entry in compared if not self.origin_of[entry.group].is_changed]
         differ = self.differing(unchanged, served.comparisons)
-        self.merged = tuners.unmerged(self._engine.module) if tuners.largest_merged else {}
+        self.merged = tuners.unmerged(self._engine.module) if process.state.merged else {}
         served.comparisons += bool(self.left_out)
         self.record(self.left_out)
         rounded = {

@@ -38,8 +38,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-from .common.collectives import add_up, digest, rank, world_size
 from .parameters import inner_tensors, shape_of
+from .ranks import add_up, digest, rank, world_size
 
 if TYPE_CHECKING:
     import torch

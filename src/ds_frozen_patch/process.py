@@ -27,12 +27,11 @@ class State:
         settings: of the `patch()` in force; None for those of the environment.
         engines: what is known of each engine; None for one that is passed on, as without `patch()`.
         warned: the engines of which the program was told that they are not known.
-        store: the process group's store through which the ranks have agreed on their settings.
+        agreed: the stores through which the ranks have agreed on their settings.
         in_flight: kept: the save that training does not wait for, until somebody (`unpatch()`, too) has waited for it.
         at_end: kept: what lets a process, by its number, end only when no save is in flight.
         full_requests: kept: how many blocks of `full_checkpoint()` the program is in.
         no_waits: kept: how many blocks of `no_wait()` the program is in.
-        agreements: kept: how often the ranks have agreed on their settings, since keys in a store cannot be used twice.
         hooked: kept: the modules whose import calls us: wrapt cannot remove a hook.
         origins: kept: by module, for each of its parameters and buffers by name, its identity and where its values come
             from. What was trained or replaced is no base of later engines either.
@@ -45,18 +44,17 @@ class State:
     settings: Settings | None = None
     engines: WeakKeyDictionary[Any, ServedEngine | None] = field(default_factory=WeakKeyDictionary)
     warned: WeakSet[Any] = field(default_factory=WeakSet)
-    store: Any = None
+    agreed: WeakSet[Any] = field(default_factory=WeakSet)
     in_flight: InFlight | None = None
     at_end: dict[int, Finalize] = field(default_factory=dict)
     full_requests: int = 0
     no_waits: int = 0
-    agreements: int = 0
     hooked: set[str] = field(default_factory=set)
     origins: WeakKeyDictionary[Any, dict[str, tuple[int, Origin]]] = field(default_factory=WeakKeyDictionary)
     merged: WeakKeyDictionary[Any, dict[str, Any]] = field(default_factory=WeakKeyDictionary)
 
 
-_KEPT = ("in_flight", "at_end", "full_requests", "no_waits", "agreements", "hooked", "origins", "merged")
+_KEPT = ("in_flight", "at_end", "full_requests", "no_waits", "hooked", "origins", "merged")
 
 state = State()
 """Of this process. Look it up in this module each time, since `drop` replaces it."""

@@ -1,13 +1,14 @@
-"""Ranks agree before a save and before a load: what happens if they differ. `test_scale` counts the collectives."""
+"""How ranks agree: if one raises in a step of a save or a load, all do; and what happens if ranks are not alike."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import count
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,65 +16,227 @@ import pytest
 import torch
 from kit import owners, runs
 from kit.checkpoints import model_states
+from kit.owners import Run
 from kit.processes import RankError
 
 import ds_frozen_patch
 from ds_frozen_patch import PatchError
+from ds_frozen_patch.checkpoint.names import RECORD
 from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.engine import handshake
 from ds_frozen_patch.publish.journal import is_unfinished
-from ds_frozen_patch.save import agreement
+from ds_frozen_patch.ranks import Ranks
 
 pytestmark = [pytest.mark.promise(18), pytest.mark.everyday]
 
 
-# Ranks that are unlike: what rank 1 does otherwise, and what is said of it on each rank.
+# Each step of a save and a load
 
 
-def set_up_unlike(out: str, how: str) -> tuple[str, str, float]:
-    """Give rank 1 a different setting; return what this rank raises before the first step, and when."""
-    odd = os.environ["RANK"] == "1"
+@contextmanager
+def steps(happens: Callable[[int, str], None] = lambda *_: None) -> Iterator[list[str]]:
+    """The names of the steps that this rank takes meanwhile; in each something happens, given its number and name."""
+    names: list[str] = []
+    take = Ranks.step
+
+    def take_and_happen(ranks: Any, what: str, local: Any = None, width: int = 0) -> Any:
+        happen = partial(happens, len(names), what)
+        names.append(what)
+        return take(ranks, what, lambda: happen() or (local and local()), width)
+
+    with overridden([(Ranks, "step", take_and_happen)]):
+        yield names
+
+
+def save(run: Run, place: Path) -> None:
+    run.save(place)
+    ds_frozen_patch.wait()
+
+
+def load_without_record(run: Run, place: Path) -> None:
+    if torch.distributed.get_rank() == 0:
+        (place / RECORD).unlink(missing_ok=True)
+    torch.distributed.barrier()
+    run.load(place)
+
+
+LOCAL_DISKS = {"checkpoint": {"use_node_local_storage": True}}
+KINDS: dict[str, tuple[str, int, Any, dict[str, Any], dict[str, Any]]] = {
+    "a save": ("deepspeed", 2, save, {}, {}),
+    "a save to local disks": ("deepspeed", 3, save, LOCAL_DISKS, {"export": "safetensors"}),
+    "a save of Accelerate": ("accelerate", 2, save, {}, {}),
+    "an async save": ("deepspeed", 2, save, {}, {"async_save": True}),
+    "an async save to local disks": ("deepspeed", 3, save, LOCAL_DISKS, {"async_save": True}),
+    "a load": ("deepspeed", 2, Run.load, {}, {}),
+    "a load from local disks": ("deepspeed", 3, Run.load, LOCAL_DISKS, {}),
+    "a load without a record": ("deepspeed", 3, load_without_record, {}, {}),
+    "a load in another stage": ("deepspeed", 3, Run.load, {}, {"elastic": True}),
+}
+
+
+def fail_in_each_step(out: str, kind: str) -> list[tuple[str, int, str, str]]:
+    """Raise in each step on each rank; return the step, the rank, and the error that this rank gets."""
+    by, stage, act, config, settings = KINDS[kind]
+    found, place = [], Path(out, "epoch0")
+    with owners.served(**settings):
+        run = Run(by, out, 2, 2 if "another" in kind else stage, config=config)
+        run.train(epochs=1)
+        ds_frozen_patch.wait()
+        run = Run(by, out, 2, stage, config=config) if "another" in kind else run
+        with steps() as names:
+            act(run, place)
+        for number, odd in product(range(len(names)), (0, 1)):
+
+            def fail(now: int, _: str, at: int | None = number if os.environ["RANK"] == str(odd) else None) -> None:
+                if now == at:
+                    raise OSError("broken on purpose")
+
+            begun = time.monotonic()
+            with steps(fail):
+                error, text = runs.outcome(act, run, place)
+            assert time.monotonic() - begun < 20
+            found.append((names[number], odd, error, text))
+        act(run, place)  # the run can go on
+    return found
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_in_each_step(ranks: Any, tmp_path: Path, kind: str) -> None:
+    first, second = ranks(2, fail_in_each_step, out=str(tmp_path), kind=kind)
+    assert first == second
+    assert len(first) >= 4
+    for step, odd, error, text in first:
+        assert error == "CheckpointError", (step, odd, text)
+        assert "broken on purpose" in text
+        assert [number for number in (0, 1) if f"Rank {number}: {tmp_path}" in text] == [odd], (step, text)
+        outcome = "was saved, but an error has followed" if "is the new checkpoint" in text else "was not saved"
+        assert "load" in kind or f" {outcome}. Rank" in text, (step, text)
+    assert not ds_frozen_patch.verify(tmp_path / ("epoch0" if "Accelerate" in kind else "")).problems
+    assert not is_unfinished(tmp_path / "epoch0")
+
+
+def load_by_own_path(out: str, odd: int, latest: bytes | None) -> tuple[str, str]:
+    """Load by a path of each rank's own, one of which has a `latest` that cannot be read; None is for a folder."""
+    own = Path(out, os.environ["RANK"])
+    own.mkdir()
+    (own / "epoch0").symlink_to(Path(out, "epoch0"))
+    content = latest if own.name == str(odd) else b"epoch0"
+    (own / "latest").mkdir() if content is None else (own / "latest").write_bytes(content)
+    with owners.served():
+        run = Run("deepspeed", out, 2, 2)
+        run.train(epochs=1)
+        return runs.outcome(run.engine.load_checkpoint, str(own))
+
+
+@pytest.mark.short
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("latest", "odd", "kind", "said"),
+    [
+        (b"\xff\xfe", 0, "CheckpointError", "/0 has no subdirectory"),
+        (b"\xff\xfe", 1, "CheckpointError", "/1/"),
+        (None, 0, "CheckpointMismatchError", "what is loaded: 'no checkpoint' on rank 0, 'the tag epoch0' on rank 1"),
+        (None, 1, "", ""),  # rank 0 lists the checkpoint for all
+    ],
+)
+def test_a_latest_that_one_rank_cannot_read(
+    ranks: Any, tmp_path: Path, latest: bytes | None, odd: int, kind: str, said: str
+) -> None:
+    for error, text in ranks(2, load_by_own_path, out=str(tmp_path), odd=odd, latest=latest):
+        assert error == kind, text
+        assert said in text
+
+
+def die_in_a_step(out: str, step: str) -> None:
+    """Rank 1 is gone when a save agrees that all is written, or that it has its name."""
+
+    def die(_: int, what: str) -> None:
+        if what == step and os.environ["RANK"] == "1":
+            os._exit(9)
+
+    with owners.served(), steps(die):
+        Run("deepspeed", out, 2, 2).train(epochs=1)
+
+
+@pytest.mark.short
+@pytest.mark.parametrize(
+    ("step", "said"), [("write its files", "was not saved"), ("name its files", "was saved, but not every rank has")]
+)
+def test_a_rank_that_is_gone_at_the_end_of_a_save(ranks: Any, tmp_path: Path, step: str, said: str) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2, die_in_a_step, out=str(tmp_path), step=step)
+    assert caught.value.raised[0] is not None
+    kind, text = caught.value.raised[0]
+    assert kind == "CheckpointError"
+    assert f"{tmp_path}/epoch0 {said}" in text
+    is_saved = step == "name its files"
+    assert text.endswith("is the new checkpoint, and complete." if is_saved else "There is no checkpoint there now.")
+    assert is_unfinished(tmp_path / "epoch0") != is_saved
+
+
+# Set-up: ranks that are not alike, or not there
+
+
+def run_of(out: str, stage: int = 2) -> Any:
+    """Return a trainer whose run is over."""
+    trainer = runs.trainer(out, 2, stage, epochs=1, enable_checkpointing=False)
+    trainer.fit(runs.LoraRun(), runs.batches(2))
+    return trainer
+
+
+def set_up_unlike(out: str, how: str) -> tuple[str, str]:
     told: dict[str, Any] = {"verify_base": "off", "keep": ["*.x"], "fsync": False}
-    ds_frozen_patch.patch(**{how: told[how]} if odd else {})
-    module = runs.LoraRun()
-    trainer = runs.trainer(out, 2, 2, epochs=1, enable_checkpointing=False)
-    begun = time.monotonic()
-    try:
-        trainer.fit(module, runs.batches(2))
-    except Exception as error:
-        assert not module.losses
-        return type(error).__name__, str(error), time.monotonic() - begun
-    raise AssertionError("nothing was raised")
+    ds_frozen_patch.patch(**{how: told[how]} if os.environ["RANK"] == "1" else {})
+    return runs.refusal(run_of, out)
 
 
 @pytest.mark.short
 @pytest.mark.once
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("how", ["verify_base", "keep", "fsync"])
 def test_different_settings_on_one_rank(ranks: Any, tmp_path: Path, how: str) -> None:
-    for name, text, seconds in ranks(2, set_up_unlike, alone=True, out=str(tmp_path), how=how):
+    for name, text in ranks(2, set_up_unlike, alone=True, out=str(tmp_path), how=how):
         assert name == "PatchError"
-        assert f"- rank 1: {how}=" in text
-        assert seconds < 30
+        assert f"- {how}: " in text
+        assert " on rank 1" in text
+
+
+def set_up_and_end(out: str, odd: int) -> None:
+    handshake.WAIT_SECONDS = 1
+    if os.environ["RANK"] != str(odd):
+        ds_frozen_patch.patch()
+    run_of(out)
 
 
 @pytest.mark.once
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("odd", [0, pytest.param(1, marks=pytest.mark.short)])
 def test_an_unpatched_rank(ranks: Any, tmp_path: Path, odd: int) -> None:
     """The patched rank raises; the other, which waits for it in its first step, loses the connection."""
-    with pytest.raises(AssertionError) as raised:
+    with pytest.raises(RankError) as caught:
         ranks(2, set_up_and_end, alone=True, grace=1, out=str(tmp_path), odd=odd)
-    one = raised.value.raised[1 - odd]  # type: ignore[attr-defined]
-    assert one is not None
-    assert one[0] == PatchError.__name__
-    assert f"patch() was called on this rank, but not on rank {odd}:" in one[1]
+    patched = caught.value.raised[1 - odd]
+    assert patched is not None
+    assert patched[0] == PatchError.__name__
+    assert f"patch() was called on this rank, but not on rank {odd}:" in patched[1]
+
+
+def die_in_the_handshake() -> None:
+    torch.distributed.init_process_group("gloo")
+    ds_frozen_patch.patch()
+    if os.environ["RANK"] == "0":
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    handshake.check(wait_seconds=10)
 
 
 @pytest.mark.once
 def test_a_rank_that_was_killed_is_not_taken_for_unpatched(ranks: Any) -> None:
     """Rank 0 serves the store. If it is gone, the others get torch's error, and not the advice to call patch()."""
-    with pytest.raises(AssertionError) as raised:
+    with pytest.raises(RankError) as caught:
         ranks(2, die_in_the_handshake, alone=True)
-    other = raised.value.raised[1]  # type: ignore[attr-defined]
+    other = caught.value.raised[1]
     assert other is not None
     assert other[0].startswith("Dist"), other
 
@@ -88,14 +251,12 @@ def two_process_groups_of_one_store(out: str) -> str:
     for attempt, is_patched in enumerate((True, number == 0)):
         for_gloo = torch.distributed.PrefixStore(f"gloo/{attempt}", store)  # type: ignore[attr-defined]
         torch.distributed.init_process_group("gloo", store=for_gloo, rank=number, world_size=2)
-        handshake.default_store = partial(torch.distributed.PrefixStore, "ours", store)  # type: ignore[attr-defined]
-        if is_patched:
-            ds_frozen_patch.patch()
-            try:
-                handshake.check(wait_seconds=2)
-            except PatchError as error:
-                said = str(error)
-            ds_frozen_patch.unpatch()
+        ours = torch.distributed.PrefixStore("ours", store)  # type: ignore[attr-defined]
+        with overridden([(handshake, "default_store", lambda ours=ours: ours)]):
+            if is_patched:
+                ds_frozen_patch.patch()
+                _, said = runs.outcome(partial(handshake.check, wait_seconds=2))
+                ds_frozen_patch.unpatch()
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
     return said
@@ -108,36 +269,13 @@ def test_the_handshake_is_renewed_for_another_process_group(ranks: Any, tmp_path
     assert second == ""
 
 
-def die_in_the_handshake() -> None:
-    torch.distributed.init_process_group("gloo")
-    ds_frozen_patch.patch()
-    if os.environ["RANK"] == "0":
-        time.sleep(1)
-        os.kill(os.getpid(), signal.SIGKILL)
-    handshake.check(wait_seconds=10)
-
-
-def set_up_and_end(out: str, odd: int) -> None:
-    handshake.WAIT_SECONDS = 1
-    if os.environ["RANK"] != str(odd):
-        ds_frozen_patch.patch()
-    trainer = runs.trainer(out, 2, 2, epochs=1, enable_checkpointing=False)
-    begun = time.monotonic()
-    try:
-        trainer.fit(runs.LoraRun(), runs.batches(2))
-    finally:
-        assert time.monotonic() - begun < 30
-
-
 def slow_set_up(out: str, stage: int) -> int:
     """Let one rank set up much later than the others; all are patched nevertheless."""
     handshake.WAIT_SECONDS = 0.5
     ds_frozen_patch.patch()
     if os.environ["RANK"] == "1":
         time.sleep(2)
-    trainer = runs.trainer(out, 2, stage, epochs=1, enable_checkpointing=False)
-    trainer.fit(runs.LoraRun(), runs.batches(2))
-    return int(trainer.global_step)
+    return int(run_of(out, stage).global_step)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -145,12 +283,14 @@ def test_a_late_rank(ranks: Any, tmp_path: Path, stage: int) -> None:
     assert ranks(2, slow_set_up, alone=True, out=str(tmp_path), stage=stage) == [runs.BATCHES] * 2
 
 
+# Saves and loads that are not alike
+
+
 def save_unlike(out: str, how: str) -> tuple[str, str, float, int]:
     """Ask rank 1 for a different save within a run; the run goes on."""
     ds_frozen_patch.patch()
     odd = os.environ["RANK"] == "1"
-    trainer = runs.trainer(out, 2, 2, epochs=1, enable_checkpointing=False)
-    trainer.fit(runs.LoraRun(), runs.batches(2))
+    trainer = run_of(out)
     trainer.save_checkpoint(f"{out}/a.ckpt")
     settings = {"export": {"export": "safetensors"}, "keep": {"keep": ["*"]}}
     if odd:
@@ -190,8 +330,7 @@ def test_a_different_save_on_one_rank(ranks: Any, tmp_path: Path, how: str) -> N
 
 def load_unlike(out: str) -> tuple[str, str]:
     ds_frozen_patch.patch()
-    trainer = runs.trainer(out, 2, 2, epochs=1, enable_checkpointing=False)
-    trainer.fit(runs.LoraRun(), runs.batches(2))
+    trainer = run_of(out)
     trainer.save_checkpoint(f"{out}/a.ckpt")
     if os.environ["RANK"] == "1":
         ds_frozen_patch.patch(verify_base="off")
@@ -202,14 +341,13 @@ def load_unlike(out: str) -> tuple[str, str]:
 def test_a_different_load_on_one_rank(ranks: Any, tmp_path: Path) -> None:
     for name, text in ranks(2, load_unlike, out=str(tmp_path)):
         assert name == "CheckpointMismatchError"
-        assert "rank 1: a checkpoint, verify_base='off'" in text
+        assert "verify_base: 'error' on rank 0, 'off' on rank 1" in text
 
 
 def load_what_one_has(out: str, odd: int) -> tuple[str, str]:
     """Give one rank a path at which there is nothing."""
     ds_frozen_patch.patch()
-    trainer = runs.trainer(out, 2, 2, epochs=1, enable_checkpointing=False)
-    trainer.fit(runs.LoraRun(), runs.batches(2))
+    trainer = run_of(out)
     trainer.save_checkpoint(f"{out}/a.ckpt")
     name = "b" if os.environ["RANK"] == str(odd) else "a"
     return runs.refusal(trainer.strategy.load_checkpoint, f"{out}/{name}.ckpt")
@@ -223,31 +361,3 @@ def test_a_checkpoint_missing_on_one_rank(ranks: Any, tmp_path: Path, odd: int) 
     assert (name, other) == ("CheckpointError", "FileNotFoundError")
     assert f"Rank {odd}: {own}" in text
     assert f"There is no checkpoint at {tmp_path}/b.ckpt" in own
-
-
-def die_in_an_agreement(out: str, number: int) -> None:
-    """Rank 1 is gone when a save agrees: that all is written, or that it has its name."""
-    agree, calls = agreement.agree_on_end, count(1)
-
-    def agree_or_die(save: Any, *args: Any) -> Any:
-        if next(calls) == number and os.environ["RANK"] == "1":
-            os._exit(9)
-        return agree(save, *args)
-
-    with owners.served(), overridden([(agreement, "agree_on_end", agree_or_die)]):
-        owners.Run("deepspeed", out, 2, 2).train(epochs=1)
-
-
-@pytest.mark.short
-@pytest.mark.parametrize(("number", "said"), [(1, "was not saved"), (2, "was saved, but not every rank has confirmed")])
-def test_a_rank_that_is_gone_at_the_end_of_a_save(ranks: Any, tmp_path: Path, number: int, said: str) -> None:
-    with pytest.raises(RankError) as caught:
-        ranks(2, die_in_an_agreement, out=str(tmp_path), number=number)
-    assert caught.value.raised[0] is not None
-    kind, text = caught.value.raised[0]
-    assert kind == "CheckpointError"
-    assert f"{tmp_path}/epoch0 {said}" in text
-    assert text.endswith(
-        "There is no checkpoint there now." if number == 1 else "is the new checkpoint, and complete."
-    ), text
-    assert is_unfinished(tmp_path / "epoch0") == (number == 1)

@@ -22,11 +22,11 @@ from kit.owners import OWNERS, PEFT, WRITE, Run, writing, writing_when
 from kit.processes import RankError
 
 import ds_frozen_patch
+from ds_frozen_patch import ranks as agreeing
 from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.engine.served import attached
 from ds_frozen_patch.publish import in_flight, publication
 from ds_frozen_patch.publish.journal import is_unfinished
-from ds_frozen_patch.save import background
 from ds_frozen_patch.save.recording import Recorder
 
 pytestmark = [pytest.mark.promise(20), pytest.mark.everyday]
@@ -169,7 +169,7 @@ def dead_while_others_write(out: str) -> Any:
             os._exit(9)
         yield from WRITE(recorder)
 
-    short = [(background, "_LOST_SECONDS", 1.5), (background, "_BEAT_SECONDS", 0.2)]
+    short = [(agreeing, "LOST_SECONDS", 1.5), (agreeing, "BEAT_SECONDS", 0.2)]
     with owners.served(async_save=True), overridden([(Recorder, "write", write), *short]):
         run = Run("deepspeed", out, 2, 2)
         run.engine.save_checkpoint(out, tag="a")
@@ -189,7 +189,7 @@ def test_a_rank_that_is_gone(ranks: Any, tmp_path: Path) -> None:
 
 def slow_but_there(out: str) -> None:
     """Rank 1 writes for longer than a rank may be silent."""
-    short = [(background, "_LOST_SECONDS", 1.0), (background, "_BEAT_SECONDS", 0.1)]
+    short = [(agreeing, "LOST_SECONDS", 1.0), (agreeing, "BEAT_SECONDS", 0.1)]
     with owners.served(async_save=True), writing(seconds=3, rank=1), overridden(short):
         Run("deepspeed", out, 2, 2).engine.save_checkpoint(out, tag="a")
         in_flight.wait()

@@ -26,12 +26,12 @@ from kit.processes import RankError
 from safetensors.torch import load_file
 
 import ds_frozen_patch
+from ds_frozen_patch import ranks as agreeing
 from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.frameworks.for_transformers import may_read
 from ds_frozen_patch.publish import in_flight
 from ds_frozen_patch.publish.journal import is_unfinished
 from ds_frozen_patch.publish.publication import Publication
-from ds_frozen_patch.save import background
 
 pytestmark = [pytest.mark.promise(26), pytest.mark.everyday]
 SLOW = 0.7
@@ -543,8 +543,8 @@ def test_tools_read_what_was_just_saved(ranks: Any, tmp_path: Path) -> None:
 
 def patient(out: str, is_there: bool) -> None:
     """Rank 0 ends by an error; rank 1 writes for longer than rank 0 would wait for one that is gone."""
-    limits = [(background, "_GRACE_SECONDS", 1.0), (background, "_BEAT_SECONDS", 0.1)]
-    limits += [(background, "_LOST_SECONDS", 3600.0)]  # the limit without an error: longer than the test may take
+    limits = [(agreeing, "GRACE_SECONDS", 1.0), (agreeing, "BEAT_SECONDS", 0.1)]
+    limits += [(agreeing, "LOST_SECONDS", 3600.0)]  # the limit without an error: longer than the test may take
     with owners.served(async_save=True), writing(seconds=3, rank=1), overridden(limits):
         run = Run("deepspeed", out, 2, 2)
         is_gone = not is_there and torch.distributed.get_rank() == 1

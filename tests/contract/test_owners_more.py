@@ -206,7 +206,7 @@ def test_other_settings_on_one_rank(ranks: Any, tmp_path: Path, by: str) -> None
         ranks(2, set_up_unlike, alone=True, by=by, out=str(tmp_path), how="setting")
     for kind, said in filter(None, error.value.raised):
         assert kind == "PatchError"
-        assert "- rank 1: keep=" in said
+        assert "- keep: [] on rank 0, ['*.x'] on rank 1" in said
     assert len(error.value.raised) == 2
 
 

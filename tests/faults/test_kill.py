@@ -21,9 +21,9 @@ from kit.checkpoints import TOOLS, Checkpoints, Diary, contents, newest, snapsho
 from kit.processes import KillPoint, ThisProcess
 
 import ds_frozen_patch
+from ds_frozen_patch import ranks as agreeing
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.publish import in_flight
-from ds_frozen_patch.save import background
 
 EPOCHS = 8
 STEPS_BESIDE = 3
@@ -37,8 +37,8 @@ def train(
     The run can be killed in its `at`-th save, or, if training does not wait for that, until it is over.
     """
     ds_frozen_patch.patch(async_save=async_save)
-    background._GRACE_SECONDS = 3
-    background._LOST_SECONDS, background._BEAT_SECONDS = 10, 1
+    agreeing.GRACE_SECONDS = 3
+    agreeing.LOST_SECONDS, agreeing.BEAT_SECONDS = 10, 1
     saves, steps, begun, seconds = 0, 0, 0.0, 0.0
 
     def disarm() -> None:

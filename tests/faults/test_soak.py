@@ -30,8 +30,8 @@ from memory import give_back_memory, memory, open_files, release
 from torch.utils.data import DataLoader
 
 import ds_frozen_patch
+from ds_frozen_patch import ranks as agreeing
 from ds_frozen_patch.publish import in_flight
-from ds_frozen_patch.save import background
 
 SAMPLES = 4  # of a step, on all ranks together
 STEPS = 2  # in an epoch
@@ -72,8 +72,8 @@ def train(
     gc.unfreeze()  # the pool freezes what the run before has left, and that would stay for ever
     gc.collect()
     ds_frozen_patch.patch(elastic=True, async_save=async_save)
-    background._GRACE_SECONDS = 3
-    background._LOST_SECONDS, background._BEAT_SECONDS = 10, 1
+    agreeing.GRACE_SECONDS = 3
+    agreeing.LOST_SECONDS, agreeing.BEAT_SECONDS = 10, 1
     noted = Diary(f"{diary}.rank{os.environ['RANK']}")
     original, saves = pl.Trainer.save_checkpoint, 0
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import ds_frozen_patch
-from ds_frozen_patch.save import background
+from ds_frozen_patch import ranks as agreeing
 from kit import owners, processes, runs
 from kit.processes import Process, ThisProcess
 
@@ -211,8 +211,8 @@ def has_journal(folder: Path, tag: str = TAG) -> bool:
 
 def obey(this: ThisProcess, out: str, mode: str, stage: int, number: int) -> None:
     """Make an engine; then call each method of it that is asked for, and report its result or its error."""
-    background._GRACE_SECONDS = 1
-    background._LOST_SECONDS, background._BEAT_SECONDS = 2, 0.1
+    agreeing.GRACE_SECONDS = 1
+    agreeing.LOST_SECONDS, agreeing.BEAT_SECONDS = 2, 0.1
     with served(mode):
         run = Numbered(out, int(os.environ["WORLD_SIZE"]), stage, number)
         this.pipe.send(os.getpid())

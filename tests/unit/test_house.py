@@ -24,7 +24,7 @@ ROOT = Path(ds_frozen_patch.__file__).parent
 ROOMS = (
     ("process",),
     ("common", "checkpoint.names"),
-    ("publish", "settings", "testing"),
+    ("publish", "ranks", "settings", "testing"),
     ("parameters",),
     ("fingerprint",),
     ("workarounds",),
@@ -89,7 +89,7 @@ GRAPH = {name: imports(name) for name in MODULES}
 
 def test_the_graph_is_not_empty() -> None:
     assert sum(map(len, GRAPH.values())) > 100
-    assert "save.agreement" in GRAPH["core.save"]
+    assert "save.publishing" in GRAPH["core.save"]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -99,4 +99,4 @@ def test_unpatch_forgets_everything(work: Work) -> None:
     ds_frozen_patch.unpatch()
     assert signal.getsignal(signal.SIGTERM) is before
     state = process.state
-    assert state == process.State(agreements=state.agreements, hooked=state.hooked, origins=state.origins)
+    assert state == process.State(hooked=state.hooked, origins=state.origins)

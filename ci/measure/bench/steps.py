@@ -23,7 +23,7 @@ STEPS = {
     "agree on the save, in a collective": ("save.agreement", "agree_on_request"),
     "make the work folder": ("save.running", "Save.open"),
     "make the manifest": ("save.leaving_out", "describe"),
-    "wait for all ranks, give the name, and tell of errors, in a collective": ("core.save", "publish"),
+    "wait for all ranks, give the name, and tell of errors, in a collective": ("save.publishing", "publish"),
 }
 
 

@@ -75,7 +75,7 @@ def _load(
     with trust(), overridden([*_cures(load), (engine, "load_module_state_dict", load_state_dict)]):
         listing = agreement.list_files(load)
         if is_alone and listing.is_empty:  # DeepSpeed returns None, and a run may begin like this
-            agreement.agree(load, "no checkpoint")
+            agreement.agree(load, "no checkpoint" if load.tag is None else f"the tag {load.tag}")
             return wrapped(*call.args, **call.kwargs)
         agreement.check(load, listing)
         with elastic.resharded(load, listing) as names:

@@ -20,10 +20,10 @@ from typing import Any
 
 from ..checkpoint.format.archive import hash_directory
 from ..checkpoint.names import RECORD, is_state_file
-from ..common.collectives import digest
 from ..common.errors import CheckpointError
 from ..common.text import json_lines
 from ..manifest import Manifest
+from ..ranks import digest
 
 FORMAT = 1
 

@@ -27,8 +27,8 @@ from ..engine.served import ServedEngine, attached_at_save
 from ..parameters import plain
 from ..publish import in_flight
 from ..publish.publication import is_local
-from ..save import agreement, background, client_state, export_trained, leaving_out
-from ..save.publishing import publish
+from ..save import agreement, client_state, export_trained, leaving_out, publishing
+from ..save.agreement import SaveRanks
 from ..save.running import Save, place_of
 from ..save.writing import warn_of_late_writes, writes_before_it_returns, writing
 from ..settings import FLAG
@@ -75,7 +75,7 @@ def saving(engine: Any, served: ServedEngine, folder: Path, tag: str, exclude: b
         save = begin(engine, served, target, "a checkpoint", exclude, shown=shown, folder=folder, is_managed=is_managed)
         saves.append(save)
         if settings().async_save:
-            background.prepare(save)
+            publishing.prepare_to_record(save)
         try:
             state_dict = partial(_module_state_dict, engine.module_state_dict, save)
             with overridden([(engine, "module_state_dict", state_dict)]):
@@ -84,14 +84,13 @@ def saving(engine: Any, served: ServedEngine, folder: Path, tag: str, exclude: b
             save.discard()
             raise
         if save.recorder is not None:
-            background.start(save)
-        elif not save.place.is_managed:
-            agreement.agree_on_end(save)
-            if save.export is not None:
-                export_trained.write(save, save.export)
-                agreement.agree_on_end(save)
+            publishing.start(save)
+        elif save.place.is_managed:
+            publishing.publish(save)
         else:
-            publish(save, partial(agreement.agree_on_end, save))
+            save.ranks.step("write its files")
+            if save.export is not None:
+                save.ranks.step("export", partial(export_trained.write, save, save.export))
 
 
 def begin(
@@ -122,6 +121,7 @@ def begin(
     """
     in_flight.wait()
     save = Save(engine, served, place_of(engine, served, path, folder, shown, is_managed))
+    save.ranks = save.failures = SaveRanks(save.owner.device, shown, save.clean_up)
     base = save.base = Base(engine, save.contents).compared(served) if exclude else None
     if is_managed and is_first(save.owner):
         save.open()

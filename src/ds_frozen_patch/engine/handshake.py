@@ -7,16 +7,13 @@ reads what all ranks have written and writes a verdict, which the others read: n
 
 from __future__ import annotations
 
-import json
-import time
+from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import timedelta
-from typing import Any
 
 from .. import process
-from ..common.collectives import default_store, rank, world_size
 from ..common.errors import PatchError
 from ..common.probing import version_of
+from ..ranks import Store, default_store, differences, listed
 from ..settings import current
 
 WAIT_SECONDS = 5.0
@@ -25,18 +22,19 @@ LONG_WAIT_SECONDS = 60.0
 """The same where DeepSpeed has not synchronized the ranks before."""
 
 
-def _key(of: object) -> str:
-    """A key of this attempt: a program may use one store for several process groups, one after another."""
-    return f"ds_frozen_patch/{process.state.agreements}/{of}"
+def announce() -> Store | None:
+    """Write this rank's settings; called before its engine is created.
 
-
-def announce() -> None:
-    """Write this rank's settings; called before its engine is created, if there is a process group yet."""
+    Returns:
+        Where the ranks meet; None if there is no process group yet, or its ranks have agreed.
+    """
     store = default_store()
-    if store is None or store == process.state.store:
-        return
-    settings = {"version": version_of("ds_frozen_patch"), **asdict(current())}
-    store.set(_key(rank()), json.dumps(settings))
+    if store is None or store in process.state.agreed:
+        return None
+    # A program may use one store for several process groups, one after another.
+    meeting = Store(store, "handshake", attempts=0)
+    meeting.put({"version": version_of("ds_frozen_patch"), **asdict(current())})
+    return meeting
 
 
 def check(wait_seconds: float | None = None, call: str = "patch()") -> None:
@@ -49,70 +47,32 @@ def check(wait_seconds: float | None = None, call: str = "patch()") -> None:
     Raises:
         PatchError: on every patched rank, if one is not patched or has other settings.
     """
-    announce()
-    store = default_store()
-    if store is None or store == process.state.store:
+    meeting = announce()
+    if meeting is None:
         return
     seconds = WAIT_SECONDS if wait_seconds is None else wait_seconds
-    if rank() == 0:
-        verdict = _verdict(store, seconds, call)
-        store.set(_key("verdict"), verdict or "agreed")
-    elif _missing(store, [0], seconds):
-        verdict = _not_patched(call, [0])
-    else:  # rank 0 writes it as soon as it gets here
-        written = store.get(_key("verdict")).decode()
-        verdict = "" if written == "agreed" else written
-    if verdict:
-        raise PatchError(verdict)
-    process.state.store = store
-    process.state.agreements += 1
+    if meeting.rank:  # rank 0 shares the result as soon as it gets here
+        _refuse_unpatched(meeting, [0], seconds, call)
+    meeting.judge(lambda: _compare(meeting, seconds, call))
+    meeting.finish()
+    process.state.agreed.add(default_store())
 
 
-def _verdict(store: Any, seconds: float, call: str) -> str:
-    """What is wrong; empty if nothing is."""
-    if missing := _missing(store, list(range(world_size())), seconds):
-        return _not_patched(call, missing)
-    settings = [json.loads(store.get(_key(number))) for number in range(world_size())]
-    first = settings[0]
-    lines = []
-    for number, values in enumerate(settings):
-        differing = [
-            f"{key}={value!r}, not {first.get(key)!r}" for key, value in values.items() if value != first.get(key)
-        ]
-        if differing:
-            lines.append(f"- rank {number}: " + ", ".join(differing))
-    if not lines:
-        return ""
-    more = [f"- and {len(lines) - 10} more ranks"] if len(lines) > 10 else []
-    return "\n".join(
-        [
-            "patch() was not called with the same settings on every rank; these differ from rank 0:",
-            *lines[:10],
-            *more,
-            "Use the same arguments, environment variables and release of ds_frozen_patch on every rank.",
-        ]
-    )
+def _compare(meeting: Store, seconds: float, call: str) -> None:
+    _refuse_unpatched(meeting, range(meeting.ranks), seconds, call)
+    if lines := differences(meeting.values()):
+        raise PatchError(
+            "patch() was not called with the same settings on every rank:\n- "
+            + "\n- ".join(lines)
+            + "\nUse the same arguments, environment variables and release of ds_frozen_patch on every rank."
+        )
 
 
-def _missing(store: Any, ranks: list[int], seconds: float) -> list[int]:
-    """The ranks that have written nothing after so many seconds; raises torch's error if the store is gone."""
-    deadline = time.monotonic() + seconds
-    missing = []
-    for number in ranks:
-        try:
-            left = max(deadline - time.monotonic(), 0.01)
-            store.wait([_key(number)], timedelta(seconds=left))
-        except RuntimeError as error:
-            if type(error).__name__ == "DistNetworkError":
-                raise  # rank 0, which serves the store, is gone
-            missing.append(number)  # a timeout
-    return missing
-
-
-def _not_patched(call: str, ranks: list[int]) -> str:
-    who = ", ".join(map(str, ranks[:10])) + (f" and {len(ranks) - 10} more" if len(ranks) > 10 else "")
-    return (
-        f"ds_frozen_patch.{call} was called on this rank, but not on rank {who}: their saves would wait for each other"
-        " forever. Call it on every rank, or start the program on every node by `ds-frozen-patch run`, or with"
-        " DS_FROZEN_PATCH=1 and PYTHONPATH set there too (DeepSpeed's launcher passes on what is in ~/.deepspeed_env)."
-    )
+def _refuse_unpatched(meeting: Store, ranks: Sequence[int], seconds: float, call: str) -> None:
+    if missing := meeting.missing(ranks, seconds):
+        raise PatchError(
+            f"ds_frozen_patch.{call} was called on this rank, but not on rank {listed(missing, 10)}: their saves would"
+            " wait for each other forever. Call it on every rank, or start the program on every node by"
+            " `ds-frozen-patch run`, or with DS_FROZEN_PATCH=1 and PYTHONPATH set there too (DeepSpeed's launcher"
+            " passes on what is in ~/.deepspeed_env)."
+        )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .. import process
-from ..common.collectives import rank
+from ..ranks import rank
 from ..settings import FLAG, full_is_requested
 from .owner import Owner, warn
 from .topology import Topology, has_all_ranks, topology_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..common.collectives import digest, gather_numbers, world_size
 from ..fingerprint import Shard
+from ..ranks import digest, gather_numbers, world_size
 
 _STATES = ("module_state_dict", "load_module_state_dict")
 

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..common.collectives import gather
 from ..common.overrides import Attributes, overridden
 from ..common.probing import Finding, Installed, Target
 from ..engine.owner import is_first
@@ -23,7 +22,7 @@ from ..publish import in_flight
 from ..publish.durable import entries
 from ..publish.journal import is_not_whole
 from ..publish.notes import notes
-from ..save.around import Around
+from ..save.agreement import Around
 from .plain import last_whole, logger_of
 
 _WRITERS = ("save_accelerator_state", "save_custom_state")
@@ -67,7 +66,8 @@ def save_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, .
         return wrapped(*args, **kwargs)
     around, limit = Around(served.owner, Path(folder)), project.total_limit
     settings: Attributes = [(project, "total_limit", None)]
-    if is_numbered and any(gather(_was_interrupted(Path(folder)))):
+    look = partial(_was_interrupted, Path(folder))
+    if is_numbered and any(map(any, around.ranks.step("look for an interrupted save", lambda: [look()], 1))):
         call.arguments["output_dir"] = str(folder)
         settings.append((project, "automatic_checkpoint_naming", False))
     writers = [(sys.modules[TARGET.module], name) for name in _WRITERS]

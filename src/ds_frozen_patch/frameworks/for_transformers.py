@@ -20,7 +20,7 @@ from ..engine.served import attached
 from ..publish import in_flight
 from ..publish.durable import entries
 from ..publish.journal import is_not_whole
-from ..save.around import Around
+from ..save.agreement import Around
 from ..settings import current as settings
 from .plain import last_whole, logger_of
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..common.collectives import rank
 from ..engine.batch import own_batch, saved_batch, warn_of_another_batch
 from ..engine.owner import Owner
+from ..ranks import rank
 
 
 def logger_of(package: str) -> logging.Logger:

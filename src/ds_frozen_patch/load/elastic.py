@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,6 @@ from ..checkpoint.zero.labels import ELASTIC_KEY
 from ..checkpoint.zero.resharding import Resharding, optimizer_name, target_for
 from ..checkpoint.zero.selection import Selection, fresh_storage
 from ..checkpoint.zero.states import FLAT_MASTERS, masters_key, read_states
-from ..common.collectives import gather_numbers
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..common.overrides import Attributes, overridden
 from ..engine.gathering import gathered
@@ -34,7 +34,7 @@ from ..parameters import Contents
 from ..settings import current
 from ..workarounds.for_deepspeed import has_plain_optimizer, ignores_round_robin
 from . import changed_parameters
-from .agreement import raise_on_all_ranks
+from .agreement import LoadRanks
 from .listing import Listing, Saved, answering
 from .running import Load
 
@@ -110,14 +110,8 @@ class _Answers:
     """
 
     def __init__(self, load: Load, listing: Listing, selection: Selection | None) -> None:
-        self.load, problem = load, None
-        try:
-            self._plan(listing, selection)
-        except Exception as error:  # which the other ranks would wait for
-            is_ours = isinstance(error, CheckpointError | CheckpointMismatchError)
-            problem = error if is_ours else CheckpointError(f"{load.source}: {type(error).__name__}: {error}")
-        if any(numbers[0] for numbers in gather_numbers([problem is not None], load.owner.device)):
-            raise_on_all_ranks(load, problem)
+        self.load = load
+        LoadRanks(load.owner.device, load).step("plan the resharding", partial(self._plan, listing, selection))
         if selection is not None:
             parameters = Contents(load.engine.module).parameters
             for name, value in gathered({name: parameters[name] for name in self.absent}, True):

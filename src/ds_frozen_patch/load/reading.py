@@ -13,12 +13,12 @@ from ..checkpoint.names import RECORD
 from ..checkpoint.zero.labels import get_label
 from ..checkpoint.zero.layout import latest_tag
 from ..checkpoint.zero.states import FileDigests, check_digests_agree
-from ..common.collectives import digest, gather, gather_numbers
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..common.overrides import Attributes
 from ..engine.owner import warn
 from ..manifest import KEY, Manifest, digest_of
-from .agreement import raise_on_all_ranks
+from ..ranks import digest, gather
+from .agreement import LoadRanks
 from .files import check_save
 from .running import Load
 
@@ -128,24 +128,15 @@ def manifest_of(load: Load, checkpoint: Mapping[str, Any]) -> Manifest | None:
     return manifest
 
 
-def _problem(load: Load) -> CheckpointError | None:
-    """What is wrong with the files that this rank has read."""
-    try:
-        check_digests_agree(load.read)
-    except CheckpointError as error:
-        return error
-    return None
-
-
 def _agree(load: Load, problem: Exception | None = None) -> None:
     """Raise on every rank this problem, or what is wrong with what the ranks have read; every rank must call it."""
-    problem = problem or _problem(load)
+    ranks = LoadRanks(load.owner.device, load)
+    with ranks.deferred():
+        if problem is not None:
+            raise problem
+        check_digests_agree(load.read)
     kinds = {digests.kind: digest((digests.save, sorted(digests.alike.items()))) for digests in load.read}
-    everyone = gather_numbers([problem is not None, *(kinds.get(kind, 0) for kind in _KINDS)], load.owner.device)
-    if any(numbers[0] for numbers in everyone):
-        raise_on_all_ranks(load, problem)
-    if any(len({numbers[column] for numbers in everyone} - {0}) > 1 for column in (1, 2)):
-        try:
-            check_digests_agree([digests for share in gather(load.read) for digests in share])
-        except CheckpointError as error:  # the same on every rank
-            raise_on_all_ranks(load, error)
+    everyone = ranks.step("read a file", lambda: [kinds.get(kind, 0) for kind in _KINDS], len(_KINDS))
+    if any(len({*column} - {0}) > 1 for column in zip(*everyone, strict=True)):
+        everything = [digests for share in gather(load.read) for digests in share]
+        ranks.step("compare what all ranks have read", lambda: check_digests_agree(everything))

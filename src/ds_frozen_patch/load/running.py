@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count
 from typing import Any
 
 from ..checkpoint.zero.states import FileDigests
 from ..core.record import Record
 from ..engine.owner import Owner, warn
 from ..parameters import Contents, ModuleTensor
-
-_numbers = count()
 
 
 @dataclass
@@ -34,9 +31,7 @@ class Load:
         read: what identifies the files that DeepSpeed has read on this rank.
         module: the module's state dict in this rank's file, where DeepSpeed replaces it by another.
         state: the part of the checkpoint's own state that is needed afterwards.
-        number: of the load in this process.
         attempts: how often it has begun.
-        listings: how many listings of files the ranks have shared.
     """
 
     owner: Owner
@@ -52,8 +47,6 @@ class Load:
     read: list[FileDigests] = field(default_factory=list)
     module: Mapping[str, Any] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
-    number: int = field(default_factory=lambda: next(_numbers))
-    listings: int = 0
     attempts: int = 1
 
     def begin_again(self) -> None:

@@ -1,23 +1,128 @@
-"""The agreements of the ranks on a save: on what is saved, before anything is written, and at the end of a step."""
+"""What the ranks agree on in a save: before anything is written on what is saved, and at each step on what has failed.
+
+DeepSpeed's collectives lie between two steps. A rank that raised at once would leave the others waiting in one, so its
+errors are recorded, and all ranks raise them at the end of the step.
+"""
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import errno
+import os
+import shutil
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..common.collectives import digest, gather, gather_numbers
+from ..checkpoint.names import is_state
 from ..common.errors import CheckpointError, CheckpointMismatchError
-from ..core.record import File
+from ..common.text import human_bytes
+from ..engine.owner import Owner
+from ..engine.served import ServedEngine
+from ..publish.durable import entries, sync_folder, sync_tree
+from ..publish.notes import OURS
+from ..ranks import Ranks, differences, digest, gather
 from ..settings import FLAG
 from ..settings import current as settings
-from .running import Save
+
+if TYPE_CHECKING:
+    from .running import Save
 
 _MUST_BE_EQUAL = ("keep", "leave_out", "export", "fsync", "whole_model", "async_save")
 """The settings that change what the ranks do together in a save."""
-_FOUR = struct.Struct("<4q")
+_CLOCKS_DIFFER = 60.0
+"""Seconds by which the clock of a file server may be behind."""
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_NEARLY_FULL = 16 * 2**20
+"""torch reports a full disk by a line of its own source code, when less than this is free."""
+
+
+@dataclass
+class SaveRanks(Ranks):
+    """The steps of one save.
+
+    Attributes:
+        target: what is saved, as messages name it.
+        clean_up: called after a failure; returns what is there now, as a sentence or None if another rank says it, and
+            whether that is the new checkpoint.
+    """
+
+    target: Path
+    clean_up: Callable[[], tuple[str | None, bool]]
+
+    def deferring(self, write: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that writes, with its errors recorded."""
+        return self.deferred()(write)
+
+    def explained(self, error: Exception, path: Any) -> str:
+        """What cannot be written, and why; it closes the file, which takes up space while an error's frames have it."""
+        path = Path(path or self.target)
+        text = f"{path} cannot be written ({_cause(error, path)}){_free_space(error, path)}"
+        context: BaseException | None = error
+        while context is not None:
+            traceback.clear_frames(context.__traceback__)
+            context = context.__context__
+        return text
+
+    def report(self) -> tuple[str | None, str | None, bool]:
+        """This rank's first error, what is at the target on its disk, and whether that is the new checkpoint."""
+        state, is_saved = self.clean_up()
+        return str(self.errors[0]).removesuffix(".") if self.errors else None, state, is_saved
+
+    def failure(self, reports: list[Any]) -> CheckpointError:
+        """The first errors, and what is on each disk now."""
+        errors = [f"Rank {rank}: {text}." for rank, (text, *_) in enumerate(reports) if text]
+        more = f" And {len(errors) - 2} more ranks." if len(errors) > 2 else ""
+        states = " ".join(dict.fromkeys(state for _, state, _ in reports if state))
+        is_saved = all(is_there for _, state, is_there in reports if state)
+        outcome = "was saved, but an error has followed" if is_saved else "was not saved"
+        return CheckpointError(
+            f"{self.target} {outcome}. {' '.join(errors[:2])}{more} {states} The run can go on, and save again once the"
+            " cause is removed."
+        )
+
+
+class Around:
+    """What a framework writes in one save beside the files of its engines: it stays there, and gets synced.
+
+    Attributes:
+        ranks: lets the ranks agree; also as `failures`, where it only records errors.
+    """
+
+    def __init__(self, owner: Owner, folder: Path) -> None:
+        self.ranks = self.failures = SaveRanks(owner.device, folder, lambda: ("It lacks these files now.", False))
+        self._folder = folder
+        self._since = time.time() - _CLOCKS_DIFFER
+
+    def end(self, served: ServedEngine) -> None:
+        """Sync what is new in the folder, and raise an error of one rank on all; every rank must call it.
+
+        Args:
+            served: an engine that was saved there, whose own files are synced already.
+
+        Raises:
+            CheckpointError: a rank could not write or sync its files.
+        """
+        self.ranks.step("write beside the engine's files")
+        if settings().fsync:
+            self.ranks.step("sync what was written", self._sync if served.publishes else None)
+
+    def _sync(self) -> None:
+        for item in entries(self._folder):
+            with suppress(FileNotFoundError, PermissionError):  # other programs have files here too
+                if self._is_new(item):
+                    sync_tree(item)
+        sync_folder(self._folder)
+
+    def _is_new(self, item: Path) -> bool:
+        """Whether the framework has written it in this save; an engine syncs its files itself."""
+        names = [item.name, *(inner.name for inner in entries(item))]
+        if item.is_symlink() or any(is_state(name) or name.startswith(OURS) for name in names):
+            return False
+        return (item.is_dir() or item.is_file()) and item.stat().st_mtime >= self._since
 
 
 def agree_on_request(save: Save, what: str, exclude: bool) -> None:
@@ -29,6 +134,7 @@ def agree_on_request(save: Save, what: str, exclude: bool) -> None:
         exclude: whether frozen parameters are left out.
 
     Raises:
+        CheckpointError: a rank has recorded an error.
         CheckpointMismatchError: the ranks are to save different things.
     """
     place, base, now = save.place, save.base, settings()
@@ -36,74 +142,24 @@ def agree_on_request(save: Save, what: str, exclude: bool) -> None:
     numbers = [digest(sorted(request.items())), digest(str(place.target)), int(place.id, 16)]
     numbers += [base is None or base.is_known, digest(sorted(base.changed)) if base else 0]
     numbers += [place.in_place, save.owner.local_rank]
-    everyone = gather_numbers(numbers, save.owner.device)
+    everyone = save.ranks.step("agree on the save", lambda: numbers, len(numbers))
     requests, targets, ids, base_known, base_changed, in_place, local_ranks = zip(*everyone, strict=True)
     if len(set(requests)) > 1:
-        raise CheckpointMismatchError(f"{place.shown} was not saved. {_difference(gather(request))}")
+        raise CheckpointMismatchError(
+            f"{place.shown} was not saved. The ranks requested different saves"
+            f" ({'; '.join(differences(gather(request)))}). Call patch(), full_checkpoint() and save_checkpoint() with"
+            " the same arguments on every rank."
+        )
     rank, local_rank = save.owner.rank, save.owner.local_rank
     if len(set(targets)) > 1 and not place.is_on_own_disks:
         place.target, place.folder, place.shown = map(Path, gather(tuple(map(str, place.paths)))[0])
-        targets = targets[:1] * len(targets)
+        targets, save.ranks.target = targets[:1] * len(targets), place.shown
     save.is_in_one_place = len(set(targets)) == local_ranks.count(0) == 1
     # A program can give the ranks of a node folders of their own.
     save.opens_disk = rank > 0 and (local_rank == 0 or targets[rank] not in targets[rank - local_rank : rank])
     place.id, place.in_place = f"{ids[0]:012x}", bool(in_place[0])
     if base is not None:
         base.is_known, base.is_agreed = all(base_known), len(set(base_changed)) == 1
-
-
-def agree_on_end(save: Save, _: str = "") -> dict[int, File]:
-    """Raise on every rank if one has recorded an error; every rank must call it. It is a barrier.
-
-    Returns:
-        What the ranks have written, by the digests of the file names. It lacks names for which ranks differ, as on
-        disks of their own.
-
-    Raises:
-        CheckpointError: a rank has recorded an error.
-    """
-    everyone = gather_numbers([bool(save.failures.errors), *_pack(save.written)], save.owner.device)
-    if any(has_failed for has_failed, *_ in everyone):
-        save.discard()
-        raise save.failures.error(*(save.place.state_of_target() if save.publishes else (None,)))
-    written: dict[int, File | None] = {}
-    for name, file in (item for _, *packed in everyone for item in _unpack(packed)):
-        if written.setdefault(name, file) != file:
-            written[name] = None
-    return {name: file for name, file in written.items() if file is not None}
-
-
-def _pack(files: Mapping[str, File]) -> list[int]:
-    """The first two files as twelve integers of 64 bits, which ranks can gather. As a rule a rank writes no more."""
-    numbers: list[int] = []
-    for name, file in [*files.items()][:2]:
-        numbers += [digest(name), file.size, *_FOUR.unpack(bytes.fromhex(file.directory or "0" * 64))]
-    return numbers + [0] * (12 - len(numbers))
-
-
-def _unpack(numbers: Sequence[int]) -> Iterator[tuple[int, File]]:
-    """The files in what `_pack` returned, with the digests of their names."""
-    for name, size, *parts in filter(any, (numbers[:6], numbers[6:])):
-        yield name, File(size, _FOUR.pack(*parts).hex() if any(parts) else None)
-
-
-def _difference(requests: list[dict[str, Any]]) -> str:
-    """Which ranks got which request, where they differ."""
-    lines = []
-    for key in sorted({key for request in requests for key in request}):
-        ranks: dict[str, list[str]] = {}
-        for rank, request in enumerate(requests):
-            ranks.setdefault(repr(request.get(key)), []).append(str(rank))
-        if len(ranks) > 1:
-            lines.append(f"{key}: " + ", ".join(f"{value} on rank {_shortened(who)}" for value, who in ranks.items()))
-    return (
-        f"The ranks requested different saves ({'; '.join(lines)}). Call patch(), full_checkpoint() and"
-        " save_checkpoint() with the same arguments on every rank."
-    )
-
-
-def _shortened(ranks: list[str]) -> str:
-    return ", ".join(ranks[:4]) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
 
 
 @contextmanager
@@ -126,3 +182,23 @@ def explaining_errors(path: Any) -> Iterator[list[Save]]:
             f"{path} {outcome} ({error}). If this says that another rank is gone, restart the run from its last"
             f" checkpoint. {state}"
         ) from error
+
+
+def _cause(error: Exception, path: Path) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        at = f": {error.filename}" if error.filename is not None and str(error.filename) != str(path) else ""
+        return f"{error.strerror}{at}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _free_space(error: Exception, path: Path) -> str:
+    """The free space, where a lack of it is the cause."""
+    try:
+        folder = next((folder for folder in path.absolute().parents if folder.is_dir()), Path(os.sep))
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return ""
+    is_full = error.errno in _NO_SPACE if isinstance(error, OSError) else free < _NEARLY_FULL
+    if not is_full:
+        return ""
+    return f", with {human_bytes(free)} free on its disk. A save over a checkpoint needs room for both until it is done"

@@ -1,42 +1,48 @@
-"""The end of a save whose files are written: they get their names on every disk, or on none."""
+"""The end of a save: its files get their names, on every disk or on none; at once, or while training goes on.
+
+In the latter case a thread writes the files too. Training uses the process group meanwhile, so the ranks meet in its
+store.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 
-from ..common.collectives import digest
 from ..common.errors import CheckpointError
 from ..core.record import File, listing
+from ..publish import in_flight
+from ..ranks import Store, default_store, digest, world_size
 from . import export_trained
+from .asker import asker
+from .recording import Recorder
 from .running import Save
+from .writing import write_recorded
 
-Agree = Callable[[str], Mapping[int, File]]
-"""Lets the ranks agree that all have done a step, by name; it raises CheckpointError on every rank if one has failed.
-
-It returns what the ranks have written and need not be read again, by the digests of the file names.
-"""
+_FOUR = struct.Struct("<4q")
+_WIDTH = 12
+"""The integers that describe two files. As a rule a rank writes no more."""
 
 
-def publish(save: Save, agree: Agree) -> None:
+def publish(save: Save) -> None:
     """Give the files of a save their names; every rank must call it, once it has written its own.
 
     Raises:
-        CheckpointError: a rank has recorded an error.
+        CheckpointError: on every rank, if one has recorded an error.
     """
-    written = agree("written")
+    written = _unpacked(save.ranks.step("write its files", partial(_packed, save.written), _WIDTH))
     if save.publishes:
-        if save.export is not None:
-            export_trained.write(save, save.export)
-        if not save.failures.errors:
-            with save.failures.deferred(save.place.shown):
+        with save.ranks.deferred():
+            if save.export is not None:
+                export_trained.write(save, save.export)
+            if not save.ranks.errors:
                 save.place.prepare(_record(save, written))
     if save.place.is_on_own_disks:  # what is prepared on all can be finished by a load
-        agree("prepared")
+        save.ranks.step("prepare its files")
         save.place.is_decided = True
-    if save.publishes and not save.failures.errors:
-        with save.failures.deferred(save.place.shown):
-            save.place.give_names()
-    agree("named")
+    save.ranks.step("name its files", save.place.give_names if save.publishes else None)
 
 
 def _record(save: Save, written: Mapping[int, File]) -> str | None:
@@ -48,3 +54,66 @@ def _record(save: Save, written: Mapping[int, File]) -> str | None:
     if lost or (save.is_in_one_place and not written.keys() <= {digest(name) for name in files}):
         raise CheckpointError(f"another program has removed files from {save.place.target} during the save")
     return None if save.record is None else listing(save.record, files, written)
+
+
+def _packed(files: Mapping[str, File]) -> list[int]:
+    """The first two files as integers."""
+    numbers: list[int] = []
+    for name, file in [*files.items()][:2]:
+        numbers += [digest(name), file.size, *_FOUR.unpack(bytes.fromhex(file.directory or "0" * 64))]
+    return numbers
+
+
+def _unpacked(everyone: Sequence[Sequence[int]]) -> dict[int, File]:
+    """What the ranks have written, by the digests of the names, but for those for which ranks differ.
+
+    They do so on disks of their own.
+    """
+    written: dict[int, File | None] = {}
+    for name, size, *parts in (numbers[begin : begin + 6] for numbers in everyone for begin in (0, 6)):
+        file = File(size, _FOUR.pack(*parts).hex() if any(parts) else None)
+        if written.setdefault(name, file) != file:
+            written[name] = None
+    return {name: file for name, file in written.items() if name and file is not None}
+
+
+# Asynchronous saves
+
+
+def prepare_to_record(save: Save) -> None:
+    """Let a save record its files in place of writing them, if that is possible."""
+    if save.place.is_managed and (default_store() is not None or world_size() == 1):
+        save.served.recorder = save.recorder = save.served.recorder or Recorder()
+        save.recorder.begin()
+
+
+def start(save: Save) -> None:
+    """Write what was recorded, and publish it, while training goes on; every rank must call it.
+
+    If not a framework's own training has asked for the save, this waits: whoever has may read it in the next line.
+    """
+    save.ranks.step("copy what it saves")
+    save.place.use_absolute_paths()  # the program may change its current folder
+    if (store := default_store()) is not None:
+        save.ranks.store = Store(store, f"save/{save.place.id}", is_ending=in_flight.is_ending.is_set)
+    in_flight.start(partial(_write_and_publish, save), save.served.log_once)
+    if (reader := asker()) is not None:
+        in_flight.wait_for(reader)
+
+
+def _write_and_publish(save: Save) -> CheckpointError | None:
+    """Return what every rank is to raise."""
+    store, error = save.ranks.store, None
+    try:
+        with store.beating() if store is not None else nullcontext():
+            write_recorded(save)
+            try:
+                publish(save)
+            except CheckpointError as failed:
+                error = failed
+            if store is not None:
+                store.leave()
+    except Exception as lost:  # of the store, or a rank is gone
+        state, _ = save.place.state_of_target()
+        return CheckpointError(f"Not every rank has confirmed that {save.place.shown} was saved ({lost}). {state}")
+    return error

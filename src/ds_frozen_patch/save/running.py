@@ -15,7 +15,7 @@ from ..engine.served import ServedEngine
 from ..parameters import Contents
 from ..publish.publication import Publication
 from ..settings import current as settings
-from .failures import Failures
+from .agreement import SaveRanks
 from .recording import Recorder
 
 
@@ -37,6 +37,7 @@ class Save:
         removed: those of them that were in the module's state dict.
         recorder: of what the engine writes, to be written later; None if the save writes it.
         export: the format in which the trained weights are exported too, or None.
+        ranks: lets the ranks agree; also as `failures`, where it only records errors.
     """
 
     engine: Any
@@ -52,6 +53,8 @@ class Save:
     removed: set[str] = field(default_factory=set)
     recorder: Recorder | None = None
     export: str | None = None
+    ranks: SaveRanks = field(init=False)
+    failures: SaveRanks = field(init=False)
 
     @property
     def owner(self) -> Owner:
@@ -62,11 +65,6 @@ class Save:
     def contents(self) -> Contents:
         """What the module contains, at the moment of the save."""
         return Contents(self.engine.module)
-
-    @cached_property
-    def failures(self) -> Failures:
-        """The errors of this rank."""
-        return Failures(self.owner, self.place.shown)
 
     def open(self) -> None:
         """Prepare where this rank, and those that share its disk, write."""
@@ -86,6 +84,11 @@ class Save:
                 self.place.folder,
             )
         return True
+
+    def clean_up(self) -> tuple[str | None, bool]:
+        """As `SaveRanks` needs it."""
+        self.discard()
+        return self.place.state_of_target() if self.publishes else (None, False)
 
     def discard(self) -> None:
         """Remove what was written on this rank's disk, unless it has its name."""

@@ -7,7 +7,6 @@ import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from ...parameters import Contents, plain
 from ...publish.durable import sync_folder
 from ...publish.journal import remove_states
 from ...publish.notes import OURS
-from ...save.agreement import agree_on_end, explaining_errors
+from ...save.agreement import explaining_errors
 from ...save.leaving_out import describe
 from ...save.publishing import publish
 from ...save.running import Save
@@ -148,7 +147,7 @@ class SingleFile:
                     content = {**checkpoint, **state, **ours}
                     file = place.path(place.target.name)
                     strategy.checkpoint_io.save_checkpoint(content, file, storage_options=storage_options)
-            publish(self.save, partial(agree_on_end, self.save)) if place.is_managed else agree_on_end(self.save)
+            publish(self.save) if place.is_managed else self.save.ranks.step("write its file")
         if self._writes and place.target.name == WEIGHTS_FILE:  # what it replaces
             (place.folder / "latest").unlink(missing_ok=True)
             sync_folder(place.folder)

@@ -20,7 +20,7 @@ from ...common.probing import Finding, Installed, Target
 from ...core.save import begin
 from ...engine.owner import Owner, warn
 from ...engine.served import attach, attached
-from ...load.agreement import agree, share_listing
+from ...load.agreement import agree, list_files
 from ...load.listing import Listing
 from ...load.running import Load
 from ...load.trust import runs_nothing, trust
@@ -269,8 +269,8 @@ def _load(wrapped: Callable[..., Any], strategy: Any, call: inspect.BoundArgumen
     except Exception as error:  # raised below, on all ranks
         problem = error
     if problem is not None or content is not None:
-        share_listing(load, Listing(problem=str(problem or "")))
-        agree(load, "a checkpoint" if content is None else "a single file", problem)
+        list_files(load, Listing(problem=str(problem or "")))
+        agree(load, "a checkpoint" if content is None else "a single file", problem=problem)
     if content is not None:
         return single_file.load(load, strategy, path, content)
     with overridden([(served, "load", load)]):
