@@ -19,8 +19,9 @@ from ..fingerprint import is_readable
 from ..parameters import Contents
 from ..publish.journal import prepared
 from ..publish.publication import finish_as
+from ..record import read_record
 from ..settings import current as settings
-from .files import check_files, own_share, read_record, share
+from .files import check_files, own_share, recorded_share, share
 from .listing import Listing, list_all, list_own
 from .running import Load
 
@@ -76,7 +77,7 @@ def check(load: Load, listing: Listing) -> None:
 def _check_and_agree(load: Load, listing: Listing) -> bool:
     """Whether the ranks have the record of one save, whose files are whole."""
     problem: Exception | None = CheckpointError(listing.problem) if listing.problem else None
-    if problem is None and listing.tag is not None:
+    if problem is None:
         try:
             _check_share(load, listing)
         except (CheckpointError, CheckpointMismatchError) as error:
@@ -87,6 +88,13 @@ def _check_and_agree(load: Load, listing: Listing) -> bool:
 
 
 def _check_share(load: Load, listing: Listing) -> None:
+    if listing.tag is None:  # experts, or tensor parallelism
+        folder = finished(Path(load.source, load.tag or latest_tag(Path(load.source))))
+        load.record = read_record(folder)
+        with_optimizer = load.restores_optimizer
+        own = recorded_share(folder, load.record, load.owner.rank, world_size(), with_optimizer=with_optimizer)
+        check_files(own, load.record)
+        return
     layout = listing.layout(load.source)
     load.record = listing.record or read_record(layout.model[0].parent)
     if load.is_on_own_disks:

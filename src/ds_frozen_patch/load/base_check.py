@@ -11,8 +11,8 @@ from ..engine.origins import built_of, differing, origins, record
 from ..engine.owner import warn
 from ..engine.topology import shard_of
 from ..fingerprint import fingerprints, read
-from ..manifest import LeftOut, Manifest
 from ..parameters import BUFFER, ModuleTensor
+from ..record import KEY, UNKNOWN, LeftOut, Record
 from ..settings import current
 from .running import Load
 from .strictness import check_left_out, left_out_by_others
@@ -22,7 +22,7 @@ _FLOATING = ("float64", "float32", "float16", "bfloat16")
 
 def check_base(
     checkpoint: Mapping[str, Any],
-    manifest: Manifest | None,
+    record: Record | None,
     module: Any,
     held: Mapping[str, ModuleTensor],
     load: Load,
@@ -34,12 +34,12 @@ def check_base(
 
     Args:
         checkpoint: has the module's state dict as "module".
-        manifest: of the checkpoint, or None.
+        record: of the checkpoint, or None.
         module: that is loaded into.
         held: its contents, by all names.
         load: the running load.
         strict: whether everything that was left out must be there.
-        unverifiable: a warning for a checkpoint that has neither frozen parameters nor a manifest.
+        unverifiable: a warning for a checkpoint without a record, of which frozen parameters are missing.
 
     Returns:
         The names that may be missing from the state dict.
@@ -47,22 +47,22 @@ def check_base(
     Raises:
         CheckpointMismatchError: the base is not the one that the checkpoint was saved with.
     """
-    if manifest is None:
+    if record is None or record.kind == UNKNOWN:
         may_be_missing = left_out_by_others(checkpoint, module)
-        if may_be_missing:
+        if may_be_missing or KEY in checkpoint:
             warn(load.owner, unverifiable)
         return may_be_missing
     if strict:
-        check_left_out(manifest, held, load)
-    verify_base(manifest, held, load)
-    return manifest.names
+        check_left_out(record, held, load)
+    verify_base(record, held, load)
+    return record.names
 
 
-def verify_base(manifest: Manifest, held: Mapping[str, ModuleTensor], load: Load) -> None:
+def verify_base(record: Record, held: Mapping[str, ModuleTensor], load: Load) -> None:
     """Compare the fingerprints of what was left out with those of the module; every rank must call it.
 
     Args:
-        manifest: of the checkpoint.
+        record: of the checkpoint.
         held: the contents of the module, by all names.
         load: the running load.
 
@@ -70,10 +70,10 @@ def verify_base(manifest: Manifest, held: Mapping[str, ModuleTensor], load: Load
         CheckpointMismatchError: they differ, and `verify_base` is "error".
     """
     how = current().verify_base
-    if how == "off":
+    if how == "off" or not record.left_out:
         return
     # By all names, because what was tied at the save need not be tied now. The first of tied names counts.
-    pairs = {held[name]: (name, saved) for saved in manifest.left_out for name in reversed(saved.names) if name in held}
+    pairs = {held[name]: (name, saved) for saved in record.left_out for name in reversed(saved.names) if name in held}
     differ, unread = _compare(pairs, load)
     if unread:
         warn(

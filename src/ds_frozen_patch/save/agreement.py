@@ -10,8 +10,8 @@ from typing import Any
 
 from ..common.collectives import digest, gather, gather_numbers
 from ..common.errors import CheckpointError, CheckpointMismatchError
-from ..core.record import File
 from ..engine.origins import Changes
+from ..record import File
 from ..settings import FLAG
 from ..settings import current as settings
 from .running import Save

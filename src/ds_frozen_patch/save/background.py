@@ -16,10 +16,10 @@ from typing import Any
 
 from ..common.collectives import default_store, world_size
 from ..common.errors import CheckpointError
-from ..core.record import File
 from ..engine.owner import is_first
 from ..publish import in_flight
 from ..publish.in_flight import is_ending
+from ..record import File
 from . import agreement
 from .asker import asker
 from .failures import failure

@@ -1,10 +1,9 @@
-"""What a save leaves out: its manifest, what is saved after all, and what the user reads of it."""
+"""What a save leaves out: its record, what is saved after all, and what the user reads of it."""
 
 from __future__ import annotations
 
 import logging
 
-from .. import manifest
 from ..common.collectives import add_up, world_size
 from ..common.errors import named
 from ..common.text import human_bytes
@@ -15,14 +14,15 @@ from ..engine.topology import shard_of
 from ..engine.tuners import unmerged
 from ..fingerprint import fingerprints
 from ..parameters import PARAMETER
+from ..record import FULL, TRAINABLE_ONLY, Record, about_module, entries_of
 from ..settings import current as settings
 from .running import Save
 
 
-def describe(save: Save) -> manifest.Manifest:
-    """The manifest of what a save leaves out, with fingerprints as built; every rank must call it."""
-    topology = save.served.topology
-    prints = _fingerprints(save)
+def describe(save: Save) -> Record:
+    """The record of a save, without its files, with fingerprints as built; every rank must call it."""
+    topology, is_full = save.served.topology, save.left_out is None
+    prints = [] if is_full else _fingerprints(save)
     left_out = save.left_out or []
     if unread := [entry.name for entry, print_ in zip(left_out, prints, strict=True) if print_ is None]:
         save.served.log_once(
@@ -30,8 +30,16 @@ def describe(save: Save) -> manifest.Manifest:
             f"{len(unread)} left-out parameters cannot be read, or were not read before training may have changed them"
             f" ({named(unread)}), so a load cannot verify them.",
         )
-    return manifest.describe(
-        left_out, prints, contents=save.contents, zero_stage=topology.stage, world_size=topology.ranks
+    return Record(
+        save=save.place.id,
+        world_size=topology.ranks,
+        zero_stage=topology.stage,
+        step=int(save.engine.global_steps),
+        kind=FULL if is_full else TRAINABLE_ONLY,
+        left_out=entries_of(left_out, prints),
+        total_bytes=sum(entry.nbytes for entry in left_out),
+        loss_factor=save.served.loss_factor,
+        **about_module(save.contents),
     )
 
 
@@ -123,12 +131,12 @@ def _warn_of_masters(save: Save) -> None:
         )
 
 
-def log_once(save: Save, left_out: manifest.Manifest) -> None:
+def log_once(save: Save, record: Record) -> None:
     """Log what the first save of an engine has left out, from what was really removed from its files."""
     owner = save.owner
     if not is_first(owner) or not save.served.is_first_time("what is left out"):
         return
-    count = len(left_out.parameters)
+    count = len(record.parameters)
     if not count:
         owner.logger.info("ds_frozen_patch: no parameter is frozen, so checkpoints leave nothing out.")
         return
@@ -144,6 +152,6 @@ def log_once(save: Save, left_out: manifest.Manifest) -> None:
         sum(entry.kind == PARAMETER for entry in everything),
         human_bytes(removed),
         human_bytes(sum(entry.nbytes for entry in everything)),
-        ", ".join(parameter.name for parameter in left_out.parameters[:2]),
+        ", ".join(parameter.name for parameter in record.parameters[:2]),
         ", ..." if count > 2 else "",
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from ..common.collectives import digest
 from ..common.errors import CheckpointError
-from ..core.record import File, listing
+from ..record import File, listing
 from . import export_trained
 from .running import Save
 

@@ -9,12 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..core.record import File, Record
 from ..engine.owner import Owner
 from ..engine.served import ServedEngine
 from ..fingerprint import Content
 from ..parameters import Contents, ModuleTensor
 from ..publish.publication import Publication
+from ..record import File, Record
 from ..settings import current as settings
 from .failures import Failures
 from .recording import Recorder
@@ -40,8 +40,8 @@ class Save:
         built: what this rank has read of what is left out, as the program built it; None if that was not read.
         publishes: whether this rank gives the files their names on its disk.
         written: what this rank has written, by name.
-        record: of what is saved, to be written beside the files; None if it is not managed.
-        names_left_out: the names in the manifest, once there is one.
+        record: of the checkpoint, once it is made, without its files; None of a single file.
+        names_left_out: the names of what is left out, once the record is made; None for a full checkpoint.
         removed: those of them that were in the module's state dict.
         recorder: of what the engine writes, to be written later; None if the save writes it.
         export: the format in which the trained weights are exported too, or None.

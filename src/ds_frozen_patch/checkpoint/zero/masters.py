@@ -87,7 +87,7 @@ def _masters_of_stage_0(states: States, groups: Sequence[Shapes]) -> dict[str, T
                 masters[name] = TensorSource(tensors[0].dtype, tuple(shape), pieces)
         else:
             return {}
-    left_out = states.manifest.names if states.manifest is not None else ()
+    left_out = states.record.names
     # An optimizer over all parameters has masters of what is left out too.
     return {name: master for name, master in masters.items() if plain(name) not in left_out}
 
