@@ -92,6 +92,12 @@ def _living() -> list[tuple[Any, Origin]]:
     ]
 
 
+def frozen(contents: Contents) -> list[ModuleTensor]:
+    """What of a module may be its base."""
+    leaves_out = settings().leaves_out
+    return [e for e in contents.tensors if e.is_frozen or (e.kind == BUFFER and leaves_out(e.names))]
+
+
 class Base:
     """The base of an engine at a moment.
 
@@ -108,10 +114,10 @@ class Base:
     """
 
     def __init__(self, engine: Any, contents: Contents | None = None) -> None:
-        served, leaves_out = attached(engine), settings().leaves_out
+        served = attached(engine)
         self.contents = contents or Contents(engine.module)
         self.origin_of = origins(engine.module)
-        self.frozen = [e for e in self.contents.tensors if e.is_frozen or (e.kind == BUFFER and leaves_out(e.names))]
+        self.frozen = frozen(self.contents)
         self.left_out: list[ModuleTensor] = []
         self.changed: set[str] = set()
         self.merged: dict[str, float] = {}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from kit import runs
 from kit.cell import CELL, PRECISION, Callback, DeepSpeedStrategy, ModelCheckpoint
-from kit.checkpoints import model_states
+from kit.checkpoints import left_out_of, model_states, record_in
 from peft import LoraConfig, get_peft_model
 
 import ds_frozen_patch
@@ -141,8 +141,8 @@ def load_by_environment(**arguments: Any) -> Any:
 
 
 def prints(out: str, epoch: int = 0) -> dict[str, str]:
-    saved = model_states(Path(out, f"epoch={epoch}.ckpt"))[0]["ds_frozen_patch"]["left_out"]
-    return {names[0]: fingerprint for names, _, _, fingerprint in saved}
+    left_out = record_in(Path(out, f"epoch={epoch}.ckpt")).left_out
+    return {entry.name: entry.fingerprint or "" for entry in left_out}
 
 
 @pytest.mark.everyday
@@ -309,7 +309,7 @@ def test_keep(ranks: Any, tmp_path: Path, stage: int, zero: dict[str, Any]) -> N
         assert resumed == whole
         assert after == before
     saved = model_states(tmp_path / "epoch=0.ckpt")[0]
-    left_out = {name for names, *_ in saved["ds_frozen_patch"]["left_out"] for name in names}
+    left_out = left_out_of(tmp_path / "epoch=0.ckpt")
     assert {NORM, EMBEDDING, "model.base_model.model.lm_head.weight"} <= saved["module"].keys()
     assert not left_out & {NORM, EMBEDDING, "model.base_model.model.lm_head.weight"}
     assert len(left_out) == 18
@@ -375,7 +375,7 @@ def test_frozen_parameters_in_the_optimizer(ranks: Any, tmp_path: Path, stage: i
         assert resumed == whole
     saved = model_states(tmp_path / "epoch=1.ckpt")[0]
     assert sum("lora_B" in name for name in saved["module"]) == 4
-    assert len(saved["ds_frozen_patch"]["left_out"]) == 20
+    assert len(record_in(tmp_path / "epoch=1.ckpt").left_out) == 20
 
 
 class Variant(runs.LoraRun):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from kit import runs
 from kit.cell import ModelCheckpoint
-from kit.checkpoints import left_out_of, model_states
+from kit.checkpoints import left_out_of, model_states, record_in
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaForCausalLM
 
@@ -80,7 +80,7 @@ def test_merges_in_each_step_round_the_base(ranks: Any, tmp_path: Path, stage: i
     assert len([said for said in heard if "merged adapters into the base" in said]) == 1
     assert not [said for said in heard if "differ from what the program built" in said]
     assert {Q_PROJ.format(0, "q"), Q_PROJ.format(1, "v")} <= left_out_of(tmp_path / "epoch=2.ckpt")
-    prints = [model_states(tmp_path / f"epoch={epoch}.ckpt")[0]["ds_frozen_patch"]["left_out"] for epoch in range(3)]
+    prints = [record_in(tmp_path / f"epoch={epoch}.ckpt").left_out for epoch in range(3)]
     assert prints[0] == prints[1] == prints[2]
 
 
@@ -171,8 +171,7 @@ def test_what_leave_out_overrules_and_was_never_read_is_not_recorded(ranks: Any,
     for rank, (outcome, heard) in enumerate(ranks(2, leaves_out_what_it_has_trained, out=str(tmp_path))):
         assert outcome == ("", "")
         assert len([said for said in heard if "were not read before training" in said]) == (rank == 0)
-    entries = model_states(tmp_path / "epoch=0.ckpt")[0]["ds_frozen_patch"]["left_out"]
-    prints = {names[0]: print_ for names, *_, print_ in entries}
+    prints = {entry.name: entry.fingerprint for entry in record_in(tmp_path / "epoch=0.ckpt").left_out}
     assert {print_ for name, print_ in prints.items() if "lora_" in name} == {None}
     assert all(print_ for name, print_ in prints.items() if "lora_" not in name)
 

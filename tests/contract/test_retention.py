@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from kit import runs
 from kit.cell import CELL, Fabric, FabricDeepSpeed, ModelCheckpoint, pl
-from kit.checkpoints import model_states
+from kit.checkpoints import record_in
 
 import ds_frozen_patch
 from ds_frozen_patch.publish.journal import Journal, digest, hidden
@@ -144,4 +144,4 @@ def test_fabric_saves_over_a_checkpoint(ranks: Any, tmp_path: Path) -> None:
     assert (tmp_path / "fabric.ckpt").is_symlink()
     assert (tmp_path / "elsewhere" / "mine").read_text() == "of before"
     assert sorted(item.name for item in tmp_path.iterdir()) == ["elsewhere", "fabric.ckpt"]
-    assert len(model_states(tmp_path / "fabric.ckpt")[0]["ds_frozen_patch"]["left_out"]) == 20
+    assert len(record_in(tmp_path / "fabric.ckpt").left_out) == 20

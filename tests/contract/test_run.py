@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from kit.checkpoints import model_states
+from kit.checkpoints import model_states, record_in
 from kit.programs import shell
 
 import ds_frozen_patch
@@ -38,7 +38,7 @@ def test_a_program_saves_and_resumes(folder: Path, epochs: int, start: str) -> N
     states = model_states(saved)
     for rank in states:
         assert not any("body" in name for name in rank.get("frozen_param_shapes") or {})
-    assert [names for names, *_ in states[0]["ds_frozen_patch"]["left_out"]] == [["body.weight"], ["body.bias"]]
+    assert [entry.names for entry in record_in(saved).left_out] == [("body.weight",), ("body.bias",)]
     assert {said.read_text() for said in folder.glob("worker-*")} == {"True"}
 
 
@@ -90,8 +90,8 @@ def test_a_program_of_deepspeed_alone(tmp_path: Path, stage: int) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.count(said) == 2
         found = ds_frozen_patch.inspect(tmp_path / "state")
-        assert found.manifest is not None
-        assert found.manifest.names == {"0.weight", "0.bias"}
+        assert found.record is not None
+        assert found.record.names == {"0.weight", "0.bias"}
 
 
 def test_a_program_of_accelerate_has_cpu_ranks(tmp_path: Path) -> None:
@@ -100,5 +100,5 @@ def test_a_program_of_accelerate_has_cpu_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = ds_frozen_patch.inspect(tmp_path / "state")
     assert found.world_size == 2
-    assert found.manifest is not None
-    assert found.manifest.names == {"0.weight", "0.bias"}
+    assert found.record is not None
+    assert found.record.names == {"0.weight", "0.bias"}

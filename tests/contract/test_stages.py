@@ -16,11 +16,12 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from kit import stages
-from kit.checkpoints import changed, loaded, snapshot, unlabel
+from kit.checkpoints import changed, loaded, snapshot, unmark
 from torch.utils.cpp_extension import get_default_build_root
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError, consolidate, prune, reshard, verify
+from ds_frozen_patch.checkpoint.names import RECORD
 from ds_frozen_patch.checkpoint.zero.groups import BASE_STATE
 from ds_frozen_patch.common.overrides import overridden
 
@@ -221,7 +222,7 @@ def test_stage_0_in_another_format(ranks: Any, saved: Any, tmp_path: Path) -> No
     shutil.copytree(source, tmp_path / "in")
     for file in (tmp_path / "in" / "a").glob("*_states.pt"):
         changed(file, lambda state: state.update(optimizer=None))
-    unlabel(tmp_path / "in")
+    unmark(tmp_path / "in")
     with pytest.raises(CheckpointError, match="no optimizer state with fp32 masters"):
         reshard(tmp_path / "in", tmp_path / "out", stage=2)
 
@@ -257,7 +258,7 @@ def in_fp16(source: Path, to: Path) -> Path:
     for file in (to / "a").glob("*_states.pt"):
         changed(file, convert)
         file.rename(file.with_name(file.name.removeprefix("bf16_")))
-    unlabel(to)
+    (to / "a" / RECORD).unlink()
     return to
 
 
@@ -471,7 +472,7 @@ def test_without_names(saved: Any, tmp_path: Path) -> None:
     """DeepSpeed does not say in stage 0 what the optimizer's states belong to; nobody guesses."""
     shutil.copytree(saved(2, stage=0)[0] / "full", tmp_path / "in")
     for file in (tmp_path / "in" / "a").glob("*_states.pt"):
-        changed(file, lambda state: state.pop("ds_frozen_patch_param_shapes"))
+        changed(file, lambda state: state.pop("param_shapes"))
     with pytest.raises(
         CheckpointError, match="DeepSpeed does not save which parameter each optimizer state belongs to"
     ):

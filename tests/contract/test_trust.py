@@ -93,7 +93,6 @@ def hostile_hyper_parameters(path: Path, canary: Path) -> None:
 def of_the_old_format(path: Path, canary: Path) -> None:
     for file in path.rglob("*_states.pt"):
         state = torch.load(file, weights_only=False)
-        state.pop("ds_frozen_patch", None)  # in ZeRO-3 it would have to be read from another file
         torch.save({**state, "mine": RunsCode(canary)}, file, _use_new_zipfile_serialization=False)
         refresh(file.parent)
 

@@ -14,7 +14,7 @@ from kit.cell import DeepSpeedStrategy
 from torch.utils.data import DataLoader
 
 import ds_frozen_patch
-from ds_frozen_patch.manifest import KEY
+from ds_frozen_patch.record import KEY
 
 pytestmark = [pytest.mark.promise(10), pytest.mark.everyday, pytest.mark.once]
 

@@ -20,8 +20,9 @@ from kit.checkpoints import Checkpoints, base_model, changed, commands
 from memory import give_back_memory, memory, reset_peak_memory
 from safetensors.torch import save_file
 
+from ds_frozen_patch.checkpoint.names import RECORD
 from ds_frozen_patch.cli import main
-from ds_frozen_patch.manifest import KEY
+from ds_frozen_patch.record import KEY, LeftOut, Record
 
 pytestmark = pytest.mark.promise(14)
 
@@ -63,10 +64,9 @@ def shapes(state: dict[str, Any], size: int) -> None:
     state["param_shapes"][0].update({f"more.{i}": torch.Size([1]) for i in range(size // 50)})
 
 
-def in_the_manifest(state: dict[str, Any], size: int) -> None:
-    said = state[KEY]
-    said["left_out"] += [[[f"more.{i}"], [1], "float32", f"{i:032x}"] for i in range(size // 80)]
-    said.pop("digest")
+def in_the_record(state: dict[str, Any], size: int) -> None:
+    left_out = tuple(LeftOut((f"more.{i}",), (1,), "float32", f"{i:032x}") for i in range(size // 130))
+    state[KEY] = Record("mine", 2, 2, 1, {}, "trainable-only", left_out, 4 * len(left_out)).to_json()
 
 
 def buffers(state: dict[str, Any], size: int) -> None:
@@ -79,7 +79,7 @@ FILLINGS: dict[str, Fill] = {
     "views of a tensor": views,
     "entries of the module": in_the_module,
     "shapes of parameters": shapes,
-    "parameters left out": in_the_manifest,
+    "parameters left out": in_the_record,
     "buffers": buffers,
     "numbers": lambda state, size: state.update(mine=list(range(size // 5))),
     "a text": lambda state, size: state.update(mine="x" * size),
@@ -153,6 +153,8 @@ def test_a_checkpoint(
             if filling != "parameters left out" or path.name == "small.ckpt":
                 file = min(path.rglob("*model_states.pt"))
                 changed(file, partial(FILLINGS[filling], size=int(megabytes * MB)))
+                if filling == "parameters left out":  # in the file
+                    (file.parent / RECORD).unlink()
                 sizes[megabytes] = file.stat().st_size
         run = commands(folder / "filled" / "small.ckpt", folder / "filled" / "full.ckpt", tmp_path / "out")
         for name, command in run.items():

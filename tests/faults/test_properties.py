@@ -29,7 +29,7 @@ from hypothesis import HealthCheck, Phase, example, given, note, seed, settings
 from hypothesis import strategies as st
 from kit import cell, runs
 from kit.cell import PRECISIONS, DeepSpeedStrategy, pl
-from kit.checkpoints import assert_pruned, manifest_of, model_states, raw, weights_of
+from kit.checkpoints import assert_pruned, model_states, raw, record_in, weights_of
 from torch.utils.data import DataLoader
 
 from ds_frozen_patch import consolidate, prune, verify
@@ -257,7 +257,7 @@ def ties_what_is_empty(small: Path, stage: int) -> bool:
     Except in ZeRO-3, DeepSpeed compares addresses to detect that, and this one has none. So the second name stays in
     the pruned checkpoint, with no elements.
     """
-    left_out = manifest_of(model_states(small)[0]).left_out
+    left_out = record_in(small).left_out
     return stage < 3 and any(len(p.names) > 1 and 0 in p.shape for p in left_out)
 
 

@@ -6,11 +6,13 @@ Saving runs inside a rank.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import tempfile
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import ds_frozen_patch
 from ds_frozen_patch.checkpoint.names import RECORD
-from ds_frozen_patch.checkpoint.zero.labels import LABEL
-from ds_frozen_patch.core.record import write_record
-from ds_frozen_patch.load.files import read_record
-from ds_frozen_patch.manifest import KEY, Manifest
 from ds_frozen_patch.parameters import plain
 from ds_frozen_patch.publish.journal import is_not_whole
+from ds_frozen_patch.record import KEY, Record, digest_of, read_record, write_record
 from kit import cell, runs
 from kit.cell import PRECISION, Callback, DeepSpeedStrategy
 
@@ -44,10 +43,8 @@ def model_states(checkpoint: str | Path) -> list[dict[str, Any]]:
 
 
 def left_out_of(checkpoint: str | Path) -> set[str]:
-    """Return the names that the manifests of a checkpoint list, wherever its files are below this path."""
-    states = [torch.load(file, weights_only=False) for file in Path(checkpoint).rglob("*model_states.pt")]
-    manifests = [state.get("ds_frozen_patch", {}).get("left_out", ()) for state in states]
-    return {name for left_out in manifests for names, *_ in left_out for name in names}
+    """Return the names that the records of a checkpoint list, wherever they are below this path."""
+    return {name for file in Path(checkpoint).rglob(RECORD) for name in record_in(file.parent).names}
 
 
 def size(checkpoint: str | Path) -> int:
@@ -249,9 +246,9 @@ def loaded(file: Path) -> Any:
 
 
 def of_any_save(file: Path) -> Any:
-    """Return a file's state without its label, which differs between saves and has the file's name."""
+    """Return a file's state without the id of its save."""
     state = loaded(file)
-    assert state.pop(LABEL, {"file": file.name})["file"] == file.name
+    state.pop(KEY, None)
     return state
 
 
@@ -289,10 +286,20 @@ def assert_same(one: Any, other: Any, at: str = "") -> None:
         assert one == other, at
 
 
-def manifest_of(state: dict[str, Any]) -> Manifest:
-    found = Manifest.from_checkpoint(state)
+def record_in(path: Path) -> Record:
+    """Return the record of a checkpoint: of the folder of its tag, or of the only tag in it."""
+    folder = path if (path / RECORD).exists() else next(path.glob(f"*/{RECORD}")).parent
+    found = read_record(folder)
     assert found is not None
     return found
+
+
+def rewrite_record(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the values of a record, and give it the digest that fits them."""
+    values = json.loads((folder / RECORD).read_text())
+    change(values)
+    values.pop("digest", None)
+    (folder / RECORD).write_text(json.dumps({**values, "digest": digest_of(values)}))
 
 
 def names_of_copy(path: Path) -> list[str]:
@@ -309,20 +316,16 @@ def assert_pruned(pruned: Path, small: Path) -> None:
     assert sorted(snapshot(pruned)) == names_of_copy(small)
     assert (pruned / "latest").read_text() == (small / "latest").read_text()
     for file in sorted((small / "checkpoint").glob("*.pt")):
-        ours, theirs = of_any_save(pruned / "checkpoint" / file.name), of_any_save(file)
-        if "file" in theirs.get(KEY, {}):  # a reference to the manifest in the first rank's file
-            assert ours.pop(KEY)["file"] == theirs.pop(KEY)["file"]
-        elif file.name.endswith("model_states.pt"):
-            mine, said = manifest_of(ours), manifest_of(theirs)
-            assert (mine.left_out, mine.total_bytes) == (said.left_out, said.total_bytes)
-            assert (mine.zero_stage, mine.world_size) == (said.zero_stage, said.world_size)
-            assert {name: said.versions[name] for name in mine.versions} == mine.versions
-            assert all(parameter.fingerprint for parameter in mine.left_out)
-            assert mine.left_out
-            # It takes its place among the entries, whose order is nobody's business.
-            assert ours.pop(KEY).keys() <= theirs.pop(KEY).keys()
-        assert_same(ours, theirs, file.name)
-        assert (pruned / "checkpoint" / file.name).stat().st_size <= file.stat().st_size
+        assert_same(of_any_save(pruned / "checkpoint" / file.name), of_any_save(file), file.name)
+        assert (pruned / "checkpoint" / file.name).stat().st_size <= file.stat().st_size + 64
+    mine, said = record_in(pruned), record_in(small)
+    assert replace(mine, save="", versions={}, adapters={}, files={}) == replace(
+        said, save="", versions={}, adapters={}, files={}
+    )
+    assert {name: said.versions[name] for name in mine.versions} == mine.versions
+    assert all(parameter.fingerprint for parameter in mine.left_out)
+    assert mine.left_out
+    assert mine.files.keys() == said.files.keys()
 
 
 def records_of(file: Path) -> dict[str, range]:
@@ -372,11 +375,12 @@ def refresh(folder: Path) -> None:
         write_record(folder, record)
 
 
-def unlabel(path: Path) -> None:
-    """Remove the labels from the files of a checkpoint, and its record, as if plain Lightning had saved them."""
-    for file in path.rglob("*_states.pt"):
-        changed(file, lambda state: state.pop(LABEL, None))
-        (file.parent / RECORD).unlink(missing_ok=True)
+def unmark(path: Path) -> None:
+    """Remove the record of a checkpoint, and the id in its files, as if plain Lightning had saved them."""
+    for file in path.rglob("*model_states.pt"):
+        changed(file, lambda state: state.pop(KEY, None))
+    for file in path.rglob(RECORD):
+        file.unlink()
 
 
 def base_model(seed: int = 1, **options: Any) -> Any:

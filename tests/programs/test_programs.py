@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.checkpoints import model_states, size
+from kit.checkpoints import model_states, record_in, size
 from kit.programs import PLAIN, WORDS, save_tokenizer, start
 from safetensors.torch import load_file
 
@@ -182,8 +182,7 @@ def test_a_program_saves_and_resumes(name: str, tmp_path: Path, request: pytest.
     trained = {key for key in everything if program.trained in key}
     for path in (first, second):
         states = model_states(path)
-        (told,) = [rank["ds_frozen_patch"]["left_out"] for rank in states if "left_out" in rank["ds_frozen_patch"]]
-        left_out = {key for names, *_ in told for key in names}
+        left_out = record_in(path).names
         for rank in states:
             assert left_out == everything - rank["module"].keys()
             assert set(rank["param_shapes"][0]) == trained

@@ -187,15 +187,15 @@ def names(folder: Path) -> set[str]:
 
 
 def check_states(checkpoint: Path, tag: str = "") -> None:
-    """Check that a checkpoint has a manifest, and none of what it lists."""
-    manifest = ds_frozen_patch.inspect(checkpoint, tag or None).manifest
-    assert manifest
-    assert manifest.names
-    assert not any(".lora_" in name for name in manifest.names)
+    """Check that a checkpoint has a record, and none of what it lists."""
+    record = ds_frozen_patch.inspect(checkpoint, tag or None).record
+    assert record
+    assert record.names
+    assert not any(".lora_" in name for name in record.names)
     (file,) = (checkpoint / tag).rglob("mp_rank_00_model_states.pt")
     state = torch.load(file, weights_only=False)
     assert state["module"]
-    assert not manifest.names & state["module"].keys()
+    assert not record.names & state["module"].keys()
 
 
 def check_equal(ours: Path, theirs: Path) -> None:
@@ -222,7 +222,8 @@ def test_a_trainer_resumes(name: str, tmp_path: Path) -> None:
         assert names(second.parent) == names(full.parent)
         assert not list(patched.folder.rglob(".ds_frozen_patch*"))
         check_equal(*(path / "adapter_model.safetensors" for path in (second, full)))
-        assert ds_frozen_patch.inspect(full).manifest is None
+        record = ds_frozen_patch.inspect(full).record
+        assert record is None or not record.is_trainable_only
         check_states(first)
         check_states(second)
         if name == "ms-swift":
@@ -269,7 +270,8 @@ def test_openrlhf_resumes(name: str, tmp_path: Path) -> None:
     saved, full = (place.folder / "out" for place in (patched, plain))
     assert names(saved) == names(full)
     check_equal(*(path / "adapter_model.safetensors" for path in (saved, full)))
-    assert ds_frozen_patch.inspect(full / "saved").manifest is None
+    record = ds_frozen_patch.inspect(full / "saved").record
+    assert record is None or not record.is_trainable_only
     assert not list(patched.folder.rglob(".ds_frozen_patch*"))
 
 

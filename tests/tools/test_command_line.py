@@ -11,6 +11,7 @@ import torch
 
 from ds_frozen_patch import CheckpointError, CheckpointMismatchError
 from ds_frozen_patch.cli import main
+from ds_frozen_patch.record import KEY, LeftOut, Record
 
 pytestmark = pytest.mark.promise(14)
 
@@ -33,17 +34,12 @@ SAYS: dict[str, dict[str, Any]] = {
     "Lightning's version": {"pytorch-lightning_version": FORGED},
     "a name that is left out": {
         "name": FORGED,
-        "ds_frozen_patch": {
-            "format": 1,
-            "left_out": [[[FORGED], [2, 2], FORGED, None]],
-            "total_bytes": 0,
-            "zero_stage": 0,
-            "world_size": 1,
-            "versions": {FORGED: FORGED},
-        },
+        KEY: Record(
+            FORGED, 1, 0, 1, {FORGED: FORGED}, "trainable-only", (LeftOut((FORGED,), (2, 2), FORGED, None),)
+        ).to_json(),
     },
     "the tag": {"tag": FORGED.replace("\r\n", "")},
-    "a label": {"ds_frozen_patch_label": {"save": FORGED, "file": FORGED}},
+    "the id of a save": {KEY: FORGED},
 }
 
 
@@ -66,8 +62,8 @@ ODD: dict[str, dict[str, Any]] = {
     "a huge epoch": {"epoch": 10**5000},
     "a huge number of steps": {"global_steps": 10**600, "global_step": -(10**600)},
     "a huge number of ranks": {"dp_world_size": 10**600},
-    "a huge format": {"ds_frozen_patch": {"format": 10**600}},
-    "a huge label": {"ds_frozen_patch_label": {"save": 10**600, "file": 10**600}},
+    "a huge record": {KEY: '{"format": 1' + "0" * 600 + "}"},
+    "an id that is a huge number": {KEY: 10**600},
     "a huge version": {"ds_version": 10**600},
     "a huge stage": {"ds_config": {"zero_optimization": {"stage": 10**600}}},
     "a lone surrogate": {"ds_version": "\udc80", "name": "\ud800.weight"},

@@ -8,6 +8,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from kit.checkpoints import (
     loaded,
     precision_of,
     raw,
+    record_in,
     snapshot,
     weights_of,
 )
@@ -36,7 +38,7 @@ from safetensors.torch import load_file, load_model, save_file
 
 from ds_frozen_patch import CheckpointError, consolidate, prune, reshard
 from ds_frozen_patch.cli import main
-from ds_frozen_patch.manifest import KEY
+from ds_frozen_patch.record import KEY, Record
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday]
 
@@ -107,7 +109,7 @@ def test_bit_for_bit(
 
     done = consolidate(small, tmp_path / "small.ckpt")
     part = weights_of(tmp_path / "small.ckpt")
-    left_out = {name for entry in loaded(min(small.rglob("*model_states.pt")))[KEY]["left_out"] for name in entry[0]}
+    left_out = record_in(small).names
     assert part.keys() == whole.keys() - left_out
     assert bits(part) == bits({name: whole[name] for name in part})
     assert not done.is_whole
@@ -179,7 +181,8 @@ def test_lightning_loads_a_merged_file_strictly(
     consolidate(out / "small.ckpt", tmp_path / "small.ckpt")
     with pytest.raises(RuntimeError, match="Missing key"):
         runs.LoraRun.load_from_checkpoint(tmp_path / "small.ckpt", map_location="cpu", strict=True)
-    assert loaded(tmp_path / "small.ckpt")[KEY]["left_out"]
+    kept = Record.from_json(loaded(tmp_path / "small.ckpt")[KEY], "small.ckpt")
+    assert kept == replace(record_in(out / "small.ckpt"), files={})
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -19,16 +19,14 @@ import transformers
 from deepspeed.utils import safe_get_full_fp32_param
 from kit import cell, owners, runs
 from kit.cell import DeepSpeedStrategy
-from kit.checkpoints import changed, contents, snapshot
+from kit.checkpoints import contents, snapshot, unmark
 from memory import memory, reset_peak_memory
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError, consolidate, export, merge, verify
-from ds_frozen_patch.checkpoint.names import RECORD
 from ds_frozen_patch.cli import main
-from ds_frozen_patch.manifest import KEY
 
 pytestmark = [pytest.mark.promise(27), pytest.mark.everyday, pytest.mark.once]
 
@@ -583,14 +581,11 @@ def test_without_peft(
     assert "pip install transformers" in said
 
 
-def test_a_checkpoint_without_a_manifest(made: Made, bases: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_record(made: Made, bases: Callable[..., Path], tmp_path: Path) -> None:
     """As `exclude_frozen_parameters` of DeepSpeed alone leaves it: the base cannot be verified."""
     run = made("llama", 2)
     bare = Path(shutil.copytree(run.small, tmp_path / "bare"))
-    for file in bare.rglob("*model_states.pt"):
-        changed(file, lambda state: state.pop(KEY))
-    for file in bare.rglob(RECORD):
-        file.unlink()
+    unmark(bare)
     with pytest.raises(CheckpointError, match="does not contain the adapter's configuration"):
         merge(bare, tmp_path / "served", base=bases("llama"))
     done = merge(bare, tmp_path / "served", base=bases("llama"), adapter_config=run.exported())

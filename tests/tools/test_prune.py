@@ -13,6 +13,7 @@ import types
 import uuid
 import zipfile
 from collections import Counter, OrderedDict, defaultdict, deque
+from dataclasses import replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -30,11 +31,11 @@ from kit.checkpoints import (
     changed,
     flip,
     loaded,
-    manifest_of,
     names_of_copy,
     of_any_save,
     precision_of,
     raw,
+    record_in,
     record_of,
     records_of,
     resume,
@@ -45,8 +46,7 @@ from kit.hostile import named, repacked, text
 
 from ds_frozen_patch import CheckpointError, prune, verify
 from ds_frozen_patch.checkpoint.names import RECORD
-from ds_frozen_patch.checkpoint.zero.labels import PLAIN_GROUPS
-from ds_frozen_patch.manifest import KEY
+from ds_frozen_patch.record import KEY
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday]
 
@@ -73,7 +73,7 @@ def test_it_equals_a_trainable_only_save(
     files = (tmp_path / "pruned.ckpt" / "checkpoint").iterdir()
     assert done.size_after == sum(file.stat().st_size for file in files)
     assert done.size_before == sum(f.stat().st_size for f in (out / "full.ckpt" / "checkpoint").glob("*.pt"))
-    assert done.manifest == manifest_of(loaded(min((tmp_path / "pruned.ckpt").rglob("*model_states.pt"))))
+    assert done.record == replace(record_in(tmp_path / "pruned.ckpt"), files={})
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -112,30 +112,27 @@ def test_without_fingerprints_no_frozen_weight_is_read(checkpoints: Checkpoints,
     assert any(str(file) in str(refused.value) for file in damaged)
     assert not (tmp_path / "pruned.ckpt").exists()
     done = prune(tmp_path / "full.ckpt", tmp_path / "pruned.ckpt", fingerprints=False)
-    assert {parameter.fingerprint for parameter in done.manifest.left_out} == {None}
+    assert {parameter.fingerprint for parameter in done.record.left_out} == {None}
     for file in sorted((tmp_path / "pruned.ckpt" / "checkpoint").glob("*.pt")):
-        ours, theirs = of_any_save(file), of_any_save(out / "small.ckpt" / "checkpoint" / file.name)
-        mine, said = ours.pop(KEY, {}), theirs.pop(KEY, {})
-        assert mine.get("file") == said.get("file")  # a reference to the first rank's
-        assert mine.get("left_out") == (
-            [(*entry[:3], None) for entry in said["left_out"]] if "left_out" in said else None
-        )
-        assert_same(ours, theirs, file.name)
+        assert_same(of_any_save(file), of_any_save(out / "small.ckpt" / "checkpoint" / file.name), file.name)
+    assert done.record.left_out == tuple(
+        replace(entry, fingerprint=None) for entry in record_in(out / "small.ckpt").left_out
+    )
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_checkpoint_from_plain_deepspeed(checkpoints: Checkpoints, tmp_path: Path, stage: int) -> None:
     out = checkpoints.by_deepspeed(stage)
     done = prune(out / "full.ckpt", tmp_path / "pruned.ckpt")
-    assert (done.manifest.zero_stage, done.manifest.world_size) == (stage, 2)
-    assert done.manifest.versions["deepspeed"] == CELL.deepspeed
-    assert len(done.manifest.left_out) == 20
+    assert (done.record.zero_stage, done.record.world_size) == (stage, 2)
+    assert done.record.versions["deepspeed"] == CELL.deepspeed
+    assert len(done.record.left_out) == 20
     assert (tmp_path / "pruned.ckpt" / "latest").read_text() == "step4"
     assert sorted(snapshot(tmp_path / "pruned.ckpt")) == sorted([*names_of_copy(out / "full.ckpt"), f"step4/{RECORD}"])
     for file in sorted((out / "full.ckpt" / "step4").glob("*.pt")):
         ours, theirs = loaded(tmp_path / "pruned.ckpt" / "step4" / file.name), loaded(file)
         if file.name.endswith("model_states.pt"):
-            for name in done.manifest.names & theirs["module"].keys():
+            for name in done.record.names & theirs["module"].keys():
                 del theirs["module"][name]
             assert all("lora_" in name for name in theirs["module"])
             if "frozen_param_shapes" in theirs:
@@ -154,8 +151,8 @@ def test_stage_0_with_ambiguous_shapes(checkpoints: Checkpoints, tmp_path: Path)
     pruned.parent.mkdir()
     shutil.copytree(out / "full.ckpt", full)
     file = "mp_rank_00_model_states.pt"
-    groups = loaded(full / "checkpoint" / file)[PLAIN_GROUPS]
-    changed(full / "checkpoint" / file, lambda state: state.pop(PLAIN_GROUPS))
+    groups = loaded(full / "checkpoint" / file)["param_shapes"]
+    changed(full / "checkpoint" / file, lambda state: state.update(param_shapes=None))
     with pytest.raises(CheckpointError, match=r"cannot tell which were trained \(.*layers\.0.*Pass --trainable"):
         prune(full, pruned)
     with pytest.raises(
@@ -166,7 +163,7 @@ def test_stage_0_with_ambiguous_shapes(checkpoints: Checkpoints, tmp_path: Path)
         prune(full, pruned, trainable=["nothing"])
     assert list(pruned.parent.iterdir()) == []
     prune(full, pruned, trainable=["*.layers.0.*lora_A*", "*.layers.0.*lora_B*"])
-    changed(pruned / "checkpoint" / file, lambda state: state.update({PLAIN_GROUPS: groups}))
+    changed(pruned / "checkpoint" / file, lambda state: state.update({"param_shapes": groups}))
     assert_pruned(pruned, out / "small.ckpt")
 
 
@@ -174,8 +171,8 @@ def test_stage_0_with_ambiguous_shapes(checkpoints: Checkpoints, tmp_path: Path)
 def test_what_is_named_is_kept(checkpoints: Checkpoints, tmp_path: Path, stage: int) -> None:
     full, pruned = checkpoints(stage) / "full.ckpt", tmp_path / "pruned.ckpt"
     done = prune(full, pruned, keep=["*.k_proj.weight"])
-    assert not [name for name in done.manifest.names if "k_proj" in name]
-    assert [name for name in done.manifest.names if "o_proj" in name]
+    assert not [name for name in done.record.names if "k_proj" in name]
+    assert [name for name in done.record.names if "o_proj" in name]
     for file in sorted((full / "checkpoint").glob("*model_states.pt")):
         ours, theirs = loaded(pruned / "checkpoint" / file.name), loaded(file)
         for key in ("module", "frozen_param_fragments"):
@@ -222,14 +219,14 @@ def test_another_tag_and_other_files(checkpoints: Checkpoints, tmp_path: Path) -
 def test_fingerprints_are_those_of_the_values(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """After one bit of the source was changed, that name differs."""
     source = shutil.copytree(checkpoints(2) / "full.ckpt", tmp_path / "full.ckpt")
-    same = prune(source, tmp_path / "pruned.ckpt").manifest
+    same = prune(source, tmp_path / "pruned.ckpt").record
     (file,) = (source / "checkpoint").glob("*model_states.pt")
 
     def flip_one(state: dict[str, Any]) -> None:
         state["module"][NORM].view(torch.int16)[0] ^= 1
 
     changed(file, flip_one)
-    other = prune(source, tmp_path / "changed.ckpt").manifest
+    other = prune(source, tmp_path / "changed.ckpt").record
     differ = [one.name for one, two in zip(other.left_out, same.left_out, strict=True) if one != two]
     assert differ == [NORM]
 

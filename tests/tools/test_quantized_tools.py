@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from kit import quantized, runs
-from kit.checkpoints import assert_pruned, changed, loaded, manifest_of, raw, snapshot
+from kit.checkpoints import assert_pruned, changed, loaded, raw, record_in, snapshot
 from kit.quantized import AVAILABLE, KINDS, QuantizedRun
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -24,7 +24,7 @@ from ds_frozen_patch import CheckpointError, consolidate, export, inspect, load_
 from ds_frozen_patch.checkpoint.names import RECORD
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.cli.commands import to_json
-from ds_frozen_patch.manifest import KEY, LeftOut
+from ds_frozen_patch.record import KEY, LeftOut
 
 pytestmark = [pytest.mark.promise(16), pytest.mark.quantized]
 
@@ -145,8 +145,8 @@ def test_prune_equals_a_trainable_only_save(saved: Callable[..., Path], tmp_path
         return
     pruned, small = loaded(model_states(tmp_path / "pruned.ckpt")), loaded(model_states(out / "small.ckpt"))
     assert list(pruned["module"]) == list(small["module"])
-    ours, theirs = entries(done.manifest.left_out), entries(manifest_of(small).left_out)
-    assert done.manifest.total_bytes == manifest_of(small).total_bytes
+    ours, theirs = entries(done.record.left_out), entries(record_in(out / "small.ckpt").left_out)
+    assert done.record.total_bytes == record_in(out / "small.ckpt").total_bytes
     # ZeRO-1 does not list frozen parameters, and quanto's state dicts have only the tensors that they consist of.
     unknown = {name for name, one in theirs.items() if not hasattr(torch, one.dtype)}
     assert ours.keys() | unknown == theirs.keys()
@@ -220,10 +220,10 @@ def test_inspect_names_the_base_and_verify_counts_parameters(
     assert small.base == full.base == (NAMES[kind],)
     assert small.kinds.get("frozen weights", 0) == 0
     assert small.kinds["buffers"] == full.kinds["buffers"] == 8 * (2 if stage == 3 else 1)
-    assert small.manifest is not None
+    assert small.record is not None
     # GPTQ's and AWQ's layers have two names for their buffers in PEFT's; TinyGemm's tensors are quanto's second copy.
     if kind not in ("gptq", "awq", "quanto-int4") and stage < 3:
-        assert full.kinds["frozen weights"] == small.manifest.total_bytes
+        assert full.kinds["frozen weights"] == small.record.total_bytes
     assert main(["inspect", str(out / "small.ckpt")]) == 0
     assert f"\nbase: {NAMES[kind]}\n" in capsys.readouterr().out
     assert json.loads(json.dumps(to_json(small)))["base"] == [NAMES[kind]]
@@ -364,7 +364,7 @@ def test_partitions_quantized_by_zero(saved: Callable[..., Path], tmp_path: Path
 
     for file in path.rglob("*_states.pt"):
         changed(file, say)
-    found = prune(path, tmp_path / "pruned.ckpt").manifest
+    found = prune(path, tmp_path / "pruned.ckpt").record
     assert {one.dtype for one in found.left_out if one.fingerprint is None} == {"int8"}
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.checkpoints import EMBEDDING, Checkpoints, changed, contents, flip, loaded, record_of, snapshot, unlabel
+from kit.checkpoints import EMBEDDING, Checkpoints, changed, contents, flip, loaded, record_of, snapshot, unmark
 
 from ds_frozen_patch import CheckpointError, consolidate, export, prune, reshard
 from ds_frozen_patch.cli import main
@@ -152,10 +152,7 @@ def test_a_flipped_bit_in_a_frozen_weight(source: Callable[..., Path], tmp_path:
 
 @pytest.mark.parametrize(
     ("other", "stage"),
-    [
-        *(({other: number}, stage) for other, number in (("epochs", 2), ("rank", 8)) for stage in (1, 2, 3)),
-        *(({"seed": 2}, stage) for stage in (1, 2)),
-    ],
+    [*(({"rank": 8}, stage) for stage in (1, 2, 3)), *(({"seed": 2}, stage) for stage in (1, 2))],
 )
 @EVERY_TOOL
 def test_a_shard_of_another_run(
@@ -167,15 +164,16 @@ def test_a_shard_of_another_run(
     def damage(path: Path) -> None:
         shard = last(path, "optim")
         shutil.copy(checkpoints(stage, **other) / path.name / "checkpoint" / shard.name, shard)
-        unlabel(path)
 
     both(path, damage)
+    assert "is of another save than" in assert_refused(lambda: run(path, tmp_path / name), tmp_path / name, path)
+    both(path, unmark)
     said = assert_refused(lambda: run(path, tmp_path / name), tmp_path / name, path)
     if "seed" in other:
         assert "are not from one run: the optimizer's masters differ from" in said
         assert last(path, "optim").name in said
     else:
-        assert "is of another save than" in said or "does not fit the model's states" in said
+        assert "does not fit the model's states" in said
 
 
 @pytest.mark.short

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from kit import runs
-from kit.checkpoints import Checkpoints, changed, loaded, raw, refresh, unlabel, weights_of
+from kit.checkpoints import Checkpoints, changed, loaded, raw, refresh, unmark, weights_of
 from kit.hostile import named, text
 from safetensors.torch import load_file
 
 from ds_frozen_patch import CheckpointError, consolidate, export, inspect, load_trainable, prune, reshard, verify
 from ds_frozen_patch.checkpoint.format import archive
-from ds_frozen_patch.checkpoint.zero.labels import PLAIN_GROUPS
-from ds_frozen_patch.load.files import check_files, read_record
+from ds_frozen_patch.load.files import check_files
+from ds_frozen_patch.record import read_record
 from ds_frozen_patch.tools.inspect import CLIENT_STATE
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
@@ -136,7 +136,7 @@ def masters_in_stage_0(path: Path) -> dict[str, torch.Tensor]:
     """Return the fp32 masters of a checkpoint of stage 0 in 16 bits, by name."""
     (file,) = path.rglob("*model_states.pt")
     state, found = loaded(file), dict[str, torch.Tensor]()
-    for group, masters in zip(state[PLAIN_GROUPS], state["optimizer"]["fp32_groups"], strict=True):
+    for group, masters in zip(state["param_shapes"], state["optimizer"]["fp32_groups"], strict=True):
         found |= dict(zip(group, masters, strict=True))
     return found
 
@@ -165,7 +165,7 @@ def test_the_masters_of_stage_0(checkpoints: Checkpoints, tmp_path: Path, is_fla
     parameters = dict(module.named_parameters())
     assert {name: raw(parameters[name]) for name in masters} == {name: raw(value) for name, value in masters.items()}
     assert verify(path).problems == ()
-    unlabel(path)
+    unmark(path)
 
     def shuffle(state: dict[str, Any]) -> None:
         for name, value in state["module"].items():

@@ -1,4 +1,4 @@
-"""The record beside the files of a checkpoint."""
+"""The record of a checkpoint: to JSON and from it, and what is refused."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,26 @@ import torch
 
 from ds_frozen_patch import CheckpointError
 from ds_frozen_patch.checkpoint.names import RECORD
-from ds_frozen_patch.core.record import Record, describe_file, digest_of, write_record
-from ds_frozen_patch.load.files import read_record
-from ds_frozen_patch.manifest import LeftOut, Manifest
+from ds_frozen_patch.record import KEY, LeftOut, Record, carried, describe_file, digest_of, read_record, write_record
 
 pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 
-MANIFEST = Manifest(
-    (LeftOut(("base.weight", "tied.weight"), (2, 3), "bfloat16", "0" * 32), LeftOut(("ü",), (), "float32", None)),
-    total_bytes=16,
-    zero_stage=2,
+MADE = Record(
+    "0123456789ab",
     world_size=2,
+    zero_stage=2,
+    step=7,
     versions={"torch": "2.11"},
+    kind="trainable-only",
+    left_out=(
+        LeftOut(("base.weight", "tied.weight"), (2, 3), "bfloat16", "0" * 32),
+        LeftOut(("base.weight.absmax",), (1,), "float32", "1" * 32, "part", "base.weight"),
+        LeftOut(("ü",), (), "float32", None, "buffer"),
+    ),
+    total_bytes=16,
     adapters={"": {"default": "{}"}},
+    compiled=frozenset(["model"]),
+    loss_factor=1 / 3,
 )
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
@@ -36,10 +44,27 @@ def written(folder: Path) -> Record:
     torch.save({"module": {"w": torch.ones(3)}}, folder / MODEL)
     torch.save({"optimizer_state_dict": {}}, folder / OPTIMIZER, _use_new_zipfile_serialization=False)
     (folder / "of_the_program.txt").touch()
-    write_record(folder, Record("0123456789ab", 2, 2, 7, {"torch": "2.11"}, {}, MANIFEST))
+    write_record(folder, MADE)
     record = read_record(folder)
     assert record
     return record
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    record = written(tmp_path)
+    assert replace(record, files={}) == MADE
+    assert record.files == {name: describe_file(tmp_path / name) for name in (MODEL, OPTIMIZER)}
+    assert record.names == {"base.weight", "tied.weight", "base.weight.absmax", "ü"}
+
+
+def test_what_a_file_carries() -> None:
+    """A record, an id, nothing, or something that a program has put there."""
+    assert carried({KEY: MADE.to_json()}, "one.ckpt") == MADE
+    for value, save in (("0123456789ab", "0123456789ab"), (None, ""), ({"format": 1}, ""), (3, "")):
+        found = carried({KEY: value}, "one.ckpt")
+        assert (found.save, found.kind, found.is_lost) == (save, "unknown", bool(save))
+    with pytest.raises(CheckpointError, match=r"'ds_frozen_patch' in one.ckpt was edited"):
+        carried({KEY: MADE.to_json().replace("base.weight", "base.other")}, "one.ckpt")
 
 
 def test_the_page_on_the_format_computes_the_same(tmp_path: Path) -> None:
@@ -61,7 +86,6 @@ def with_digest(**changes: Any) -> Callable[[str], str]:
     """As a later release, or a person who computes the digest, might write it."""
 
     def edit(text: str) -> str:
-
         values = {**json.loads(text), **changes}
         values = {key: value for key, value in values.items() if value is not ... and key != "digest"}
         return json.dumps({**values, "digest": digest_of(values)})
@@ -69,22 +93,43 @@ def with_digest(**changes: Any) -> Callable[[str], str]:
     return edit
 
 
+def with_entry(**changes: Any) -> Callable[[str], str]:
+    """One with a single entry for what was left out."""
+    entry = {"names": ["a"], "shape": [1], "dtype": "float32", "fingerprint": None, "kind": "parameter", "group": ""}
+    return with_digest(left_out=[{**entry, **changes}])
+
+
+WRONG_TYPE = "a value has the wrong type"
 DAMAGED: dict[str, tuple[Callable[[str], str], str]] = {
     "empty": (lambda text: "", "cannot be read, or is damaged"),
     "truncated": (lambda text: text[:-1], "cannot be read, or is damaged"),
     "no object": (lambda text: "[]", "unknown format"),
     "a later format": (edited(format=2), "unknown format.*pip install -U"),
     "edited": (edited(world_size=3), "does not match its digest"),
-    "an edited manifest": (lambda text: text.replace("base.weight", "base.other"), "does not match its digest"),
+    "an edited name": (lambda text: text.replace("base.weight", "base.other"), "does not match its digest"),
     "deeply nested": (lambda text: "[" * 10**6, "cannot be read, or is damaged"),
-    "numbers as words": (with_digest(world_size="2"), "a value has the wrong type"),
-    "a negative size": (with_digest(files={MODEL: {"size": -1, "directory": None}}), "a value has the wrong type"),
-    "no world size": (with_digest(world_size=...), "is damaged"),
+    "numbers as words": (with_digest(world_size="2"), WRONG_TYPE),
+    "a negative size": (with_digest(files={MODEL: {"size": -1, "directory": None}}), WRONG_TYPE),
+    "no world size": (with_digest(world_size=...), "lacks 'world_size'"),
     "unknown keys": (with_digest(mine=1), "is damaged"),
     "files of another kind": (with_digest(files=[1]), "is damaged"),
     "a file of another kind": (with_digest(files={MODEL: 1}), "is damaged"),
-    "a damaged manifest": (with_digest(manifest={"format": 1}), "manifest is damaged"),
-    "a later manifest": (with_digest(manifest={"format": 9}), "has format 9"),
+    "a file elsewhere": (with_digest(files={f"../{MODEL}": {"size": 1, "directory": None}}), "does not write"),
+    "an unknown kind": (with_digest(kind="mine"), "of an unknown kind"),
+    "no factor": (with_digest(loss_factor=0), WRONG_TYPE),
+    "a factor that is no number": (with_digest(loss_factor=float("nan")), WRONG_TYPE),
+    "versions of another kind": (with_digest(versions={"torch": 2}), WRONG_TYPE),
+    "adapters of another kind": (with_digest(adapters={"": "{}"}), "is damaged"),
+    "what was left out is a number": (with_digest(left_out=3), "is damaged"),
+    "an entry is a number": (with_digest(left_out=[3]), "is damaged"),
+    "a name is a number": (with_entry(names=[1]), WRONG_TYPE),
+    "no name": (with_entry(names=[]), "has no name"),
+    "a huge shape": (with_entry(shape=[1 << 99]), WRONG_TYPE),
+    "a huge number of dimensions": (with_entry(shape=[1] * 65), "no shape"),
+    "a dtype is a number": (with_entry(dtype=1), WRONG_TYPE),
+    "a fingerprint is a list": (with_entry(fingerprint=["0"]), WRONG_TYPE),
+    "an entry of an unknown kind": (with_entry(kind="mine"), "of an unknown kind"),
+    "an entry with unknown keys": (with_entry(mine=1), "is damaged"),
 }
 
 

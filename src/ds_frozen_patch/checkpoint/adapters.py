@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import CheckpointError, named
-from ..manifest import Manifest
+from ..record import Record
 from .zero.weights import Weights
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -107,16 +107,16 @@ def _is_layer_alias(name: str) -> bool:
 
 def choose_adapter(
     weights: Weights,
-    manifest: Manifest | None,
+    record: Record,
     name: str | None,
     file: str | Path | None,
     otherwise: str = "Use --format safetensors.",
 ) -> Adapter:
-    """The requested adapter, as the manifest records it, or else as the names of the trained parameters tell.
+    """The requested adapter, as the record has it, or else as the names of the trained parameters tell.
 
     Args:
         weights: those of the checkpoint.
-        manifest: of the checkpoint.
+        record: of the checkpoint.
         name: of the adapter; by default the only one, or "default".
         file: an `adapter_config.json`, or its directory, to use instead of the recorded configuration.
         otherwise: what to do if there is not exactly one model with adapters.
@@ -124,7 +124,7 @@ def choose_adapter(
     Raises:
         CheckpointError: there is no such adapter, or no configuration of it.
     """
-    recorded = dict(manifest.adapters) if manifest else {}
+    recorded = dict(record.adapters)
     if len(recorded) > 1:
         raise CheckpointError(
             f"The run had several models with adapters: {named(list(recorded))}. A PEFT folder contains only one."
@@ -189,15 +189,15 @@ def parse_recorded_config(text: str) -> dict[str, Any]:
     return config
 
 
-def match_adapter(weights: Weights, manifest: Manifest | None, adapter: Adapter) -> tuple[dict[str, str], list[str]]:
+def match_adapter(weights: Weights, record: Record, adapter: Adapter) -> tuple[dict[str, str], list[str]]:
     """Map the names in the adapter's file to those in the checkpoint; also return what was trained outside of it."""
-    left_out = [name for name in (manifest.names if manifest else ()) if adapter.owns(name)]
+    left_out = [name for name in record.names if adapter.owns(name)]
     if left_out:
         raise CheckpointError(
             f"Parts of the adapter were frozen and are not in the checkpoint: {named(left_out)}. Save them with"
             " patch(keep=[...]), or use a full checkpoint."
         )
-    adapters = manifest.adapters.get(adapter.module, {}) if manifest else ()
+    adapters = record.adapters.get(adapter.module, {})
     members = adapter.members(weights.trained, weights.aliases, (*weights.frozen, *weights.buffers), adapters)
     if not any(adapter.owns(name) for name in members.values()):
         raise CheckpointError(f"The checkpoint contains no adapter {adapter.name!r}. Choose one with --adapter.")

@@ -6,7 +6,7 @@ from math import prod
 from typing import TypeVar
 
 from ..fingerprint import of_stream
-from ..manifest import LeftOut
+from ..record import LeftOut
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """torch's names of the dtypes of outputs, by their names on the command line."""

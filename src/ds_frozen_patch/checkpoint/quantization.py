@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..manifest import LeftOut
 from ..parameters import PART
+from ..record import LeftOut
 from .format.stored import ITEM_SIZES, StandIn, StoredTensor, is_shape
 
 BESIDE_INT8 = ("SCB", "weight_format")

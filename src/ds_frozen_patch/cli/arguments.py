@@ -172,7 +172,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command = add("verify", commands.run_verify, "check that a checkpoint is complete, undamaged and consistent")
     _add_checkpoint(command)
-    command.add_argument("--base", help="compare this base with the fingerprints in the manifest")
+    command.add_argument("--base", help="compare this base with the fingerprints in the record")
     _add_reading(command)
     command.add_argument("-q", "--quiet", action="store_true", help="do not show progress on stderr")
     return parser

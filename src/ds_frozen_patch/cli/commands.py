@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import Any
 
-from ..manifest import Manifest
 from ..patching.run import PATCH, lines, replace_by
 from ..patching.status import status
+from ..record import Record
 from ..settings import Settings, switch
 from ..tools.consolidate import DEFAULT_SHARD_BYTES, consolidate
 from ..tools.export import export
@@ -105,7 +105,7 @@ def to_json(result: Any) -> dict[str, Any]:
     """The fields and properties of a result as plain values."""
     values = {field.name: getattr(result, field.name) for field in fields(result)}
     values |= {name: getattr(result, name) for name, item in vars(type(result)).items() if isinstance(item, property)}
-    return {name: value.to_state() if isinstance(value, Manifest) else value for name, value in values.items()}
+    return {name: value.to_values() if isinstance(value, Record) else value for name, value in values.items()}
 
 
 def _options(args: argparse.Namespace, *names: str) -> dict[str, Any]:

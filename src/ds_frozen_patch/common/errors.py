@@ -19,10 +19,7 @@ class _FromFilesError(RuntimeError):
 
 
 class CheckpointMismatchError(_FromFilesError):
-    """A checkpoint does not belong to the model, the base or the number of ranks that it is loaded into.
-
-    Or its manifest cannot be read by this release.
-    """
+    """A checkpoint does not belong to the model, the base or the number of ranks that it is loaded into."""
 
 
 class CheckpointError(_FromFilesError):

@@ -2,8 +2,8 @@
 
 1. Rank 0 lists the folder for all ranks, once the journal of a killed save is done.
 2. Each rank reads the record and verifies a share of the files. The ranks agree: what one cannot load, none loads.
-3. The base is compared with the manifest, before anything is changed. Another one is an error that names what differs.
-4. DeepSpeed reads its files. Those without a record are checked now, by what all files of one save have alike.
+3. The base is compared with the record, before anything is changed. Another one is an error that names what differs.
+4. DeepSpeed reads its files. Each file of model states names its save, which must be the record's.
 5. DeepSpeed loads strictly: only what was left out, or is saved elsewhere, may be missing.
 
 A wrapper takes wrapt's four arguments: the wrapped method (bound), its instance, args and kwargs.
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base import replacing
-from ..checkpoint.zero.labels import remove_ours
+from ..checkpoint.names import RECORD
 from ..common.overrides import Attributes, overridden
 from ..engine.owner import warn
 from ..engine.served import ServedEngine, attached
@@ -27,14 +27,14 @@ from ..load import agreement, elastic, fitting
 from ..load.base_check import check_base
 from ..load.listing import find_folder
 from ..load.quantized import check_parts, is_part, without_own_values
-from ..load.reading import check_model, manifest_of, sharing_reads
+from ..load.reading import check_model, sharing_reads
 from ..load.restart import restarts, with_fresh_optimizer
 from ..load.running import Load
 from ..load.strictness import check_optimizer_layout, check_optimizer_state, forgiving, saved_elsewhere
 from ..load.trust import refuse_unsafe_in, runs_nothing, trust
-from ..manifest import Manifest
 from ..parameters import Contents, plain
 from ..publish import in_flight
+from ..record import KEY, UNKNOWN, unknown
 from ..workarounds import for_deepspeed as cures
 
 _ATTEMPTS = 3
@@ -79,12 +79,12 @@ def _load(
             return wrapped(*call.args, **call.kwargs)
         agreement.check(load, listing)
         with elastic.resharded(load, listing) as names:
-            if load.record is not None:
-                load.may_be_missing = _check_base(load, {}, load.record.manifest, call.arguments["load_module_strict"])
+            if load.record is not None and load.record.kind != UNKNOWN:
+                load.may_be_missing = _check_base(load, {}, call.arguments["load_module_strict"])
             call.arguments["load_dir"], call.arguments["tag"] = load.source, load.tag
             # Without a listing, ranks may read different numbers of files.
             reads = [*sharing_reads(load), *names] if listing.tag is not None else []
-            left_out = load.may_be_missing if load.record is not None and load.record.manifest is not None else None
+            left_out = load.may_be_missing if load.record is not None and load.record.is_trainable_only else None
             with replacing(engine, left_out), overridden(reads):
                 path, client_state = wrapped(*call.args, **call.kwargs)
         if path is not None and call.arguments["load_dir"] != source:  # it was read from a temporary folder
@@ -93,7 +93,7 @@ def _load(
     if load.restores_optimizer and cures.forgets_optimizer_on_nvme(engine):
         warn(load.owner, cures.FORGETS_OPTIMIZER_ON_NVME)
     if client_state is not None:
-        remove_ours(client_state)
+        client_state.pop(KEY, None)
         if load.restores_optimizer and load.state:
             load.owner.after_load(load.owner, engine, load.state, client_state)
     return path, client_state
@@ -125,20 +125,19 @@ def _load_module_state_dict(original: Callable[..., Any], load: Load, *args: Any
     """`DeepSpeedEngine.load_module_state_dict` in a load; it gets the whole checkpoint in every release."""
     call, engine = inspect.signature(original).bind(*args, **kwargs), load.engine
     checkpoint = call.arguments["checkpoint"]
-    load.state = {key: checkpoint.get(key) for key in ("optimizer", *elastic.NEEDED)}
     check_model(load, checkpoint)
-    if load.record is not None:
-        manifest, may_be_missing = load.record.manifest, load.may_be_missing
-    else:
-        manifest = manifest_of(load, checkpoint)
-        may_be_missing = _check_base(load, checkpoint, manifest, call.arguments.get("strict", True))
+    load.state = {key: checkpoint.get(key) for key in ("optimizer", *elastic.NEEDED)}
+    load.state |= {"record": load.record or unknown()}
+    may_be_missing = load.may_be_missing
+    if may_be_missing is None:  # the record is missing, or in the file
+        may_be_missing = _check_base(load, checkpoint, call.arguments.get("strict", True))
     if load.restores_optimizer:
         if not restarts(load):
             check_optimizer_state(checkpoint, engine)
         check_optimizer_layout(checkpoint, engine)
     if load.module:
         checkpoint = cures.with_own_buffers(checkpoint, load.module, engine.module)
-    state = without_own_values(checkpoint["module"], load.held, manifest, load)
+    state = without_own_values(checkpoint["module"], load.held, load.record, load)
     may_be_missing |= {plain(name) for name in checkpoint["module"].keys() - state.keys()}
     fragments, in_partitions = saved_elsewhere(checkpoint, engine.module)
     parts = {plain(name): value for name, value in state.items() if is_part(load.held.get(plain(name)))}
@@ -156,16 +155,17 @@ def _load_module_state_dict(original: Callable[..., Any], load: Load, *args: Any
     return result
 
 
-def _check_base(load: Load, checkpoint: Mapping[str, Any], manifest: Manifest | None, strict: bool) -> frozenset[str]:
+def _check_base(load: Load, checkpoint: Mapping[str, Any], strict: bool) -> frozenset[str]:
     """As `check_base`, of an engine; with a record, before there is a checkpoint."""
-    if manifest is None and load.record is not None:
-        return frozenset()  # nothing was left out
-    module = load.engine.module
     unverifiable = (
-        "The checkpoint has neither frozen parameters nor a manifest, so it cannot be verified that the base is the one"
-        " that it was trained on."
+        f"{load.source} has no {RECORD} beside its files, so it cannot be verified that they are the ones that were"
+        " saved, nor that the base is the one that it was trained on. Copy that file too."
+        if KEY in checkpoint and load.record is None
+        else "The checkpoint has neither frozen parameters nor a record of them, so it cannot be verified that the base"
+        " is the one that it was trained on."
     )
-    return check_base(checkpoint, manifest, module, load.held, load, strict=strict, unverifiable=unverifiable)
+    module, record = load.engine.module, load.record
+    return check_base(checkpoint, record, module, load.held, load, strict=strict, unverifiable=unverifiable)
 
 
 def _load_universal(
@@ -180,7 +180,7 @@ def _load_universal(
     )
     with replacing(engine):
         path, client_state = _load_by_deepspeed(wrapped, engine, args, kwargs)
-    remove_ours(client_state or {})
+    (client_state or {}).pop(KEY, None)
     return path, client_state
 
 

@@ -1,7 +1,7 @@
 """One save of an engine, to be read from top to bottom.
 
 1. The ranks agree on what is saved, and where to, in one collective. If their requests differ, all of them raise.
-2. The manifest describes the base that is left out. What training has changed is no base, and is saved.
+2. The record describes the base that is left out. What training has changed is no base, and is saved.
 3. DeepSpeed writes its files, without the base, under hidden names in the folder that the program has named. Each rank
    syncs its own files. An error is recorded, since the other ranks wait in a collective.
 4. The ranks agree that all is written. If one has recorded an error, all raise it, and nothing has changed.
@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .. import manifest
 from ..base import Base
 from ..common.overrides import overridden
 from ..engine.owner import is_first
@@ -34,7 +33,6 @@ from ..save.writing import warn_of_late_writes, writes_before_it_returns, writin
 from ..settings import FLAG
 from ..settings import current as settings
 from ..workarounds import for_deepspeed as cures
-from .record import Record
 
 
 def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -49,16 +47,16 @@ def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
     call.arguments["tag"] = f"global_step{engine.global_steps}" if tag is None else str(tag)  # as DeepSpeed does
     exclude = call.arguments[FLAG] = served.owner.excludes(call.arguments.get(FLAG))
     with saving(engine, served, Path(call.arguments["save_dir"]), call.arguments["tag"], exclude) as save:
-        left_out = leaving_out.describe(save, save.base) if save.base else None
+        record = save.record = leaving_out.describe(save)
         program_state = call.arguments.get("client_state") or {}
-        if left_out is not None:
-            save.names_left_out = left_out.names
-        call.arguments["client_state"] = client_state.extended(program_state, save, left_out)
+        if exclude:
+            save.names_left_out = record.names
+        call.arguments["client_state"] = client_state.extended(program_state, save, record)
         save.export = settings().export
         with cures.explaining_nvme_errors(), overridden(cures.config_by_content(engine)):
-            saved = _write(wrapped, call, save, left_out)
-        if save.base and left_out is not None:
-            leaving_out.log_once(save, save.base, left_out, program_state)
+            saved = _write(wrapped, call, save)
+        if exclude:
+            leaving_out.log_once(save, record, program_state)
         return saved
 
 
@@ -137,9 +135,7 @@ def begin(
     return save
 
 
-def _write(
-    wrapped: Callable[..., Any], call: inspect.BoundArguments, save: Save, left_out: manifest.Manifest | None
-) -> Any:
+def _write(wrapped: Callable[..., Any], call: inspect.BoundArguments, save: Save) -> Any:
     """Let DeepSpeed write all of its files, but for `latest`."""
     if not writes_before_it_returns(save.engine):
         warn_of_late_writes(save)
@@ -151,10 +147,6 @@ def _write(
         target, folder = save.place.target, save.place.folder
         if Path(call.arguments["save_dir"], call.arguments["tag"]) != target:  # rank 0's, if the ranks differ
             call.arguments.update(save_dir=str(folder), tag=str(target.relative_to(folder)))
-        topology = save.served.topology
-        if not topology.is_divided:
-            steps, releases = int(save.engine.global_steps), manifest.versions()
-            save.record = Record(save.place.id, topology.ranks, topology.stage, steps, releases, {}, left_out)
     with writing(save):
         return wrapped(*call.args, **call.kwargs)
 

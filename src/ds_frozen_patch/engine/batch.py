@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
-from ..checkpoint.zero.labels import ELASTIC_KEY
 from .owner import Owner, warn
 from .served import ServedEngine
 from .topology import ranks_of
@@ -30,7 +29,7 @@ class Batch:
 def saved_batch(state: Mapping[str, Any]) -> Batch:
     """The batch of the run that saved a checkpoint, from the state that `Owner.after_load` gets; 0 if unknown."""
     config = state["ds_config"] if isinstance(state["ds_config"], Mapping) else {}
-    ranks = (state[ELASTIC_KEY] or {}).get("world_size") or state["dp_world_size"]
+    ranks = state["record"].trained_world_size or state["dp_world_size"]
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     samples, size, accumulated = (value if isinstance(value := config.get(key), int) else 0 for key in keys)
     if samples and size:  # two of the three are enough for DeepSpeed

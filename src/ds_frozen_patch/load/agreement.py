@@ -20,8 +20,9 @@ from ..engine.owner import warn
 from ..publish.journal import prepared
 from ..publish.publication import finish_as
 from ..ranks import Ranks, Store, default_store, differences, digest, gather, world_size
+from ..record import read_record
 from ..settings import current as settings
-from .files import check_files, own_share, read_record, share
+from .files import check_files, own_share, recorded_share, share
 from .listing import Listing, list_all, list_own
 from .running import Load
 
@@ -111,7 +112,12 @@ def _check_share(load: Load, listing: Listing) -> None:
         raise CheckpointError(listing.problem)
     if listing.has_journal:
         load.source = str(finished(Path(load.source, listing.tag or "")).parent)
-    if listing.tag is None:
+    if listing.tag is None:  # experts, or tensor parallelism
+        folder = finished(Path(load.source, load.tag or latest_tag(Path(load.source))))
+        load.record = read_record(folder)
+        with_optimizer = load.restores_optimizer
+        own = recorded_share(folder, load.record, load.owner.rank, world_size(), with_optimizer=with_optimizer)
+        check_files(own, load.record)
         return
     load.tag = load.tag or listing.tag  # this rank may not have been able to read `latest`
     layout = listing.layout(load.source)

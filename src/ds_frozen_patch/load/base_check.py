@@ -8,8 +8,8 @@ from typing import Any
 from ..base import Base
 from ..common.errors import CheckpointMismatchError, named
 from ..engine.owner import warn
-from ..manifest import LeftOut, Manifest
 from ..parameters import ModuleTensor
+from ..record import KEY, UNKNOWN, LeftOut, Record
 from ..settings import current
 from .running import Load
 from .strictness import check_left_out, left_out_by_others
@@ -19,7 +19,7 @@ _FLOATING = {"float64", "float32", "float16", "bfloat16"}
 
 def check_base(
     checkpoint: Mapping[str, Any],
-    manifest: Manifest | None,
+    record: Record | None,
     module: Any,
     held: Mapping[str, ModuleTensor],
     load: Load,
@@ -31,12 +31,12 @@ def check_base(
 
     Args:
         checkpoint: has the module's state dict as "module".
-        manifest: of the checkpoint, or None.
+        record: of the checkpoint, or None.
         module: that is loaded into.
         held: its contents, by all names.
         load: the running load.
         strict: whether everything that was left out must be there.
-        unverifiable: a warning for a checkpoint that has neither frozen parameters nor a manifest.
+        unverifiable: a warning for a checkpoint without a record, of which frozen parameters are missing.
 
     Returns:
         The names that may be missing from the state dict.
@@ -44,18 +44,18 @@ def check_base(
     Raises:
         CheckpointMismatchError: the base is not the one that the checkpoint was saved with.
     """
-    if manifest is None:
+    if record is None or record.kind == UNKNOWN:
         may_be_missing = left_out_by_others(checkpoint, module)
-        if may_be_missing:
+        if may_be_missing or KEY in checkpoint:
             warn(load.owner, unverifiable)
         return may_be_missing
     if strict:
-        check_left_out(manifest, held, load)
+        check_left_out(record, held, load)
     how = current().verify_base
-    if how == "off":
-        return manifest.names
+    if how == "off" or not record.left_out:
+        return record.names
     # By all names, because what was tied at the save need not be tied now. The first of tied names counts.
-    pairs = {held[name]: (name, saved) for saved in manifest.left_out for name in reversed(saved.names) if name in held}
+    pairs = {held[name]: (name, saved) for saved in record.left_out for name in reversed(saved.names) if name in held}
     differ, unread = _compare(pairs, load)
     if unread:
         warn(
@@ -65,7 +65,7 @@ def check_base(
             f" {named(unread)}",
         )
     if not differ:
-        return manifest.names
+        return record.names
     message = "\n".join(
         [
             f"The base is not the one that the checkpoint was saved with: {len(differ)} of {len(pairs)}"
@@ -82,7 +82,7 @@ def check_base(
     if how == "error":
         raise CheckpointMismatchError(message)
     warn(load.owner, message)
-    return manifest.names
+    return record.names
 
 
 def _compare(pairs: Mapping[ModuleTensor, tuple[str, LeftOut]], load: Load) -> tuple[list[str], list[str]]:

@@ -21,7 +21,6 @@ from ..checkpoint.format.records import Piece, Records, TensorSource
 from ..checkpoint.format.stored import Storage
 from ..checkpoint.format.writing import write_archive
 from ..checkpoint.zero.groups import BASE_STATE
-from ..checkpoint.zero.labels import ELASTIC_KEY
 from ..checkpoint.zero.resharding import Resharding, optimizer_name, target_for
 from ..checkpoint.zero.selection import Selection, fresh_storage
 from ..checkpoint.zero.states import FLAT_MASTERS, masters_key, read_states
@@ -41,7 +40,7 @@ from .running import Load
 if TYPE_CHECKING:
     import torch
 
-NEEDED = (ELASTIC_KEY, "ds_config", "dp_world_size")
+NEEDED = ("ds_config", "dp_world_size")
 """What `Owner.after_load` needs of the checkpoint's own state."""
 _PRECISIONS = ("in bf16", "in fp16 or fp32")
 _ALIGNED = ("without zero_optimization.parameter_alignment", "with zero_optimization.parameter_alignment")
@@ -138,8 +137,7 @@ class _Answers:
         select = None if selection is None else selection.select
         self.resharding = Resharding(states, target_for(states, **_target(engine)), select)
         target = self.resharding.target
-        if load.record is not None:
-            load.record = replace(load.record, manifest=self.resharding.manifest, world_size=target.ranks)
+        load.record = self.resharding.record
         own = dist.get_rank(getattr(engine.optimizer, "dp_process_group", None))
         # DeepSpeed looks up the file of model states, so that one is named which is there.
         self.model = str(states.layout.model[min(own, len(states.layout.model) - 1)])

@@ -15,11 +15,10 @@ from ..checkpoint.zero.layout import Layout, NothingSavedError, UnknownLayoutErr
 from ..checkpoint.zero.states import GAPS, masters_key, parameter_groups, zero_config
 from ..common.errors import CheckpointError
 from ..common.overrides import Attributes
-from ..core.record import Record
 from ..publish.durable import wait_for_name
 from ..publish.journal import is_unfinished
+from ..record import Record, read_record
 from ..settings import current as settings
-from .files import check_names, read_record
 from .running import Load
 
 _KINDS = ("model", "optimizer")
@@ -92,7 +91,7 @@ def list_all(source: str, tag: str | None, with_optimizer: bool) -> Listing:
         layout = find_layout(source, tag)
         record = read_record(folder := layout.model[0].parent)
         if record is not None:
-            check_names(record, folder, {file.name for file in layout.files}, with_optimizer=with_optimizer)
+            record.check_names(folder, {file.name for file in layout.files}, with_optimizer=with_optimizer)
     except UnknownLayoutError:
         return Listing()
     except CheckpointError as error:

@@ -11,7 +11,6 @@ from typing import Any
 
 from ..common.errors import CheckpointMismatchError, named
 from ..engine.owner import warn
-from ..manifest import Manifest
 from ..parameters import (
     PART,
     ModuleTensor,
@@ -21,6 +20,7 @@ from ..parameters import (
     plain,
     settings_of,
 )
+from ..record import Record
 from ..settings import current
 from .running import Load
 
@@ -31,7 +31,7 @@ def is_part(held: ModuleTensor | None) -> bool:
 
 
 def without_own_values(
-    state: Mapping[str, Any], held: Mapping[str, ModuleTensor], manifest: Manifest | None, load: Load
+    state: Mapping[str, Any], held: Mapping[str, ModuleTensor], record: Record | None, load: Load
 ) -> Mapping[str, Any]:
     """A state dict without the quantized parameters, and their parts, whose values the module already has.
 
@@ -47,7 +47,7 @@ def without_own_values(
             groups.setdefault(now.group, {})[name] = value
     there: set[str] = set()
     for group, values in groups.items():
-        if manifest is not None and group in manifest.names:
+        if record is not None and group in record.names:
             check_parts({plain(name): value for name, value in values.items()}, held, load)
             there |= values.keys()
         elif all(_is_same(value, held[plain(name)], held) for name, value in values.items()):

@@ -1,29 +1,18 @@
-"""Whether what DeepSpeed reads on all ranks is of one save: by the labels in the files, or by what a save has alike.
-
-Files that have a record were verified before. For those that have none, this is the only check.
-"""
+"""Whether what DeepSpeed reads on all ranks is of one save: each file of model states has its id, or its record."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.names import RECORD
-from ..checkpoint.zero.labels import get_label
 from ..checkpoint.zero.layout import latest_tag
-from ..checkpoint.zero.states import FileDigests, check_digests_agree
-from ..common.errors import CheckpointError, CheckpointMismatchError
+from ..common.errors import CheckpointError
 from ..common.overrides import Attributes
-from ..engine.owner import warn
-from ..manifest import KEY, Manifest, digest_of
-from ..ranks import digest, gather
+from ..ranks import digest
+from ..record import UNKNOWN, carried
 from .agreement import LoadRanks
-from .files import check_save
 from .running import Load
-
-_KINDS = {"model": "module", "optimizer": "optimizer_state_dict"}
-"""The key that the state in a file of each kind has."""
 
 
 def sharing_reads(load: Load) -> Attributes:
@@ -65,78 +54,26 @@ def check_model(load: Load, state: Mapping[str, Any]) -> None:
 
 
 def _note(load: Load, file: Path, state: Any) -> None:
-    """Note what a file says of its save; raises CheckpointError if the record contradicts it."""
-    if isinstance(state, Mapping):
-        kinds = [kind for kind, key in _KINDS.items() if key in state]
-        load.read += [_describe(file, kind, state) for kind in kinds]
-        if kinds and load.record is not None:
-            check_save(load.record, file, state)
+    """Note the save that a file of model states is of; raises CheckpointError if the record contradicts it."""
+    if not isinstance(state, Mapping) or "module" not in state:
+        return
+    here = carried(state, file)
+    load.read = digest(here.save)
+    if load.record is not None:
+        load.record.check_state(file, state)
+    elif here.kind != UNKNOWN:
+        load.record = here
 
 
-def _describe(file: Path, kind: str, state: Mapping[str, Any]) -> FileDigests:
-    keys = ["global_steps", "ds_version", "dp_world_size"]
-    alike = {key: repr(state.get(key)) for key in keys}
-    if kind == "model":
-        alike["the manifest"] = repr(digest_of(state.get(KEY)))
-    else:
-        alike["the number of steps"] = repr(sorted(_steps(state["optimizer_state_dict"])))
-    label = get_label(state)
-    return FileDigests(file, kind, alike, label.get("save"), label.get("file"), bool(label.get("record")))
-
-
-def _steps(state: Any) -> Iterator[float]:
-    """The step counts in an optimizer's state."""
-    if isinstance(state, Mapping):
-        for key, value in state.items():
-            if key == "step" and (isinstance(value, int | float) or getattr(value, "shape", None) == ()):
-                yield float(value)
-            yield from _steps(value)
-    elif isinstance(state, list | tuple):
-        for item in state:
-            yield from _steps(item)
-
-
-def manifest_of(load: Load, checkpoint: Mapping[str, Any]) -> Manifest | None:
-    """The manifest of a checkpoint without a record; every rank must call it.
-
-    In ZeRO-3, where each rank has read a file of its own, one of them has the manifest for all.
-
-    Raises:
-        CheckpointMismatchError: on every rank, if one has no manifest that fits its file, or a damaged one.
-    """
-    state: Any = checkpoint.get(KEY)
-    manifest: Manifest | None = None
-    problem: Exception | None = None
-    if load.engine.zero_optimization_partition_weights():
-        states = [candidate for candidate in gather(state) if isinstance(candidate, dict) and "left_out" in candidate]
-    else:
-        states = [state]
-    try:
-        if state is not None:
-            manifest = Manifest.from_state(
-                next((candidate for candidate in states if digest_of(candidate) == digest_of(state)), state)
-            )
-    except CheckpointMismatchError as error:
-        problem = error
-    _agree(load, problem)
-    if any(digests.has_record for digests in load.read):
-        warn(
-            load.owner,
-            f"{load.source} has no {RECORD} beside its files, so it cannot be verified that they are the ones that were"
-            " saved. Copy it too.",
-        )
-    return manifest
-
-
-def _agree(load: Load, problem: Exception | None = None) -> None:
-    """Raise on every rank this problem, or what is wrong with what the ranks have read; every rank must call it."""
+def _agree(load: Load, problem: CheckpointError | None) -> None:
+    """Raise on every rank this problem, or that the ranks have read files of several saves; every rank must call it."""
     ranks = LoadRanks(load.owner.device, load)
-    with ranks.deferred():
-        if problem is not None:
-            raise problem
-        check_digests_agree(load.read)
-    kinds = {digests.kind: digest((digests.save, sorted(digests.alike.items()))) for digests in load.read}
-    everyone = ranks.step("read a file", lambda: [kinds.get(kind, 0) for kind in _KINDS], len(_KINDS))
-    if any(len({*column} - {0}) > 1 for column in zip(*everyone, strict=True)):
-        everything = [digests for share in gather(load.read) for digests in share]
-        ranks.step("compare what all ranks have read", lambda: check_digests_agree(everything))
+    if problem is not None:
+        ranks.errors.append(problem)
+    everyone = ranks.step("read a file", lambda: [load.read], 1)
+
+    def refuse() -> None:
+        raise CheckpointError(f"{load.source} has files of more than one save. Take all files from one checkpoint.")
+
+    if len({read for (read,) in everyone} - {0}) > 1:
+        ranks.step("compare what all ranks have read", refuse)

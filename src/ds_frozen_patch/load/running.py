@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ..checkpoint.zero.states import FileDigests
-from ..core.record import Record
 from ..engine.owner import Owner, warn
 from ..parameters import Contents, ModuleTensor
+from ..record import Record
 
 
 @dataclass
@@ -26,9 +25,9 @@ class Load:
         restores_optimizer: whether the optimizer's state is loaded too.
         base_is_known: whether every rank knows the fingerprints of what is frozen, which is as it was built.
         record: of the checkpoint; None if it has none.
-        may_be_missing: the names that the record's manifest allows to be missing.
+        may_be_missing: the names that may be missing from the checkpoint; None if that is not known yet.
         starts_fresh: all names of what is trained now and was not at the save, see `changed_parameters`.
-        read: what identifies the files that DeepSpeed has read on this rank.
+        read: the digest of the id of the save whose model states this rank has read; 0 before.
         module: the module's state dict in this rank's file, where DeepSpeed replaces it by another.
         state: the part of the checkpoint's own state that is needed afterwards.
         attempts: how often it has begun.
@@ -42,9 +41,9 @@ class Load:
     restores_optimizer: bool = False
     base_is_known: bool = False
     record: Record | None = None
-    may_be_missing: frozenset[str] = frozenset()
+    may_be_missing: frozenset[str] | None = None
     starts_fresh: frozenset[str] = frozenset()
-    read: list[FileDigests] = field(default_factory=list)
+    read: int = 0
     module: Mapping[str, Any] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
     attempts: int = 1
@@ -53,8 +52,8 @@ class Load:
         """Forget what was read of a checkpoint that another process has replaced."""
         warn(self.owner, f"{self.source} was replaced by a newer checkpoint during the load, which begins again.")
         self.attempts += 1
-        self.record, self.may_be_missing, self.starts_fresh = None, frozenset(), frozenset()
-        self.read, self.module, self.state = [], {}, {}
+        self.record, self.may_be_missing, self.starts_fresh = None, None, frozenset()
+        self.read, self.module, self.state = 0, {}, {}
 
     @property
     def is_on_own_disks(self) -> bool:

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ..checkpoint.zero.labels import PLAIN_GROUPS
+from ..base import frozen
 from ..checkpoint.zero.partitions import SUB_GROUP_SIZE
 from ..checkpoint.zero.states import masters_key, zero_config
 from ..common.errors import CheckpointMismatchError, named
 from ..engine.groups import plain_groups
-from ..manifest import Manifest
 from ..parameters import PARAMETER, PART, Contents, ModuleTensor, plain, with_adapters
+from ..record import KEY, Record
 from ..settings import current
 from ..workarounds.for_deepspeed import has_plain_optimizer
 from .running import Load
@@ -29,11 +29,11 @@ _OFFER = (
 )
 
 
-def check_left_out(manifest: Manifest, held: Mapping[str, ModuleTensor], load: Load) -> None:
+def check_left_out(record: Record, held: Mapping[str, ModuleTensor], load: Load) -> None:
     """Check that the module has everything that was left out: frozen, and in the same shape.
 
     Args:
-        manifest: of the checkpoint.
+        record: of the checkpoint.
         held: the contents of the module, by all names.
         load: the running load.
 
@@ -43,7 +43,7 @@ def check_left_out(manifest: Manifest, held: Mapping[str, ModuleTensor], load: L
     gone: list[str] = []
     quantized: list[str] = []
     trained, reshaped = [], []
-    for entry in manifest.left_out:
+    for entry in record.left_out:
         for name in entry.names:
             now = held.get(name)
             if now is None:
@@ -80,17 +80,20 @@ def check_left_out(manifest: Manifest, held: Mapping[str, ModuleTensor], load: L
 
 
 def left_out_by_others(checkpoint: Mapping[str, Any], module: Any) -> frozenset[str]:
-    """The names that may be missing from a checkpoint without a manifest: all frozen ones if all of them are, or none.
+    """The names that may be missing from a checkpoint without a record: all frozen ones if all of them are, or none.
 
-    DeepSpeed's own flag does not leave out the alias of a tied parameter, so the first name counts.
+    DeepSpeed's own flag does not leave out the alias of a tied parameter, so the first name counts. A save of ours,
+    whose record is lost, leaves out parts and buffers too, and keeps what no program builds again.
     """
     saved = {plain(name) for name in checkpoint["module"]}
-    frozen = Contents(module).frozen_names.values()
+    if KEY in checkpoint:
+        return frozenset(name for entry in frozen(Contents(module)) for name in entry.names) - saved
+    names_of_frozen = Contents(module).frozen_names.values()
     if checkpoint.get("frozen_param_shapes") is not None:
         return frozenset()  # it is full, with or without frozen parameters; DeepSpeed says so from ZeRO-2 on
-    if any(names[0] in saved for names in frozen):
+    if any(names[0] in saved for names in names_of_frozen):
         return frozenset()
-    return frozenset(name for names in frozen for name in names)
+    return frozenset(name for names in names_of_frozen for name in names)
 
 
 def saved_elsewhere(checkpoint: Mapping[str, Any], module: Any) -> tuple[frozenset[str], frozenset[str]]:
@@ -167,7 +170,7 @@ def check_optimizer_layout(checkpoint: Mapping[str, Any], engine: Any) -> None:
             " that saved it."
             + (" Or pass patch(elastic=True) or set DS_FROZEN_PATCH_ELASTIC=1." if current().elastic is None else "")
         )
-    saved_groups = checkpoint.get("param_shapes") or checkpoint.get(PLAIN_GROUPS)
+    saved_groups = checkpoint.get("param_shapes")
     if not saved_groups or not hasattr(engine.optimizer, "load_state_dict"):
         return
     now_groups = plain_groups(engine) if is_plain else engine._get_zero_param_shapes()

@@ -1,53 +1,41 @@
-"""What a save adds to DeepSpeed's client state: the manifest, and what the engine would lose."""
+"""What a save adds to DeepSpeed's client state: the id of the save, and what the engine would lose."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ..base import optimized
-from ..checkpoint.zero.labels import ELASTIC_KEY, PLAIN_GROUPS, UNIVERSAL_INFO
 from ..common.errors import named
 from ..engine.groups import plain_groups
 from ..engine.topology import is_expert
-from ..manifest import KEY, Manifest
 from ..parameters import plain
+from ..record import KEY, Record
 from ..workarounds import for_deepspeed as cures
 from .running import Save
 
+_UNIVERSAL_INFO = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
+"""What DeepSpeed's universal converter requires in the state of a checkpoint of ZeRO 1 or 2."""
 
-def extended(client_state: Mapping[str, Any], save: Save, left_out: Manifest | None) -> dict[str, Any]:
+
+def extended(client_state: Mapping[str, Any], save: Save, record: Record) -> dict[str, Any]:
     """The client state of a program, with ours.
 
     Args:
         client_state: what the program, or its framework, has passed.
         save: the save.
-        left_out: its manifest; None for a full checkpoint.
+        record: of the checkpoint. If others give the files their names, or write them later, it is in these.
     """
     topology = save.served.topology
-    needed = UNIVERSAL_INFO if topology.stage in (1, 2) and not topology.is_divided else {}
-    state = {**needed, **client_state}
+    needed = _UNIVERSAL_INFO if topology.stage in (1, 2) and not topology.is_divided else {}
+    state = {**needed, **client_state, KEY: record.save if save.place.is_managed else record.to_json()}
     if cures.forgets_optimizer(save.engine):
         state["optimizer"] = save.engine.optimizer.state_dict()
-    if left_out is not None:
-        state |= {KEY: _manifest_or_reference(save, left_out), **_kept_fragments(save)}
+    if record.is_trainable_only:
+        state |= _kept_fragments(save)
     if topology.stage == 0 and (groups := plain_groups(save.engine)):
-        state[PLAIN_GROUPS] = groups
-    if save.served.loss_factor != 1:
-        state[ELASTIC_KEY] = {"loss_factor": save.served.loss_factor}
+        state["param_shapes"] = groups  # as DeepSpeed saves them from ZeRO-1 on
     return state
-
-
-def _manifest_or_reference(save: Save, left_out: Manifest) -> dict[str, Any]:
-    """The manifest, or in ZeRO-3 a reference to the file of the rank that writes it on this disk."""
-    rank, engine = save.owner.rank, save.engine
-    publisher = rank - save.owner.local_rank if save.place.is_on_own_disks else 0
-    file = Path(engine._get_ckpt_name("", "")).name
-    part = f"zero_pp_rank_{rank}_"
-    if publisher != rank and engine.zero_optimization_partition_weights() and part in file:
-        return left_out.to_reference(file.replace(part, f"zero_pp_rank_{publisher}_"))
-    return left_out.to_state()
 
 
 def _kept_fragments(save: Save) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from ..checkpoint.names import EXPORTS
 from ..checkpoint.zero.opening import Checkpoint, open_checkpoint
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..engine.owner import is_first
-from ..manifest import Manifest, adapters_of
 from ..publish.durable import make_folder, sync_file
 from ..publish.journal import linked
 from .running import Save
@@ -50,17 +49,14 @@ def _plan(save: Save, export: str, root: Path) -> ExportPlan:
     if not writes_before_it_returns(save.engine):
         writer = type(save.engine.checkpoint_engine).__name__
         raise CheckpointError(f"{writer} writes its files later. Run ds-frozen-patch export once they are there.")
-    checkpoint = open_checkpoint(root, trainable=(), trust=True)
-    manifest = checkpoint.states.manifest
-    if manifest is None:  # a full checkpoint does not list the adapters
-        manifest = Manifest((), 0, topology.stage, topology.ranks, {}, adapters_of(save.engine.module))
-    adapter = _trained_adapter(checkpoint, manifest) if export == "peft" else None
-    return plan_export(checkpoint, export, manifest, adapter=adapter)
+    checkpoint = open_checkpoint(root, trainable=(), trust=True, record=save.record)
+    return plan_export(checkpoint, export, adapter=_trained_adapter(checkpoint) if export == "peft" else None)
 
 
-def _trained_adapter(checkpoint: Checkpoint, manifest: Manifest) -> str:
+def _trained_adapter(checkpoint: Checkpoint) -> str:
     """The name of the only PEFT adapter that the run trains; raises CheckpointError if there is not exactly one."""
-    adapters = [Adapter(module, name, None) for module, configs in manifest.adapters.items() for name in configs]
+    recorded = checkpoint.states.record.adapters
+    adapters = [Adapter(module, name, None) for module, configs in recorded.items() for name in configs]
     trained = [adapter.name for adapter in adapters if any(map(adapter.owns, checkpoint.weights.trained))]
     if len(trained) != 1:
         raise CheckpointError(f"The module trains {len(trained)} PEFT adapters, not one.")

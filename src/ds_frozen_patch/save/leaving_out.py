@@ -1,4 +1,4 @@
-"""What a save leaves out: its manifest, and what the user reads of it."""
+"""What a save leaves out: its record, and what the user reads of it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .. import manifest
 from ..base import Base, optimized
 from ..common.errors import named
 from ..common.text import human_bytes
 from ..engine.owner import Owner, is_first, warn
 from ..fingerprint import sketch
 from ..parameters import PARAMETER
+from ..record import FULL, TRAINABLE_ONLY, Record, about_module, entries_of
 from .running import Save
 
 _CHANGED = (
@@ -36,40 +36,49 @@ def settle(save: Save, base: Base) -> None:
         warn(save.owner, _AT_RANDOM.format(named(sorted(drawn))))
 
 
-def describe(save: Save, base: Base) -> manifest.Manifest:
-    """The manifest of what a save leaves out, with fingerprints as built; every rank must call it."""
-    if base.left_out and base.merged:
+def describe(save: Save) -> Record:
+    """The record of a save, without its files, with fingerprints as built; every rank must call it."""
+    topology, base = save.served.topology, save.base
+    left_out = base.left_out if base is not None else []
+    if base is not None and left_out and base.merged:
         save.served.log_once(
             "merged adapters",
             "PEFT has merged adapters into the base and taken them out again, which rounds some of its values"
             f" ({named(sorted(base.merged))}). Checkpoints record the base as the program built it, and a resume begins"
             " with that.",
         )
-    topology = save.served.topology
-    prints = base.fingerprints()
-    if unread := [entry.name for entry, print_ in zip(base.left_out, prints, strict=True) if print_ is None]:
+    prints = base.fingerprints() if base is not None else []
+    if unread := [entry.name for entry, print_ in zip(left_out, prints, strict=True) if print_ is None]:
         save.served.log_once(
             f"not read: {unread}",
             f"{len(unread)} left-out parameters cannot be read, or were not read before training may have changed them"
             f" ({named(unread)}), so a load cannot verify them.",
         )
-    return manifest.describe(
-        base.left_out, prints, contents=save.contents, zero_stage=topology.stage, world_size=topology.ranks
+    return Record(
+        save=save.place.id,
+        world_size=topology.ranks,
+        zero_stage=topology.stage,
+        step=int(save.engine.global_steps),
+        kind=FULL if base is None else TRAINABLE_ONLY,
+        left_out=entries_of(left_out, prints),
+        total_bytes=sum(entry.nbytes for entry in left_out),
+        loss_factor=save.served.loss_factor,
+        **about_module(save.contents),
     )
 
 
-def log_once(save: Save, base: Base, left_out: manifest.Manifest, client_state: Mapping[str, Any]) -> None:
+def log_once(save: Save, record: Record, client_state: Mapping[str, Any]) -> None:
     """Log what the first save of an engine has left out, from what was really removed from its files.
 
     Args:
-        save, base: of the engine.
-        left_out: the manifest.
+        save: of the engine.
+        record: of what it leaves out.
         client_state: that the program has passed.
     """
-    owner = save.owner
-    if not is_first(owner) or not save.served.is_first_time("what is left out"):
+    owner, base = save.owner, save.base
+    if base is None or not is_first(owner) or not save.served.is_first_time("what is left out"):
         return
-    count = len(left_out.parameters)
+    count = len(record.parameters)
     if not count:
         owner.logger.info("ds_frozen_patch: no parameter is frozen, so checkpoints leave nothing out.")
         return
@@ -86,7 +95,7 @@ def log_once(save: Save, base: Base, left_out: manifest.Manifest, client_state: 
         sum(entry.kind == PARAMETER for entry in everything),
         human_bytes(removed),
         human_bytes(sum(entry.nbytes for entry in everything)),
-        ", ".join(parameter.name for parameter in left_out.parameters[:2]),
+        ", ".join(parameter.name for parameter in record.parameters[:2]),
         ", ..." if count > 2 else "",
     )
 

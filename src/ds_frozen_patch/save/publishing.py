@@ -12,9 +12,9 @@ from contextlib import nullcontext
 from functools import partial
 
 from ..common.errors import CheckpointError
-from ..core.record import File, listing
 from ..publish import in_flight
 from ..ranks import Store, default_store, digest, world_size
+from ..record import File, listing
 from . import export_trained
 from .asker import asker
 from .recording import Recorder

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ..base import Base
-from ..core.record import File, Record
 from ..engine.owner import Owner
 from ..engine.served import ServedEngine
 from ..parameters import Contents
 from ..publish.publication import Publication
+from ..record import File, Record
 from ..settings import current as settings
 from .agreement import SaveRanks
 from .recording import Recorder
@@ -32,8 +32,8 @@ class Save:
         opens_disk: whether this rank is the first of those that write to a target, which can be on a disk of its own.
         publishes: whether this rank gives the files their names on its disk.
         written: what this rank has written, by name.
-        record: of what is saved, to be written beside the files; None if it is not managed.
-        names_left_out: the names in the manifest, once there is one.
+        record: of the checkpoint, once it is made, without its files; None of a single file.
+        names_left_out: the names of what is left out, once the record is made; None for a full checkpoint.
         removed: those of them that were in the module's state dict.
         recorder: of what the engine writes, to be written later; None if the save writes it.
         export: the format in which the trained weights are exported too, or None.

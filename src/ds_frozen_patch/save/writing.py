@@ -1,4 +1,4 @@
-"""What DeepSpeed writes in a save: each file of states gets a label, is synced and noted, and errors are deferred."""
+"""What DeepSpeed writes in a save: each file of states is synced and noted, and errors are deferred."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..checkpoint.names import is_rank_file
-from ..checkpoint.zero.labels import add_label
 from ..common.overrides import Attributes, overridden
-from ..core.record import describe_file
 from ..engine.experts import names_in_files
 from ..engine.target import ENGINE
 from ..parameters import plain
 from ..publish.durable import sync_file
 from ..publish.journal import hidden
+from ..record import describe_file
 from .running import Save
 
 
@@ -95,9 +94,7 @@ def _writing_states(save: Save, experts: Mapping[str, str], write: Callable[...,
         file = save.place.path(name) if Path(path).parent == save.place.target else Path(path)
         recording = save.recorder.recording(file.parent) if save.recorder is not None else nullcontext()
         with save.failures.deferred(path), recording:
-            if is_rank_file(name):
-                state_dict = add_label(state_dict, save.place.id, name, has_record=save.record is not None)
-            elif names := save.names_left_out:  # an expert's file, whose keys are parameters
+            if not is_rank_file(name) and (names := save.names_left_out):  # an expert's, whose keys are parameters
                 left_out = {key: found for key in state_dict if (found := experts.get(plain(key))) in names}
                 save.removed.update(left_out.values())
                 state_dict = {key: value for key, value in state_dict.items() if key not in left_out}

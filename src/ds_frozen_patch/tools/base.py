@@ -23,8 +23,8 @@ from ..checkpoint.quantization import group_with_parts, is_subclass, parse_subcl
 from ..checkpoint.zero.opening import open_checkpoint
 from ..checkpoint.zero.weights import check_total_size
 from ..common.errors import CheckpointError, named
-from ..manifest import LeftOut, Manifest
 from ..parameters import PARAMETER, is_name, plain
+from ..record import LeftOut, Record
 from .loaded_names import CONFIG, loaded_names
 
 _PEFTS_OWN = ("base_model.model.", "base_layer.", "original_module.", "quant_linear_module.", "token_adapter.")
@@ -207,10 +207,10 @@ _MOST_WORDS = 8
 """In how many words the name of an inner tensor is split at most, to find the parameter's."""
 
 
-def without_quantized(manifest: Manifest, base: Base) -> Manifest:
-    """The manifest without the weights that the run quantized and the base has unquantized: a load compares those."""
-    kept = [group for group in group_with_parts(manifest.left_out) if not _is_unquantized(group, base)]
-    return replace(manifest, left_out=tuple(entry for group in kept for entry in group))
+def without_quantized(record: Record, base: Base) -> Record:
+    """The record without the weights that the run quantized and the base has unquantized: a load compares those."""
+    kept = [group for group in group_with_parts(record.left_out) if not _is_unquantized(group, base)]
+    return replace(record, left_out=tuple(entry for group in kept for entry in group))
 
 
 def _is_unquantized(group: tuple[LeftOut, ...], base: Base) -> bool:
@@ -226,7 +226,7 @@ def _is_unquantized(group: tuple[LeftOut, ...], base: Base) -> bool:
     )
 
 
-def match_base(manifest: Manifest, base: Base) -> dict[LeftOut, TensorSource]:
+def match_base(record: Record, base: Base) -> dict[LeftOut, TensorSource]:
     """Find the base's tensor for everything that was left out.
 
     A parameter that consists of other tensors has no tensor of its own, and may be missing.
@@ -236,7 +236,7 @@ def match_base(manifest: Manifest, base: Base) -> dict[LeftOut, TensorSource]:
     """
     there: dict[LeftOut, TensorSource] = {}
     missing, reshaped = [], []
-    for group in group_with_parts(manifest.left_out):
+    for group in group_with_parts(record.left_out):
         tensors = {entry: base.find(entry) for entry in group if not is_subclass(entry)}
         for entry, tensor in tensors.items():
             if tensor is not None and tensor.shape == entry.shape:
@@ -247,7 +247,7 @@ def match_base(manifest: Manifest, base: Base) -> dict[LeftOut, TensorSource]:
                 missing.append(entry)
     if missing:
         raise CheckpointError(
-            f"{base.path} lacks {named([entry.name for entry in missing])}. {_suggest_remedy(missing, manifest)}"
+            f"{base.path} lacks {named([entry.name for entry in missing])}. {_suggest_remedy(missing, record)}"
         )
     if reshaped:
         raise CheckpointError(f"{base.path} is not the base that the run used: {'; '.join(reshaped[:5])}.")
@@ -258,9 +258,9 @@ def match_base(manifest: Manifest, base: Base) -> dict[LeftOut, TensorSource]:
     return there
 
 
-def _suggest_remedy(missing: Iterable[LeftOut], manifest: Manifest) -> str:
+def _suggest_remedy(missing: Iterable[LeftOut], record: Record) -> str:
     """What to do about a base that lacks these."""
-    adapters = {adapter for configs in manifest.adapters.values() for adapter in configs}
+    adapters = {adapter for configs in record.adapters.values() for adapter in configs}
     owners = [adapters & set(entry.name.split(".")) for entry in missing]
     if all(owners):
         return (
@@ -276,27 +276,25 @@ def _suggest_remedy(missing: Iterable[LeftOut], manifest: Manifest) -> str:
 
 
 def check_values(
-    base: Base, records: Records, tensor: TensorSource, entry: LeftOut, values: bytearray, manifest: Manifest
+    base: Base, records: Records, tensor: TensorSource, entry: LeftOut, values: bytearray, record: Record
 ) -> None:
     """Raise CheckpointError if the values of a base's tensor, in the dtype of the run, are not those of the run."""
     if not dtypes.matches_fingerprint(entry, values):
-        raise wrong_values(base, records, tensor, entry, manifest)
+        raise wrong_values(base, records, tensor, entry, record)
 
 
-def wrong_values(
-    base: Base, records: Records, tensor: TensorSource, entry: LeftOut, manifest: Manifest
-) -> CheckpointError:
+def wrong_values(base: Base, records: Records, tensor: TensorSource, entry: LeftOut, record: Record) -> CheckpointError:
     """The error for a base's tensor whose values are not those of the run."""
     for piece in tensor.pieces:
         records.check(piece.storage)  # a damaged file gets a message of its own
-    message = describe_wrong_values(base, [entry.name], manifest)
+    message = describe_wrong_values(base, [entry.name], record)
     return CheckpointError(f"{message} Pass the base that the run was built from.")
 
 
-def describe_wrong_values(base: Base, names: Iterable[str], manifest: Manifest) -> str:
+def describe_wrong_values(base: Base, names: Iterable[str], record: Record) -> str:
     """The message for a base whose values differ from those of the run."""
     message = f"{base.path} is not the base that the run used: the values differ in {named(list(names))}."
-    inits = _rewriting_inits(manifest)
+    inits = _rewriting_inits(record)
     if not inits:
         return message
     return (
@@ -305,10 +303,10 @@ def describe_wrong_values(base: Base, names: Iterable[str], manifest: Manifest) 
     )
 
 
-def _rewriting_inits(manifest: Manifest) -> list[str]:
+def _rewriting_inits(record: Record) -> list[str]:
     """The adapters' initialisations that change the base."""
     inits = set()
-    for config in (config for adapters in manifest.adapters.values() for config in adapters.values()):
+    for config in (config for adapters in record.adapters.values() for config in adapters.values()):
         try:
             init = str(json.loads(config)["init_lora_weights"]).lower()
         except (ValueError, KeyError, TypeError, RecursionError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from ..checkpoint.format.writing import write_archive
 from ..checkpoint.quantization import is_torchao
 from ..common.errors import CheckpointError, named
 from ..common.text import human_bytes, printable_lines, progress
-from ..manifest import KEY, LeftOut, Manifest
 from ..parameters import PARAMETER, with_compiled
+from ..record import KEY, LeftOut, Record, unknown
 from .base import Base, check_values, match_base, open_base
 from .output import check_output, new_output
 from .source import Source, open_source
@@ -70,12 +70,12 @@ class OutputPlan:
     Attributes:
         tensors: the source of each tensor.
         aliases: the first name of each tied alias.
-        from_base: what the manifest records of each tensor that comes from the base, to verify it.
+        from_base: what the record says of each tensor that comes from the base, to verify it.
         base: the base, if any.
         dtype: what floating-point tensors are converted to; None to keep their dtypes.
         quantized: the names of tensors that keep their dtype in any case.
         pickled: tensor subclasses, which only files of `torch.save` can contain.
-        manifest: the checkpoint's.
+        record: the checkpoint's.
         compiled: the modules whose names in the output are those that `torch.compile` gives them.
     """
 
@@ -86,7 +86,7 @@ class OutputPlan:
     dtype: str | None
     quantized: frozenset[str] = frozenset()
     pickled: Mapping[str, StandIn] = field(default_factory=dict)
-    manifest: Manifest | None = None
+    record: Record = field(default_factory=unknown)
     compiled: frozenset[str] = frozenset()
 
     def name_of(self, name: str) -> str:
@@ -134,7 +134,7 @@ def consolidate(
             default trained weights are in fp32, like the optimizer's masters, and others in the dtype that they were
             saved in, as with DeepSpeed's own converter. A weights-only file has no masters: all keep their dtype.
         base: what the run was built from, to add the frozen parameters to a trainable-only checkpoint: a directory of
-            safetensors, a single file, or a full checkpoint. It is verified with the fingerprints in the manifest.
+            safetensors, a single file, or a full checkpoint. It is verified with the fingerprints in the record.
         max_shard_size: the maximum size of each file in a directory, in bytes; a single tensor may be larger.
         trust: read files that are links out of the checkpoint.
             Also keep hyper-parameters that name classes, which Lightning would import and instantiate; otherwise they
@@ -148,14 +148,13 @@ def consolidate(
     Raises:
         CheckpointError: a file of the source or the base is missing, damaged or from another run; the base differs from
             that of the run; the target exists, or cannot be written. Nothing is left there.
-        CheckpointMismatchError: its manifest is damaged, or has a format that this release does not know.
         ValueError: the dtype is unknown.
     """
     kind = dtypes.torch_dtype(dtype)
     checkpoint = open_source(source, tag, trust)
-    if base is not None and checkpoint.manifest is None:
+    if base is not None and not checkpoint.record.is_trainable_only:
         raise CheckpointError(
-            f"{source} has no manifest that lists what was left out"
+            f"{source} has no record that lists what was left out"
             + (
                 ", and is a full checkpoint: it needs no base."
                 if checkpoint.weights.base
@@ -213,7 +212,7 @@ def consolidate_over(checkpoint_dir: str | Path, output_file: str | Path, tag: s
     plan = _plan_output(checkpoint, None, None)
     file = Path(output_file)
     with new_output(file, replace=True) as output, Records() as records, progress("writing", plan.size, False) as done:
-        is_whole = not (checkpoint.manifest and checkpoint.lacks_frozen)
+        is_whole = not (checkpoint.record.is_trainable_only and checkpoint.lacks_frozen)
         _write_torch(output, checkpoint, plan, is_whole, OutputReader(records, plan, done), trust=True)
     state: dict[str, Any] = read_archive(file).state
     stored = {name: from_stored(item) for name, item in state["state_dict"].items()}
@@ -221,9 +220,9 @@ def consolidate_over(checkpoint_dir: str | Path, output_file: str | Path, tag: s
 
 
 def _plan_output(source: Source, base: Base | None, dtype: str | None) -> OutputPlan:
-    weights, manifest = source.weights, source.manifest
-    from_base = match_base(manifest, base) if manifest and base else {}
-    if base and (unlike := [entry.name for entry in manifest.left_out if is_torchao(entry.dtype)] if manifest else []):
+    weights, record = source.weights, source.record
+    from_base = match_base(record, base) if base else {}
+    if base and (unlike := [entry.name for entry in record.left_out if is_torchao(entry.dtype)]):
         raise CheckpointError(
             f"{named(unlike, 3)} are torchao tensors, which only torchao can create. Consolidate without a base, and"
             " let the program that loads the file build the base."
@@ -239,7 +238,7 @@ def _plan_output(source: Source, base: Base | None, dtype: str | None) -> Output
         dtype=dtype,
         quantized=weights.quantized | _quantized_names(from_base),
         pickled=pickled,
-        manifest=manifest,
+        record=record,
         compiled=source.compiled,
     )
 
@@ -281,11 +280,11 @@ class OutputReader:
     def __call__(self, name: str) -> bytearray:
         tensor = self.plan.tensors[name]
         entry = self.plan.from_base.get(name)
-        if entry is None or self.plan.base is None or self.plan.manifest is None:
+        if entry is None or self.plan.base is None:
             values, dtype = self.records.read(tensor), tensor.dtype
         else:
             values, dtype = self.plan.base.read(self.records, tensor, entry), entry.dtype
-            check_values(self.plan.base, self.records, tensor, entry, values, self.plan.manifest)
+            check_values(self.plan.base, self.records, tensor, entry, values, self.plan.record)
         converted = dtypes.convert(values, dtype, self.plan.dtype_of(name))
         self.progressed(len(converted))
         return converted
@@ -295,9 +294,9 @@ def _write_torch(
     file: Path, source: Source, plan: OutputPlan, is_whole: bool, reader: OutputReader, trust: bool
 ) -> None:
     """Write a Lightning checkpoint: the client state, and the weights as `state_dict`."""
-    kept = dict(source.content)
-    if is_whole:
-        kept.pop(KEY, None)
+    kept = {key: value for key, value in source.content.items() if key != KEY}
+    if not is_whole and source.record.is_trainable_only:
+        kept[KEY] = replace(source.record, files={}).to_json()
     if not trust:
         kept, dropped = _without_code(kept)
         if dropped:

@@ -13,7 +13,6 @@ from ..checkpoint.format.records import Records
 from ..checkpoint.zero.opening import Checkpoint, open_checkpoint
 from ..common.errors import CheckpointError, named
 from ..common.text import human_bytes, printable_lines, progress
-from ..manifest import Manifest
 from .consolidate import OutputPlan, OutputReader, write_shard
 from .output import check_output, new_output
 
@@ -87,7 +86,6 @@ def export(
             configuration for it, or a part of it was frozen and left out; the target exists, cannot be written, or for
             "safetensors" has the suffix of another format.
             Nothing is left there.
-        CheckpointMismatchError: its manifest is damaged, or has a format that this release does not know.
         ValueError: the format or the dtype is unknown.
     """
     if format not in FORMATS:
@@ -99,7 +97,7 @@ def export(
             f"{target} would be a safetensors file, and programs would take it for one of torch.save. Call it {better}."
         )
     checkpoint = open_checkpoint(source, tag, trainable=trainable, trust=trust)
-    plan = plan_export(checkpoint, format, checkpoint.states.manifest, kind, adapter, adapter_config)
+    plan = plan_export(checkpoint, format, kind, adapter, adapter_config)
     path, root, size = Path(target), checkpoint.states.layout.root, plan.output.size
     done = Exported(str(source), str(target), format, tuple(plan.output.tensors), size, tuple(plan.outside))
     if dry_run:
@@ -138,7 +136,6 @@ class ExportPlan:
 def plan_export(
     checkpoint: Checkpoint,
     format: str,
-    manifest: Manifest | None,
     dtype: str | None = None,
     adapter: str | None = None,
     adapter_config: str | Path | None = None,
@@ -148,18 +145,17 @@ def plan_export(
     Args:
         checkpoint: that is exported.
         format: "peft" or "safetensors".
-        manifest: of the checkpoint; a caller that knows the adapters of a full one can pass these here.
         dtype: torch's name of the dtype.
         adapter, adapter_config: for "peft".
     """
-    weights, chosen = checkpoint.weights, None
+    weights, record, chosen = checkpoint.weights, checkpoint.states.record, None
     if format == "peft":
-        chosen = choose_adapter(weights, manifest, adapter, adapter_config)
+        chosen = choose_adapter(weights, record, adapter, adapter_config)
         chosen.check_exportable()
-        named_, outside = match_adapter(weights, manifest, chosen)
+        named_, outside = match_adapter(weights, record, chosen)
     else:
         # A frozen parameter in a trainable-only checkpoint was kept on purpose: the base lacks its value.
-        kept = weights.frozen if checkpoint.states.manifest else {}
+        kept = weights.frozen if record.is_trainable_only else {}
         named_, outside = {name: name for name in (*weights.trained, *kept, *weights.buffers)}, []
     tensors = weights.all
     tensors |= {alias: tensors[first] for alias, first in weights.aliases.items() if first in tensors}

@@ -14,7 +14,7 @@ from ..checkpoint.quantization import base_buffers, name_quantization
 from ..checkpoint.zero.entries import read_entries, with_plain_names
 from ..checkpoint.zero.states import as_integer, configured_stage, parameter_groups, read_states
 from ..common.text import human_bytes, printable_lines
-from ..manifest import KEY, Manifest
+from ..record import UNKNOWN, Record
 
 TRAINABLE, FROZEN, SECOND_COPY = "trainable weights", "frozen weights", "frozen weights, second copy"
 EITHER = "weights, trainable or frozen"
@@ -38,7 +38,7 @@ class Inspection:
         versions: the release of each package that the checkpoint records.
         files: by file name, the size of each kind of `KINDS` in the file; together they are the file's size.
         base: how the base is quantized; empty if it is not.
-        manifest: what was left out; None if ds_frozen_patch did not make the checkpoint trainable-only.
+        record: what ds_frozen_patch has recorded at the save; None if it has not.
     """
 
     path: str
@@ -50,7 +50,7 @@ class Inspection:
     versions: dict[str, str]
     files: dict[str, dict[str, int]]
     base: tuple[str, ...]
-    manifest: Manifest | None
+    record: Record | None
 
     @property
     def kinds(self) -> dict[str, int]:
@@ -84,12 +84,12 @@ class Inspection:
             *(f"{human_bytes(sum(kinds.values())):>8}  {name}" for name, kinds in self.files.items()),
             "",
         ]
-        if self.manifest:
-            lines.append(f"Trainable-only: {self.manifest} were left out.")
+        if self.record and self.record.is_trainable_only:
+            lines.append(f"Trainable-only: {self.record} were left out.")
         elif self.prunable:
             lines.append(f"Without its frozen weights it would be {human_bytes(self.size - self.prunable)}.")
         else:
-            lines.append("It has no manifest, and no weights that are known to be frozen.")
+            lines.append("It has no weights that are known to be frozen.")
         return printable_lines(lines)
 
 
@@ -106,14 +106,13 @@ def inspect(path: str | Path, tag: str | None = None, *, trust: bool = False) ->
 
     Raises:
         CheckpointError: there is no checkpoint, or a file of it is missing, truncated, damaged or unexpected.
-        CheckpointMismatchError: its manifest is damaged, or has a format that this release does not know.
     """
     states = read_states(path, tag, trust)
     files: dict[str, dict[str, int]] = {}
-    manifest = states.manifest
+    record = states.record
     for file, contents in zip(states.layout.files, states.contents, strict=True):
         is_model = file not in states.layout.optimizer
-        kinds_of = _model_kinds(contents.state, manifest) if is_model else _optimizer_kinds(contents.state)
+        kinds_of = _model_kinds(contents.state, record) if is_model else _optimizer_kinds(contents.state)
         files[file.name] = _sum_sizes(contents, kinds_of, file.stat().st_size)
     model = states.models[0]
     return Inspection(
@@ -125,19 +124,18 @@ def inspect(path: str | Path, tag: str | None = None, *, trust: bool = False) ->
         epoch=as_integer(model.get("epoch")),
         versions=states.versions,
         files=files,
-        base=name_quantization(_entry_dtypes(with_plain_names(model), manifest)),
-        manifest=manifest,
+        base=name_quantization(_entry_dtypes(with_plain_names(model), record)),
+        record=None if record.kind == UNKNOWN else record,
     )
 
 
-def _entry_dtypes(model: Mapping[str, Any], manifest: Manifest | None) -> dict[str, str]:
+def _entry_dtypes(model: Mapping[str, Any], record: Record) -> dict[str, str]:
     """The dtype of each entry, also of those left out, by name; for a tensor subclass the name of its class."""
-    entries = read_entries(model, manifest)
-    left_out = manifest.left_out if manifest else ()
+    entries = read_entries(model, record)
     return {
         **{name: tensor.dtype for name, tensor in entries.tensors.items()},
         **{name: subclass.name for name, subclass in entries.subclasses.items()},
-        **{name: entry.dtype for entry in left_out for name in entry.names},
+        **{name: entry.dtype for entry in record.left_out for name in entry.names},
     }
 
 
@@ -154,11 +152,11 @@ def _sum_sizes(file: Contents, kinds: Iterator[tuple[str, StoredTensor]], size: 
     return {kind: sizes[kind] for kind in KINDS if sizes[kind]}
 
 
-def _model_kinds(state: Mapping[str, Any], manifest: Manifest | None) -> Iterator[tuple[str, StoredTensor]]:
+def _model_kinds(state: Mapping[str, Any], record: Record) -> Iterator[tuple[str, StoredTensor]]:
     """The kind of each tensor of a `*model_states.pt`."""
     state = with_plain_names(state)
     trained = {name for group in parameter_groups(state) for name in group}
-    entries = read_entries(state, manifest)
+    entries = read_entries(state, record)
     module, parts, buffers = entries.tensors, entries.owners, entries.buffers
     packed = base_buffers(buffers, parts)
     listed: dict[tuple[Storage, int], str] = {}
@@ -167,7 +165,7 @@ def _model_kinds(state: Mapping[str, Any], manifest: Manifest | None) -> Iterato
             listed[tensor.storage, tensor.offset] = (
                 TRAINABLE if name in trained else BUFFERS if name in buffers - packed else FROZEN
             )
-    unlisted = FROZEN if trained else TRAINABLE if KEY in state else EITHER
+    unlisted = FROZEN if trained else TRAINABLE if record.is_trainable_only else EITHER
     for tensor in module.values():
         # A tied alias of a trainable parameter is not listed, but it is the same memory.
         yield listed.get((tensor.storage, tensor.offset), unlisted), tensor

@@ -10,8 +10,8 @@ from ..checkpoint.adapters import Adapter
 from ..checkpoint.format.records import Records, TensorSource
 from ..checkpoint.zero.opening import open_checkpoint
 from ..common.errors import CheckpointError, CheckpointMismatchError, named
-from ..manifest import adapters_of
 from ..parameters import plain
+from ..record import adapters_of
 from .base import open_base
 
 if TYPE_CHECKING:

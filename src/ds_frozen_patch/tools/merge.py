@@ -34,8 +34,8 @@ from ..checkpoint.format.records import Records, TensorSource
 from ..checkpoint.zero.opening import open_checkpoint
 from ..common.errors import CheckpointError, named
 from ..common.text import printable_lines, progress
-from ..manifest import Manifest
 from ..parameters import Contents
+from ..record import unknown
 from .base import Base, check_values, endings, match_base, open_base, without_quantized, without_wrappers
 from .consolidate import Consolidated, OutputPlan, write_folder
 from .loaded_names import CONFIG, empty_model
@@ -98,7 +98,7 @@ def merge(
         source: the directory of a DeepSpeed checkpoint, or an adapter's as PEFT and `patch(export="peft")` write it.
         target: the directory to create.
         tag: the subdirectory of a DeepSpeed checkpoint to read; by default the one named in `latest`.
-        base: the folder of the unquantized model, which is verified with the fingerprints in the manifest.
+        base: the folder of the unquantized model, which is verified with the fingerprints in the record.
         adapter: the name of the adapter, if the run had several.
         adapter_config: an `adapter_config.json`, or its directory, if the checkpoint contains none; `patch()` saves it.
         dtype: "fp32", "bf16" or "fp16", to convert the base before an adapter is added; by default it stays as it is.
@@ -109,7 +109,6 @@ def merge(
     Raises:
         CheckpointError: something is missing, damaged, or from another run or base; the adapter cannot be merged; the
             target exists, or cannot be written. Nothing is left there.
-        CheckpointMismatchError: the manifest is damaged, or has a format that this release does not know.
         ValueError: the dtype is unknown.
     """
     kind, folder = dtypes.torch_dtype(dtype), Path(base)
@@ -159,7 +158,7 @@ class _Run:
         self.name: str | None = "default"
         self.config: dict[str, Any] = {}  # of the adapter
         self.whole: dict[str, TensorSource] = {}  # trained parameters, frozen ones that the base lacks, and buffers
-        self.manifest = Manifest((), 0, 0, 0, {})
+        self.record = unknown()
         recorded = root / ADAPTER_CONFIG
         if recorded.is_file() and not (root / "latest").exists() and tag is None:
             text = recorded.read_text(encoding="utf-8", errors="replace")
@@ -167,12 +166,12 @@ class _Run:
             self.adapter = open_base(root / ADAPTER_FILE, trust).tensors  # by their names in the file
             return
         checkpoint = open_checkpoint(root, tag, trust=trust)
-        weights, manifest = checkpoint.weights, checkpoint.states.manifest or self.manifest
+        weights, record = checkpoint.weights, checkpoint.states.record
         tensors, adapter, members = weights.all, None, dict[str, str]()
         tensors |= {alias: tensors[first] for alias, first in weights.aliases.items() if first in tensors}
-        if name or config or manifest.adapters or any(PEFTS_PREFIX in key for key in weights.trained):
-            adapter = choose_adapter(weights, manifest, name, config, "Export what was trained, and use PEFT.")
-            members, self.outside = match_adapter(weights, manifest, adapter)
+        if name or config or record.adapters or any(PEFTS_PREFIX in key for key in weights.trained):
+            adapter = choose_adapter(weights, record, name, config, "Export what was trained, and use PEFT.")
+            members, self.outside = match_adapter(weights, record, adapter)
             self.config = adapter.config or {}
         prefix = "" if adapter else _prefix(map(without_wrappers, weights.trained), known)
 
@@ -187,13 +186,13 @@ class _Run:
         self.adapter = {name: tensors[key] for name, key in members.items()}
         keys = [
             *(members.values() if adapter else weights.trained),
-            *(weights.frozen if checkpoint.states.manifest else ()),
+            *(weights.frozen if record.is_trainable_only else ()),
         ]
         for key in [*keys, *(key for key in weights.buffers if inside(key) in known)]:
             self.whole |= {
                 inner: tensors[key] for alias in weights.names_of(key) if (inner := inside(alias)) is not None
             }
-        self.manifest = replace(manifest, left_out=tuple(e for e in manifest.left_out if any(map(inside, e.names))))
+        self.record = replace(record, left_out=tuple(e for e in record.left_out if any(map(inside, e.names))))
         self.outside += [] if adapter else [key for key in weights.trained if inside(key) is None]
 
 
@@ -281,10 +280,10 @@ class _Merger:
             raise CheckpointError(f"{base.path} lacks {named(missing)}. Pass the base that the run was built from.")
         run.outside += [] if run.config else missing
         self._check_shapes()
-        manifest = without_quantized(run.manifest, base)
-        if len(manifest.left_out) < len(run.manifest.left_out):
+        record = without_quantized(run.record, base)
+        if len(record.left_out) < len(run.record.left_out):
             self.notes.append("The run had quantized its base, which is compared at load only.")
-        self.compared = match_base(manifest, base)
+        self.compared = match_base(record, base)
         replaced = [self.plan.tensors.get(name) or base[name] for name, change in self.changes.items() if change.source]
         verified = [*replaced, *(tensor for entry, tensor in self.compared.items() if entry.fingerprint)]
         pieces = {piece for tensor in verified for piece in tensor.pieces}
@@ -310,7 +309,7 @@ class _Merger:
         """Verify the base, and write weights and configuration."""
         for entry, tensor in self.compared.items():
             values = self.base.read(self.records, tensor, entry)
-            check_values(self.base, self.records, tensor, entry, values, self.run.manifest)
+            check_values(self.base, self.records, tensor, entry, values, self.run.record)
             self.progressed(tensor.nbytes)
         if self.is_in_memory:
             with redirect_stderr(StringIO()):  # without the progress bars of transformers

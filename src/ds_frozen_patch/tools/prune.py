@@ -10,17 +10,15 @@ from typing import Any
 from ..checkpoint.format.records import Piece, Records, TensorSource
 from ..checkpoint.format.stored import Storage
 from ..checkpoint.format.writing import write_archive
-from ..checkpoint.zero.labels import get_save_id
 from ..checkpoint.zero.opening import open_checkpoint
 from ..checkpoint.zero.states import States
 from ..checkpoint.zero.weights import Weights
 from ..common.errors import CheckpointError, named
 from ..common.probing import version_of
 from ..common.text import human_bytes, printable_lines, progress
-from ..core.record import identify, write_record
 from ..fingerprint import of_stream
-from ..manifest import KEY, LeftOut, Manifest
 from ..parameters import BUFFER, PART, is_of_lora, plain
+from ..record import KEY, TRAINABLE_ONLY, LeftOut, Record, identify, write_record
 from ..settings import matches
 from .output import check_output, copy_other_files, new_output
 
@@ -34,19 +32,19 @@ class Pruned:
         target: the path of the trainable-only checkpoint, as passed.
         size_before: the size of the full checkpoint's files, in bytes.
         size_after: the size of the trainable-only checkpoint's files; None after a dry run.
-        manifest: what was left out.
+        record: of the trainable-only checkpoint: what was left out.
     """
 
     source: str
     target: str
     size_before: int
     size_after: int | None
-    manifest: Manifest
+    record: Record
 
     def __str__(self) -> str:
         size = f"{human_bytes(self.size_after)} of " if self.size_after is not None else "a part of "
-        lines = [f"{self.target}: {size}{human_bytes(self.size_before)}.", f"Left out: {self.manifest}."]
-        if self.size_after is not None and not any(parameter.fingerprint for parameter in self.manifest.left_out):
+        lines = [f"{self.target}: {size}{human_bytes(self.size_before)}.", f"Left out: {self.record}."]
+        if self.size_after is not None and not any(parameter.fingerprint for parameter in self.record.left_out):
             lines.append("It has no fingerprints: loads cannot verify the base.")
         return printable_lines(lines)
 
@@ -88,11 +86,10 @@ def prune(
     Raises:
         CheckpointError: the source is not a full checkpoint, or is damaged; a pattern has no effect; the target exists,
             or cannot be written. Nothing is left there.
-        CheckpointMismatchError: it has a manifest, which is damaged or has a format that this release does not know.
     """
     checkpoint = open_checkpoint(source, tag, trainable=trainable, trust=trust)
     states, weights = checkpoint.states, checkpoint.weights
-    if states.manifest or not (weights.base or weights.subclasses):
+    if states.record.is_trainable_only or not (weights.base or weights.subclasses):
         raise CheckpointError(f"{source} contains no frozen parameters, so there is nothing to prune.")
     weights = _without_kept(weights, keep)
     layout = states.layout
@@ -100,28 +97,25 @@ def prune(
     prints: Mapping[str, str] = {}
     if dry_run:
         check_output(Path(target), layout.root)
-        return Pruned(str(source), str(target), size, None, _make_manifest(states, weights, prints))
+        return Pruned(str(source), str(target), size, None, _make_record(states, weights, prints))
     with new_output(target, layout.root) as output:
         with Records() as records:
             if fingerprints:
                 prints = _compute_fingerprints(records, weights, states.quantizes_frozen, quiet)
-            manifest = _make_manifest(states, weights, prints)
+            record = _make_record(states, weights, prints)
             folder = output / layout.tag
             folder.mkdir(parents=True)
-            with progress("writing", size - manifest.total_bytes, quiet) as done:
-                first = layout.model[0]
+            with progress("writing", size - record.total_bytes, quiet) as done:
                 for file, state in zip(layout.model, states.models, strict=True):
-                    entry = manifest.to_state() if file == first else manifest.to_reference(first.name)
-                    pruned = _remove_from_state(state, manifest.names, entry)
+                    pruned = {**_remove_from_state(state, record.names), KEY: record.save}
                     write_archive(folder / file.name, pruned, _make_reader(records, done))
                 # Written from what was checked, not copied: the file may have been replaced since.
                 for file, contents in zip(layout.optimizer, states.contents[len(layout.model) :], strict=True):
                     write_archive(folder / file.name, contents.state, _make_reader(records, done))
-                save = get_save_id(states.models[0]) or identify(layout.files)
-                write_record(folder, states.make_record(save, manifest, states.world_size))
+                write_record(folder, record)
         copy_other_files(layout, output)
         size_after = sum(file.stat().st_size for file in folder.iterdir())
-    return Pruned(str(source), str(target), size, size_after, manifest)
+    return Pruned(str(source), str(target), size, size_after, record)
 
 
 def _without_kept(weights: Weights, patterns: Sequence[str]) -> Weights:
@@ -155,13 +149,14 @@ def _compute_fingerprints(
     return prints
 
 
-def _make_manifest(states: States, weights: Weights, prints: Mapping[str, str]) -> Manifest:
-    return Manifest(
+def _make_record(states: States, weights: Weights, prints: Mapping[str, str]) -> Record:
+    return replace(
+        states.known,
+        save=states.record.save or identify(states.layout.files),
+        versions={"ds_frozen_patch": version_of("ds_frozen_patch"), **states.versions},
+        kind=TRAINABLE_ONLY,
         left_out=tuple(_list_left_out(weights, prints)),
         total_bytes=sum(item.nbytes for item in weights.base.values()),
-        zero_stage=states.zero_stage,
-        world_size=states.world_size,
-        versions={"ds_frozen_patch": version_of("ds_frozen_patch"), **states.versions},
         compiled=states.compiled,
     )
 
@@ -179,8 +174,8 @@ def _list_left_out(weights: Weights, prints: Mapping[str, str]) -> Iterator[Left
         yield LeftOut((name,), item.shape, item.dtype, prints.get(name), BUFFER)
 
 
-def _remove_from_state(state: Mapping[str, Any], left_out: Container[str], entry: dict[str, Any]) -> dict[str, Any]:
-    """A file's state as a trainable-only save would write it, with the manifest or a reference to it."""
+def _remove_from_state(state: Mapping[str, Any], left_out: Container[str]) -> dict[str, Any]:
+    """A file's state as a trainable-only save would write it."""
     module = state["module"]
     kept = type(module)((name, item) for name, item in module.items() if plain(name) not in left_out)
     if hasattr(module, "_metadata"):
@@ -190,7 +185,7 @@ def _remove_from_state(state: Mapping[str, Any], left_out: Container[str], entry
         if key in state:
             items = (state[key] or {}).items()
             changed[key] = {name: item for name, item in items if plain(name) not in left_out} or None
-    return {**state, **changed, KEY: entry}
+    return {**state, **changed}
 
 
 def _make_reader(

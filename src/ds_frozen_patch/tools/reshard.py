@@ -14,13 +14,11 @@ from typing import Any, Literal, get_args
 from ..checkpoint.format.records import Records
 from ..checkpoint.format.stored import Storage, iter_tensors
 from ..checkpoint.format.writing import write_archive
-from ..checkpoint.names import RECORD
-from ..checkpoint.zero.labels import add_label, resharded_save_id
 from ..checkpoint.zero.resharding import Resharding, target_for
-from ..checkpoint.zero.states import read_states
+from ..checkpoint.zero.states import check_same_save, read_states
 from ..common.errors import CheckpointError
 from ..common.text import human_bytes, printable, progress
-from ..core.record import identify, write_record
+from ..record import KEY, identify, write_record
 from .output import check_output, copy_other_files, new_output
 
 Precision = Literal["bf16", "fp32"]  # in fp16 a run needs a scale of its losses, which no other has
@@ -102,6 +100,7 @@ def reshard(
     if precision not in (None, *PRECISIONS):
         raise ValueError(f"precision must be 'bf16' or 'fp32', not {precision!r}")
     states = read_states(source, tag, trust)
+    check_same_save(states)
     before = target_for(states)
     has_state = False if restart_optimizer else None
     now = target_for(states, ranks=ranks, stage=stage, precision=precision, has_state=has_state)
@@ -131,11 +130,9 @@ def reshard(
 
 
 def _write(resharding: Resharding, files: dict[str, Any], folder: Path, size: int, quiet: bool) -> None:
-    """Write files, and a record if there was one, or labels that say so."""
-    states, now = resharding.states, resharding.target
-    save = resharded_save_id(identify(states.layout.files), now.stage, now.ranks)
-    # A record without manifest says that nothing was left out, which only a checkpoint of ours can tell.
-    has_record = states.manifest is not None or (states.layout.model[0].parent / RECORD).is_file()
+    """Write the files and their record."""
+    now = resharding.target
+    save = f"{identify(resharding.states.layout.files)} in stage {now.stage} for {now.ranks} ranks"
     with Records() as records, progress("writing", size, quiet) as advance:
 
         def content(storage: Storage, begin: int, count: int) -> Iterator[bytes | memoryview]:
@@ -144,6 +141,5 @@ def _write(resharding: Resharding, files: dict[str, Any], folder: Path, size: in
                 advance(len(chunk))
 
         for name, state in files.items():
-            write_archive(folder / name, add_label(state, save, name, has_record), content)
-    if has_record:
-        write_record(folder, replace(states.make_record(save, resharding.manifest, now.ranks), zero_stage=now.stage))
+            write_archive(folder / name, {**state, KEY: save} if KEY in state else state, content)
+    write_record(folder, replace(resharding.record, save=save))

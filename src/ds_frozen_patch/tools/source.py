@@ -11,13 +11,12 @@ from ..checkpoint.format.archive import read_archive
 from ..checkpoint.format.records import from_stored
 from ..checkpoint.names import WEIGHTS_FILE
 from ..checkpoint.zero.entries import read_entries, storage_place
-from ..checkpoint.zero.labels import ELASTIC_KEY, LABEL, PLAIN_GROUPS
 from ..checkpoint.zero.opening import open_checkpoint
 from ..checkpoint.zero.states import DEEPSPEEDS_OWN
 from ..checkpoint.zero.weights import Weights, check_total_size
 from ..common.errors import CheckpointError
-from ..manifest import Manifest
 from ..parameters import compiled_modules, is_name, plain
+from ..record import Record, carried
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Source:
         path: its directory or file.
         content: what it contains beside the weights and DeepSpeed's own state.
         weights: where its weights are.
-        manifest: the manifest, if it has one.
+        record: of the checkpoint.
         lacks_frozen: whether frozen parameters were left out.
         compiled: the names of compiled modules, as `compiled_modules` returns them.
     """
@@ -36,7 +35,7 @@ class Source:
     path: Path
     content: Mapping[str, Any]
     weights: Weights
-    manifest: Manifest | None
+    record: Record
     lacks_frozen: bool
     compiled: frozenset[str]
 
@@ -58,12 +57,10 @@ def open_source(path: str | Path, tag: str | None, trust: bool) -> Source:
     states = checkpoint.states
     return Source(
         path=states.layout.root,
-        content={
-            k: v for k, v in states.models[0].items() if k not in (*DEEPSPEEDS_OWN, ELASTIC_KEY, LABEL, PLAIN_GROUPS)
-        },
+        content={key: value for key, value in states.models[0].items() if key not in DEEPSPEEDS_OWN},
         weights=checkpoint.weights,
-        manifest=states.manifest,
-        lacks_frozen=bool(states.manifest.left_out if states.manifest else states.leaves_out_frozen),
+        record=states.record,
+        lacks_frozen=bool(states.record.left_out) if states.record.is_trainable_only else states.leaves_out_frozen,
         compiled=states.compiled,
     )
 
@@ -77,8 +74,8 @@ def _open_file(file: Path) -> Source:
             f"{file} is neither the directory of a DeepSpeed checkpoint nor a weights-only file of Lightning, which has"
             " a `state_dict`. Check the path."
         )
-    manifest = Manifest.from_checkpoint(state)
-    entries = read_entries({"module": {plain(name): item for name, item in saved.items()}}, manifest)
+    record = carried(state, file)
+    entries = read_entries({"module": {plain(name): item for name, item in saved.items()}}, record)
     first: dict[Any, str] = {}
     aliases = {}
     for name, tensor in entries.tensors.items():
@@ -98,6 +95,4 @@ def _open_file(file: Path) -> Source:
         subclasses=entries.subclasses,
     )
     content = {key: value for key, value in state.items() if key != "state_dict"}
-    lacks_frozen = bool(manifest and manifest.left_out)
-    compiled = compiled_modules(saved) | (manifest.compiled if manifest else frozenset())
-    return Source(file, content, weights, manifest, lacks_frozen, compiled)
+    return Source(file, content, weights, record, bool(record.left_out), compiled_modules(saved) | record.compiled)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -13,13 +12,12 @@ from ..checkpoint.format.archive import check_file
 from ..checkpoint.format.records import Records
 from ..checkpoint.format.stored import ITEM_SIZES
 from ..checkpoint.names import RECORD
-from ..checkpoint.zero.states import States, check_same_save, read_states
+from ..checkpoint.zero.states import States, check_shard_count, read_states
 from ..checkpoint.zero.weights import Weights, check_masters_match, locate_weights
-from ..common.errors import CheckpointError, CheckpointMismatchError, named
+from ..common.errors import CheckpointError, named
 from ..common.text import human_bytes, printable_lines, progress
-from ..load.files import check_content, check_names, check_save, read_record
-from ..manifest import Manifest
 from ..parameters import PARAMETER, plain
+from ..record import UNKNOWN, Record
 from .base import Base, describe_wrong_values, match_base, open_base, without_quantized
 
 
@@ -78,13 +76,13 @@ def verify(
     """Read an entire checkpoint and report its problems.
 
     It verifies the checksum of every record, that the ranks' shards are from one save and have the sizes that the
-    shapes require, that the fp32 masters match the model's weights (in ZeRO 1 and 2), and that the manifest matches the
+    shapes require, that the fp32 masters match the model's weights (in ZeRO 1 and 2), and that the record matches the
     contents.
 
     Args:
         path: the directory of a DeepSpeed checkpoint, full or trainable-only.
         tag: the subdirectory to read; by default the one named in `latest`.
-        base: what the run was built from (see `consolidate`), to compare with the fingerprints in the manifest.
+        base: what the run was built from (see `consolidate`), to compare with the fingerprints in the record.
         trust: read files that are links out of the checkpoint.
         quiet: do not show progress on stderr.
 
@@ -98,13 +96,14 @@ def verify(
     problems: list[str] = []
     try:
         states = read_states(path, tag, trust)
-        manifest = states.manifest
-    except (CheckpointError, CheckpointMismatchError) as error:
+    except CheckpointError as error:
         return Verified(str(path), (str(error),), 0, 0, 0, 0, 0, ())
+    record = states.record
     opened = open_base(base, trust) if base is not None else None
+    problems += _check_files(states)
     weights = None
     try:
-        check_same_save(states)
+        check_shard_count(states.layout, states.models[0], states.zero_stage)
         weights = _locate_weights_of_any(states)
     except CheckpointError as error:
         problems.append(str(error))
@@ -116,20 +115,20 @@ def verify(
             check_masters_match(weights.trained, weights.halves)
         except CheckpointError as error:
             problems.append(str(error))
-    if manifest is not None:
-        problems += _check_manifest(states, manifest)
-    problems = problems or _check_record(states)
+    problems += _check_facts(states)
+    if record.is_lost and not problems:
+        folder = states.layout.model[0].parent
+        problems.append(f"{folder} lacks {RECORD}, so it cannot be verified that its files are those that were saved.")
     compared, was_quantized = 0, False
-    unverified = [entry.name for entry in (manifest.left_out if manifest else ()) if entry.fingerprint is None]
+    unverified = [entry.name for entry in record.left_out if entry.fingerprint is None]
     if opened is not None:
-        left_out = manifest.left_out if manifest else ()
-        was_quantized = manifest is not None and len(without_quantized(manifest, opened).left_out) < len(left_out)
-        wrong, compared, unknown = _compare_base(manifest, opened, quiet)
+        was_quantized = len(without_quantized(record, opened).left_out) < len(record.left_out)
+        wrong, compared, unknown = _compare_base(record, opened, quiet)
         problems += wrong
         unverified = list(dict.fromkeys([*unverified, *unknown]))
-        if manifest is not None and manifest.left_out and not wrong and len(unverified) == len(manifest.left_out):
+        if record.left_out and not wrong and len(unverified) == len(record.left_out):
             problems.append(
-                "Nothing could be compared with the base: the manifest has no fingerprints (prune wrote none), or none"
+                "Nothing could be compared with the base: the record has no fingerprints (prune wrote none), or none"
                 " of a tensor that the base has."
             )
     return Verified(
@@ -138,7 +137,7 @@ def verify(
         files=len(states.layout.files),
         size=size,
         trained=len(weights.trained) if weights else 0,
-        left_out=len(manifest.parameters) if manifest else 0,
+        left_out=len(record.parameters),
         compared=compared,
         unverified=tuple(unverified),
         was_quantized=was_quantized,
@@ -153,22 +152,15 @@ def _locate_weights_of_any(states: States) -> Weights:
         return locate_weights(states, ("*",))
 
 
-def _check_record(states: States) -> list[str]:
-    """What contradicts the record, if there is one."""
-    folder = states.layout.model[0].parent
+def _check_files(states: States) -> list[str]:
+    """Which files are not those of the record."""
+    record, folder = states.record, states.layout.model[0].parent
     try:
-        record = read_record(folder)
-        if record is None:
-            return []
-        check_names(record, folder, {file.name for file in states.layout.files})
+        record.check_names(folder, {file.name for file in states.layout.files})
     except CheckpointError as error:
         return [str(error)]
-    problems = _check_each_file(states, partial(check_content, record))
     contents = dict(zip(states.layout.files, states.contents, strict=True))
-    problems += _check_each_file(states, lambda file: check_save(record, file, contents[file].state))
-    if record.manifest != states.manifest:
-        problems.append(f"The manifest in {folder / RECORD} is not the one in the files.")
-    return problems
+    return _check_each_file(states, lambda file: record.check_file(file, contents[file].state))
 
 
 def _check_each_file(states: States, check: Callable[[Path], object]) -> list[str]:
@@ -182,37 +174,40 @@ def _check_each_file(states: States, check: Callable[[Path], object]) -> list[st
     return problems
 
 
-def _check_manifest(states: States, manifest: Manifest) -> list[str]:
-    """Contradictions between the manifest and the rest of the checkpoint."""
-    there = {plain(name) for state in states.models for name in state["module"]} & manifest.names
+def _check_facts(states: States) -> list[str]:
+    """Contradictions between the record and the rest of the checkpoint."""
+    record = states.record
+    if record.kind == UNKNOWN:
+        return []
+    there = {plain(name) for state in states.models for name in state["module"]} & record.names
     facts = {
-        "ZeRO stage": (manifest.zero_stage, states.zero_stage),
-        "world size": (manifest.world_size, states.world_size),
+        "ZeRO stage": (record.zero_stage, states.zero_stage),
+        "world size": (record.world_size, states.world_size),
         "size of the left-out parameters": (
-            manifest.total_bytes,
-            sum(prod(p.shape) * ITEM_SIZES.get(p.dtype, 0) for p in manifest.left_out),
+            record.total_bytes,
+            sum(prod(p.shape) * ITEM_SIZES.get(p.dtype, 0) for p in record.left_out),
         ),
     }
     problems = [
-        f"The manifest has the wrong {what}: {recorded} instead of {actual}."
+        f"The record has the wrong {what}: {recorded} instead of {actual}."
         for what, (recorded, actual) in facts.items()
         if recorded != actual
     ]
     if there:
-        problems.append(f"The manifest lists {named(there)} as left out, but the checkpoint contains them.")
+        problems.append(f"The record lists {named(there)} as left out, but the checkpoint contains them.")
     return problems
 
 
-def _compare_base(manifest: Manifest | None, base: Base, quiet: bool) -> tuple[list[str], int, list[str]]:
+def _compare_base(record: Record, base: Base, quiet: bool) -> tuple[list[str], int, list[str]]:
     """The problems of a base, how many of its parameters match, and the names of those that cannot be verified."""
-    if manifest is None:
-        return ["The checkpoint has no manifest, so its base cannot be verified."], 0, []
+    if not record.is_trainable_only:
+        return ["The checkpoint has no record of what was left out, so its base cannot be verified."], 0, []
     try:
-        there = match_base(without_quantized(manifest, base), base)
+        there = match_base(without_quantized(record, base), base)
     except CheckpointError as error:
         return [str(error)], 0, []
     fingerprinted = {entry.name for entry in there if entry.fingerprint is not None}
-    unknown = [entry.name for entry in manifest.left_out if entry.name not in fingerprinted]
+    unknown = [entry.name for entry in record.left_out if entry.name not in fingerprinted]
     wrong, right = [], 0
     with Records() as records, progress("base", sum(t.nbytes for t in there.values()), quiet) as progressed:
         for entry, tensor in there.items():
@@ -222,5 +217,5 @@ def _compare_base(manifest: Manifest | None, base: Base, quiet: bool) -> tuple[l
                 right += same and entry.kind == PARAMETER
             progressed(tensor.nbytes)
     if wrong:
-        return [describe_wrong_values(base, wrong, manifest)], right, unknown
+        return [describe_wrong_values(base, wrong, record)], right, unknown
     return [], right, unknown

@@ -254,17 +254,6 @@ def _entries(item: Any) -> Iterator[tuple[Any, Any]]:
     return enumerate(item) if isinstance(item, list | tuple | set | frozenset) else iter(())
 
 
-def expanded_size(value: Any, sizes: dict[int, int] | None = None) -> int:
-    """How many values `json` or `repr` would print, which follow each reference to a container."""
-    sizes = {} if sizes is None else sizes
-    if not isinstance(value, _CONTAINERS):
-        return 1
-    if id(value) not in sizes:
-        sizes[id(value)] = 1  # where it contains itself
-        sizes[id(value)] += sum(expanded_size(item, sizes) for item in children(value))
-    return sizes[id(value)]
-
-
 def children(item: Any) -> Iterator[Any]:
     """The values directly inside a container or stand-in: keys, values, attributes and arguments."""
     if isinstance(item, StandIn):

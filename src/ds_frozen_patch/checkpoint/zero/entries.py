@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...manifest import Manifest
 from ...parameters import plain
+from ...record import Record
 from ..format.stored import StoredTensor
 from ..quantization import Subclass, find_owners, parse_subclass
 from .states import as_names, parameter_groups
@@ -47,12 +47,12 @@ def with_plain_names(model: Mapping[str, Any]) -> dict[str, Any]:
     return {**model, **changed}
 
 
-def read_entries(model: Mapping[str, Any], manifest: Manifest | None) -> ModuleEntries:
+def read_entries(model: Mapping[str, Any], record: Record) -> ModuleEntries:
     """Classify what a file's model states contain.
 
     Args:
         model: as `with_plain_names` returns it.
-        manifest: the checkpoint's.
+        record: the checkpoint's.
     """
     module: dict[str, StoredTensor] = {}
     subclasses = {}
@@ -72,7 +72,7 @@ def read_entries(model: Mapping[str, Any], manifest: Manifest | None) -> ModuleE
     buffers = _find_buffers(model, module)
     names = {name for group in parameter_groups(model) for name in group}
     names |= {*(model.get("frozen_param_shapes") or {})}
-    names |= {name for entry in (manifest.parameters if manifest else ()) for name in entry.names}
+    names |= {name for entry in record.parameters for name in entry.names}
     dtypes = {name: tensor.dtype for name, tensor in module.items() if name not in buffers}
     return ModuleEntries(module, subclasses, {**find_owners(dtypes, names), **inner}, buffers)
 

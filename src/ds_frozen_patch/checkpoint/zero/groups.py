@@ -195,7 +195,7 @@ def _in_stage_0(states: States, with_state: bool) -> Iterator[tuple[Mapping[str,
     saved = model["optimizer"]
     in_masters = masters_key(saved)
     base = saved[BASE_STATE[3]] if in_masters else saved
-    left_out = states.manifest.names if states.manifest is not None else frozenset()
+    left_out = states.record.names
     kept = {index: _unnested(state) for index, state in (base["state"] if with_state else {}).items()}
     weights = {plain(n): item for n, item in {**(model.get("frozen_param_fragments") or {}), **model["module"]}.items()}
     for number, (settings, shapes) in enumerate(zip(base["param_groups"], parameter_groups(model), strict=True)):
@@ -292,7 +292,7 @@ def _masters_of_stage_0(states: States, groups: Sequence[Shapes]) -> dict[str, T
                 masters[name] = TensorSource(tensors[0].dtype, tuple(shape), pieces)
         else:
             return {}
-    left_out = states.manifest.names if states.manifest is not None else ()
+    left_out = states.record.names
     # An optimizer over all parameters has masters of what is left out too.
     return {name: master for name, master in masters.items() if plain(name) not in left_out}
 

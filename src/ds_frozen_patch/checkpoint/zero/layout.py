@@ -23,7 +23,7 @@ from ...common.errors import CheckpointError, named
 from ...publish.in_flight import settle
 from ...publish.journal import finish, is_unfinished, journals, linked, names_now
 from ..format.archive import open_regular
-from ..names import MODEL_FILE, OPTIMIZER_FILE, is_state_file
+from ..names import MODEL_FILE, OPTIMIZER_FILE, RECORD, is_state_file
 
 _UNSUPPORTED = re.compile(r"(?:layer_\d+|expert_\d+|expp_rank_).*_states\.pt")
 _PLAIN_TAG = re.compile(r"[\w.-]{1,100}")
@@ -134,7 +134,8 @@ def check_links_stay_inside(layout: Layout) -> None:
     output. The directory itself may be a link, such as to another disk, because the user has named it. Links that stay
     inside the checkpoint are harmless.
     """
-    root, paths = layout.root, (layout.model[0].parent, *layout.files)
+    root, folder = layout.root, layout.model[0].parent
+    paths: tuple[Path, ...] = (folder, *layout.files, folder / RECORD)
     if paths[0] in _views.values():
         paths = tuple(link.readlink() for link in layout.files)
         root = paths[0].parent.parent

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...record import Record
 from .states import States, check_same_save, read_states
 from .weights import Weights, check_masters_match, locate_weights
 
@@ -25,6 +26,7 @@ def open_checkpoint(
     trainable: Sequence[str] = ("*",),
     trust: bool = False,
     as_base: bool = False,
+    record: Record | None = None,
 ) -> Checkpoint:
     """Read a checkpoint's pickles, and of its tensors at most samples.
 
@@ -35,11 +37,12 @@ def open_checkpoint(
         trust: as for `read_states`.
         as_base: the checkpoint is used as a base: parameters that no optimizer contains count as frozen, and the
             masters, which are not used, are not compared with the model's weights.
+        record: as for `read_states`.
 
     Raises:
         CheckpointError: a file is missing, damaged or unexpected, or the files are not from one save.
     """
-    states = read_states(path, tag, trust)
+    states = read_states(path, tag, trust, record)
     check_same_save(states)
     if as_base:
         trainable = () if states.zero_stage else ("*",)  # stage 0 may not tell what was trained

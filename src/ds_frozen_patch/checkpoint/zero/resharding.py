@@ -9,9 +9,9 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from ... import manifest
 from ...common.errors import CheckpointError
 from ...parameters import plain
+from ...record import Record
 from ..format.stored import Size, StoredTensor, stand_in
 from .groups import (
     BASE_STATE,
@@ -25,10 +25,18 @@ from .groups import (
     read,
     uses_round_robin,
 )
-from .labels import ELASTIC_KEY, LABEL, PLAIN_GROUPS
 from .partitions import SUB_GROUP_SIZE
 from .shards import NewTensors, Target, flat_shapes, part_of, shard
-from .states import GAPS, States, as_integer, check_same_save, masters_key, parameter_groups, zero_config, zero_setting
+from .states import (
+    GAPS,
+    States,
+    as_integer,
+    check_shard_count,
+    masters_key,
+    parameter_groups,
+    zero_config,
+    zero_setting,
+)
 from .weights import check_masters_match, locate_weights
 
 _PRECISIONS = {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16",)}
@@ -76,13 +84,13 @@ class Resharding:
         select: returns the groups of what is trained from now on, given those that were saved.
 
     Raises:
-        CheckpointError: the files are not from one save, or cannot be resharded.
+        CheckpointError: files are missing, or it cannot be resharded.
     """
 
     def __init__(
         self, states: States, target: Target, select: Callable[[list[Group]], list[Group]] | None = None
     ) -> None:
-        check_same_save(states)
+        check_shard_count(states.layout, states.models[0], states.zero_stage)
         self.states, self.target, self.tensors = states, target, NewTensors()
         with self._explaining_errors():
             _check_can_be_resharded(states, target)
@@ -127,9 +135,7 @@ class Resharding:
         rest = states.contents[first].state if states.optimizers else {"ds_version": states.models[0]["ds_version"]}
         with self._explaining_errors():
             state = shard(self.groups, self.target, rank, self.tensors)
-        changed = {**rest, "optimizer_state_dict": state, "ds_config": _config(states.models[0], self.target)}
-        changed.pop(LABEL, None)
-        return changed
+        return {**rest, "optimizer_state_dict": state, "ds_config": _config(states.models[0], self.target)}
 
     def model(self, rank: int) -> dict[str, Any]:
         """The model states in a rank's file."""
@@ -138,28 +144,21 @@ class Resharding:
         model = states.models[min(rank, len(states.models) - 1)]
         with self._explaining_errors():
             shapes = [OrderedDict(flat) for flats in flat_shapes(self.groups, target) for flat in flats]
-            state = {
+            return {
                 **model,
                 **self._parameters(model, rank),
                 "dp_world_size": target.ranks,
-                "param_shapes": shapes if target.stage else None,
+                "param_shapes": shapes,
                 "optimizer": None if target.stage else shard(self.groups, target, rank, self.tensors),
                 "ds_config": _config(model, target),
-                ELASTIC_KEY: {"world_size": states.world_size, **(model.get(ELASTIC_KEY) or {})},
             }
-        for key in (PLAIN_GROUPS, LABEL):
-            state.pop(key, None)
-        if not target.stage:
-            state[PLAIN_GROUPS] = shapes
-        if (now := self.manifest) is not None:
-            state[manifest.KEY] = now.to_reference(model_name(target, 0)) if rank else now.to_state()
-        return state
 
     @property
-    def manifest(self) -> manifest.Manifest | None:
-        """What was left out."""
-        saved = self.states.manifest
-        return saved and replace(saved, world_size=self.target.ranks, zero_stage=self.target.stage)
+    def record(self) -> Record:
+        """The record of the other run's checkpoint, under the id of this one's."""
+        saved = self.states.known
+        trained_by = saved.trained_world_size or saved.world_size
+        return replace(saved, world_size=self.target.ranks, zero_stage=self.target.stage, trained_world_size=trained_by)
 
     @property
     def _crosses(self) -> bool:
@@ -190,7 +189,7 @@ class Resharding:
         stage, before = self.target.stage, self.states.zero_stage
         shared = model.get("shared_params") if before else self.weights.aliases
         is_full = isinstance(self.states.models[0].get("frozen_param_fragments"), dict)
-        is_full = is_full if before >= 2 else self.states.manifest is None
+        is_full = is_full if before >= 2 else not self.states.record.is_trainable_only
         has_fragments = stage >= 2 and (is_full or bool(self._rest))
         rest = {name: self._other(name, item) for name, item in self._rest.items()} if has_fragments else {}
         fragments: dict[str, Any] = OrderedDict()

@@ -12,12 +12,10 @@ from math import prod
 from typing import Any
 
 from ...common.errors import CheckpointError
-from ...manifest import KEY, reference
 from ...parameters import plain, with_adapters
 from ..format.records import Piece
 from ..format.stored import Storage, StoredTensor
 from .groups import Group, Trained, Values
-from .labels import PLAIN_GROUPS
 from .partitions import Shapes
 from .resharding import with_attributes
 from .states import States, as_names
@@ -51,24 +49,18 @@ class Selection:
                 changed = {now(name): value for name, value in changed.items()}
             return with_attributes(values, changed)
 
-        if (manifest := states.manifest) is not None:
-            left_out = [
-                replace(entry, names=tuple(map(now, entry.names)), group=now(entry.group))
-                for entry in manifest.left_out
-            ]
-            manifest = replace(manifest, left_out=tuple(left_out))
+        left_out = tuple(
+            replace(entry, names=tuple(map(now, entry.names)), group=now(entry.group))
+            for entry in states.record.left_out
+        )
         contents = list(states.contents)
         for index, model in enumerate(states.models):
             state = {**model, **{key: renamed(model[key]) for key in _BY_NAME if isinstance(model.get(key), dict)}}
             state["buffer_names"] = sorted(map(now, as_names(model.get("buffer_names"))))
-            for key in ("param_shapes", PLAIN_GROUPS):
-                if isinstance(model.get(key), list):
-                    state[key] = [renamed(group) for group in model[key]]
-            if manifest is not None:
-                referred = reference(model.get(KEY))
-                state[KEY] = manifest.to_state() if referred is None else manifest.to_reference(referred[0])
+            if isinstance(groups := model.get("param_shapes"), list):
+                state["param_shapes"] = [renamed(group) for group in groups]
             contents[index] = replace(contents[index], state=state)
-        return replace(states, contents=tuple(contents))
+        return replace(states, contents=tuple(contents), record=replace(states.record, left_out=left_out))
 
     def select(self, saved: Sequence[Group]) -> list[Group]:
         """The groups of the optimizer from now on, given those of the checkpoint; what is fresh is in no file.

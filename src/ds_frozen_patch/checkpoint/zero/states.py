@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from hashlib import sha256
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...common.errors import CheckpointError, CheckpointMismatchError, named
-from ...core.record import Record
-from ...manifest import KEY, Manifest, digest_of, reference
+from ...common.errors import CheckpointError, named
 from ...parameters import compiled_modules, is_name
+from ...record import Record, carried, read_record
 from ..format.archive import Contents, read_archive
-from ..format.records import Records, from_stored
-from ..format.stored import StandIn, StoredTensor, expanded_size, is_shape, is_size, iter_tensors
+from ..format.stored import StandIn, StoredTensor, is_shape, is_size
 from ..quantization import parse_subclass
-from .labels import PLAIN_GROUPS, get_label
 from .layout import Layout, check_links_stay_inside, find_layout
 from .partitions import Shapes, with_gaps
 
@@ -50,10 +45,11 @@ DEEPSPEEDS_OWN = frozenset(
 
 @dataclass(frozen=True)
 class States:
-    """The states of all files of a checkpoint, in the order of `layout.files`."""
+    """The states of all files of a checkpoint, in the order of `layout.files`, and its record."""
 
     layout: Layout
     contents: tuple[Contents, ...]
+    record: Record
 
     @property
     def models(self) -> list[dict[str, Any]]:
@@ -64,13 +60,6 @@ class States:
     def optimizers(self) -> list[dict[str, Any]]:
         """The state of each rank's DeepSpeed optimizer."""
         return [contents.state["optimizer_state_dict"] for contents in self.contents[len(self.layout.model) :]]
-
-    @property
-    def manifest(self) -> Manifest | None:
-        """The manifest; None if ds_frozen_patch did not make the checkpoint trainable-only."""
-        state = self.models[0]
-        # If files were swapped, the first one may contain only a reference.
-        return None if reference(state.get(KEY)) is not None else Manifest.from_checkpoint(state)
 
     @property
     def world_size(self) -> int:
@@ -97,36 +86,39 @@ class States:
         """Whether DeepSpeed itself left out the frozen parameters; known from ZeRO-2 on."""
         return self.zero_stage >= 2 and self.models[0].get("frozen_param_shapes") is None
 
-    def make_record(self, save: str, manifest: Manifest | None, world_size: int) -> Record:
-        """The record of a checkpoint that is made from this one."""
+    @property
+    def known(self) -> Record:
+        """The record of a checkpoint that is made from this one: what it keeps of this one's."""
         step = as_integer(self.models[0].get("global_steps")) or 0
-        return Record(save, world_size, self.zero_stage, step, self.versions, {}, manifest)
+        saved = replace(self.record, world_size=self.world_size, zero_stage=self.zero_stage, step=step, files={})
+        return replace(saved, versions=self.versions)
 
     @property
     def compiled(self) -> frozenset[str]:
         """The plain names of the modules that `torch.compile` had wrapped."""
         model = self.models[0]
         names = [*model["module"], *(name for group in parameter_groups(model) for name in group)]
-        return compiled_modules(names) | (self.manifest.compiled if self.manifest else frozenset())
+        return compiled_modules(names) | self.record.compiled
 
     @property
     def versions(self) -> dict[str, str]:
         """The releases that saved it, by package."""
-        if self.manifest:
-            return dict(self.manifest.versions)
+        if self.record.versions:
+            return dict(self.record.versions)
         # Both packages of Lightning save their release under this key.
         recorded = {"deepspeed": "ds_version", "lightning": "pytorch-lightning_version"}
         releases = {name: self.models[0].get(key) for name, key in recorded.items()}
         return {name: version for name, version in releases.items() if isinstance(version, str)}
 
 
-def read_states(path: str | Path, tag: str | None, trust: bool) -> States:
+def read_states(path: str | Path, tag: str | None, trust: bool, record: Record | None = None) -> States:
     """Read the states of all files of a checkpoint, but no tensors.
 
     Args:
         path: the directory.
         tag: the subdirectory to read; by default the one named in `latest`.
         trust: read files that are links out of the checkpoint.
+        record: of the checkpoint; by default the one beside its files, or in the first one.
 
     Raises:
         CheckpointError: there is no checkpoint, or a file of it is missing, truncated, damaged or unexpected.
@@ -139,7 +131,8 @@ def read_states(path: str | Path, tag: str | None, trust: bool) -> States:
         check_file_kind(file, content)
         if "module" in content.state:
             _check_value_types(file, content.state)
-    return States(layout, contents)
+    record = record or read_record(layout.model[0].parent)
+    return States(layout, contents, record or carried(contents[0].state, layout.files[0]))
 
 
 def check_file_kind(file: Path, contents: Contents) -> None:
@@ -155,11 +148,10 @@ def _check_value_types(file: Path, state: Mapping[str, Any]) -> None:
     def are_shapes(value: Any) -> bool:
         return _is_mapping(value, lambda shape: is_shape(tuple(shape) if isinstance(shape, list) else shape))
 
-    groups, plain = state.get("param_shapes"), state.get(PLAIN_GROUPS)
+    groups = state.get("param_shapes")
     sound = {
         "module": _is_mapping(state["module"]),
         "param_shapes": not isinstance(groups, list) or all(are_shapes(group) for group in groups),
-        PLAIN_GROUPS: not isinstance(plain, list) or all(are_shapes(group) for group in plain),
         "shared_params": _is_mapping(state.get("shared_params"), is_name),
         "frozen_param_shapes": are_shapes(state.get("frozen_param_shapes")),
         "frozen_param_fragments": _is_mapping(
@@ -181,30 +173,10 @@ def _is_mapping(value: Any, holds: Callable[[Any], object] = lambda _: True) -> 
 def check_same_save(states: States) -> None:
     """Raise CheckpointError if files are missing or are not from the same save."""
     check_shard_count(states.layout, states.models[0], states.zero_stage)
-    _check_manifest_references(states)
-    check_digests_agree(
-        [digest_file(file, contents) for file, contents in zip(states.layout.files, states.contents, strict=True)]
-    )
-
-
-def _check_manifest_references(states: States) -> None:
-    """Raise CheckpointError if a file refers to another one for the manifest, and that has none."""
-    have, named_by = set(), {}
-    for file, state in zip(states.layout.model, states.models, strict=True):
-        try:
-            referred = reference(state.get(KEY))
-            manifest = Manifest.from_checkpoint(state) if referred is None else None
-        except CheckpointMismatchError as error:
-            raise CheckpointError(f"{file}: {error}") from None
-        if referred is not None:
-            named_by[referred[0]] = file
-        elif manifest is not None:
-            have.add(file.name)
-    for name, file in named_by.items():
-        if name not in have:
-            raise CheckpointError(
-                f"{file} refers to {name!r} for the manifest, which has none. Get a complete copy of the checkpoint."
-            )
+    record = states.record
+    record.check_names(states.layout.model[0].parent, {file.name for file in states.layout.files})
+    for file, contents in zip(states.layout.files, states.contents, strict=True):
+        record.check_file(file, contents.state)
 
 
 def check_shard_count(layout: Layout, model: Mapping[str, Any], stage: int) -> None:
@@ -216,92 +188,6 @@ def check_shard_count(layout: Layout, model: Mapping[str, Any], stage: int) -> N
             f"{layout.root} was saved by {ranks} ranks and has the optimizer states of {count}."
             " Get a complete copy of it, without files of another save."
         )
-
-
-@dataclass(frozen=True)
-class FileDigests:
-    """Digests of the fields that must match across all files of one kind in a save, and the file's label."""
-
-    file: Path
-    kind: str
-    alike: dict[str, str]
-    save: str | None
-    name: str | None
-    has_record: bool = False
-
-
-def digest_file(file: Path, contents: Contents) -> FileDigests:
-    """Compute the digests of a file."""
-    is_model = "module" in contents.state
-    alike = _model_fields(contents.state) if is_model else _optimizer_fields(contents)
-    digests = {key: sha256(value.encode()).hexdigest() for key, value in alike.items()}
-    label = get_label(contents.state)
-    return FileDigests(file, "model" if is_model else "optimizer", digests, label.get("save"), label.get("file"))
-
-
-def check_digests_agree(digests: Sequence[FileDigests]) -> None:
-    """Raise CheckpointError if a file is from another save than the others, or has another file's name."""
-    first: dict[str, FileDigests] = {}
-    for entry in digests:
-        if entry.name not in (None, entry.file.name):
-            raise CheckpointError(
-                f"{entry.file} was saved as {entry.name}: files of the checkpoint were swapped or renamed. Give each"
-                " the name that it was saved under, or get a complete copy."
-            )
-        if entry.save != digests[0].save:
-            raise CheckpointError(
-                f"{entry.file} is of another save than {digests[0].file.name}, or is being replaced. Take all"
-                " files from one checkpoint."
-            )
-        other = first.setdefault(entry.kind, entry)
-        if differ := [key for key in entry.alike if entry.alike[key] != other.alike[key]]:
-            raise CheckpointError(
-                f"{entry.file} is of another save than {other.file.name}: they differ in {differ[0]}. Take all"
-                f" {entry.kind} states from one checkpoint."
-            )
-
-
-def _model_fields(state: Mapping[str, Any]) -> dict[str, str]:
-    keys = ("global_steps", "global_step", "epoch", "ds_version", "dp_world_size", "ds_config", "param_shapes")
-    fields = {key: _to_comparable_text(state.get(key)) for key in keys}
-    return {**fields, "the manifest": _to_comparable_text(digest_of(state.get(KEY)))}
-
-
-def _optimizer_fields(contents: Contents) -> dict[str, str]:
-    """What is the same in all ranks' optimizers: the settings, and the number of steps."""
-    optimizer = contents.state["optimizer_state_dict"]
-    inner = optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict"))
-    groups = inner.get("param_groups") if isinstance(inner, dict) else None
-    with Records() as records:
-        steps = [
-            bytes(records.read(from_stored(tensor))).hex()
-            for path, tensor in iter_tensors(optimizer)
-            if path[-1:] == ("step",) and tensor.numel == 1
-        ]
-    return {
-        "ds_version": _to_comparable_text(contents.state.get("ds_version")),
-        "ds_config": _to_comparable_text(contents.state.get("ds_config")),
-        "partition_count": _to_comparable_text(optimizer.get("partition_count")),
-        "the optimizer's settings": _to_comparable_text(groups),
-        "the number of steps": _to_comparable_text(sorted(steps)),
-    }
-
-
-_MOST_VALUES = 10_000_000
-
-
-def _to_comparable_text(value: Any) -> str:
-    def to_text(item: Any) -> str:
-        return "tensor" if isinstance(item, StoredTensor) else repr(item)
-
-    try:
-        if expanded_size(value) > _MOST_VALUES:
-            raise ValueError("its values are too many")
-        return json.dumps(value, default=to_text, skipkeys=True)
-    except (ValueError, RecursionError) as error:  # a cycle, or a number that is too large
-        raise CheckpointError(
-            f"A file of the checkpoint is damaged: it contains a value that cannot be compared ({error})."
-        ) from None
 
 
 def configured_stage(model: Mapping[str, Any]) -> int:
@@ -327,7 +213,7 @@ def parameter_groups(model: Mapping[str, Any]) -> list[dict[str, tuple[int, ...]
 
     DeepSpeed does not save them in stage 0; we do.
     """
-    groups = model.get("param_shapes") or model.get(PLAIN_GROUPS)
+    groups = model.get("param_shapes")
     return [dict(group) for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
 
 

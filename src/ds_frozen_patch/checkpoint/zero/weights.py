@@ -91,9 +91,9 @@ def locate_weights(states: States, trainable: Sequence[str] = ()) -> Weights:
     models = [with_plain_names(model) for model in states.models]
     model = models[0]
     # In stage 0, an optimizer made of all parameters of a module lists those that are frozen, too.
-    left_out = states.manifest.names if states.manifest is not None else frozenset()
+    left_out = states.record.names
     listed = [name for group in parameter_groups(model) for name in group if name not in left_out]
-    entries = read_entries(model, states.manifest)
+    entries = read_entries(model, states.record)
     module, parts, buffers = entries.tensors, entries.owners, entries.buffers
     first = _first_names(module, model, states.zero_stage)
     packed = base_buffers(buffers, parts)
@@ -111,7 +111,7 @@ def locate_weights(states: States, trainable: Sequence[str] = ()) -> Weights:
         for name in module
         if name == first[name] and name not in buffers and name not in parts and not name.endswith("_extra_state")
     ]
-    if not trained and not states.manifest and not lists_frozen:
+    if not trained and not states.record.is_trainable_only and not lists_frozen:
         trained = {name: from_stored(module[name]) for name in _infer_trained(candidates, module, model, trainable)}
     trained, unclear = dict(trained), set(() if masters else trained)
     for name in candidates:
@@ -119,9 +119,9 @@ def locate_weights(states: States, trainable: Sequence[str] = ()) -> Weights:
             frozen.pop(name, None)
         elif name not in frozen and (module[name].numel or states.zero_stage < 3):
             # Neither trained nor known to be frozen: a parameter that no optimizer contains.
-            kept = states.manifest or lists_frozen or _matches(name, trainable)
+            kept = states.record.is_trainable_only or lists_frozen or _matches(name, trainable)
             (trained if kept else frozen)[name] = from_stored(module[name])
-            unclear |= set() if states.manifest or lists_frozen else {name}
+            unclear |= set() if states.record.is_trainable_only or lists_frozen else {name}
     asked = [name for name in module if first[name] in unclear]
     if idle := [p for p in trainable if p != "*" and not any(_matches(name, [p]) for name in asked)]:
         raise CheckpointError(

@@ -16,7 +16,6 @@ from functools import partial
 from math import ceil
 from typing import Any
 
-from ...checkpoint.zero.labels import ELASTIC_KEY
 from ...common.errors import CheckpointMismatchError
 from ...engine.batch import own_batch, saved_batch, scale_loss, warn_of_another_batch
 from ...engine.owner import Owner, warn
@@ -88,13 +87,13 @@ def resume(owner: Owner, engine: Any, state: Mapping[str, Any], client_state: di
     Raises:
         CheckpointMismatchError: the checkpoint was saved within an epoch, and its position in the data cannot be found.
     """
-    record = state[ELASTIC_KEY] or {}
+    saved_factor = state["record"].loss_factor
     before, now = saved_batch(state), own_batch(engine)
     if not before.size:
         before = replace(now, ranks=before.ranks)
-    if before == now and "loss_factor" not in record:
+    if before == now and saved_factor == 1:
         return
-    factor = record.get("loss_factor", 1.0) * now.accumulated / before.accumulated
+    factor = saved_factor * now.accumulated / before.accumulated
     if (served := attach(engine, owner)) is not None:
         scale_loss(served, engine, factor)
     _rescale_batch_count(client_state, Fraction(before.ranks * before.size, now.ranks * now.size))

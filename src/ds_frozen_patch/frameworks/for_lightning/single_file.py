@@ -20,11 +20,11 @@ from ...load.base_check import check_base
 from ...load.quantized import check_parts, is_part, without_own_values
 from ...load.running import Load
 from ...load.trust import refuse_unsafe
-from ...manifest import KEY, Manifest
 from ...parameters import Contents, plain
 from ...publish.durable import sync_folder
 from ...publish.journal import remove_states
 from ...publish.notes import OURS
+from ...record import KEY, Record, carried
 from ...save.agreement import explaining_errors
 from ...save.leaving_out import describe
 from ...save.publishing import publish
@@ -92,7 +92,7 @@ class SingleFile:
 
     save: Save
     module: Any
-    _manifest: Manifest | None = None
+    _record: Record | None = None
     _dumped: dict[int, tuple[str, Any]] = field(default_factory=dict)  # by identity: the name and the tensor itself
 
     @property
@@ -102,7 +102,7 @@ class SingleFile:
 
     @property
     def _left_out(self) -> frozenset[str]:
-        return self._manifest.names if self._manifest is not None else frozenset()
+        return self._record.names if self._record is not None else frozenset()
 
     def state(self, dump: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The state dict that hooks get, with whole values where they are written; every rank must call it.
@@ -111,7 +111,7 @@ class SingleFile:
         """
         with explaining_errors(self.save.place.shown) as saves:
             saves.append(self.save)
-            self._manifest = describe(self.save, self.save.base) if self.save.base else None
+            self._record = describe(self.save) if self.save.base is not None else None
             state = dict(dump())
             if self.save.engine.zero_optimization_partition_weights():
                 self._gather_into(state, dump)
@@ -142,7 +142,7 @@ class SingleFile:
             saves.append(self.save)
             if self._writes:
                 with self.save.failures.deferred(place.target):
-                    ours = {KEY: self._manifest.to_state()} if self._manifest else {}
+                    ours = {KEY: self._record.to_json()} if self._record else {}
                     state = {"state_dict": self._kept(checkpoint["state_dict"])} if "state_dict" in checkpoint else {}
                     content = {**checkpoint, **state, **ours}
                     file = place.path(place.target.name)
@@ -219,11 +219,11 @@ def load(load: Load, strategy: Any, file: Path, checkpoint: dict[str, Any]) -> d
     """
     module, engine = strategy.lightning_module, strategy.model
     weights = {plain(name): value for name, value in checkpoint.pop("state_dict").items()}
-    manifest, contents = Manifest.from_checkpoint(checkpoint), Contents(module)
-    _check(load, contents, weights, manifest, file)
+    record, contents = carried(checkpoint, file), Contents(module)
+    _check(load, contents, weights, record, file)
     checkpoint.pop(KEY, None)
     with replacing(engine):
-        put(module, without_own_values(weights, contents.by_name, manifest, load))
+        put(module, without_own_values(weights, contents.by_name, record, load))
     forget_second_copies(engine)
     if module.trainer.state.fn != "fit":
         return checkpoint
@@ -239,12 +239,12 @@ def load(load: Load, strategy: Any, file: Path, checkpoint: dict[str, Any]) -> d
     return {**checkpoint, "lr_schedulers": [item.scheduler.state_dict() for item in strategy.lr_scheduler_configs]}
 
 
-def _check(load: Load, contents: Contents, weights: Mapping[str, Any], manifest: Manifest | None, file: Path) -> None:
+def _check(load: Load, contents: Contents, weights: Mapping[str, Any], record: Record, file: Path) -> None:
     module, by_name = contents.module, contents.by_name
     strict = getattr(module, "strict_loading", True)  # Lightning 2.0 and 2.1 are always strict
-    unverifiable = f"{file} has no frozen parameters and no manifest: its base cannot be verified."
+    unverifiable = f"{file} has no frozen parameters and no record of them: its base cannot be verified."
     may_be_missing = check_base(
-        {"module": weights}, manifest, module, by_name, load, strict=strict, unverifiable=unverifiable
+        {"module": weights}, record, module, by_name, load, strict=strict, unverifiable=unverifiable
     )
     check_parts({name: value for name, value in weights.items() if is_part(by_name.get(name))}, by_name, load)
     now = contents.state.keys()
