@@ -38,7 +38,8 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from .common.collectives import add_up, rank, world_size
-from .parameters import inner_tensors, numel_of, shape_of
+from .internals import is_in_memory, numel_of, partition_of, range_of_partition, shape_of
+from .parameters import inner_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -136,12 +137,9 @@ def _some_values(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def layout_of(tensor: Any, shard: Shard | None = None) -> tuple[Any, Any, int, int]:
     """The dtype and shape of a tensor, and the range of elements that this rank reads, counted in all of its shards."""
-    shape, begin, end = shape_of(tensor), 0, 0
-    if hasattr(tensor, "ds_tensor"):
-        part, holds_first_copy = _partition(tensor)
-        if holds_first_copy:
-            begin = min(part * tensor.ds_tensor.ds_numel, numel_of(tensor))  # what is beyond is padding
-            end = min(begin + tensor.ds_tensor.ds_numel, numel_of(tensor))
+    shape = shape_of(tensor)
+    if partition_of(tensor) is not tensor:
+        begin, end = range_of_partition(tensor)
     else:
         # Consecutive blocks for each rank, and another first rank for each shape, to distribute small ones too.
         per_block = BLOCK_BYTES // tensor.element_size()
@@ -340,11 +338,11 @@ def _sums_of_rows(
     first = begin * tensor.element_size() // ROW_BYTES
     count = -(-end * tensor.element_size() // ROW_BYTES) - first if begin < end else 0
     turn = None if place is None else (first + place) % SHARES
-    if hasattr(tensor, "ds_tensor"):
-        pieces: Iterable[tuple[torch.Tensor, int]] = [(tensor.ds_tensor.detach().view(-1), begin)]
+    if (partition := partition_of(tensor)) is not tensor:
+        pieces: Iterable[tuple[torch.Tensor, int]] = [(partition.detach().view(-1), begin)]
     else:
         pieces = _pieces(tensor.detach(), 0 if shard is None else shard.index * tensor.numel())
-    sums = torch.zeros(count, dtype=torch.int64, device=_content(tensor).device)
+    sums = torch.zeros(count, dtype=torch.int64, device=partition_of(tensor).device)
     for piece, offset in pieces:
         from_, to = max(begin - offset, 0), min(end - offset, piece.numel())
         if from_ < to:
@@ -369,34 +367,20 @@ def _pieces(values: torch.Tensor, offset: int) -> Iterator[tuple[torch.Tensor, i
         offset += part.numel()
 
 
-def _partition(parameter: Any) -> tuple[int, bool]:
-    """This rank's index among ZeRO-3's partitions, and whether they are the first of several copies (MiCS)."""
-    import torch.distributed as dist
-
-    mics = getattr(parameter, "comm", None)
-    group = mics.param_shard_group if mics is not None else parameter.ds_process_group
-    return dist.get_rank(group), 0 in dist.get_process_group_ranks(group)
-
-
-def _content(tensor: Any) -> Any:
-    """The part of a tensor that this process has."""
-    return getattr(tensor, "ds_tensor", tensor)
-
-
 def is_readable(tensor: Any) -> bool:
     """Whether the values can be read; partitions on NVMe may not be in memory."""
     import torch
 
-    content = _content(tensor)
+    content = partition_of(tensor)
     if inner_tensors(tensor) or content.layout != torch.strided or content.is_quantized or content.is_meta:
         return False
-    is_here = content is tensor or (content.status.name == "AVAILABLE" and not hasattr(content, "ds_quant_scale"))
+    is_here = content is tensor or is_in_memory(content)
     return is_here and (content.element_size() in _INTEGERS or content.element_size() == 16)
 
 
 def own_values(tensor: Any) -> torch.Tensor:
     """The values that this process has of a readable tensor, flattened; only some if it is not contiguous."""
-    values: torch.Tensor = _content(tensor).detach()
+    values: torch.Tensor = partition_of(tensor).detach()
     while not values.is_contiguous() and values.dim() > 1:
         values = values[0]
     return values.contiguous().view(-1)

@@ -14,6 +14,8 @@ from enum import Enum
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
+from .internals import numel_of, shape_of
+
 if TYPE_CHECKING:
     import torch
 
@@ -139,16 +141,6 @@ def is_name(value: Any) -> bool:
 def prefix_of(names: Iterable[str]) -> str:
     """`PREFIX` if the names of a module have it (all or none do), else an empty string."""
     return PREFIX if next(iter(names), "").startswith(PREFIX) else ""
-
-
-def shape_of(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The shape of the whole parameter, even if ZeRO-3 has partitioned it."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def numel_of(parameter: torch.Tensor) -> int:
-    """The number of elements of the whole parameter, even if ZeRO-3 has partitioned it."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def dtype_of(parameter: torch.Tensor) -> str:

@@ -18,7 +18,7 @@ from memory import memory, reset_peak_memory
 from safetensors.torch import load_file
 
 import ds_frozen_patch
-from ds_frozen_patch.parameters import numel_of
+from ds_frozen_patch.internals import numel_of
 from ds_frozen_patch.tools.consolidate import OutputReader
 
 pytestmark = pytest.mark.promise(8)

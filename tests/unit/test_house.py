@@ -24,6 +24,7 @@ ROOT = Path(ds_frozen_patch.__file__).parent
 ROOMS = (
     ("common", "checkpoint.names"),
     ("publish", "settings", "testing"),
+    ("internals",),
     ("parameters",),
     ("fingerprint",),
     ("workarounds",),

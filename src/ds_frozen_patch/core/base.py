@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..common.collectives import on_any_rank
@@ -10,9 +10,9 @@ from ..engine.origins import Origin, origins
 from ..engine.owner import Owner, warn
 from ..engine.topology import is_divided
 from ..engine.tuners import built_once, rewritten
+from ..internals import optimized
 from ..parameters import BUFFER, PARAMETER, PART, Contents, ModuleTensor
 from ..settings import current as settings
-from ..workarounds.for_deepspeed import has_plain_optimizer
 
 if TYPE_CHECKING:
     import torch
@@ -22,19 +22,6 @@ def frozen(contents: Contents) -> list[ModuleTensor]:
     """What of a module may be its base."""
     entries, leaves_out = contents.tensors, settings().leaves_out
     return [entry for entry in entries if entry.is_frozen or (entry.kind == BUFFER and leaves_out(entry.names))]
-
-
-def optimized(engine: Any) -> set[torch.nn.Parameter]:
-    """The parameters that the engine's optimizer has."""
-    names = ("bit16_groups", "fp16_groups", "bf16_groups")
-    zero_groups = next((getattr(engine.optimizer, name) for name in names if hasattr(engine.optimizer, name)), None)
-    groups = zero_groups or [group["params"] for group in getattr(engine.optimizer, "param_groups", [])]
-    return {parameter for group in groups for parameter in group}
-
-
-def in_partitions(engine: Any) -> set[torch.nn.Parameter]:
-    """The parameters whose values are in the files of ZeRO's optimizer."""
-    return set() if has_plain_optimizer(engine) else optimized(engine)
 
 
 def mark_trained(engine: Any) -> None:
@@ -86,7 +73,7 @@ def _not_comparable(engine: Any, parameters: Mapping[str, Any], candidates: Iter
     return {entry.group for entry in others if is_divided(engine, parameters.get(entry.group, entry.tensor))}
 
 
-def _is_kept(entry: ModuleTensor, origin: Origin | None, in_optimizer: set[torch.nn.Parameter]) -> bool:
+def _is_kept(entry: ModuleTensor, origin: Origin | None, in_optimizer: Container[torch.nn.Parameter]) -> bool:
     if origin is None or (origin.is_trained and entry.tensor in in_optimizer):
         return origin is not None
     return (origin.is_trained or origin.is_changed or origin.is_built_once) and not settings().leaves_out(entry.names)

@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from .. import manifest
-from ..common.overrides import overridden, set_to
+from ..common.overrides import set_to
 from ..engine.origins import origins, since_start
 from ..engine.owner import is_first
 from ..engine.served import ServedEngine, attached_at_save
+from ..internals import writes_before_it_returns
 from ..parameters import plain
 from ..publish import in_flight
 from ..publish.publication import is_local
 from ..save import agreement, background, client_state, export_trained, leaving_out
-from ..save.copies import warn_of_copies
 from ..save.publishing import publish
 from ..save.running import Save, current, place_of
-from ..save.writing import warn_of_late_writes, writes_before_it_returns, writing
+from ..save.writing import warn_of_late_writes, writing
 from ..settings import FLAG
 from ..settings import current as settings
 from ..workarounds import for_deepspeed as cures
@@ -44,8 +44,7 @@ def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
     served = attached_at_save(engine, kwargs)
     if served is None:
         return wrapped(*args, **kwargs)
-    cures.check_nvme(engine)
-    cures.check_step_counts(engine)
+    cures.check_optimizer(engine)
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     tag = call.arguments.get("tag")
     call.arguments["tag"] = f"global_step{engine.global_steps}" if tag is None else str(tag)  # as DeepSpeed does
@@ -54,11 +53,11 @@ def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
         left_out = leaving_out.describe(save) if exclude else None
         program_state = call.arguments.get("client_state") or {}
         if left_out is not None:
-            warn_of_copies(save, program_state)
+            leaving_out.warn_of_copies(save, program_state)
             save.names_left_out = left_out.names
         call.arguments["client_state"] = client_state.extended(program_state, save, left_out)
         save.export = settings().export
-        with cures.explaining_nvme_errors(), overridden(cures.config_by_content(engine)):
+        with cures.saving(engine):
             saved = _write(wrapped, call, save, left_out)
         if left_out is not None:
             leaving_out.log_once(save, left_out)

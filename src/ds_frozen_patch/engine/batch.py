@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoint.zero.labels import ELASTIC_KEY
+from ..internals import optimizer_ranks
 from .owner import Owner, warn
-from .topology import ranks_of
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def saved_batch(state: Mapping[str, Any]) -> Batch:
 
 def own_batch(engine: Any) -> Batch:
     """The batch of a running engine."""
-    ranks, size = ranks_of(engine), int(engine.train_micro_batch_size_per_gpu())
+    ranks, size = optimizer_ranks(engine), int(engine.train_micro_batch_size_per_gpu())
     return Batch(ranks, size, int(engine.gradient_accumulation_steps()))
 
 

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 from ..common.collectives import digest, world_size
 from ..fingerprint import Content, Shard, is_readable, layout_of, own_values, read, row_sums
+from ..internals import partition_of
 from ..parameters import PARAMETER, PART, Contents, ModuleTensor, part_suffix, plain
 from ..settings import current as settings
 from .served import ServedEngine, attached
@@ -154,7 +155,13 @@ def _note_heads(module: torch.nn.Module, origin_of: Mapping[str, Origin]) -> Non
     """Note what each rank has built, to find at the first save what they have drawn at random without a common seed."""
     for name, parameter in Contents(module).parameters.items() if world_size() > 1 else ():
         origin = origin_of.get(name)
-        if origin is None or parameter.requires_grad or origin.built or origin.head or hasattr(parameter, "ds_tensor"):
+        if (
+            origin is None
+            or parameter.requires_grad
+            or origin.built
+            or origin.head
+            or partition_of(parameter) is not parameter
+        ):
             continue
         values = sketch(parameter)
         origin.head = digest(values) & 0xFFFFFF if values is not None else 0

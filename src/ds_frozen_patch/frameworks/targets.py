@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..engine.target import BESIDE as BESIDE_ENGINE
+from ..internals import BESIDE as BESIDE_ENGINE
 from . import for_accelerate as accelerate
 from . import for_transformers as transformers
 from .for_lightning.targets import BESIDE as BESIDE_LIGHTNING

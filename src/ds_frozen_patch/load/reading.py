@@ -17,6 +17,7 @@ from ..common.collectives import digest, gather, gather_numbers
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..common.overrides import Attributes
 from ..engine.owner import warn
+from ..internals import checkpoint_engine, states_file
 from ..manifest import KEY, Manifest, digest_of
 from .agreement import raise_on_all_ranks
 from .files import check_save
@@ -28,7 +29,7 @@ _KINDS = {"model": "module", "optimizer": "optimizer_state_dict"}
 
 def sharing_reads(load: Load) -> Attributes:
     """Lets the engine's reader raise on all ranks what one of them cannot read, or has read of another save."""
-    reader = load.engine.checkpoint_engine
+    reader = checkpoint_engine(load.engine)
     if reader is None:  # an engine for inference: `check_model` checks what it has read
         return []
     read = reader.load
@@ -58,7 +59,7 @@ def check_model(load: Load, state: Mapping[str, Any]) -> None:
     if not load.read:
         problem = None
         try:
-            _note(load, Path(load.engine._get_ckpt_name(load.source, load.tag or latest_tag(Path(load.source)))), state)
+            _note(load, states_file(load.engine, load.source, load.tag or latest_tag(Path(load.source))), state)
         except CheckpointError as error:
             problem = error
         _agree(load, problem)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from ..common.errors import PatchError
 from ..common.probing import Finding, Target, probe
-from ..engine.target import ENGINE
 from ..frameworks.targets import BESIDE, OWNERS, may_be_left_alone
+from ..internals import ENGINE
 from ..settings import FLAG
 from .tested import newer_than_tested
 

@@ -22,9 +22,9 @@ from .. import settings as _settings
 from ..common.errors import PatchError
 from ..common.probing import Finding, Target, imported_class, probe
 from ..engine.served import release_all
-from ..engine.target import ENGINE
 from ..frameworks.serving import has_both_kinds, notes
 from ..frameworks.targets import BESIDE, OWNERS, may_be_left_alone
+from ..internals import ENGINE
 from ..publish import in_flight
 from .findings import check, note_on_refused, notes_on, probe_all, refusal, to_be_served
 from .status import Status, TargetStatus

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ..checkpoint.zero.labels import ELASTIC_KEY, PLAIN_GROUPS, UNIVERSAL_INFO
 from ..common.errors import named
-from ..core.base import in_partitions
-from ..engine.groups import plain_groups
-from ..engine.topology import is_expert
+from ..internals import fragments_of, has_plain_optimizer, is_expert, optimized, states_file, trained_groups
 from ..manifest import KEY, Manifest
 from ..parameters import plain
 from ..workarounds import for_deepspeed as cures
@@ -32,7 +29,7 @@ def extended(client_state: Mapping[str, Any], save: Save, left_out: Manifest | N
         state["optimizer"] = save.engine.optimizer.state_dict()
     if left_out is not None:
         state |= {KEY: _manifest_or_reference(save, left_out), **_kept_fragments(save)}
-    if topology.stage == 0 and (groups := plain_groups(save.engine)):
+    if topology.stage == 0 and has_plain_optimizer(save.engine) and (groups := trained_groups(save.engine)):
         state[PLAIN_GROUPS] = groups
     if save.served.loss_factor != 1:
         state[ELASTIC_KEY] = {"loss_factor": save.served.loss_factor}
@@ -43,7 +40,7 @@ def _manifest_or_reference(save: Save, left_out: Manifest) -> dict[str, Any]:
     """The manifest, or in ZeRO-3 a reference to the file of the rank that writes it on this disk."""
     rank, engine = save.owner.rank, save.engine
     publisher = rank - save.owner.local_rank if save.place.is_on_own_disks else 0
-    file = Path(engine._get_ckpt_name("", "")).name
+    file = states_file(engine, "", "").name
     part = f"zero_pp_rank_{rank}_"
     if publisher != rank and engine.zero_optimization_partition_weights() and part in file:
         return left_out.to_reference(file.replace(part, f"zero_pp_rank_{publisher}_"))
@@ -56,7 +53,8 @@ def _kept_fragments(save: Save) -> dict[str, Any]:
     It has one from stage 2 on, for all of them or, with its flag, for none. What no optimizer has is nowhere else in
     ZeRO-3; below that, what the module's own `state_dict` leaves out.
     """
-    engine, partitioned = save.engine, in_partitions(save.engine)
+    engine = save.engine
+    partitioned = {} if has_plain_optimizer(engine) else optimized(engine)  # is in the files of ZeRO's optimizer
     left_out = {tensor.name for tensor in save.left_out or ()}
     in_state = set(save.contents.names_in_state)
     saved = {p: names[0] for p, names in save.contents.names.items() if names[0] not in left_out}
@@ -78,8 +76,5 @@ def _kept_fragments(save: Save) -> dict[str, Any]:
     if not kept:
         return {}
     actual = {plain(name): name for name in save.contents.raw_names}
-    shape, fragment = engine._get_param_shape_func, engine._get_param_fragment_func
-    return {
-        "frozen_param_shapes": {actual[name]: shape(parameter) for name, parameter in kept.items()},
-        "frozen_param_fragments": {actual[name]: fragment(parameter) for name, parameter in kept.items()},
-    }
+    shapes, fragments = fragments_of(engine, {actual[name]: parameter for name, parameter in kept.items()})
+    return {"frozen_param_shapes": shapes, "frozen_param_fragments": fragments}

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from .. import manifest
 from ..common.collectives import add_up, world_size
 from ..common.errors import named
 from ..common.text import human_bytes
-from ..core.base import optimized
-from ..engine.origins import origins
+from ..engine.origins import origins, sketch
 from ..engine.owner import is_first, warn
 from ..engine.topology import shard_of
 from ..engine.tuners import unmerged
 from ..fingerprint import fingerprints
+from ..internals import copies_to_masters, optimized
 from ..parameters import PARAMETER
 from ..settings import current as settings
 from .running import Save
@@ -111,7 +113,7 @@ def _keep(save: Save, groups: set[str], message: str) -> None:
 
 def _warn_of_masters(save: Save) -> None:
     """In stage 0 in 16 bits, the optimizer has a copy in fp32 of each of its parameters, frozen or not."""
-    if not hasattr(save.engine.optimizer, "fp16_groups"):
+    if not copies_to_masters(save.engine):
         return
     copied = [parameter.numel() for parameter in optimized(save.engine) if not parameter.requires_grad]
     if copied:
@@ -147,3 +149,38 @@ def log_once(save: Save, left_out: manifest.Manifest) -> None:
         ", ".join(parameter.name for parameter in left_out.parameters[:2]),
         ", ..." if count > 2 else "",
     )
+
+
+_DEPTH = 10
+"""So deep, copies of the base are searched for in what a program adds to a checkpoint."""
+
+
+def warn_of_copies(save: Save, client_state: Mapping[str, Any]) -> None:
+    """Log, at the first save, which keys of the client state contain values that the save leaves out."""
+    if not is_first(save.owner) or not save.served.is_first_time("copies of the base"):
+        return
+    tensors = list(_tensors(client_state, ()))
+    if not tensors:
+        return
+    base = {sketch(entry.tensor) for entry in save.left_out or ()} - {None}
+    sizes: dict[str, int] = {}
+    for path, tensor in tensors:
+        if sketch(tensor) in base:
+            key = "".join(f"[{name!r}]" for name in path[:-1][:2])
+            sizes[key] = sizes.get(key, 0) + tensor.numel() * tensor.element_size()
+    for key, size in sizes.items():
+        warn(
+            save.owner,
+            f"Each checkpoint contains {human_bytes(size)} of what it leaves out all the same: the program saves copies"
+            f" of frozen weights as client_state{key}. Save only what is trained there.",
+        )
+
+
+def _tensors(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping | list | tuple) and len(path) < _DEPTH:
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _tensors(item, (*path, key))
