@@ -25,6 +25,7 @@ from .engine.owner import warn
 from .engine.served import ServedEngine, attached
 from .engine.topology import is_divided, shard_of
 from .fingerprint import Content, Shard, fingerprints, layout_of, read, sketch, unread
+from .internals import optimized, partition_of
 from .parameters import BUFFER, PARAMETER, PART, Contents, ModuleTensor, plain
 from .ranks import add_up, world_size
 from .settings import current as settings
@@ -256,7 +257,7 @@ def notice_earlier_training(module: torch.nn.Module) -> None:
     origin_of, contents = origins(module), Contents(module)
     for name, parameter in contents.parameters.items() if world_size() > 1 else ():
         origin = origin_of[name]
-        if not (parameter.requires_grad or origin.built or origin.head or hasattr(parameter, "ds_tensor")):
+        if not (parameter.requires_grad or origin.built or origin.head or partition_of(parameter) is not parameter):
             origin.head = sketch(parameter) & 0xFFFFFF
     if not trained and not any(origin.built for origin in origin_of.values()):
         return
@@ -329,11 +330,3 @@ def replacing(engine: Any, left_out: frozenset[str] | None = None) -> Iterator[N
         replaced += base.differing(entry for entry in base.contents.tensors if entry.is_frozen)
     for entry in replaced:
         base.origin_of[entry.group].is_changed = True
-
-
-def optimized(engine: Any) -> set[torch.nn.Parameter]:
-    """The parameters that the engine's optimizer has."""
-    names = ("bit16_groups", "fp16_groups", "bf16_groups")
-    zero_groups = next((getattr(engine.optimizer, name) for name in names if hasattr(engine.optimizer, name)), None)
-    groups = zero_groups or [group["params"] for group in getattr(engine.optimizer, "param_groups", [])]
-    return {parameter for group in groups for parameter in group}

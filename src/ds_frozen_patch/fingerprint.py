@@ -38,7 +38,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-from .parameters import inner_tensors, shape_of
+from .internals import is_in_memory, partition_of, range_of_partition, shape_of
+from .parameters import inner_tensors
 from .ranks import add_up, digest, rank, world_size
 
 if TYPE_CHECKING:
@@ -211,23 +212,18 @@ def layout_of(tensor: Any, shard: Shard | None = None) -> tuple[Any, ...] | None
     subclass (see `parameters.Contents`), sparse, quantized by torch itself, or on the device "meta".
     """
     import torch
-    import torch.distributed as dist
 
-    part = getattr(tensor, "ds_tensor", tensor)
+    part = partition_of(tensor)
     if inner_tensors(tensor) or part.layout != torch.strided or part.is_quantized or part.is_meta:
         return None
     if part.element_size() not in (*_INTEGERS, 16):
         return None
-    shape, begin, end = shape_of(tensor), 0, 0
+    shape = shape_of(tensor)
     numel = prod(shape)
     if part is not tensor:
-        if part.status.name != "AVAILABLE" or hasattr(part, "ds_quant_scale"):
+        if not is_in_memory(part):
             return None
-        mics = getattr(tensor, "comm", None)
-        group = mics.param_shard_group if mics is not None else tensor.ds_process_group
-        if 0 in dist.get_process_group_ranks(group):  # else these partitions are copies (MiCS)
-            begin = min(dist.get_rank(group) * part.ds_numel, numel)  # what is beyond is padding
-            end = min(begin + part.ds_numel, numel)
+        begin, end = range_of_partition(tensor)
     else:
         # Consecutive blocks for each rank, and another first rank for each shape, to distribute small ones too.
         per_block = BLOCK_BYTES // tensor.element_size()
@@ -241,7 +237,7 @@ def layout_of(tensor: Any, shard: Shard | None = None) -> tuple[Any, ...] | None
 
 def _own_values(tensor: Any) -> torch.Tensor:
     """The values that this process has of a readable tensor, flattened; only some if it is not contiguous."""
-    values: torch.Tensor = getattr(tensor, "ds_tensor", tensor).detach()
+    values: torch.Tensor = partition_of(tensor).detach()
     while not values.is_contiguous() and values.dim() > 1:
         values = values[0]
     return values.contiguous().view(-1)
@@ -267,12 +263,14 @@ def _sums_of_rows(
     import torch
 
     *_, begin, end = layout
-    values = getattr(tensor, "ds_tensor", tensor).detach()
+    values = partition_of(tensor).detach()
     first = begin * tensor.element_size() // ROW_BYTES
     count = -(-end * tensor.element_size() // ROW_BYTES) - first if begin < end else 0
     sums = torch.zeros(count, dtype=torch.int64, device=values.device)
     turn = None if place is None else (first + place) % SHARES
-    todo = [(values, begin if hasattr(tensor, "ds_tensor") else 0 if shard is None else shard.index * tensor.numel())]
+    todo = [
+        (values, begin if partition_of(tensor) is not tensor else 0 if shard is None else shard.index * tensor.numel())
+    ]
     while todo:
         piece, offset = todo.pop()
         from_, to = max(begin - offset, 0), min(end - offset, piece.numel())

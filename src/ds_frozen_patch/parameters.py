@@ -15,6 +15,8 @@ from functools import cache, cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from .internals import shape_of
+
 if TYPE_CHECKING:
     import torch
 
@@ -137,11 +139,6 @@ def is_name(value: Any) -> bool:
 def prefix_of(names: Iterable[str]) -> str:
     """`PREFIX` if the names of a module have it (all or none do), else an empty string."""
     return PREFIX if next(iter(names), "").startswith(PREFIX) else ""
-
-
-def shape_of(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The shape of the whole parameter, even if ZeRO-3 has partitioned it."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def dtype_of(parameter: torch.Tensor) -> str:

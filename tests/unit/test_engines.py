@@ -12,6 +12,7 @@ import ds_frozen_patch
 from ds_frozen_patch.base import origins, watch_base
 from ds_frozen_patch.engine.batch import scale_loss
 from ds_frozen_patch.engine.served import attach
+from ds_frozen_patch.internals import USED
 
 pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 
@@ -19,9 +20,10 @@ pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 class Engine(torch.nn.Module):
     """Like DeepSpeed's engine, which has its methods from its class."""
 
-    dp_world_size = 1
-    _config = SimpleNamespace()
     optimizer = None
+    dp_world_size = mp_world_size = 1
+    has_moe_layers = False
+    _config = SimpleNamespace(_param_dict={}, zero_config=SimpleNamespace(mics_shard_size=-1))
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,6 +38,11 @@ class Engine(torch.nn.Module):
 
     def backward(self, loss: float) -> None:
         self.losses.append(loss)
+
+
+for _name in {name for used in USED if used.of == "the engine" and used.is_needed for name in used.names}:
+    if not hasattr(Engine, _name):
+        setattr(Engine, _name, None)
 
 
 def owner() -> Any:

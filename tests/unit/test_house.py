@@ -25,6 +25,7 @@ ROOMS = (
     ("process",),
     ("common", "checkpoint.names"),
     ("publish", "ranks", "settings", "testing"),
+    ("internals",),
     ("parameters",),
     ("fingerprint",),
     ("workarounds",),

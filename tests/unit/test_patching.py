@@ -19,7 +19,7 @@ from kit.cell import FABRIC, TRAINER
 from kit.programs import FLAG, STRATEGY, Site
 
 import ds_frozen_patch as dfp
-from ds_frozen_patch.engine.target import ENGINE
+from ds_frozen_patch.internals import ENGINE
 from ds_frozen_patch.patching.status import BESIDE, OWNERS
 from ds_frozen_patch.patching.wrapping import WRAPPERS
 from ds_frozen_patch.settings import Settings

@@ -23,6 +23,7 @@ from ..checkpoint.names import RECORD
 from ..common.overrides import Attributes, overridden
 from ..engine.owner import warn
 from ..engine.served import ServedEngine, attached
+from ..internals import forget_second_copies, remember_module
 from ..load import agreement, elastic, fitting
 from ..load.base_check import check_base
 from ..load.listing import find_folder
@@ -30,7 +31,7 @@ from ..load.quantized import check_parts, is_part, without_own_values
 from ..load.reading import check_model, sharing_reads
 from ..load.restart import restarts, with_fresh_optimizer
 from ..load.running import Load
-from ..load.strictness import check_optimizer_layout, check_optimizer_state, forgiving, saved_elsewhere
+from ..load.strictness import check_optimizer, forgiving, saved_elsewhere
 from ..load.trust import refuse_unsafe_in, runs_nothing, trust
 from ..parameters import Contents, plain
 from ..publish import in_flight
@@ -89,7 +90,7 @@ def _load(
                 path, client_state = wrapped(*call.args, **call.kwargs)
         if path is not None and call.arguments["load_dir"] != source:  # it was read from a temporary folder
             path = str(Path(source, call.arguments["tag"], Path(path).name))
-    cures.forget_second_copies(engine)
+    forget_second_copies(engine)
     if load.restores_optimizer and cures.forgets_optimizer_on_nvme(engine):
         warn(load.owner, cures.FORGETS_OPTIMIZER_ON_NVME)
     if client_state is not None:
@@ -110,13 +111,12 @@ def _begin(load: Load, call: inspect.BoundArguments) -> None:
 
 
 def _cures(load: Load) -> Attributes:
+    """Cures of faults: no two of them set the same attribute. What reads and merges files later wraps theirs."""
     engine = load.engine
-    if hasattr(engine.optimizer, "_clear_fp32_optimizer_param_groups"):  # a load fails if Adagrad has filled them
-        engine.optimizer._clear_fp32_optimizer_param_groups()
-    attributes = cures.read_tensor_subclasses(engine) + cures.load_for_inference(engine)
-    attributes += cures.load_plain_optimizer(engine, lambda: load.state) + with_fresh_optimizer(load)
+    attributes = cures.read_tensor_subclasses(engine) + cures.load_optimizer(engine, lambda: load.state)
+    attributes += with_fresh_optimizer(load)
     if not load.restores_optimizer and engine.zero_optimization_partition_weights():
-        attributes += cures.remember_module(lambda module: setattr(load, "module", module))
+        attributes += remember_module(lambda module: setattr(load, "module", module))
         attributes += cures.weights_of_the_tag(lambda: load.tag)
     return attributes
 
@@ -132,9 +132,7 @@ def _load_module_state_dict(original: Callable[..., Any], load: Load, *args: Any
     if may_be_missing is None:  # the record is missing, or in the file
         may_be_missing = _check_base(load, checkpoint, call.arguments.get("strict", True))
     if load.restores_optimizer:
-        if not restarts(load):
-            check_optimizer_state(checkpoint, engine)
-        check_optimizer_layout(checkpoint, engine)
+        check_optimizer(checkpoint, engine, needs_state=not restarts(load))
     if load.module:
         checkpoint = cures.with_own_buffers(checkpoint, load.module, engine.module)
     state = without_own_values(checkpoint["module"], load.held, load.record, load)
@@ -150,7 +148,8 @@ def _load_module_state_dict(original: Callable[..., Any], load: Load, *args: Any
         fitting.frozen_meanwhile(engine, checkpoint),
     ):
         result = original(*call.args, **call.kwargs)
-    fitting.put_from_partitions(load, in_partitions)
+    if in_partitions:
+        fitting.put_from_partitions(load, in_partitions)
     check_parts(parts, Contents(engine.module).by_name if parts else {}, load)
     return result
 

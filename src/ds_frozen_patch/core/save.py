@@ -23,13 +23,14 @@ from ..base import Base
 from ..common.overrides import overridden
 from ..engine.owner import is_first
 from ..engine.served import ServedEngine, attached_at_save
+from ..internals import writes_before_it_returns
 from ..parameters import plain
 from ..publish import in_flight
 from ..publish.publication import is_local
 from ..save import agreement, client_state, export_trained, leaving_out, publishing
 from ..save.agreement import SaveRanks
 from ..save.running import Save, place_of
-from ..save.writing import warn_of_late_writes, writes_before_it_returns, writing
+from ..save.writing import warn_of_late_writes, writing
 from ..settings import FLAG
 from ..settings import current as settings
 from ..workarounds import for_deepspeed as cures
@@ -40,8 +41,7 @@ def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
     served = attached_at_save(engine, kwargs)
     if served is None:
         return wrapped(*args, **kwargs)
-    cures.check_nvme(engine)
-    cures.check_step_counts(engine)
+    cures.check_optimizer(engine)
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     tag = call.arguments.get("tag")
     call.arguments["tag"] = f"global_step{engine.global_steps}" if tag is None else str(tag)  # as DeepSpeed does
@@ -53,7 +53,7 @@ def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
             save.names_left_out = record.names
         call.arguments["client_state"] = client_state.extended(program_state, save, record)
         save.export = settings().export
-        with cures.explaining_nvme_errors(), overridden(cures.config_by_content(engine)):
+        with cures.saving(engine):
             saved = _write(wrapped, call, save)
         if exclude:
             leaving_out.log_once(save, record, program_state)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
+from ..internals import optimizer_ranks
 from .owner import Owner, warn
 from .served import ServedEngine
-from .topology import ranks_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def saved_batch(state: Mapping[str, Any]) -> Batch:
 
 def own_batch(engine: Any) -> Batch:
     """The batch of a running engine."""
-    ranks, size = ranks_of(engine), int(engine.train_micro_batch_size_per_gpu())
+    ranks, size = optimizer_ranks(engine), int(engine.train_micro_batch_size_per_gpu())
     return Batch(ranks, size, int(engine.gradient_accumulation_steps()))
 
 

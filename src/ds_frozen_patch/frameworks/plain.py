@@ -9,6 +9,7 @@ from typing import Any
 
 from ..engine.batch import own_batch, saved_batch, warn_of_another_batch
 from ..engine.owner import Owner
+from ..internals import config_of
 from ..ranks import rank
 
 
@@ -19,13 +20,12 @@ def logger_of(package: str) -> logging.Logger:
 
 def owner_of(engine: Any, package: str = "") -> Owner:
     """The owner of an engine of Accelerate, or of a program that has created it itself."""
-    config = getattr(engine._config, "_param_dict", None)
     return Owner(
         rank=int(engine.global_rank),
         local_rank=int(engine.local_rank),
         device=engine.device,
         logger=logger_of(package),
-        config=config if isinstance(config, Mapping) else {},
+        config=config_of(engine),
         names_each_save=bool(package),
         leaves_out=lambda: True,
         after_load=_after_load,

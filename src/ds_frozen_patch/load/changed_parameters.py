@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..base import Maker, origins
 from ..common.errors import CheckpointMismatchError, named
-from ..engine.groups import trained_groups
 from ..engine.owner import warn
 from ..engine.served import attached
+from ..internals import groups_to_save, trained_groups
 from ..parameters import plain, with_adapters
-from ..workarounds.for_deepspeed import has_plain_optimizer
 from .listing import Listing
 from .running import Load
 
@@ -75,8 +74,7 @@ def _merged(groups: Any) -> dict[str, tuple[int, ...]]:
 
 def _is_in_order(engine: Any, listing: Listing) -> bool:
     """Whether the partitions of the optimizer have the saved order of parameters."""
-    groups = trained_groups(engine) if has_plain_optimizer(engine) else engine._get_zero_param_shapes()
-    now, saved = ([list(map(plain, group)) for group in which] for which in (groups, listing.trained))
+    now, saved = ([list(map(plain, group)) for group in which] for which in (groups_to_save(engine), listing.trained))
     return now == saved
 
 

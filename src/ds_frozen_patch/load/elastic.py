@@ -8,9 +8,8 @@ loads its shard as if it had read it from its own file. Nothing is written. So i
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -26,15 +25,25 @@ from ..checkpoint.zero.selection import Selection, fresh_storage
 from ..checkpoint.zero.states import FLAT_MASTERS, masters_key, read_states
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..common.overrides import Attributes, overridden
-from ..engine.gathering import gathered
 from ..engine.owner import is_first
 from ..engine.served import attached
+from ..internals import (
+    gathered,
+    has_gaps,
+    has_plain_optimizer,
+    loss_scaling,
+    optimizer_group,
+    with_files,
+    with_listed_files,
+    with_merge,
+    with_reader,
+)
 from ..parameters import Contents
 from ..settings import current
-from ..workarounds.for_deepspeed import has_plain_optimizer, ignores_round_robin
+from ..workarounds.for_deepspeed import ignores_round_robin
 from . import changed_parameters
 from .agreement import LoadRanks
-from .listing import Listing, Saved, answering
+from .listing import Listing, Saved
 from .running import Load
 
 if TYPE_CHECKING:
@@ -61,9 +70,7 @@ def resharded(load: Load, listing: Listing) -> Iterator[Attributes]:
         CheckpointError: it cannot be resharded.
     """
     engine = load.engine
-    scaling = {**getattr(engine.optimizer, "__dict__", {})}
-    if "loss_scale_config" in scaling:
-        scaling["loss_scale_config"] = copy(scaling["loss_scale_config"])
+    scaling = loss_scaling(engine)
     is_needed = _needs_resharding(load, listing)
     change = changed_parameters.find_change(load, listing, is_needed) if listing.trained else None
     if is_needed or change is not None:
@@ -78,7 +85,7 @@ def resharded(load: Load, listing: Listing) -> Iterator[Attributes]:
             changed_parameters.finish(load, change)
     else:
         try:
-            yield answering(engine, listing)
+            yield with_listed_files(engine, listing.model, listing.optimizer)
         except (CheckpointError, CheckpointMismatchError):
             raise
         except Exception as error:
@@ -93,7 +100,7 @@ def resharded(load: Load, listing: Listing) -> Iterator[Attributes]:
     if load.restores_optimizer and isinstance(config, Mapping):
         was_in_fp16 = isinstance(section := config.get("fp16"), Mapping) and bool(section.get("enabled"))
         if was_in_fp16 != bool(engine.fp16_enabled()):  # a run begins with its own loss scale
-            vars(engine.optimizer).update({name: scaling[name] for name in _SCALING if name in scaling})
+            vars(engine.optimizer).update(scaling)
 
 
 class _Answers:
@@ -138,7 +145,7 @@ class _Answers:
         self.resharding = Resharding(states, target_for(states, **_target(engine)), select)
         target = self.resharding.target
         load.record = self.resharding.record
-        own = dist.get_rank(getattr(engine.optimizer, "dp_process_group", None))
+        own = dist.get_rank(optimizer_group(engine))
         # DeepSpeed looks up the file of model states, so that one is named which is there.
         self.model = str(states.layout.model[min(own, len(states.layout.model) - 1)])
         folder = states.layout.model[0].parent
@@ -178,16 +185,9 @@ class _Answers:
 
     def attributes(self) -> Attributes:
         """What lets DeepSpeed read the answers."""
-        from deepspeed.runtime import engine as deepspeed_engine
-        from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-        from deepspeed.utils import zero_to_fp32
-
-        engine = self.load.engine
-        reader = getattr(engine, "checkpoint_engine", None) or TorchCheckpointEngine()  # without an optimizer, later
-        read = reader.load
         seen: dict[str, Any] = {}
 
-        def answer(path: Any, *args: Any, **kwargs: Any) -> Any:
+        def answer(read: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
             path = str(path)
             if path not in self.files:
                 return read(path, *args, **kwargs)
@@ -199,14 +199,9 @@ class _Answers:
                 seen[path] = state
             return state
 
-        whole = "get_fp32_state_dict_from_zero_checkpoint"
-        return [
-            (engine, "checkpoint_engine", reader),
-            (reader, "load", answer),
-            (engine, "_get_all_ckpt_names", lambda *_, **__: [self.model]),
-            (engine, "_get_all_zero_checkpoint_names", lambda *_, **__: self.optimizers),
-            *((module, whole, self._weights) for module in (deepspeed_engine, zero_to_fp32) if hasattr(module, whole)),
-        ]
+        engine = self.load.engine
+        files = with_files(engine, lambda *_, **__: [self.model], lambda *_, **__: self.optimizers)
+        return [*with_reader(engine, answer), *files, *with_merge(self._weights)]
 
     @contextmanager
     def _in_memory(self, state: Mapping[str, Any]) -> Iterator[str]:
@@ -295,10 +290,9 @@ def _differences(engine: Any, saved: Saved, listing: Listing, stage: int, ranks:
     if kinds[0] != kinds[1]:
         before.append(f"in ZeRO stage {saved.stage}")
         now.append(f"in stage {stage}")
-    has_gaps = any(map(any, getattr(engine.optimizer, "round_robin_bit16_padding", ())))
-    if kinds == [1, 1] and listing.has_gaps != has_gaps:
+    if kinds == [1, 1] and listing.has_gaps != has_gaps(engine):
         before.append(_ALIGNED[listing.has_gaps])
-        now.append(_ALIGNED[has_gaps])
+        now.append(_ALIGNED[has_gaps(engine)])
     if kinds[0] and kinds[1] and listing.optimizer[0].startswith("bf16_") != engine.bfloat16_enabled():
         before.append(_PRECISIONS[engine.bfloat16_enabled()])
         now.append(_PRECISIONS[not engine.bfloat16_enabled()])
@@ -347,10 +341,3 @@ def _target(engine: Any) -> dict[str, Any]:
         "has_state": not current().restart_optimizer,
         "like": {**engine.optimizer.state_dict(), BASE_STATE[3]: None, in_masters: None} if in_masters else {},
     }
-
-
-_SCALING = (
-    *("loss_scaler", "loss_scale_config", "dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter"),
-    *("scale_factor", "scale_window"),
-)
-"""The attributes by which DeepSpeed's optimizers scale losses in fp16."""

@@ -5,34 +5,32 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..engine.gathering import put
+from ..internals import merged, partition_of
 from ..parameters import Contents, plain, prefix_of
 from ..workarounds import for_deepspeed as cures
 from .running import Load
 
+if TYPE_CHECKING:
+    import torch
+
 
 @contextmanager
 def gathered(call: inspect.BoundArguments, load: Load) -> Iterator[None]:
-    """Load whole parameters in ZeRO-3 without an optimizer, where DeepSpeed cannot: see `has_no_gathering_load`."""
+    """Load whole parameters in ZeRO-3 without an optimizer, where `load_module_state_dict` cannot gather any."""
     engine = load.engine
-    needed = cures.has_no_gathering_load(call.signature) and engine.zero_optimization_partition_weights()
-    if not needed or load.restores_optimizer:
+    can = "fetch_z3_params" in call.signature.parameters or not engine.zero_optimization_partition_weights()
+    if can or load.restores_optimizer:
         yield
         return
-    whole = {**call.arguments["checkpoint"], "module": _whole(load)}
+    whole = {**call.arguments["checkpoint"], "module": merged(load.source, load.tag)}
     checkpoint = cures.with_own_buffers(whole, load.module, engine.module)
     call.arguments["checkpoint"] = renamed(checkpoint, engine.module)
-    with cures.gathered_for_load(engine):
+    from deepspeed import zero
+
+    with zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):  # rank 0's values count
         yield
-
-
-def _whole(load: Load) -> dict[str, Any]:
-    """The trained parameters of a checkpoint, from the optimizer's partitions."""
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    return dict(get_fp32_state_dict_from_zero_checkpoint(load.source, load.tag))
 
 
 @contextmanager
@@ -62,7 +60,7 @@ def with_all_fragments(checkpoint: Mapping[str, Any], engine: Any) -> Mapping[st
         saved = {name: value for name, value in saved.items() if name not in in_state}
     if not saved:
         return {**checkpoint, "frozen_param_fragments": None}
-    values = {names[0]: getattr(p, "ds_tensor", p) for p, names in Contents(engine.module).names.items()}
+    values = {names[0]: partition_of(p) for p, names in Contents(engine.module).names.items()}
     return {**checkpoint, "frozen_param_fragments": {**values, **saved}}
 
 
@@ -85,5 +83,23 @@ def renamed(checkpoint: Mapping[str, Any], module: Any) -> Mapping[str, Any]:
 def put_from_partitions(load: Load, names: frozenset[str]) -> None:
     """Load the parameters that are only in the partitions of the optimizer, unless DeepSpeed has done so."""
     engine = load.engine
-    if names and not (load.restores_optimizer and engine.zero_optimization_partition_weights()):
-        put(engine.module, {plain(name): value for name, value in _whole(load).items() if plain(name) in names})
+    if not (load.restores_optimizer and engine.zero_optimization_partition_weights()):
+        values = {plain(name): value for name, value in merged(load.source, load.tag).items()}
+        put(engine.module, {name: value for name, value in values.items() if name in names})
+
+
+def put(module: torch.nn.Module, weights: Mapping[str, Any]) -> None:
+    """Copy weights into a module's parameters and buffers, by plain name; every rank must call it."""
+    import torch
+    from deepspeed import zero
+
+    with torch.no_grad():
+        for parameter, names in Contents(module).names.items():
+            value = next((weights[name] for name in names if name in weights), None)
+            if value is not None:
+                with zero.GatheredParameters([parameter], modifier_rank=0):
+                    if parameter.shape == value.shape:  # a rank that does not gather has an empty one
+                        parameter.copy_(value)
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            if plain(name) in weights:
+                buffer.copy_(weights[plain(name)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 from ..checkpoint.zero.layout import Layout, NothingSavedError, UnknownLayoutError, find_layout, finished, latest_tag
 from ..checkpoint.zero.states import GAPS, masters_key, parameter_groups, zero_config
 from ..common.errors import CheckpointError
-from ..common.overrides import Attributes
+from ..internals import partition_file, states_file
 from ..publish.durable import wait_for_name
 from ..publish.journal import is_unfinished
 from ..record import Record, read_record
@@ -131,10 +130,8 @@ def list_own(engine: Any, source: str, tag: str | None) -> Listing:
         return Listing(problem=str(error), is_empty=isinstance(error, NothingSavedError))
     if is_unfinished(folder):
         return Listing(problem=f"{folder} is not whole: the save that wrote it was interrupted, or still runs.")
-    model = Path(engine._get_ckpt_name(source, name))
-    optimizer = []
-    if hasattr(engine.optimizer, "dp_process_group") and engine.zero_optimization():
-        optimizer = [Path(engine._get_zero_ckpt_name(source, name))]
+    model, partition = states_file(engine, source, name), partition_file(engine, source, name)
+    optimizer = [] if partition is None else [partition]
     for file in (model, *optimizer):
         if not file.is_file():
             return Listing(problem=f"There is no {file} on this rank's disk. Get a complete copy of the checkpoint.")
@@ -151,29 +148,6 @@ def _saved(layout: Layout, record: Record | None) -> Saved:
         return Saved(record.world_size, record.zero_stage, in_parts)
     stage = 3 if "_rank_0_mp_" in layout.model[0].name else 2 if in_parts else 0
     return Saved(len(layout.optimizer) or len(layout.model), stage, in_parts)
-
-
-def answering(engine: Any, listing: Listing) -> Attributes:
-    """Lets the engine take the names of files from the listing, where each rank would look up those of all ranks.
-
-    Its own requests to the file system grow with the square of the ranks.
-    """
-    ask = engine._get_all_zero_checkpoint_names
-
-    def model_files(root: str, tag: str) -> list[str]:
-        pattern = Path(engine._get_ckpt_name(root, tag, mp_placeholder="*"))
-        return [str(pattern.with_name(name)) for name in sorted(fnmatch.filter(listing.model, pattern.name))]
-
-    def optimizer_files(root: str, tag: str, bf16_mode: bool) -> list[str]:
-        ranks = engine.loaded_checkpoint_dp_world_size
-        names: list[str] = engine._get_mp_rank_zero_checkpoint_names(root, tag, 0, ranks, bf16_mode)
-        is_known = {Path(name).name for name in names} <= {*listing.optimizer}
-        return names if is_known else ask(root, tag, bf16_mode)
-
-    return [
-        (engine, "_get_all_ckpt_names", model_files),
-        (engine, "_get_all_zero_checkpoint_names", optimizer_files),
-    ]
 
 
 def find_folder(load: Load, directory: Any, tag: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..common.errors import CheckpointMismatchError, named
 from ..engine.owner import warn
+from ..internals import partition_of
 from ..parameters import (
     PART,
     ModuleTensor,
@@ -43,7 +44,7 @@ def without_own_values(
     groups: dict[str, dict[str, Any]] = {}
     for name, value in state.items():
         now = held.get(plain(name))
-        if now is not None and now.is_frozen and now.group in quantized and not hasattr(now.tensor, "ds_tensor"):
+        if now is not None and now.is_frozen and now.group in quantized and partition_of(now.tensor) is now.tensor:
             groups.setdefault(now.group, {})[name] = value
     there: set[str] = set()
     for group, values in groups.items():

@@ -9,6 +9,7 @@ from typing import Any
 from ..checkpoint.zero.layout import latest_tag
 from ..common.errors import CheckpointError
 from ..common.overrides import Attributes
+from ..internals import checkpoint_engine, states_file
 from ..ranks import digest
 from ..record import UNKNOWN, carried
 from .agreement import LoadRanks
@@ -17,7 +18,7 @@ from .running import Load
 
 def sharing_reads(load: Load) -> Attributes:
     """Lets the engine's reader raise on all ranks what one of them cannot read, or has read of another save."""
-    reader = load.engine.checkpoint_engine
+    reader = checkpoint_engine(load.engine)
     if reader is None:  # an engine for inference: `check_model` checks what it has read
         return []
     read = reader.load
@@ -47,7 +48,7 @@ def check_model(load: Load, state: Mapping[str, Any]) -> None:
     if not load.read:
         problem = None
         try:
-            _note(load, Path(load.engine._get_ckpt_name(load.source, load.tag or latest_tag(Path(load.source)))), state)
+            _note(load, states_file(load.engine, load.source, load.tag or latest_tag(Path(load.source))), state)
         except CheckpointError as error:
             problem = error
         _agree(load, problem)

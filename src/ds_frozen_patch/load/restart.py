@@ -7,6 +7,7 @@ from typing import Any
 
 from ..common.overrides import Attributes
 from ..engine.owner import warn
+from ..internals import inner_optimizer
 from ..settings import current
 from .running import Load
 
@@ -20,9 +21,7 @@ def with_fresh_optimizer(load: Load) -> Attributes:
     """Lets the innermost optimizer keep its own state, whatever it is to load; DeepSpeed loads the masters itself."""
     if not restarts(load):
         return []
-    optimizer = load.engine.optimizer
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
+    optimizer = inner_optimizer(load.engine)
     warn(
         load.owner,
         "patch(restart_optimizer=True): the state of the optimizer in the checkpoint is not loaded."

@@ -10,11 +10,10 @@ from ..base import frozen
 from ..checkpoint.zero.partitions import SUB_GROUP_SIZE
 from ..checkpoint.zero.states import masters_key, zero_config
 from ..common.errors import CheckpointMismatchError, named
-from ..engine.groups import plain_groups
+from ..internals import groups_to_save, has_experts, has_plain_optimizer
 from ..parameters import PARAMETER, PART, Contents, ModuleTensor, plain, with_adapters
 from ..record import KEY, Record
 from ..settings import current
-from ..workarounds.for_deepspeed import has_plain_optimizer
 from .running import Load
 
 
@@ -131,38 +130,34 @@ def forgiving(module: Any, missing: frozenset[str], parts: Mapping[str, Any]) ->
         handle.remove()
 
 
-def check_optimizer_state(checkpoint: Mapping[str, Any], engine: Any) -> None:
-    """Check that the checkpoint has the state of an optimizer that is not one of ZeRO's.
+def _sub_group_size(checkpoint: Mapping[str, Any]) -> Any:
+    """The setting of the run that saved a checkpoint, or DeepSpeed's default."""
+    return zero_config(checkpoint).get("sub_group_size", SUB_GROUP_SIZE)
+
+
+def check_optimizer(checkpoint: Mapping[str, Any], engine: Any, needs_state: bool) -> None:
+    """Check that the optimizer's state is there, and of the parameters that the optimizer has now.
+
+    DeepSpeed compares only the total size of ZeRO's flat partitions, and torch the number of parameters; in ZeRO-3 the
+    module's state dict has placeholders. So parameters of other shapes would silently get the wrong values.
+
+    Args:
+        checkpoint: that is loaded.
+        engine: that loads it.
+        needs_state: whether the state of an optimizer that is not one of ZeRO's must be there.
 
     Raises:
-        CheckpointMismatchError: it does not.
+        CheckpointMismatchError: it is not.
     """
-    if getattr(engine, "has_moe_layers", False):
-        return  # it is in files of its own, of each rank that has experts
-    if has_plain_optimizer(engine) and checkpoint.get("optimizer") is None:
+    is_plain, saved_optimizer = has_plain_optimizer(engine), checkpoint.get("optimizer")
+    # With experts, it is in files of its own, of each rank that has some.
+    if needs_state and is_plain and saved_optimizer is None and not has_experts(engine):
         raise CheckpointMismatchError(
             f"The checkpoint, saved with deepspeed {checkpoint.get('ds_version', '(unknown)')}, has no state for the"
             " optimizer of this run: in bf16 with ZeRO stage 0, some releases of DeepSpeed save none, or one of another"
             " kind. Resume with the release that saved it, if it was saved under patch(), or start a new run in ZeRO"
             " stage 1."
         )
-
-
-def _sub_group_size(checkpoint: Mapping[str, Any]) -> Any:
-    """The setting of the run that saved a checkpoint, or DeepSpeed's default."""
-    return zero_config(checkpoint).get("sub_group_size", SUB_GROUP_SIZE)
-
-
-def check_optimizer_layout(checkpoint: Mapping[str, Any], engine: Any) -> None:
-    """Check that the optimizer's state is of the parameters that the optimizer has now.
-
-    DeepSpeed compares only the total size of ZeRO's flat partitions, and torch the number of parameters; in ZeRO-3 the
-    module's state dict has placeholders. So parameters of other shapes would silently get the wrong values.
-
-    Raises:
-        CheckpointMismatchError: they are not.
-    """
-    is_plain, saved_optimizer = has_plain_optimizer(engine), checkpoint.get("optimizer")
     if is_plain and saved_optimizer and masters_key(saved_optimizer) != masters_key(vars(engine.optimizer)):
         raise CheckpointMismatchError(
             "The checkpoint's optimizer has its fp32 masters in another format than this run's: in ZeRO stage 0, fp32"
@@ -173,7 +168,7 @@ def check_optimizer_layout(checkpoint: Mapping[str, Any], engine: Any) -> None:
     saved_groups = checkpoint.get("param_shapes")
     if not saved_groups or not hasattr(engine.optimizer, "load_state_dict"):
         return
-    now_groups = plain_groups(engine) if is_plain else engine._get_zero_param_shapes()
+    now_groups = groups_to_save(engine)
     if is_plain and not now_groups:
         return
     saved_groups, now_groups = (

@@ -24,10 +24,10 @@ from ..common.errors import PatchError
 from ..common.probing import Finding, Target, imported_class, probe
 from ..engine import handshake
 from ..engine.served import attached, release_all
-from ..engine.target import ENGINE
 from ..engine.topology import topology_of
 from ..frameworks.plain import owner_of
 from ..frameworks.serving import begin_serving, has_both_kinds
+from ..internals import ENGINE
 from ..publish import in_flight
 from .status import (
     BESIDE,

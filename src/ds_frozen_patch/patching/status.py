@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from .. import process
 from ..common.errors import PatchError
 from ..common.probing import Finding, Target, probe
-from ..engine.target import BESIDE as BESIDE_ENGINE
-from ..engine.target import ENGINE
 from ..frameworks import for_accelerate as accelerate
 from ..frameworks import for_transformers as transformers
 from ..frameworks.for_lightning.strategy import BESIDE as BESIDE_LIGHTNING
 from ..frameworks.for_lightning.strategy import TARGETS as LIGHTNING
+from ..internals import BESIDE as BESIDE_ENGINE
+from ..internals import ENGINE
 from ..settings import FLAG
 from .tested import newer_than_tested
 
@@ -88,7 +88,8 @@ def notes_on(findings: dict[str, Finding]) -> Iterator[str]:
     if newer:
         yield (
             f"ds_frozen_patch is applied to a release that is newer than all tested ones: {', '.join(sorted(newer))}."
-            " It has everything that the shim relies on. Look for a newer ds_frozen_patch."
+            " An engine of a DeepSpeed that lacks what ds_frozen_patch relies on is saved whole, with a warning when it"
+            " is created. Look for a newer ds_frozen_patch."
         )
     if complete := [f"{name} {finding.version}" for name, finding in findings.items() if finding.complete]:
         yield (

@@ -12,13 +12,13 @@ import wrapt
 
 from ..common.probing import Target
 from ..core import load, save
-from ..engine.target import ENGINE
 from ..engine.tuners import merge_adapter
 from ..frameworks import for_accelerate as accelerate
 from ..frameworks import for_transformers as transformers
 from ..frameworks import serving
 from ..frameworks.for_lightning import checkpoints, strategy
 from ..frameworks.for_lightning.strategy import TARGETS
+from ..internals import ENGINE
 from ..publish.in_flight import after_it, before_end
 
 _STRATEGY = {

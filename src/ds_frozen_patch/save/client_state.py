@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..base import optimized
 from ..common.errors import named
-from ..engine.groups import plain_groups
-from ..engine.topology import is_expert
+from ..internals import fragments_of, has_plain_optimizer, is_expert, optimized, trained_groups
 from ..parameters import plain
 from ..record import KEY, Record
 from ..workarounds import for_deepspeed as cures
@@ -33,7 +31,7 @@ def extended(client_state: Mapping[str, Any], save: Save, record: Record) -> dic
         state["optimizer"] = save.engine.optimizer.state_dict()
     if record.is_trainable_only:
         state |= _kept_fragments(save)
-    if topology.stage == 0 and (groups := plain_groups(save.engine)):
+    if topology.stage == 0 and has_plain_optimizer(save.engine) and (groups := trained_groups(save.engine)):
         state["param_shapes"] = groups  # as DeepSpeed saves them from ZeRO-1 on
     return state
 
@@ -45,7 +43,7 @@ def _kept_fragments(save: Save) -> dict[str, Any]:
     ZeRO-3; below that, what the module's own `state_dict` leaves out.
     """
     engine = save.engine
-    partitioned = set() if cures.has_plain_optimizer(engine) else optimized(engine)
+    partitioned = {} if has_plain_optimizer(engine) else optimized(engine)  # is in the files of ZeRO's optimizer
     left_out = {entry.name for entry in save.base.left_out} if save.base else set[str]()
     in_state = set(save.contents.names_in_state)
     saved = {p: names[0] for p, names in save.contents.names.items() if names[0] not in left_out}
@@ -67,8 +65,5 @@ def _kept_fragments(save: Save) -> dict[str, Any]:
     if not kept:
         return {}
     actual = {plain(name): name for name in save.contents.raw_names}
-    shape, fragment = engine._get_param_shape_func, engine._get_param_fragment_func
-    return {
-        "frozen_param_shapes": {actual[name]: shape(parameter) for name, parameter in kept.items()},
-        "frozen_param_fragments": {actual[name]: fragment(parameter) for name, parameter in kept.items()},
-    }
+    shapes, fragments = fragments_of(engine, {actual[name]: parameter for name, parameter in kept.items()})
+    return {"frozen_param_shapes": shapes, "frozen_param_fragments": fragments}

@@ -13,10 +13,10 @@ from ..checkpoint.names import EXPORTS
 from ..checkpoint.zero.opening import Checkpoint, open_checkpoint
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..engine.owner import is_first
+from ..internals import checkpoint_engine, writes_before_it_returns
 from ..publish.durable import make_folder, sync_file
 from ..publish.journal import linked
 from .running import Save
-from .writing import writes_before_it_returns
 
 if TYPE_CHECKING:
     from ..tools.export import ExportPlan
@@ -47,7 +47,7 @@ def _plan(save: Save, export: str, root: Path) -> ExportPlan:
     if topology.is_divided:
         raise CheckpointError("With experts of deepspeed.moe or tensor parallelism, no file has all weights.")
     if not writes_before_it_returns(save.engine):
-        writer = type(save.engine.checkpoint_engine).__name__
+        writer = type(checkpoint_engine(save.engine)).__name__
         raise CheckpointError(f"{writer} writes its files later. Run ds-frozen-patch export once they are there.")
     checkpoint = open_checkpoint(root, trainable=(), trust=True, record=save.record)
     return plan_export(checkpoint, export, adapter=_trained_adapter(checkpoint) if export == "peft" else None)

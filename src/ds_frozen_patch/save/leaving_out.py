@@ -6,11 +6,12 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..base import Base, optimized
+from ..base import Base
 from ..common.errors import named
 from ..common.text import human_bytes
 from ..engine.owner import Owner, is_first, warn
 from ..fingerprint import sketch
+from ..internals import copies_to_masters, optimized
 from ..parameters import PARAMETER
 from ..record import FULL, TRAINABLE_ONLY, Record, about_module, entries_of
 from .running import Save
@@ -102,7 +103,7 @@ def log_once(save: Save, record: Record, client_state: Mapping[str, Any]) -> Non
 
 def _warn_of_masters(save: Save) -> None:
     """In stage 0 in 16 bits, the optimizer has a copy in fp32 of each of its parameters, frozen or not."""
-    if not hasattr(save.engine.optimizer, "fp16_groups"):
+    if not copies_to_masters(save.engine):
         return
     copied = [parameter.numel() for parameter in optimized(save.engine) if not parameter.requires_grad]
     if copied:

@@ -3,60 +3,51 @@
 from __future__ import annotations
 
 import shutil
-import sys
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.names import is_rank_file
 from ..common.overrides import Attributes, overridden
-from ..engine.experts import names_in_files
-from ..engine.target import ENGINE
+from ..internals import checkpoint_engine, experts, with_script_copier, without_agreement
 from ..parameters import plain
 from ..publish.durable import sync_file
 from ..publish.journal import hidden
 from ..record import describe_file
 from .running import Save
 
+if TYPE_CHECKING:
+    import torch
+
 
 def writing(save: Save) -> AbstractContextManager[None]:
     """While this lasts, DeepSpeed writes for a save, and goes on if it cannot write a file or create a folder."""
-    writer: Any = save.engine.checkpoint_engine
+    writer = checkpoint_engine(save.engine)
     is_divided = save.served.topology.is_divided
-    experts = names_in_files(save.engine.module) if is_divided and save.names_left_out else {}
-    attributes: Attributes = [(writer, "save", _writing_states(save, experts, writer.save))]
+    names = _names_of_experts(save.engine.module) if is_divided and save.names_left_out else {}
+    attributes: Attributes = [(writer, "save", _writing_states(save, names, writer.save))]
     has_folder = save.place.is_managed and save.is_in_one_place  # which rank 0 has made
     if has_folder:
-        attributes += _what_was_agreed(save)
+        attributes += without_agreement(save.engine)  # the ranks have agreed, and agree again at the end
     if hasattr(writer, "makedirs"):
         # A late rank could make the folder again after another one has removed it on an error.
         make = (lambda *_, **__: None) if has_folder else save.failures.deferring(writer.makedirs)
         attributes.append((writer, "makedirs", make))
-    if hasattr(save.engine, "_copy_recovery_script"):
-        copy = partial(_copy_script, save, save.engine._copy_recovery_script)
-        attributes.append((save.engine, "_copy_recovery_script", save.failures.deferring(copy)))
+    deferring = save.failures.deferring
+    attributes += with_script_copier(save.engine, lambda copy: deferring(partial(_copy_script, save, copy)))
     return overridden(attributes)
 
 
-def _what_was_agreed(save: Save) -> Attributes:
-    """Skip DeepSpeed's validation of the tag and its barriers: the ranks have agreed, and agree again at the end."""
-    module: Any = sys.modules[ENGINE.module]
-    dist, thread = module.dist, threading.get_ident()
-
-    def barrier(*args: Any, **kwargs: Any) -> None:
-        if threading.get_ident() != thread:
-            dist.barrier(*args, **kwargs)
-
-    without_barriers = SimpleNamespace(**{**vars(dist), "barrier": barrier})
-    return [
-        (save.engine, "_checkpoint_tag_validation", lambda _: None),
-        (module, "dist", without_barriers),
-    ]
+def _names_of_experts(module: torch.nn.Module) -> dict[str, str]:
+    """For each parameter of this rank's experts: its plain name in the module, by its plain name in a file."""
+    return {
+        plain(f"{in_file}{name}"): plain(f"{here}{name}")
+        for in_file, here, expert in experts(module)
+        for name in expert.state_dict(keep_vars=True)
+    }
 
 
 def _copy_script(save: Save, copy: Callable[[str], None], folder: str) -> None:
@@ -86,7 +77,7 @@ def write_recorded(save: Save) -> None:
             _finish(save, path)
 
 
-def _writing_states(save: Save, experts: Mapping[str, str], write: Callable[..., Any]) -> Callable[..., None]:
+def _writing_states(save: Save, names_of_experts: Mapping[str, str], write: Callable[..., Any]) -> Callable[..., None]:
     """What writes a file of states in place of DeepSpeed's `write`; errors are recorded."""
 
     def write_states(state_dict: dict[str, Any], path: str, *args: Any, **kwargs: Any) -> None:
@@ -95,7 +86,7 @@ def _writing_states(save: Save, experts: Mapping[str, str], write: Callable[...,
         recording = save.recorder.recording(file.parent) if save.recorder is not None else nullcontext()
         with save.failures.deferred(path), recording:
             if not is_rank_file(name) and (names := save.names_left_out):  # an expert's, whose keys are parameters
-                left_out = {key: found for key in state_dict if (found := experts.get(plain(key))) in names}
+                left_out = {key: found for key in state_dict if (found := names_of_experts.get(plain(key))) in names}
                 save.removed.update(left_out.values())
                 state_dict = {key: value for key, value in state_dict.items() if key not in left_out}
             write(state_dict, str(file), *args, **kwargs)
@@ -112,21 +103,11 @@ def _finish(save: Save, file: Path) -> None:
     save.written[save.place.final(file).name] = describe_file(file)
 
 
-def writes_before_it_returns(engine: Any) -> bool:
-    """Whether DeepSpeed has written all files when its save returns; asynchronous checkpoint engines have not."""
-    writer: Any = getattr(engine, "checkpoint_engine", None)
-    if hasattr(writer, "is_decoupled"):  # since DeepSpeed 0.17.1; Nebula, which is asynchronous, does not override it
-        return not writer.is_decoupled() and not hasattr(writer, "enable_nebula_load")
-    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-
-    return isinstance(writer, TorchCheckpointEngine)
-
-
 def warn_of_late_writes(save: Save) -> None:
     """Say once what can happen to a save whose files DeepSpeed writes later."""
     save.served.log_once(
         "an engine that writes later",
-        f"DeepSpeed's {type(save.engine.checkpoint_engine).__name__} writes after a save has returned. A save to"
+        f"DeepSpeed's {type(checkpoint_engine(save.engine)).__name__} writes after a save has returned. A save to"
         f" {save.place.folder} that is killed or fails leaves an incomplete checkpoint. Use DeepSpeed's default"
         " checkpoint engine to prevent that.",
     )

@@ -1,4 +1,4 @@
-"""Cures of DeepSpeed's faults, in the order of our patch series; limits of running engines follow."""
+"""Cures of DeepSpeed's faults, and what to say of its limits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from ..common.errors import CheckpointError
-from ..common.overrides import Attributes
+from ..common.overrides import Attributes, overridden
+from ..internals import (
+    ENGINE,
+    checkpoint_engine,
+    config_of,
+    has_plain_optimizer,
+    inner_optimizer,
+    optimizer_ranks,
+    uses,
+    with_load_of_partitions,
+)
 from ..parameters import Contents, plain
 
 USE_WEIGHTS_ONLY = (
@@ -19,15 +29,7 @@ USE_WEIGHTS_ONLY = (
 )
 
 
-def has_plain_optimizer(engine: Any) -> bool:
-    """True if the engine has an optimizer that is not one of ZeRO's, with partitions of its own on disk.
-
-    Stage 1 does not always have one of ZeRO's: see `forgets_optimizer`.
-    """
-    load = getattr(engine.optimizer, "load_state_dict", None)  # DeepSpeedZeRoOffload has none
-    return load is not None and "state_dict_list" not in inspect.signature(load).parameters
-
-
+@uses(ENGINE.module, "get_fp32_state_dict_from_zero_checkpoint?")
 def weights_of_the_tag(tag: Callable[[], Any]) -> Attributes:
     """Merges the partitions of the tag that `tag` returns."""
     from deepspeed.runtime import engine
@@ -44,56 +46,41 @@ def weights_of_the_tag(tag: Callable[[], Any]) -> Attributes:
     return [(engine, name, merge_tag)]
 
 
-def load_for_inference(engine: Any) -> Attributes:
-    """Gives `DeepSpeedZeRoOffload` the methods that a load calls; it has no master weights to restore."""
+@uses("DeepSpeed's optimizer", "_restore_from_bit16_weights?", "refresh_fp32_params?", "partition_all_parameters?")
+@uses("DeepSpeed's optimizer", "_clear_fp32_optimizer_param_groups?")
+@uses("the engine", "_optimizer_has_ckpt_event_prologue?", "data_parallel_group?")
+def load_optimizer(engine: Any, state: Callable[[], Mapping[str, Any]]) -> Attributes:
+    """Lets a load restore the optimizer as far as there is one, and master weights if there are any.
+
+    Args:
+        engine: that loads.
+        state: returns the checkpoint's own state once it is read.
+    """
     optimizer = engine.optimizer
+    if hasattr(optimizer, "_clear_fp32_optimizer_param_groups"):  # a load fails if Adagrad has filled them
+        optimizer._clear_fp32_optimizer_param_groups()
     if optimizer is None or hasattr(optimizer, "_restore_from_bit16_weights"):
         return []
     restore = getattr(optimizer, "refresh_fp32_params", lambda: None)
     attributes: Attributes = [(optimizer, "_restore_from_bit16_weights", restore)]
-    if engine.zero_optimization_partition_weights() and not hasattr(engine, "_optimizer_has_ckpt_event_prologue"):
-        attributes += [  # where `has_no_gathering_load`
+    forgets = forgets_optimizer(engine)
+    # `DeepSpeedZeRoOffload` lacks what a load calls where `load_module_state_dict` cannot gather, see `load.fitting`.
+    is_lacking = engine.zero_optimization_partition_weights() and not hasattr(
+        engine, "_optimizer_has_ckpt_event_prologue"
+    )
+    if is_lacking:
+        attributes += [
             (optimizer, "checkpoint_event_prologue", optimizer.partition_all_parameters),
             (optimizer, "checkpoint_event_epilogue", lambda: None),
             (optimizer, "dp_process_group", engine.data_parallel_group),
-            (engine, "_load_zero_checkpoint", lambda *args, **kwargs: True),
         ]
-    return attributes
 
+    def load(load_dir: str, tag: str, load_optimizer_states: bool = True) -> bool:
+        if forgets:
+            optimizer.load_state_dict(state()["optimizer"], load_optimizer_states=load_optimizer_states)
+        return True
 
-def has_no_gathering_load(load_module_state_dict: inspect.Signature) -> bool:
-    """True if `load_module_state_dict` cannot gather ZeRO-3's parameters."""
-    return "fetch_z3_params" not in load_module_state_dict.parameters
-
-
-@contextmanager
-def gathered_for_load(engine: Any) -> Iterator[None]:
-    """For `has_no_gathering_load`: all parameters are whole while this lasts, and rank 0's values count."""
-    from deepspeed import zero
-
-    with zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
-        yield
-
-
-def remember_module(receive: Callable[[Mapping[str, Any]], None]) -> Attributes:
-    """Gives `receive` the module's state as it is on disk, before DeepSpeed replaces it by whole fp32 parameters."""
-    from deepspeed.runtime.state_dict_factory import SDLoaderFactory
-
-    make_loader = SDLoaderFactory.get_sd_loader
-
-    def loader(*args: Any, **kwargs: Any) -> Any:
-        sd_loader = make_loader(*args, **kwargs)
-        read = sd_loader.load
-
-        def remember(*args: Any, **kwargs: Any) -> Any:
-            path, state, *rest = read(*args, **kwargs)
-            receive(state["module"] if isinstance(state, Mapping) else {})
-            return path, state, *rest
-
-        sd_loader.load = remember
-        return sd_loader
-
-    return [(SDLoaderFactory, "get_sd_loader", staticmethod(loader))]
+    return attributes + (with_load_of_partitions(engine, load) if forgets or is_lacking else [])
 
 
 def with_own_buffers(checkpoint: Mapping[str, Any], saved: Mapping[str, Any], module: Any) -> Mapping[str, Any]:
@@ -107,7 +94,7 @@ def with_own_buffers(checkpoint: Mapping[str, Any], saved: Mapping[str, Any], mo
 
 def read_tensor_subclasses(engine: Any) -> Attributes:
     """Reads to the CPU by name: DeepSpeed passes a function that does so, which torch refuses for such files."""
-    reader = getattr(engine, "checkpoint_engine", None)  # DeepSpeed may create it later
+    reader = checkpoint_engine(engine)
     if reader is None:
         return []
     read = reader.load
@@ -123,13 +110,7 @@ def read_tensor_subclasses(engine: Any) -> Attributes:
     return [(reader, "load", load)]
 
 
-def forget_second_copies(engine: Any) -> None:
-    """Remove hpZ's copies within a node; without one, DeepSpeed makes a new one."""
-    for parameter in engine.module.parameters():
-        if getattr(parameter, "ds_secondary_tensor", None) is not None:
-            parameter.ds_secondary_tensor = None
-
-
+@uses("the engine", "_load_universal_frozen_state?")
 def loads_no_frozen_state(engine: Any) -> bool:
     """True if a load with `load_universal` loads neither buffers nor frozen parameters."""
     return not hasattr(engine, "_load_universal_frozen_state")
@@ -141,6 +122,8 @@ FORGETS_OPTIMIZER_ON_NVME = (
 )
 
 
+@uses("the engine", "zero_nvme_offload_optimizer?")
+@uses("DeepSpeed's optimizer", "optimizer_swapper?")
 def keeps_optimizer_on_nvme(engine: Any) -> bool:
     """True if the engine keeps its optimizer's state on NVMe, in ZeRO-3."""
     asks = getattr(engine, "zero_nvme_offload_optimizer", None)  # since DeepSpeed 0.13
@@ -169,41 +152,24 @@ def forgets_optimizer(engine: Any) -> bool:
     return has_plain_optimizer(engine) and bool(engine.bfloat16_enabled())
 
 
-def load_plain_optimizer(engine: Any, state: Callable[[], Mapping[str, Any]]) -> Attributes:
-    """For `forgets_optimizer`: replaces ZeRO's load. `state` returns the checkpoint's own state once it is read."""
-    if not forgets_optimizer(engine):
-        return []
+def check_optimizer(engine: Any) -> None:
+    """Check that a checkpoint of the engine's optimizer could be written, and resumed.
 
-    def load(load_dir: str, tag: str, load_optimizer_states: bool = True) -> bool:
-        engine.optimizer.load_state_dict(state()["optimizer"], load_optimizer_states=load_optimizer_states)
-        return True
-
-    return [(engine, "_load_zero_checkpoint", load)]
-
-
-def check_step_counts(engine: Any) -> None:
-    """Check that the optimizer has a "step" in each group, as FusedAdam does, if `elastic_checkpoint` needs it.
-
-    Raises:
-        CheckpointError: the checkpoint could not be resumed.
-    """
-    if not engine.zero_elastic_checkpoint() or engine.zero_optimization_stage() not in (1, 2):
-        return
-    optimizer = getattr(engine.optimizer, "optimizer", None)
-    if engine.global_steps and any("step" not in group for group in getattr(optimizer, "param_groups", [])):
-        raise CheckpointError(
-            f"DeepSpeed cannot resume {type(optimizer).__name__} with zero_optimization.elastic_checkpoint, only"
-            " optimizers that count the steps of each group, as its FusedAdam does. Set elastic_checkpoint to false."
-        )
-
-
-def check_nvme(engine: Any) -> None:
-    """Check that ranks do not write an optimizer on NVMe into one folder, where all but one fail.
+    With `elastic_checkpoint`, that needs a "step" in each group, as FusedAdam has it. And on NVMe, ranks must not write
+    into one folder, where all but one fail.
 
     Raises:
         CheckpointError: on every rank, since otherwise one would raise and the others wait for it.
     """
-    if engine.dp_world_size == 1 or not keeps_optimizer_on_nvme(engine):
+    if engine.zero_elastic_checkpoint() and engine.zero_optimization_stage() in (1, 2):
+        optimizer = None if has_plain_optimizer(engine) else inner_optimizer(engine)
+        if engine.global_steps and any("step" not in group for group in getattr(optimizer, "param_groups", [])):
+            raise CheckpointError(
+                f"DeepSpeed cannot resume {type(optimizer).__name__} with zero_optimization.elastic_checkpoint, only"
+                " optimizers that count the steps of each group, as its FusedAdam does. Set elastic_checkpoint to"
+                " false."
+            )
+    if not keeps_optimizer_on_nvme(engine) or optimizer_ranks(engine) == 1:
         return
     if '"offloaded_tensors", rank_dir)' not in _engine_source():
         raise CheckpointError(
@@ -212,19 +178,16 @@ def check_nvme(engine: Any) -> None:
         )
 
 
-def config_by_content(engine: Any) -> Attributes:
-    """The configuration as DeepSpeed has read it, if the program has passed the path of a file."""
-    return [] if isinstance(engine.config, Mapping) else [(engine, "config", engine._config._param_dict)]
-
-
-# Limits: what DeepSpeed cannot do for a running engine
-
-
 @contextmanager
-def explaining_nvme_errors() -> Iterator[None]:
-    """DeepSpeed below 0.13 raises NotImplementedError or AssertionError for what is on NVMe; say what works."""
+def saving(engine: Any) -> Iterator[None]:
+    """While this lasts, the engine can be saved, or says what it cannot save.
+
+    DeepSpeed saves the configuration as it has read it, and not the path of a file that the program has passed. Below
+    0.13 it raises NotImplementedError or AssertionError for what is on NVMe.
+    """
     try:
-        yield
+        with overridden([] if isinstance(engine.config, Mapping) else [(engine, "config", config_of(engine))]):
+            yield
     except (NotImplementedError, AssertionError) as error:
         if "NVMe" not in str(error):
             raise

@@ -14,9 +14,10 @@ from typing import Any
 from ...base import replacing
 from ...checkpoint.names import WEIGHTS_FILE
 from ...common.errors import CheckpointMismatchError, named
-from ...engine.gathering import gathered, put
 from ...engine.owner import is_first, warn
+from ...internals import forget_second_copies, gathered, refresh_masters
 from ...load.base_check import check_base
+from ...load.fitting import put
 from ...load.quantized import check_parts, is_part, without_own_values
 from ...load.running import Load
 from ...load.trust import refuse_unsafe
@@ -29,7 +30,6 @@ from ...save.agreement import explaining_errors
 from ...save.leaving_out import describe
 from ...save.publishing import publish
 from ...save.running import Save
-from ...workarounds.for_deepspeed import forget_second_copies
 
 
 def place_of(path: Path) -> Path:
@@ -227,8 +227,7 @@ def load(load: Load, strategy: Any, file: Path, checkpoint: dict[str, Any]) -> d
     forget_second_copies(engine)
     if module.trainer.state.fn != "fit":
         return checkpoint
-    if hasattr(engine.optimizer, "refresh_fp32_params"):
-        engine.optimizer.refresh_fp32_params()
+    if refresh_masters(engine):
         _put_masters(module, weights)
     checkpoint.pop("loops", None)
     text = f"Training starts from the weights in {file}: the optimizer, the schedulers and the step count start anew."
