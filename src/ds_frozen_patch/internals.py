@@ -248,7 +248,7 @@ def is_in_memory(partition: Any) -> bool:
     return bool(partition.status.name == "AVAILABLE") and not hasattr(partition, "ds_quant_scale")
 
 
-@uses("partitioned parameters", "ds_process_group", "comm?")
+@uses("partitioned parameters", "ds_process_group", "ds_tensor", "comm?")
 @uses("partitions", "ds_numel")
 def range_of_partition(parameter: Any) -> tuple[int, int]:
     """Which elements of a partitioned parameter this rank has; none where another rank has the first copy (MiCS)."""

@@ -47,6 +47,7 @@ def weights_of_the_tag(tag: Callable[[], Any]) -> Attributes:
 
 
 @uses("DeepSpeed's optimizer", "_restore_from_bit16_weights?", "refresh_fp32_params?", "partition_all_parameters?")
+@uses("DeepSpeed's optimizer", "checkpoint_event_prologue?", "checkpoint_event_epilogue?", "dp_process_group?")
 @uses("DeepSpeed's optimizer", "_clear_fp32_optimizer_param_groups?")
 @uses("the engine", "_optimizer_has_ckpt_event_prologue?", "data_parallel_group?")
 def load_optimizer(engine: Any, state: Callable[[], Mapping[str, Any]]) -> Attributes:
