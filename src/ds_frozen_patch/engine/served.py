@@ -26,7 +26,7 @@ class ServedEngine:
         loss_factor: what each loss is multiplied by, see `engine.loss`.
         scales_loss: whether the engine multiplies its losses.
         publishes: whether this rank has published the last checkpoint on its disk.
-        recorder: of saves that training does not wait for (`save.recording.Recorder`), once there was one.
+        recorder: of saves that training does not wait for (`save.writer.Recorder`), once there was one.
         logged: the messages already logged once.
         undo: what `unpatch()` calls with the engine, to take off what was put on it.
     """

@@ -24,8 +24,8 @@ from . import agreement
 from .asker import asker
 from .failures import failure
 from .publishing import publish
-from .recording import Recorder
 from .running import Save
+from .writer import Recorder
 from .writing import write_recorded
 
 _POLL_SECONDS = (0.01, 0.5)

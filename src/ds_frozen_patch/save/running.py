@@ -17,7 +17,7 @@ from ..parameters import Contents, ModuleTensor
 from ..publish.publication import Publication
 from ..settings import current as settings
 from .failures import Failures
-from .recording import Recorder
+from .writer import Recorder
 
 current: ContextVar[Save | None] = ContextVar("ds_frozen_patch_save", default=None)
 """The save that is running, for what DeepSpeed calls back."""

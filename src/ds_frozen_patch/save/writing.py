@@ -6,7 +6,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,13 +16,14 @@ from typing import Any
 from ..checkpoint.names import is_rank_file
 from ..checkpoint.zero.labels import add_label
 from ..common.overrides import Attributes, overridden
-from ..core.record import describe_file
+from ..core.record import File, describe_file
 from ..engine.experts import names_in_files
 from ..engine.target import ENGINE
 from ..parameters import plain
 from ..publish.durable import sync_file
 from ..publish.journal import hidden
 from .running import Save
+from .writer import in_place_of_torch, opened
 
 
 def writing(save: Save) -> AbstractContextManager[None]:
@@ -83,8 +84,7 @@ def write_recorded(save: Save) -> None:
     """Write what the recorder of a save has; an error is recorded."""
     assert save.recorder is not None
     with save.failures.deferred(save.place.shown):
-        for path in save.recorder.write():
-            _finish(save, path)
+        save.recorder.write(save.place.sync, partial(_note, save))
 
 
 def _writing_states(save: Save, experts: Mapping[str, str], write: Callable[..., Any]) -> Callable[..., None]:
@@ -93,8 +93,9 @@ def _writing_states(save: Save, experts: Mapping[str, str], write: Callable[...,
     def write_states(state_dict: dict[str, Any], path: str, *args: Any, **kwargs: Any) -> None:
         name = Path(path).name
         file = save.place.path(name) if Path(path).parent == save.place.target else Path(path)
-        recording = save.recorder.recording(file.parent) if save.recorder is not None else nullcontext()
-        with save.failures.deferred(path), recording:
+        at_once = partial(opened, sync=save.place.sync, note=partial(_note, save))
+        open_file = at_once if save.recorder is None else save.recorder.opened
+        with save.failures.deferred(path), in_place_of_torch(file.parent, open_file):
             if is_rank_file(name):
                 state_dict = add_label(state_dict, save.place.id, name, has_record=save.record is not None)
             elif names := save.names_left_out:  # an expert's file, whose keys are parameters
@@ -102,17 +103,17 @@ def _writing_states(save: Save, experts: Mapping[str, str], write: Callable[...,
                 save.removed.update(left_out.values())
                 state_dict = {key: value for key, value in state_dict.items() if key not in left_out}
             write(state_dict, str(file), *args, **kwargs)
-            if file.is_file():  # else it is only recorded
-                _finish(save, file)
+            if save.place.final(file).name not in save.written and file.is_file():  # torch, or another, has written it
+                if save.place.sync:
+                    sync_file(file)
+                _note(save, file, describe_file(file))
 
     return write_states
 
 
-def _finish(save: Save, file: Path) -> None:
-    """Sync a file that this rank has written, and note what it is."""
-    if save.place.sync:
-        sync_file(file)
-    save.written[save.place.final(file).name] = describe_file(file)
+def _note(save: Save, file: Path, description: File) -> None:
+    """Note what a file is that this rank has written."""
+    save.written[save.place.final(file).name] = description
 
 
 def writes_before_it_returns(engine: Any) -> bool:
