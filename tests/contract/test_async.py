@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -27,7 +26,7 @@ from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.engine.served import attached
 from ds_frozen_patch.publish import in_flight, publication
 from ds_frozen_patch.publish.journal import is_unfinished
-from ds_frozen_patch.save.recording import Recorder
+from ds_frozen_patch.save.writer import Recorder
 
 pytestmark = [pytest.mark.promise(20), pytest.mark.everyday]
 by_each = pytest.mark.parametrize("by", OWNERS)
@@ -164,10 +163,10 @@ def test_a_failure_is_raised_on_every_rank(ranks: Any, tmp_path: Path, by: str, 
 def dead_while_others_write(out: str) -> Any:
     """Rank 1 dies when it should write, and rank 0 waits for that, with no collective that would notice."""
 
-    def write(recorder: Recorder) -> Iterator[Path]:
+    def write(*args: Any) -> None:
         if torch.distributed.get_rank() == 1:
             os._exit(9)
-        yield from WRITE(recorder)
+        WRITE(*args)
 
     short = [(agreeing, "LOST_SECONDS", 1.5), (agreeing, "BEAT_SECONDS", 0.2)]
     with owners.served(async_save=True), overridden([(Recorder, "write", write), *short]):
@@ -269,11 +268,11 @@ def kept_by_lightning(out: str, options: dict[str, Any], async_save: bool, fails
 
         writes = []
 
-        def fail_second(recorder: Recorder) -> Iterator[Path]:
-            writes.append(recorder)
+        def fail_second(*args: Any) -> None:
+            writes.append(args)
             if len(writes) > 1:
                 raise OSError(errno.ENOSPC, "No space left on device")
-            yield from WRITE(recorder)
+            WRITE(*args)
 
         with overridden([(Recorder, "write", fail_second)]):
             return runs.refusal(trainer.fit, runs.LoraRun(), runs.batches(2))

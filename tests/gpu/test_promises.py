@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 import ds_frozen_patch
+from ds_frozen_patch.record import describe_file
+from ds_frozen_patch.save.writer import Recorder, in_place_of_torch, opened
 
 OFFLOAD: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
 PARTITIONED: dict[str, Any] = {"stage3_param_persistence_threshold": 0}  # parameters as small as these too
@@ -306,6 +309,29 @@ def test_saves_after_a_fit(ranks: Any, tmp_path: Path, place: Place, stage: int)
     weights, exported = content["state_dict"], load_file(tmp_path / "small.ckpt" / "trainable.safetensors")
     assert {name: runs.digest(value) for name, value in weights.items()} == trained
     assert {name: runs.digest(value.to(weights[name].dtype)) for name, value in exported.items()} == trained
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_later", [False, True])
+def test_files_have_the_bytes_of_torch(tmp_path: Path, is_later: bool) -> None:
+    """Storages of more and of less than a piece are copied from the GPU, beside those of the CPU."""
+    skip_without(PLACES[0])
+    device = "cuda" if ON == "gpu" else "cpu"
+    sizes = (0, 1, 2**22 - 1, 2**22, 3 * 2**22 + 5)
+    state: Any = [torch.arange(size, dtype=torch.uint8, device=device) for size in sizes]
+    state += [state[-1][100:200], torch.arange(2**21)]
+    ours, theirs = tmp_path / "ours" / "x.pt", tmp_path / "x.pt"
+    ours.parent.mkdir()
+    torch.save(state, theirs)
+    noted: dict[Path, Any] = {}
+    recorder = Recorder()
+    open_at_once = partial(opened, sync=True, note=noted.__setitem__)
+    with in_place_of_torch(ours.parent, recorder.opened if is_later else open_at_once):
+        torch.save(state, ours)
+    state[-1].zero_()  # the copies have been made
+    recorder.write(True, noted.__setitem__)
+    assert noted == {ours: describe_file(ours)}
+    assert ours.read_bytes() == theirs.read_bytes()
 
 
 def be_deterministic() -> None:

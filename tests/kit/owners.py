@@ -27,7 +27,7 @@ from transformers import LlamaForCausalLM, TrainingArguments
 
 import ds_frozen_patch
 from ds_frozen_patch.common.overrides import overridden
-from ds_frozen_patch.save.recording import Recorder
+from ds_frozen_patch.save.writer import Recorder
 from ds_frozen_patch.testing import adapt_deepspeed
 from kit import runs
 
@@ -284,12 +284,12 @@ WRITE = Recorder.write
 def writing(seconds: float = 0, fails: bool = False, rank: int | None = None) -> AbstractContextManager[None]:
     """While this lasts, a rank's files, or all, take so many seconds to be written, or cannot be."""
 
-    def write(recorder: Recorder) -> Iterator[Path]:
+    def write(*args: Any) -> None:
         if rank is None or rank == torch.distributed.get_rank():
             time.sleep(seconds)
             if fails:
                 raise OSError(errno.ENOSPC, "No space left on device")
-        yield from WRITE(recorder)
+        WRITE(*args)
 
     return overridden([(Recorder, "write", write)])
 
@@ -297,9 +297,9 @@ def writing(seconds: float = 0, fails: bool = False, rank: int | None = None) ->
 def writing_when(told: threading.Event) -> AbstractContextManager[None]:
     """While this lasts, files are written once that is set; those of rank 1 after those of rank 0."""
 
-    def write(recorder: Recorder) -> Iterator[Path]:
+    def write(*args: Any) -> None:
         told.wait(60)
         time.sleep(0.5 * torch.distributed.get_rank())
-        yield from WRITE(recorder)
+        WRITE(*args)
 
     return overridden([(Recorder, "write", write)])

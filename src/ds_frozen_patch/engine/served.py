@@ -26,7 +26,7 @@ class ServedEngine:
         loss_factor: what each loss is multiplied by, see `engine.batch.scale_loss`.
         scales_loss: whether the engine multiplies its losses.
         publishes: whether this rank has published the last checkpoint on its disk.
-        recorder: of saves that training does not wait for (`save.recording.Recorder`), once there was one.
+        recorder: of saves that training does not wait for (`save.writer.Recorder`), once there was one.
         load: that a strategy has begun (`load.running.Load`), while the engine loads for it.
         single_file: that `Trainer.save_checkpoint` has begun, while the strategy saves for it.
         logged: the messages already logged once.

@@ -17,8 +17,8 @@ from ..ranks import Store, default_store, digest, world_size
 from ..record import File, listing
 from . import export_trained
 from .asker import asker
-from .recording import Recorder
 from .running import Save
+from .writer import Recorder
 from .writing import write_recorded
 
 _FOUR = struct.Struct("<4q")

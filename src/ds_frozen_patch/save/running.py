@@ -16,7 +16,7 @@ from ..publish.publication import Publication
 from ..record import File, Record
 from ..settings import current as settings
 from .agreement import SaveRanks
-from .recording import Recorder
+from .writer import Recorder
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,8 +16,9 @@ from ..internals import checkpoint_engine, experts, with_script_copier, without_
 from ..parameters import plain
 from ..publish.durable import sync_file
 from ..publish.journal import hidden
-from ..record import describe_file
+from ..record import File, describe_file
 from .running import Save
+from .writer import in_place_of_torch, opened
 
 if TYPE_CHECKING:
     import torch
@@ -73,8 +74,7 @@ def write_recorded(save: Save) -> None:
     """Write what the recorder of a save has; an error is recorded."""
     assert save.recorder is not None
     with save.failures.deferred(save.place.shown):
-        for path in save.recorder.write():
-            _finish(save, path)
+        save.recorder.write(save.place.sync, partial(_note, save))
 
 
 def _writing_states(save: Save, names_of_experts: Mapping[str, str], write: Callable[..., Any]) -> Callable[..., None]:
@@ -83,24 +83,25 @@ def _writing_states(save: Save, names_of_experts: Mapping[str, str], write: Call
     def write_states(state_dict: dict[str, Any], path: str, *args: Any, **kwargs: Any) -> None:
         name = Path(path).name
         file = save.place.path(name) if Path(path).parent == save.place.target else Path(path)
-        recording = save.recorder.recording(file.parent) if save.recorder is not None else nullcontext()
-        with save.failures.deferred(path), recording:
+        at_once = partial(opened, sync=save.place.sync, note=partial(_note, save))
+        open_file = at_once if save.recorder is None else save.recorder.opened
+        with save.failures.deferred(path), in_place_of_torch(file.parent, open_file):
             if not is_rank_file(name) and (names := save.names_left_out):  # an expert's, whose keys are parameters
                 left_out = {key: found for key in state_dict if (found := names_of_experts.get(plain(key))) in names}
                 save.removed.update(left_out.values())
                 state_dict = {key: value for key, value in state_dict.items() if key not in left_out}
             write(state_dict, str(file), *args, **kwargs)
-            if file.is_file():  # else it is only recorded
-                _finish(save, file)
+            if save.place.final(file).name not in save.written and file.is_file():  # torch, or another, has written it
+                if save.place.sync:
+                    sync_file(file)
+                _note(save, file, describe_file(file))
 
     return write_states
 
 
-def _finish(save: Save, file: Path) -> None:
-    """Sync a file that this rank has written, and note what it is."""
-    if save.place.sync:
-        sync_file(file)
-    save.written[save.place.final(file).name] = describe_file(file)
+def _note(save: Save, file: Path, description: File) -> None:
+    """Note what a file is that this rank has written."""
+    save.written[save.place.final(file).name] = description
 
 
 def warn_of_late_writes(save: Save) -> None:
