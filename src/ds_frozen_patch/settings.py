@@ -197,11 +197,6 @@ def full_checkpoint() -> Iterator[None]:
         process.state.full_requests -= 1
 
 
-def full_is_requested() -> bool:
-    """Whether this is within `full_checkpoint()`."""
-    return process.state.full_requests > 0
-
-
 def variable(setting: str) -> str:
     """The environment variable that counts if `patch()` is called without this argument."""
     return f"DS_FROZEN_PATCH_{setting.upper()}"

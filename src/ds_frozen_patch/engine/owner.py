@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..settings import full_is_requested
+from .. import process
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Owner:
         Args:
             requested: `exclude_frozen_parameters` of `engine.save_checkpoint`; None if it was not given.
         """
-        if full_is_requested():
+        if process.state.full_requests:
             return False
         return self.leaves_out() if requested is None else requested
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import process
 from ..ranks import rank
-from ..settings import FLAG, full_is_requested
+from ..settings import FLAG
 from .owner import Owner, warn
 from .topology import Topology, has_all_ranks, topology_of
 
@@ -98,7 +98,7 @@ def attached_at_save(engine: Any, arguments: Mapping[str, Any]) -> ServedEngine 
     Without a word are full checkpoints that were asked for, and those of engines with nothing frozen.
     """
     state = process.state
-    is_known = engine in state.engines or engine in state.warned or FLAG in arguments or full_is_requested()
+    is_known = engine in state.engines or engine in state.warned or FLAG in arguments or state.full_requests > 0
     if not is_known and not all(parameter.requires_grad for parameter in engine.module.parameters()):
         state.warned.add(engine)
         if rank() == 0:

@@ -225,6 +225,8 @@ def _refuse_half_imported(current: Patch) -> None:
 def unpatch() -> None:
     """Restore everything that was wrapped. Without `patch()` before, it does nothing.
 
+    Engines are forgotten too: after another `patch()`, those that the program has created itself need `serve(engine)`.
+
     Raises:
         CheckpointError: on every rank, if a save was still in flight, and has failed.
     """

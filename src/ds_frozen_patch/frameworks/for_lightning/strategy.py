@@ -236,7 +236,8 @@ def load_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
         checkpoint = _load(wrapped, strategy, inspect.signature(wrapped).bind(*args, **kwargs))
     if not isinstance(checkpoint, dict) or not hasattr(strategy, "lightning_module"):
         return checkpoint  # Fabric's
-    trainer, owner = strategy.lightning_module.trainer, owner_of(strategy)
+    trainer, served = strategy.lightning_module.trainer, attached(strategy.model)
+    owner = served.owner if served is not None else owner_of(strategy)
     if runs_nothing():
         folders = [str(path) for item in trainer.checkpoint_callbacks if (path := getattr(item, "dirpath", ""))]
         if ignored := forget_paths_outside(checkpoint, folders):
