@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..base import Base
 from ..checkpoint.zero.layout import finished, latest_tag
 from ..common.collectives import default_store, digest, gather, gather_numbers, world_size
 from ..common.errors import CheckpointError, CheckpointMismatchError
@@ -110,7 +109,7 @@ def agree(load: Load, what: str, problem: Exception | None = None) -> bool:
     request = f"{what}, verify_base={now.verify_base!r}, elastic={now.elastic!r}, {now.restart_optimizer=}"
     save = digest(load.record.save) if load.record is not None else 0
     is_unverified = getattr(load.engine, "module", None) is None or now.verify_base == "off"
-    numbers = [problem is not None, digest(request), is_unverified or Base(load.engine).is_as_recorded(), save]
+    numbers = [problem is not None, digest(request), is_unverified or load.base.is_as_recorded(), save]
     everyone = gather_numbers(numbers, load.owner.device)
     load.base_is_known = all(rank_numbers[2] for rank_numbers in everyone)
     if any(rank_numbers[0] for rank_numbers in everyone):

@@ -9,10 +9,11 @@ from functools import cached_property
 from itertools import count
 from typing import Any
 
+from ..base import Base
 from ..checkpoint.zero.states import FileDigests
 from ..core.record import Record
 from ..engine.owner import Owner, warn
-from ..parameters import Contents, ModuleTensor
+from ..parameters import ModuleTensor
 
 current: ContextVar[Load | None] = ContextVar("ds_frozen_patch_load", default=None)
 """The load that is running, for what DeepSpeed calls back."""
@@ -75,6 +76,11 @@ class Load:
         return bool(configured or (self.engine is not None and self.engine.use_node_local_storage()))
 
     @cached_property
+    def base(self) -> Base:
+        """The base of the engine before the load."""
+        return Base(self.engine)
+
+    @cached_property
     def held(self) -> dict[str, ModuleTensor]:
         """What the engine's module holds before the load, by all names."""
-        return Contents(self.engine.module).by_name
+        return self.base.contents.by_name
