@@ -2,7 +2,6 @@
 
 A parameter's values, in order, are divided into blocks of 256 KiB. A block's sum is linear in its bits, so each rank
 computes a partial sum from its shard, and the ranks add these up. BLAKE2b then digests the sums of all blocks in order.
-
 A block's sum is the total of those of its 16 rows of 16 KiB. Each rank keeps the sums of the rows that it has read
 (`Content`), and later compares them with the values again: all rows, or one of 16.
 
@@ -84,7 +83,7 @@ class Content:
         layout: see `layout_of`; None if this rank has not read the tensor, or cannot.
         first: the index of the first row in the whole tensor.
         sums: of the rows, on the CPU.
-        some: a few of the values that this process has, if they are floating-point numbers.
+        sample: see `_sample`.
         fingerprint: of the whole tensor, once the ranks have computed it.
     """
 
@@ -92,7 +91,7 @@ class Content:
     layout: tuple[Any, ...] | None = None
     first: int = 0
     sums: torch.Tensor | None = None
-    some: torch.Tensor | None = None
+    sample: torch.Tensor | None = None
     fingerprint: str | None = None
 
     def differs_from(self, tensor: torch.Tensor, shard: Shard | None, number: int = 0) -> bool:
@@ -115,11 +114,12 @@ class Content:
         """Whether the tensor may differ by rounding only: by a few units in the last place of this largest value."""
         import torch
 
-        now = _some_values(tensor)
-        if self.some is None or now is None or not len(now):
-            return True
-        limit = 4 * torch.finfo(tensor.dtype).eps * max(largest, float(self.some.abs().max()))
-        return bool(((now - self.some).abs() <= limit).all())
+        now = _sample(tensor)
+        if self.sample is None or self.sample.dtype != now.dtype or self.sample.shape != now.shape:
+            return False
+        before = self.sample.double()
+        limit = 4 * torch.finfo(now.dtype).eps * max(largest, *before.abs().tolist())
+        return bool(((now.double() - before).abs() <= limit).all())
 
 
 def unread(tensor: torch.Tensor, shard: Shard | None = None) -> Content:
@@ -138,7 +138,7 @@ def read(tensor: torch.Tensor, shard: Shard | None = None) -> Content:
     content, layout = unread(tensor, shard), layout_of(tensor, shard)
     if layout is not None:
         first, sums = _sums_of_rows(tensor, shard, layout)
-        content = replace(content, layout=layout, first=first, sums=sums, some=_some_values(tensor))
+        content = replace(content, layout=layout, first=first, sums=sums, sample=_sample(tensor))
     return content
 
 
@@ -190,19 +190,15 @@ def of_stream(dtype: str, numel: int, chunks: Iterable[bytes | bytearray | memor
 
 
 def sketch(tensor: torch.Tensor) -> int:
-    """A digest of the first values that this process has, equal for copies of a tensor, of 63 bits.
-
-    It is 0 if these values are all the same, or cannot be read.
-    """
+    """A digest of some values, equal for copies of a tensor; 0 if these are all the same, or cannot be read."""
     import torch
 
     if layout_of(tensor) is None:
         return 0
-    values = _own_values(tensor)
-    first = values[:4096].view(torch.uint8).view(-1, values.element_size())
-    if bool((first == first[:1]).all()):
-        return 0
-    return digest((values.dtype, len(values), first.cpu().numpy().tobytes()))
+    sample = _sample(tensor)
+    values = sample.view(torch.uint8).view(-1, sample.element_size())
+    content = sample.dtype, getattr(tensor, "ds_tensor", tensor).numel(), values.tolist()
+    return 0 if bool((values == values[:1]).all()) else digest(content)
 
 
 def layout_of(tensor: Any, shard: Shard | None = None) -> tuple[Any, ...] | None:
@@ -235,20 +231,13 @@ def layout_of(tensor: Any, shard: Shard | None = None) -> tuple[Any, ...] | None
     return tensor.dtype, shape, begin, end
 
 
-def _own_values(tensor: Any) -> torch.Tensor:
-    """The values that this process has of a readable tensor, flattened; only some if it is not contiguous."""
+def _sample(tensor: Any) -> torch.Tensor:
+    """About 64 evenly spaced values of those that this process has of a readable tensor, on the CPU."""
     values: torch.Tensor = partition_of(tensor).detach()
     while not values.is_contiguous() and values.dim() > 1:
         values = values[0]
-    return values.contiguous().view(-1)
-
-
-def _some_values(tensor: torch.Tensor) -> torch.Tensor | None:
-    """About 64 evenly spaced values, in double precision."""
-    if not tensor.is_floating_point() or tensor.element_size() == 1:
-        return None
-    values = _own_values(tensor)
-    return values[:: max(len(values) // 64, 1)].cpu().double()
+    values = values.reshape(-1)
+    return values[:: max(len(values) // 64, 1)].cpu().contiguous()
 
 
 def _sums_of_rows(

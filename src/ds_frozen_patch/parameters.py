@@ -182,11 +182,6 @@ class Contents:
             names.setdefault(parameter, []).append(name)
         return {parameter: tuple(all_names) for parameter, all_names in names.items()}
 
-    @property
-    def frozen_names(self) -> dict[torch.nn.Parameter, tuple[str, ...]]:
-        """Each frozen parameter with all its names, in the module's order."""
-        return {parameter: names for parameter, names in self.names.items() if not parameter.requires_grad}
-
     @cached_property
     def state(self) -> dict[str, Any]:
         """The module's state dict, with the parameters themselves if the module supports that."""

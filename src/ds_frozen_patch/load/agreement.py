@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..base import Base
 from ..checkpoint.zero.layout import finished, latest_tag
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..engine.owner import warn
@@ -155,7 +154,7 @@ def agree(load: Load, what: str, look: Callable[[], None] | None = None, problem
     is_unverified = getattr(load.engine, "module", None) is None or settings().verify_base == "off"
 
     def numbers() -> list[int]:
-        return [digest(request), is_unverified or Base(load.engine).is_as_recorded(), save]
+        return [digest(request), is_unverified or load.base.is_as_recorded(), save]
 
     everyone = ranks.step("verify the files", numbers, 3)
     requests, base_known, saves = zip(*everyone, strict=True)

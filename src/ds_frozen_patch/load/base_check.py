@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..base import Base
 from ..common.errors import CheckpointMismatchError, named
 from ..engine.owner import warn
 from ..parameters import ModuleTensor
@@ -93,7 +92,7 @@ def _compare(pairs: Mapping[ModuleTensor, tuple[str, LeftOut]], load: Load) -> t
         load: the running load.
     """
     comparable = [entry for entry, (_, saved) in pairs.items() if saved.fingerprint and saved.dtype == entry.dtype]
-    prints = Base(load.engine).fingerprints_now(comparable, load.base_is_known and not load.starts_fresh)
+    prints = load.base.fingerprints_now(comparable, load.base_is_known and not load.starts_fresh)
     print_of = dict(zip(comparable, prints, strict=True))
     differ, unread = [], []
     for entry, (name, saved) in pairs.items():

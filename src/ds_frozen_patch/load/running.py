@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from ..base import Base
 from ..engine.owner import Owner, warn
-from ..parameters import Contents, ModuleTensor
+from ..parameters import ModuleTensor
 from ..record import Record
 
 
@@ -63,6 +64,11 @@ class Load:
         return bool(configured or (self.engine is not None and self.engine.use_node_local_storage()))
 
     @cached_property
+    def base(self) -> Base:
+        """The base of the engine before the load."""
+        return Base(self.engine)
+
+    @cached_property
     def held(self) -> dict[str, ModuleTensor]:
         """What the engine's module holds before the load, by all names."""
-        return Contents(self.engine.module).by_name
+        return self.base.contents.by_name

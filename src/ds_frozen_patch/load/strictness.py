@@ -87,7 +87,7 @@ def left_out_by_others(checkpoint: Mapping[str, Any], module: Any) -> frozenset[
     saved = {plain(name) for name in checkpoint["module"]}
     if KEY in checkpoint:
         return frozenset(name for entry in frozen(Contents(module)) for name in entry.names) - saved
-    names_of_frozen = Contents(module).frozen_names.values()
+    names_of_frozen = [names for parameter, names in Contents(module).names.items() if not parameter.requires_grad]
     if checkpoint.get("frozen_param_shapes") is not None:
         return frozenset()  # it is full, with or without frozen parameters; DeepSpeed says so from ZeRO-2 on
     if any(names[0] in saved for names in names_of_frozen):
@@ -116,7 +116,7 @@ def forgiving(module: Any, missing: frozenset[str], parts: Mapping[str, Any]) ->
     A quantized layer may save parts that it does not load, and may save its weight under another name.
     """
     contents = Contents(module)
-    frozen = contents.frozen_names.values()
+    frozen = [names for parameter, names in contents.names.items() if not parameter.requires_grad]
     missing = missing | {name for names in frozen for name in names if name not in contents.state}
 
     def forgive(_: Any, incompatible: Any) -> None:
