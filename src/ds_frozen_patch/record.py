@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from hashlib import sha256
@@ -27,7 +27,7 @@ from .checkpoint.names import RECORD, is_state_file
 from .common.errors import CheckpointError, named
 from .common.probing import version_of
 from .common.text import human_bytes, json_lines
-from .parameters import BUFFER, PARAMETER, PART, Contents, ModuleTensor, compiled_modules, is_name, plain
+from .parameters import BUFFER, PARAMETER, PART, is_name, plain
 from .ranks import digest
 
 if TYPE_CHECKING:
@@ -331,24 +331,7 @@ def digest_of(values: Mapping[str, Any]) -> str:
     return sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-# What a save says of its module
-
-
-def entries_of(left_out: Sequence[ModuleTensor], prints: Sequence[str | None]) -> tuple[LeftOut, ...]:
-    """What a checkpoint leaves out, given the fingerprint of each."""
-    return tuple(
-        LeftOut(entry.names, entry.shape, entry.dtype, print_, entry.kind, entry.group if entry.kind == PART else "")
-        for entry, print_ in zip(left_out, prints, strict=True)
-    )
-
-
-def about_module(contents: Contents) -> dict[str, Any]:
-    """The fields of a record that describe a module, and the packages that run it."""
-    return {
-        "versions": versions(),
-        "adapters": adapters_of(contents.module),
-        "compiled": compiled_modules(contents.raw_names),
-    }
+# What wrote a checkpoint
 
 
 def adapters_of(module: torch.nn.Module) -> dict[str, dict[str, str]]:

@@ -69,13 +69,14 @@ def leaves(value: Any) -> Iterator[Any]:
 class Damage:
     """A change to a checkpoint, and what the error must name.
 
-    It may have no effect.
+    It may have no effect, or `verify` may say no more than that the record is missing.
     """
 
     kind: str
     do: Callable[[Path], object]
     named: str
     may_mean_nothing: bool = False
+    is_unverified: bool = False
 
 
 class Runs:
@@ -102,7 +103,7 @@ def damages(made: Runs, chance: random.Random) -> Iterator[Damage]:
     for damage in of_files(made, chance):
         yield damage
         if not damage.kind.startswith(("a file of another", "files of two ranks")):
-            yield replace(damage, do=partial(without_record, damage.do))
+            yield replace(damage, do=partial(without_record, damage.do), is_unverified=True)
     record = Path("checkpoint") / RECORD
     yield from of_bytes(made.own, record, chance)
     for key, more in EDITS.items():
@@ -190,7 +191,7 @@ def without_record(do: Callable[[Path], object], path: Path) -> None:
 
 EDITS = {
     **dict.fromkeys(("step", "size", "zero_stage", "world_size", "total_bytes"), "1"),
-    **{"names": '["other"], "names": ', "shape": '[7], "other": ', "dtype": '"int8", "other": '},
+    **{"names": '["other"], "other": ', "shape": '[7], "other": ', "dtype": '"int8", "other": '},
     **{"fingerprint": 'null, "other": ', "save": '"ba9876543210", "other": ', "format": "1"},
 }
 """What is written before a value of the record, by its key."""
@@ -223,7 +224,7 @@ def test_damage_is_refused_by_name(
             continue
         found = verify(path).problems
         refused = all(kind in BY_NAME and damage.named in text for kind, text in said)
-        if not refused or not any(damage.named in problem for problem in found):
+        if not refused or not (any(damage.named in problem for problem in found) or (damage.is_unverified and found)):
             wrong.append((damage, [(kind, text[:500]) for kind, text in said], found))
     assert wrong == [], "\n".join(map(repr, wrong))
     for kind, count in Counter(damage.kind for damage in tried).items():

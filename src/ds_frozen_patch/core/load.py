@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from ..base import replacing
-from ..checkpoint.names import RECORD
 from ..common.overrides import Attributes, overridden
 from ..engine.owner import warn
 from ..engine.served import ServedEngine, attached
@@ -156,15 +155,8 @@ def _load_module_state_dict(original: Callable[..., Any], load: Load, *args: Any
 
 def _check_base(load: Load, checkpoint: Mapping[str, Any], strict: bool) -> frozenset[str]:
     """As `check_base`, of an engine; with a record, before there is a checkpoint."""
-    unverifiable = (
-        f"{load.source} has no {RECORD} beside its files, so it cannot be verified that they are the ones that were"
-        " saved, nor that the base is the one that it was trained on. Copy that file too."
-        if KEY in checkpoint and load.record is None
-        else "The checkpoint has neither frozen parameters nor a record of them, so it cannot be verified that the base"
-        " is the one that it was trained on."
-    )
-    module, record = load.engine.module, load.record
-    return check_base(checkpoint, record, module, load.held, load, strict=strict, unverifiable=unverifiable)
+    module = load.engine.module
+    return check_base(checkpoint, load.record, module, load.held, load, strict=strict, place=load.source)
 
 
 def _load_universal(

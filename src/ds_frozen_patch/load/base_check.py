@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..checkpoint.names import RECORD
 from ..common.errors import CheckpointMismatchError, named
 from ..engine.owner import warn
 from ..parameters import ModuleTensor
@@ -14,6 +15,10 @@ from .running import Load
 from .strictness import check_left_out, left_out_by_others
 
 _FLOATING = {"float64", "float32", "float16", "bfloat16"}
+_LOST = (
+    "{} has no {} beside its files, so it cannot be verified that they are the ones that were saved, nor that the base"
+    " is the one that it was trained on. Copy that file too."
+)
 
 
 def check_base(
@@ -24,7 +29,7 @@ def check_base(
     load: Load,
     *,
     strict: bool,
-    unverifiable: str,
+    place: object,
 ) -> frozenset[str]:
     """Check the base of a module; every rank must call it.
 
@@ -35,7 +40,7 @@ def check_base(
         held: its contents, by all names.
         load: the running load.
         strict: whether everything that was left out must be there.
-        unverifiable: a warning for a checkpoint without a record, of which frozen parameters are missing.
+        place: of the checkpoint, for messages.
 
     Returns:
         The names that may be missing from the state dict.
@@ -45,8 +50,10 @@ def check_base(
     """
     if record is None or record.kind == UNKNOWN:
         may_be_missing = left_out_by_others(checkpoint, module)
-        if may_be_missing or KEY in checkpoint:
-            warn(load.owner, unverifiable)
+        if record is None and KEY in checkpoint:
+            warn(load.owner, _LOST.format(place, RECORD))
+        elif may_be_missing:
+            warn(load.owner, f"{place} has no frozen parameters and no record of them: its base cannot be verified.")
         return may_be_missing
     if strict:
         check_left_out(record, held, load)

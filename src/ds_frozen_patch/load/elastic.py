@@ -22,7 +22,7 @@ from ..checkpoint.format.writing import write_archive
 from ..checkpoint.zero.groups import BASE_STATE
 from ..checkpoint.zero.resharding import Resharding, optimizer_name, target_for
 from ..checkpoint.zero.selection import Selection, fresh_storage
-from ..checkpoint.zero.states import FLAT_MASTERS, masters_key, read_states
+from ..checkpoint.zero.states import FLAT_MASTERS, check_contents, masters_key, read_states
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..common.overrides import Attributes, overridden
 from ..engine.owner import is_first
@@ -137,6 +137,8 @@ class _Answers:
 
         load, engine = self.load, self.load.engine
         states = read_states(load.source, listing.tag, trust=True)
+        if current().verify_files:  # they may have been replaced since they were verified
+            check_contents(states)
         scheduler = states.models[0].get("lr_scheduler")
         if selection is not None:
             states = selection.rename(states)

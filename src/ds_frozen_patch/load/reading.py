@@ -12,6 +12,7 @@ from ..common.overrides import Attributes
 from ..internals import checkpoint_engine, states_file
 from ..ranks import digest
 from ..record import UNKNOWN, carried
+from ..settings import current as settings
 from .agreement import LoadRanks
 from .running import Load
 
@@ -55,15 +56,17 @@ def check_model(load: Load, state: Mapping[str, Any]) -> None:
 
 
 def _note(load: Load, file: Path, state: Any) -> None:
-    """Note the save that a file of model states is of; raises CheckpointError if the record contradicts it."""
-    if not isinstance(state, Mapping) or "module" not in state:
-        return
-    here = carried(state, file)
-    load.read = digest(here.save)
-    if load.record is not None:
-        load.record.check_state(file, state)
-    elif here.kind != UNKNOWN:
-        load.record = here
+    """Note the save that a file of model states is of; raises CheckpointError if the record contradicts a file."""
+    record = load.record
+    if isinstance(state, Mapping) and "module" in state:
+        here = carried(state, file)
+        load.read = digest(here.save)
+        if record is not None:
+            record.check_state(file, state)
+        elif here.kind != UNKNOWN:
+            load.record = here
+    elif record is not None and file.name in record.files and settings().verify_files:
+        record.check_content(file)  # it has no id, and may have been replaced since it was verified
 
 
 def _agree(load: Load, problem: CheckpointError | None) -> None:

@@ -12,8 +12,8 @@ from ..common.text import human_bytes
 from ..engine.owner import Owner, is_first, warn
 from ..fingerprint import sketch
 from ..internals import copies_to_masters, optimized
-from ..parameters import PARAMETER
-from ..record import FULL, TRAINABLE_ONLY, Record, about_module, entries_of
+from ..parameters import PARAMETER, PART, compiled_modules
+from ..record import FULL, TRAINABLE_ONLY, LeftOut, Record, adapters_of, versions
 from .running import Save
 
 _CHANGED = (
@@ -55,16 +55,22 @@ def describe(save: Save) -> Record:
             f"{len(unread)} left-out parameters cannot be read, or were not read before training may have changed them"
             f" ({named(unread)}), so a load cannot verify them.",
         )
+    entries = (
+        LeftOut(entry.names, entry.shape, entry.dtype, print_, entry.kind, entry.group if entry.kind == PART else "")
+        for entry, print_ in zip(left_out, prints, strict=True)
+    )
     return Record(
         save=save.place.id,
         world_size=topology.ranks,
         zero_stage=topology.stage,
         step=int(save.engine.global_steps),
+        versions=versions(),
         kind=FULL if base is None else TRAINABLE_ONLY,
-        left_out=entries_of(left_out, prints),
+        left_out=tuple(entries),
         total_bytes=sum(entry.nbytes for entry in left_out),
+        adapters=adapters_of(save.engine.module),
+        compiled=compiled_modules(save.contents.raw_names),
         loss_factor=save.served.loss_factor,
-        **about_module(save.contents),
     )
 
 

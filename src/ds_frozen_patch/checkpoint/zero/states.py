@@ -173,10 +173,14 @@ def _is_mapping(value: Any, holds: Callable[[Any], object] = lambda _: True) -> 
 def check_same_save(states: States) -> None:
     """Raise CheckpointError if files are missing or are not from the same save."""
     check_shard_count(states.layout, states.models[0], states.zero_stage)
-    record = states.record
-    record.check_names(states.layout.model[0].parent, {file.name for file in states.layout.files})
+    states.record.check_names(states.layout.model[0].parent, {file.name for file in states.layout.files})
+    check_contents(states)
+
+
+def check_contents(states: States) -> None:
+    """Raise CheckpointError if a file is of another save than the record."""
     for file, contents in zip(states.layout.files, states.contents, strict=True):
-        record.check_file(file, contents.state)
+        states.record.check_file(file, contents.state)
 
 
 def check_shard_count(layout: Layout, model: Mapping[str, Any], stage: int) -> None:

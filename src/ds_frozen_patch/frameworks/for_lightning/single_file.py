@@ -241,10 +241,7 @@ def load(load: Load, strategy: Any, file: Path, checkpoint: dict[str, Any]) -> d
 def _check(load: Load, contents: Contents, weights: Mapping[str, Any], record: Record, file: Path) -> None:
     module, by_name = contents.module, contents.by_name
     strict = getattr(module, "strict_loading", True)  # Lightning 2.0 and 2.1 are always strict
-    unverifiable = f"{file} has no frozen parameters and no record of them: its base cannot be verified."
-    may_be_missing = check_base(
-        {"module": weights}, record, module, by_name, load, strict=strict, unverifiable=unverifiable
-    )
+    may_be_missing = check_base({"module": weights}, record, module, by_name, load, strict=strict, place=file)
     check_parts({name: value for name, value in weights.items() if is_part(by_name.get(name))}, by_name, load)
     now = contents.state.keys()
     problems = {"other shapes": [n for n, v in weights.items() if n in by_name and tuple(v.shape) != by_name[n].shape]}
