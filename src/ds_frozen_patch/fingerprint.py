@@ -197,7 +197,7 @@ def sketch(tensor: torch.Tensor) -> int:
         return 0
     sample = _sample(tensor)
     values = sample.view(torch.uint8).view(-1, sample.element_size())
-    content = sample.dtype, getattr(tensor, "ds_tensor", tensor).numel(), values.tolist()
+    content = sample.dtype, partition_of(tensor).numel(), values.tolist()
     return 0 if bool((values == values[:1]).all()) else digest(content)
 
 

@@ -111,7 +111,10 @@ def test_an_error_in_each_step(ranks: Any, tmp_path: Path, kind: str) -> None:
         assert [number for number in (0, 1) if f"Rank {number}: {tmp_path}" in text] == [odd], (step, text)
         outcome = "was saved, but an error has followed" if "is the new checkpoint" in text else "was not saved"
         assert "load" in kind or f" {outcome}. Rank" in text, (step, text)
-    assert not ds_frozen_patch.verify(tmp_path / ("epoch0" if "Accelerate" in kind else "")).problems
+    problems = ds_frozen_patch.verify(tmp_path / ("epoch0" if "Accelerate" in kind else "")).problems
+    assert not problems or (
+        kind == "a load without a record" and all("lacks ds_frozen_patch.json" in p for p in problems)
+    )
     assert not is_unfinished(tmp_path / "epoch0")
 
 

@@ -26,6 +26,11 @@ OF_OTHERS = {
         "_initializing",
         "_get_default_store",
         "_weight_conversions",
+        "_C",
+        "_get_storage_alignment",
+        "_open_zipfile_writer",
+        "_save",
+        "_serialization_tls",
     ),  # of Python, torch and transformers
     *("_check_values", "_copy", "_copy_from"),  # ours, of another object of the same class or module
 }

@@ -119,8 +119,9 @@ def begin(
     """
     in_flight.wait()
     save = Save(engine, served, place_of(engine, served, path, folder, shown, is_managed))
-    save.ranks = save.failures = SaveRanks(save.owner.device, shown, save.clean_up)
-    base = save.base = Base(engine, save.contents).compared(served) if exclude else None
+    save.ranks = SaveRanks(save.owner.device, shown, save.clean_up)
+    with save.ranks.deferred(shown):  # the other ranks wait in the agreement
+        save.base = Base(engine, save.contents).compared(served) if exclude else None
     if is_managed and is_first(save.owner):
         save.open()
     try:
@@ -130,7 +131,7 @@ def begin(
         raise
     if is_managed and save.opens_disk and save.is_on_own_disk():
         save.open()
-    if base is not None and (base.changed or not (base.is_known and base.is_agreed)):
+    if (base := save.base) is not None and (base.changed or not (base.is_known and base.is_agreed)):
         leaving_out.settle(save, base)
     return save
 

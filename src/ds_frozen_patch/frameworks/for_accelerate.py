@@ -71,7 +71,7 @@ def save_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, .
         call.arguments["output_dir"] = str(folder)
         settings.append((project, "automatic_checkpoint_naming", False))
     writers = [(sys.modules[TARGET.module], name) for name in _WRITERS]
-    changes = [(module, name, around.failures.deferring(getattr(module, name))) for module, name in writers]
+    changes = [(module, name, around.ranks.deferring(getattr(module, name))) for module, name in writers]
     with overridden([*changes, *settings]):
         saved = wrapped(*call.args, **call.kwargs)
     around.end(served)

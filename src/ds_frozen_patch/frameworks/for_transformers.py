@@ -112,11 +112,11 @@ def may_read(callback: Any) -> bool:
 
 def _replacements(trainer: Any, around: Around, later: list[Callable[[], Any]]) -> Attributes:
     """What records the errors of Trainer's writers, and puts off what must see a checkpoint that is whole."""
-    defer, write_state = around.failures.deferring, trainer.state.save_to_json
+    defer, write_state = around.ranks.deferring, trainer.state.save_to_json
 
     def save_to_json(path: str) -> None:
         """The last file; without it, the checkpoint is not taken for a whole one."""
-        if not around.failures.errors:
+        if not around.ranks.errors:
             defer(write_state)(path)
 
     def put_off(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

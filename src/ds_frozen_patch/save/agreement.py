@@ -89,11 +89,11 @@ class Around:
     """What a framework writes in one save beside the files of its engines: it stays there, and gets synced.
 
     Attributes:
-        ranks: lets the ranks agree; also as `failures`, where it only records errors.
+        ranks: lets the ranks agree, and records errors until the next step.
     """
 
     def __init__(self, owner: Owner, folder: Path) -> None:
-        self.ranks = self.failures = SaveRanks(owner.device, folder, lambda: ("It lacks these files now.", False))
+        self.ranks = SaveRanks(owner.device, folder, lambda: ("It lacks these files now.", False))
         self._folder = folder
         self._since = time.time() - _CLOCKS_DIFFER
 

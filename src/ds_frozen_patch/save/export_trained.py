@@ -28,7 +28,7 @@ def write(save: Save, export: str) -> None:
     """Export the trained weights on rank 0, once all ranks have written their files; errors are recorded."""
     if not is_first(save.owner):
         return
-    with save.failures.deferred(save.place.shown):
+    with save.ranks.deferred(save.place.shown):
         place = save.place
         with linked(place.written(), place.target.name) as root:
             try:
@@ -66,7 +66,7 @@ def _trained_adapter(checkpoint: Checkpoint) -> str:
 def _write(save: Save, plan: ExportPlan) -> None:
     place, name = save.place, _FILE if plan.adapter is None else _TENSORS
     file = place.export(name)
-    with save.failures.deferred(place.final(file)):
+    with save.ranks.deferred(place.final(file)):
         if plan.adapter is not None and file.parent.is_symlink():  # the checkpoint's own directory may be a link
             raise CheckpointError(f"{file.parent} is a link, and saves do not write through links. Remove it.")
         make_folder(file.parent, place.sync)

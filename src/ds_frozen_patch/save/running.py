@@ -37,7 +37,7 @@ class Save:
         removed: those of them that were in the module's state dict.
         recorder: of what the engine writes, to be written later; None if the save writes it.
         export: the format in which the trained weights are exported too, or None.
-        ranks: lets the ranks agree; also as `failures`, where it only records errors.
+        ranks: lets the ranks agree, and records errors until the next step.
     """
 
     engine: Any
@@ -54,7 +54,6 @@ class Save:
     recorder: Recorder | None = None
     export: str | None = None
     ranks: SaveRanks = field(init=False)
-    failures: SaveRanks = field(init=False)
 
     @property
     def owner(self) -> Owner:
@@ -69,7 +68,7 @@ class Save:
     def open(self) -> None:
         """Prepare where this rank, and those that share its disk, write."""
         self.publishes = self.served.publishes = True
-        with self.failures.deferred(self.place.shown):
+        with self.ranks.deferred(self.place.shown):
             self.place.open()
 
     def is_on_own_disk(self) -> bool:

@@ -35,9 +35,9 @@ def writing(save: Save) -> AbstractContextManager[None]:
         attributes += without_agreement(save.engine)  # the ranks have agreed, and agree again at the end
     if hasattr(writer, "makedirs"):
         # A late rank could make the folder again after another one has removed it on an error.
-        make = (lambda *_, **__: None) if has_folder else save.failures.deferring(writer.makedirs)
+        make = (lambda *_, **__: None) if has_folder else save.ranks.deferring(writer.makedirs)
         attributes.append((writer, "makedirs", make))
-    deferring = save.failures.deferring
+    deferring = save.ranks.deferring
     attributes += with_script_copier(save.engine, lambda copy: deferring(partial(_copy_script, save, copy)))
     return overridden(attributes)
 
@@ -73,7 +73,7 @@ def _copy_script(save: Save, copy: Callable[[str], None], folder: str) -> None:
 def write_recorded(save: Save) -> None:
     """Write what the recorder of a save has; an error is recorded."""
     assert save.recorder is not None
-    with save.failures.deferred(save.place.shown):
+    with save.ranks.deferred(save.place.shown):
         save.recorder.write(save.place.sync, partial(_note, save))
 
 
@@ -85,7 +85,7 @@ def _writing_states(save: Save, names_of_experts: Mapping[str, str], write: Call
         file = save.place.path(name) if Path(path).parent == save.place.target else Path(path)
         at_once = partial(opened, sync=save.place.sync, note=partial(_note, save))
         open_file = at_once if save.recorder is None else save.recorder.opened
-        with save.failures.deferred(path), in_place_of_torch(file.parent, open_file):
+        with save.ranks.deferred(path), in_place_of_torch(file.parent, open_file):
             if not is_rank_file(name) and (names := save.names_left_out):  # an expert's, whose keys are parameters
                 left_out = {key: found for key in state_dict if (found := names_of_experts.get(plain(key))) in names}
                 save.removed.update(left_out.values())

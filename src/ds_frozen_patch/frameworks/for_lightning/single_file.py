@@ -131,7 +131,7 @@ class SingleFile:
             from deepspeed import zero
 
             parameters = [p for p, names in contents.names.items() if self._left_out.isdisjoint(names)]
-            with zero.GatheredParameters(parameters), self.save.failures.deferred(self.save.place.target):
+            with zero.GatheredParameters(parameters), self.save.ranks.deferred(self.save.place.target):
                 whole = dump() if self._writes else state
                 state.update({name: whole[name].detach().to("cpu", copy=True) for name in made})
 
@@ -141,7 +141,7 @@ class SingleFile:
         with explaining_errors(place.shown) as saves:
             saves.append(self.save)
             if self._writes:
-                with self.save.failures.deferred(place.target):
+                with self.save.ranks.deferred(place.target):
                     ours = {KEY: self._record.to_json()} if self._record else {}
                     state = {"state_dict": self._kept(checkpoint["state_dict"])} if "state_dict" in checkpoint else {}
                     content = {**checkpoint, **state, **ours}
