@@ -54,10 +54,12 @@ def built_once(module: torch.nn.Module) -> Iterator[str]:
         if below is not None and (hasattr(type(inner), "adapter_layer_names") or "modules_to_save" in children):
             outside, own = {id(tensor) for _, tensor in _tensors_of(below)}, inner
         elif "prompt_encoder" in children and hasattr(inner, "peft_config"):
-            outside, own, path = set[int](), inner.prompt_encoder, f"{path}.prompt_encoder"
+            outside, own = set[int](), inner.prompt_encoder
+            path = f"{path}.prompt_encoder" if path else "prompt_encoder"
         else:
             continue
-        yield from (plain(f"{path}.{name}") for name, tensor in _tensors_of(own) if id(tensor) not in outside)
+        prefix = f"{path}." if path else ""
+        yield from (plain(f"{prefix}{name}") for name, tensor in _tensors_of(own) if id(tensor) not in outside)
     for name, _ in module.named_parameters(remove_duplicate=False):
         if is_of_lora(name):
             yield plain(name)

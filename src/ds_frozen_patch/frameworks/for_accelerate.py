@@ -51,8 +51,9 @@ def save_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, .
     """`Accelerator.save_state`: an error of one rank is raised on all, and what it writes is synced.
 
     With `ProjectConfiguration(automatic_checkpoint_naming=True)`, what exceeds its `total_limit` is removed after that;
-    Accelerate would remove it before. It would also refuse a folder that an interrupted save has left, and that
-    `load_state` passes over; here the save goes into it.
+    Accelerate would remove it before, even if it has the number of this save, which then goes into the same folder. It
+    would also refuse a folder that an interrupted save has left, and that `load_state` passes over; here the save goes
+    into it.
     """
     engine = next(iter(accelerator._models), None)
     served = attached(engine) if engine is not None else None
@@ -64,19 +65,25 @@ def save_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, .
         folder = Path(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}")
     if served is None or folder is None:
         return wrapped(*args, **kwargs)
-    around, limit = Around(served.owner, Path(folder)), project.total_limit
+    around, place, outdated = Around(served.owner, Path(folder)), Path(folder), list[Path]()
     settings: Attributes = [(project, "total_limit", None)]
-    look = partial(_was_interrupted, Path(folder))
-    if is_numbered and any(map(any, around.ranks.step("look for an interrupted save", lambda: [look()], 1))):
-        call.arguments["output_dir"] = str(folder)
-        settings.append((project, "automatic_checkpoint_naming", False))
+    if is_numbered:
+        in_flight.wait()  # since the save before removes some when it has ended
+        outdated = _outdated(place, project.total_limit)
+
+        def look() -> list[int]:
+            return [place in outdated or _was_interrupted(place)]
+
+        if any(map(any, around.ranks.step("look for an interrupted save", look, 1))):
+            call.arguments["output_dir"] = str(folder)
+            settings.append((project, "automatic_checkpoint_naming", False))
     writers = [(sys.modules[TARGET.module], name) for name in _WRITERS]
     changes = [(module, name, around.ranks.deferring(getattr(module, name))) for module, name in writers]
     with overridden([*changes, *settings]):
         saved = wrapped(*call.args, **call.kwargs)
     around.end(served)
-    if is_numbered and is_first(served.owner):
-        in_flight.afterwards(partial(_remove_oldest, Path(folder).parent, limit))
+    if outdated and is_first(served.owner):
+        in_flight.afterwards(partial(_remove, [item for item in outdated if item != place]))
     return saved
 
 
@@ -110,9 +117,15 @@ def _numbered(folder: Path) -> list[Path]:
     return [item for _, item in sorted(numbered)]
 
 
-def _remove_oldest(folder: Path, limit: int | None) -> None:
-    """Remove the checkpoints with the lowest numbers, down to a limit, but never the newest."""
-    if limit is None:
-        return
-    for item in _numbered(folder)[: -max(limit, 1)]:
-        shutil.rmtree(item)
+def _outdated(place: Path, limit: int | None) -> list[Path]:
+    """The checkpoints that Accelerate would remove before it saves to a place beside them: those of the lowest numbers.
+
+    After a resume that counts from 0 again, the numbers of new checkpoints may be the lowest.
+    """
+    there = [item for item in _numbered(place.parent) if item != place or not _was_interrupted(place)]
+    return there[: max(len(there) + 1 - limit, 0)] if limit is not None else []
+
+
+def _remove(folders: list[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder)
