@@ -359,7 +359,7 @@ def own_length(out: str, stage: int) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-LENGTHS = {"save": (173, 34, 1800), "load": (173, 42, 3000)}
+LENGTHS = {"save": (178, 34, 1800), "load": (173, 42, 3000)}
 """The most, of functions, modules and calls. Aims are 80 functions in 12 modules, and 110 in 14 with 4,000 calls."""
 
 
