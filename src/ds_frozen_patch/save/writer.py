@@ -15,8 +15,8 @@ import struct
 import threading
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from hashlib import sha256
@@ -89,23 +89,32 @@ class Archive:
     def write_record(self, name: str, data: Any, size: int) -> None:
         """Write data: text, bytes, a storage, or in old releases of torch the address of one."""
         full, at = f"{self._folder}/{name}".encode(), self._size
-        is_large = size >= _MAX32, at >= _MAX32
-        zip64 = _zip64([size, 0] * is_large[0] + [at] * is_large[1])  # 0: torch does not know it yet
+        is_large, is_far = size >= _MAX32, at >= _MAX32
+        zip64 = listed64 = b""
+        if is_large or is_far:
+            zip64 = _zip64([size, 0] * is_large + [at] * is_far)  # 0: torch does not know it yet
+            listed64 = _zip64([size, size] * is_large + [at] * is_far)
         padding = -(at + 30 + len(full) + len(zip64) + 4) % self._alignment
         extra = zip64 + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
         flags = 0x808 if size else 0x800  # names are UTF-8; a descriptor follows
-        self._write(struct.pack("<4s2xH18x2H", b"PK\3\4", flags, len(full), len(extra)) + full + extra)
+        write = self._file.write
+        write(struct.pack("<4s2xH18x2H", b"PK\3\4", flags, len(full), len(extra)) + full + extra)
+        self._size += 30 + len(full) + len(extra)
         checksum = 0
         for piece in self._pieces(data, size):
             checksum = self._checksum(piece, checksum)
-            self._write(piece)
+            write(piece)
+            self._size += len(piece)
+            if self._sync and self._size - self._begun >= _CHUNK_BYTES:
+                begun, self._begun = self._begun, self._size
+                _sync_file_range()(self._file.fileno(), begun, self._size - begun, _SYNC_FILE_RANGE_WRITE)
         if size:
-            self._write(struct.pack("<4sL2Q" if zip64 else "<4s3L", b"PK\7\10", checksum, size, size))
+            self._size += write(struct.pack("<4sL2Q" if zip64 else "<4s3L", b"PK\7\10", checksum, size, size))
             self._combined ^= checksum + 0x9E3779B9 + (self._combined << 6) + (self._combined >> 2)
             self._combined %= 2**64
-        short, zip64 = min(size, _MAX32), _zip64([size, size] * is_large[0] + [at] * is_large[1])
-        values = flags, checksum, short, short, len(full), len(zip64), min(at, _MAX32)
-        self._directory += struct.pack("<4s4xH6x3L2H10xL", b"PK\1\2", *values) + full + zip64
+        short = min(size, _MAX32)
+        values = flags, checksum, short, short, len(full), len(listed64), min(at, _MAX32)
+        self._directory += struct.pack("<4s4xH6x3L2H10xL", b"PK\1\2", *values) + full + listed64
         self.records.append(name)
 
     def finish(self) -> File:
@@ -119,27 +128,19 @@ class Archive:
         end += struct.pack("<4sLQL", b"PK\6\7", 0, at + size, 1)
         short = min(count, _MAX16)
         end += struct.pack("<4s4x2H2L2x", b"PK\5\6", short, short, min(size, _MAX32), min(at, _MAX32))
-        self._write(self._directory + end)
+        self._file.write(self._directory + end)
         self._file.flush()
         if self._sync:
             os.fsync(self._file.fileno())
-        return File(self._size, sha256(self._directory + end).hexdigest())
+        return File(at + size + len(end), sha256(self._directory + end).hexdigest())
 
-    def _write(self, data: bytes | bytearray | memoryview) -> None:
-        self._file.write(data)
-        self._size += len(data)
-        if self._sync and self._size - self._begun >= _CHUNK_BYTES:
-            begun, self._begun = self._begun, self._size
-            _sync_file_range()(self._file.fileno(), begun, self._size - begun, _SYNC_FILE_RANGE_WRITE)
-
-    def _pieces(self, data: Any, size: int) -> Iterator[bytes | memoryview]:
+    def _pieces(self, data: Any, size: int) -> Iterable[bytes | memoryview]:
         data = self._on_gpu.get(data, data) if isinstance(data, int) else data
         if isinstance(data, str | bytes):
-            yield data.encode() if isinstance(data, str) else data
-        elif isinstance(data, int) or data.device.type == "cpu":
-            yield from _from_cpu(data if isinstance(data, int) else data.data_ptr(), size)
-        else:
-            yield from _from_gpu(data, self._pinned)
+            return [data.encode() if isinstance(data, str) else data]
+        if isinstance(data, int) or data.device.type == "cpu":
+            return _memory(data if isinstance(data, int) else data.data_ptr(), size)
+        return _from_gpu(data, self._pinned)
 
 
 def in_place_of_torch(
@@ -153,6 +154,11 @@ def in_place_of_torch(
 
     module: Any = torch.serialization
     storages: Any = torch.UntypedStorage
+    # Of this release, and under these settings, nothing else is called but `write_record`.
+    calls = set(module._save.__code__.co_names) & set(vars(torch._C.PyTorchFileWriter))
+    skips_data = getattr(getattr(module, "_serialization_tls", None), "skip_data", False)
+    if skips_data or not calls <= {"write_record", "write_record_metadata"}:
+        return nullcontext()
     thread, opener, to_cpu = threading.get_ident(), module._open_zipfile_writer, storages.cpu
     archives: list[Any] = []
 
@@ -166,7 +172,7 @@ def in_place_of_torch(
                 archives.pop()
 
     def open_here(file: Any) -> Any:
-        is_here = threading.get_ident() == thread and isinstance(file, str | os.PathLike) and _calls_are_known()
+        is_here = threading.get_ident() == thread and isinstance(file, str | os.PathLike)
         return entered(Path(file)) if is_here and folder in Path(file).parents else opener(file)
 
     def to_cpu_here(storage: Any) -> Any:
@@ -245,9 +251,10 @@ def _zip64(values: list[int]) -> bytes:
     return struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values) if values else b""
 
 
-def _from_cpu(address: int, size: int) -> Iterator[memoryview]:
-    for at in range(0, size, _CHUNK_BYTES):
-        yield memoryview((ctypes.c_char * min(size - at, _CHUNK_BYTES)).from_address(address + at)).cast("B")
+def _memory(address: int, size: int) -> list[memoryview]:
+    """Memory of the CPU, in pieces."""
+    lengths = [(at, min(size - at, _CHUNK_BYTES)) for at in range(0, size, _CHUNK_BYTES)]
+    return [memoryview((ctypes.c_char * length).from_address(address + at)).cast("B") for at, length in lengths]
 
 
 def _from_gpu(storage: Any, buffers: Any) -> Iterator[memoryview]:
@@ -264,7 +271,7 @@ def _from_gpu(storage: Any, buffers: Any) -> Iterator[memoryview]:
         if number:
             buffer, event = copied.pop(0)
             event.synchronize()
-            yield from _from_cpu(buffer.data_ptr(), len(buffer))
+            yield from _memory(buffer.data_ptr(), len(buffer))
 
 
 @cache
@@ -298,13 +305,3 @@ def _last_records(names: tuple[str, ...]) -> list[tuple[str, bytes]]:
     with zipfile.ZipFile(sample) as archive:
         added = archive.infolist()[len(names) :]
         return [(info.filename.partition("/")[2], archive.read(info)) for info in added]
-
-
-def _calls_are_known() -> bool:
-    """Whether `torch.save` of this release, and under these settings, calls nothing else but `write_record`."""
-    import torch
-
-    module: Any = torch.serialization
-    calls = set(module._save.__code__.co_names) & set(vars(torch._C.PyTorchFileWriter))
-    skips_data = getattr(getattr(module, "_serialization_tls", None), "skip_data", False)
-    return calls <= {"write_record", "write_record_metadata"} and not skips_data
