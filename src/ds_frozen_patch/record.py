@@ -22,9 +22,8 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .checkpoint.format.archive import hash_directory, open_regular
-from .checkpoint.names import RECORD, is_state_file
 from .common.errors import CheckpointError, named
+from .common.files import RECORD, hash_directory, is_state_file, open_regular
 from .common.probing import version_of
 from .common.text import human_bytes, json_lines
 from .parameters import BUFFER, PARAMETER, PART, is_name, plain

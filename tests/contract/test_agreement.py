@@ -20,7 +20,7 @@ from kit.processes import RankError
 
 import ds_frozen_patch
 from ds_frozen_patch import PatchError
-from ds_frozen_patch.checkpoint.names import RECORD
+from ds_frozen_patch.common.files import RECORD
 from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.engine import handshake
 from ds_frozen_patch.publish.journal import is_unfinished

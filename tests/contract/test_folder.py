@@ -26,7 +26,7 @@ from kit.owners import BY_HAND, PEFT, Run
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError
-from ds_frozen_patch.checkpoint.names import RECORD, is_state
+from ds_frozen_patch.common.files import RECORD, is_state
 from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.publish import in_flight
 

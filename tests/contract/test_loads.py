@@ -29,8 +29,8 @@ from kit.owners import Run
 import ds_frozen_patch
 from ds_frozen_patch import verify
 from ds_frozen_patch.checkpoint.format import archive
-from ds_frozen_patch.checkpoint.names import RECORD
 from ds_frozen_patch.checkpoint.zero import layout
+from ds_frozen_patch.common.files import RECORD
 from ds_frozen_patch.common.overrides import overridden
 
 pytestmark = [pytest.mark.promise(24), pytest.mark.everyday, pytest.mark.once]

@@ -27,7 +27,7 @@ from kit.processes import RankError
 from safetensors import safe_open
 
 import ds_frozen_patch
-from ds_frozen_patch.checkpoint.names import RECORD
+from ds_frozen_patch.common.files import RECORD
 from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.engine.served import attached
 from ds_frozen_patch.publish import journal

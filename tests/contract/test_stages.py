@@ -21,8 +21,8 @@ from torch.utils.cpp_extension import get_default_build_root
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError, consolidate, prune, reshard, verify
-from ds_frozen_patch.checkpoint.names import RECORD
 from ds_frozen_patch.checkpoint.zero.groups import BASE_STATE
+from ds_frozen_patch.common.files import RECORD
 from ds_frozen_patch.common.overrides import overridden
 
 pytestmark = [pytest.mark.promise(28), pytest.mark.everyday]

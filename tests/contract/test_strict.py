@@ -11,7 +11,7 @@ from kit import runs
 from kit.checkpoints import model_states, refresh, rewrite_record
 
 import ds_frozen_patch
-from ds_frozen_patch.checkpoint.names import RECORD
+from ds_frozen_patch.common.files import RECORD
 
 pytestmark = pytest.mark.promise(4)
 

@@ -22,7 +22,7 @@ from kit.checkpoints import precision_of, records_of
 
 import ds_frozen_patch
 from ds_frozen_patch import verify
-from ds_frozen_patch.checkpoint.names import RECORD
+from ds_frozen_patch.common.files import RECORD
 
 RANKS = 2
 OTHER_STAGE = {0: 2, 1: 2, 2: 1, 3: 2}

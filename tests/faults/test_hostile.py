@@ -33,8 +33,8 @@ from memory import memory
 from safetensors.torch import save_file
 
 from ds_frozen_patch import CheckpointError, CheckpointMismatchError, load_trainable
-from ds_frozen_patch.checkpoint.names import RECORD
 from ds_frozen_patch.cli import main
+from ds_frozen_patch.common.files import RECORD
 from ds_frozen_patch.record import KEY, LeftOut, Record, digest_of
 
 pytestmark = pytest.mark.promise(14)

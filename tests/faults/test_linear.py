@@ -20,8 +20,8 @@ from kit.checkpoints import Checkpoints, base_model, changed, commands
 from memory import give_back_memory, memory, reset_peak_memory
 from safetensors.torch import save_file
 
-from ds_frozen_patch.checkpoint.names import RECORD
 from ds_frozen_patch.cli import main
+from ds_frozen_patch.common.files import RECORD
 from ds_frozen_patch.record import KEY, LeftOut, Record
 
 pytestmark = pytest.mark.promise(14)

@@ -33,7 +33,7 @@ from kit.saves import Numbered
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError
-from ds_frozen_patch.checkpoint.names import RECORD
+from ds_frozen_patch.common.files import RECORD
 from ds_frozen_patch.publish.journal import Journal, digest, hidden
 
 pytestmark = [

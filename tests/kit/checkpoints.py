@@ -22,7 +22,7 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import ds_frozen_patch
-from ds_frozen_patch.checkpoint.names import RECORD
+from ds_frozen_patch.common.files import RECORD
 from ds_frozen_patch.parameters import plain
 from ds_frozen_patch.publish.journal import is_not_whole
 from ds_frozen_patch.record import KEY, Record, digest_of, read_record, write_record

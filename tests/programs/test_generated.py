@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 import ds_frozen_patch
-from ds_frozen_patch.checkpoint.names import RECORD
+from ds_frozen_patch.common.files import RECORD
 from ds_frozen_patch.testing import adapt_deepspeed
 
 pytestmark = [pytest.mark.promise(29), pytest.mark.everyday, pytest.mark.once]

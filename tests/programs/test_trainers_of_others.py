@@ -22,7 +22,7 @@ from programs.test_hugging_face import ALIKE, RANKS, STEPS, TORCHRUN, losses, te
 from safetensors.torch import load_file
 
 import ds_frozen_patch
-from ds_frozen_patch.checkpoint.names import RECORD
+from ds_frozen_patch.common.files import RECORD
 
 pytestmark = [pytest.mark.programs]
 

@@ -45,7 +45,7 @@ from kit.checkpoints import (
 from kit.hostile import named, repacked, text
 
 from ds_frozen_patch import CheckpointError, prune, verify
-from ds_frozen_patch.checkpoint.names import RECORD
+from ds_frozen_patch.common.files import RECORD
 from ds_frozen_patch.record import KEY
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday]

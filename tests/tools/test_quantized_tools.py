@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError, consolidate, export, inspect, load_trainable, merge, prune, verify
-from ds_frozen_patch.checkpoint.names import RECORD
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.cli.commands import to_json
+from ds_frozen_patch.common.files import RECORD
 from ds_frozen_patch.record import KEY, LeftOut
 
 pytestmark = [pytest.mark.promise(16), pytest.mark.quantized]

@@ -26,9 +26,9 @@ from kit.checkpoints import (
 from safetensors.torch import load_file, save_file
 
 from ds_frozen_patch import CheckpointError, prune, verify
-from ds_frozen_patch.checkpoint.names import RECORD
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.cli.commands import to_json
+from ds_frozen_patch.common.files import RECORD
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
 

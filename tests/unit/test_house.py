@@ -1,4 +1,4 @@
-"""Imports within the package, lazy ones included, flow one way: from each subpackage to those below it.
+"""Imports within the package, lazy ones included, flow one way: neither modules nor packages form a circle.
 
 And docstrings of public names describe every parameter of a function and every field of its result.
 """
@@ -21,32 +21,8 @@ from ds_frozen_patch.testing import cpu_strategy
 pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 
 ROOT = Path(ds_frozen_patch.__file__).parent
-ROOMS = (
-    ("process",),
-    ("common", "checkpoint.names"),
-    ("publish", "ranks", "settings", "testing"),
-    ("internals",),
-    ("parameters",),
-    ("fingerprint",),
-    ("workarounds",),
-    ("checkpoint.format",),
-    ("record",),
-    ("checkpoint",),
-    ("checkpoint.zero",),
-    ("checkpoint.adapters",),
-    ("engine",),
-    ("base",),
-    ("save", "load"),
-    ("core",),
-    ("tools",),
-    ("frameworks",),
-    ("patching",),
-    ("cli", "bootstrap", "__init__"),
-    ("__main__",),
-)
-UPWARD = {("save.export_trained", "tools.export")}
-"""Imported when it is needed: nothing that runs in a training needs the tools otherwise."""
-HEIGHTS = {room: height for height, rooms in enumerate(ROOMS) for room in rooms}
+NEVER = [("save", "load"), ("load", "save"), ("tools", "frameworks"), ("tools", "patching"), ("checkpoint", "engine")]
+"""Packages, the first of which does not import the second."""
 
 
 def modules() -> dict[str, Path]:
@@ -79,13 +55,19 @@ def imports(name: str) -> set[str]:
     return found - {"", name}
 
 
-def room(name: str) -> str:
-    """Return the subpackage or module that a module belongs to."""
-    first_two = ".".join(name.split(".")[:2])
-    return first_two if first_two in HEIGHTS else name.split(".")[0] or "__init__"
-
-
 GRAPH = {name: imports(name) for name in MODULES}
+
+
+def package(name: str) -> str:
+    return name.split(".")[0] or "__init__"
+
+
+def packages() -> dict[str, set[str]]:
+    """Return what each package imports of others; a module beside them counts as one."""
+    graph: dict[str, set[str]] = {package(name): set() for name in MODULES}
+    for name, others in GRAPH.items():
+        graph[package(name)] |= {package(other) for other in others} - {package(name)}
+    return graph
 
 
 def test_the_graph_is_not_empty() -> None:
@@ -93,22 +75,19 @@ def test_the_graph_is_not_empty() -> None:
     assert "save.publishing" in GRAPH["core.save"]
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_imports_flow_one_way(name: str) -> None:
-    upward = {
-        other
-        for other in GRAPH[name]
-        if room(other) != room(name) and HEIGHTS[room(other)] >= HEIGHTS[room(name)] and (name, other) not in UPWARD
-    }
-    assert not upward
-
-
-def test_no_circle() -> None:
-    left = {name: set(others) for name, others in GRAPH.items()}
+@pytest.mark.parametrize("graph", [GRAPH, packages()], ids=["modules", "packages"])
+def test_no_circle(graph: dict[str, set[str]]) -> None:
+    left = {name: set(others) for name, others in graph.items()}
     while free := [name for name, others in left.items() if not others & left.keys()]:
         for name in free:
             del left[name]
     assert not left
+
+
+@pytest.mark.parametrize(("one", "other"), NEVER)
+def test_packages_that_do_not_know_each_other(one: str, other: str) -> None:
+    assert other in packages()
+    assert other not in packages()[one]
 
 
 # Docstrings

@@ -18,7 +18,7 @@ from uuid import uuid4
 
 import pytest
 
-from ds_frozen_patch.checkpoint.names import RECORD
+from ds_frozen_patch.common.files import RECORD
 from ds_frozen_patch.publish.journal import finish, is_unfinished, journals, names_now, prepared
 from ds_frozen_patch.publish.notes import Note, note_of, notes
 from ds_frozen_patch.publish.publication import INCOMPLETE, NOTHING, UNCHANGED, Publication, finish_as

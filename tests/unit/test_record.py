@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ds_frozen_patch import CheckpointError
-from ds_frozen_patch.checkpoint.names import RECORD
+from ds_frozen_patch.common.files import RECORD
 from ds_frozen_patch.record import KEY, LeftOut, Record, carried, describe_file, digest_of, read_record, write_record
 
 pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..checkpoint.names import RECORD
 from ..common.errors import CheckpointMismatchError, named
+from ..common.files import RECORD
 from ..engine.owner import warn
 from ..parameters import ModuleTensor
 from ..record import KEY, UNKNOWN, LeftOut, Record

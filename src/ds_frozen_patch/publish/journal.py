@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
-from ..checkpoint.names import EXPORTS, OFFLOADED, RECORD, is_state, is_state_file
+from ..common.files import EXPORTS, OFFLOADED, RECORD, is_state, is_state_file
 from .durable import entries, listed, sync_file, sync_folder
 from .notes import OURS, notes
 

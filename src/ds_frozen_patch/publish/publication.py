@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
-from ..checkpoint.names import OFFLOADED, RECORD, is_state, is_state_file
+from ..common.files import OFFLOADED, RECORD, is_state, is_state_file
 from .durable import entries, listed, make_folder, sync_file, sync_folder, sync_tree
 from .journal import (
     SINGLE,

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint.names import is_state
 from ..common.errors import CheckpointError, CheckpointMismatchError
+from ..common.files import is_state
 from ..common.text import human_bytes
 from ..engine.owner import Owner
 from ..engine.served import ServedEngine

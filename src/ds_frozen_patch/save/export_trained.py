@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checkpoint.adapters import Adapter
-from ..checkpoint.names import EXPORTS
 from ..checkpoint.zero.opening import Checkpoint, open_checkpoint
 from ..common.errors import CheckpointError, CheckpointMismatchError
+from ..common.files import EXPORTS
 from ..engine.owner import is_first
 from ..internals import checkpoint_engine, writes_before_it_returns
 from ..publish.durable import make_folder, sync_file

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint.names import is_rank_file
+from ..common.files import is_rank_file
 from ..common.overrides import Attributes, overridden
 from ..internals import checkpoint_engine, experts, with_script_copier, without_agreement
 from ..parameters import plain

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..checkpoint.format.archive import CHUNK_BYTES
-from ..checkpoint.names import RECORD
 from ..checkpoint.zero.layout import Layout
 from ..common.errors import CheckpointError
+from ..common.files import RECORD
 from ..common.text import human_bytes
 from ..publish.durable import write_beside
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from ..checkpoint.format.archive import read_archive
 from ..checkpoint.format.records import from_stored
-from ..checkpoint.names import WEIGHTS_FILE
 from ..checkpoint.zero.entries import read_entries, storage_place
 from ..checkpoint.zero.opening import open_checkpoint
 from ..checkpoint.zero.states import DEEPSPEEDS_OWN
 from ..checkpoint.zero.weights import Weights, check_total_size
 from ..common.errors import CheckpointError
+from ..common.files import WEIGHTS_FILE
 from ..parameters import compiled_modules, is_name, plain
 from ..record import Record, carried
 

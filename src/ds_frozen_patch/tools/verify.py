@@ -11,10 +11,10 @@ from ..checkpoint import dtypes
 from ..checkpoint.format.archive import check_file
 from ..checkpoint.format.records import Records
 from ..checkpoint.format.stored import ITEM_SIZES
-from ..checkpoint.names import RECORD
 from ..checkpoint.zero.states import States, check_shard_count, read_states
 from ..checkpoint.zero.weights import Weights, check_masters_match, locate_weights
 from ..common.errors import CheckpointError, named
+from ..common.files import RECORD
 from ..common.text import human_bytes, printable_lines, progress
 from ..parameters import PARAMETER, plain
 from ..record import UNKNOWN, Record

@@ -6,28 +6,26 @@ directory, and `pickle.Unpickler` the state: each name in it becomes a stand-in,
 
 from __future__ import annotations
 
-import errno
 import os
 import pickle
-import stat
 import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
 from ...common.errors import CheckpointError
+from ...common.files import find_directory, open_regular
 from .rebuilding import IN_PLACE_OF
 from .stored import ITEM_SIZES, STORAGES, Storage, StoredTensor, is_size, iter_tensors, stand_in
 
 CHUNK_BYTES = 1 << 22
 MAX_PICKLE_BYTES = 1 << 30
 """The largest pickle that is read. What is read of it takes several times as much memory."""
-_HEADER_BYTES, _END_BYTES, _END64_BYTES, _LOCATOR_BYTES = 30, 22, 56, 20
+_HEADER_BYTES = 30
 _DIRECTORY_OF_DOS = 0x10
 
 
@@ -50,15 +48,6 @@ class Record:
     begin: int
     size: int
     checksum: int | None
-
-
-def open_regular(path: Path, buffering: int = -1) -> IO[bytes]:
-    """Open a regular file, or a link to one, for reading; raises OSError for pipes and devices."""
-    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(opened).st_mode):
-        os.close(opened)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return os.fdopen(opened, "rb", buffering=buffering)
 
 
 def read_archive(path: Path) -> Contents:
@@ -91,7 +80,7 @@ def read_directory(file: IO[bytes]) -> dict[str, Record]:
         ValueError: it is none, or torch could find another pickle or tensor in it than `zipfile`.
         Exception: of any kind, for a damaged file.
     """
-    begin = _find_directory(file)
+    begin = find_directory(file)
     with zipfile.ZipFile(file) as archive:
         infos = archive.infolist()
         if archive.start_dir != begin:
@@ -124,20 +113,6 @@ def read_directory(file: IO[bytes]) -> dict[str, Record]:
 def storage_records(records: Mapping[str, Record]) -> dict[str, Record]:
     """The records of storages, by their keys in the pickle."""
     return {name.removeprefix("data/"): record for name, record in records.items() if name.startswith("data/")}
-
-
-def hash_directory(path: Path) -> str | None:
-    """The SHA-256 of a file from its directory on, which has the checksum of each record; None if it is no zip archive.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    with open_regular(path) as file:
-        try:
-            file.seek(_find_directory(file))
-        except ValueError:
-            return None
-        return sha256(file.read()).hexdigest()
 
 
 def check_file(
@@ -237,28 +212,6 @@ def _read_chunks(file: IO[bytes], record: Record) -> Iterator[bytes]:
             raise ValueError("it is truncated")
         left -= len(chunk)
         yield chunk
-
-
-def _find_directory(file: IO[bytes]) -> int:
-    """Where the directory of a zip archive begins, by all of its end records, since readers differ in which they use.
-
-    Raises:
-        ValueError: it is no zip archive, or they differ.
-    """
-    tail = _END64_BYTES + _LOCATOR_BYTES + _END_BYTES
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(size - tail, 0))
-    end = file.read().rjust(tail, b"\0")
-    mark, begin, comment = struct.unpack_from("<4s12xLH", end, tail - _END_BYTES)
-    if mark != b"PK\5\6" or comment:
-        raise ValueError("it does not end like an archive of torch.save")
-    locator, there = struct.unpack_from("<4s4xQ", end, _END64_BYTES)
-    if locator == b"PK\6\7":
-        mark, large = struct.unpack_from("<4s44xQ", end)
-        if mark != b"PK\6\6" or there != size - tail or begin not in (large, 0xFFFFFFFF):
-            raise ValueError("its end records differ")
-        begin = large
-    return int(begin)
 
 
 def _check_within_record(tensor: StoredTensor, sizes: Mapping[str, int]) -> None:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from ...common.errors import CheckpointError
+from ...common.files import open_regular
 from . import safetensors as safetensors_file
-from .archive import CHUNK_BYTES, Record, damaged, open_regular, read_directory, storage_records
+from .archive import CHUNK_BYTES, Record, damaged, read_directory, storage_records
 from .stored import ITEM_SIZES, Storage, StoredTensor
 
 if TYPE_CHECKING:

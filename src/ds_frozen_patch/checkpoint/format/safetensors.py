@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.errors import CheckpointError
-from .archive import open_regular
+from ...common.files import open_regular
 from .stored import ITEM_SIZES, is_shape, is_size
 
 DTYPES = {

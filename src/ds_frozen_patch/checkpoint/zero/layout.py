@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...common.errors import CheckpointError, named
+from ...common.files import MODEL_FILE, OPTIMIZER_FILE, RECORD, is_state_file, open_regular
 from ...publish.in_flight import settle
 from ...publish.journal import finish, is_unfinished, journals, linked, names_now
-from ..format.archive import open_regular
-from ..names import MODEL_FILE, OPTIMIZER_FILE, RECORD, is_state_file
 
 _UNSUPPORTED = re.compile(r"(?:layer_\d+|expert_\d+|expp_rank_).*_states\.pt")
 _PLAIN_TAG = re.compile(r"[\w.-]{1,100}")

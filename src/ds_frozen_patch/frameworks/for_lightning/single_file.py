@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ...base import replacing
-from ...checkpoint.names import WEIGHTS_FILE
 from ...common.errors import CheckpointMismatchError, named
+from ...common.files import WEIGHTS_FILE
 from ...engine.owner import is_first, warn
 from ...internals import forget_second_copies, gathered, refresh_masters
 from ...load.base_check import check_base
