@@ -153,6 +153,8 @@ class Program:
         kind = draw.choice(tuple(ADAPTERS)) if draw.random() < 0.75 else draw.choice(tuple(BY_HAND))
         kind = "lora" if (kind, stage) == ("adalora", 3) else kind  # which cannot train there
         merges = sometimes("each step", "around saves", share=0.7) if kind in MERGED and stage < 3 else ""
+        if owner == "transformers" and merges == "around saves":
+            merges = ""  # Trainer leaves the merged base out, and so resumes better than DeepSpeed and we do
         full = sometimes(2, 4, share=0.2, other=0)
         return cls(
             *(owner, stage, sometimes(2, share=0.2, other=1), kind),
@@ -319,12 +321,13 @@ class Life:
                 parameter.requires_grad_(step >= 1 and (freezes == "thaws" or step < 3))
             if name.endswith(CHANGED) and freezes == "changes the base" and step == 3:
                 parameter.data.mul_(1.01)
-            if "teacher" in name:
-                parameter.data.lerp_(self.module.get_parameter(name.replace("teacher", "inner")).data, 0.1)
 
     def after(self, step: int) -> None:
         """What follows each step."""
         self.arrange(step)
+        for name, parameter in self.module.named_parameters():
+            if "teacher" in name:
+                parameter.data.lerp_(self.module.get_parameter(name.replace("teacher", "inner")).data, 0.1)
         if self.program.merges == "each step":
             self._tuner().merge_adapter()
             self._tuner().unmerge_adapter()
