@@ -24,13 +24,12 @@ from ..engine.owner import warn
 from ..engine.served import ServedEngine, attached
 from ..internals import forget_second_copies, remember_module
 from ..load import agreement, elastic, fitting
-from ..load.base_check import check_base
+from ..load.agreement import check_model, sharing_reads
+from ..load.fitting import restarts, with_fresh_optimizer
 from ..load.listing import find_folder
 from ..load.quantized import check_parts, is_part, without_own_values
-from ..load.reading import check_model, sharing_reads
-from ..load.restart import restarts, with_fresh_optimizer
 from ..load.running import Load
-from ..load.strictness import check_optimizer, forgiving, saved_elsewhere
+from ..load.strictness import check_base, check_optimizer, forgiving, saved_elsewhere
 from ..load.trust import refuse_unsafe_in, runs_nothing, trust
 from ..parameters import Contents, plain
 from ..publish import in_flight

@@ -7,7 +7,7 @@ every rank. Rank 0 lists the folder and shares the list through the process grou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,13 @@ from typing import Any
 
 from ..checkpoint.zero.layout import finished, latest_tag
 from ..common.errors import CheckpointError, CheckpointMismatchError
+from ..common.overrides import Attributes
 from ..engine.owner import warn
+from ..internals import checkpoint_engine, states_file
 from ..publish.journal import prepared
 from ..publish.publication import finish_as
 from ..ranks import Ranks, Store, default_store, differences, digest, gather, world_size
-from ..record import read_record
+from ..record import UNKNOWN, carried, read_record
 from ..settings import current as settings
 from .files import check_files, own_share, recorded_share, share
 from .listing import Listing, list_all, list_own
@@ -199,3 +201,69 @@ def _finish_common_save(load: Load, tag: Path) -> None:
         f"A save of {load.source} was killed before all nodes had named its files. It is finished, and all nodes load"
         f" the checkpoint of step {named_somewhere[save]}.",
     )
+
+
+def sharing_reads(load: Load) -> Attributes:
+    """Lets the engine's reader raise on all ranks what one of them cannot read, or has read of another save."""
+    reader = checkpoint_engine(load.engine)
+    if reader is None:  # an engine for inference: `check_model` checks what it has read
+        return []
+    read = reader.load
+
+    def read_and_agree(path: Any, *args: Any, **kwargs: Any) -> Any:
+        state = problem = None
+        try:
+            state = read(path, *args, **kwargs)
+            _note(load, Path(path), state)
+        except CheckpointError as error:
+            problem = error
+        except Exception as error:
+            problem = CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}).")
+            problem.__cause__ = error
+        _agree(load, problem)
+        return state
+
+    return [(reader, "load", read_and_agree)]
+
+
+def check_model(load: Load, state: Mapping[str, Any]) -> None:
+    """Check the file of model states, where the engine has no reader; every rank must call it.
+
+    Raises:
+        CheckpointError: on every rank, if one has read a file of another save.
+    """
+    if not load.read:
+        problem = None
+        try:
+            _note(load, states_file(load.engine, load.source, load.tag or latest_tag(Path(load.source))), state)
+        except CheckpointError as error:
+            problem = error
+        _agree(load, problem)
+
+
+def _note(load: Load, file: Path, state: Any) -> None:
+    """Note the save that a file of model states is of; raises CheckpointError if the record contradicts a file."""
+    record = load.record
+    if isinstance(state, Mapping) and "module" in state:
+        here = carried(state, file)
+        load.read = digest(here.save)
+        if record is not None:
+            record.check_state(file, state)
+        elif here.kind != UNKNOWN:
+            load.record = here
+    elif record is not None and file.name in record.files and settings().verify_files:
+        record.check_content(file)  # it has no id, and may have been replaced since it was verified
+
+
+def _agree(load: Load, problem: CheckpointError | None) -> None:
+    """Raise on every rank this problem, or that the ranks have read files of several saves; every rank must call it."""
+    ranks = LoadRanks(load.owner.device, load)
+    if problem is not None:
+        ranks.errors.append(problem)
+    everyone = ranks.step("read a file", lambda: [load.read], 1)
+
+    def refuse() -> None:
+        raise CheckpointError(f"{load.source} has files of more than one save. Take all files from one checkpoint.")
+
+    if len({read for (read,) in everyone} - {0}) > 1:
+        ranks.step("compare what all ranks have read", refuse)

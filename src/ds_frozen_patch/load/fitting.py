@@ -15,6 +15,11 @@ from .running import Load
 if TYPE_CHECKING:
     import torch
 
+from ..common.overrides import Attributes
+from ..engine.owner import warn
+from ..internals import inner_optimizer
+from ..settings import current
+
 
 @contextmanager
 def gathered(call: inspect.BoundArguments, load: Load) -> Iterator[None]:
@@ -103,3 +108,28 @@ def put(module: torch.nn.Module, weights: Mapping[str, Any]) -> None:
         for name, buffer in module.named_buffers(remove_duplicate=False):
             if plain(name) in weights:
                 buffer.copy_(weights[plain(name)])
+
+
+def restarts(load: Load) -> bool:
+    """Whether the optimizer's state is not to be loaded, although the call asks for it."""
+    return load.restores_optimizer and current().restart_optimizer
+
+
+def with_fresh_optimizer(load: Load) -> Attributes:
+    """Lets the innermost optimizer keep its own state, whatever it is to load; DeepSpeed loads the masters itself."""
+    if not restarts(load):
+        return []
+    optimizer = inner_optimizer(load.engine)
+    warn(
+        load.owner,
+        "patch(restart_optimizer=True): the state of the optimizer in the checkpoint is not loaded."
+        f" {type(optimizer).__name__} starts anew from the checkpoint's master weights, with its learning rates.",
+    )
+
+    def load_learning_rates(state: Any) -> None:
+        saved = state.get("param_groups") if isinstance(state, Mapping) else None
+        if saved is not None and len(saved) == len(optimizer.param_groups):
+            for group, before in zip(optimizer.param_groups, saved, strict=True):
+                group["lr"] = before.get("lr", group["lr"])
+
+    return [(optimizer, "load_state_dict", load_learning_rates)]

@@ -16,10 +16,10 @@ from ...common.errors import CheckpointMismatchError, named
 from ...common.files import WEIGHTS_FILE
 from ...engine.owner import is_first, warn
 from ...internals import forget_second_copies, gathered, refresh_masters
-from ...load.base_check import check_base
 from ...load.fitting import put
 from ...load.quantized import check_parts, is_part, without_own_values
 from ...load.running import Load
+from ...load.strictness import check_base
 from ...load.trust import refuse_unsafe
 from ...parameters import Contents, plain
 from ...publish.durable import sync_folder
