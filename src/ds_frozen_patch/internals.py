@@ -302,7 +302,7 @@ def gathered(parameters: Mapping[str, torch.nn.Parameter], on_this_rank: bool) -
 def has_plain_optimizer(engine: Any) -> bool:
     """True if the engine has an optimizer that is not one of ZeRO's, with partitions of its own on disk.
 
-    Stage 1 does not always have one of ZeRO's: see `for_deepspeed.forgets_optimizer`.
+    Stage 1 does not always have one of ZeRO's: see `cures.forgets_optimizer`.
     """
     load = getattr(engine.optimizer, "load_state_dict", None)  # DeepSpeedZeRoOffload has none
     return load is not None and "state_dict_list" not in inspect.signature(load).parameters

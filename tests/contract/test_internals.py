@@ -26,7 +26,7 @@ from ds_frozen_patch.engine.served import attached
 
 pytestmark = [pytest.mark.promise(25), pytest.mark.everyday]
 
-import_module("ds_frozen_patch.workarounds.for_deepspeed")  # which declares names too
+import_module("ds_frozen_patch.cures")  # which declares names too
 ROOT = str(Path(ds_frozen_patch.__file__).parent)
 NEEDED = sorted({(used.of, used.names) for used in internals.USED if used.is_needed})
 OPTIONAL = sorted({(used.of, used.names) for used in internals.USED} - {*NEEDED})

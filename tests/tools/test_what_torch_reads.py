@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from ds_frozen_patch import CheckpointError, consolidate, export, inspect, load_trainable, prune, reshard, verify
 from ds_frozen_patch.checkpoint.format import archive
-from ds_frozen_patch.load.files import check_files
+from ds_frozen_patch.load.listing import check_files
 from ds_frozen_patch.record import read_record
 from ds_frozen_patch.tools.inspect import CLIENT_STATE
 

@@ -15,7 +15,7 @@ from ds_frozen_patch import internals
 pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 
 ROOT = Path(ds_frozen_patch.__file__).parent
-WHERE = ("internals.py", "workarounds/for_deepspeed.py")
+WHERE = ("internals.py", "cures.py")
 FRAMEWORKS = ("frameworks", "patching", "bootstrap", "testing.py")
 """These use names of Lightning, Accelerate, transformers and wrapt."""
 OF_OTHERS = {
@@ -39,7 +39,7 @@ BASIC = {"module", "optimizer", "device", "lr_scheduler", "backward", "register_
 COMMON = {"config", "global_steps", "dist", "comm", "load", "save", "makedirs", "optimizer", "status", "scale_window"}
 """Names that others have too."""
 
-import_module("ds_frozen_patch.workarounds.for_deepspeed")  # which declares names too
+import_module("ds_frozen_patch.cures")  # which declares names too
 NAMES = {name for used in internals.USED for name in used.names}
 TREES = {str(file.relative_to(ROOT)): ast.parse(file.read_text()) for file in sorted(ROOT.rglob("*.py"))}
 
@@ -108,6 +108,6 @@ def test_each_function_declares_what_it_uses(path: str) -> None:
 
 def test_a_cure_needs_no_name() -> None:
     """Where a fault is not, it needs no cure; and what is probed must not depend on what has been imported."""
-    for node in ast.walk(TREES["workarounds/for_deepspeed.py"]):
+    for node in ast.walk(TREES["cures.py"]):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "uses":
             assert all(isinstance(arg, ast.Constant) and str(arg.value).endswith("?") for arg in node.args[1:])

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .. import cures
 from ..base import replacing
 from ..common.overrides import Attributes, overridden
 from ..engine.owner import warn
@@ -34,7 +35,6 @@ from ..load.trust import refuse_unsafe_in, runs_nothing, trust
 from ..parameters import Contents, plain
 from ..publish import in_flight
 from ..record import KEY, UNKNOWN, unknown
-from ..workarounds import for_deepspeed as cures
 
 _ATTEMPTS = 3
 """How often a load begins if another process saves to the same path meanwhile."""

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .. import cures
 from ..base import Base
 from ..common.overrides import overridden
 from ..engine.owner import is_first
@@ -33,7 +34,6 @@ from ..save.running import Save, place_of
 from ..save.writing import warn_of_late_writes, writing
 from ..settings import FLAG
 from ..settings import current as settings
-from ..workarounds import for_deepspeed as cures
 
 
 def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

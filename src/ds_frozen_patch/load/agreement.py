@@ -23,8 +23,7 @@ from ..publish.publication import finish_as
 from ..ranks import Ranks, Store, default_store, differences, digest, gather, world_size
 from ..record import UNKNOWN, carried, read_record
 from ..settings import current as settings
-from .files import check_files, own_share, recorded_share, share
-from .listing import Listing, list_all, list_own
+from .listing import Listing, check_files, list_all, list_own, own_share, recorded_share, share
 from .running import Load
 
 _MUST_BE_EQUAL = ("verify_base", "elastic", "restart_optimizer")

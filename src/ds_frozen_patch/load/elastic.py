@@ -25,6 +25,7 @@ from ..checkpoint.zero.selection import Selection, fresh_storage
 from ..checkpoint.zero.states import FLAT_MASTERS, check_contents, masters_key, read_states
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..common.overrides import Attributes, overridden
+from ..cures import ignores_round_robin
 from ..engine.owner import is_first
 from ..engine.served import attached
 from ..internals import (
@@ -40,7 +41,6 @@ from ..internals import (
 )
 from ..parameters import Contents
 from ..settings import current
-from ..workarounds.for_deepspeed import ignores_round_robin
 from . import changed_parameters
 from .agreement import LoadRanks
 from .listing import Listing, Saved

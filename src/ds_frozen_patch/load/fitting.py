@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from .. import cures
 from ..internals import merged, partition_of
 from ..parameters import Contents, plain, prefix_of
-from ..workarounds import for_deepspeed as cures
 from .running import Load
 
 if TYPE_CHECKING:

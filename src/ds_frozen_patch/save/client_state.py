@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .. import cures
 from ..common.errors import named
 from ..internals import fragments_of, has_plain_optimizer, is_expert, optimized, trained_groups
 from ..parameters import plain
 from ..record import KEY, Record
-from ..workarounds import for_deepspeed as cures
 from .running import Save
 
 _UNIVERSAL_INFO = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}

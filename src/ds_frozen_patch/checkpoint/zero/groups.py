@@ -15,8 +15,8 @@ from math import prod
 from typing import Any
 
 from ...common.errors import CheckpointError
+from ...cures import ignores_round_robin
 from ...parameters import plain
-from ...workarounds.for_deepspeed import ignores_round_robin
 from ..dtypes import FLOATING
 from ..format.records import Piece, TensorSource, from_stored, pieces_of_range, without_padding
 from ..format.stored import StoredTensor, iter_tensors

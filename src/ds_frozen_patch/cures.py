@@ -9,9 +9,9 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from ..common.errors import CheckpointError
-from ..common.overrides import Attributes, overridden
-from ..internals import (
+from .common.errors import CheckpointError
+from .common.overrides import Attributes, overridden
+from .internals import (
     ENGINE,
     checkpoint_engine,
     config_of,
@@ -21,7 +21,7 @@ from ..internals import (
     uses,
     with_load_of_partitions,
 )
-from ..parameters import Contents, plain
+from .parameters import Contents, plain
 
 USE_WEIGHTS_ONLY = (
     "Saving only the weights works: ModelCheckpoint(save_weights_only=True) or"

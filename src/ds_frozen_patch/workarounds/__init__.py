@@ -1,1 +1,0 @@
-"""Faults of other projects that this package works around: their cures are in one module per project."""
