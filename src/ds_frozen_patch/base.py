@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import process
 from .engine import tuners
-from .engine.owner import warn
-from .engine.served import ServedEngine, attached
+from .engine.served import ServedEngine, attached, warn
 from .engine.topology import is_divided, shard_of
 from .fingerprint import Content, Shard, fingerprints, layout_of, read, sketch, unread
 from .internals import optimized, partition_of

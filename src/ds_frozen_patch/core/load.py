@@ -21,8 +21,7 @@ from typing import Any
 from .. import cures
 from ..base import replacing
 from ..common.overrides import Attributes, overridden
-from ..engine.owner import warn
-from ..engine.served import ServedEngine, attached
+from ..engine.served import ServedEngine, attached, warn
 from ..internals import forget_second_copies, remember_module
 from ..load import agreement, elastic, fitting
 from ..load.agreement import check_model, sharing_reads

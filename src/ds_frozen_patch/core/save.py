@@ -22,13 +22,12 @@ from typing import Any
 from .. import cures
 from ..base import Base
 from ..common.overrides import overridden
-from ..engine.owner import is_first
-from ..engine.served import ServedEngine, attached_at_save
+from ..engine.served import ServedEngine, attached_at_save, is_first
 from ..internals import writes_before_it_returns
 from ..parameters import plain
 from ..publish import in_flight
 from ..publish.publication import is_local
-from ..save import agreement, client_state, export_trained, leaving_out, publishing
+from ..save import agreement, contents, export_trained, publishing
 from ..save.agreement import SaveRanks
 from ..save.running import Save, place_of
 from ..save.writing import warn_of_late_writes, writing
@@ -47,16 +46,16 @@ def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
     call.arguments["tag"] = f"global_step{engine.global_steps}" if tag is None else str(tag)  # as DeepSpeed does
     exclude = call.arguments[FLAG] = served.owner.excludes(call.arguments.get(FLAG))
     with saving(engine, served, Path(call.arguments["save_dir"]), call.arguments["tag"], exclude) as save:
-        record = save.record = leaving_out.describe(save)
+        record = save.record = contents.describe(save)
         program_state = call.arguments.get("client_state") or {}
         if exclude:
             save.names_left_out = record.names
-        call.arguments["client_state"] = client_state.extended(program_state, save, record)
+        call.arguments["client_state"] = contents.extended(program_state, save, record)
         save.export = settings().export
         with cures.saving(engine):
             saved = _write(wrapped, call, save)
         if exclude:
-            leaving_out.log_once(save, record, program_state)
+            contents.log_once(save, record, program_state)
         return saved
 
 
@@ -132,7 +131,7 @@ def begin(
     if is_managed and save.opens_disk and save.is_on_own_disk():
         save.open()
     if (base := save.base) is not None and (base.changed or not (base.is_known and base.is_agreed)):
-        leaving_out.settle(save, base)
+        contents.settle(save, base)
     return save
 
 

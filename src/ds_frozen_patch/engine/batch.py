@@ -8,8 +8,7 @@ from typing import Any
 from weakref import ref
 
 from ..internals import optimizer_ranks
-from .owner import Owner, warn
-from .served import ServedEngine
+from .served import Owner, ServedEngine, warn
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from typing import Any
 
 from ..common.overrides import Attributes, overridden
 from ..common.probing import Finding, Installed, Target
-from ..engine.owner import is_first
-from ..engine.served import attached
+from ..engine.served import attached, is_first
 from ..publish import in_flight
 from ..publish.durable import entries
 from ..publish.journal import is_not_whole

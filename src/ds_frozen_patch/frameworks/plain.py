@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.batch import own_batch, saved_batch, warn_of_another_batch
-from ..engine.owner import Owner
+from ..engine.served import Owner
 from ..internals import config_of
 from ..ranks import rank
 

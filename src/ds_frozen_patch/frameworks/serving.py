@@ -14,8 +14,7 @@ from ..base import Base, notice_earlier_training, watch_base
 from ..common.errors import named
 from ..common.probing import Target, imported_class, probe
 from ..engine import handshake
-from ..engine.owner import Owner, warn
-from ..engine.served import attach
+from ..engine.served import Owner, attach, warn
 from ..engine.topology import has_all_ranks
 from ..settings import current as settings
 from ..settings import matches

@@ -16,7 +16,7 @@ from typing import Any
 from ..checkpoint.zero.layout import finished, latest_tag
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..common.overrides import Attributes
-from ..engine.owner import warn
+from ..engine.served import warn
 from ..internals import checkpoint_engine, states_file
 from ..publish.journal import prepared
 from ..publish.publication import finish_as

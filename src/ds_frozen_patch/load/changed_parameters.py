@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base import Maker, origins
 from ..common.errors import CheckpointMismatchError, named
-from ..engine.owner import warn
-from ..engine.served import attached
+from ..engine.served import attached, warn
 from ..internals import groups_to_save, trained_groups
 from ..parameters import plain, with_adapters
 from .listing import Listing

@@ -26,8 +26,7 @@ from ..checkpoint.zero.states import FLAT_MASTERS, check_contents, masters_key, 
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..common.overrides import Attributes, overridden
 from ..cures import ignores_round_robin
-from ..engine.owner import is_first
-from ..engine.served import attached
+from ..engine.served import attached, is_first
 from ..internals import (
     gathered,
     has_gaps,

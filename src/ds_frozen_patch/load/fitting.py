@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 from ..common.overrides import Attributes
-from ..engine.owner import warn
+from ..engine.served import warn
 from ..internals import inner_optimizer
 from ..settings import current
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..common.errors import CheckpointMismatchError, named
-from ..engine.owner import warn
+from ..engine.served import warn
 from ..internals import partition_of
 from ..parameters import (
     PART,

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from ..base import Base
-from ..engine.owner import Owner, warn
+from ..engine.served import Owner, warn
 from ..parameters import ModuleTensor
 from ..record import Record
 

@@ -11,7 +11,7 @@ from ..checkpoint.zero.partitions import SUB_GROUP_SIZE
 from ..checkpoint.zero.states import masters_key, zero_config
 from ..common.errors import CheckpointMismatchError, named
 from ..common.files import RECORD
-from ..engine.owner import warn
+from ..engine.served import warn
 from ..internals import groups_to_save, has_experts, has_plain_optimizer
 from ..parameters import PARAMETER, PART, Contents, ModuleTensor, plain, with_adapters
 from ..record import KEY, UNKNOWN, LeftOut, Record

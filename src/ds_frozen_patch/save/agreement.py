@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..common.files import is_state
 from ..common.text import human_bytes
-from ..engine.owner import Owner
-from ..engine.served import ServedEngine
+from ..engine.served import Owner, ServedEngine
 from ..publish.durable import entries, sync_folder, sync_tree
 from ..publish.notes import OURS
 from ..ranks import Ranks, differences, digest, gather

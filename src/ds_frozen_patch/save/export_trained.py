@@ -12,7 +12,7 @@ from ..checkpoint.adapters import Adapter
 from ..checkpoint.zero.opening import Checkpoint, open_checkpoint
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..common.files import EXPORTS
-from ..engine.owner import is_first
+from ..engine.served import is_first
 from ..internals import checkpoint_engine, writes_before_it_returns
 from ..publish.durable import make_folder, sync_file
 from ..publish.journal import linked

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base import Base
-from ..engine.owner import Owner
-from ..engine.served import ServedEngine
+from ..engine.served import Owner, ServedEngine
 from ..parameters import Contents
 from ..publish.publication import Publication
 from ..record import File, Record

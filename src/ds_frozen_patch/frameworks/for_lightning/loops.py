@@ -18,8 +18,7 @@ from typing import Any
 
 from ...common.errors import CheckpointMismatchError
 from ...engine.batch import own_batch, saved_batch, scale_loss, warn_of_another_batch
-from ...engine.owner import Owner, warn
-from ...engine.served import attach
+from ...engine.served import Owner, attach, warn
 
 _STARTS_AGAIN = (
     "The checkpoint was saved within an epoch, after {} batches, and Lightning cannot restore the place of the"

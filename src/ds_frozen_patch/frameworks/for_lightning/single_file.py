@@ -14,7 +14,7 @@ from typing import Any
 from ...base import replacing
 from ...common.errors import CheckpointMismatchError, named
 from ...common.files import WEIGHTS_FILE
-from ...engine.owner import is_first, warn
+from ...engine.served import is_first, warn
 from ...internals import forget_second_copies, gathered, refresh_masters
 from ...load.fitting import put
 from ...load.quantized import check_parts, is_part, without_own_values
@@ -27,7 +27,7 @@ from ...publish.journal import remove_states
 from ...publish.notes import OURS
 from ...record import KEY, Record, carried
 from ...save.agreement import explaining_errors
-from ...save.leaving_out import describe
+from ...save.contents import describe
 from ...save.publishing import publish
 from ...save.running import Save
 

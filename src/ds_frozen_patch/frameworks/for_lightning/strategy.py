@@ -18,8 +18,7 @@ from weakref import ref
 from ...common.overrides import Attributes, overridden
 from ...common.probing import Finding, Installed, Target
 from ...core.save import begin
-from ...engine.owner import Owner, warn
-from ...engine.served import attach, attached
+from ...engine.served import Owner, attach, attached, warn
 from ...load.agreement import agree, list_files
 from ...load.listing import Listing
 from ...load.running import Load
