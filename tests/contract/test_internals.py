@@ -21,7 +21,7 @@ from kit import runs
 from kit.checkpoints import model_states
 
 import ds_frozen_patch
-from ds_frozen_patch import internals
+from ds_frozen_patch import internals, process
 from ds_frozen_patch.engine.served import attached
 
 pytestmark = [pytest.mark.promise(25), pytest.mark.everyday]
@@ -114,6 +114,7 @@ def each_name_hidden(out: str, cases: list[Case]) -> dict[Case, Any]:
     reference, found = {stage: engine_of(stage) for stage in (2, 3)}, {}
     for number, case in enumerate(cases):
         folder, stage = f"{out}/{number}", STAGES.get(case[0], 2)
+        process.state.origins.clear()  # of engines that have the name, which those tests leave that ran here before
         with runs.heard() as heard:
             try:
                 with hiding(case, reference):
