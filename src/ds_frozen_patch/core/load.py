@@ -22,7 +22,7 @@ from .. import cures
 from ..base import replacing
 from ..common.overrides import Attributes, overridden
 from ..engine.served import ServedEngine, attached, warn
-from ..internals import forget_second_copies, remember_module
+from ..internals import forget_second_copies, optimizer_group, remember_module
 from ..load import agreement, elastic, fitting
 from ..load.agreement import check_model, sharing_reads
 from ..load.fitting import restarts, with_fresh_optimizer
@@ -92,6 +92,8 @@ def _load(
         warn(load.owner, cures.FORGETS_OPTIMIZER_ON_NVME)
     if client_state is not None:
         client_state.pop(KEY, None)
+        if load.record is not None and load.record.zero_stage == 0 and optimizer_group(engine) is None:
+            client_state.update(dict.fromkeys({"param_shapes"} & client_state.keys()))  # None, as DeepSpeed saves it
         if load.restores_optimizer and load.state:
             load.owner.after_load(load.owner, engine, load.state, client_state)
     return path, client_state
