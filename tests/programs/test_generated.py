@@ -727,6 +727,7 @@ FAILED = (
     Program(kind="cartridge", has_seed=False),
     Program(owner="accelerate", way="automatic"),
     Program(owner="accelerate", way="automatic", path="changed cwd", resumes=0),
+    Program(stage=0, is_wrapped=True, optimizer="all", hook="own state_dict"),
 )
 """Programs that have failed once, shrunk."""
 

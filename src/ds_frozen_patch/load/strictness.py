@@ -101,7 +101,8 @@ def saved_elsewhere(checkpoint: Mapping[str, Any], module: Any) -> tuple[frozens
     """The names that a module's own `state_dict` leaves out: those among the fragments, and in partitions alone."""
     in_state = frozenset(map(plain, checkpoint["module"]))
     fragments = frozenset(map(plain, checkpoint.get("frozen_param_fragments") or {})) - in_state
-    groups = checkpoint.get("param_shapes") or ()
+    is_partitioned = checkpoint.get("optimizer") is None  # else all of the optimizer is here, as in stage 0
+    groups = (is_partitioned and checkpoint.get("param_shapes")) or ()
     partitioned = frozenset(plain(name) for group in groups for name in group) - in_state - fragments
     if not partitioned:
         return fragments, partitioned  # as a rule
