@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from hashlib import sha256
@@ -26,7 +26,7 @@ from .common.errors import CheckpointError, named
 from .common.files import RECORD, hash_directory, is_state_file, open_regular
 from .common.probing import version_of
 from .common.text import human_bytes, json_lines
-from .parameters import BUFFER, PARAMETER, PART, is_name, plain
+from .parameters import BUFFER, PARAMETER, PART, is_name, part_name, part_suffix, plain
 from .ranks import digest
 
 if TYPE_CHECKING:
@@ -144,8 +144,16 @@ class Record:
 
     def to_values(self) -> dict[str, Any]:
         """The record as plain values, of which JSON can be made."""
-        left_out, files = map(vars, self.left_out), {name: vars(file) for name, file in self.files.items()}
-        more = {"left_out": list(left_out), "compiled": sorted(self.compiled), "files": files}
+        left_out: list[dict[str, Any]] = []
+        parts: dict[str, list[Any]] = {}  # in a short form: a quantized layer can have twenty
+        for entry in self.left_out:
+            if entry.kind == PART:
+                suffix = part_suffix(entry.name, entry.group)
+                parts.setdefault(entry.group, []).append([suffix, entry.shape, entry.dtype, entry.fingerprint])
+            else:
+                left_out.append({key: value for key, value in vars(entry).items() if key != "group"})
+        files = {name: vars(file) for name, file in self.files.items()}
+        more = {"left_out": left_out, "parts": parts, "compiled": sorted(self.compiled), "files": files}
         return {"format": FORMAT, **vars(self), **more}
 
     def to_json(self) -> str:
@@ -182,12 +190,14 @@ class Record:
 
     @classmethod
     def _from_values(cls, values: dict[str, Any]) -> Record:
-        if missing := {item.name for item in fields(cls)} - values.keys():
+        if missing := {"parts", *(item.name for item in fields(cls))} - values.keys():
             raise ValueError(f"it lacks {named(missing)}")
-        left_out = [
-            LeftOut(**{**entry, "names": tuple(entry["names"]), "shape": tuple(entry["shape"])})
-            for entry in values["left_out"]
-        ]
+        left_out, parts = list[LeftOut](), dict(values.pop("parts"))
+        for item in values["left_out"]:
+            entry = LeftOut(**{**item, "names": tuple(item["names"]), "shape": tuple(item["shape"])})
+            left_out += [entry, *_parts_of(entry.names, parts.pop("".join(entry.names[:1]), ()))]
+        for group, items in parts.items():  # of a parameter that is not listed, since it consists of its parts
+            left_out += _parts_of((group,), items)
         files = {name: File(**file) for name, file in values["files"].items()}
         compiled = frozenset(values["compiled"])
         record = cls(**{**values, "left_out": tuple(left_out), "files": files, "compiled": compiled})
@@ -256,6 +266,12 @@ class Record:
         if save not in ("", self.save) or (self.world_size and ranks not in (None, self.world_size)):
             other = f"{RECORD} beside it" if self.world_size else "the files beside it"
             raise CheckpointError(f"{file} is of another save than {other}. Take all files from one checkpoint.")
+
+
+def _parts_of(names: Sequence[str], parts: Iterable[Any]) -> Iterator[LeftOut]:
+    for suffix, shape, dtype, fingerprint in parts:
+        part_names = dict.fromkeys(part_name(name, suffix) for name in names)
+        yield LeftOut(tuple(part_names), tuple(shape), dtype, fingerprint, PART, names[0])
 
 
 _REMEDY = "Get a complete copy of the checkpoint. Without its record, it loads unverified."

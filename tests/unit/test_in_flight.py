@@ -89,6 +89,8 @@ def test_the_end_of_a_run(work: Work, is_error: bool) -> None:
         in_flight.wait()
 
 
+@pytest.mark.everyday
+@pytest.mark.short
 def test_unpatch_forgets_everything(work: Work) -> None:
     """What an asynchronous save has set up in the process too."""
     before = signal.getsignal(signal.SIGTERM)

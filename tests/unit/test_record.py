@@ -29,7 +29,7 @@ MADE = Record(
     kind="trainable-only",
     left_out=(
         LeftOut(("base.weight", "tied.weight"), (2, 3), "bfloat16", "0" * 32),
-        LeftOut(("base.weight.absmax",), (1,), "float32", "1" * 32, "part", "base.weight"),
+        LeftOut(("base.weight.absmax", "tied.weight.absmax"), (1,), "float32", "1" * 32, "part", "base.weight"),
         LeftOut(("ü",), (), "float32", None, "buffer"),
     ),
     total_bytes=16,
@@ -54,7 +54,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     record = written(tmp_path)
     assert replace(record, files={}) == MADE
     assert record.files == {name: describe_file(tmp_path / name) for name in (MODEL, OPTIMIZER)}
-    assert record.names == {"base.weight", "tied.weight", "base.weight.absmax", "ü"}
+    assert record.names == {"base.weight", "tied.weight", "base.weight.absmax", "tied.weight.absmax", "ü"}
 
 
 def test_what_a_file_carries() -> None:

@@ -141,6 +141,8 @@ def test_the_names_of_files(tmp_path: Path, name: str) -> None:
     assert (tmp_path / name).read_bytes() == (tmp_path / "torch" / name).read_bytes()
 
 
+@pytest.mark.everyday
+@pytest.mark.short
 @pytest.mark.parametrize("setting", ["compute_crc32", "storage_alignment", "skip_data"])
 def test_settings_of_torch(tmp_path: Path, setting: str) -> None:
     """Checksums can be turned off, data be aligned for direct reads, and the data be left to others."""
