@@ -195,7 +195,7 @@ class Record:
         left_out, parts = list[LeftOut](), dict(values.pop("parts"))
         for item in values["left_out"]:
             entry = LeftOut(**{**item, "names": tuple(item["names"]), "shape": tuple(item["shape"])})
-            left_out += [entry, *_parts_of(entry.names, parts.pop("".join(entry.names[:1]), ()))]
+            left_out += [entry, *_parts_of(entry.names, parts.pop(next(iter(entry.names), ""), ()))]
         for group, items in parts.items():  # of a parameter that is not listed, since it consists of its parts
             left_out += _parts_of((group,), items)
         files = {name: File(**file) for name, file in values["files"].items()}
