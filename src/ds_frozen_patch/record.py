@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     import torch
 
 KEY = "ds_frozen_patch"
+UNIVERSAL_INFO = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
+"""What DeepSpeed's universal converter requires in the state of a checkpoint of ZeRO 1 or 2."""
 FORMAT = 1
 TRAINABLE_ONLY, FULL, UNKNOWN = KINDS = ("trainable-only", "full", "unknown")
 _MOST_BYTES = 1 << 26

@@ -403,7 +403,7 @@ class ByEngine(Life):
         self.engine = made[0]
         if resume:
             folder, tag = os.path.split(resume)
-            self.returned.append(told(self.engine.load_checkpoint(folder, tag=tag)[1]))
+            self.returned.append(told(self.engine.load_checkpoint(folder, tag=tag)[1], odd=ODD[1:3]))
         self.arrange(self.engine.global_steps)
         for step, tokens in self.batches(self.engine.global_steps):
             self.engine.backward(self.engine(input_ids=tokens, labels=tokens).loss)
@@ -424,7 +424,7 @@ class ByFabric(Life):
         model, adam = self.fabric.setup(self.module, self.optimizer()[0])
         self.state: dict[str, Any] = {"model": model, "optimizer": adam, "step": 0, **self.values}
         if resume:
-            self.returned.append(told(self.fabric.load(resume, self.state)))
+            self.returned.append(told(self.fabric.load(resume, self.state), odd=ODD[1:3]))
             self.returned.append(told({name: self.state[name] for name in ("step", *self.values)}))
         self.arrange(self.state["step"])
         for step, tokens in self.batches(self.state["step"]):
@@ -599,8 +599,12 @@ def lived(program: Program, folder: str, number: int, resume: str | None, patche
 # What is compared
 
 
-def told(value: Any, at: str = "") -> dict[str, str]:
-    """What is in a value, by its place; without what only trainable-only checkpoints have, or lack."""
+ODD = ("ds_frozen_patch", "frozen_param_", "shared_params", "universal_checkpoint_info")
+"""How keys begin that only trainable-only checkpoints have, or lack."""
+
+
+def told(value: Any, at: str = "", odd: tuple[str, ...] = ODD) -> dict[str, str]:
+    """What is in a value, by its place; without odd keys."""
     if isinstance(value, torch.Tensor):
         return {at: f"{value.dtype} {tuple(value.shape)} {runs.digest(value)}"}
     if isinstance(value, dict):
@@ -611,10 +615,9 @@ def told(value: Any, at: str = "") -> dict[str, str]:
         inner = vars(value)
     else:
         return {at: f"{type(value).__name__} {sorted(map(repr, value)) if isinstance(value, set) else repr(value)}"}
-    odd = ("ds_frozen_patch", "frozen_param_", "shared_params", "universal_checkpoint_info")
     found = {at: type(value).__name__}
     for name, item in inner.items():
-        found |= {} if str(name).startswith(odd) else told(item, f"{at}/{name}")
+        found |= {} if str(name).startswith(odd) else told(item, f"{at}/{name}", odd)
     return found
 
 

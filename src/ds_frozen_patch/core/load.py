@@ -33,7 +33,7 @@ from ..load.strictness import check_base, check_optimizer, forgiving, saved_else
 from ..load.trust import refuse_unsafe_in, runs_nothing, trust
 from ..parameters import Contents, plain
 from ..publish import in_flight
-from ..record import KEY, UNKNOWN, unknown
+from ..record import KEY, UNIVERSAL_INFO, UNKNOWN, unknown
 
 _ATTEMPTS = 3
 """How often a load begins if another process saves to the same path meanwhile."""
@@ -91,7 +91,9 @@ def _load(
     if load.restores_optimizer and cures.forgets_optimizer_on_nvme(engine):
         warn(load.owner, cures.FORGETS_OPTIMIZER_ON_NVME)
     if client_state is not None:
-        client_state.pop(KEY, None)
+        for key, value in {KEY: client_state.get(KEY), **UNIVERSAL_INFO}.items():  # which the program has not passed
+            if client_state.get(key) == value:
+                client_state.pop(key, None)
         if load.record is not None and load.record.zero_stage == 0 and optimizer_group(engine) is None:
             client_state.update(dict.fromkeys({"param_shapes"} & client_state.keys()))  # None, as DeepSpeed saves it
         if load.restores_optimizer and load.state:

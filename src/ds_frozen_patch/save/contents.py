@@ -14,7 +14,7 @@ from ..engine.served import Owner, is_first, warn
 from ..fingerprint import sketch
 from ..internals import copies_to_masters, fragments_of, has_plain_optimizer, is_expert, optimized, trained_groups
 from ..parameters import PARAMETER, PART, compiled_modules, plain
-from ..record import FULL, KEY, TRAINABLE_ONLY, LeftOut, Record, adapters_of, versions
+from ..record import FULL, KEY, TRAINABLE_ONLY, UNIVERSAL_INFO, LeftOut, Record, adapters_of, versions
 from .running import Save
 
 _CHANGED = (
@@ -155,10 +155,6 @@ def _tensors(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...
             yield from _tensors(item, (*path, key))
 
 
-_UNIVERSAL_INFO = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
-"""What DeepSpeed's universal converter requires in the state of a checkpoint of ZeRO 1 or 2."""
-
-
 def extended(client_state: Mapping[str, Any], save: Save, record: Record) -> dict[str, Any]:
     """The client state of a program, with ours.
 
@@ -168,7 +164,7 @@ def extended(client_state: Mapping[str, Any], save: Save, record: Record) -> dic
         record: of the checkpoint. If others give the files their names, or write them later, it is in these.
     """
     topology = save.served.topology
-    needed = _UNIVERSAL_INFO if topology.stage in (1, 2) and not topology.is_divided else {}
+    needed = UNIVERSAL_INFO if topology.stage in (1, 2) and not topology.is_divided else {}
     state = {**needed, **client_state, KEY: record.save if save.place.is_managed else record.to_json()}
     if cures.forgets_optimizer(save.engine):
         state["optimizer"] = save.engine.optimizer.state_dict()
