@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,32 @@ def test_an_engine_older_than_patch(ranks: Any, tmp_path: Path) -> None:
     for tag in ("on purpose", "as full", "first", "second"):
         assert names_in(tmp_path / tag) > trained
     assert names_in(tmp_path / "served") == trained
+
+
+def copied_meanwhile(out: str) -> Any:
+    """What another thread gets of the weights while the engine saves."""
+    with owners.served():
+        run = Run("deepspeed", out, 2, 2)
+        writer, names = run.engine.checkpoint_engine, list[set[str]]()
+        write = writer.save
+
+        def write_while_others_copy(*args: Any, **kwargs: Any) -> None:
+            thread = threading.Thread(target=lambda: names.append(set(run.engine.module_state_dict())))
+            thread.start()
+            thread.join()
+            write(*args, **kwargs)
+
+        with overridden([(writer, "save", write_while_others_copy)]):
+            run.engine.save_checkpoint(out, tag="a")
+        return names, set(run.engine.module_state_dict()), owners.trained(run.module)
+
+
+@pytest.mark.short
+def test_another_thread_copies_the_weights_during_a_save(ranks: Any, tmp_path: Path) -> None:
+    for names, everything, trained in ranks(2, copied_meanwhile, out=str(tmp_path)):
+        assert names
+        assert all(copied == everything for copied in names)
+        assert names_in(tmp_path / "a") == set(trained) < everything
 
 
 def nothing_frozen(out: str) -> Any:

@@ -13,6 +13,7 @@ A wrapper takes wrapt's four arguments: the wrapped method (bound), its instance
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -158,7 +159,7 @@ def _module_state_dict(original: Callable[..., Any], save: Save, *args: Any, **k
     before 0.12.3 it raises KeyError for a module whose `state_dict` gives a subset.
     """
     left_out = save.names_left_out
-    if left_out is None:
+    if left_out is None or threading.get_ident() != save.thread:  # another thread may copy the weights meanwhile
         return original(*args, **kwargs)
     call = inspect.signature(original).bind(*args, **kwargs)
     call.arguments[FLAG] = False

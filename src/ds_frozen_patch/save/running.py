@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -37,6 +38,7 @@ class Save:
         recorder: of what the engine writes, to be written later; None if the save writes it.
         export: the format in which the trained weights are exported too, or None.
         ranks: lets the ranks agree, and records errors until the next step.
+        thread: that saves.
     """
 
     engine: Any
@@ -53,6 +55,7 @@ class Save:
     recorder: Recorder | None = None
     export: str | None = None
     ranks: SaveRanks = field(init=False)
+    thread: int = field(default_factory=threading.get_ident)
 
     @property
     def owner(self) -> Owner:
