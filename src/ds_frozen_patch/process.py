@@ -25,7 +25,7 @@ class State:
         refused: why `ds-frozen-patch run` could not patch the program; empty if it could, or has not tried.
         notes: what `ds-frozen-patch run` has to tell the program at its first engine.
         settings: of the `patch()` in force; None for those of the environment.
-        engines: what is known of each engine; None for one that is passed on, as without `patch()`.
+        engines: what is known of each engine; None for one that is left to DeepSpeed.
         warned: the engines of which the program was told that they are not known.
         agreed: the stores through which the ranks have agreed on their settings.
         in_flight: kept: the save that training does not wait for, until somebody (`unpatch()`, too) has waited for it.

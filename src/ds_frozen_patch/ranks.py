@@ -331,16 +331,6 @@ def add_up(numbers: torch.Tensor, device: Any) -> torch.Tensor:
     return shared.cpu()
 
 
-def on_any_rank(flags: list[bool], device: Any) -> list[bool]:
-    """For each flag, whether it is set on any rank; every rank must call it with the same number of flags.
-
-    Its size does not depend on the number of ranks, unlike that of `gather_numbers`.
-    """
-    import torch
-
-    return [count > 0 for count in add_up(torch.tensor(flags, dtype=torch.int32), device).tolist()]
-
-
 def gather(item: T) -> list[T]:
     """Gather an object of each rank; every rank must call it. Slower than `gather_numbers`, so for rare cases."""
     import torch.distributed as dist

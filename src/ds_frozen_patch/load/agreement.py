@@ -210,16 +210,11 @@ def sharing_reads(load: Load) -> Attributes:
     read = reader.load
 
     def read_and_agree(path: Any, *args: Any, **kwargs: Any) -> Any:
-        state = problem = None
-        try:
+        state, ranks = None, LoadRanks(load.owner.device, load)
+        with ranks.deferred(path):
             state = read(path, *args, **kwargs)
             _note(load, Path(path), state)
-        except CheckpointError as error:
-            problem = error
-        except Exception as error:
-            problem = CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}).")
-            problem.__cause__ = error
-        _agree(load, problem)
+        _agree(load, ranks)
         return state
 
     return [(reader, "load", read_and_agree)]
@@ -232,12 +227,10 @@ def check_model(load: Load, state: Mapping[str, Any]) -> None:
         CheckpointError: on every rank, if one has read a file of another save.
     """
     if not load.read:
-        problem = None
-        try:
+        ranks = LoadRanks(load.owner.device, load)
+        with ranks.deferred():
             _note(load, states_file(load.engine, load.source, load.tag or latest_tag(Path(load.source))), state)
-        except CheckpointError as error:
-            problem = error
-        _agree(load, problem)
+        _agree(load, ranks)
 
 
 def _note(load: Load, file: Path, state: Any) -> None:
@@ -254,11 +247,8 @@ def _note(load: Load, file: Path, state: Any) -> None:
         record.check_content(file)  # it has no id, and may have been replaced since it was verified
 
 
-def _agree(load: Load, problem: CheckpointError | None) -> None:
-    """Raise on every rank this problem, or that the ranks have read files of several saves; every rank must call it."""
-    ranks = LoadRanks(load.owner.device, load)
-    if problem is not None:
-        ranks.errors.append(problem)
+def _agree(load: Load, ranks: LoadRanks) -> None:
+    """Raise on every rank what one has recorded, or that they have read files of several saves; all must call it."""
     everyone = ranks.step("read a file", lambda: [load.read], 1)
 
     def refuse() -> None:
