@@ -406,5 +406,7 @@ def run_tests(session: nox.Session, cell: str, *arguments: str, **environment: s
 
 def run_pytest(session: nox.Session, cell: str, *arguments: str, **environment: str) -> None:
     """Run pytest in a cell's environment; the tests look up what is expected of it."""
-    # One thread each: ranks and tests share the cores.
-    run(session, cell, "-m", "pytest", f"--saved={SAVED}", *arguments, CELL=cell, OMP_NUM_THREADS="1", **environment)
+    # A test beyond its own limit of 600 s waits where no signal reaches it: all stacks are printed, and pytest ends.
+    guard = ("-o", "faulthandler_timeout=700", "-o", "faulthandler_exit_on_timeout=true")
+    pytest = ("-m", "pytest", f"--saved={SAVED}", *guard, *arguments)
+    run(session, cell, *pytest, CELL=cell, OMP_NUM_THREADS="1", **environment)  # ranks and tests share the cores

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import subprocess
@@ -222,6 +223,11 @@ class Outcome:
             "seconds": round(time.monotonic() - self.begun),
         }
         self.file.write_text(json.dumps(outcome, indent=1))
+
+
+def pytest_unconfigure() -> None:
+    """Print what keeps this process from its end, such as a child that it joins, and end it."""
+    faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)
 
 
 def pytest_configure(config: pytest.Config) -> None:

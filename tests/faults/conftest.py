@@ -27,10 +27,12 @@ def counted(record_property: Callable[[str, object], None]) -> Callable[[str, in
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run in the everyday cell only."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run in the everyday cell only; what is short may take as long as any other test."""
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.everyday)
             item.add_marker(pytest.mark.once)
+            if not config.getoption("--faults"):
+                item.add_marker(pytest.mark.timeout(float(config.getini("timeout"))), append=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import itertools
 import json
-import multiprocessing
 import os
 import shutil
 import time
@@ -17,6 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from kit.processes import Process, ThisProcess, outcomes
 
 from ds_frozen_patch.common.files import RECORD
 from ds_frozen_patch.publish.journal import finish, is_unfinished, journals, names_now, prepared
@@ -177,7 +177,7 @@ def test_a_kill_at_any_step_leaves_the_old_or_the_new_one(tmp_path: Path, there:
     assert changes == [old, new]
 
 
-def save_often(folder: str, number: int, times: int) -> None:
+def save_often(_: ThisProcess, folder: str, number: int, times: int) -> None:
     place = Place(Path(folder).parent, "nothing")
     for time_ in range(times):
         place.save(f"{number} {time_}")
@@ -185,14 +185,10 @@ def save_often(folder: str, number: int, times: int) -> None:
 
 def test_several_jobs_that_save_to_one_path(tmp_path: Path) -> None:
     """Each time the folder is looked at, after its journal is done, it has files of one save."""
-    context = multiprocessing.get_context("fork")
     place = Place(tmp_path, "nothing")
-    jobs = [context.Process(target=save_often, args=(str(place.folder), number, 20)) for number in range(4)]
-    for job in jobs:
-        job.start()
-    for job in jobs:
-        job.join()
-    assert [job.exitcode for job in jobs] == [0] * 4
+    asked: dict[str, Any] = {"folder": str(place.folder), "times": 20}
+    jobs = [Process(save_often, tmp_path / "log", number=number, **asked) for number in range(4)]
+    assert outcomes(jobs) == [("returned", None)] * 4
     seen = place.seen()
     assert len({seen[f"checkpoint/{name}"] for name in (STATES, RECORD)}) == 1
     assert seen.keys() == {f"checkpoint/{STATES}", f"checkpoint/{RECORD}", "latest"}
