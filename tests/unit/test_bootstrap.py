@@ -323,7 +323,9 @@ def test_exit_statuses_and_signals_are_passed_through(run: Run, site: Site, tmp_
     run("sys.exit(7)", status=7)
     run("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", status=-signal.SIGKILL)
     catches = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); print(os.getpid(), flush=True)"
-    (site.root / "program.py").write_text(f"import os, signal, sys; {catches}; signal.pause()")
+    (site.root / "program.py").write_text(
+        f"import os, signal, sys, time; {catches}; [time.sleep(0.1) for _ in 99 * '.']"
+    )
     command = [*COMMAND, sys.executable, "program.py"]
     with subprocess.Popen(command, cwd=site.root, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
