@@ -32,12 +32,17 @@ def merge_adapter(wrapped: Callable[..., Any], tuner: Any, args: tuple[Any, ...]
     return result
 
 
-def unmerged(module: torch.nn.Module) -> dict[str, float]:
-    """The largest merged value of each parameter that merges have rounded and that is not merged now, by plain name."""
+def merges(module: torch.nn.Module, *, undone: bool) -> dict[str, float]:
+    """The largest merged value of each parameter that adapters were merged into, by plain name.
+
+    Args:
+        module: that contains it.
+        undone: whether to return those that no adapter is merged into at present, or the others.
+    """
     return {
         plain(f"{path}.base_layer.{name}"): float(value)
         for path, layer in _layers(module)
-        if not layer.merged_adapters
+        if (not layer.merged_adapters) is undone
         for name, value in process.state.merged.get(layer, {}).items()
     }
 
