@@ -195,9 +195,7 @@ class Base:
         compared = [entry for entry in self.left_out if entry.group not in overruled]
         unchanged = [entry for entry in compared if not self.origin_of[entry.group].is_changed]
         differ = self.differing(unchanged, served.comparisons)
-        if process.state.merged:
-            self.unmerged = tuners.merges(self._engine.module, undone=True)
-            self.merged = {*tuners.merges(self._engine.module, undone=False)}
+        self.unmerged, self.merged = tuners.merges(self._engine.module)
         served.comparisons += bool(self.left_out)
         self.record(self.left_out)
         drifted = {
@@ -207,7 +205,7 @@ class Base:
             if (built := self.built(entry)) and built.is_rounded_to(entry.tensor, self.unmerged[name])
         }
         if served.undoes_merges:
-            drifted |= self.merged & {entry.group for entry in differ}
+            drifted |= {entry.group for entry in differ if self.merged & {*entry.names}}
         for entry in differ:
             self.origin_of[entry.group].is_changed |= entry.group not in drifted
         self.changed = {entry.group for entry in compared if self.origin_of[entry.group].is_changed}

@@ -389,8 +389,7 @@ class ByEngine(Life):
         bf16 = {"bf16": {"enabled": True}} if self.program.is_bf16 else {}
         config = self.config(train_micro_batch_size_per_gpu=ROWS, **bf16)
         adam, scheduler = self.optimizer()
-        made = deepspeed.initialize(model=self.module, optimizer=adam, lr_scheduler=scheduler, config=config)
-        self.engine = made[0]
+        self.engine = deepspeed.initialize(model=self.module, optimizer=adam, lr_scheduler=scheduler, config=config)[0]
         if resume:
             folder, tag = os.path.split(resume)
             self.returned.append(told(self.engine.load_checkpoint(folder, tag=tag)[1], odd=ODD[1:3]))
@@ -568,7 +567,7 @@ OWNERS: dict[str, type[Any]] = {
 }
 
 
-def lived(program: Program, folder: str, number: int, last: int, resume: Any = None, patched: bool = False) -> Any:
+def lived(program: Program, folder: str, number: int, last: int, resume: str = "", patched: bool = False) -> Any:
     """Run a process of a program in its folder; return what it has seen, and has at its end."""
     before = Path.cwd()
     if patched:
@@ -582,7 +581,7 @@ def lived(program: Program, folder: str, number: int, last: int, resume: Any = N
     try:
         os.chdir(folder)
         life = OWNERS[program.owner](program, number, last)
-        life.run(resume)
+        life.run(resume or None)
         ds_frozen_patch.wait()
         seen = {"losses": life.losses, "weights": runs.trained_state(life.module), "returned": life.returned}
         return {**seen, "listed": life.listed, "saved": life.saved, "base": life.base()}
@@ -617,9 +616,7 @@ def told(value: Any, at: str = "", odd: tuple[str, ...] = ODD) -> dict[str, str]
 
 def outcomes(ranks: Any, program: Program, folder: Path, by: str) -> list[Any]:
     """What each process has seen on rank 0, with a copy of its folder beside it; or what it has raised."""
-    found: list[Any] = []
-    resume: str | None = None
-    run = folder / "run"
+    found, run, resume = list[Any](), folder / "run", ""
     arguments: dict[str, Any] = {"program": program, "folder": str(run), "patched": by == "ours"}
     for number in range(1 if program.way in ONCE else 2):
         try:
@@ -696,8 +693,7 @@ def check_states(program: Program, ours: dict[str, str], plain: dict[str, str], 
 def loaded(file: Path) -> Any:
     """What is in a file, but for the padding of ZeRO-3's partitions, which DeepSpeed does not initialize."""
     content = torch.load(file, weights_only=False)
-    optimizer = content.get("optimizer_state_dict", {})
-    if optimizer.get("zero_stage") == 3:
+    if (optimizer := content.get("optimizer_state_dict", {})).get("zero_stage") == 3:
         rank, ranks = int(re.findall(r"zero_pp_rank_(\d+)_", file.name)[0]), optimizer["partition_count"]
         groups = loaded(file.with_name(file.name.removeprefix("bf16_").replace("optim", "model")))["param_shapes"]
         flat, state = optimizer["fp32_flat_groups"], optimizer["optimizer_state_dict"]["state"]

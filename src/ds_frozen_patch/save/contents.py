@@ -61,7 +61,7 @@ def describe(save: Save) -> Record:
             f" ({named(sorted(base.unmerged))}). Checkpoints record the base as the program built it, and a resume"
             " begins with that.",
         )
-    if base is not None and (merged := base.merged & {entry.group for entry in left_out}):
+    if base is not None and (merged := base.merged & {n for entry in left_out for n in entry.names}):
         save.served.log_once("merged", _UNDONE.format(named(sorted(merged))))
     prints = base.fingerprints() if base is not None else []
     if unread := [entry.name for entry, print_ in zip(left_out, prints, strict=True) if print_ is None]:
