@@ -107,7 +107,8 @@ class Base:
         frozen: what may be the base.
         left_out: what a save leaves out, the same on every rank; see `compared`.
         changed: the groups of that (see `ModuleTensor`) that are no base any more, as far as this rank sees.
-        merged: what adapters were merged into and taken out of again, with the largest value that it had meanwhile.
+        unmerged: what adapters were merged into and taken out of again, with the largest value that it had meanwhile.
+        merged: what adapters are merged into at present.
         is_known: whether this rank knows the fingerprints of the others; then, whether every rank does.
         is_agreed: whether every rank has seen the same changes.
         shard_of: which shard of a tensor this rank has; see `fingerprint.read`.
@@ -120,7 +121,7 @@ class Base:
         self.frozen = frozen(self.contents)
         self.left_out: list[ModuleTensor] = []
         self.changed: set[str] = set()
-        self.merged: dict[str, float] = {}
+        self.unmerged, self.merged = dict[str, float](), set[str]()
         self.is_known = self.is_agreed = False
         self._engine = engine
         self._is_divided = served is not None and served.topology.is_divided
@@ -194,17 +195,19 @@ class Base:
         compared = [entry for entry in self.left_out if entry.group not in overruled]
         unchanged = [entry for entry in compared if not self.origin_of[entry.group].is_changed]
         differ = self.differing(unchanged, served.comparisons)
-        self.merged = tuners.unmerged(self._engine.module) if process.state.merged else {}
+        self.unmerged, self.merged = tuners.merges(self._engine.module)
         served.comparisons += bool(self.left_out)
         self.record(self.left_out)
-        rounded = {
+        drifted = {
             entry.group
             for entry in differ
-            for name in self.merged.keys() & {*entry.names}
-            if (built := self.built(entry)) and built.is_rounded_to(entry.tensor, self.merged[name])
+            for name in self.unmerged.keys() & {*entry.names}
+            if (built := self.built(entry)) and built.is_rounded_to(entry.tensor, self.unmerged[name])
         }
+        if served.undoes_merges:
+            drifted |= {entry.group for entry in differ if self.merged & {*entry.names}}
         for entry in differ:
-            self.origin_of[entry.group].is_changed |= entry.group not in rounded
+            self.origin_of[entry.group].is_changed |= entry.group not in drifted
         self.changed = {entry.group for entry in compared if self.origin_of[entry.group].is_changed}
         contents = [self.built(entry) for entry in self.left_out if entry.group not in self.changed]
         self.is_known = all(content is None or content.fingerprint for content in contents)

@@ -94,6 +94,38 @@ def test_a_base_that_changes_by_more_than_a_rounding_is_saved(ranks: Any, tmp_pa
     assert Q_PROJ.format(0, "q") in left_out
 
 
+class MergingAround(ModelCheckpoint):
+    """Merges the adapters before each save, and takes them out again after it."""
+
+    def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
+        trainer.lightning_module.model.merge_adapter()
+        super()._save_checkpoint(trainer, filepath)
+        trainer.lightning_module.model.unmerge_adapter()
+
+
+def merges_around_saves(out: str, **options: Any) -> Any:
+    """What was said, the losses of the second epoch, and those after a resume from the first one."""
+    ds_frozen_patch.patch(**options)
+    losses = []
+    with runs.heard() as heard:
+        for resume_from in (None, f"{out}/epoch=0.ckpt"):
+            module, files = runs.LoraRun(), MergingAround(out, filename="{epoch}", save_top_k=-1)
+            trainer = runs.trainer(out, 2, 2, epochs=2, callbacks=[files], precision="32-true")
+            trainer.fit(module, runs.batches(2), ckpt_path=resume_from)
+            losses.append(module.losses)
+    return heard, losses
+
+
+@pytest.mark.parametrize("leave_out", [[], ["*base_layer*"]], ids=["by default", "leave_out"])
+def test_merges_around_saves_are_told(ranks: Any, tmp_path: Path, leave_out: list[str]) -> None:
+    """The merged values are saved, as they are plain, so a resume adds the adapters twice; `leave_out` avoids it."""
+    (heard, (whole, resumed)), _ = ranks(2, merges_around_saves, out=str(tmp_path), leave_out=leave_out)
+    assert (whole[-len(resumed) :] == pytest.approx(resumed, 1e-5)) is bool(leave_out)
+    assert (Q_PROJ.format(0, "q") in left_out_of(tmp_path / "epoch=0.ckpt")) is bool(leave_out)
+    said = "record these weights as the program built them" if leave_out else "adds the adapters a second time"
+    assert len([line for line in heard if said in line]) == 2  # of each of the two runs
+
+
 class ChangesOne(runs.LoraRun):
     """Changes one value of its base through `.data`, before the first save or later."""
 

@@ -70,6 +70,7 @@ class ServedEngine:
         topology: what kind of engine it is.
         comparisons: how often its base has been compared with what the program built, see `base`.
         begin: called with the engine when training begins, or adapters are merged before; then None.
+        undoes_merges: whether saves leave out what adapters are merged into at present.
         loss_factor: what each loss is multiplied by, see `engine.batch.scale_loss`.
         scales_loss: whether the engine multiplies its losses.
         publishes: whether this rank has published the last checkpoint on its disk.
@@ -84,6 +85,7 @@ class ServedEngine:
     topology: Topology
     comparisons: int = 0
     begin: Callable[[Any], None] | None = None
+    undoes_merges: bool = False
     loss_factor: float = 1.0
     scales_loss: bool = False
     publishes: bool = False

@@ -32,14 +32,16 @@ def merge_adapter(wrapped: Callable[..., Any], tuner: Any, args: tuple[Any, ...]
     return result
 
 
-def unmerged(module: torch.nn.Module) -> dict[str, float]:
-    """The largest merged value of each parameter that merges have rounded and that is not merged now, by plain name."""
-    return {
-        plain(f"{path}.base_layer.{name}"): float(value)
-        for path, layer in _layers(module)
-        if not layer.merged_adapters
-        for name, value in process.state.merged.get(layer, {}).items()
-    }
+def merges(module: torch.nn.Module) -> tuple[dict[str, float], set[str]]:
+    """The plain names of what was merged and is unmerged again, with its largest merged value; of what is merged."""
+    unmerged, merged = dict[str, float](), set[str]()
+    for path, layer in _layers(module) if process.state.merged else ():
+        for name, largest in process.state.merged.get(layer, {}).items():
+            if layer.merged_adapters:
+                merged.add(plain(f"{path}.base_layer.{name}"))
+            else:
+                unmerged[plain(f"{path}.base_layer.{name}")] = float(largest)
+    return unmerged, merged
 
 
 def built_once(module: torch.nn.Module) -> Iterator[str]:

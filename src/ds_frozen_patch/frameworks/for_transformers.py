@@ -85,7 +85,9 @@ def save_checkpoint(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, 
     prefix = sys.modules[TARGET.module].PREFIX_CHECKPOINT_DIR
     folder = Path(trainer._get_output_dir(trial=trial), f"{prefix}-{trainer.state.global_step}")
     around, later = Around(served.owner, folder), list[Callable[[], Any]]()
-    with overridden(_replacements(trainer, around, later)):
+    peft = sys.modules.get("peft")  # of whose models Trainer itself leaves out what is frozen, merged or not
+    is_peft = peft is not None and isinstance(trainer.model, peft.PeftModel)
+    with overridden([*_replacements(trainer, around, later), (served, "undoes_merges", is_peft)]):
         result = wrapped(*args, **kwargs)
     if _saves_the_best(trainer):
         trainer.state.best_model_checkpoint = str(folder)

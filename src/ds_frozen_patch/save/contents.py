@@ -22,6 +22,16 @@ _CHANGED = (
     " replaced them: {}. No base has these values, so checkpoints contain them from now on. To leave them out all the"
     " same, name them in patch(leave_out=[...])."
 )
+_MERGED = (
+    "Adapters are merged into {}, and checkpoints contain the merged values and the adapters. A resume into layers that"
+    " are not merged adds the adapters a second time, as it does without patch(). To avoid this, call"
+    " unmerge_adapter() before each save, or name these weights in patch(leave_out=[...]): then checkpoints record them"
+    " as the program built them."
+)
+_UNDONE = (
+    "Adapters are merged into {}. Checkpoints contain the adapters and record these weights as the program built them,"
+    " so a resume must not merge the adapters before it loads."
+)
 _AT_RANDOM = (
     "The ranks have built frozen parameters with different values: {}. So the program draws them at random, and no"
     " later run builds them again: checkpoints contain them. Set the same seed on all ranks before the model is built,"
@@ -34,6 +44,8 @@ def settle(save: Save, base: Base) -> None:
     changed, drawn = base.settle()
     if new := [name for name in sorted(changed) if save.served.is_first_time(f"changed: {name}")]:
         warn(save.owner, _CHANGED.format(named(new)))
+        if merged := base.merged & {*new}:
+            warn(save.owner, _MERGED.format(named(sorted(merged))))
     if drawn:
         warn(save.owner, _AT_RANDOM.format(named(sorted(drawn))))
 
@@ -42,13 +54,15 @@ def describe(save: Save) -> Record:
     """The record of a save, without its files, with fingerprints as built; every rank must call it."""
     topology, base = save.served.topology, save.base
     left_out = base.left_out if base is not None else []
-    if base is not None and left_out and base.merged:
+    if base is not None and left_out and base.unmerged:
         save.served.log_once(
             "merged adapters",
             "PEFT has merged adapters into the base and taken them out again, which rounds some of its values"
-            f" ({named(sorted(base.merged))}). Checkpoints record the base as the program built it, and a resume begins"
-            " with that.",
+            f" ({named(sorted(base.unmerged))}). Checkpoints record the base as the program built it, and a resume"
+            " begins with that.",
         )
+    if base is not None and (merged := base.merged & {n for entry in left_out for n in entry.names}):
+        save.served.log_once("merged", _UNDONE.format(named(sorted(merged))))
     prints = base.fingerprints() if base is not None else []
     if unread := [entry.name for entry, print_ in zip(left_out, prints, strict=True) if print_ is None]:
         save.served.log_once(
