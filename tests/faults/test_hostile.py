@@ -588,13 +588,12 @@ def test_no_tool_runs_a_checkpoint(
         lines = attacked(good, attack)
         chosen = list(lines) if long else [list(lines)[number % len(lines)]]
         for tool in chosen:
-            for trust in (False, True) if long else (False,):
-                may_work = name.split(" (")[0] in HARMLESS or (name, tool) in UNREAD
-                try:
-                    tried += 1
-                    refused([*lines[tool], *(["--trust"] if trust else [])], good, capsys, may_work)
-                except Exception as error:
-                    wrong.append(f"{name}: {tool}{' --trust' * trust}: {type(error).__name__}: {error!s:.300}")
+            may_work = name.split(" (")[0] in HARMLESS or (name, tool) in UNREAD
+            try:
+                tried += 1
+                refused(lines[tool], good, capsys, may_work)
+            except Exception as error:
+                wrong.append(f"{name}: {tool}: {type(error).__name__}: {error!s:.300}")
     assert not wrong, "\n".join([f"{len(wrong)} of {tried}", *wrong])
     counted("hostile checkpoint, read by a tool", tried)
 

@@ -237,14 +237,14 @@ def test_fingerprints_are_those_of_the_values(checkpoints: Checkpoints, tmp_path
 STATES = "checkpoint/mp_rank_00_model_states.pt"
 
 
-def pruned(state: Any, folder: Path, trust: bool = False, protocol: int = 2) -> Path:
+def pruned(state: Any, folder: Path, protocol: int = 2) -> Path:
     """Return the file of a pruned checkpoint whose file of states has this under "mine"."""
     weights = {"trained.weight": torch.ones(2, 2), "frozen.weight": torch.ones(3)}
     whole = {"module": weights, "param_shapes": [{"trained.weight": torch.Size([2, 2])}], "dp_world_size": 1}
     (folder / "full.ckpt" / "checkpoint").mkdir(parents=True)
     (folder / "full.ckpt" / "latest").write_text("checkpoint")
     torch.save({**whole, "ds_config": {}, "mine": state}, folder / "full.ckpt" / STATES, pickle_protocol=protocol)
-    prune(folder / "full.ckpt", folder / "pruned.ckpt", trust=trust)
+    prune(folder / "full.ckpt", folder / "pruned.ckpt")
     for name, place in records_of(folder / "pruned.ckpt" / STATES).items():
         assert place.start % 64 == 0, name
     return folder / "pruned.ckpt" / STATES

@@ -116,28 +116,27 @@ def without_wrappers(name: str) -> str:
     return name
 
 
-def open_base(path: str | Path, trust: bool = False) -> Base:
+def open_base(path: str | Path) -> Base:
     """Read which tensors a base has, but not the tensors.
 
     Args:
         path: a directory of safetensors files, one such file, a file of `torch.save` (a state dict, or one with a
             state dict under "state_dict"), or the directory of a full DeepSpeed checkpoint.
-        trust: read files that are links out of the checkpoint.
 
     Raises:
         CheckpointError: it is none of these, or is damaged.
     """
     base = Path(path)
     if base.is_dir():
-        return Base(base, _read_folder(base, trust))
+        return Base(base, _read_folder(base))
     if not base.is_file():
         raise CheckpointError(f"There is no base at {base}. Check the path.")
     return Base(base, _read_file(base))
 
 
-def _read_folder(folder: Path, trust: bool) -> dict[str, TensorSource]:
+def _read_folder(folder: Path) -> dict[str, TensorSource]:
     if (folder / "latest").is_file():
-        checkpoint = open_checkpoint(folder, trust=trust, as_base=True)
+        checkpoint = open_checkpoint(folder, as_base=True)
         weights = checkpoint.weights
         trained = {} if checkpoint.states.zero_stage else weights.trained
         tensors = {**weights.buffers, **weights.base, **trained}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from ..checkpoint import dtypes
 from ..checkpoint.format import safetensors as safetensors_file
 from ..checkpoint.format.archive import read_archive
 from ..checkpoint.format.records import Piece, Records, TensorSource, from_stored, map_into_memory
-from ..checkpoint.format.stored import ITEM_SIZES, StandIn, Storage, children, new_tensor
+from ..checkpoint.format.stored import ITEM_SIZES, StandIn, Storage, new_tensor, walk
 from ..checkpoint.format.writing import write_archive
 from ..checkpoint.quantization import is_torchao
 from ..common.errors import CheckpointError, named
@@ -42,6 +41,7 @@ class Consolidated:
         size: the size of these tensors, in bytes.
         files: the names of the files.
         unverified: the parameters from a base that could not be verified, because they have no fingerprint.
+        calls: what hyper-parameters in it name that Lightning imports and calls when it loads them.
     """
 
     source: str
@@ -52,6 +52,7 @@ class Consolidated:
     size: int
     files: tuple[str, ...]
     unverified: tuple[str, ...]
+    calls: tuple[str, ...]
 
     def __str__(self) -> str:
         files = f" in {len(self.files)} files" if len(self.files) > 1 else ""
@@ -60,6 +61,8 @@ class Consolidated:
             lines.append("It lacks the frozen parameters, which the checkpoint left out; add them with --base.")
         if self.unverified:
             lines.append(f"Not verified, because they have no fingerprint: {named(self.unverified, 3)}.")
+        if self.calls:
+            lines.append(f"Its hyper-parameters name what load_from_checkpoint imports and calls: {named(self.calls)}.")
         return printable_lines(lines)
 
 
@@ -118,7 +121,6 @@ def consolidate(
     dtype: str | None = None,
     base: str | Path | None = None,
     max_shard_size: int = DEFAULT_SHARD_BYTES,
-    trust: bool = False,
     dry_run: bool = False,
     quiet: bool = True,
 ) -> Consolidated:
@@ -136,9 +138,6 @@ def consolidate(
         base: what the run was built from, to add the frozen parameters to a trainable-only checkpoint: a directory of
             safetensors, a single file, or a full checkpoint. It is verified with the fingerprints in the record.
         max_shard_size: the maximum size of each file in a directory, in bytes; a single tensor may be larger.
-        trust: read files that are links out of the checkpoint.
-            Also keep hyper-parameters that name classes, which Lightning would import and instantiate; otherwise they
-            are dropped with a warning.
         dry_run: write nothing and read no tensors.
         quiet: do not show progress on stderr.
 
@@ -151,7 +150,7 @@ def consolidate(
         ValueError: the dtype is unknown.
     """
     kind = dtypes.torch_dtype(dtype)
-    checkpoint = open_source(source, tag, trust)
+    checkpoint = open_source(source, tag)
     if base is not None and not checkpoint.record.is_trainable_only:
         raise CheckpointError(
             f"{source} has no record that lists what was left out"
@@ -162,7 +161,7 @@ def consolidate(
             )
         )
     path = Path(target)
-    plan = _plan_output(checkpoint, open_base(base, trust) if base is not None else None, kind)
+    plan = _plan_output(checkpoint, open_base(base) if base is not None else None, kind)
     shards = _split_into_files(plan, path, max_shard_size)
     is_whole = base is not None or not checkpoint.lacks_frozen
     if plan.pickled and path.suffix not in TORCH_SUFFIXES:
@@ -179,6 +178,7 @@ def consolidate(
         size=plan.size,
         files=tuple(shards),
         unverified=tuple(name for name, entry in plan.from_base.items() if entry.fingerprint is None),
+        calls=_named_code(checkpoint.content) if path.suffix in TORCH_SUFFIXES else (),
     )
     sources = [checkpoint.path, *([Path(base)] if base is not None else [])]
     if dry_run:
@@ -191,7 +191,7 @@ def consolidate(
     ):
         reader = OutputReader(records, plan, progressed)
         if path.suffix in TORCH_SUFFIXES:
-            _write_torch(output, checkpoint, plan, is_whole, reader, trust)
+            _write_torch(output, checkpoint, plan, is_whole, reader)
         elif path.suffix == ".safetensors":
             write_shard(output, plan.tensors, plan, reader)
         else:
@@ -208,12 +208,12 @@ def consolidate_over(checkpoint_dir: str | Path, output_file: str | Path, tag: s
     Raises:
         CheckpointError: as `consolidate`.
     """
-    checkpoint = open_source(checkpoint_dir, tag, trust=True)
+    checkpoint = open_source(checkpoint_dir, tag)
     plan = _plan_output(checkpoint, None, None)
     file = Path(output_file)
     with new_output(file, replace=True) as output, Records() as records, progress("writing", plan.size, False) as done:
         is_whole = not (checkpoint.record.is_trainable_only and checkpoint.lacks_frozen)
-        _write_torch(output, checkpoint, plan, is_whole, OutputReader(records, plan, done), trust=True)
+        _write_torch(output, checkpoint, plan, is_whole, OutputReader(records, plan, done))
     state: dict[str, Any] = read_archive(file).state
     stored = {name: from_stored(item) for name, item in state["state_dict"].items()}
     return {**state, "state_dict": map_into_memory(stored)}
@@ -290,22 +290,11 @@ class OutputReader:
         return converted
 
 
-def _write_torch(
-    file: Path, source: Source, plan: OutputPlan, is_whole: bool, reader: OutputReader, trust: bool
-) -> None:
+def _write_torch(file: Path, source: Source, plan: OutputPlan, is_whole: bool, reader: OutputReader) -> None:
     """Write a Lightning checkpoint: the client state, and the weights as `state_dict`."""
     kept = {key: value for key, value in source.content.items() if key != KEY}
     if not is_whole and source.record.is_trainable_only:
         kept[KEY] = replace(source.record, files={}).to_json()
-    if not trust:
-        kept, dropped = _without_code(kept)
-        if dropped:
-            warnings.warn(
-                f"{file.name} does not contain these hyper-parameters, because load_from_checkpoint or LightningCLI"
-                f" would import and call what they name: {named(dropped)}. Pass their values to load_from_checkpoint as"
-                " arguments. If you trust the checkpoint, keep them with --trust (trust=True).",
-                stacklevel=3,
-            )
     tensors: dict[str, Any] = dict(plan.pickled)
     for name, tensor in plan.tensors.items():
         tensors[name] = new_tensor(name, plan.dtype_of(name), tensor.shape)
@@ -323,44 +312,18 @@ def _write_torch(
     write_archive(file, {**kept, "state_dict": tensors}, content)
 
 
-_HYPER_PARAMETERS = {"hyper_parameters", "datamodule_hyper_parameters", "hparams", "module_arguments"}
+_HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams", "module_arguments")
 _NAMES_OF_CODE = ("_instantiator", "_class_path", "class_path")
 
 
-def _without_code(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Remove hyper-parameters that name what Lightning would call; returns the state and the removed names.
-
-    `load_from_checkpoint` calls the function that `_instantiator` names. LightningCLI creates an object of each class
-    that a dictionary inside the hyper-parameters names as its `class_path`.
-    """
-    kept: dict[str, Any] = dict(state)
-    dropped: list[str] = []
-    for key in _HYPER_PARAMETERS & state.keys():
-        entries = state[key].items() if isinstance(state[key], dict) else ()
-        unsafe = [name for name, item in entries if _names_code([name, item])]
-        if unsafe or (not entries and _names_code(state[key])):
-            dropped += map(str, unsafe or [key])
-            kept[key] = {name: item for name, item in entries if name not in unsafe}
-            if not kept[key]:
-                del kept[key]
-    return kept, dropped
-
-
-def _names_code(value: Any) -> bool:
-    """Whether one of the names is in a value."""
-    waiting, seen = [value], set[int]()
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, bytes):  # numpy's strings, with 4 bytes for each character
-            item = item.replace(b"\0", b"").decode("latin-1")
-            if any(name in item for name in _NAMES_OF_CODE):
-                return True
-        elif isinstance(item, str) and item in _NAMES_OF_CODE:
-            return True
-        elif id(item) not in seen:
-            seen.add(id(item))
-            waiting += children(item)
-    return False
+def _named_code(state: Mapping[str, Any]) -> tuple[str, ...]:
+    """What `load_from_checkpoint`, or LightningCLI, imports and calls because the hyper-parameters name it."""
+    found = dict[str, None]()
+    for key in _HYPER_PARAMETERS:
+        for path, value in walk(state.get(key)):
+            if isinstance(value, str) and path and path[-1] in _NAMES_OF_CODE:
+                found[value] = None
+    return tuple(found)
 
 
 def write_shard(

@@ -57,7 +57,6 @@ def export(
     adapter: str | None = None,
     adapter_config: str | Path | None = None,
     trainable: Sequence[str] = (),
-    trust: bool = False,
     dry_run: bool = False,
     quiet: bool = True,
 ) -> Exported:
@@ -74,7 +73,6 @@ def export(
         adapter: the name of the adapter, for "peft"; by default the only one, or "default".
         adapter_config: an `adapter_config.json`, or its directory, if the checkpoint contains none; `patch()` saves it.
         trainable: as for `prune`.
-        trust: read files that are links out of the checkpoint.
         dry_run: write nothing and read no tensors.
         quiet: do not show progress on stderr.
 
@@ -96,7 +94,7 @@ def export(
         raise CheckpointError(
             f"{target} would be a safetensors file, and programs would take it for one of torch.save. Call it {better}."
         )
-    checkpoint = open_checkpoint(source, tag, trainable=trainable, trust=trust)
+    checkpoint = open_checkpoint(source, tag, trainable=trainable)
     plan = plan_export(checkpoint, format, kind, adapter, adapter_config)
     path, root, size = Path(target), checkpoint.states.layout.root, plan.output.size
     done = Exported(str(source), str(target), format, tuple(plan.output.tensors), size, tuple(plan.outside))

@@ -93,13 +93,12 @@ class Inspection:
         return printable_lines(lines)
 
 
-def inspect(path: str | Path, tag: str | None = None, *, trust: bool = False) -> Inspection:
+def inspect(path: str | Path, tag: str | None = None) -> Inspection:
     """Show what takes up space in a checkpoint; it reads no tensors, so the checkpoint's size does not matter.
 
     Args:
         path: the directory of a DeepSpeed checkpoint, saved by Lightning or by DeepSpeed alone.
         tag: the subdirectory to read; by default the one named in `latest`.
-        trust: read files that are links out of the checkpoint.
 
     Returns:
         The sizes, and what the checkpoint records about its run.
@@ -107,7 +106,7 @@ def inspect(path: str | Path, tag: str | None = None, *, trust: bool = False) ->
     Raises:
         CheckpointError: there is no checkpoint, or a file of it is missing, truncated, damaged or unexpected.
     """
-    states = read_states(path, tag, trust)
+    states = read_states(path, tag)
     files: dict[str, dict[str, int]] = {}
     record = states.record
     for file, contents in zip(states.layout.files, states.contents, strict=True):

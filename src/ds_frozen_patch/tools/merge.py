@@ -57,7 +57,7 @@ _LORA = re.compile(r"(.+?)\.(lora_[AB]\..+|lora_embedding_[AB]|lora_magnitude_ve
 class Merged(Consolidated):
     """What `merge` has written, or would write.
 
-    `source`, `target`, `dtype`, `is_whole`, `tensors`, `size`, `files` and `unverified` are those of `Consolidated`.
+    It also has the attributes of `Consolidated`.
 
     Attributes:
         adapter: the name of the adapter that was merged; None if there is none.
@@ -88,7 +88,6 @@ def merge(
     adapter: str | None = None,
     adapter_config: str | Path | None = None,
     dtype: str | None = None,
-    trust: bool = False,
     dry_run: bool = False,
     quiet: bool = True,
 ) -> Merged:
@@ -102,7 +101,6 @@ def merge(
         adapter: the name of the adapter, if the run had several.
         adapter_config: an `adapter_config.json`, or its directory, if the checkpoint contains none; `patch()` saves it.
         dtype: "fp32", "bf16" or "fp16", to convert the base before an adapter is added; by default it stays as it is.
-        trust: read files that are links out of the checkpoint.
         dry_run: write nothing and read no tensors.
         quiet: do not show progress on stderr.
 
@@ -113,8 +111,8 @@ def merge(
     """
     kind, folder = dtypes.torch_dtype(dtype), Path(base)
     model = empty_model(folder)
-    run = _Run(Path(source), tag, adapter, adapter_config, trust, model.state_dict().keys())
-    merger = _Merger(open_base(folder, trust), model, run, kind)
+    run = _Run(Path(source), tag, adapter, adapter_config, model.state_dict().keys())
+    merger = _Merger(open_base(folder), model, run, kind)
     done = Merged(
         source=str(source),
         target=str(target),
@@ -126,6 +124,7 @@ def merge(
         size=merger.plan.size,
         files=tuple(merger.shards),
         unverified=merger.unverified,
+        calls=(),
         outside=tuple(run.outside),
         notes=tuple(merger.notes),
     )
@@ -151,7 +150,6 @@ class _Run:
         tag: str | None,
         name: str | None,
         config: str | Path | None,
-        trust: bool,
         known: Collection[str],
     ) -> None:
         self.root, self.outside = root, list[str]()
@@ -163,9 +161,9 @@ class _Run:
         if recorded.is_file() and not (root / "latest").exists() and tag is None:
             text = recorded.read_text(encoding="utf-8", errors="replace")
             self.config = read_config(config) if config else parse_recorded_config(text)
-            self.adapter = open_base(root / ADAPTER_FILE, trust).tensors  # by their names in the file
+            self.adapter = open_base(root / ADAPTER_FILE).tensors  # by their names in the file
             return
-        checkpoint = open_checkpoint(root, tag, trust=trust)
+        checkpoint = open_checkpoint(root, tag)
         weights, record = checkpoint.weights, checkpoint.states.record
         tensors, adapter, members = weights.all, None, dict[str, str]()
         tensors |= {alias: tensors[first] for alias, first in weights.aliases.items() if first in tensors}

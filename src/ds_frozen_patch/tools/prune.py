@@ -57,7 +57,6 @@ def prune(
     trainable: Sequence[str] = (),
     keep: Sequence[str] = (),
     fingerprints: bool = True,
-    trust: bool = False,
     dry_run: bool = False,
     quiet: bool = True,
 ) -> Pruned:
@@ -76,7 +75,6 @@ def prune(
             was trained for a while and then frozen.
         fingerprints: read the frozen parameters, so that loads can verify the base. Otherwise loads warn that they
             cannot.
-        trust: read files that are links out of the checkpoint.
         dry_run: write nothing and read no tensors, only report what would be left out.
         quiet: do not show progress on stderr.
 
@@ -87,7 +85,7 @@ def prune(
         CheckpointError: the source is not a full checkpoint, or is damaged; a pattern has no effect; the target exists,
             or cannot be written. Nothing is left there.
     """
-    checkpoint = open_checkpoint(source, tag, trainable=trainable, trust=trust)
+    checkpoint = open_checkpoint(source, tag, trainable=trainable)
     states, weights = checkpoint.states, checkpoint.weights
     if states.record.is_trainable_only or not (weights.base or weights.subclasses):
         raise CheckpointError(f"{source} contains no frozen parameters, so there is nothing to prune.")

@@ -40,7 +40,7 @@ class Source:
     compiled: frozenset[str]
 
 
-def open_source(path: str | Path, tag: str | None, trust: bool) -> Source:
+def open_source(path: str | Path, tag: str | None) -> Source:
     """Read a checkpoint's pickles, and of its tensors at most samples.
 
     Raises:
@@ -53,7 +53,7 @@ def open_source(path: str | Path, tag: str | None, trust: bool) -> Source:
         if tag is not None:
             raise CheckpointError(f"{file} is a single file, and has no tags. Do not pass one.")
         return _open_file(file)
-    checkpoint = open_checkpoint(path, tag, trust=trust)
+    checkpoint = open_checkpoint(path, tag)
     states = checkpoint.states
     return Source(
         path=states.layout.root,

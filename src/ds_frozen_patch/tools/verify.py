@@ -70,7 +70,6 @@ def verify(
     tag: str | None = None,
     *,
     base: str | Path | None = None,
-    trust: bool = False,
     quiet: bool = True,
 ) -> Verified:
     """Read an entire checkpoint and report its problems.
@@ -83,7 +82,6 @@ def verify(
         path: the directory of a DeepSpeed checkpoint, full or trainable-only.
         tag: the subdirectory to read; by default the one named in `latest`.
         base: what the run was built from (see `consolidate`), to compare with the fingerprints in the record.
-        trust: read files that are links out of the checkpoint.
         quiet: do not show progress on stderr.
 
     Returns:
@@ -95,11 +93,11 @@ def verify(
     """
     problems: list[str] = []
     try:
-        states = read_states(path, tag, trust)
+        states = read_states(path, tag)
     except CheckpointError as error:
         return Verified(str(path), (str(error),), 0, 0, 0, 0, 0, ())
     record = states.record
-    opened = open_base(base, trust) if base is not None else None
+    opened = open_base(base) if base is not None else None
     problems += _check_files(states)
     weights = None
     try:

@@ -24,7 +24,6 @@ def open_checkpoint(
     tag: str | None = None,
     *,
     trainable: Sequence[str] = ("*",),
-    trust: bool = False,
     as_base: bool = False,
     record: Record | None = None,
 ) -> Checkpoint:
@@ -34,7 +33,6 @@ def open_checkpoint(
         path: the directory.
         tag: the subdirectory; by default the one named in `latest`.
         trainable: as for `locate_weights`; by default every parameter that could have been trained.
-        trust: as for `read_states`.
         as_base: the checkpoint is used as a base: parameters that no optimizer contains count as frozen, and the
             masters, which are not used, are not compared with the model's weights.
         record: as for `read_states`.
@@ -42,7 +40,7 @@ def open_checkpoint(
     Raises:
         CheckpointError: a file is missing, damaged or unexpected, or the files are not from one save.
     """
-    states = read_states(path, tag, trust, record)
+    states = read_states(path, tag, record)
     check_same_save(states)
     if as_base:
         trainable = () if states.zero_stage else ("*",)  # stage 0 may not tell what was trained
