@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import ds_frozen_patch
 from ds_frozen_patch.record import Record
-from ds_frozen_patch.tools.consolidate import OutputReader
+from ds_frozen_patch.tools.tensors import OutputReader, OutputTensor
 
 pytestmark = pytest.mark.promise(8)
 
@@ -406,11 +406,11 @@ def save_to_the_end(out: str) -> None:
 def export_onto_a_full_disk(out: str) -> str:
     original, written = OutputReader.__call__, list[str]()
 
-    def fill(reader: OutputReader, name: str) -> bytearray:
+    def fill(reader: OutputReader, tensor: OutputTensor) -> bytearray:
         if len(written) > 3 and os.environ["RANK"] == "0":
             raise OSError(errno.ENOSPC, "No space left on device")
-        written.append(name)
-        return original(reader, name)
+        written.append("one")
+        return original(reader, tensor)
 
     ds_frozen_patch.patch(export="safetensors")
     with mock.patch.object(OutputReader, "__call__", fill), pytest.raises(ds_frozen_patch.CheckpointError) as raised:

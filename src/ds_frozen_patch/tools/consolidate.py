@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint import dtypes
-from ..checkpoint.format import safetensors as safetensors_file
 from ..checkpoint.format.archive import read_archive
-from ..checkpoint.format.records import Piece, Records, TensorSource, from_stored, map_into_memory
-from ..checkpoint.format.stored import ITEM_SIZES, StandIn, Storage, new_tensor, walk
-from ..checkpoint.format.writing import write_archive
+from ..checkpoint.format.records import Records, TensorSource, from_stored, map_into_memory
+from ..checkpoint.format.stored import StandIn, walk
 from ..checkpoint.quantization import is_torchao
+from ..checkpoint.zero.opening import Checkpoint, open_any
 from ..common.errors import CheckpointError, named
 from ..common.text import human_bytes, printable_lines, progress
 from ..parameters import PARAMETER, with_compiled
-from ..record import KEY, LeftOut, Record, unknown
-from .base import Base, check_values, match_base, open_base
+from ..record import KEY, LeftOut, Record
+from .base import Base, match_base, open_base
 from .output import check_output, new_output
-from .source import Source, open_source
+from .tensors import TORCH_SUFFIXES, OutputReader, OutputTensor, converted, write_folder, write_shard, write_torch
 
-TORCH_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
 DEFAULT_SHARD_BYTES = 5_000_000_000
 """The default of Hugging Face's libraries."""
 
@@ -67,50 +64,17 @@ class Consolidated:
 
 
 @dataclass(frozen=True)
-class OutputPlan:
-    """What an output contains.
+class _Plan:
+    """What an output contains; `pickled` are tensor subclasses, which only files of torch can contain."""
 
-    Attributes:
-        tensors: the source of each tensor.
-        aliases: the first name of each tied alias.
-        from_base: what the record says of each tensor that comes from the base, to verify it.
-        base: the base, if any.
-        dtype: what floating-point tensors are converted to; None to keep their dtypes.
-        quantized: the names of tensors that keep their dtype in any case.
-        pickled: tensor subclasses, which only files of `torch.save` can contain.
-        record: the checkpoint's.
-        compiled: the modules whose names in the output are those that `torch.compile` gives them.
-    """
-
-    tensors: dict[str, TensorSource]
+    tensors: dict[str, OutputTensor]
     aliases: dict[str, str]
-    from_base: dict[str, LeftOut]
-    base: Base | None
-    dtype: str | None
-    quantized: frozenset[str] = frozenset()
-    pickled: Mapping[str, StandIn] = field(default_factory=dict)
-    record: Record = field(default_factory=unknown)
-    compiled: frozenset[str] = frozenset()
-
-    def name_of(self, name: str) -> str:
-        """The name of a tensor in the output."""
-        return with_compiled(name, self.compiled)
-
-    def dtype_of(self, name: str) -> str:
-        """The dtype of a tensor in the output. One from the base is first read in the dtype of the run."""
-        saved = self.from_base[name].dtype if name in self.from_base else self.tensors[name].dtype
-        if name in self.quantized:
-            return saved
-        return dtypes.output_dtype(saved, self.dtype)
-
-    def size_of(self, name: str) -> int:
-        """The size of a tensor in the output, in bytes."""
-        return self.tensors[name].numel * ITEM_SIZES[self.dtype_of(name)]
+    pickled: dict[str, StandIn]
 
     @property
     def size(self) -> int:
         """The size of all tensors, in bytes."""
-        return sum(map(self.size_of, self.tensors))
+        return sum(tensor.size for tensor in self.tensors.values())
 
 
 def consolidate(
@@ -150,7 +114,7 @@ def consolidate(
         ValueError: the dtype is unknown.
     """
     kind = dtypes.torch_dtype(dtype)
-    checkpoint = open_source(source, tag)
+    checkpoint = open_any(source, tag)
     if base is not None and not checkpoint.record.is_trainable_only:
         raise CheckpointError(
             f"{source} has no record that lists what was left out"
@@ -161,9 +125,11 @@ def consolidate(
             )
         )
     path = Path(target)
-    plan = _plan_output(checkpoint, open_base(base) if base is not None else None, kind)
-    shards = _split_into_files(plan, path, max_shard_size)
-    is_whole = base is not None or not checkpoint.lacks_frozen
+    opened = open_base(base) if base is not None else None
+    matched = _match(checkpoint.record, opened) if opened else {}
+    plan = _plan_output(checkpoint, opened, matched, kind)
+    shards = _split_into_files(plan.tensors, path, max_shard_size)
+    is_whole = base is not None or not checkpoint.states.lacks_frozen
     if plan.pickled and path.suffix not in TORCH_SUFFIXES:
         raise CheckpointError(
             f"{named(plan.pickled, 3)} are torchao tensors, which safetensors files cannot contain. Write a file of"
@@ -177,10 +143,10 @@ def consolidate(
         tensors=len(plan.tensors),
         size=plan.size,
         files=tuple(shards),
-        unverified=tuple(name for name, entry in plan.from_base.items() if entry.fingerprint is None),
-        calls=_named_code(checkpoint.content) if path.suffix in TORCH_SUFFIXES else (),
+        unverified=tuple(entry.name for entry in matched if entry.fingerprint is None),
+        calls=_named_code(checkpoint.client_state) if path.suffix in TORCH_SUFFIXES else (),
     )
-    sources = [checkpoint.path, *([Path(base)] if base is not None else [])]
+    sources = [checkpoint.states.layout.root, *([Path(base)] if base is not None else [])]
     if dry_run:
         check_output(path, *sources)
         return done
@@ -189,13 +155,13 @@ def consolidate(
         Records() as records,
         progress("writing", done.size, quiet) as progressed,
     ):
-        reader = OutputReader(records, plan, progressed)
+        reader = OutputReader(records, progressed)
         if path.suffix in TORCH_SUFFIXES:
             _write_torch(output, checkpoint, plan, is_whole, reader)
         elif path.suffix == ".safetensors":
-            write_shard(output, plan.tensors, plan, reader)
+            write_shard(output, plan.tensors, plan.aliases, reader)
         else:
-            write_folder(output, shards, plan, reader)
+            write_folder(output, shards, plan.aliases, reader)
     return done
 
 
@@ -208,39 +174,48 @@ def consolidate_over(checkpoint_dir: str | Path, output_file: str | Path, tag: s
     Raises:
         CheckpointError: as `consolidate`.
     """
-    checkpoint = open_source(checkpoint_dir, tag)
-    plan = _plan_output(checkpoint, None, None)
+    checkpoint = open_any(checkpoint_dir, tag)
+    plan = _plan_output(checkpoint, None, {}, None)
     file = Path(output_file)
     with new_output(file, replace=True) as output, Records() as records, progress("writing", plan.size, False) as done:
-        is_whole = not (checkpoint.record.is_trainable_only and checkpoint.lacks_frozen)
-        _write_torch(output, checkpoint, plan, is_whole, OutputReader(records, plan, done))
+        is_whole = not (checkpoint.record.is_trainable_only and checkpoint.states.lacks_frozen)
+        _write_torch(output, checkpoint, plan, is_whole, OutputReader(records, done))
     state: dict[str, Any] = read_archive(file).state
     stored = {name: from_stored(item) for name, item in state["state_dict"].items()}
     return {**state, "state_dict": map_into_memory(stored)}
 
 
-def _plan_output(source: Source, base: Base | None, dtype: str | None) -> OutputPlan:
-    weights, record = source.weights, source.record
-    from_base = match_base(record, base) if base else {}
-    if base and (unlike := [entry.name for entry in record.left_out if is_torchao(entry.dtype)]):
+def _plan_output(
+    checkpoint: Checkpoint, base: Base | None, matched: Mapping[LeftOut, TensorSource], dtype: str | None
+) -> _Plan:
+    weights, record, compiled = checkpoint.weights, checkpoint.record, checkpoint.states.compiled
+    pickled = {name: subclass.item for name, subclass in weights.subclasses.items() if subclass.is_in_module}
+    as_saved = weights.quantized | _quantized_names(matched)
+    tensors = {
+        name: converted(item, None if name in as_saved else dtype)
+        for name, item in weights.all.items()
+        if weights.owners.get(name) not in pickled
+    }
+    if base is not None:
+        for entry, item in matched.items():
+            tensors[entry.name] = base.verified(item, entry, record, None if entry.name in as_saved else dtype)
+    aliases = {**weights.aliases, **{alias: entry.name for entry in matched for alias in entry.names[1:]}}
+    return _Plan(
+        {with_compiled(name, compiled): tensor for name, tensor in tensors.items()},
+        {with_compiled(alias, compiled): with_compiled(name, compiled) for alias, name in aliases.items()},
+        {with_compiled(name, compiled): item for name, item in pickled.items()},
+    )
+
+
+def _match(record: Record, base: Base) -> dict[LeftOut, TensorSource]:
+    """The base's tensor for everything that was left out."""
+    matched = match_base(record, base)
+    if unlike := [entry.name for entry in record.left_out if is_torchao(entry.dtype)]:
         raise CheckpointError(
             f"{named(unlike, 3)} are torchao tensors, which only torchao can create. Consolidate without a base, and"
             " let the program that loads the file build the base."
         )
-    more = {alias: entry.name for entry in from_base for alias in entry.names[1:]}
-    pickled = {name: subclass.item for name, subclass in weights.subclasses.items() if subclass.is_in_module}
-    return OutputPlan(
-        tensors={n: item for n, item in weights.all.items() if weights.owners.get(n) not in pickled}
-        | {entry.name: tensor for entry, tensor in from_base.items()},
-        aliases={**weights.aliases, **more},
-        from_base={entry.name: entry for entry in from_base},
-        base=base,
-        dtype=dtype,
-        quantized=weights.quantized | _quantized_names(from_base),
-        pickled=pickled,
-        record=record,
-        compiled=source.compiled,
-    )
+    return matched
 
 
 def _quantized_names(left_out: Iterable[LeftOut]) -> frozenset[str]:
@@ -253,66 +228,32 @@ def _quantized_names(left_out: Iterable[LeftOut]) -> frozenset[str]:
     )
 
 
-def _split_into_files(plan: OutputPlan, target: Path, max_shard_size: int) -> dict[str, dict[str, TensorSource]]:
+def _split_into_files(tensors: dict[str, OutputTensor], target: Path, most: int) -> dict[str, dict[str, OutputTensor]]:
     """The tensors of each file of the output."""
     if target.suffix in (*TORCH_SUFFIXES, ".safetensors"):
-        return {target.name: plan.tensors}
-    shards: list[dict[str, TensorSource]] = [{}]
+        return {target.name: tensors}
+    shards: list[dict[str, OutputTensor]] = [{}]
     filled = 0
-    for name, tensor in plan.tensors.items():
-        size = plan.size_of(name)
-        if shards[-1] and filled + size > max_shard_size:
+    for name, tensor in tensors.items():
+        if shards[-1] and filled + tensor.size > most:
             shards.append({})
             filled = 0
         shards[-1][name] = tensor
-        filled += size
+        filled += tensor.size
     if len(shards) == 1:
         return {"model.safetensors": shards[0]}
     return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
-class OutputReader:
-    """Reads a tensor of the plan, verifies it if it comes from the base, and converts it for the output."""
-
-    def __init__(self, records: Records, plan: OutputPlan, progressed: Callable[[int], object]) -> None:
-        self.records, self.plan, self.progressed = records, plan, progressed
-
-    def __call__(self, name: str) -> bytearray:
-        tensor = self.plan.tensors[name]
-        entry = self.plan.from_base.get(name)
-        if entry is None or self.plan.base is None:
-            values, dtype = self.records.read(tensor), tensor.dtype
-        else:
-            values, dtype = self.plan.base.read(self.records, tensor, entry), entry.dtype
-            check_values(self.plan.base, self.records, tensor, entry, values, self.plan.record)
-        converted = dtypes.convert(values, dtype, self.plan.dtype_of(name))
-        self.progressed(len(converted))
-        return converted
-
-
-def _write_torch(file: Path, source: Source, plan: OutputPlan, is_whole: bool, reader: OutputReader) -> None:
+def _write_torch(file: Path, checkpoint: Checkpoint, plan: _Plan, is_whole: bool, reader: OutputReader) -> None:
     """Write a Lightning checkpoint: the client state, and the weights as `state_dict`."""
-    kept = {key: value for key, value in source.content.items() if key != KEY}
-    if not is_whole and source.record.is_trainable_only:
-        kept[KEY] = replace(source.record, files={}).to_json()
-    tensors: dict[str, Any] = dict(plan.pickled)
-    for name, tensor in plan.tensors.items():
-        tensors[name] = new_tensor(name, plan.dtype_of(name), tensor.shape)
-    for alias, name in plan.aliases.items():
-        if name in tensors:
-            tensors[alias] = tensors[name]
-    tensors = {plan.name_of(name): item for name, item in tensors.items()}
-
-    def content(storage: Storage, begin: int, count: int) -> Iterator[bytes | memoryview]:
-        if storage.file is None:
-            yield bytes(reader(storage.key)) if not storage.numel else memoryview(reader(storage.key))
-        else:
-            yield from reader.records.chunks(TensorSource("uint8", (count,), (Piece(storage, begin, count),)))
-
-    write_archive(file, {**kept, "state_dict": tensors}, content)
+    kept = {key: value for key, value in checkpoint.client_state.items() if key != KEY}
+    if not is_whole and checkpoint.record.is_trainable_only:
+        kept[KEY] = replace(checkpoint.record, files={}).to_json()
+    write_torch(file, kept, plan.tensors, plan.aliases, plan.pickled, reader)
 
 
-_HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams", "module_arguments")
+_HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 _NAMES_OF_CODE = ("_instantiator", "_class_path", "class_path")
 
 
@@ -324,26 +265,3 @@ def _named_code(state: Mapping[str, Any]) -> tuple[str, ...]:
             if isinstance(value, str) and path and path[-1] in _NAMES_OF_CODE:
                 found[value] = None
     return tuple(found)
-
-
-def write_shard(
-    file: Path, tensors: dict[str, TensorSource], plan: OutputPlan, reader: Callable[[str], bytearray]
-) -> None:
-    """Write a safetensors file. It contains tied tensors once, and the aliases as metadata, as the library does it."""
-    about = {plan.name_of(alias): plan.name_of(name) for alias, name in plan.aliases.items() if name in tensors}
-    entries = {plan.name_of(name): (plan.dtype_of(name), tensor.shape) for name, tensor in tensors.items()}
-    safetensors_file.write_file(file, entries, map(reader, tensors), about)
-
-
-def write_folder(
-    folder: Path, shards: dict[str, dict[str, TensorSource]], plan: OutputPlan, reader: Callable[[str], bytearray]
-) -> None:
-    """Write a new folder of safetensors files, and their index."""
-    folder.mkdir()
-    for name, tensors in shards.items():
-        write_shard(folder / name, tensors, plan, reader)
-    if len(shards) > 1:
-        size = plan.size
-        where = {plan.name_of(tensor): name for name, tensors in shards.items() for tensor in tensors}
-        index = {"metadata": {"total_size": size}, "weight_map": where}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..checkpoint.format.archive import Contents
 from ..checkpoint.format.stored import Storage, StoredTensor, iter_tensors
-from ..checkpoint.quantization import base_buffers, name_quantization
+from ..checkpoint.quantization import name_quantization
 from ..checkpoint.zero.entries import read_entries, with_plain_names
 from ..checkpoint.zero.states import as_integer, configured_stage, parameter_groups, read_states
 from ..common.text import human_bytes, printable_lines
@@ -157,12 +157,11 @@ def _model_kinds(state: Mapping[str, Any], record: Record) -> Iterator[tuple[str
     trained = {name for group in parameter_groups(state) for name in group}
     entries = read_entries(state, record)
     module, parts, buffers = entries.tensors, entries.owners, entries.buffers
-    packed = base_buffers(buffers, parts)
     listed: dict[tuple[Storage, int], str] = {}
     for name, tensor in module.items():
         if name in trained or name in buffers or name in parts:
             listed[tensor.storage, tensor.offset] = (
-                TRAINABLE if name in trained else BUFFERS if name in buffers - packed else FROZEN
+                TRAINABLE if name in trained else BUFFERS if name in buffers - entries.packed else FROZEN
             )
     unlisted = FROZEN if trained else TRAINABLE if record.is_trainable_only else EITHER
     for tensor in module.values():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.format.records import Piece, Records, TensorSource
+from ..checkpoint.format.records import Records
 from ..checkpoint.format.stored import Storage
 from ..checkpoint.format.writing import write_archive
 from ..checkpoint.zero.opening import open_checkpoint
@@ -192,8 +192,7 @@ def _make_reader(
     """A function that reads the bytes of storages to copy."""
 
     def read(storage: Storage, begin: int, count: int) -> Iterator[memoryview]:
-        source = TensorSource("uint8", (count,), (Piece(storage, begin, count),))
-        return _report_progress(records.chunks(source), done)
+        return _report_progress(records.content(storage, begin, count), done)
 
     return read
 

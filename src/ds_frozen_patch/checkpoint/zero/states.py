@@ -87,6 +87,11 @@ class States:
         return self.zero_stage >= 2 and self.models[0].get("frozen_param_shapes") is None
 
     @property
+    def lacks_frozen(self) -> bool:
+        """Whether frozen parameters were left out, by whomever."""
+        return bool(self.record.left_out) if self.record.is_trainable_only else self.leaves_out_frozen
+
+    @property
     def known(self) -> Record:
         """The record of a checkpoint that is made from this one: what it keeps of this one's."""
         step = as_integer(self.models[0].get("global_steps")) or 0
@@ -111,7 +116,7 @@ class States:
         return {name: version for name, version in releases.items() if isinstance(version, str)}
 
 
-def read_states(path: str | Path, tag: str | None, record: Record | None = None) -> States:
+def read_states(path: str | Path, tag: str | None = None, record: Record | None = None) -> States:
     """Read the states of all files of a checkpoint, but no tensors.
 
     Args:
