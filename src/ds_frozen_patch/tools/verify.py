@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -91,31 +92,32 @@ def verify(
         CheckpointError: there is no base at its path, or it cannot be read. Problems of the checkpoint itself are
             returned, not raised.
     """
-    problems: list[str] = []
     try:
         states = read_states(path, tag)
     except CheckpointError as error:
         return Verified(str(path), (str(error),), 0, 0, 0, 0, 0, ())
-    record = states.record
+    record, files, folder = states.record, states.layout.files, states.layout.model[0].parent
     opened = open_base(base) if base is not None else None
-    problems += _check_files(states)
-    weights = None
-    try:
+    problems = _Problems()
+    weights: Weights | None = None
+    with problems.told():
+        record.check_names(folder, {file.name for file in files})
+    for file, contents in zip(files, states.contents, strict=True) if not problems else ():
+        with problems.told():
+            record.check_file(file, contents.state)
+    with problems.told():
         check_shard_count(states.layout, states.models[0], states.zero_stage)
         weights = _locate_weights_of_any(states)
-    except CheckpointError as error:
-        problems.append(str(error))
-    size = sum(file.stat().st_size for file in states.layout.files)
+    size = sum(file.stat().st_size for file in files)
     with progress("reading", size, quiet) as progressed:
-        problems += _check_each_file(states, lambda file: check_file(file, progressed))
-    if weights is not None and not problems:
-        try:
+        for file in files:
+            with problems.told():
+                check_file(file, progressed)
+    with problems.told():
+        if weights is not None and not problems:
             check_masters_match(weights.trained, weights.halves)
-        except CheckpointError as error:
-            problems.append(str(error))
     problems += _check_facts(states)
     if record.is_lost and not problems:
-        folder = states.layout.model[0].parent
         problems.append(f"{folder} lacks {RECORD}, so it cannot be verified that its files are those that were saved.")
     compared, was_quantized = 0, False
     unverified = [entry.name for entry in record.left_out if entry.fingerprint is None]
@@ -132,7 +134,7 @@ def verify(
     return Verified(
         path=str(path),
         problems=tuple(dict.fromkeys(problems)),  # one damage may be found twice
-        files=len(states.layout.files),
+        files=len(files),
         size=size,
         trained=len(weights.trained) if weights else 0,
         left_out=len(record.parameters),
@@ -142,34 +144,24 @@ def verify(
     )
 
 
+class _Problems(list[str]):
+    """A description of each problem."""
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Add what the block raises."""
+        try:
+            yield
+        except CheckpointError as error:
+            self.append(str(error))
+
+
 def _locate_weights_of_any(states: States) -> Weights:
     """Locate the weights, also in a stage 0 that does not tell what was trained: that is not a problem."""
     try:
         return locate_weights(states)
     except CheckpointError:
         return locate_weights(states, ("*",))
-
-
-def _check_files(states: States) -> list[str]:
-    """Which files are not those of the record."""
-    record, folder = states.record, states.layout.model[0].parent
-    try:
-        record.check_names(folder, {file.name for file in states.layout.files})
-    except CheckpointError as error:
-        return [str(error)]
-    contents = dict(zip(states.layout.files, states.contents, strict=True))
-    return _check_each_file(states, lambda file: record.check_file(file, contents[file].state))
-
-
-def _check_each_file(states: States, check: Callable[[Path], object]) -> list[str]:
-    """What a check raises, for each file."""
-    problems = []
-    for file in states.layout.files:
-        try:
-            check(file)
-        except CheckpointError as error:
-            problems.append(str(error))
-    return problems
 
 
 def _check_facts(states: States) -> list[str]:
