@@ -53,7 +53,7 @@ class Base:
             check_values(self, records, tensor, entry, values, record)
             return dtypes.convert(values, entry.dtype, to)
 
-        return OutputTensor(to, tensor.shape, read)
+        return OutputTensor(to, tensor.shape, read, tensor.nbytes)
 
     def find(self, entry: LeftOut) -> TensorSource | None:
         """The tensor of a parameter that was left out, under any of its names; None if there is none."""

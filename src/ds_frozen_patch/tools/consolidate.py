@@ -19,7 +19,7 @@ from ..parameters import PARAMETER, with_compiled
 from ..record import KEY, LeftOut, Record
 from .base import Base, match_base, open_base
 from .output import check_output, new_output
-from .tensors import TORCH_SUFFIXES, OutputReader, OutputTensor, converted, write_folder, write_shard, write_torch
+from .tensors import TORCH_SUFFIXES, OutputTensor, converted, write_folder, write_shard, write_torch
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 """The default of Hugging Face's libraries."""
@@ -72,9 +72,9 @@ class _Plan:
     pickled: dict[str, StandIn]
 
     @property
-    def size(self) -> int:
-        """The size of all tensors, in bytes."""
-        return sum(tensor.size for tensor in self.tensors.values())
+    def cost(self) -> int:
+        """How many bytes are read for it."""
+        return sum(tensor.cost for tensor in self.tensors.values())
 
 
 def consolidate(
@@ -141,7 +141,7 @@ def consolidate(
         dtype=dtype,
         is_whole=is_whole,
         tensors=len(plan.tensors),
-        size=plan.size,
+        size=sum(tensor.size for tensor in plan.tensors.values()),
         files=tuple(shards),
         unverified=tuple(entry.name for entry in matched if entry.fingerprint is None),
         calls=_named_code(checkpoint.client_state) if path.suffix in TORCH_SUFFIXES else (),
@@ -152,16 +152,15 @@ def consolidate(
         return done
     with (
         new_output(path, *sources) as output,
-        Records() as records,
-        progress("writing", done.size, quiet) as progressed,
+        progress("writing", plan.cost, quiet) as progressed,
+        Records(progressed=progressed) as records,
     ):
-        reader = OutputReader(records, progressed)
         if path.suffix in TORCH_SUFFIXES:
-            _write_torch(output, checkpoint, plan, is_whole, reader)
+            _write_torch(output, checkpoint, plan, is_whole, records)
         elif path.suffix == ".safetensors":
-            write_shard(output, plan.tensors, plan.aliases, reader)
+            write_shard(output, plan.tensors, plan.aliases, records)
         else:
-            write_folder(output, shards, plan.aliases, reader)
+            write_folder(output, shards, plan.aliases, records)
     return done
 
 
@@ -177,9 +176,13 @@ def consolidate_over(checkpoint_dir: str | Path, output_file: str | Path, tag: s
     checkpoint = open_any(checkpoint_dir, tag)
     plan = _plan_output(checkpoint, None, {}, None)
     file = Path(output_file)
-    with new_output(file, replace=True) as output, Records() as records, progress("writing", plan.size, False) as done:
+    with (
+        new_output(file, replace=True) as output,
+        progress("writing", plan.cost, quiet=False) as progressed,
+        Records(progressed=progressed) as records,
+    ):
         is_whole = not (checkpoint.record.is_trainable_only and checkpoint.states.lacks_frozen)
-        _write_torch(output, checkpoint, plan, is_whole, OutputReader(records, done))
+        _write_torch(output, checkpoint, plan, is_whole, records)
     state: dict[str, Any] = read_archive(file).state
     stored = {name: from_stored(item) for name, item in state["state_dict"].items()}
     return {**state, "state_dict": map_into_memory(stored)}
@@ -245,12 +248,12 @@ def _split_into_files(tensors: dict[str, OutputTensor], target: Path, most: int)
     return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
-def _write_torch(file: Path, checkpoint: Checkpoint, plan: _Plan, is_whole: bool, reader: OutputReader) -> None:
+def _write_torch(file: Path, checkpoint: Checkpoint, plan: _Plan, is_whole: bool, records: Records) -> None:
     """Write a Lightning checkpoint: the client state, and the weights as `state_dict`."""
     kept = {key: value for key, value in checkpoint.client_state.items() if key != KEY}
     if not is_whole and checkpoint.record.is_trainable_only:
         kept[KEY] = replace(checkpoint.record, files={}).to_json()
-    write_torch(file, kept, plan.tensors, plan.aliases, plan.pickled, reader)
+    write_torch(file, kept, plan.tensors, plan.aliases, plan.pickled, records)
 
 
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")

@@ -14,7 +14,7 @@ from ..checkpoint.zero.opening import Checkpoint, open_checkpoint
 from ..common.errors import CheckpointError, named
 from ..common.text import human_bytes, printable_lines, progress
 from .output import check_output, new_output
-from .tensors import TORCH_SUFFIXES, OutputReader, OutputTensor, converted, write_shard
+from .tensors import TORCH_SUFFIXES, OutputTensor, converted, write_shard
 
 FORMATS = ("peft", "safetensors")
 
@@ -100,7 +100,8 @@ def export(
     if dry_run:
         check_output(path, root)
         return done
-    with new_output(path, root) as output, progress("writing", size, quiet) as progressed:
+    cost = sum(item.cost for item in plan.tensors.values())
+    with new_output(path, root) as output, progress("writing", cost, quiet) as progressed:
         file = output
         if plan.adapter is not None:
             output.mkdir()
@@ -128,8 +129,8 @@ class ExportPlan:
 
     def write(self, file: Path, progressed: Callable[[int], object] = lambda _: None) -> None:
         """Write the file with the tensors."""
-        with Records() as records:
-            write_shard(file, self.tensors, self.aliases, OutputReader(records, progressed))
+        with Records(progressed=progressed) as records:
+            write_shard(file, self.tensors, self.aliases, records)
 
 
 def plan_export(

@@ -40,7 +40,7 @@ from .base import Base, check_values, endings, match_base, open_base, without_qu
 from .consolidate import Consolidated
 from .loaded_names import CONFIG, empty_model
 from .output import check_output, new_output
-from .tensors import OutputReader, OutputTensor, write_folder
+from .tensors import OutputTensor, write_folder
 
 _COPIED = re.compile(r"(?!.*\.index\.json|adapter_config|(.*/)?\.).*(\.(json|jinja|md|model|tiktoken|txt)|[A-Z]{3,})")
 # What the configuration of plain LoRA may say. All else is for PEFT to merge.
@@ -146,17 +146,17 @@ def merge(
         return done
     if is_in_memory and not quiet:
         print("Not plain LoRA, or not one tensor for another: this takes the whole model in memory.", file=sys.stderr)
-    total = size + sum(tensor.nbytes for tensor in compared.values())
-    with new_output(target, run.root, folder) as output, progress("merging", total, quiet) as progressed:
-        with Records() as records:
+    cost = sum(tensor.cost for shard in shards.values() for tensor in shard.values())
+    cost += sum(tensor.nbytes for tensor in compared.values())
+    with new_output(target, run.root, folder) as output, progress("merging", cost, quiet) as progressed:
+        with Records(progressed=progressed) as records:
             for entry, tensor in compared.items():
                 check_values(opened, records, tensor, entry, opened.read(records, tensor, entry), run.record)
-                progressed(tensor.nbytes)
             if is_in_memory:
                 with redirect_stderr(StringIO()):  # without the progress bars of transformers
                     _write_in_memory(output, records, type(model), run, folder, kind)
             else:
-                write_folder(output, shards, {}, OutputReader(records, progressed))
+                write_folder(output, shards, {}, records)
                 _write_config(folder, output, kind, is_untied)
         _copy_other_files(folder, output)
         return replace(done, files=tuple(sorted(file.name for file in output.glob("*.safetensors"))))
@@ -250,7 +250,7 @@ class _Change:
                 weight += product.to(weight.dtype) if self.layer == "Embedding" else product
             return values
 
-        return OutputTensor(to, tensor.shape, read)
+        return OutputTensor(to, tensor.shape, read, source.nbytes + sum(part.nbytes for part in self.lora))
 
 
 def _changes(run: _Run, model: Any) -> tuple[dict[str, _Change], bool]:

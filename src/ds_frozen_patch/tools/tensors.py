@@ -20,11 +20,12 @@ TORCH_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor of an output: its dtype and shape there, and what reads its content."""
+    """A tensor of an output: its dtype and shape there, what reads its content, and how many bytes that reads."""
 
     dtype: str
     shape: tuple[int, ...]
     read: Callable[[Records], bytearray]
+    cost: int
 
     @property
     def size(self) -> int:
@@ -40,34 +41,25 @@ Aliases = Mapping[str, str]
 def converted(source: TensorSource, dtype: str | None) -> OutputTensor:
     """A tensor of a checkpoint; with a dtype, a floating-point one is converted to it."""
     to = output_dtype(source.dtype, dtype)
-    return OutputTensor(to, source.shape, lambda records: convert(records.read(source), source.dtype, to))
+
+    def read(records: Records) -> bytearray:
+        return convert(records.read(source), source.dtype, to)
+
+    return OutputTensor(to, source.shape, read, source.nbytes)
 
 
-@dataclass(frozen=True)
-class OutputReader:
-    """Reads tensors of an output, and reports the progress."""
-
-    records: Records
-    progressed: Callable[[int], object]
-
-    def __call__(self, tensor: OutputTensor) -> bytearray:
-        content = tensor.read(self.records)
-        self.progressed(len(content))
-        return content
-
-
-def write_shard(file: Path, tensors: Tensors, aliases: Aliases, reader: OutputReader) -> None:
+def write_shard(file: Path, tensors: Tensors, aliases: Aliases, records: Records) -> None:
     """Write a safetensors file. It contains tied tensors once, and the aliases as metadata, as the library does it."""
     about = {alias: name for alias, name in aliases.items() if name in tensors}
     entries = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    write_file(file, entries, map(reader, tensors.values()), about)
+    write_file(file, entries, (tensor.read(records) for tensor in tensors.values()), about)
 
 
-def write_folder(folder: Path, shards: Mapping[str, Tensors], aliases: Aliases, reader: OutputReader) -> None:
+def write_folder(folder: Path, shards: Mapping[str, Tensors], aliases: Aliases, records: Records) -> None:
     """Write a new folder of safetensors files, and their index."""
     folder.mkdir()
     for name, tensors in shards.items():
-        write_shard(folder / name, tensors, aliases, reader)
+        write_shard(folder / name, tensors, aliases, records)
     if len(shards) > 1:
         size = sum(tensor.size for tensors in shards.values() for tensor in tensors.values())
         where = {tensor: name for name, tensors in shards.items() for tensor in tensors}
@@ -81,7 +73,7 @@ def write_torch(
     tensors: Tensors,
     aliases: Aliases,
     pickled: Mapping[str, Any],
-    reader: OutputReader,
+    records: Records,
 ) -> None:
     """Write a file of `torch.save`: a state, and as its `state_dict` tensors and what the pickle of a file says."""
     weights = {**pickled, **{name: new_tensor(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()}}
@@ -89,8 +81,8 @@ def write_torch(
 
     def content(storage: Storage, begin: int, count: int) -> Iterator[bytes | memoryview]:
         if storage.file is None:
-            yield memoryview(reader(tensors[storage.key]))
+            yield memoryview(tensors[storage.key].read(records))
         else:
-            yield from reader.records.content(storage, begin, count)
+            yield from records.content(storage, begin, count)
 
     write_archive(file, {**state, "state_dict": weights}, content)

@@ -199,13 +199,13 @@ def _compare_base(record: Record, base: Base, quiet: bool) -> tuple[list[str], i
     fingerprinted = {entry.name for entry in there if entry.fingerprint is not None}
     unknown = [entry.name for entry in record.left_out if entry.name not in fingerprinted]
     wrong, right = [], 0
-    with Records() as records, progress("base", sum(t.nbytes for t in there.values()), quiet) as progressed:
+    cost = sum(tensor.nbytes for entry, tensor in there.items() if entry.fingerprint is not None)
+    with progress("base", cost, quiet) as progressed, Records(progressed=progressed) as records:
         for entry, tensor in there.items():
             if entry.fingerprint is not None:
                 same = dtypes.matches_fingerprint(entry, base.read(records, tensor, entry))
                 wrong += [] if same else [entry.name]
                 right += same and entry.kind == PARAMETER
-            progressed(tensor.nbytes)
     if wrong:
         return [describe_wrong_values(base, wrong, record)], right, unknown
     return [], right, unknown

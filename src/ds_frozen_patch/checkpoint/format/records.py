@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -108,13 +108,14 @@ class Records:
 
     Args:
         check: whether to verify checksums.
+        progressed: called with the number of bytes that were read for a caller.
 
     Raises:
         CheckpointError: a file cannot be read, or a checksum is wrong.
     """
 
-    def __init__(self, check: bool = True) -> None:
-        self._check = check
+    def __init__(self, check: bool = True, progressed: Callable[[int], object] = lambda _: None) -> None:
+        self._check, self._progressed = check, progressed
         self._files: dict[Path, tuple[IO[bytes], Mapping[str, Record]]] = {}
         self._sums: dict[Storage, tuple[int, int]] = {}
         """How many bytes of a record were read in order, and their checksum."""
@@ -139,6 +140,7 @@ class Records:
         for piece in tensor.pieces:
             self._read_into(piece.storage, piece.begin * width, left[: piece.count * width])
             left = left[piece.count * width :]
+        self._progressed(len(content))
         if tensor.view is None:
             return content
         import torch
@@ -162,6 +164,7 @@ class Records:
             chunk = buffer[: begin + count - at]
             self._read_into(storage, at, chunk)
             yield chunk
+            self._progressed(len(chunk))
 
     def place(self, storage: Storage) -> int:
         """The offset of a storage in its file."""
@@ -170,10 +173,12 @@ class Records:
     def check(self, storage: Storage) -> None:
         """Verify the checksum of a record, and read what has not been read yet."""
         _, record = self._find(storage)
-        done, _ = self._sums.get(storage, (0, 0))
-        for _ in self.content(storage, done, record.size - done if record.checksum is not None else 0):
-            pass
-        if record.checksum not in (None, self._sums.get(storage, (0, 0))[1]):
+        if record.checksum is None:
+            return
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, record.size)))
+        while (left := record.size - self._sums.setdefault(storage, (0, 0))[0]) > 0:
+            self._read_into(storage, record.size - left, buffer[:left])
+        if record.checksum != self._sums[storage][1]:
             raise CheckpointError(
                 f"{storage.path} is damaged: record {storage.key} does not match its checksum. Get a complete copy of"
                 " it."
