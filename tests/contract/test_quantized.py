@@ -212,7 +212,7 @@ def test_blocks_in_subclasses_need_a_fresh_optimizer(ranks: Any, tmp_path: Path,
         CheckpointError,
         match=r"how 'exp_avg' in the optimizer's state corresponds to the \d+ weights is unknown.*restart",
     ):
-        reshard(tmp_path / "small", tmp_path / "out", ranks=2, stage=stage or 2, trust=True)
+        reshard(tmp_path / "small", tmp_path / "out", ranks=2, stage=stage or 2)
     assert not (tmp_path / "out").exists()
 
 

@@ -18,8 +18,8 @@ from memory import memory, reset_peak_memory
 from safetensors.torch import load_file
 
 import ds_frozen_patch
+from ds_frozen_patch.checkpoint.format.records import Records, TensorSource
 from ds_frozen_patch.record import Record
-from ds_frozen_patch.tools.consolidate import OutputReader
 
 pytestmark = pytest.mark.promise(8)
 
@@ -404,16 +404,16 @@ def save_to_the_end(out: str) -> None:
 
 
 def export_onto_a_full_disk(out: str) -> str:
-    original, written = OutputReader.__call__, list[str]()
+    original, written = Records.read, list[TensorSource]()
 
-    def fill(reader: OutputReader, name: str) -> bytearray:
+    def fill(records: Records, tensor: TensorSource) -> bytearray:
         if len(written) > 3 and os.environ["RANK"] == "0":
             raise OSError(errno.ENOSPC, "No space left on device")
-        written.append(name)
-        return original(reader, name)
+        written.append(tensor)
+        return original(records, tensor)
 
     ds_frozen_patch.patch(export="safetensors")
-    with mock.patch.object(OutputReader, "__call__", fill), pytest.raises(ds_frozen_patch.CheckpointError) as raised:
+    with mock.patch.object(Records, "read", fill), pytest.raises(ds_frozen_patch.CheckpointError) as raised:
         save_to_the_end(out)
     return str(raised.value)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import io
 import json
 import os
 import pickle
@@ -16,9 +15,7 @@ import resource
 import shutil
 import struct
 import sys
-import tarfile
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -111,37 +108,17 @@ BY_OPCODE: dict[str, bytes] = {
     "NEWOBJ": b"csubprocess\nPopen\n(" + TEXT + b"t\x81",
     "NEWOBJ_EX": b"csubprocess\nPopen\n(" + TEXT + b"t}X\5\0\0\0shell\x88s\x92",
     "EXT1": b"\x82\1",
-    "what is in a module": b"\x8c\x0bcollections\x8c\x10_sys.modules.get\x93X\2\0\0\0os\x85R",
-    "what is in a function": b"\x8c\x0bcollections\x8c\x1fnamedtuple.__builtins__.__call__\x93",
     "an argument's argument": b"ccollections\ndeque\n(cos\nsystem\n" + TEXT + b"\x85Rl\x85R",
-    "BUILD of a class": b"ctorch\nSize\n(N}X\1\0\0\0xK\1stb",
-    "BUILD of a function": b"c_codecs\nencode\n}X\1\0\0\0xK\1sb",
-    "BUILD of a maker": b"ctorch._utils\n_rebuild_tensor_v2\n(cos\nsystem\n)}NtbX\1\0\0\0x\x85R",
-    "BUILD of a record": b"(X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\x000X\3\0\0\0cpuK\1tQ}X\4\0\0\0fileN"
-    b"sb",
-    "BUILD that hides a method": b"ccollections\nOrderedDict\n)R}X\5\0\0\0items" b"cbuiltins\nset\nsb",
     "PERSID": b"P" + b"../../x\n",
     "a record that is text": b"X\x05\0\0\0abcdeQ",
     "a record with a list for a name": b"(X\7\0\0\0storagectorch\nFloatStorage\n]X\3\0\0\0cpuK\1tQ",
-    "another encoding": b"c_codecs\nencode\nX\1\0\0\0aX\4\0\0\0idna\x86R",
-    "a codec that decompresses": b"c_codecs\nencode\nX\1\0\0\0aX\3\0\0\0zip\x86R",
-    "bytes for all memory": b"cbuiltins\nbytearray\n\x8a\6\0\0\0\0\0\2\x85R",
-    "bytes that say they are many": b"\x8e\0\0\0\0\1\0\0\0x",
-    "a bytearray that says it is large": b"\x96\0\0\0\0\1\0\0\0x",
-    "a frame that says it is large": b"\x95\0\0\0\0\1\0\0\0N",
-    "a place in the memo far out": b"Nr\xff\xff\xff\x7f",
-    "a text that says it is long": b"\x8d\0\0\0\0\1\0\0\0x",
-    "a number that is long": b"L" + b"9" * 100_000 + b"L\n",
     "lists in each other": b"]" * 50_000 + b"a" * 49_999,
     "tuples in each other": b")" + b"\x85" * 50_000,
     "two things at the end": b"NN",
     "an end before the end": b".",
     "more taken than there is": b"0000000000",
 }  # fmt: skip
-BY_OPCODE |= {f"call of {name}": named(name) + TEXT + b"\x85R" for name in CALLED} | {
-    "arrays of addresses": b"cnumpy\ndtype\nX\2\0\0\0O8\x89\x88\x87R",
-    "a function as a value": b"ctorch._utils\n_rebuild_tensor_v2\n",
-}  # fmt: skip
+BY_OPCODE |= {f"call of {name}": named(name) + TEXT + b"\x85R" for name in CALLED}
 
 
 def inject(code: bytes, file: Path, canary: Path) -> None:
@@ -224,15 +201,6 @@ def beyond() -> Evil:
     return Evil(torch._utils._rebuild_tensor_v2, storage, 2, (4,), (1,), False, collections.OrderedDict())
 
 
-def buffers_of_one_tensor(state: dict[str, Any]) -> None:
-    buffers = {f"buffer{i}": torch.ones(1).expand(1 << 20) for i in range(1000)}
-    state["module"].update(buffers)
-    state["buffer_names"] = [*state["buffer_names"], *buffers]
-
-
-SAID["buffers of one tensor"] = buffers_of_one_tensor
-
-
 def views() -> dict[str, torch.Tensor]:
     values = torch.ones(200_000)
     return {f"view{i}": values[i:] for i in range(500)}
@@ -304,21 +272,6 @@ def legacy(file: Path, canary: Path) -> None:
     torch.save({"module": {}, "mine": touch(canary)}, file, _use_new_zipfile_serialization=False)
 
 
-def legacy_before_an_archive(file: Path, canary: Path) -> None:
-    """torch reads the beginning of such a file, and archive programs its end."""
-    innocent = file.read_bytes()
-    legacy(file, canary)
-    file.write_bytes(file.read_bytes() + innocent)
-
-
-def tar(file: Path, canary: Path) -> None:
-    content = pickle.dumps(touch(canary))
-    with tarfile.open(file, "w") as archive:
-        info = tarfile.TarInfo("../../pickle")
-        info.size = len(content)
-        archive.addfile(info, io.BytesIO(content))
-
-
 def bare_pickle(file: Path, canary: Path) -> None:
     file.write_bytes(pickle.dumps(touch(canary)))
 
@@ -338,43 +291,6 @@ def sparse(file: Path, *_: Path) -> None:
     os.truncate(file, 1 << 36)
 
 
-# Files that torch reads, where another reader finds another pickle.
-def parts(file: Path, pickled: bytes | None = None, begin: int = 0) -> tuple[bytes, bytes]:
-    """Return a file's records and their directory, optionally with another pickle and for another offset in a file."""
-    made = io.BytesIO(bytes(begin))
-    with zipfile.ZipFile(made, "a") as copy:
-        for name, content in members(file).items():
-            if name.endswith("/data.pkl") and pickled is not None:
-                content = pickled.ljust(len(content), b"\0")  # what follows the pickle's end is not read
-            copy.writestr(zipfile.ZipInfo(name), content)
-    length, place = struct.unpack("<2L", made.getvalue()[-10:-2])
-    return made.getvalue()[begin:place], made.getvalue()[place : place + length]
-
-
-def end_of(records: bytes, directory: bytes, zip64: bool = False) -> bytes:
-    count = directory.count(b"PK\1\2")
-    fields = (0, 0, count, count, len(directory), len(records))
-    if zip64:
-        return b"PK\6\6" + struct.pack("<Q2H2L4Q", 44, 45, 45, *fields)
-    return b"PK\5\6" + struct.pack("<4H2LH", *fields, 0)
-
-
-def short_offset(file: Path, canary: Path) -> None:
-    """`zipfile` ignores the bytes before its directory, and torch goes by the offset."""
-    foul, fair = parts(file, pickle.dumps(touch(canary))), parts(file)
-    file.write_bytes(b"".join((*foul, *fair)) + end_of(*foul))
-
-
-def two_zip64_records(file: Path, canary: Path) -> None:
-    """`zipfile` uses the record before the locator, and torch the one that the locator points to."""
-    foul = parts(file, pickle.dumps(touch(canary)))
-    first = b"".join((*foul, end_of(*foul, zip64=True)))
-    fair = parts(file, begin=len(first))
-    content = first + b"".join((*fair, end_of(first + fair[0], fair[1], zip64=True)))
-    locator = b"PK\6\7" + struct.pack("<LQL", 0, len(first) - 56, 1)
-    file.write_bytes(content + locator + end_of(first + fair[0], fair[1]))
-
-
 def beside(name: str, attributes: int = 0) -> Callable[[Path, Path], None]:
     """Add a pickle to the archive's folder, beside the one that is checked."""
 
@@ -384,49 +300,11 @@ def beside(name: str, attributes: int = 0) -> Callable[[Path, Path], None]:
     return add
 
 
-def unicode_path(file: Path, canary: Path) -> None:
-    """`zipfile` reads names from such a field since Python 3.13."""
-    beside("data/999")(file, canary)
-    with zipfile.ZipFile(file) as archive:
-        info = archive.infolist()[-1]
-    name = b"\1" + struct.pack("<L", zlib.crc32(info.filename.encode())) + info.filename.encode()[:-8] + b"data.pkl"
-    extra = struct.pack("<HH", 0x7075, len(name)) + name
-    content = bytearray(file.read_bytes())
-    place = content.rindex(info.filename.encode())
-    content[place - 16 : place - 14] = struct.pack("<H", len(extra))
-    content[place + len(info.filename) : place + len(info.filename)] = extra
-    content[-10:-6] = struct.pack("<L", struct.unpack("<L", content[-10:-6])[0] + len(extra))
-    file.write_bytes(content)
-
-
 def another_folder_first(file: Path, canary: Path) -> None:
     found = {"other/data.pkl": pickle.dumps(touch(canary)), **members(file)}
     with zipfile.ZipFile(file, "w") as archive:
         for name, content in found.items():
             archive.writestr(name, content)
-
-
-def something_after(place: int) -> Callable[[Path, Path], None]:
-    """Hide a pickle after one of the records."""
-
-    def write(file: Path, canary: Path) -> None:
-        found = members(file)
-        with zipfile.ZipFile(file, "w") as archive:
-            for number, (name, content) in enumerate(found.items()):
-                archive.writestr(name, content)
-                if number == place % len(found):
-                    opened: Any = archive
-                    opened.fp.write(pickle.dumps(touch(canary)))
-                    opened.start_dir = opened.fp.tell()
-
-    return write
-
-
-def another_name_in_a_header(file: Path, _: Path) -> None:
-    content = bytearray(file.read_bytes())
-    at = content.index(b"/data.pkl")  # the header comes before the directory
-    content[at : at + 9] = b"/data.pkx"
-    file.write_bytes(content)
 
 
 def surrounded(before: bytes = b"", after: bytes = b"") -> Callable[[Path, Path], None]:
@@ -449,9 +327,6 @@ FILES: dict[str, Callable[[Path, Path], None]] = {
     "a member that is a link": member("link", b"/etc/passwd", 0o120777 << 16),
     "a second pickle": member("other/data.pkl"),
     "another folder first": another_folder_first,
-    "something after the first record": something_after(0),
-    "something after the last record": something_after(-1),
-    "another name in a header": another_name_in_a_header,
     "a record twice": beside("data/0"),
     "a record that says it is large": central(20, b"\xf0\xff\xff\xff\xf0\xff\xff\xff"),
     "a record far out": central(42, b"\xf0\xff\xff\xff"),
@@ -459,20 +334,14 @@ FILES: dict[str, Callable[[Path, Path], None]] = {
     "a compressed record": central(10, b"\x08\0"),
     "overlapping records": overlapping,
     "a legacy file of torch": legacy,
-    "a legacy file of torch before an archive": legacy_before_an_archive,
-    "a tar": tar,
     "a bare pickle": bare_pickle,
     "a pipe": pipe,
     "a device": device,
     "64 GB of nothing": sparse,
-    "a short offset to the directory": short_offset,
-    "two zip64 end records": two_zip64_records,
     "a pickle in capitals": beside("DATA.PKL"),
     "a tensor in capitals": beside("DATA/0"),
     "a pickle of TorchScript": beside("constants.pkl"),
-    "a version of TorchScript": beside(".data/version"),
     "a record that is a folder of DOS": beside("data/999", 0x10),
-    "a name in Unicode": unicode_path,
     "something before an archive": surrounded(before=bytes(64)),
     "something after an archive": surrounded(after=bytes(64)),
     "a comment": with_comment,
@@ -524,13 +393,12 @@ RECORDS = {name: at(f"checkpoint/{RECORD}", change) for name, change in CHANGED_
 
 
 # `inspect` copies no tensors, and reads no record in a file that has one beside it.
-UNREAD = {(name, "inspect") for name in SAID if name.startswith(("a record", "a tensor that", "many views", "buffers"))}
+UNREAD = {(name, "inspect") for name in SAID if name.startswith(("a record", "a tensor that", "many views"))}
 HARMLESS = {*BY_OPCODE, *(f"{function} in {name}" for function in ("os.system", "eval") for name in IN_A_STATE)}
 """What names code may be read, since nothing runs it."""
 HARMLESS |= {
     "a member outside", "a member at an absolute path", "a member that is a link", "a second pickle",
-    "something after the first record", "something after the last record", "another name in a header",
-    "a version of TorchScript", "a name in Unicode", "laughs in the client's state", "laughs in the configuration",
+    "laughs in the client's state", "laughs in the configuration",
     "laughs as the id of the save", "laughs as the number of steps", "a configuration that holds itself",
 }  # fmt: skip
 """What neither torch nor a tool reads."""
@@ -588,13 +456,12 @@ def test_no_tool_runs_a_checkpoint(
         lines = attacked(good, attack)
         chosen = list(lines) if long else [list(lines)[number % len(lines)]]
         for tool in chosen:
-            for trust in (False, True) if long else (False,):
-                may_work = name.split(" (")[0] in HARMLESS or (name, tool) in UNREAD
-                try:
-                    tried += 1
-                    refused([*lines[tool], *(["--trust"] if trust else [])], good, capsys, may_work)
-                except Exception as error:
-                    wrong.append(f"{name}: {tool}{' --trust' * trust}: {type(error).__name__}: {error!s:.300}")
+            may_work = name.split(" (")[0] in HARMLESS or (name, tool) in UNREAD
+            try:
+                tried += 1
+                refused(lines[tool], good, capsys, may_work)
+            except Exception as error:
+                wrong.append(f"{name}: {tool}: {type(error).__name__}: {error!s:.300}")
     assert not wrong, "\n".join([f"{len(wrong)} of {tried}", *wrong])
     counted("hostile checkpoint, read by a tool", tried)
 

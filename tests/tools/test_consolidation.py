@@ -5,15 +5,12 @@ from __future__ import annotations
 import collections
 import json
 import shutil
-import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -395,64 +392,21 @@ def test_the_command_line(
     assert "add them with --base" in capsys.readouterr().out
 
 
-def test_hyperparameters_that_name_classes_are_dropped(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    source = tmp_path / "in.ckpt"
-    shutil.copytree(checkpoints(2) / "small.ckpt", source)
-    own = "lightning.pytorch.cli.instantiate_module"
+def test_what_hyperparameters_name_is_kept_and_shown(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Lightning imports and calls it when it loads the file, and a tool does not."""
+    source = shutil.copytree(checkpoints(2) / "small.ckpt", tmp_path / "in.ckpt")
     said = {
-        "_instantiator": own,
+        "_instantiator": "names_code.run",
         "net": {"class_path": "subprocess.Popen", "init_args": {"args": "true"}},
         "hidden": 16,
     }
     for file in source.rglob("*model_states.pt"):
-        changed(file, lambda state: state.update(hyper_parameters=dict(said)))
-    before = snapshot(source)
-    with pytest.warns(
-        UserWarning, match=r"out\.ckpt does not contain these hyper-parameters.*'_instantiator', 'net'\. Pass"
-    ):
-        consolidate(source, tmp_path / "out.ckpt")
-    assert torch.load(tmp_path / "out.ckpt", weights_only=True)["hyper_parameters"] == {"hidden": 16}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        consolidate(source, tmp_path / "all.ckpt", trust=True)
-    assert torch.load(tmp_path / "all.ckpt", weights_only=True)["hyper_parameters"] == said
-    # A checkpoint that a run resumes from stays as it is.
+        changed(file, lambda state: state.update(hyper_parameters=collections.OrderedDict(said)))
+    done = consolidate(source, tmp_path / "out.ckpt")
+    assert loaded(tmp_path / "out.ckpt")["hyper_parameters"] == said
+    assert done.calls == ("names_code.run", "subprocess.Popen")
+    assert str(done).endswith("imports and calls: 'names_code.run', 'subprocess.Popen'.")
+    assert consolidate(source, tmp_path / "out.safetensors").calls == ()
     reshard(source, tmp_path / "resharded.ckpt", ranks=3)
     for file in (tmp_path / "resharded.ckpt").rglob("*model_states.pt"):
         assert loaded(file)["hyper_parameters"] == said
-    assert snapshot(source) == before
-
-
-NAMED = {"_instantiator": "names_code.run", "seed": 1}
-HYPER_PARAMETERS: dict[str, tuple[str, Any]] = {
-    "a dictionary": ("hyper_parameters", NAMED),
-    "an OrderedDict": ("hyper_parameters", collections.OrderedDict(NAMED)),
-    "a defaultdict": ("hyper_parameters", collections.defaultdict(None, NAMED)),
-    "those of a release before 1.0": ("hparams", NAMED),
-    "those of the oldest releases": ("module_arguments", NAMED),
-    "pairs": ("hparams", [list(pair) for pair in NAMED.items()]),
-    "a string of numpy's": ("hyper_parameters", {np.str_("_instantiator"): "names_code.run"}),
-    "an array of numpy's": ("hparams", np.array([["_instantiator", "names_code.run"]])),
-}
-
-
-@pytest.mark.short
-@pytest.mark.once
-@pytest.mark.parametrize("form", HYPER_PARAMETERS)
-def test_lightning_calls_nothing_that_hyperparameters_name(
-    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
-) -> None:
-    canary, (key, said) = tmp_path / "canary", HYPER_PARAMETERS[form]
-    (tmp_path / "names_code.py").write_text(f"open({str(canary)!r}, 'w')\ndef run(cls, kwargs): return cls(**kwargs)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    source = shutil.copytree(checkpoints(2) / "small.ckpt", tmp_path / "in.ckpt")
-    for file in source.rglob("*model_states.pt"):
-        changed(file, lambda state: (state.pop("hyper_parameters"), state.update({key: said})))
-    with pytest.warns(UserWarning, match="does not contain these hyper-parameters"):
-        consolidate(source, tmp_path / "out.ckpt")
-    runs.LoraRun.load_from_checkpoint(tmp_path / "out.ckpt", strict=False)
-    assert not canary.exists()
-    consolidate(source, tmp_path / "trusted.ckpt", trust=True)
-    runs.LoraRun.load_from_checkpoint(tmp_path / "trusted.ckpt", strict=False)
-    assert canary.exists()
-    del sys.modules["names_code"]

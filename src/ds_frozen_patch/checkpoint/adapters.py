@@ -154,11 +154,15 @@ def read_config(path: str | Path) -> dict[str, Any]:
     """Read an `adapter_config.json`, or the one in a directory; it is trusted."""
     file = Path(path) / "adapter_config.json" if Path(path).is_dir() else Path(path)
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(config, dict) or "peft_type" not in config:
-            raise ValueError("it has no peft_type")
-    except (OSError, ValueError) as error:
+        return _parse(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not an adapter_config.json of PEFT ({error}).") from None
+
+
+def _parse(text: str) -> dict[str, Any]:
+    config = json.loads(text)
+    if not isinstance(config, dict) or not isinstance(config.get("peft_type"), str):
+        raise ValueError("it has no peft_type")
     return config
 
 
@@ -168,9 +172,7 @@ _LIBRARIES = ("transformers.", "diffusers.", "megatron.core")
 def parse_recorded_config(text: str) -> dict[str, Any]:
     """Parse a configuration from a checkpoint, without names of unexpected modules, which PEFT would import."""
     try:
-        config = json.loads(text)
-        if not isinstance(config, dict) or not isinstance(config.get("peft_type"), str):
-            raise ValueError("it has no peft_type")
+        config = _parse(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"The adapter's configuration in the checkpoint is damaged: {error}. Pass one that you trust:"

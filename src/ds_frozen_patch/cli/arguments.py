@@ -209,8 +209,6 @@ def _add_checkpoint(command: argparse.ArgumentParser) -> None:
 
 def _add_reading(command: argparse.ArgumentParser) -> None:
     command.add_argument("--tag", help="the subdirectory to read (default: the one named in `latest`)")
-    about = "follow links out of the checkpoint, and keep hyper-parameters that Lightning would call (nothing is run)"
-    command.add_argument("--trust", action="store_true", help=about)
     _add_json(command)
 
 

@@ -50,7 +50,7 @@ def run_status(args: argparse.Namespace) -> int:
 
 def run_inspect(args: argparse.Namespace) -> int:
     """Print the sizes."""
-    result = inspect(args.checkpoint, args.tag, trust=args.trust)
+    result = inspect(args.checkpoint, args.tag)
     _print_json(result) if args.json else print(result)
     return 0
 
@@ -58,13 +58,13 @@ def run_inspect(args: argparse.Namespace) -> int:
 def run_prune(args: argparse.Namespace) -> int:
     """Prune a checkpoint."""
     options = {"trainable": args.trainable, "keep": args.keep, "fingerprints": not args.no_fingerprints}
-    return _write(args, prune, trust=args.trust, **options)
+    return _write(args, prune, **options)
 
 
 def run_consolidate(args: argparse.Namespace) -> int:
     """Consolidate a checkpoint."""
     options = {"dtype": args.dtype, "base": args.base, "max_shard_size": args.max_shard_size or DEFAULT_SHARD_BYTES}
-    return _write(args, consolidate, trust=args.trust, **options)
+    return _write(args, consolidate, **options)
 
 
 def run_merge(args: argparse.Namespace) -> int:
@@ -75,12 +75,12 @@ def run_merge(args: argparse.Namespace) -> int:
         return run_consolidate(args)
     if args.max_shard_size:
         args.wrong("--format hf writes files as large as the base's; --max-shard-size has no effect")
-    return _write(args, merge, **_options(args, "base", "dtype", "adapter", "adapter_config", "trust"))
+    return _write(args, merge, **_options(args, "base", "dtype", "adapter", "adapter_config"))
 
 
 def run_export(args: argparse.Namespace) -> int:
     """Export what was trained."""
-    names = ("format", "dtype", "adapter", "adapter_config", "trainable", "trust")
+    names = ("format", "dtype", "adapter", "adapter_config", "trainable")
     return _write(args, export, **_options(args, *names))
 
 
@@ -88,12 +88,12 @@ def run_reshard(args: argparse.Namespace) -> int:
     """Reshard a checkpoint."""
     if args.ranks is None and args.stage is None and args.precision is None:
         args.wrong("pass --ranks, --stage or --precision")
-    return _write(args, reshard, **_options(args, "ranks", "stage", "precision", "restart_optimizer", "trust"))
+    return _write(args, reshard, **_options(args, "ranks", "stage", "precision", "restart_optimizer"))
 
 
 def run_verify(args: argparse.Namespace) -> int:
     """Verify a checkpoint. Problems are printed even with --quiet."""
-    result = verify(args.checkpoint, args.tag, base=args.base, trust=args.trust, quiet=args.quiet or args.json)
+    result = verify(args.checkpoint, args.tag, base=args.base, quiet=args.quiet or args.json)
     if args.json:
         _print_json(result)
     elif result.problems or not args.quiet:

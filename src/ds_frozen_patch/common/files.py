@@ -6,10 +6,10 @@ import errno
 import os
 import re
 import stat
-import struct
 from hashlib import sha256
 from pathlib import Path
 from typing import IO
+from zipfile import ZipFile
 
 RECORD = "ds_frozen_patch.json"
 """The name of the record beside the files of a tag (see `record`)."""
@@ -31,8 +31,6 @@ _STATE_FILE = re.compile(
     r"(?:(?:bf16_|fp16_)?zero_pp_rank_\d+_)?mp_rank_\d+_(?:model|optim)_states\.pt"
     r"|(?:layer_|expert_|expp_rank_)\d.*_states\.pt"
 )
-
-_END_BYTES, _END64_BYTES, _LOCATOR_BYTES = 22, 56, 20
 
 
 def is_state(name: str) -> bool:
@@ -67,29 +65,10 @@ def hash_directory(path: Path) -> str | None:
     """
     with open_regular(path) as file:
         try:
-            file.seek(find_directory(file))
-        except ValueError:
+            with ZipFile(file) as archive:
+                file.seek(archive.start_dir)
+        except OSError:
+            raise
+        except Exception:  # whatever a damaged archive leads to
             return None
         return sha256(file.read()).hexdigest()
-
-
-def find_directory(file: IO[bytes]) -> int:
-    """Where the directory of a zip archive begins, by all of its end records, since readers differ in which they use.
-
-    Raises:
-        ValueError: it is no zip archive, or they differ.
-    """
-    tail = _END64_BYTES + _LOCATOR_BYTES + _END_BYTES
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(size - tail, 0))
-    end = file.read().rjust(tail, b"\0")
-    mark, begin, comment = struct.unpack_from("<4s12xLH", end, tail - _END_BYTES)
-    if mark != b"PK\5\6" or comment:
-        raise ValueError("it does not end like an archive of torch.save")
-    locator, there = struct.unpack_from("<4s4xQ", end, _END64_BYTES)
-    if locator == b"PK\6\7":
-        mark, large = struct.unpack_from("<4s44xQ", end)
-        if mark != b"PK\6\6" or there != size - tail or begin not in (large, 0xFFFFFFFF):
-            raise ValueError("its end records differ")
-        begin = large
-    return int(begin)

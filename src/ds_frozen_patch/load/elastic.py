@@ -135,7 +135,7 @@ class _Answers:
         import torch.distributed as dist
 
         load, engine = self.load, self.load.engine
-        states = read_states(load.source, listing.tag, trust=True)
+        states = read_states(load.source, listing.tag)
         if current().verify_files:  # they may have been replaced since they were verified
             check_contents(states)
         scheduler = states.models[0].get("lr_scheduler")

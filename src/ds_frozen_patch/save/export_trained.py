@@ -49,7 +49,7 @@ def _plan(save: Save, export: str, root: Path) -> ExportPlan:
     if not writes_before_it_returns(save.engine):
         writer = type(checkpoint_engine(save.engine)).__name__
         raise CheckpointError(f"{writer} writes its files later. Run ds-frozen-patch export once they are there.")
-    checkpoint = open_checkpoint(root, trainable=(), trust=True, record=save.record)
+    checkpoint = open_checkpoint(root, trainable=(), record=save.record)
     return plan_export(checkpoint, export, adapter=_trained_adapter(checkpoint) if export == "peft" else None)
 
 

@@ -10,22 +10,23 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint import dtypes
-from ..checkpoint.format import safetensors as safetensors_file
 from ..checkpoint.format.archive import read_archive
 from ..checkpoint.format.records import Piece, Records, TensorSource, from_stored
-from ..checkpoint.format.safetensors import MAX_HEADER
+from ..checkpoint.format.safetensors import MAX_HEADER, read_header
 from ..checkpoint.format.stored import Storage, StoredTensor
 from ..checkpoint.quantization import group_with_parts, is_subclass, parse_subclass
-from ..checkpoint.zero.opening import open_checkpoint
-from ..checkpoint.zero.weights import check_total_size
+from ..checkpoint.zero.states import check_same_save, read_states
+from ..checkpoint.zero.weights import check_total_size, locate_weights
 from ..common.errors import CheckpointError, named
 from ..parameters import PARAMETER, is_name, plain
 from ..record import LeftOut, Record
 from .loaded_names import CONFIG, loaded_names
+from .tensors import OutputTensor
 
 _PEFTS_OWN = ("base_model.model.", "base_layer.", "original_module.", "quant_linear_module.", "token_adapter.")
 # The prefixes of PEFT's values of `init_lora_weights` that change the base's weights.
@@ -42,6 +43,17 @@ class Base:
     def read(self, records: Records, tensor: TensorSource, entry: LeftOut) -> bytearray:
         """Read a tensor in the dtype that the run had it in. A program may load its base in another than the file's."""
         return dtypes.convert(records.read(tensor), tensor.dtype, entry.dtype)
+
+    def verified(self, tensor: TensorSource, entry: LeftOut, record: Record, dtype: str | None) -> OutputTensor:
+        """A tensor of an output, which is compared with its fingerprint when it is read."""
+        to = dtypes.output_dtype(entry.dtype, dtype)
+
+        def read(records: Records) -> bytearray:
+            values = self.read(records, tensor, entry)
+            check_values(self, records, tensor, entry, values, record)
+            return dtypes.convert(values, entry.dtype, to)
+
+        return OutputTensor(to, tensor.shape, read, tensor.nbytes)
 
     def find(self, entry: LeftOut) -> TensorSource | None:
         """The tensor of a parameter that was left out, under any of its names; None if there is none."""
@@ -116,31 +128,31 @@ def without_wrappers(name: str) -> str:
     return name
 
 
-def open_base(path: str | Path, trust: bool = False) -> Base:
+def open_base(path: str | Path) -> Base:
     """Read which tensors a base has, but not the tensors.
 
     Args:
         path: a directory of safetensors files, one such file, a file of `torch.save` (a state dict, or one with a
             state dict under "state_dict"), or the directory of a full DeepSpeed checkpoint.
-        trust: read files that are links out of the checkpoint.
 
     Raises:
         CheckpointError: it is none of these, or is damaged.
     """
     base = Path(path)
     if base.is_dir():
-        return Base(base, _read_folder(base, trust))
+        return Base(base, _read_folder(base))
     if not base.is_file():
         raise CheckpointError(f"There is no base at {base}. Check the path.")
     return Base(base, _read_file(base))
 
 
-def _read_folder(folder: Path, trust: bool) -> dict[str, TensorSource]:
+def _read_folder(folder: Path) -> dict[str, TensorSource]:
     if (folder / "latest").is_file():
-        checkpoint = open_checkpoint(folder, trust=trust, as_base=True)
-        weights = checkpoint.weights
-        trained = {} if checkpoint.states.zero_stage else weights.trained
-        tensors = {**weights.buffers, **weights.base, **trained}
+        states = read_states(folder)
+        check_same_save(states)
+        # What no optimizer has is frozen; stage 0 may not tell what was trained.
+        weights = locate_weights(states, () if states.zero_stage else ("*",))
+        tensors = {**weights.buffers, **weights.base, **({} if states.zero_stage else weights.trained)}
         return {**tensors, **{alias: tensors[to] for alias, to in weights.aliases.items() if to in tensors}}
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -169,12 +181,10 @@ def _read_folder(folder: Path, trust: bool) -> dict[str, TensorSource]:
 def _read_file(file: Path) -> dict[str, TensorSource]:
     """The tensors of one file, including the tied aliases that the metadata of a safetensors file list."""
     if file.suffix == ".safetensors":
-        tensors = {}
-        for name, (dtype, shape) in safetensors_file.read_types(file).items():
-            tensor = TensorSource(dtype, shape, ())
-            storage = Storage(file, name, dtype, tensor.numel)
-            tensors[name] = TensorSource(dtype, shape, (Piece(storage, 0, tensor.numel),))
-        about = safetensors_file.read_metadata(file)
+        tensors, (header, about) = {}, read_header(file)
+        for name, item in header.items():
+            storage = Storage(file, name, item.dtype, prod(item.shape))
+            tensors[name] = TensorSource(item.dtype, item.shape, (Piece(storage, 0, storage.numel),))
         tied = {alias: tensors[to] for alias, to in about.items() if to in tensors and alias not in tensors}
         return {**tensors, **tied, **_unflatten_names(tensors, about)}
     state: Any = read_archive(file).state

@@ -13,11 +13,10 @@ from ..checkpoint.format.records import Records
 from ..checkpoint.zero.opening import Checkpoint, open_checkpoint
 from ..common.errors import CheckpointError, named
 from ..common.text import human_bytes, printable_lines, progress
-from .consolidate import OutputPlan, OutputReader, write_shard
 from .output import check_output, new_output
+from .tensors import TORCH_SUFFIXES, OutputTensor, converted, write_shard
 
 FORMATS = ("peft", "safetensors")
-_OTHER_FORMATS = (".ckpt", ".pt", ".pth", ".bin")
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,6 @@ def export(
     adapter: str | None = None,
     adapter_config: str | Path | None = None,
     trainable: Sequence[str] = (),
-    trust: bool = False,
     dry_run: bool = False,
     quiet: bool = True,
 ) -> Exported:
@@ -74,7 +72,6 @@ def export(
         adapter: the name of the adapter, for "peft"; by default the only one, or "default".
         adapter_config: an `adapter_config.json`, or its directory, if the checkpoint contains none; `patch()` saves it.
         trainable: as for `prune`.
-        trust: read files that are links out of the checkpoint.
         dry_run: write nothing and read no tensors.
         quiet: do not show progress on stderr.
 
@@ -91,19 +88,20 @@ def export(
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, not {format!r}")
     kind = dtypes.torch_dtype(dtype)
-    if format == "safetensors" and Path(target).suffix in _OTHER_FORMATS and not os.path.lexists(target):
+    if format == "safetensors" and Path(target).suffix in TORCH_SUFFIXES and not os.path.lexists(target):
         better = Path(target).with_suffix(".safetensors")
         raise CheckpointError(
             f"{target} would be a safetensors file, and programs would take it for one of torch.save. Call it {better}."
         )
-    checkpoint = open_checkpoint(source, tag, trainable=trainable, trust=trust)
+    checkpoint = open_checkpoint(source, tag, trainable=trainable)
     plan = plan_export(checkpoint, format, kind, adapter, adapter_config)
-    path, root, size = Path(target), checkpoint.states.layout.root, plan.output.size
-    done = Exported(str(source), str(target), format, tuple(plan.output.tensors), size, tuple(plan.outside))
+    path, root, size = Path(target), checkpoint.states.layout.root, sum(item.size for item in plan.tensors.values())
+    done = Exported(str(source), str(target), format, tuple(plan.tensors), size, tuple(plan.outside))
     if dry_run:
         check_output(path, root)
         return done
-    with new_output(path, root) as output, progress("writing", size, quiet) as progressed:
+    cost = sum(item.cost for item in plan.tensors.values())
+    with new_output(path, root) as output, progress("writing", cost, quiet) as progressed:
         file = output
         if plan.adapter is not None:
             output.mkdir()
@@ -118,19 +116,21 @@ class ExportPlan:
     """What an export contains.
 
     Attributes:
-        output: its tensors.
+        tensors: by their names in the output.
+        aliases: the name of the tensor that each tied alias is.
         adapter: for "peft", the adapter; else None.
         outside: the names of trained parameters that do not fit into the adapter.
     """
 
-    output: OutputPlan
+    tensors: dict[str, OutputTensor]
+    aliases: dict[str, str]
     adapter: Adapter | None
     outside: list[str]
 
     def write(self, file: Path, progressed: Callable[[int], object] = lambda _: None) -> None:
         """Write the file with the tensors."""
-        with Records() as records:
-            write_shard(file, self.output.tensors, self.output, OutputReader(records, self.output, progressed))
+        with Records(progressed=progressed) as records:
+            write_shard(file, self.tensors, self.aliases, records)
 
 
 def plan_export(
@@ -148,7 +148,7 @@ def plan_export(
         dtype: torch's name of the dtype.
         adapter, adapter_config: for "peft".
     """
-    weights, record, chosen = checkpoint.weights, checkpoint.states.record, None
+    weights, record, chosen = checkpoint.weights, checkpoint.record, None
     if format == "peft":
         chosen = choose_adapter(weights, record, adapter, adapter_config)
         chosen.check_exportable()
@@ -157,13 +157,6 @@ def plan_export(
         # A frozen parameter in a trainable-only checkpoint was kept on purpose: the base lacks its value.
         kept = weights.frozen if record.is_trainable_only else {}
         named_, outside = {name: name for name in (*weights.trained, *kept, *weights.buffers)}, []
-    tensors = weights.all
-    tensors |= {alias: tensors[first] for alias, first in weights.aliases.items() if first in tensors}
-    output = OutputPlan(
-        tensors={name: tensors[key] for name, key in named_.items()},
-        aliases=weights.aliases if format == "safetensors" else {},
-        from_base={},
-        base=None,
-        dtype=dtype,
-    )
-    return ExportPlan(output, chosen, outside)
+    by_name = weights.by_any_name
+    tensors = {name: converted(by_name[key], dtype) for name, key in named_.items()}
+    return ExportPlan(tensors, weights.aliases if format == "safetensors" else {}, chosen, outside)

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..checkpoint.format.archive import Contents
 from ..checkpoint.format.stored import Storage, StoredTensor, iter_tensors
-from ..checkpoint.quantization import base_buffers, name_quantization
+from ..checkpoint.quantization import name_quantization
 from ..checkpoint.zero.entries import read_entries, with_plain_names
 from ..checkpoint.zero.states import as_integer, configured_stage, parameter_groups, read_states
 from ..common.text import human_bytes, printable_lines
@@ -93,13 +93,12 @@ class Inspection:
         return printable_lines(lines)
 
 
-def inspect(path: str | Path, tag: str | None = None, *, trust: bool = False) -> Inspection:
+def inspect(path: str | Path, tag: str | None = None) -> Inspection:
     """Show what takes up space in a checkpoint; it reads no tensors, so the checkpoint's size does not matter.
 
     Args:
         path: the directory of a DeepSpeed checkpoint, saved by Lightning or by DeepSpeed alone.
         tag: the subdirectory to read; by default the one named in `latest`.
-        trust: read files that are links out of the checkpoint.
 
     Returns:
         The sizes, and what the checkpoint records about its run.
@@ -107,7 +106,7 @@ def inspect(path: str | Path, tag: str | None = None, *, trust: bool = False) ->
     Raises:
         CheckpointError: there is no checkpoint, or a file of it is missing, truncated, damaged or unexpected.
     """
-    states = read_states(path, tag, trust)
+    states = read_states(path, tag)
     files: dict[str, dict[str, int]] = {}
     record = states.record
     for file, contents in zip(states.layout.files, states.contents, strict=True):
@@ -158,12 +157,11 @@ def _model_kinds(state: Mapping[str, Any], record: Record) -> Iterator[tuple[str
     trained = {name for group in parameter_groups(state) for name in group}
     entries = read_entries(state, record)
     module, parts, buffers = entries.tensors, entries.owners, entries.buffers
-    packed = base_buffers(buffers, parts)
     listed: dict[tuple[Storage, int], str] = {}
     for name, tensor in module.items():
         if name in trained or name in buffers or name in parts:
             listed[tensor.storage, tensor.offset] = (
-                TRAINABLE if name in trained else BUFFERS if name in buffers - packed else FROZEN
+                TRAINABLE if name in trained else BUFFERS if name in buffers - entries.packed else FROZEN
             )
     unlisted = FROZEN if trained else TRAINABLE if record.is_trainable_only else EITHER
     for tensor in module.values():

@@ -24,7 +24,6 @@ def load_trainable(
     tag: str | None = None,
     *,
     adapter: str | None = None,
-    trust: bool = False,
 ) -> None:
     """Load the weights that a run has trained into a module, strictly: no missing and no unexpected keys.
 
@@ -34,7 +33,6 @@ def load_trainable(
             DeepSpeed checkpoint, full or trainable-only.
         tag: the subdirectory of a DeepSpeed checkpoint to read; by default the one named in `latest`.
         adapter: the module's adapter that an adapter folder is loaded into; by default its only one, or "default".
-        trust: read files that are links out of the checkpoint.
 
     Raises:
         CheckpointError: nothing can be read from the path, or it is damaged.
@@ -42,7 +40,7 @@ def load_trainable(
     """
     import torch
 
-    tensors = _find_tensors(Path(path), tag, trust)
+    tensors = _find_tensors(Path(path), tag)
     if (Path(path) / "adapter_config.json").is_file():
         tensors = _rename_for_module(module, tensors, adapter, Path(path))
     named_tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
@@ -57,11 +55,11 @@ def load_trainable(
                 in_module[name].copy_(elements.view(tensors[name].shape))
 
 
-def _find_tensors(path: Path, tag: str | None, trust: bool) -> dict[str, TensorSource]:
+def _find_tensors(path: Path, tag: str | None) -> dict[str, TensorSource]:
     """All tensors by name; from a checkpoint, the masters of the trained weights."""
     if tag is None and not (path / "latest").is_file():
-        return open_base(path, trust).tensors
-    weights = open_checkpoint(path, tag, trust=trust).weights
+        return open_base(path).tensors
+    weights = open_checkpoint(path, tag).weights
     # A quantized base stays as the program builds it: no parameter could take its scales.
     frozen = {name: tensor for name, tensor in weights.frozen.items() if name not in weights.quantized}
     return {**frozen, **weights.trained, **weights.buffers}

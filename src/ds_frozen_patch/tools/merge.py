@@ -11,9 +11,9 @@ import re
 import shutil
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import redirect_stderr
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from math import sqrt
 from pathlib import Path
@@ -35,11 +35,12 @@ from ..checkpoint.zero.opening import open_checkpoint
 from ..common.errors import CheckpointError, named
 from ..common.text import printable_lines, progress
 from ..parameters import Contents
-from ..record import unknown
+from ..record import LeftOut, Record, unknown
 from .base import Base, check_values, endings, match_base, open_base, without_quantized, without_wrappers
-from .consolidate import Consolidated, OutputPlan, write_folder
+from .consolidate import Consolidated
 from .loaded_names import CONFIG, empty_model
 from .output import check_output, new_output
+from .tensors import OutputTensor, write_folder
 
 _COPIED = re.compile(r"(?!.*\.index\.json|adapter_config|(.*/)?\.).*(\.(json|jinja|md|model|tiktoken|txt)|[A-Z]{3,})")
 # What the configuration of plain LoRA may say. All else is for PEFT to merge.
@@ -57,7 +58,7 @@ _LORA = re.compile(r"(.+?)\.(lora_[AB]\..+|lora_embedding_[AB]|lora_magnitude_ve
 class Merged(Consolidated):
     """What `merge` has written, or would write.
 
-    `source`, `target`, `dtype`, `is_whole`, `tensors`, `size`, `files` and `unverified` are those of `Consolidated`.
+    It also has the attributes of `Consolidated`.
 
     Attributes:
         adapter: the name of the adapter that was merged; None if there is none.
@@ -88,7 +89,6 @@ def merge(
     adapter: str | None = None,
     adapter_config: str | Path | None = None,
     dtype: str | None = None,
-    trust: bool = False,
     dry_run: bool = False,
     quiet: bool = True,
 ) -> Merged:
@@ -102,7 +102,6 @@ def merge(
         adapter: the name of the adapter, if the run had several.
         adapter_config: an `adapter_config.json`, or its directory, if the checkpoint contains none; `patch()` saves it.
         dtype: "fp32", "bf16" or "fp16", to convert the base before an adapter is added; by default it stays as it is.
-        trust: read files that are links out of the checkpoint.
         dry_run: write nothing and read no tensors.
         quiet: do not show progress on stderr.
 
@@ -112,88 +111,108 @@ def merge(
         ValueError: the dtype is unknown.
     """
     kind, folder = dtypes.torch_dtype(dtype), Path(base)
-    model = empty_model(folder)
-    run = _Run(Path(source), tag, adapter, adapter_config, trust, model.state_dict().keys())
-    merger = _Merger(open_base(folder, trust), model, run, kind)
+    model, opened = empty_model(folder), open_base(folder)
+    run = _read_run(Path(source), tag, adapter, adapter_config, model.state_dict().keys())
+    files, changes, is_in_memory, is_untied = _plan(opened, model, run)
+    record = without_quantized(run.record, opened)
+    compared = match_base(record, opened)
+    shards = {
+        file: {name: changes.get(name, _Change()).output(tensor, kind) for name, tensor in tensors.items()}
+        for file, tensors in files.items()
+    }
+    size = sum(tensor.size for shard in shards.values() for tensor in shard.values())
+    notes = {
+        f"Tied weights were trained apart, so {CONFIG} has tie_word_embeddings=false.": is_untied,
+        "This takes the whole model in memory.": is_in_memory,
+        "The run had quantized its base, which is compared at load only.": record != run.record,
+    }
     done = Merged(
         source=str(source),
         target=str(target),
         dtype=dtype,
         is_whole=True,
         adapter=run.name,
-        folded=0 if merger.is_in_memory else sum(bool(change.lora) for change in merger.changes.values()),
-        tensors=len(merger.plan.tensors),
-        size=merger.plan.size,
-        files=tuple(merger.shards),
-        unverified=merger.unverified,
+        folded=0 if is_in_memory else sum(bool(change.lora) for change in changes.values()),
+        tensors=sum(map(len, shards.values())),
+        size=size,
+        files=tuple(shards),
+        unverified=_unverified(opened, files, changes, compared),
+        calls=(),
         outside=tuple(run.outside),
-        notes=tuple(merger.notes),
+        notes=tuple(note for note, is_so in notes.items() if is_so),
     )
     if dry_run:
         check_output(Path(target), run.root, folder)
         return done
-    if merger.is_in_memory and not quiet:
+    if is_in_memory and not quiet:
         print("Not plain LoRA, or not one tensor for another: this takes the whole model in memory.", file=sys.stderr)
-    total = merger.plan.size + sum(tensor.nbytes for tensor in merger.compared.values())
-    with new_output(target, run.root, folder) as output, progress("merging", total, quiet) as merger.progressed:
-        with Records() as merger.records:
-            merger.write(output)
+    cost = sum(tensor.cost for shard in shards.values() for tensor in shard.values())
+    cost += sum(tensor.nbytes for tensor in compared.values())
+    with new_output(target, run.root, folder) as output, progress("merging", cost, quiet) as progressed:
+        with Records(progressed=progressed) as records:
+            for entry, tensor in compared.items():
+                check_values(opened, records, tensor, entry, opened.read(records, tensor, entry), run.record)
+            if is_in_memory:
+                with redirect_stderr(StringIO()):  # without the progress bars of transformers
+                    _write_in_memory(output, records, type(model), run, folder, kind)
+            else:
+                write_folder(output, shards, {}, records)
+                _write_config(folder, output, kind, is_untied)
         _copy_other_files(folder, output)
         return replace(done, files=tuple(sorted(file.name for file in output.glob("*.safetensors"))))
 
 
+@dataclass
 class _Run:
     """What a run has trained, by the names of its model, without those of PEFT's layers. No tensor is read."""
 
-    def __init__(
-        self,
-        root: Path,
-        tag: str | None,
-        name: str | None,
-        config: str | Path | None,
-        trust: bool,
-        known: Collection[str],
-    ) -> None:
-        self.root, self.outside = root, list[str]()
-        self.name: str | None = "default"
-        self.config: dict[str, Any] = {}  # of the adapter
-        self.whole: dict[str, TensorSource] = {}  # trained parameters, frozen ones that the base lacks, and buffers
-        self.record = unknown()
-        recorded = root / ADAPTER_CONFIG
-        if recorded.is_file() and not (root / "latest").exists() and tag is None:
-            text = recorded.read_text(encoding="utf-8", errors="replace")
-            self.config = read_config(config) if config else parse_recorded_config(text)
-            self.adapter = open_base(root / ADAPTER_FILE, trust).tensors  # by their names in the file
-            return
-        checkpoint = open_checkpoint(root, tag, trust=trust)
-        weights, record = checkpoint.weights, checkpoint.states.record
-        tensors, adapter, members = weights.all, None, dict[str, str]()
-        tensors |= {alias: tensors[first] for alias, first in weights.aliases.items() if first in tensors}
-        if name or config or record.adapters or any(PEFTS_PREFIX in key for key in weights.trained):
-            adapter = choose_adapter(weights, record, name, config, "Export what was trained, and use PEFT.")
-            members, self.outside = match_adapter(weights, record, adapter)
-            self.config = adapter.config or {}
-        prefix = "" if adapter else _prefix(map(without_wrappers, weights.trained), known)
+    root: Path
+    name: str | None  # of its adapter
+    config: dict[str, Any]  # of the adapter
+    adapter: dict[str, TensorSource]  # by the names in the adapter's file
+    whole: dict[str, TensorSource] = field(default_factory=dict)  # trained, frozen ones that no base has, and buffers
+    record: Record = field(default_factory=unknown)
+    outside: list[str] = field(default_factory=list)
 
-        def inside(key: str) -> str | None:
-            """The name of a parameter in the model; None if it is elsewhere, or is an adapter's."""
-            name = adapter.peft_name(key) if adapter else key
-            if name is None or _LORA.match(name) or ".trainable_tokens" in name or ".modules_to_save." in name:
-                return None
-            return inner.removeprefix(prefix) if (inner := without_wrappers(name)).startswith(prefix) else None
 
-        self.root, self.name = checkpoint.states.layout.root, adapter.name if adapter else None
-        self.adapter = {name: tensors[key] for name, key in members.items()}
-        keys = [
-            *(members.values() if adapter else weights.trained),
-            *(weights.frozen if record.is_trainable_only else ()),
-        ]
-        for key in [*keys, *(key for key in weights.buffers if inside(key) in known)]:
-            self.whole |= {
-                inner: tensors[key] for alias in weights.names_of(key) if (inner := inside(alias)) is not None
-            }
-        self.record = replace(record, left_out=tuple(e for e in record.left_out if any(map(inside, e.names))))
-        self.outside += [] if adapter else [key for key in weights.trained if inside(key) is None]
+def _read_run(root: Path, tag: str | None, name: str | None, config: str | Path | None, known: Collection[str]) -> _Run:
+    recorded = root / ADAPTER_CONFIG
+    if recorded.is_file() and not (root / "latest").exists() and tag is None:
+        text = recorded.read_text(encoding="utf-8", errors="replace")
+        of_adapter = read_config(config) if config else parse_recorded_config(text)
+        return _Run(root, "default", of_adapter, open_base(root / ADAPTER_FILE).tensors)
+    checkpoint = open_checkpoint(root, tag)
+    weights, record = checkpoint.weights, checkpoint.record
+    tensors, adapter, members, outside = weights.by_any_name, None, dict[str, str](), list[str]()
+    if name or config or record.adapters or any(PEFTS_PREFIX in key for key in weights.trained):
+        adapter = choose_adapter(weights, record, name, config, "Export what was trained, and use PEFT.")
+        members, outside = match_adapter(weights, record, adapter)
+    prefix = "" if adapter else _prefix(map(without_wrappers, weights.trained), known)
+
+    def inside(key: str) -> str | None:
+        """The name of a parameter in the model; None if it is elsewhere, or is an adapter's."""
+        name = adapter.peft_name(key) if adapter else key
+        if name is None or _LORA.match(name) or ".trainable_tokens" in name or ".modules_to_save." in name:
+            return None
+        return inner.removeprefix(prefix) if (inner := without_wrappers(name)).startswith(prefix) else None
+
+    keys = [
+        *(members.values() if adapter else weights.trained),
+        *(weights.frozen if record.is_trainable_only else ()),
+        *(key for key in weights.buffers if inside(key) in known),
+    ]
+    whole = {
+        inner: tensors[key] for key in keys for alias in weights.names_of(key) if (inner := inside(alias)) is not None
+    }
+    return _Run(
+        root=checkpoint.states.layout.root,
+        name=adapter.name if adapter else None,
+        config=(adapter.config if adapter else None) or {},
+        adapter={in_file: tensors[key] for in_file, key in members.items()},
+        whole=whole,
+        record=replace(record, left_out=tuple(e for e in record.left_out if any(map(inside, e.names)))),
+        outside=outside if adapter else [key for key in weights.trained if inside(key) is None],
+    )
 
 
 def _prefix(names: Iterable[str], known: Collection[str]) -> str:
@@ -210,6 +229,28 @@ class _Change:
     lora: tuple[TensorSource, ...] = ()
     scale: float = 1.0
     layer: str = "Linear"
+
+    @property
+    def is_turned(self) -> bool:
+        """Whether the layer has the transpose of the product."""
+        return self.layer in ("Embedding", "Conv1D")
+
+    def output(self, tensor: TensorSource, dtype: str | None) -> OutputTensor:
+        """A tensor of the base, changed."""
+        to = dtypes.output_dtype(tensor.dtype, dtype)
+        source = self.source or tensor
+
+        def read(records: Records) -> bytearray:
+            values = dtypes.convert(records.read(source), source.dtype, to)
+            if self.lora:
+                a, b = (_read(records, source).float() for source in self.lora)
+                weight, product = _view(values, to, tensor.shape), b @ a
+                product = (product.T if self.is_turned else product).mul_(self.scale)
+                # Rounded where PEFT does it.
+                weight += product.to(weight.dtype) if self.layer == "Embedding" else product
+            return values
+
+        return OutputTensor(to, tensor.shape, read, source.nbytes + sum(part.nbytes for part in self.lora))
 
 
 def _changes(run: _Run, model: Any) -> tuple[dict[str, _Change], bool]:
@@ -241,132 +282,117 @@ def _changes(run: _Run, model: Any) -> tuple[dict[str, _Change], bool]:
     return changes, is_plain
 
 
-class _Merger:
-    """Plans a merge from names, shapes and dtypes; then makes each tensor of the output."""
+def _plan(
+    base: Base, model: Any, run: _Run
+) -> tuple[dict[str, dict[str, TensorSource]], dict[str, _Change], bool, bool]:
+    """The base's tensors for each file of the output, and what becomes of them.
 
-    records: Records
-    progressed: Callable[[int], object]
+    Also whether PEFT has to merge the whole model in memory, and whether weights that the base ties were trained apart.
+    """
+    if (kind := run.config.get("peft_type")) in PROMPTS:
+        raise CheckpointError(f"{kind} adapters have no weights to merge. Serve the adapter with PEFT.")
+    try:
+        wanted, is_plain = _changes(run, model)
+    except Exception as error:  # whatever a configuration says
+        raise CheckpointError(f"The adapter's configuration is damaged ({error!r}).") from None
+    ties, files, is_untied = list(Contents(model).names.values()), _files(base), False
+    tensors = {name: tensor for file in files.values() for name, tensor in file.items()}
+    found = {name: base.name_of(name) for name in {*wanted, *(name for group in ties for name in group)}}
+    places = {name: place for name, place in found.items() if place in tensors or place in base.loaded}
+    for group in ties:
+        shared = next((places[name] for name in group if name in places), None)
+        if shared is not None and len({wanted.get(name) for name in group}) > 1:
+            is_untied, added = True, {name: base[shared] for name in group if name not in places}
+            files[[*files][-1]] |= added
+            tensors |= added
+            places |= {name: name for name in added}
+        elif shared is not None:
+            places |= {name: places.get(name, shared) for name in group}
+    changes = {places[name]: change for name, change in wanted.items() if name in places}
+    is_in_memory = not (is_plain and changes.keys() <= tensors.keys())
+    missing = [name for name in wanted if name not in places]
+    if is_plain and (not changes or (missing and run.config)):
+        raise CheckpointError(f"{base.path} lacks {named(missing)}. Pass the base that the run was built from.")
+    run.outside += [] if run.config else missing
+    _check_shapes(base, {name: tensors.get(name) or base[name] for name in changes}, changes, is_in_memory)
+    return files, changes, is_in_memory, is_untied
 
-    def __init__(self, base: Base, model: Any, run: _Run, dtype: str | None) -> None:
-        self.base, self.kind, self.run, self.notes = base, type(model), run, list[str]()
-        if (kind := run.config.get("peft_type")) in PROMPTS:
-            raise CheckpointError(f"{kind} adapters have no weights to merge. Serve the adapter with PEFT.")
-        try:
-            wanted, is_plain = _changes(run, model)
-        except Exception as error:  # whatever a configuration says
-            raise CheckpointError(f"The adapter's configuration is damaged ({error!r}).") from None
-        ties = list(Contents(model).names.values())
-        self.shards = _files(base)
-        there = {name: tensor for shard in self.shards.values() for name, tensor in shard.items()}
-        found = {name: base.name_of(name) for name in {*wanted, *(name for group in ties for name in group)}}
-        places = {name: place for name, place in found.items() if place in there or place in base.loaded}
-        added: dict[str, TensorSource] = {}
-        for group in ties:
-            shared = next((places[name] for name in group if name in places), None)
-            if shared is not None and len({wanted.get(name) for name in group}) > 1:
-                added |= {name: base[shared] for name in group if name not in places}
-                self.notes = [f"Tied weights were trained apart, so {CONFIG} has tie_word_embeddings=false."]
-            elif shared is not None:
-                places |= {name: places.get(name, shared) for name in group}
-        self.is_untied = bool(self.notes)
-        self.shards[[*self.shards][-1]] |= added
-        self.plan = OutputPlan({**there, **added}, {}, {}, None, dtype)
-        places |= {name: name for name in added}
-        self.changes = {places[name]: change for name, change in wanted.items() if name in places}
-        self.is_in_memory = not (is_plain and self.changes.keys() <= self.plan.tensors.keys())
-        self.notes += ["This takes the whole model in memory."] if self.is_in_memory else []
-        missing = [name for name in wanted if name not in places]
-        if is_plain and (not self.changes or (missing and run.config)):
-            raise CheckpointError(f"{base.path} lacks {named(missing)}. Pass the base that the run was built from.")
-        run.outside += [] if run.config else missing
-        self._check_shapes()
-        record = without_quantized(run.record, base)
-        if len(record.left_out) < len(run.record.left_out):
-            self.notes.append("The run had quantized its base, which is compared at load only.")
-        self.compared = match_base(record, base)
-        replaced = [self.plan.tensors.get(name) or base[name] for name, change in self.changes.items() if change.source]
-        verified = [*replaced, *(tensor for entry, tensor in self.compared.items() if entry.fingerprint)]
-        pieces = {piece for tensor in verified for piece in tensor.pieces}
-        self.unverified = tuple(sorted(name for name, tensor in there.items() if not pieces.issuperset(tensor.pieces)))
 
-    def _check_shapes(self) -> None:
-        wrong = []
-        for name, change in self.changes.items():
-            tensor = self.plan.tensors.get(name) or self.base[name]
-            shapes = [change.source.shape] if change.source else []
-            if change.lora and not self.is_in_memory:
-                a, b = (source.shape for source in change.lora)
-                shapes.append((a[1], b[0]) if change.layer in ("Embedding", "Conv1D") else (b[0], a[1]))
-            if {tensor.shape, *shapes} != {tensor.shape} or (change.lora and tensor.dtype not in dtypes.FLOATING):
-                wrong.append(f"{name!r} has shape {[*tensor.shape]} in {tensor.dtype}, not {[*map(list, shapes)]}")
-        if wrong:
-            raise CheckpointError(
-                f"{self.base.path} is not the base that the run used, or is quantized: {'; '.join(wrong[:5])}. If the"
-                " run has resized its embeddings, resize the base in the same way and save it by save_pretrained."
-            )
+def _unverified(
+    base: Base,
+    files: Mapping[str, Mapping[str, TensorSource]],
+    changes: Mapping[str, _Change],
+    compared: Mapping[LeftOut, TensorSource],
+) -> tuple[str, ...]:
+    """The base's tensors that are neither replaced nor have a fingerprint."""
+    tensors = {name: tensor for file in files.values() for name, tensor in file.items()}
+    known = [tensors.get(name) or base[name] for name, change in changes.items() if change.source]
+    known += [tensor for entry, tensor in compared.items() if entry.fingerprint]
+    pieces = {piece for tensor in known for piece in tensor.pieces}
+    own = {name: tensor for name, tensor in tensors.items() if name in base.tensors}
+    return tuple(sorted(name for name, tensor in own.items() if not pieces.issuperset(tensor.pieces)))
 
-    def write(self, output: Path) -> None:
-        """Verify the base, and write weights and configuration."""
-        for entry, tensor in self.compared.items():
-            values = self.base.read(self.records, tensor, entry)
-            check_values(self.base, self.records, tensor, entry, values, self.run.record)
-            self.progressed(tensor.nbytes)
-        if self.is_in_memory:
-            with redirect_stderr(StringIO()):  # without the progress bars of transformers
-                self._write_in_memory(output)
-            return
-        write_folder(output, self.shards, self.plan, self)
-        config = json.loads((self.base.path / CONFIG).read_text(encoding="utf-8"))
-        if self.plan.dtype is not None:
-            config["dtype" if "dtype" in config else "torch_dtype"] = self.plan.dtype
-        for part in (config, config.get("text_config") or {}) if self.is_untied else ():
-            part["tie_word_embeddings"] = False
-        (output / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
-    def __call__(self, name: str) -> bytearray:
-        """The content of a tensor of the output."""
-        change, tensor, dtype = self.changes.get(name, _Change()), self.plan.tensors[name], self.plan.dtype_of(name)
-        source = change.source or tensor
-        values = dtypes.convert(self.records.read(source), source.dtype, dtype)
-        if change.lora:
-            a, b = (self._read(source).float() for source in change.lora)
-            weight, product = _view(values, dtype, tensor.shape), b @ a
-            product = (product.T if change.layer in ("Embedding", "Conv1D") else product).mul_(change.scale)
-            weight += product.to(weight.dtype) if change.layer == "Embedding" else product  # rounded where PEFT does it
-        self.progressed(len(values))
-        return values
+def _check_shapes(
+    base: Base, tensors: Mapping[str, TensorSource], changes: Mapping[str, _Change], is_in_memory: bool
+) -> None:
+    wrong = []
+    for name, change in changes.items():
+        tensor, shapes = tensors[name], [change.source.shape] if change.source else []
+        if change.lora and not is_in_memory:
+            a, b = (source.shape for source in change.lora)
+            shapes.append((a[1], b[0]) if change.is_turned else (b[0], a[1]))
+        if {tensor.shape, *shapes} != {tensor.shape} or (change.lora and tensor.dtype not in dtypes.FLOATING):
+            wrong.append(f"{name!r} has shape {[*tensor.shape]} in {tensor.dtype}, not {[*map(list, shapes)]}")
+    if wrong:
+        raise CheckpointError(
+            f"{base.path} is not the base that the run used, or is quantized: {'; '.join(wrong[:5])}. If the run has"
+            " resized its embeddings, resize the base in the same way and save it by save_pretrained."
+        )
 
-    def _read(self, source: TensorSource) -> Any:
-        return _view(self.records.read(source), source.dtype, source.shape).clone()  # aligned, as in PEFT's own merge
 
-    def _write_in_memory(self, output: Path) -> None:
-        import transformers
+def _write_config(folder: Path, output: Path, dtype: str | None, is_untied: bool) -> None:
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    if dtype is not None:
+        config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+    for part in (config, config.get("text_config") or {}) if is_untied else ():
+        part["tie_word_embeddings"] = False
+    (output / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
-        config, release = dict(self.run.config), int(transformers.__version__.partition(".")[0])
-        if config and str(config.get("init_lora_weights")).lower().startswith(_INITS):
-            config["init_lora_weights"] = False  # the base is as it was when the adapter had been made
-        try:
-            options = {"dtype" if release > 4 else "torch_dtype": self.plan.dtype or "auto"}
-            model: Any = self.kind.from_pretrained(self.base.path, **options)
-            state = model.state_dict()
-            for name in state.keys() & self.run.whole.keys():
-                state[name].copy_(self._read(self.run.whole[name]))
-            if config:
-                import peft
 
-                of_any_type: Any = peft.PeftConfig
-                model = peft.get_peft_model(model, of_any_type.from_peft_type(**config))
-                tensors = {name: self._read(source) for name, source in self.run.adapter.items()}
-                loaded: Any = peft.set_peft_model_state_dict(model, tensors)
-                wrong = [*loaded.unexpected_keys, *(name for name in loaded.missing_keys if ".default" in name)]
-                if wrong := [name for name in wrong if ".token_adapter." not in name]:  # which tied weights share
-                    raise ValueError(f"it does not fit the base: {named(wrong)}")
-                model = model.merge_and_unload()
-            model.save_pretrained(output)
-        except ImportError as error:
-            raise CheckpointError(f"This adapter is for PEFT to merge: pip install peft ({error}).") from None
-        except Exception as error:  # whatever a configuration leads to
-            raise CheckpointError(f"PEFT cannot merge this adapter ({type(error).__name__}: {error}).") from None
+def _write_in_memory(output: Path, records: Records, kind: Any, run: _Run, folder: Path, dtype: str | None) -> None:
+    """Let transformers and PEFT do it."""
+    import transformers
+
+    config, release = dict(run.config), int(transformers.__version__.partition(".")[0])
+    if config and str(config.get("init_lora_weights")).lower().startswith(_INITS):
+        config["init_lora_weights"] = False  # the base is as it was when the adapter had been made
+    try:
+        options = {"dtype" if release > 4 else "torch_dtype": dtype or "auto"}
+        model: Any = kind.from_pretrained(folder, **options)
+        state = model.state_dict()
+        for name in state.keys() & run.whole.keys():
+            state[name].copy_(_read(records, run.whole[name]))
+        if config:
+            import peft
+
+            of_any_type: Any = peft.PeftConfig
+            model = peft.get_peft_model(model, of_any_type.from_peft_type(**config))
+            tensors = {name: _read(records, source) for name, source in run.adapter.items()}
+            loaded: Any = peft.set_peft_model_state_dict(model, tensors)
+            wrong = [*loaded.unexpected_keys, *(name for name in loaded.missing_keys if ".default" in name)]
+            if wrong := [name for name in wrong if ".token_adapter." not in name]:  # which tied weights share
+                raise ValueError(f"it does not fit the base: {named(wrong)}")
+            model = model.merge_and_unload()
+        model.save_pretrained(output)
+    except ImportError as error:
+        raise CheckpointError(f"This adapter is for PEFT to merge: pip install peft ({error}).") from None
+    except Exception as error:  # whatever a configuration leads to
+        raise CheckpointError(f"PEFT cannot merge this adapter ({type(error).__name__}: {error}).") from None
+
+
+def _read(records: Records, source: TensorSource) -> Any:
+    return _view(records.read(source), source.dtype, source.shape).clone()  # aligned, as in PEFT's own merge
 
 
 def _view(values: bytearray, dtype: str, shape: tuple[int, ...]) -> Any:

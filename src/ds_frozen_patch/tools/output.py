@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,6 @@ from ..publish.durable import write_beside
 
 MAX_OTHER_BYTES = 64 << 20
 """How much larger than its states the other files of a checkpoint may be."""
-_MAX_DEPTH = 64
 _CONVERTERS = ("zero_to_fp32.py", "zero_to_torch.py")
 SCRIPTS = (".py", ".pyc", ".sh", ".so", ".ipynb", ".bat", ".ps1")
 
@@ -82,11 +81,8 @@ def copy_other_files(layout: Layout, target: Path) -> None:
         CheckpointError: a file cannot be read, or together they are larger than the states plus `MAX_OTHER_BYTES`.
     """
     copies = _Copies(sum(file.stat().st_size for file in layout.files) + MAX_OTHER_BYTES)
-    folder, states = layout.model[0].parent, {file.name for file in layout.files} | {RECORD}
-    with _opened(folder, os.O_DIRECTORY) as opened:
-        copies.folder(folder, opened, target / layout.tag, _names(opened) - states)
-    with _opened(layout.root, os.O_DIRECTORY) as opened:
-        copies.folder(layout.root, opened, target, _names(opened, with_folders=False) - {"latest"})
+    copies.add(layout.model[0].parent, target / layout.tag, {RECORD, *(file.name for file in layout.files)})
+    copies.add(layout.root, target, {"latest", layout.tag}, is_deep=False)
     (target / "latest").write_text(layout.tag, encoding="utf-8")
     for skipped, why in (
         (copies.skipped, "they are links or not regular files"),
@@ -106,68 +102,46 @@ class _Copies:
     skipped: list[Path] = field(default_factory=list)
     scripts: list[Path] = field(default_factory=list)
 
-    def folder(self, source: Path, opened: int, target: Path, names: Iterable[str], depth: int = 0) -> None:
-        """Copy these names of an open folder. Its path is only for messages: it could lead elsewhere by now."""
-        if depth > _MAX_DEPTH:
-            raise CheckpointError(f"{source} is nested too deeply. Move it out of the checkpoint.")
-        for name in sorted(names):
-            item, kind = source / name, os.stat(name, dir_fd=opened, follow_symlinks=False).st_mode
-            if stat.S_ISDIR(kind):
-                (target / name).mkdir()
-                with _opened(item, os.O_DIRECTORY, opened) as inner:
-                    self.folder(item, inner, target / name, _names(inner), depth + 1)
-            elif not stat.S_ISREG(kind):
-                self.skipped.append(item)
-            elif name.lower().endswith(SCRIPTS):
-                if name not in _CONVERTERS:
-                    self.scripts.append(item)
-            else:
-                self._file(item, opened, target / name)
+    def add(self, source: Path, target: Path, others: set[str], is_deep: bool = True) -> None:
+        """Copy what a folder has beside the others. No link is followed, not even one that has just replaced a file."""
 
-    def _file(self, source: Path, folder: int, target: Path) -> None:
-        with _opened(source, os.O_NONBLOCK, folder) as opened:
-            status = os.fstat(opened)
-            if not stat.S_ISREG(status.st_mode):  # it was replaced in between
-                self.skipped.append(source)
-                return
-            self._take(status.st_size, source)
-            if os.pread(opened, 2, 0) == b"#!":
+        def fail(error: OSError) -> None:
+            raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}.")
+
+        top = source.resolve()
+        for path, folders, names, opened in os.fwalk(top, onerror=fail):
+            inside = Path(path).relative_to(top)
+            (target / inside).mkdir(exist_ok=True)
+            for name in sorted({*names, *folders} - (others if path == str(top) else set())):
+                kind = os.stat(name, dir_fd=opened, follow_symlinks=False).st_mode
+                if stat.S_ISREG(kind):
+                    self._copy(source / inside / name, opened, target / inside / name)
+                elif not stat.S_ISDIR(kind):
+                    self.skipped.append(source / inside / name)
+            if not is_deep:
+                break
+
+    def _copy(self, source: Path, folder: int, target: Path) -> None:
+        def open_in_folder(name: str, flags: int) -> int:
+            return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+
+        if source.name in _CONVERTERS:
+            return
+        try:
+            file = open(source.name, "rb", opener=open_in_folder)  # noqa: SIM115
+        except OSError as error:
+            raise CheckpointError(f"{source} cannot be read: {error.strerror}.") from None
+        with file:
+            if source.name.lower().endswith(SCRIPTS) or file.peek(2)[:2] == b"#!":
                 self.scripts.append(source)
                 return
-            copied = 0
+            size = os.fstat(file.fileno()).st_size  # no more is read: it may grow, or be a device by now
+            self.room -= size
+            if self.room < 0:
+                raise CheckpointError(
+                    f"{source} is too large to copy: the other files of a checkpoint may be at most"
+                    f" {human_bytes(MAX_OTHER_BYTES)} larger than its states. Move it out of the checkpoint."
+                )
             with target.open("xb") as copy:
-                while chunk := os.read(opened, CHUNK_BYTES):
-                    copied += len(chunk)
-                    if copied > status.st_size:  # it grows
-                        self._take(len(chunk), source)
-                    copy.write(chunk)
-
-    def _take(self, size: int, source: Path) -> None:
-        self.room -= size
-        if self.room < 0:
-            raise CheckpointError(
-                f"{source} is too large to copy: the other files of a checkpoint may be at most"
-                f" {human_bytes(MAX_OTHER_BYTES)} larger than its states. Move it out of the checkpoint."
-            )
-
-
-def _names(folder: int, with_folders: bool = True) -> set[str]:
-    """The names in an open folder."""
-    with os.scandir(folder) as entries:
-        return {entry.name for entry in entries if with_folders or not entry.is_dir(follow_symlinks=False)}
-
-
-@contextmanager
-def _opened(path: Path, flags: int, folder: int | None = None) -> Iterator[int]:
-    """Open a file or folder; with `folder`, by its name in that open folder, and only if it is not a link."""
-    flags |= os.O_RDONLY | os.O_CLOEXEC
-    if folder is not None:
-        flags |= os.O_NOFOLLOW
-    try:
-        opened = os.open(path if folder is None else path.name, flags, dir_fd=folder)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
-    try:
-        yield opened
-    finally:
-        os.close(opened)
+                for begin in range(0, size, CHUNK_BYTES):
+                    copy.write(file.read(min(CHUNK_BYTES, size - begin)))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.format.records import Piece, Records, TensorSource
-from ..checkpoint.format.stored import Storage
+from ..checkpoint.format.records import Records
 from ..checkpoint.format.writing import write_archive
 from ..checkpoint.zero.opening import open_checkpoint
 from ..checkpoint.zero.states import States
@@ -57,7 +56,6 @@ def prune(
     trainable: Sequence[str] = (),
     keep: Sequence[str] = (),
     fingerprints: bool = True,
-    trust: bool = False,
     dry_run: bool = False,
     quiet: bool = True,
 ) -> Pruned:
@@ -76,7 +74,6 @@ def prune(
             was trained for a while and then frozen.
         fingerprints: read the frozen parameters, so that loads can verify the base. Otherwise loads warn that they
             cannot.
-        trust: read files that are links out of the checkpoint.
         dry_run: write nothing and read no tensors, only report what would be left out.
         quiet: do not show progress on stderr.
 
@@ -87,7 +84,7 @@ def prune(
         CheckpointError: the source is not a full checkpoint, or is damaged; a pattern has no effect; the target exists,
             or cannot be written. Nothing is left there.
     """
-    checkpoint = open_checkpoint(source, tag, trainable=trainable, trust=trust)
+    checkpoint = open_checkpoint(source, tag, trainable=trainable)
     states, weights = checkpoint.states, checkpoint.weights
     if states.record.is_trainable_only or not (weights.base or weights.subclasses):
         raise CheckpointError(f"{source} contains no frozen parameters, so there is nothing to prune.")
@@ -98,21 +95,21 @@ def prune(
     if dry_run:
         check_output(Path(target), layout.root)
         return Pruned(str(source), str(target), size, None, _make_record(states, weights, prints))
+    cost = size if fingerprints else size - sum(item.nbytes for item in weights.base.values())
     with new_output(target, layout.root) as output:
-        with Records() as records:
+        with progress("reading", cost, quiet) as progressed, Records(progressed=progressed) as records:
             if fingerprints:
-                prints = _compute_fingerprints(records, weights, states.quantizes_frozen, quiet)
+                prints = _compute_fingerprints(records, weights, states.quantizes_frozen)
             record = _make_record(states, weights, prints)
             folder = output / layout.tag
             folder.mkdir(parents=True)
-            with progress("writing", size - record.total_bytes, quiet) as done:
-                for file, state in zip(layout.model, states.models, strict=True):
-                    pruned = {**_remove_from_state(state, record.names), KEY: record.save}
-                    write_archive(folder / file.name, pruned, _make_reader(records, done))
-                # Written from what was checked, not copied: the file may have been replaced since.
-                for file, contents in zip(layout.optimizer, states.contents[len(layout.model) :], strict=True):
-                    write_archive(folder / file.name, contents.state, _make_reader(records, done))
-                write_record(folder, record)
+            for file, state in zip(layout.model, states.models, strict=True):
+                pruned = {**_remove_from_state(state, record.names), KEY: record.save}
+                write_archive(folder / file.name, pruned, records.content)
+            # Written from what was checked, not copied: the file may have been replaced since.
+            for file, contents in zip(layout.optimizer, states.contents[len(layout.model) :], strict=True):
+                write_archive(folder / file.name, contents.state, records.content)
+            write_record(folder, record)
         copy_other_files(layout, output)
         size_after = sum(file.stat().st_size for file in folder.iterdir())
     return Pruned(str(source), str(target), size, size_after, record)
@@ -135,17 +132,14 @@ def _without_kept(weights: Weights, patterns: Sequence[str]) -> Weights:
     )
 
 
-def _compute_fingerprints(
-    records: Records, weights: Weights, are_partitions_in_int8: bool, quiet: bool
-) -> dict[str, str]:
+def _compute_fingerprints(records: Records, weights: Weights, are_partitions_in_int8: bool) -> dict[str, str]:
     prints = {}
-    with progress("fingerprints", sum(item.nbytes for item in weights.base.values()), quiet) as done:
-        for name, item in weights.base.items():
-            # ZeRO++ does not save the scales of what it quantizes: the values alone mean nothing.
-            is_partition_in_int8 = are_partitions_in_int8 and item.dtype == "int8" and name in weights.frozen
-            if not is_partition_in_int8:
-                chunks = records.chunks(item) if item.view is None else [records.read(item)]
-                prints[name] = of_stream(item.dtype, item.numel, _report_progress(chunks, done))
+    for name, item in weights.base.items():
+        # ZeRO++ does not save the scales of what it quantizes: the values alone mean nothing.
+        is_partition_in_int8 = are_partitions_in_int8 and item.dtype == "int8" and name in weights.frozen
+        if not is_partition_in_int8:
+            chunks = records.chunks(item) if item.view is None else [records.read(item)]
+            prints[name] = of_stream(item.dtype, item.numel, chunks)
     return prints
 
 
@@ -186,21 +180,3 @@ def _remove_from_state(state: Mapping[str, Any], left_out: Container[str]) -> di
             items = (state[key] or {}).items()
             changed[key] = {name: item for name, item in items if plain(name) not in left_out} or None
     return {**state, **changed}
-
-
-def _make_reader(
-    records: Records, done: Callable[[int], object]
-) -> Callable[[Storage, int, int], Iterator[memoryview]]:
-    """A function that reads the bytes of storages to copy."""
-
-    def read(storage: Storage, begin: int, count: int) -> Iterator[memoryview]:
-        source = TensorSource("uint8", (count,), (Piece(storage, begin, count),))
-        return _report_progress(records.chunks(source), done)
-
-    return read
-
-
-def _report_progress(chunks: Iterable[Any], done: Callable[[int], object]) -> Iterator[Any]:
-    for chunk in chunks:
-        yield chunk
-        done(len(chunk))

@@ -64,7 +64,6 @@ def reshard(
     stage: int | None = None,
     precision: Precision | None = None,
     restart_optimizer: bool = False,
-    trust: bool = False,
     dry_run: bool = False,
     quiet: bool = True,
 ) -> Resharded:
@@ -83,7 +82,6 @@ def reshard(
         precision: of the run that is to load it, "bf16" or "fp32"; by default that of the source. Masters and moments
             stay as they are.
         restart_optimizer: write the masters without the optimizer's state, which can then be of any kind.
-        trust: read files that are links out of the checkpoint.
         dry_run: write nothing.
         quiet: do not show progress on stderr.
 
@@ -99,7 +97,7 @@ def reshard(
         raise ValueError("pass ranks, stage or precision")
     if precision not in (None, *PRECISIONS):
         raise ValueError(f"precision must be 'bf16' or 'fp32', not {precision!r}")
-    states = read_states(source, tag, trust)
+    states = read_states(source, tag)
     check_same_save(states)
     before = target_for(states)
     has_state = False if restart_optimizer else None

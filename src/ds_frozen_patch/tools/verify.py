@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -70,7 +71,6 @@ def verify(
     tag: str | None = None,
     *,
     base: str | Path | None = None,
-    trust: bool = False,
     quiet: bool = True,
 ) -> Verified:
     """Read an entire checkpoint and report its problems.
@@ -83,7 +83,6 @@ def verify(
         path: the directory of a DeepSpeed checkpoint, full or trainable-only.
         tag: the subdirectory to read; by default the one named in `latest`.
         base: what the run was built from (see `consolidate`), to compare with the fingerprints in the record.
-        trust: read files that are links out of the checkpoint.
         quiet: do not show progress on stderr.
 
     Returns:
@@ -93,31 +92,32 @@ def verify(
         CheckpointError: there is no base at its path, or it cannot be read. Problems of the checkpoint itself are
             returned, not raised.
     """
-    problems: list[str] = []
     try:
-        states = read_states(path, tag, trust)
+        states = read_states(path, tag)
     except CheckpointError as error:
         return Verified(str(path), (str(error),), 0, 0, 0, 0, 0, ())
-    record = states.record
-    opened = open_base(base, trust) if base is not None else None
-    problems += _check_files(states)
-    weights = None
-    try:
+    record, files, folder = states.record, states.layout.files, states.layout.model[0].parent
+    opened = open_base(base) if base is not None else None
+    problems = _Problems()
+    weights: Weights | None = None
+    with problems.told():
+        record.check_names(folder, {file.name for file in files})
+    for file, contents in zip(files, states.contents, strict=True) if not problems else ():
+        with problems.told():
+            record.check_file(file, contents.state)
+    with problems.told():
         check_shard_count(states.layout, states.models[0], states.zero_stage)
         weights = _locate_weights_of_any(states)
-    except CheckpointError as error:
-        problems.append(str(error))
-    size = sum(file.stat().st_size for file in states.layout.files)
+    size = sum(file.stat().st_size for file in files)
     with progress("reading", size, quiet) as progressed:
-        problems += _check_each_file(states, lambda file: check_file(file, progressed))
-    if weights is not None and not problems:
-        try:
+        for file in files:
+            with problems.told():
+                check_file(file, progressed)
+    with problems.told():
+        if weights is not None and not problems:
             check_masters_match(weights.trained, weights.halves)
-        except CheckpointError as error:
-            problems.append(str(error))
     problems += _check_facts(states)
     if record.is_lost and not problems:
-        folder = states.layout.model[0].parent
         problems.append(f"{folder} lacks {RECORD}, so it cannot be verified that its files are those that were saved.")
     compared, was_quantized = 0, False
     unverified = [entry.name for entry in record.left_out if entry.fingerprint is None]
@@ -134,7 +134,7 @@ def verify(
     return Verified(
         path=str(path),
         problems=tuple(dict.fromkeys(problems)),  # one damage may be found twice
-        files=len(states.layout.files),
+        files=len(files),
         size=size,
         trained=len(weights.trained) if weights else 0,
         left_out=len(record.parameters),
@@ -144,34 +144,24 @@ def verify(
     )
 
 
+class _Problems(list[str]):
+    """A description of each problem."""
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Add what the block raises."""
+        try:
+            yield
+        except CheckpointError as error:
+            self.append(str(error))
+
+
 def _locate_weights_of_any(states: States) -> Weights:
     """Locate the weights, also in a stage 0 that does not tell what was trained: that is not a problem."""
     try:
         return locate_weights(states)
     except CheckpointError:
         return locate_weights(states, ("*",))
-
-
-def _check_files(states: States) -> list[str]:
-    """Which files are not those of the record."""
-    record, folder = states.record, states.layout.model[0].parent
-    try:
-        record.check_names(folder, {file.name for file in states.layout.files})
-    except CheckpointError as error:
-        return [str(error)]
-    contents = dict(zip(states.layout.files, states.contents, strict=True))
-    return _check_each_file(states, lambda file: record.check_file(file, contents[file].state))
-
-
-def _check_each_file(states: States, check: Callable[[Path], object]) -> list[str]:
-    """What a check raises, for each file."""
-    problems = []
-    for file in states.layout.files:
-        try:
-            check(file)
-        except CheckpointError as error:
-            problems.append(str(error))
-    return problems
 
 
 def _check_facts(states: States) -> list[str]:
@@ -209,13 +199,13 @@ def _compare_base(record: Record, base: Base, quiet: bool) -> tuple[list[str], i
     fingerprinted = {entry.name for entry in there if entry.fingerprint is not None}
     unknown = [entry.name for entry in record.left_out if entry.name not in fingerprinted]
     wrong, right = [], 0
-    with Records() as records, progress("base", sum(t.nbytes for t in there.values()), quiet) as progressed:
+    cost = sum(tensor.nbytes for entry, tensor in there.items() if entry.fingerprint is not None)
+    with progress("base", cost, quiet) as progressed, Records(progressed=progressed) as records:
         for entry, tensor in there.items():
             if entry.fingerprint is not None:
                 same = dtypes.matches_fingerprint(entry, base.read(records, tensor, entry))
                 wrong += [] if same else [entry.name]
                 right += same and entry.kind == PARAMETER
-            progressed(tensor.nbytes)
     if wrong:
         return [describe_wrong_values(base, wrong, record)], right, unknown
     return [], right, unknown

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...common.errors import CheckpointError
-from ...common.files import find_directory, open_regular
+from ...common.files import open_regular
 from .rebuilding import IN_PLACE_OF
 from .stored import ITEM_SIZES, STORAGES, Storage, StoredTensor, is_size, iter_tensors, stand_in
 
@@ -80,11 +80,8 @@ def read_directory(file: IO[bytes]) -> dict[str, Record]:
         ValueError: it is none, or torch could find another pickle or tensor in it than `zipfile`.
         Exception: of any kind, for a damaged file.
     """
-    begin = find_directory(file)
     with zipfile.ZipFile(file) as archive:
-        infos = archive.infolist()
-        if archive.start_dir != begin:
-            raise ValueError("its directory is not where its end record says")
+        infos, begin = archive.infolist(), archive.start_dir
     folder = infos[0].orig_filename.partition("/")[0] + "/" if infos else ""
     if len({info.orig_filename.lower() for info in infos}) < len(infos):  # torch ignores the case
         raise ValueError("it has duplicate records")

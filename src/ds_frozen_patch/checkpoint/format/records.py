@@ -5,10 +5,10 @@ Files are read, not mapped into memory, so that only the current chunk takes mem
 
 from __future__ import annotations
 
+import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from math import prod
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -100,18 +100,6 @@ def map_into_memory(tensors: Mapping[str, TensorSource]) -> dict[str, torch.Tens
     return mapped
 
 
-@dataclass
-class _RecordState:
-    """The offset and size of a record in its file, and how much of it has been checked."""
-
-    begin: int
-    size: int
-    checksum: int | None
-    checked: int = 0
-    so_far: int = 0
-    in_order: bool = True
-
-
 class Records:
     """A context manager that reads storages of many files, and at its end verifies the checksums of what was read.
 
@@ -120,15 +108,17 @@ class Records:
 
     Args:
         check: whether to verify checksums.
+        progressed: called with the number of bytes that were read for a caller.
 
     Raises:
         CheckpointError: a file cannot be read, or a checksum is wrong.
     """
 
-    def __init__(self, check: bool = True) -> None:
-        self._check = check
+    def __init__(self, check: bool = True, progressed: Callable[[int], object] = lambda _: None) -> None:
+        self._check, self._progressed = check, progressed
         self._files: dict[Path, tuple[IO[bytes], Mapping[str, Record]]] = {}
-        self._records: dict[Storage, _RecordState] = {}
+        self._sums: dict[Storage, tuple[int, int]] = {}
+        """How many bytes of a record were read in order, and their checksum."""
 
     def __enter__(self) -> Records:
         return self
@@ -136,19 +126,21 @@ class Records:
     def __exit__(self, kind: Any, *_: Any) -> None:
         try:
             if kind is None and self._check:
-                for storage in self._records:
+                for storage in self._sums:
                     self.check(storage)
         finally:
-            for opened in self._files.values():
-                opened[0].close()
+            for file, _places in self._files.values():
+                file.close()
 
     def read(self, tensor: TensorSource) -> bytearray:
         """Read all elements of a tensor into memory."""
-        content = bytearray(sum(piece.count for piece in tensor.pieces) * ITEM_SIZES[tensor.dtype])
+        width = ITEM_SIZES[tensor.dtype]
+        content = bytearray(sum(piece.count for piece in tensor.pieces) * width)
         left = memoryview(content)
-        for storage, begin, size in _spans(tensor):
-            self._read_into(storage, begin, left[:size])
-            left = left[size:]
+        for piece in tensor.pieces:
+            self._read_into(piece.storage, piece.begin * width, left[: piece.count * width])
+            left = left[piece.count * width :]
+        self._progressed(len(content))
         if tensor.view is None:
             return content
         import torch
@@ -159,98 +151,77 @@ class Records:
         torch.frombuffer(ordered, dtype=dtype).view(tensor.shape).copy_(elements)
         return ordered
 
-    def chunks(self, tensor: TensorSource, buffers: Iterator[memoryview] | None = None) -> Iterator[memoryview]:
-        """Read a tensor's pieces, at most `CHUNK_BYTES` at a time; each chunk is valid until the next one.
+    def chunks(self, tensor: TensorSource) -> Iterator[memoryview]:
+        """Read a tensor's pieces, at most `CHUNK_BYTES` at a time; each chunk is valid until the next one."""
+        width = ITEM_SIZES[tensor.dtype]
+        for piece in tensor.pieces:
+            yield from self.content(piece.storage, piece.begin * width, piece.count * width)
 
-        Args:
-            tensor: what to read.
-            buffers: what to read the chunks into, each of `CHUNK_BYTES`; a chunk is valid until its buffer comes again.
-        """
-        if buffers is None:
-            buffers = repeat(memoryview(bytearray(max((size for *_, size in _spans(tensor)), default=0))))
-        for storage, begin, size in _spans(tensor):
-            chunk = next(buffers)[:size]
-            self._read_into(storage, begin, chunk)
+    def content(self, storage: Storage, begin: int, count: int) -> Iterator[memoryview]:
+        """Read so many bytes of a storage, as `chunks` does."""
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, count)))
+        for at in range(begin, begin + count, CHUNK_BYTES):
+            chunk = buffer[: begin + count - at]
+            self._read_into(storage, at, chunk)
             yield chunk
+            self._progressed(len(chunk))
 
     def place(self, storage: Storage) -> int:
         """The offset of a storage in its file."""
-        return self._find(storage).begin
+        return self._find(storage)[1].begin
 
     def check(self, storage: Storage) -> None:
         """Verify the checksum of a record, and read what has not been read yet."""
-        record = self._record(storage)
+        _, record = self._find(storage)
         if record.checksum is None:
             return
-        if not record.in_order:
-            record.checked, record.so_far, record.in_order = 0, 0, True
-        buffer = memoryview(bytearray(min(CHUNK_BYTES, record.size - record.checked)))
-        while record.checked < record.size:
-            self._read_into(storage, record.checked, buffer[: record.size - record.checked])
-        if record.so_far != record.checksum:
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, record.size)))
+        while (left := record.size - self._sums.setdefault(storage, (0, 0))[0]) > 0:
+            self._read_into(storage, record.size - left, buffer[:left])
+        if record.checksum != self._sums[storage][1]:
             raise CheckpointError(
                 f"{storage.path} is damaged: record {storage.key} does not match its checksum. Get a complete copy of"
                 " it."
             )
 
-    def _read_into(self, storage: Storage, begin: int, chunk: memoryview) -> None:
-        record = self._record(storage)
-        file, _ = self._files[storage.path]
-        if begin + len(chunk) > record.size:
+    def _read_into(self, storage: Storage, begin: int, content: memoryview) -> None:
+        file, record = self._find(storage)
+        if begin + len(content) > record.size:
             raise CheckpointError(f"{storage.path} is damaged: record {storage.key} is too short.")
-        try:
-            file.seek(record.begin + begin)
-            count = file.readinto(chunk)  # type: ignore[attr-defined]
-        except OSError as error:
-            raise CheckpointError(f"{storage.path} cannot be read: {error}") from None
-        if count != len(chunk):
-            raise CheckpointError(f"{storage.path} is truncated. Get a complete copy of it.")
-        if record.checksum is None:
-            return
-        if begin == record.checked:
-            record.so_far = zlib.crc32(chunk, record.so_far)
-            record.checked += len(chunk)
-        else:
-            record.in_order = False
+        for at in range(0, len(content), CHUNK_BYTES):
+            chunk = content[at : at + CHUNK_BYTES]
+            try:
+                count = os.preadv(file.fileno(), [chunk], record.begin + begin + at)
+            except OSError as error:
+                raise CheckpointError(f"{storage.path} cannot be read: {error}") from None
+            if count != len(chunk):
+                raise CheckpointError(f"{storage.path} is truncated. Get a complete copy of it.")
+            done, so_far = self._sums.get(storage, (0, 0))
+            if begin + at == done and record.checksum is not None:
+                done, so_far = done + len(chunk), zlib.crc32(chunk, so_far)
+            self._sums[storage] = done, so_far
 
-    def _record(self, storage: Storage) -> _RecordState:
-        if storage not in self._records:
-            self._records[storage] = self._find(storage)
-        return self._records[storage]
-
-    def _find(self, storage: Storage) -> _RecordState:
+    def _find(self, storage: Storage) -> tuple[IO[bytes], Record]:
         if storage.path not in self._files:
             self._files[storage.path] = _open_file(storage.path)
-        return _find(storage, self._files[storage.path][1])
-
-
-def _spans(tensor: TensorSource) -> Iterator[tuple[Storage, int, int]]:
-    """A tensor's pieces, at most `CHUNK_BYTES` at a time: the storage, and the first byte and the size in it."""
-    width = ITEM_SIZES[tensor.dtype]
-    for piece in tensor.pieces:
-        end = (piece.begin + piece.count) * width
-        for begin in range(piece.begin * width, end, CHUNK_BYTES):
-            yield piece.storage, begin, min(CHUNK_BYTES, end - begin)
+        file, records = self._files[storage.path]
+        record = records.get(storage.key)
+        if record is None or record.size != storage.nbytes:
+            raise CheckpointError(f"{storage.path} is damaged: it has no record {storage.key} that matches its pickle.")
+        return file, record
 
 
 def _open_file(path: Path) -> tuple[IO[bytes], Mapping[str, Record]]:
     """Open a file and read the places of its records, by key."""
-    places = safetensors_file.read_ranges(path) if path.suffix == ".safetensors" else None
+    tensors = safetensors_file.read_header(path)[0] if path.suffix == ".safetensors" else None
     try:
         file = open_regular(path, buffering=0)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
-    if places is not None:
-        return file, {name: Record(place.start, len(place), None) for name, place in places.items()}
+    if tensors is not None:
+        return file, {name: Record(tensor.begin, tensor.size, None) for name, tensor in tensors.items()}
     try:
         return file, storage_records(read_directory(file))
     except Exception as error:  # whatever a damaged archive leads to
         file.close()
         raise damaged(path, error) from None
-
-
-def _find(storage: Storage, records: Mapping[str, Record]) -> _RecordState:
-    place = records.get(storage.key)
-    if place is None or place.size != storage.nbytes:
-        raise CheckpointError(f"{storage.path} is damaged: it has no record {storage.key} that matches its pickle.")
-    return _RecordState(place.begin, place.size, place.checksum)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,23 @@ DTYPES = {
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64",
 }  # fmt: skip
 """The names of torch's dtypes in the format."""
+_TORCHS = {name: dtype for dtype, name in DTYPES.items()}
 MAX_HEADER = 100_000_000
 """The maximum size of a header in bytes, as in the library."""
 
 
-def read_header(path: Path) -> tuple[int, dict[str, Any]]:
-    """Read and validate a header; returns the offset of the tensors in the file, and the header.
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of a file: torch's name of its dtype, its shape, and the place of its bytes in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    size: int
+
+
+def read_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a file by name, and its metadata.
 
     Raises:
         CheckpointError: it is not a safetensors file, truncated or damaged.
@@ -38,21 +50,24 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
             if length > MAX_HEADER:
                 raise ValueError("its header is too long")
             header = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
-        begin, size = 8 + length, path.stat().st_size
-        about = header.get("__metadata__", {})
+        about = dict(header.pop("__metadata__", {}))
         if not all(isinstance(value, str) for value in about.values()):
             raise ValueError("its metadata are not strings")
-        named = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        last = 0
-        for name, entry in sorted(named.items(), key=lambda item: item[1]["data_offsets"]):
-            start, end = entry["data_offsets"]
-            width = ITEM_SIZES[_torch_dtype(entry["dtype"])]
-            if not (is_size(start) and is_size(end)) or not is_shape(tuple(entry["shape"])):
+        tensors = dict[str, Tensor]()
+        for name, entry in header.items():
+            (start, end), shape = entry["data_offsets"], tuple(entry["shape"])
+            if not (is_size(start) and is_size(end)) or not is_shape(shape):
                 raise ValueError(f"{name} has invalid sizes")
-            if not last <= start <= end <= size - begin or end - start != prod(entry["shape"]) * width:
+            tensors[name] = Tensor(_TORCHS[entry["dtype"]], shape, 8 + length + start, end - start)
+        size, last = path.stat().st_size, 8 + length
+        for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].size)):
+            begin, last = last, tensor.begin + tensor.size
+            if (
+                not begin <= tensor.begin <= last <= size
+                or tensor.size != prod(tensor.shape) * ITEM_SIZES[tensor.dtype]
+            ):
                 raise ValueError(f"{name} is outside the file, or has the wrong size")
-            last = end
-        return begin, header
+        return tensors, about
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read, is truncated, damaged, or not a safetensors file ({error}). Get a complete copy of"
@@ -65,28 +80,6 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(header) < len(pairs):
         raise ValueError("its header has duplicate keys")
     return header
-
-
-def read_ranges(path: Path) -> dict[str, range]:
-    """The range of bytes of each tensor in a file."""
-    begin, header = read_header(path)
-    return {
-        name: range(begin + entry["data_offsets"][0], begin + entry["data_offsets"][1])
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
-
-
-def read_types(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The dtype (torch's name) and the shape of each tensor in a file."""
-    _, header = read_header(path)
-    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    return {name: (_torch_dtype(entry["dtype"]), tuple(entry["shape"])) for name, entry in tensors.items()}
-
-
-def read_metadata(path: Path) -> dict[str, str]:
-    """The metadata of a file."""
-    return dict(read_header(path)[1].get("__metadata__", {}))
 
 
 def write_file(
@@ -132,10 +125,3 @@ def _is_unicode(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _torch_dtype(name: str) -> str:
-    for dtype, code in DTYPES.items():
-        if code == name:
-            return dtype
-    raise ValueError(f"dtype {name} is unknown")

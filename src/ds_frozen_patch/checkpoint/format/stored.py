@@ -11,7 +11,7 @@ from itertools import accumulate, chain
 from math import prod
 from operator import mul
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 ITEM_SIZES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
@@ -38,22 +38,15 @@ class Fixed(type):
         raise pickle.UnpicklingError(f"it changes {cls.__name__}")
 
 
-_T = TypeVar("_T")
+class Unchangeable:
+    """An object that a pickle cannot change."""
+
+    def __setstate__(self, state: Any) -> None:
+        raise pickle.UnpicklingError(f"it changes a {type(self).__name__}")
 
 
-def _fixed_instances(cls: type[_T]) -> type[_T]:
-    """Let a pickle not change instances of a dataclass either: with slots it has a `__setstate__`."""
-
-    def refuse(self: _T, state: Any) -> None:
-        raise pickle.UnpicklingError(f"it changes a {cls.__name__}")
-
-    cls.__setstate__ = refuse  # type: ignore[attr-defined]
-    return cls
-
-
-@_fixed_instances
-@dataclass(frozen=True, slots=True)
-class Storage:
+@dataclass(frozen=True)
+class Storage(Unchangeable):
     """The raw bytes of one or more tensors: the record `key` of a file, of `numel` elements of `dtype`.
 
     `file` is None for a storage that is about to be written and is in no file yet.
@@ -77,9 +70,8 @@ class Storage:
         return self.numel * ITEM_SIZES[self.dtype]
 
 
-@_fixed_instances
-@dataclass(frozen=True, slots=True, repr=False)
-class StoredTensor:
+@dataclass(frozen=True, repr=False)
+class StoredTensor(Unchangeable):
     """A tensor of the file: a view of a storage. `offset` and `stride` are in elements of `dtype`.
 
     The other fields are needed to pickle it again: `maker` is the function of torch that creates it, `more` are that
@@ -247,18 +239,9 @@ _HOLDERS = (*_CONTAINERS, StandIn)
 
 
 def _entries(item: Any) -> Iterator[tuple[Any, Any]]:
+    """The values directly inside a container or stand-in, with their keys or numbers."""
     if isinstance(item, StandIn):
-        item = dict(enumerate(children(item)))
+        return enumerate(chain(item.arguments, item.items, item.pairs, (item.named, item.state, item.function)))
     if isinstance(item, dict):
         return iter(item.items())
-    return enumerate(item) if isinstance(item, list | tuple | set | frozenset) else iter(())
-
-
-def children(item: Any) -> Iterator[Any]:
-    """The values directly inside a container or stand-in: keys, values, attributes and arguments."""
-    if isinstance(item, StandIn):
-        outer = (item.named, item.state, item.function)
-        return chain(item.arguments, item.items, item.pairs, outer)
-    if isinstance(item, dict):
-        return chain(item.keys(), item.values(), getattr(item, "__dict__", {}).values())
-    return iter(item) if isinstance(item, list | tuple | set | frozenset) else iter(())
+    return enumerate(item) if isinstance(item, _CONTAINERS) else iter(())

@@ -9,7 +9,7 @@ from typing import Any
 from ...parameters import plain
 from ...record import Record
 from ..format.stored import StoredTensor
-from ..quantization import Subclass, find_owners, parse_subclass
+from ..quantization import Subclass, base_buffers, find_owners, parse_subclass
 from .states import as_names, parameter_groups
 
 
@@ -22,12 +22,14 @@ class ModuleEntries:
         subclasses: the tensor subclasses.
         owners: the parameter that each part belongs to.
         buffers: the names of buffers.
+        packed: those among them that belong to a quantized base.
     """
 
     tensors: dict[str, StoredTensor]
     subclasses: dict[str, Subclass]
     owners: dict[str, str]
     buffers: set[str]
+    packed: set[str]
 
 
 def with_plain_names(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,7 +76,8 @@ def read_entries(model: Mapping[str, Any], record: Record) -> ModuleEntries:
     names |= {*(model.get("frozen_param_shapes") or {})}
     names |= {name for entry in record.parameters for name in entry.names}
     dtypes = {name: tensor.dtype for name, tensor in module.items() if name not in buffers}
-    return ModuleEntries(module, subclasses, {**find_owners(dtypes, names), **inner}, buffers)
+    owners = {**find_owners(dtypes, names), **inner}
+    return ModuleEntries(module, subclasses, owners, buffers, base_buffers(buffers, owners))
 
 
 def _find_buffers(model: Mapping[str, Any], module: Mapping[str, StoredTensor]) -> set[str]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...common.errors import CheckpointError, named
-from ...common.files import MODEL_FILE, OPTIMIZER_FILE, RECORD, is_state_file, open_regular
+from ...common.files import MODEL_FILE, OPTIMIZER_FILE, is_state_file, open_regular
 from ...publish.in_flight import settle
 from ...publish.journal import finish, is_unfinished, journals, linked, names_now
 
@@ -124,27 +124,6 @@ def finished(folder: Path) -> Path:
             _views[folder] = until_exit.enter_context(linked(names_now(folder), folder.name)) / folder.name
         return _views[folder]
     return folder
-
-
-def check_links_stay_inside(layout: Layout) -> None:
-    """Raise CheckpointError if a file of a checkpoint is a link to a place outside of it.
-
-    A link in a downloaded checkpoint could lead to any file that the user can read, whose content would then be in the
-    output. The directory itself may be a link, such as to another disk, because the user has named it. Links that stay
-    inside the checkpoint are harmless.
-    """
-    root, folder = layout.root, layout.model[0].parent
-    paths: tuple[Path, ...] = (folder, *layout.files, folder / RECORD)
-    if paths[0] in _views.values():
-        paths = tuple(link.readlink() for link in layout.files)
-        root = paths[0].parent.parent
-    root = root.resolve()
-    for path in paths:
-        if path.is_symlink() and root not in path.resolve().parents:
-            raise CheckpointError(
-                f"{path} is a link out of the checkpoint, and was not read. Use a copy that has the files themselves"
-                f" (cp -rL {layout.root} COPY). If you trust the checkpoint, pass --trust."
-            )
 
 
 def read_tag(note: Path) -> str:

@@ -13,7 +13,7 @@ from ...record import Record, carried, read_record
 from ..format.archive import Contents, read_archive
 from ..format.stored import StandIn, StoredTensor, is_shape, is_size
 from ..quantization import parse_subclass
-from .layout import Layout, check_links_stay_inside, find_layout
+from .layout import Layout, find_layout
 from .partitions import Shapes, with_gaps
 
 DEEPSPEEDS_OWN = frozenset(
@@ -87,6 +87,11 @@ class States:
         return self.zero_stage >= 2 and self.models[0].get("frozen_param_shapes") is None
 
     @property
+    def lacks_frozen(self) -> bool:
+        """Whether frozen parameters were left out, by whomever."""
+        return bool(self.record.left_out) if self.record.is_trainable_only else self.leaves_out_frozen
+
+    @property
     def known(self) -> Record:
         """The record of a checkpoint that is made from this one: what it keeps of this one's."""
         step = as_integer(self.models[0].get("global_steps")) or 0
@@ -111,21 +116,18 @@ class States:
         return {name: version for name, version in releases.items() if isinstance(version, str)}
 
 
-def read_states(path: str | Path, tag: str | None, trust: bool, record: Record | None = None) -> States:
+def read_states(path: str | Path, tag: str | None = None, record: Record | None = None) -> States:
     """Read the states of all files of a checkpoint, but no tensors.
 
     Args:
         path: the directory.
         tag: the subdirectory to read; by default the one named in `latest`.
-        trust: read files that are links out of the checkpoint.
         record: of the checkpoint; by default the one beside its files, or in the first one.
 
     Raises:
         CheckpointError: there is no checkpoint, or a file of it is missing, truncated, damaged or unexpected.
     """
     layout = find_layout(path, tag)
-    if not trust:
-        check_links_stay_inside(layout)
     contents = tuple(read_archive(file) for file in layout.files)
     for file, content in zip(layout.files, contents, strict=True):
         check_file_kind(file, content)

@@ -17,7 +17,7 @@ from ...parameters import plain
 from ..dtypes import FLOATING
 from ..format.records import Piece, Records, TensorSource, from_stored, pieces_of_range, without_padding
 from ..format.stored import StoredTensor, iter_tensors
-from ..quantization import Subclass, base_buffers, parse_subclass
+from ..quantization import Subclass, parse_subclass
 from .entries import read_entries, storage_place, with_plain_names
 from .groups import locate_masters
 from .partitions import parameter_shard_size
@@ -61,6 +61,12 @@ class Weights:
         return {**self.base, **self.trained, **self.buffers}
 
     @property
+    def by_any_name(self) -> dict[str, TensorSource]:
+        """All weights, tied ones under each of their names."""
+        tensors = self.all
+        return tensors | {alias: tensors[first] for alias, first in self.aliases.items() if first in tensors}
+
+    @property
     def quantized(self) -> frozenset[str]:
         """The names of tensors that must keep their dtype, because other tensors say what they mean."""
         return frozenset((*self.parts, *self.owners.values(), *self.packed))
@@ -94,9 +100,8 @@ def locate_weights(states: States, trainable: Sequence[str] = ()) -> Weights:
     left_out = states.record.names
     listed = [name for group in parameter_groups(model) for name in group if name not in left_out]
     entries = read_entries(model, states.record)
-    module, parts, buffers = entries.tensors, entries.owners, entries.buffers
+    module, parts, buffers, packed = entries.tensors, entries.owners, entries.buffers, entries.packed
     first = _first_names(module, model, states.zero_stage)
-    packed = base_buffers(buffers, parts)
     masters = locate_masters(states, parameter_groups(model))
     lists_frozen = isinstance(model.get("frozen_param_fragments"), dict)
     frozen = _locate_frozen(states, models, module) if lists_frozen else {}
