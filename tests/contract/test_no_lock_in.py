@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kit import cell, runs
 from kit.cell import CELL, DeepSpeedStrategy, pl
 from kit.checkpoints import model_states
+
+from ds_frozen_patch.record import KEY, TRAINABLE_ONLY, LeftOut, Record, write_record
 
 pytestmark = pytest.mark.promise(6)
 HAS_STRICT_LOADING = hasattr(pl.LightningModule, "strict_loading")
@@ -47,7 +50,37 @@ def test_plain_lightning_loads_ours(ranks: Any, tmp_path: Path, stage: int) -> N
 
 def train_trainable_only(out: str, stage: int) -> Any:
     cell.trainable_only()
+    trainer = runs.trainer(out, 2, stage, epochs=1, enable_checkpointing=False)
+    trainer.fit(runs.LoraRun(), runs.batches(2))
+    trainer.save_checkpoint(f"{out}/weights.ckpt", weights_only=True)
     return train(out, stage)
+
+
+def ours_into_series(out: str, stage: int) -> list[str]:
+    """What a patched Lightning says of its own checkpoints once they have our record in place of its list."""
+    train_trainable_only(out, stage)
+    if torch.distributed.get_rank() == 0:
+        for file in (*Path(out, "epoch=0.ckpt", "checkpoint").glob("*model_states.pt"), Path(out, "weights.ckpt")):
+            saved = torch.load(file, map_location="cpu", weights_only=False)
+            left_out = tuple(LeftOut((name,), (1,), "float32", None) for name in saved.pop("excluded_parameters"))
+            record = Record("0123abcd", 2, stage, 2, {}, TRAINABLE_ONLY, left_out)
+            in_folder = file.name != "weights.ckpt"
+            torch.save({**saved, KEY: record.save if in_folder else record.to_json()}, file)
+            if in_folder:
+                write_record(file.parent, record)
+    torch.distributed.barrier()
+    resume(out, out, stage)
+    return refusals(out, stage, f"{out}/epoch=0.ckpt", f"{out}/weights.ckpt")
+
+
+if CELL.patches:
+
+    @pytest.mark.series
+    @pytest.mark.parametrize("stage", [1, 2, 3])
+    def test_a_lightning_with_the_series_reads_our_record(ranks: Any, tmp_path: Path, stage: int) -> None:
+        for refused in ranks(2, ours_into_series, out=str(tmp_path), stage=stage):
+            assert len(refused) == 3
+            assert all("extra.weight" in text for text in refused)
 
 
 @pytest.mark.series("alone")
@@ -59,10 +92,31 @@ def test_saves_for_plain_lightning(ranks: Any, saved: Path, stage: int) -> None:
     (out / "facts.json").write_text(json.dumps(facts))
 
 
-def series_into_plain_and_ours(saved: str, out: str, stage: int) -> list[Any]:
+def series_into_plain_and_ours(saved: str, out: str, stage: int) -> tuple[list[Any], list[str]]:
     plain = [resume(saved, out, stage, strict=False)] if HAS_STRICT_LOADING else []
     cell.trainable_only()
-    return [*plain, resume(saved, out, stage)]
+    refused = refusals(out, stage, f"{saved}/epoch=0.ckpt", f"{saved}/weights.ckpt")
+    return [*plain, resume(saved, out, stage)], refused
+
+
+class WithMoreFrozen(runs.LoraRun):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = torch.nn.Linear(2, 2).requires_grad_(False)
+
+
+def refusals(out: str, stage: int, *checkpoints: str) -> list[str]:
+    """What is said of checkpoints that lack a frozen module which was not left out of them."""
+    methods = [*("fit" for _ in checkpoints[:1]), *("test" for _ in checkpoints)]
+    return [
+        runs.refusal(
+            getattr(runs.trainer(f"{out}/other", 2, stage, enable_checkpointing=False), method),
+            WithMoreFrozen(),
+            runs.batches(2),
+            ckpt_path=checkpoint,
+        )[1]
+        for method, checkpoint in zip(methods, (checkpoints[0], *checkpoints), strict=True)
+    ]
 
 
 if CELL.twin:
@@ -72,9 +126,11 @@ if CELL.twin:
         folder = saved / f"{CELL.name}-patched" / f"zero{stage}"
         trained = json.loads((folder / "facts.json").read_text())
         found = ranks(2, series_into_plain_and_ours, saved=str(folder), out=str(tmp_path), stage=stage)
-        for before, after in zip(trained, found, strict=True):
+        for before, (after, refused) in zip(trained, found, strict=True):
             assert after
             assert all(list(item) == before for item in after)
+            assert len(refused) == 3
+            assert all("extra.weight" in text for text in refused)
 
 
 def plain_into_ours(out: str, stage: int) -> tuple[Any, Any, list[str]]:

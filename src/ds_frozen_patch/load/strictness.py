@@ -24,6 +24,8 @@ def _offer(load: Load) -> str:
     return _OFFER if load.restores_optimizer and current().elastic is None else ""
 
 
+LISTED = "excluded_parameters"
+"""Where a Lightning with our patches lists, in a checkpoint, the frozen parameters that it has left out."""
 _OFFER = (
     " Pass patch(elastic=True) or set DS_FROZEN_PATCH_ELASTIC=1 to go on with other trained parameters: what was"
     " trained is restored by name, and the others start with a fresh optimizer state."
@@ -83,13 +85,16 @@ def check_left_out(record: Record, held: Mapping[str, ModuleTensor], load: Load)
 def left_out_by_others(checkpoint: Mapping[str, Any], module: Any) -> frozenset[str]:
     """The names that may be missing from a checkpoint without a record: all frozen ones if all of them are, or none.
 
-    DeepSpeed's own flag does not leave out the alias of a tied parameter, so the first name counts. A save of ours,
-    whose record is lost, leaves out parts and buffers too, and keeps what no program builds again.
+    A Lightning with our patches lists them. DeepSpeed's own flag does not leave out the alias of a tied parameter, so
+    the first name counts. A save of ours, whose record is lost, leaves out parts and buffers too, and keeps what no
+    program builds again.
     """
     saved = {plain(name) for name in checkpoint["module"]}
     if KEY in checkpoint:
         return frozenset(name for entry in frozen(Contents(module)) for name in entry.names) - saved
     names_of_frozen = [names for parameter, names in Contents(module).names.items() if not parameter.requires_grad]
+    if isinstance(listed := checkpoint.get(LISTED), list):
+        return frozenset(name for names in names_of_frozen for name in names).intersection(map(plain, listed))
     if checkpoint.get("frozen_param_shapes") is not None:
         return frozenset()  # it is full, with or without frozen parameters; DeepSpeed says so from ZeRO-2 on
     if any(names[0] in saved for names in names_of_frozen):

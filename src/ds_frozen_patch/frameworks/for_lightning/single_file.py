@@ -19,7 +19,7 @@ from ...internals import forget_second_copies, gathered, refresh_masters
 from ...load.fitting import put
 from ...load.quantized import check_parts, is_part, without_own_values
 from ...load.running import Load
-from ...load.strictness import check_base
+from ...load.strictness import LISTED, check_base
 from ...load.trust import refuse_unsafe
 from ...parameters import Contents, plain
 from ...publish.durable import sync_folder
@@ -220,7 +220,7 @@ def load(load: Load, strategy: Any, file: Path, checkpoint: dict[str, Any]) -> d
     module, engine = strategy.lightning_module, strategy.model
     weights = {plain(name): value for name, value in checkpoint.pop("state_dict").items()}
     record, contents = carried(checkpoint, file), Contents(module)
-    _check(load, contents, weights, record, file)
+    _check(load, contents, {"module": weights, LISTED: checkpoint.get(LISTED)}, record, file)
     checkpoint.pop(KEY, None)
     with replacing(engine):
         put(module, without_own_values(weights, contents.by_name, record, load))
@@ -238,10 +238,10 @@ def load(load: Load, strategy: Any, file: Path, checkpoint: dict[str, Any]) -> d
     return {**checkpoint, "lr_schedulers": [item.scheduler.state_dict() for item in strategy.lr_scheduler_configs]}
 
 
-def _check(load: Load, contents: Contents, weights: Mapping[str, Any], record: Record, file: Path) -> None:
-    module, by_name = contents.module, contents.by_name
+def _check(load: Load, contents: Contents, saved: Mapping[str, Any], record: Record, file: Path) -> None:
+    module, by_name, weights = contents.module, contents.by_name, saved["module"]
     strict = getattr(module, "strict_loading", True)  # Lightning 2.0 and 2.1 are always strict
-    may_be_missing = check_base({"module": weights}, record, module, by_name, load, strict=strict, place=file)
+    may_be_missing = check_base(saved, record, module, by_name, load, strict=strict, place=file)
     check_parts({name: value for name, value in weights.items() if is_part(by_name.get(name))}, by_name, load)
     now = contents.state.keys()
     problems = {"other shapes": [n for n, v in weights.items() if n in by_name and tuple(v.shape) != by_name[n].shape]}
