@@ -13,7 +13,6 @@ from .common.errors import CheckpointError
 from .common.overrides import Attributes, overridden
 from .internals import (
     ENGINE,
-    checkpoint_engine,
     config_of,
     has_plain_optimizer,
     inner_optimizer,
@@ -93,22 +92,14 @@ def with_own_buffers(checkpoint: Mapping[str, Any], saved: Mapping[str, Any], mo
     return {**checkpoint, "module": {**checkpoint["module"], **buffers}}
 
 
-def read_tensor_subclasses(engine: Any) -> Attributes:
-    """Reads to the CPU by name: DeepSpeed passes a function that does so, which torch refuses for such files."""
-    reader = checkpoint_engine(engine)
-    if reader is None:
-        return []
-    read = reader.load
-
-    def load(path: str, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return read(path, map_location, *args, **kwargs)
-        except RuntimeError as error:
-            if not callable(map_location) or "map_location" not in str(error):
-                raise
-            return read(path, "cpu", *args, **kwargs)
-
-    return [(reader, "load", load)]
+def read(by_deepspeed: Callable[..., Any], path: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """What DeepSpeed reads from a file; it passes a function for the CPU, which torch refuses for tensor subclasses."""
+    try:
+        return by_deepspeed(path, map_location, *args, **kwargs)
+    except RuntimeError as error:
+        if not callable(map_location) or "map_location" not in str(error):
+            raise
+        return by_deepspeed(path, "cpu", *args, **kwargs)
 
 
 @uses("the engine", "_load_universal_frozen_state?")

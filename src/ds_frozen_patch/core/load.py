@@ -12,7 +12,8 @@ A wrapper takes wrapt's four arguments: the wrapped method (bound), its instance
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import suppress
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -20,20 +21,21 @@ from typing import Any
 
 from .. import cures
 from ..base import replacing
+from ..checkpoint.zero.layout import latest_tag
+from ..common.errors import CheckpointError
 from ..common.overrides import Attributes, overridden
 from ..engine.served import ServedEngine, attached, warn
 from ..internals import forget_second_copies, optimizer_group, remember_module
 from ..load import agreement, elastic, fitting
-from ..load.agreement import check_model, sharing_reads
-from ..load.fitting import restarts, with_fresh_optimizer
-from ..load.listing import find_folder
-from ..load.quantized import check_parts, is_part, without_own_values
+from ..load.quantized import check_parts, without_own_values
 from ..load.running import Load
 from ..load.strictness import check_base, check_optimizer, forgiving, saved_elsewhere
-from ..load.trust import refuse_unsafe_in, runs_nothing, trust
+from ..load.trust import refuse_unsafe_in, trust
 from ..parameters import Contents, plain
 from ..publish import in_flight
+from ..publish.durable import wait_for_name
 from ..record import KEY, UNIVERSAL_INFO, UNKNOWN, unknown
+from ..settings import current as settings
 
 _ATTEMPTS = 3
 """How often a load begins if another process saves to the same path meanwhile."""
@@ -78,10 +80,9 @@ def _load(
         agreement.check(load, listing)
         with elastic.resharded(load, listing) as names:
             if load.record is not None and load.record.kind != UNKNOWN:
-                load.may_be_missing = _check_base(load, {}, call.arguments["load_module_strict"])
+                load.may_be_missing = check_base(load, {}, call.arguments["load_module_strict"])
             call.arguments["load_dir"], call.arguments["tag"] = load.source, load.tag
-            # Without a listing, ranks may read different numbers of files.
-            reads = [*sharing_reads(load), *names] if listing.tag is not None else []
+            reads = [*agreement.sharing_reads(load, listing.tag is not None), *names]
             left_out = load.may_be_missing if load.record is not None and load.record.is_trainable_only else None
             with replacing(engine, left_out), overridden(reads):
                 path, client_state = wrapped(*call.args, **call.kwargs)
@@ -102,20 +103,26 @@ def _load(
 
 
 def _begin(load: Load, call: inspect.BoundArguments) -> None:
-    """Find out what is loaded, and from where."""
+    """Find out what is loaded, and from where; wait for what a network disk's client has not seen yet."""
     engine = load.engine
     if engine.optimizer is not None and any(item is engine.optimizer for item in load.requested):
         call.arguments["load_optimizer_states"] = True  # see `frameworks.for_lightning.strategy`
     restores_states = call.arguments["load_optimizer_states"] and not call.arguments["load_module_only"]
     load.restores_optimizer = engine.optimizer is not None and restores_states
-    find_folder(load, call.arguments["load_dir"], call.arguments["tag"])
+    load.restarts = load.restores_optimizer and settings().restart_optimizer
+    source, tag = Path(call.arguments["load_dir"]), call.arguments["tag"]
+    load.source, load.tag = str(call.arguments["load_dir"]), None if tag is None else str(tag)
+    with suppress(CheckpointError, OSError):  # `agreement.check` finds the same problem, and shares it
+        place = source / (latest_tag(source) if load.tag is None else load.tag)
+        wait_for_name(place)
+        load.source, load.tag = str(place.parent), place.name  # a tag can be a path
 
 
 def _cures(load: Load) -> Attributes:
     """Cures of faults: no two of them set the same attribute. What reads and merges files later wraps theirs."""
     engine = load.engine
-    attributes = cures.read_tensor_subclasses(engine) + cures.load_optimizer(engine, lambda: load.state)
-    attributes += with_fresh_optimizer(load)
+    attributes = cures.load_optimizer(engine, lambda: load.state)
+    attributes += fitting.with_fresh_optimizer(load) if load.restarts else []
     if not load.restores_optimizer and engine.zero_optimization_partition_weights():
         attributes += remember_module(lambda module: setattr(load, "module", module))
         attributes += cures.weights_of_the_tag(lambda: load.tag)
@@ -126,39 +133,31 @@ def _load_module_state_dict(original: Callable[..., Any], load: Load, *args: Any
     """`DeepSpeedEngine.load_module_state_dict` in a load; it gets the whole checkpoint in every release."""
     call, engine = inspect.signature(original).bind(*args, **kwargs), load.engine
     checkpoint = call.arguments["checkpoint"]
-    check_model(load, checkpoint)
     load.state = {key: checkpoint.get(key) for key in ("optimizer", *elastic.NEEDED)}
     load.state |= {"record": load.record or unknown()}
     may_be_missing = load.may_be_missing
     if may_be_missing is None:  # the record is missing, or in the file
-        may_be_missing = _check_base(load, checkpoint, call.arguments.get("strict", True))
+        may_be_missing = check_base(load, checkpoint, call.arguments.get("strict", True))
     if load.restores_optimizer:
-        check_optimizer(checkpoint, engine, needs_state=not restarts(load))
+        check_optimizer(load, checkpoint)
     if load.module:
         checkpoint = cures.with_own_buffers(checkpoint, load.module, engine.module)
-    state = without_own_values(checkpoint["module"], load.held, load.record, load)
-    may_be_missing |= {plain(name) for name in checkpoint["module"].keys() - state.keys()}
-    fragments, in_partitions = saved_elsewhere(checkpoint, engine.module)
-    parts = {plain(name): value for name, value in state.items() if is_part(load.held.get(plain(name)))}
-    checkpoint = fitting.with_all_fragments({**checkpoint, "module": state}, engine)
-    call.arguments["checkpoint"] = fitting.renamed(checkpoint, engine.module)
+    state, parts = checkpoint["module"], dict[str, Any]()
+    if load.parts:
+        state = without_own_values(state, load)
+        may_be_missing |= {plain(name) for name in checkpoint["module"].keys() - state.keys()}
+        parts = {plain(name): value for name, value in state.items() if plain(name) in load.parts}
+    fragments, in_partitions = saved_elsewhere(load, checkpoint)
     forgiven = may_be_missing | load.starts_fresh | fragments | in_partitions
-    with (
-        forgiving(engine.module, forgiven, parts),
-        fitting.gathered(call, load),
-        fitting.frozen_meanwhile(engine, checkpoint),
-    ):
-        result = original(*call.args, **call.kwargs)
+    with forgiving(load, forgiven, parts), fitting.with_fragments(load, {**checkpoint, "module": state}) as fitted:
+        call.arguments["checkpoint"] = fitting.renamed(fitted, engine.module)
+        with fitting.gathered(call, load):
+            result = original(*call.args, **call.kwargs)
     if in_partitions:
         fitting.put_from_partitions(load, in_partitions)
-    check_parts(parts, Contents(engine.module).by_name if parts else {}, load)
+    if parts:
+        check_parts(parts, Contents(engine.module).by_name, load)
     return result
-
-
-def _check_base(load: Load, checkpoint: Mapping[str, Any], strict: bool) -> frozenset[str]:
-    """As `check_base`, of an engine; with a record, before there is a checkpoint."""
-    module = load.engine.module
-    return check_base(checkpoint, load.record, module, load.held, load, strict=strict, place=load.source)
 
 
 def _load_universal(
@@ -179,7 +178,7 @@ def _load_universal(
 
 def _load_by_deepspeed(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Let DeepSpeed load by itself, and run nothing with `weights_only=True`."""
-    if not runs_nothing():
+    if not settings().weights_only:
         return wrapped(*args, **kwargs)
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     call.apply_defaults()

@@ -13,11 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .. import cures
 from ..checkpoint.zero.layout import finished, latest_tag
 from ..common.errors import CheckpointError, CheckpointMismatchError
+from ..common.files import MODEL_FILE
 from ..common.overrides import Attributes
 from ..engine.served import warn
-from ..internals import checkpoint_engine, states_file
+from ..internals import with_reader
 from ..publish.journal import prepared
 from ..publish.publication import finish_as
 from ..ranks import Ranks, Store, default_store, differences, digest, gather, world_size
@@ -27,6 +29,7 @@ from .listing import Listing, check_files, list_all, list_own, own_share, record
 from .running import Load
 
 _MUST_BE_EQUAL = ("verify_base", "elastic", "restart_optimizer")
+_MIXED = "{} has files of more than one save. Take all files from one checkpoint."
 
 
 class ReplacedError(CheckpointError):
@@ -104,7 +107,7 @@ def check(load: Load, listing: Listing) -> None:
         if agree(load, "a checkpoint", partial(_check_share, load, list_files(load))):
             return
     # On every rank. The files may be those of a save that replaces them now.
-    raise ReplacedError(f"{load.source} has files of more than one save. Take all files from one checkpoint.")
+    raise ReplacedError(_MIXED.format(load.source))
 
 
 def _check_share(load: Load, listing: Listing) -> None:
@@ -202,38 +205,32 @@ def _finish_common_save(load: Load, tag: Path) -> None:
     )
 
 
-def sharing_reads(load: Load) -> Attributes:
-    """Lets the engine's reader raise on all ranks what one of them cannot read, or has read of another save."""
-    reader = checkpoint_engine(load.engine)
-    if reader is None:  # an engine for inference: `check_model` checks what it has read
-        return []
-    read = reader.load
+def sharing_reads(load: Load, is_listed: bool) -> Attributes:
+    """Lets the engine raise on all ranks what one of them cannot read, or has read of another save.
 
-    def read_and_agree(path: Any, *args: Any, **kwargs: Any) -> Any:
+    Args:
+        load: of this rank.
+        is_listed: whether the files of the checkpoint are known. Otherwise ranks may read different numbers of them
+            (experts, tensor parallelism), but for model states.
+    """
+
+    def read(by_deepspeed: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_listed and not MODEL_FILE.fullmatch(Path(path).name):
+            return cures.read(by_deepspeed, path, *args, **kwargs)
         state, ranks = None, LoadRanks(load.owner.device, load)
         with ranks.deferred(path):
-            state = read(path, *args, **kwargs)
-            _note(load, Path(path), state)
-        _agree(load, ranks)
+            state = load.answers(str(path))
+            state = cures.read(by_deepspeed, path, *args, **kwargs) if state is None else state
+            _check_read(load, Path(path), state)
+        everyone = ranks.step("read a file", lambda: [load.read], 1)
+        if len({save for (save,) in everyone} - {0}) > 1:
+            raise CheckpointError(_MIXED.format(load.source))
         return state
 
-    return [(reader, "load", read_and_agree)]
+    return with_reader(load.engine, read)
 
 
-def check_model(load: Load, state: Mapping[str, Any]) -> None:
-    """Check the file of model states, where the engine has no reader; every rank must call it.
-
-    Raises:
-        CheckpointError: on every rank, if one has read a file of another save.
-    """
-    if not load.read:
-        ranks = LoadRanks(load.owner.device, load)
-        with ranks.deferred():
-            _note(load, states_file(load.engine, load.source, load.tag or latest_tag(Path(load.source))), state)
-        _agree(load, ranks)
-
-
-def _note(load: Load, file: Path, state: Any) -> None:
+def _check_read(load: Load, file: Path, state: Any) -> None:
     """Note the save that a file of model states is of; raises CheckpointError if the record contradicts a file."""
     record = load.record
     if isinstance(state, Mapping) and "module" in state:
@@ -245,14 +242,3 @@ def _note(load: Load, file: Path, state: Any) -> None:
             load.record = here
     elif record is not None and file.name in record.files and settings().verify_files:
         record.check_content(file)  # it has no id, and may have been replaced since it was verified
-
-
-def _agree(load: Load, ranks: LoadRanks) -> None:
-    """Raise on every rank what one has recorded, or that they have read files of several saves; all must call it."""
-    everyone = ranks.step("read a file", lambda: [load.read], 1)
-
-    def refuse() -> None:
-        raise CheckpointError(f"{load.source} has files of more than one save. Take all files from one checkpoint.")
-
-    if len({read for (read,) in everyone} - {0}) > 1:
-        ranks.step("compare what all ranks have read", refuse)

@@ -6,11 +6,11 @@ from now on keeps its trained value. A checkpoint with trained parameters that t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..base import Maker, origins
+from ..checkpoint.zero.partitions import Shapes
+from ..checkpoint.zero.selection import Selection
 from ..common.errors import CheckpointMismatchError, named
 from ..engine.served import attached, warn
 from ..internals import groups_to_save, trained_groups
@@ -18,31 +18,9 @@ from ..parameters import plain, with_adapters
 from .listing import Listing
 from .running import Load
 
-if TYPE_CHECKING:
-    from ..checkpoint.zero.selection import Selection
 
-Shapes = Mapping[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class Change:
-    """How the trained parameters differ from the checkpoint's, by plain name.
-
-    Attributes:
-        groups: the engine's, by its own names.
-        fresh: what the checkpoint has not trained.
-        frozen: what the engine does not train.
-        names: all of the model.
-    """
-
-    groups: list[dict[str, tuple[int, ...]]]
-    fresh: Shapes
-    frozen: Shapes
-    names: frozenset[str]
-
-
-def find_change(load: Load, listing: Listing, is_resharded: bool) -> Change | None:
-    """How the engine's trained parameters differ from the checkpoint's; None if they do not.
+def find_selection(load: Load, listing: Listing, is_resharded: bool) -> Selection | None:
+    """What the engine trains; None if it is what the checkpoint has trained.
 
     Args:
         load: the running load.
@@ -52,29 +30,24 @@ def find_change(load: Load, listing: Listing, is_resharded: bool) -> Change | No
     Raises:
         CheckpointMismatchError: the model lacks trained parameters, or has them in another shape.
     """
-    served, groups = attached(load.engine), trained_groups(load.engine)
+    engine, served = load.engine, attached(load.engine)
+    groups = trained_groups(engine)
     if not groups or served is None or served.topology.is_divided:
         return None
     now = _merged(groups)
     saved = {with_adapters(name, load.held): shape for name, shape in _merged(listing.trained).items()}
     _check_model_has(saved, now, load)
-    if now.keys() == saved.keys() and (is_resharded or _is_in_order(load.engine, listing)):
+    in_memory, in_files = ([list(map(plain, g)) for g in which] for which in (groups_to_save(engine), listing.trained))
+    if now.keys() == saved.keys() and (is_resharded or in_memory == in_files):
         return None
-    fresh, frozen = (
-        {name: shape for name, shape in names.items() if name not in other}
-        for names, other in ((now, saved), (saved, now))
-    )
-    return Change(groups, fresh, frozen, frozenset(load.held))
+    settings = [{key: value for key, value in g.items() if key != "params"} for g in engine.optimizer.param_groups]
+    fresh = {name: shape for name, shape in now.items() if name not in saved}
+    frozen = tuple(name for name in saved if name not in now)
+    return Selection(groups, settings, fresh, frozen, load.held)
 
 
 def _merged(groups: Any) -> dict[str, tuple[int, ...]]:
     return {plain(name): tuple(shape) for group in groups for name, shape in group.items()}
-
-
-def _is_in_order(engine: Any, listing: Listing) -> bool:
-    """Whether the partitions of the optimizer have the saved order of parameters."""
-    now, saved = ([list(map(plain, group)) for group in which] for which in (groups_to_save(engine), listing.trained))
-    return now == saved
 
 
 def _check_model_has(saved: Shapes, now: Shapes, load: Load) -> None:
@@ -98,30 +71,16 @@ def _check_model_has(saved: Shapes, now: Shapes, load: Load) -> None:
         )
 
 
-def selection_of(change: Change, engine: Any) -> Selection:
-    """What is to be written for the engine."""
-    from ..checkpoint.zero.selection import Selection
-
-    groups = engine.optimizer.param_groups
-    settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    return Selection(change.groups, settings, change.fresh, change.names)
-
-
-def begin(load: Load, change: Change) -> None:
-    """Let the load accept that the checkpoint lacks what starts fresh."""
-    load.starts_fresh = frozenset(alias for name in change.fresh for alias in load.held[name].names)
-
-
-def finish(load: Load, change: Change) -> None:
+def finish(load: Load, selection: Selection) -> None:
     """Once the checkpoint is loaded: say what has changed, and keep what is frozen now in later checkpoints."""
     origin_of = origins(load.engine.module)
-    for name in change.frozen:
+    for name in selection.frozen:
         origin_of[name].maker = Maker.TRAINING
     sentences = []
-    if change.fresh:
-        sentences.append(f"Trained from now on, with a fresh optimizer state: {named(change.fresh)}.")
-    if change.frozen:
-        sentences.append(f"Frozen from now on, with their trained values: {named(change.frozen)}.")
+    if selection.fresh:
+        sentences.append(f"Trained from now on, with a fresh optimizer state: {named(selection.fresh)}.")
+    if selection.frozen:
+        sentences.append(f"Frozen from now on, with their trained values: {named(selection.frozen)}.")
     if not sentences:
         sentences = ["They are in other parameter groups or sub-groups (sub_group_size), or in another order."]
     warn(

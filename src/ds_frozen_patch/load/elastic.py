@@ -8,7 +8,7 @@ loads its shard as if it had read it from its own file. Nothing is written. So i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -36,13 +36,12 @@ from ..internals import (
     with_files,
     with_listed_files,
     with_merge,
-    with_reader,
 )
 from ..parameters import Contents
 from ..settings import current
 from . import changed_parameters
 from .agreement import LoadRanks
-from .listing import Listing, Saved
+from .listing import Listing
 from .running import Load
 
 if TYPE_CHECKING:
@@ -71,20 +70,17 @@ def resharded(load: Load, listing: Listing) -> Iterator[Attributes]:
     engine = load.engine
     scaling = loss_scaling(engine)
     is_needed = _needs_resharding(load, listing)
-    change = changed_parameters.find_change(load, listing, is_needed) if listing.trained else None
-    if is_needed or change is not None:
-        selection = None if change is None else changed_parameters.selection_of(change, engine)
+    selection = changed_parameters.find_selection(load, listing, is_needed) if listing.trained else None
+    if is_needed or selection is not None:
         answers = _Answers(load, listing, selection)
         config = answers.resharding.states.models[0].get("ds_config")
-        if change is not None:
-            changed_parameters.begin(load, change)
         with overridden(answers.attributes()):
             yield []
-        if change is not None:
-            changed_parameters.finish(load, change)
+        if selection is not None:
+            changed_parameters.finish(load, selection)
     else:
         try:
-            yield with_listed_files(engine, listing.model, listing.optimizer)
+            yield with_listed_files(engine, listing.model, listing.optimizer) if listing.tag is not None else []
         except (CheckpointError, CheckpointMismatchError):
             raise
         except Exception as error:
@@ -115,17 +111,18 @@ class _Answers:
     """
 
     def __init__(self, load: Load, listing: Listing, selection: Selection | None) -> None:
-        self.load = load
+        self.load, self._seen = load, dict[str, Any]()
         LoadRanks(load.owner.device, load).step("plan the resharding", partial(self._plan, listing, selection))
         if selection is not None:
             parameters = Contents(load.engine.module).parameters
             for name, value in gathered({name: parameters[name] for name in self.absent}, True):
                 self._keep(name, selection.fresh[name], value)
-        if is_first(load.owner) and (saved := listing.saved) is not None:
+            load.starts_fresh = frozenset(alias for name in selection.fresh for alias in load.held[name].names)
+        if is_first(load.owner):
             load.owner.logger.info(
                 "The checkpoint was saved in ZeRO stage %d at world size %d; it is resharded for stage %d at %d.",
-                saved.stage,
-                saved.ranks,
+                listing.stage,
+                listing.ranks,
                 self.resharding.target.stage,
                 self.resharding.target.ranks,
             )
@@ -186,31 +183,26 @@ class _Answers:
 
     def attributes(self) -> Attributes:
         """What lets DeepSpeed read the answers."""
-        seen: dict[str, Any] = {}
+        files = with_files(self.load.engine, lambda *_, **__: [self.model], lambda *_, **__: self.optimizers)
+        return [(self.load, "answers", self._answer), *files, *with_merge(self._weights)]
 
-        def answer(read: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
-            path = str(path)
-            if path not in self.files:
-                return read(path, *args, **kwargs)
-            if path in seen:  # DeepSpeed reads the model states twice
-                return seen.pop(path)
-            with self._in_memory(self.files[path]) as file:
-                state = read(file, *args, **kwargs)
-            if path == self.model:
-                seen[path] = state
-            return state
+    def _answer(self, path: str) -> Any:
+        """What DeepSpeed is to get for a file; None if that is what the file contains."""
+        if path in self._seen:  # DeepSpeed reads the model states twice
+            return self._seen.pop(path)
+        state = self._in_memory(self.files[path]) if path in self.files else None
+        if path == self.model:
+            self._seen[path] = state
+        return state
 
-        engine = self.load.engine
-        files = with_files(engine, lambda *_, **__: [self.model], lambda *_, **__: self.optimizers)
-        return [*with_reader(engine, answer), *files, *with_merge(self._weights)]
+    def _in_memory(self, state: Mapping[str, Any]) -> Any:
+        """What torch reads from a file in memory; the tensors are that file, of which there is no copy."""
+        import torch
 
-    @contextmanager
-    def _in_memory(self, state: Mapping[str, Any]) -> Iterator[str]:
-        """The path of a file in memory, of the format of `torch.save`."""
         with os.fdopen(os.memfd_create("ds_frozen_patch"), "wb") as file, Records(check=False) as records:
             path = f"/proc/self/fd/{file.fileno()}"
             write_archive(Path(path), state, lambda *place: self.resharding.tensors.content(records, *place))
-            yield path
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
 
     def _weights(self, *_: Any, **__: Any) -> dict[str, torch.Tensor]:
         """All weights, as `get_fp32_state_dict_from_zero_checkpoint` returns them."""
@@ -247,8 +239,8 @@ def _read(records: Records, source: TensorSource) -> torch.Tensor:
 
 
 def _needs_resharding(load: Load, listing: Listing) -> bool:
-    engine, served, saved = load.engine, attached(load.engine), listing.saved
-    if saved is None or served is None:
+    engine, served, saved = load.engine, attached(load.engine), listing
+    if not saved.ranks or served is None:
         return False  # `agreement.check` reports what is wrong
     stage, ranks = served.topology.stage, served.topology.ranks
     if not load.restores_optimizer:
@@ -258,7 +250,7 @@ def _needs_resharding(load: Load, listing: Listing) -> bool:
             fits &= (saved.stage < 3 or stage == 3) and (saved.stage > 0 or stage < 3)
         before, now = [f"at world size {saved.ranks}"], [f"at {ranks}"]
     else:
-        before, now = _differences(engine, saved, listing, stage, ranks)
+        before, now = _differences(engine, saved, stage, ranks)
         fits = not before
     if fits:
         return False
@@ -273,17 +265,15 @@ def _needs_resharding(load: Load, listing: Listing) -> bool:
     return True
 
 
-def _differences(engine: Any, saved: Saved, listing: Listing, stage: int, ranks: int) -> tuple[list[str], list[str]]:
+def _differences(engine: Any, saved: Listing, stage: int, ranks: int) -> tuple[list[str], list[str]]:
     """In what the save and this run differ so that DeepSpeed cannot load the optimizer: then, and now."""
-    is_plain = has_plain_optimizer(engine)
-    if is_plain and not saved.in_parts:
+    is_plain, was_plain = has_plain_optimizer(engine), not saved.optimizer
+    if is_plain and was_plain:
         in_masters = masters_key(vars(engine.optimizer))
-        if listing.masters in (None, in_masters):
+        if saved.masters in (None, in_masters):
             return [], []
-        return [_MASTERS[listing.masters]], [_MASTERS[in_masters]]
-    kinds = [
-        3 if at == 3 else 0 if plain else 1 for at, plain in ((saved.stage, not saved.in_parts), (stage, is_plain))
-    ]
+        return [_MASTERS[saved.masters]], [_MASTERS[in_masters]]
+    kinds = [3 if at == 3 else 0 if plain else 1 for at, plain in ((saved.stage, was_plain), (stage, is_plain))]
     before, now = [], []
     if saved.ranks != ranks and not is_plain:
         before.append(f"at world size {saved.ranks}")
@@ -291,16 +281,16 @@ def _differences(engine: Any, saved: Saved, listing: Listing, stage: int, ranks:
     if kinds[0] != kinds[1]:
         before.append(f"in ZeRO stage {saved.stage}")
         now.append(f"in stage {stage}")
-    if kinds == [1, 1] and listing.has_gaps != has_gaps(engine):
-        before.append(_ALIGNED[listing.has_gaps])
+    if kinds == [1, 1] and saved.has_gaps != has_gaps(engine):
+        before.append(_ALIGNED[saved.has_gaps])
         now.append(_ALIGNED[has_gaps(engine)])
-    if kinds[0] and kinds[1] and listing.optimizer[0].startswith("bf16_") != engine.bfloat16_enabled():
+    if kinds[0] and kinds[1] and saved.optimizer[0].startswith("bf16_") != engine.bfloat16_enabled():
         before.append(_PRECISIONS[engine.bfloat16_enabled()])
         now.append(_PRECISIONS[not engine.bfloat16_enabled()])
     return before, now
 
 
-def _offer(load: Load, saved: Saved, stage: int, ranks: int, before: list[str], now: list[str]) -> str:
+def _offer(load: Load, saved: Listing, stage: int, ranks: int, before: list[str], now: list[str]) -> str:
     offer = " Pass patch(elastic=True) or set DS_FROZEN_PATCH_ELASTIC=1 to reshard it automatically."
     options = f"--ranks {ranks}" if saved.stage == stage else f"--stage {stage} --ranks {ranks}"
     precision = _precision(load.engine) if now[-1] in _PRECISIONS else None

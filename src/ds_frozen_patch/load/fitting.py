@@ -8,17 +8,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .. import cures
-from ..internals import merged, partition_of
+from ..common.overrides import Attributes
+from ..engine.served import warn
+from ..internals import inner_optimizer, merged, partition_of
 from ..parameters import Contents, plain, prefix_of
 from .running import Load
 
 if TYPE_CHECKING:
     import torch
-
-from ..common.overrides import Attributes
-from ..engine.served import warn
-from ..internals import inner_optimizer
-from ..settings import current
 
 
 @contextmanager
@@ -39,34 +36,30 @@ def gathered(call: inspect.BoundArguments, load: Load) -> Iterator[None]:
 
 
 @contextmanager
-def frozen_meanwhile(engine: Any, checkpoint: Mapping[str, Any]) -> Iterator[None]:
-    """Let DeepSpeed load all fragments, also of parameters that are no longer frozen."""
-    fragments = set(map(plain, checkpoint.get("frozen_param_fragments") or {}))
-    thawed = [p for p, names in Contents(engine.module).names.items() if p.requires_grad and names[0] in fragments]
-    for parameter in thawed:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in thawed:
-            parameter.requires_grad_(True)
-
-
-def with_all_fragments(checkpoint: Mapping[str, Any], engine: Any) -> Mapping[str, Any]:
-    """The checkpoint with a fragment for each parameter that is frozen now, if it needs fragments at all.
+def with_fragments(load: Load, checkpoint: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The checkpoint with a fragment for each parameter that is frozen now or was at the save, if it needs any.
 
     Below ZeRO-3, fragments are second copies, but of what the state dict lacks. DeepSpeed looks up one for each frozen
     parameter, and raises KeyError if there is none: it was left out, or frozen since a full save. Such a parameter gets
-    its own value, which the state dict may have set before.
+    its own value, which the state dict may have set before. What is no longer frozen counts as frozen meanwhile.
     """
     saved = {plain(name): value for name, value in (checkpoint.get("frozen_param_fragments") or {}).items()}
-    if not engine.zero_optimization_partition_weights():
+    if saved and not load.engine.zero_optimization_partition_weights():
         in_state = set(map(plain, checkpoint["module"]))
         saved = {name: value for name, value in saved.items() if name not in in_state}
     if not saved:
-        return {**checkpoint, "frozen_param_fragments": None}
-    values = {names[0]: partition_of(p) for p, names in Contents(engine.module).names.items()}
-    return {**checkpoint, "frozen_param_fragments": {**values, **saved}}
+        yield {**checkpoint, "frozen_param_fragments": None}
+        return
+    parameters = {names[0]: parameter for parameter, names in load.base.contents.names.items()}
+    frozen = {name: p for name, p in parameters.items() if name in saved or not p.requires_grad}
+    thawed = [parameter for parameter in frozen.values() if parameter.requires_grad]
+    for parameter in thawed:
+        parameter.requires_grad_(False)
+    try:
+        yield {**checkpoint, "frozen_param_fragments": {n: saved.get(n, partition_of(p)) for n, p in frozen.items()}}
+    finally:
+        for parameter in thawed:
+            parameter.requires_grad_(True)
 
 
 def renamed(checkpoint: Mapping[str, Any], module: Any) -> Mapping[str, Any]:
@@ -110,15 +103,8 @@ def put(module: torch.nn.Module, weights: Mapping[str, Any]) -> None:
                 buffer.copy_(weights[plain(name)])
 
 
-def restarts(load: Load) -> bool:
-    """Whether the optimizer's state is not to be loaded, although the call asks for it."""
-    return load.restores_optimizer and current().restart_optimizer
-
-
 def with_fresh_optimizer(load: Load) -> Attributes:
     """Lets the innermost optimizer keep its own state, whatever it is to load; DeepSpeed loads the masters itself."""
-    if not restarts(load):
-        return []
     optimizer = inner_optimizer(load.engine)
     warn(
         load.owner,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,23 +14,12 @@ from ..checkpoint.zero.layout import Layout, NothingSavedError, UnknownLayoutErr
 from ..checkpoint.zero.states import GAPS, masters_key, parameter_groups, zero_config
 from ..common.errors import CheckpointError
 from ..internals import partition_file, states_file
-from ..publish.durable import wait_for_name
 from ..publish.journal import is_unfinished
 from ..record import Record, read_record
 from ..settings import current as settings
-from .running import Load
 from .trust import refuse_unsafe
 
 _KINDS = ("model", "optimizer")
-
-
-@dataclass(frozen=True)
-class Saved:
-    """How a checkpoint was saved: the world size, the ZeRO stage, and whether the optimizer is partitioned."""
-
-    ranks: int
-    stage: int
-    in_parts: bool
 
 
 @dataclass(frozen=True)
@@ -41,7 +29,10 @@ class Listing:
     tag: str | None = None
     model: tuple[str, ...] = ()
     optimizer: tuple[str, ...] = ()
-    saved: Saved | None = None
+    ranks: int = 0
+    """The world size of the run that saved; 0 if that is unknown."""
+    stage: int = 0
+    """Its ZeRO stage."""
     problem: str = ""
     is_empty: bool = False
     """Whether the reason is that nothing has been saved there."""
@@ -63,27 +54,18 @@ class Listing:
         return Layout(Path(root), self.tag or "", *files)
 
     def to_bytes(self) -> bytes:
-        """As short as possible, because every rank fetches it from rank 0: files of ranks are one name and a count."""
-        names = {kind: _shorten(getattr(self, kind)) for kind in _KINDS}
-        return zlib.compress(json.dumps(asdict(replace(self, record=None)) | names).encode())
+        """As short as possible, because every rank fetches it from rank 0: of the files, rank 0's and how many."""
+        files = {kind: (names[:1], len(names)) for kind in _KINDS for names in [getattr(self, kind)]}
+        return zlib.compress(json.dumps(asdict(replace(self, record=None)) | files).encode())
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Listing:
         """The listing that `to_bytes` was called on."""
         values = json.loads(zlib.decompress(content))
-        values["saved"] = Saved(**values["saved"]) if values["saved"] else None
-        values["trained"] = tuple(values["trained"])
-        return cls(**values | {kind: _expand(*values[kind]) for kind in _KINDS})
-
-
-def _shorten(names: tuple[str, ...]) -> tuple[tuple[str, ...], int]:
-    """The arguments of `_expand`: the first name and the number of ranks if the others follow from it, or all names."""
-    return (names[:1], len(names)) if names == _expand(names[:1], len(names)) else (names, 1)
-
-
-def _expand(names: Sequence[str], ranks: int) -> tuple[str, ...]:
-    """These names, or those of the files of so many ranks, given that of rank 0."""
-    return tuple(name.replace("_rank_0_", f"_rank_{rank}_", 1) for rank in range(ranks) for name in names)
+        for kind in _KINDS:
+            first, count = values[kind]
+            values[kind] = tuple(name.replace("_rank_0_", f"_rank_{i}_", 1) for i in range(count) for name in first)
+        return cls(**{**values, "trained": tuple(values["trained"])})
 
 
 def list_all(source: str, tag: str | None, with_optimizer: bool) -> Listing:
@@ -102,7 +84,10 @@ def list_all(source: str, tag: str | None, with_optimizer: bool) -> Listing:
     model, optimizer = ([file.name for file in files] for files in (layout.model, layout.optimizer))
     trained = _read_trained(layout) if with_optimizer and settings().elastic else {}
     more = {"record": record, "has_journal": layout.root != Path(source), **trained}
-    return Listing(layout.tag, tuple(model), tuple(optimizer), _saved(layout, record), **more)
+    if record is not None:
+        return Listing(layout.tag, tuple(model), tuple(optimizer), record.world_size, record.zero_stage, **more)
+    stage = 3 if "_rank_0_mp_" in model[0] else 2 if optimizer else 0
+    return Listing(layout.tag, tuple(model), tuple(optimizer), len(optimizer) or len(model), stage, **more)
 
 
 def _read_trained(layout: Layout) -> dict[str, Any]:
@@ -137,34 +122,9 @@ def list_own(engine: Any, source: str, tag: str | None) -> Listing:
     for file in (model, *optimizer):
         if not file.is_file():
             return Listing(problem=f"There is no {file} on this rank's disk. Get a complete copy of the checkpoint.")
-    layout = Layout(Path(source), name, (model,), tuple(optimizer))
-    saved = None if record is None else _saved(layout, record)
     names = (model.name,), tuple(file.name for file in optimizer)
-    return Listing(name, *names, saved, record=record, has_journal=has_journal)
-
-
-def _saved(layout: Layout, record: Record | None) -> Saved:
-    """How a checkpoint was saved, by its record, or else by the names of its files."""
-    in_parts = bool(layout.optimizer)
-    if record is not None:
-        return Saved(record.world_size, record.zero_stage, in_parts)
-    stage = 3 if "_rank_0_mp_" in layout.model[0].name else 2 if in_parts else 0
-    return Saved(len(layout.optimizer) or len(layout.model), stage, in_parts)
-
-
-def find_folder(load: Load, directory: Any, tag: Any) -> None:
-    """Set the `source` and `tag` of a load, and wait for what a network disk's client has not seen yet.
-
-    Args:
-        load: that is about to begin.
-        directory, tag: of the call.
-    """
-    load.source, load.tag = str(directory), None if tag is None else str(tag)
-    source = Path(load.source)
-    with suppress(CheckpointError, OSError):  # `agreement.check` finds the same problem, and shares it
-        place = source / (latest_tag(source) if load.tag is None else load.tag)
-        wait_for_name(place)
-        load.source, load.tag = str(place.parent), place.name  # a tag can be a path
+    by = (record.world_size, record.zero_stage) if record is not None else (0, 0)
+    return Listing(name, *names, *by, record=record, has_journal=has_journal)
 
 
 MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # a pickle of torch.serialization.MAGIC_NUMBER

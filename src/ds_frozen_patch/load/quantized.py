@@ -12,35 +12,20 @@ from typing import Any
 from ..common.errors import CheckpointMismatchError, named
 from ..engine.served import warn
 from ..internals import partition_of
-from ..parameters import (
-    PART,
-    ModuleTensor,
-    described,
-    inner_tensors,
-    part_name,
-    plain,
-    settings_of,
-)
-from ..record import Record
+from ..parameters import ModuleTensor, described, inner_tensors, part_name, plain, settings_of
 from ..settings import current
 from .running import Load
 
 
-def is_part(held: ModuleTensor | None) -> bool:
-    """Whether this is a part of a frozen parameter."""
-    return held is not None and held.kind == PART and held.is_frozen
-
-
-def without_own_values(
-    state: Mapping[str, Any], held: Mapping[str, ModuleTensor], record: Record | None, load: Load
-) -> Mapping[str, Any]:
+def without_own_values(state: Mapping[str, Any], load: Load) -> Mapping[str, Any]:
     """A state dict without the quantized parameters, and their parts, whose values the module already has.
 
     Raises:
         CheckpointMismatchError: the state dict has parts of a parameter that was left out (`patch(keep=...)` can name
             a part alone), and they differ from the module's.
     """
-    quantized = {now.group for now in held.values() if is_part(now)}
+    held, record = load.held, load.record
+    quantized = {held[name].group for name in load.parts}
     groups: dict[str, dict[str, Any]] = {}
     for name, value in state.items():
         now = held.get(plain(name))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from ..base import Base
 from ..engine.served import Owner, warn
-from ..parameters import ModuleTensor
+from ..parameters import PART, ModuleTensor
 from ..record import Record
 
 
@@ -23,12 +23,14 @@ class Load:
         engine: that loads, once it is known.
         source: the directory, on this rank.
         tag: the folder in it.
-        restores_optimizer: whether the optimizer's state is loaded too.
+        restores_optimizer: whether the optimizer's masters are loaded too.
+        restarts: whether its state is not, although the call asks for it.
         base_is_known: whether every rank knows the fingerprints of what is frozen, which is as it was built.
         record: of the checkpoint; None if it has none.
         may_be_missing: the names that may be missing from the checkpoint; None if that is not known yet.
         starts_fresh: all names of what is trained now and was not at the save, see `changed_parameters`.
         read: the digest of the id of the save whose model states this rank has read; 0 before.
+        answers: what DeepSpeed gets for a file without reading it, see `elastic`; None for those that it reads.
         module: the module's state dict in this rank's file, where DeepSpeed replaces it by another.
         state: the part of the checkpoint's own state that is needed afterwards.
         attempts: how often it has begun.
@@ -40,11 +42,13 @@ class Load:
     source: str = ""
     tag: str | None = None
     restores_optimizer: bool = False
+    restarts: bool = False
     base_is_known: bool = False
     record: Record | None = None
     may_be_missing: frozenset[str] | None = None
     starts_fresh: frozenset[str] = frozenset()
     read: int = 0
+    answers: Callable[[str], Any] = lambda _: None
     module: Mapping[str, Any] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
     attempts: int = 1
@@ -72,3 +76,8 @@ class Load:
     def held(self) -> dict[str, ModuleTensor]:
         """What the engine's module holds before the load, by all names."""
         return self.base.contents.by_name
+
+    @cached_property
+    def parts(self) -> frozenset[str]:
+        """All names of the parts of quantized frozen parameters in `held`."""
+        return frozenset(name for name, entry in self.held.items() if entry.kind == PART and entry.is_frozen)

@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ..base import frozen
 from ..checkpoint.zero.partitions import SUB_GROUP_SIZE
 from ..checkpoint.zero.states import masters_key, zero_config
 from ..common.errors import CheckpointMismatchError, named
 from ..common.files import RECORD
 from ..engine.served import warn
 from ..internals import groups_to_save, has_experts, has_plain_optimizer
-from ..parameters import PARAMETER, PART, Contents, ModuleTensor, plain, with_adapters
+from ..parameters import PARAMETER, PART, ModuleTensor, plain, with_adapters
 from ..record import KEY, UNKNOWN, LeftOut, Record
 from ..settings import current
 from .running import Load
@@ -32,19 +31,13 @@ _OFFER = (
 )
 
 
-def check_left_out(record: Record, held: Mapping[str, ModuleTensor], load: Load) -> None:
+def check_left_out(load: Load, record: Record) -> None:
     """Check that the module has everything that was left out: frozen, and in the same shape.
-
-    Args:
-        record: of the checkpoint.
-        held: the contents of the module, by all names.
-        load: the running load.
 
     Raises:
         CheckpointMismatchError: it does not.
     """
-    gone: list[str] = []
-    quantized: list[str] = []
+    held, gone, quantized = load.held, list[str](), list[str]()
     trained, reshaped = [], []
     for entry in record.left_out:
         for name in entry.names:
@@ -82,17 +75,17 @@ def check_left_out(record: Record, held: Mapping[str, ModuleTensor], load: Load)
         raise CheckpointMismatchError("\n".join(problems))
 
 
-def left_out_by_others(checkpoint: Mapping[str, Any], module: Any) -> frozenset[str]:
+def left_out_by_others(load: Load, checkpoint: Mapping[str, Any]) -> frozenset[str]:
     """The names that may be missing from a checkpoint without a record: all frozen ones if all of them are, or none.
 
     A Lightning with our patches lists them. DeepSpeed's own flag does not leave out the alias of a tied parameter, so
     the first name counts. A save of ours, whose record is lost, leaves out parts and buffers too, and keeps what no
     program builds again.
     """
-    saved = {plain(name) for name in checkpoint["module"]}
+    saved, now = {plain(name) for name in checkpoint["module"]}, load.base
     if KEY in checkpoint:
-        return frozenset(name for entry in frozen(Contents(module)) for name in entry.names) - saved
-    names_of_frozen = [names for parameter, names in Contents(module).names.items() if not parameter.requires_grad]
+        return frozenset(name for entry in now.frozen for name in entry.names) - saved
+    names_of_frozen = [names for parameter, names in now.contents.names.items() if not parameter.requires_grad]
     if isinstance(listed := checkpoint.get(LISTED), list):
         return frozenset(name for names in names_of_frozen for name in names).intersection(map(plain, listed))
     if checkpoint.get("frozen_param_shapes") is not None:
@@ -102,7 +95,7 @@ def left_out_by_others(checkpoint: Mapping[str, Any], module: Any) -> frozenset[
     return frozenset(name for names in names_of_frozen for name in names)
 
 
-def saved_elsewhere(checkpoint: Mapping[str, Any], module: Any) -> tuple[frozenset[str], frozenset[str]]:
+def saved_elsewhere(load: Load, checkpoint: Mapping[str, Any]) -> tuple[frozenset[str], frozenset[str]]:
     """The names that a module's own `state_dict` leaves out: those among the fragments, and in partitions alone."""
     in_state = frozenset(map(plain, checkpoint["module"]))
     fragments = frozenset(map(plain, checkpoint.get("frozen_param_fragments") or {})) - in_state
@@ -111,19 +104,19 @@ def saved_elsewhere(checkpoint: Mapping[str, Any], module: Any) -> tuple[frozens
     partitioned = frozenset(plain(name) for group in groups for name in group) - in_state - fragments
     if not partitioned:
         return fragments, partitioned  # as a rule
-    now = Contents(module)
+    now = load.base.contents
     in_state_now = now.names_in_state
     lacking = [names for parameter, names in now.names.items() if parameter not in in_state_now]
     return fragments, partitioned.intersection(name for names in lacking for name in names)
 
 
 @contextmanager
-def forgiving(module: Any, missing: frozenset[str], parts: Mapping[str, Any]) -> Iterator[None]:
+def forgiving(load: Load, missing: frozenset[str], parts: Mapping[str, Any]) -> Iterator[None]:
     """While this lasts, a strict load accepts these missing keys and these unexpected keys (`parts`), and no others.
 
     A quantized layer may save parts that it does not load, and may save its weight under another name.
     """
-    contents = Contents(module)
+    contents = load.base.contents
     frozen = [names for parameter, names in contents.names.items() if not parameter.requires_grad]
     missing = missing | {name for names in frozen for name in names if name not in contents.state}
 
@@ -131,7 +124,7 @@ def forgiving(module: Any, missing: frozenset[str], parts: Mapping[str, Any]) ->
         incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if plain(name) not in missing]
         incompatible.unexpected_keys[:] = [name for name in incompatible.unexpected_keys if plain(name) not in parts]
 
-    handle = module.register_load_state_dict_post_hook(forgive)
+    handle = load.engine.module.register_load_state_dict_post_hook(forgive)
     try:
         yield
     finally:
@@ -143,23 +136,19 @@ def _sub_group_size(checkpoint: Mapping[str, Any]) -> Any:
     return zero_config(checkpoint).get("sub_group_size", SUB_GROUP_SIZE)
 
 
-def check_optimizer(checkpoint: Mapping[str, Any], engine: Any, needs_state: bool) -> None:
+def check_optimizer(load: Load, checkpoint: Mapping[str, Any]) -> None:
     """Check that the optimizer's state is there, and of the parameters that the optimizer has now.
 
     DeepSpeed compares only the total size of ZeRO's flat partitions, and torch the number of parameters; in ZeRO-3 the
     module's state dict has placeholders. So parameters of other shapes would silently get the wrong values.
 
-    Args:
-        checkpoint: that is loaded.
-        engine: that loads it.
-        needs_state: whether the state of an optimizer that is not one of ZeRO's must be there.
-
     Raises:
         CheckpointMismatchError: it is not.
     """
+    engine = load.engine
     is_plain, saved_optimizer = has_plain_optimizer(engine), checkpoint.get("optimizer")
     # With experts, it is in files of its own, of each rank that has some.
-    if needs_state and is_plain and saved_optimizer is None and not has_experts(engine):
+    if not load.restarts and is_plain and saved_optimizer is None and not has_experts(engine):
         raise CheckpointMismatchError(
             f"The checkpoint, saved with deepspeed {checkpoint.get('ds_version', '(unknown)')}, has no state for the"
             " optimizer of this run: in bf16 with ZeRO stage 0, some releases of DeepSpeed save none, or one of another"
@@ -219,26 +208,13 @@ _LOST = (
 )
 
 
-def check_base(
-    checkpoint: Mapping[str, Any],
-    record: Record | None,
-    module: Any,
-    held: Mapping[str, ModuleTensor],
-    load: Load,
-    *,
-    strict: bool,
-    place: object,
-) -> frozenset[str]:
-    """Check the base of a module; every rank must call it.
+def check_base(load: Load, checkpoint: Mapping[str, Any], strict: bool) -> frozenset[str]:
+    """Check the base of the engine's module; every rank must call it.
 
     Args:
-        checkpoint: has the module's state dict as "module".
-        record: of the checkpoint, or None.
-        module: that is loaded into.
-        held: its contents, by all names.
         load: the running load.
+        checkpoint: has the module's state dict as "module"; not needed with a record.
         strict: whether everything that was left out must be there.
-        place: of the checkpoint, for messages.
 
     Returns:
         The names that may be missing from the state dict.
@@ -246,15 +222,19 @@ def check_base(
     Raises:
         CheckpointMismatchError: the base is not the one that the checkpoint was saved with.
     """
+    record, held = load.record, load.held
     if record is None or record.kind == UNKNOWN:
-        may_be_missing = left_out_by_others(checkpoint, module)
+        may_be_missing = left_out_by_others(load, checkpoint)
         if record is None and KEY in checkpoint:
-            warn(load.owner, _LOST.format(place, RECORD))
+            warn(load.owner, _LOST.format(load.source, RECORD))
         elif may_be_missing:
-            warn(load.owner, f"{place} has no frozen parameters and no record of them: its base cannot be verified.")
+            warn(
+                load.owner,
+                f"{load.source} has no frozen parameters and no record of them: its base cannot be verified.",
+            )
         return may_be_missing
     if strict:
-        check_left_out(record, held, load)
+        check_left_out(load, record)
     how = current().verify_base
     if how == "off" or not record.left_out:
         return record.names

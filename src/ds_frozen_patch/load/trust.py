@@ -19,15 +19,10 @@ from ..common.overrides import overridden
 from ..settings import current
 
 
-def runs_nothing() -> bool:
-    """Whether a load must not run anything."""
-    return current().weights_only
-
-
 @contextmanager
 def trust() -> Iterator[None]:
     """While this lasts, `torch.load` runs no more than `patch(weights_only=...)` allows."""
-    if not runs_nothing():
+    if not current().weights_only:
         yield
         return
     import torch
@@ -79,7 +74,7 @@ def refuse_unsafe(file: Path) -> None:
 
     Call it within `trust()`.
     """
-    if not runs_nothing():
+    if not current().weights_only:
         return
     import torch
 

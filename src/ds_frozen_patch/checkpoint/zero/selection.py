@@ -29,12 +29,14 @@ class Selection:
         groups: the parameter groups of the optimizer.
         settings: those of each group, for an optimizer that has more or fewer groups than the saved one.
         fresh: the shapes of the parameters that the checkpoint has not trained, by plain name.
+        frozen: the plain names of those that it has trained, and that are frozen from now on.
         names: all plain names of the model, for what PEFT has wrapped since, see `with_adapters`.
     """
 
     groups: Sequence[Shapes]
     settings: Sequence[Mapping[str, Any]]
     fresh: Shapes
+    frozen: tuple[str, ...]
     names: Container[str]
 
     def rename(self, states: States) -> States:

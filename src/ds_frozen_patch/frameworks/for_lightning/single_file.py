@@ -17,7 +17,7 @@ from ...common.files import WEIGHTS_FILE
 from ...engine.served import is_first, warn
 from ...internals import forget_second_copies, gathered, refresh_masters
 from ...load.fitting import put
-from ...load.quantized import check_parts, is_part, without_own_values
+from ...load.quantized import check_parts, without_own_values
 from ...load.running import Load
 from ...load.strictness import LISTED, check_base
 from ...load.trust import refuse_unsafe
@@ -219,11 +219,12 @@ def load(load: Load, strategy: Any, file: Path, checkpoint: dict[str, Any]) -> d
     """
     module, engine = strategy.lightning_module, strategy.model
     weights = {plain(name): value for name, value in checkpoint.pop("state_dict").items()}
-    record, contents = carried(checkpoint, file), Contents(module)
-    _check(load, contents, {"module": weights, LISTED: checkpoint.get(LISTED)}, record, file)
+    load.source, load.record = str(file), carried(checkpoint, file)
+    saved = {"module": weights, LISTED: checkpoint.get(LISTED)}
+    _check(load, saved, getattr(module, "strict_loading", True))  # Lightning 2.0 and 2.1 are always strict
     checkpoint.pop(KEY, None)
     with replacing(engine):
-        put(module, without_own_values(weights, contents.by_name, record, load))
+        put(module, without_own_values(weights, load))
     forget_second_copies(engine)
     if module.trainer.state.fn != "fit":
         return checkpoint
@@ -238,19 +239,17 @@ def load(load: Load, strategy: Any, file: Path, checkpoint: dict[str, Any]) -> d
     return {**checkpoint, "lr_schedulers": [item.scheduler.state_dict() for item in strategy.lr_scheduler_configs]}
 
 
-def _check(load: Load, contents: Contents, saved: Mapping[str, Any], record: Record, file: Path) -> None:
-    module, by_name, weights = contents.module, contents.by_name, saved["module"]
-    strict = getattr(module, "strict_loading", True)  # Lightning 2.0 and 2.1 are always strict
-    may_be_missing = check_base(saved, record, module, by_name, load, strict=strict, place=file)
-    check_parts({name: value for name, value in weights.items() if is_part(by_name.get(name))}, by_name, load)
-    now = contents.state.keys()
+def _check(load: Load, saved: Mapping[str, Any], strict: bool) -> None:
+    weights, by_name, now = saved["module"], load.held, load.base.contents.state.keys()
+    may_be_missing = check_base(load, saved, strict)
+    check_parts({name: value for name, value in weights.items() if name in load.parts}, by_name, load)
     problems = {"other shapes": [n for n, v in weights.items() if n in by_name and tuple(v.shape) != by_name[n].shape]}
     if strict:
         problems["missing keys"] = list(now - weights.keys() - may_be_missing)
         problems["unexpected keys"] = list(weights.keys() - now)
     differences = [f"{what}: {named(names)}" for what, names in problems.items() if names]
     if differences:
-        raise CheckpointMismatchError(f"{file} does not fit this module: {'; '.join(differences)}.")
+        raise CheckpointMismatchError(f"{load.source} does not fit this module: {'; '.join(differences)}.")
 
 
 def _put_masters(module: Any, weights: Mapping[str, Any]) -> None:

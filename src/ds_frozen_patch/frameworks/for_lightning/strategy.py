@@ -22,7 +22,7 @@ from ...engine.served import Owner, attach, attached, warn
 from ...load.agreement import agree, list_files
 from ...load.listing import Listing
 from ...load.running import Load
-from ...load.trust import runs_nothing, trust
+from ...load.trust import trust
 from ...publish import in_flight
 from ...publish.durable import wait_for_name
 from ...publish.publication import is_local
@@ -237,7 +237,7 @@ def load_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
         return checkpoint  # Fabric's
     trainer, served = strategy.lightning_module.trainer, attached(strategy.model)
     owner = served.owner if served is not None else owner_of(strategy)
-    if runs_nothing():
+    if settings().weights_only:
         folders = [str(path) for item in trainer.checkpoint_callbacks if (path := getattr(item, "dirpath", ""))]
         if ignored := forget_paths_outside(checkpoint, folders):
             warn(owner, ignored)
