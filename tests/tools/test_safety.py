@@ -427,6 +427,8 @@ def test_the_summary_of_a_tool(
         ["consolidate", "a", "b", "--max-shard-size", "0"],
         ["consolidate", "a", "b", "--max-shard-size", "-1GB"],
         ["merge", "a", "b"],
+        *(["merge", "a", name, "--base", "c"] for name in ("b.ckpt", "b.safetensors")),
+        ["merge", "a", "b", "--base", "c", "--max-shard-size", "1GB"],
         ["merge", "a", "b", "--base"],
         ["export", "a", "b"],
         ["export", "a", "b", "--format", "onnx"],

@@ -47,8 +47,8 @@ EXAMPLES = {
   ds-frozen-patch consolidate small.ckpt whole --base ./Llama-3.1-8B --max-shard-size 2GB
 """,
     "merge": """
-  ds-frozen-patch merge small.ckpt served --base ./Llama-3.1-8B --format hf
-  ds-frozen-patch merge small.ckpt whole.ckpt --base ./Llama-3.1-8B
+  ds-frozen-patch merge small.ckpt merged --base ./Llama-3.1-8B
+  ds-frozen-patch merge small.ckpt merged --base meta-llama/Llama-3.1-8B
 """,
     "export": """
   ds-frozen-patch export last.ckpt adapter --format peft
@@ -64,6 +64,7 @@ EXAMPLES = {
 """,
 }
 _FILE_OR_FOLDER = "the output: a .ckpt for Lightning, a .safetensors file, or a new directory for sharded safetensors"
+_BASE = "a directory of safetensors, a file, a full checkpoint, or the hub's id of a model in the local cache"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -132,30 +133,25 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_writing(command, _FILE_OR_FOLDER)
     _add_dtype(command)
-    _add_consolidating(command, base_required=False)
-    command = add("merge", commands.run_merge, "combine a trainable-only checkpoint and its base")
-    _add_writing(command, f"{_FILE_OR_FOLDER}; with --format hf, the directory to create")
-    _add_dtype(command, "trained weights in fp32, others as saved; with --format hf, as in the base's files")
-    _add_consolidating(command, base_required=True)
+    command.add_argument("--base", help=f"add the frozen parameters from here, and verify them: {_BASE}")
     command.add_argument(
-        "--format",
-        choices=["hf"],
-        help="hf: write a Hugging Face folder that from_pretrained and vLLM load, with LoRA folded in; SRC can also be"
-        " an adapter folder of PEFT (default: keep the names of the run's module, as consolidate does)",
+        "--max-shard-size",
+        metavar="SIZE",
+        type=_parse_size,
+        help="maximum size of each file in a directory (default: 5GB)",
     )
-    command.add_argument("--adapter", metavar="NAME", help="which adapter of the run to fold in (hf)")
-    command.add_argument(
-        "--adapter-config", metavar="FILE", help="an adapter_config.json to use if the checkpoint contains none (hf)"
-    )
+    about = "merge a checkpoint, or PEFT's adapter folder, and its base into a folder for from_pretrained and vLLM"
+    command = add("merge", commands.run_merge, about)
+    _add_writing(command, "the directory to create")
+    _add_dtype(command, "as in the base's files")
+    command.add_argument("--base", required=True, help="the folder, or the hub's id, of the model; it is verified")
+    _add_adapter(command, "which adapter of the run to fold in", "")
     command = add("export", commands.run_export, "export the trained weights as a PEFT adapter or a safetensors file")
     _add_writing(command, "the directory (peft) or file (safetensors) to create")
     _add_trainable(command)
     command.add_argument("--format", choices=FORMATS, required=True, help="the output format")
     _add_dtype(command)
-    command.add_argument("--adapter", metavar="NAME", help="which adapter of the run to export (peft)")
-    command.add_argument(
-        "--adapter-config", metavar="FILE", help="an adapter_config.json to use if the checkpoint contains none (peft)"
-    )
+    _add_adapter(command, "which adapter of the run to export (peft)", " (peft)")
     command = add(
         "reshard", commands.run_reshard, "convert a checkpoint to another number of ranks, ZeRO stage or precision"
     )
@@ -172,7 +168,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command = add("verify", commands.run_verify, "check that a checkpoint is complete, undamaged and consistent")
     _add_checkpoint(command)
-    command.add_argument("--base", help="compare this base with the fingerprints in the record")
+    command.add_argument("--base", help=f"compare this base with the fingerprints in the record: {_BASE}")
     _add_reading(command)
     command.add_argument("-q", "--quiet", action="store_true", help="do not show progress on stderr")
     return parser
@@ -238,19 +234,10 @@ def _add_dtype(command: argparse.ArgumentParser, default: str = "trained weights
     )
 
 
-def _add_consolidating(command: argparse.ArgumentParser, base_required: bool) -> None:
-    command.add_argument(
-        "--base",
-        required=base_required,
-        help="add the frozen parameters from here: a directory of safetensors, a file or a full checkpoint; they are"
-        " verified",
-    )
-    command.add_argument(
-        "--max-shard-size",
-        metavar="SIZE",
-        type=_parse_size,
-        help="maximum size of each file in a directory (default: 5GB)",
-    )
+def _add_adapter(command: argparse.ArgumentParser, which: str, only: str) -> None:
+    command.add_argument("--adapter", metavar="NAME", help=which)
+    about = f"an adapter_config.json to use if the checkpoint contains none{only}"
+    command.add_argument("--adapter-config", metavar="FILE", help=about)
 
 
 def _parse_size(text: str) -> int:

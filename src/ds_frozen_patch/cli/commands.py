@@ -7,13 +7,14 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 from ..patching.run import PATCH, lines, replace_by
 from ..patching.status import status
 from ..record import Record
 from ..settings import Settings, switch
-from ..tools.consolidate import DEFAULT_SHARD_BYTES, consolidate
+from ..tools.consolidate import DEFAULT_SHARD_BYTES, FILE_SUFFIXES, consolidate
 from ..tools.export import export
 from ..tools.inspect import inspect
 from ..tools.merge import merge
@@ -68,13 +69,9 @@ def run_consolidate(args: argparse.Namespace) -> int:
 
 
 def run_merge(args: argparse.Namespace) -> int:
-    """Merge a checkpoint and its base: into a Hugging Face folder, or under the names of the run's module."""
-    if args.format is None:
-        if args.adapter or args.adapter_config:
-            args.wrong("--adapter and --adapter-config are for --format hf")
-        return run_consolidate(args)
-    if args.max_shard_size:
-        args.wrong("--format hf writes files as large as the base's; --max-shard-size has no effect")
+    """Merge a checkpoint and its base into a Hugging Face folder."""
+    if Path(args.target).suffix in FILE_SUFFIXES:
+        args.wrong("merge writes a folder; for one file, pass --base to consolidate")
     return _write(args, merge, **_options(args, "base", "dtype", "adapter", "adapter_config", "trust"))
 
 

@@ -25,6 +25,7 @@ from .output import check_output, new_output
 from .source import Source, open_source
 
 TORCH_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
+FILE_SUFFIXES = (*TORCH_SUFFIXES, ".safetensors")
 DEFAULT_SHARD_BYTES = 5_000_000_000
 """The default of Hugging Face's libraries."""
 
@@ -255,7 +256,7 @@ def _quantized_names(left_out: Iterable[LeftOut]) -> frozenset[str]:
 
 def _split_into_files(plan: OutputPlan, target: Path, max_shard_size: int) -> dict[str, dict[str, TensorSource]]:
     """The tensors of each file of the output."""
-    if target.suffix in (*TORCH_SUFFIXES, ".safetensors"):
+    if target.suffix in FILE_SUFFIXES:
         return {target.name: plan.tensors}
     shards: list[dict[str, TensorSource]] = [{}]
     filled = 0
