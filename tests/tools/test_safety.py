@@ -420,6 +420,8 @@ def test_the_summary_of_a_tool(
         *([name] for name in ("prune", "consolidate", "merge", "export", "reshard", "verify")),
         *([name, "a"] for name in ("prune", "consolidate", "merge", "export", "reshard")),
         ["prune", "a", "b", "c"],
+        ["prune", "1/a", "2/a", "--into", "small"],
+        ["prune", "small/a", "--into", "small"],
         ["prune", "a", "b", "--dtype", "fp32"],
         ["prune", "a", "b", "--trainable"],
         ["consolidate", "a", "b", "--dtype", "fp8"],
@@ -435,7 +437,6 @@ def test_the_summary_of_a_tool(
         ["export", "a", "b", "--format", "peft", "--dtype", "int8"],
         ["reshard", "a", "b"],
         *(["reshard", "a", "b", "--ranks", number] for number in ("0", "-1", "2.5", "many")),
-        ["verify", "a", "b"],
         ["verify", "a", "--dry-run"],
     ],
 )

@@ -11,13 +11,13 @@ from typing import Any, NoReturn
 
 from .. import __version__
 from ..checkpoint.dtypes import DTYPES
-from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..common.text import did_you_mean, printable
 from ..patching.run import CommandError
 from ..settings import OPTIONS, described, variable
 from ..tools.export import FORMATS
 from ..tools.reshard import PRECISIONS
 from . import commands
+from .batches import describe
 
 EXAMPLES = {
     "": """
@@ -36,10 +36,11 @@ EXAMPLES = {
   eval "$(ds-frozen-patch run --env)"
 """,
     "status": "\n  ds-frozen-patch status --json\n",
-    "inspect": "\n  ds-frozen-patch inspect last.ckpt\n",
+    "inspect": "\n  ds-frozen-patch inspect last.ckpt\n  ds-frozen-patch inspect runs/*.ckpt\n",
     "prune": """
   ds-frozen-patch prune last.ckpt small.ckpt
-  ds-frozen-patch prune last.ckpt small.ckpt --dry-run
+  ds-frozen-patch prune runs/*.ckpt --into small --skip-existing
+  ds-frozen-patch prune runs/*.ckpt --into small --dry-run
 """,
     "consolidate": """
   ds-frozen-patch consolidate last.ckpt weights.ckpt
@@ -60,7 +61,7 @@ EXAMPLES = {
 """,
     "verify": """
   ds-frozen-patch verify small.ckpt
-  ds-frozen-patch verify small.ckpt --base ./Llama-3.1-8B
+  ds-frozen-patch verify small/*.ckpt --base ./Llama-3.1-8B
 """,
 }
 _FILE_OR_FOLDER = "the output: a .ckpt for Lightning, a .safetensors file, or a new directory for sharded safetensors"
@@ -111,10 +112,16 @@ def make_parser() -> argparse.ArgumentParser:
     command = add("status", commands.run_status, about)
     _add_json(command)
     command = add("inspect", commands.run_inspect, "show what takes up space in a checkpoint, without reading tensors")
-    _add_checkpoint(command)
+    _add_checkpoints(command)
     _add_reading(command)
     command = add("prune", commands.run_prune, "convert a full checkpoint into a trainable-only checkpoint")
-    _add_writing(command, "the directory to create")
+    command.usage = "%(prog)s [options] SRC DST\n       %(prog)s [options] SRC ... --into FOLDER"
+    about = "the directory of a DeepSpeed checkpoint, which is not changed; without --into the last one is DST, the directory to create"
+    command.add_argument("paths", metavar="SRC", nargs="+", help=about)
+    command.add_argument("--into", metavar="FOLDER", help="create the directories in this one, by the names of SRC")
+    command.add_argument("--skip-existing", action="store_true", help="leave out what is there already")
+    _add_reading(command)
+    _add_output(command)
     _add_trainable(command)
     command.add_argument(
         "--keep",
@@ -167,7 +174,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="write the masters alone, for a fresh optimizer",
     )
     command = add("verify", commands.run_verify, "check that a checkpoint is complete, undamaged and consistent")
-    _add_checkpoint(command)
+    _add_checkpoints(command)
     command.add_argument("--base", help=f"compare this base with the fingerprints in the record: {_BASE}")
     _add_reading(command)
     command.add_argument("-q", "--quiet", action="store_true", help="do not show progress on stderr")
@@ -199,8 +206,9 @@ def _add_json(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _add_checkpoint(command: argparse.ArgumentParser) -> None:
-    command.add_argument("checkpoint", metavar="CKPT", help="the directory of a DeepSpeed checkpoint")
+def _add_checkpoints(command: argparse.ArgumentParser) -> None:
+    about = "the directory of a DeepSpeed checkpoint; for several, a table is printed"
+    command.add_argument("checkpoints", metavar="CKPT", nargs="+", help=about)
 
 
 def _add_reading(command: argparse.ArgumentParser) -> None:
@@ -214,6 +222,10 @@ def _add_writing(command: argparse.ArgumentParser, target: str) -> None:
     command.add_argument("source", metavar="SRC", help="the directory of a DeepSpeed checkpoint; it is not changed")
     command.add_argument("target", metavar="DST", help=target)
     _add_reading(command)
+    _add_output(command)
+
+
+def _add_output(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dry-run", action="store_true", help="show what would be written, without writing it")
     command.add_argument("-q", "--quiet", action="store_true", help="print nothing, and do not show progress")
 
@@ -275,13 +287,5 @@ def run_command(arguments: Sequence[str] | None) -> int:
     except Exception as error:
         if args.debug:
             raise
-        print(f"ds-frozen-patch: {printable(_message(error))}", file=sys.stderr)
+        print(f"ds-frozen-patch: {printable(describe(error))}", file=sys.stderr)
         return error.status if isinstance(error, CommandError) else 1
-
-
-def _message(error: Exception) -> str:
-    if isinstance(error, CheckpointError | CheckpointMismatchError | CommandError):
-        return str(error)
-    if isinstance(error, ImportError):
-        return f"{error}. This command needs torch: pip install torch"
-    return f"{type(error).__name__}: {error}. This was not expected; --debug shows where it was raised."
