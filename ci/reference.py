@@ -37,17 +37,18 @@ def commands() -> str:
             f"`{action.option_strings[0]}`" for action in listed if action.option_strings and listed[action] in shared
         ]
         settings = ", ".join(f"`{_name(action)}`" for action in actions if is_run and _is_setting(action))
-        usage = " ".join([parser.prog, "[options]", *("--" for _ in range(is_run)), *_positional(actions)])
+        usage = (parser.usage or " ".join(["%(prog)s [options]", *_positional(actions)])) % {"prog": parser.prog}
+        forms = " or ".join(f"`{form.strip()}`" for form in usage.splitlines())
         rows = _rows(said for said in listed.values() if said not in shared)
         table = f"{markdown(('argument', 'effect'), rows)}\n" if rows else ""
         if settings:
             also.append(f"and the [settings](python.md#settings): {settings}")
-        parts.append(f"## {name}\n\n{parser.description}\n\n`{usage}`\n\n{table}Also: {', '.join(also)}.\n")
+        parts.append(f"## {name}\n\n{parser.description}\n\n{forms}\n\n{table}Also: {', '.join(also)}.\n")
     return "\n".join(parts)
 
 
 def _positional(actions: Iterable[argparse.Action]) -> list[str]:
-    return [_name(action) for action in actions if not action.option_strings]
+    return [_name(action) + " ..." * (action.nargs == "+") for action in actions if not action.option_strings]
 
 
 def _is_setting(action: argparse.Action) -> bool:

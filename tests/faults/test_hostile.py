@@ -564,7 +564,7 @@ def test_no_tool_runs_a_base(
         save_file(model, folder / "model.safetensors")
         attack(folder, good / "canary")
         module = torch.nn.Linear(1, 1)
-        for line in (["merge", small, str(good / "out" / "one.ckpt")], ["verify", small]):
+        for line in (["consolidate", small, str(good / "out" / "one.ckpt")], ["verify", small]):
             tried += 1
             try:
                 refused([*line, "--base", str(folder)], good, capsys, False)

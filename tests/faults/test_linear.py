@@ -179,7 +179,7 @@ def test_a_base(
         own = {name: value.clone() for name, value in base_model().state_dict().items()}
         save_file({**own, **more}, tmp_path / "base.safetensors", about)
         sizes[megabytes] = (tmp_path / "base.safetensors").stat().st_size
-        for command in (["verify", str(small)], ["merge", str(small), str(tmp_path / "out" / "merged.ckpt")]):
+        for command in (["verify", str(small)], ["consolidate", str(small), str(tmp_path / "out" / "merged.ckpt")]):
             whole = [*command, "--base", str(tmp_path / "base.safetensors")]
             costs.setdefault(command[0], {})[megabytes] = cost(whole, tmp_path / "out")
     assert {name: grows(costs[name], sizes) for name in costs if grows(costs[name], sizes)} == {}

@@ -411,7 +411,7 @@ def commands(small: Path, full: Path, out: Path) -> dict[str, list[str]]:
         "prune": ["prune", str(full), at("pruned.ckpt")],
         "consolidate": ["consolidate", str(full), at("one.ckpt")],
         "consolidate to a folder": ["consolidate", str(small), at("folder"), "--max-shard-size", "10kB"],
-        "merge": ["merge", str(good), at("merged.ckpt"), "--base", str(full)],
+        "consolidate with a base": ["consolidate", str(good), at("merged.ckpt"), "--base", str(full)],
         "export": ["export", str(full), at("trained.safetensors"), "--format", "safetensors"],
         "export to a folder": ["export", str(small), at("adapter"), "--format", "peft"],
         "verify": ["verify", str(small)],

@@ -1,4 +1,4 @@
-"""`ds-frozen-patch consolidate` and `merge`: a checkpoint's weights in one file, bit for bit, merged with a base."""
+"""`ds-frozen-patch consolidate`: a checkpoint's weights in one file, bit for bit, merged with a base."""
 
 from __future__ import annotations
 
@@ -379,7 +379,7 @@ def test_the_command_line(
     checkpoints: Checkpoints, tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small, full = (str(checkpoints(2) / name) for name in ("small.ckpt", "full.ckpt"))
-    assert main(["merge", small, str(tmp_path / "merged"), "--base", str(base), "--max-shard-size", "10kB"]) == 0
+    assert main(["consolidate", small, str(tmp_path / "merged"), "--base", str(base), "--max-shard-size", "10kB"]) == 0
     said = capsys.readouterr()
     assert said.out.startswith(f"Wrote {tmp_path / 'merged'}: 29 tensors, ")
     assert said.out.endswith(f" kB in {len(list((tmp_path / 'merged').glob('*.safetensors')))} files.\n")

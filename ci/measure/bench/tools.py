@@ -230,7 +230,7 @@ CONSOLIDATE = ours("consolidate", "made.ckpt", "torch")  # makes all of them fp3
 CONSOLIDATES = {THEIRS: (zero_to_fp32, FULL_ONE), SMALL: (CONSOLIDATE, SMALL_ONE), FULL: (CONSOLIDATE, FULL_ONE)}
 RESHARD_OURS = ours("reshard", "out.ckpt", ranks=RESHARD_TO)
 RESHARDS = {RESHARD: (RESHARD_OURS, SMALL_ONE), RESHARD_FULL: (RESHARD_OURS, FULL_ONE)}
-MERGE, PEFT, AXOLOTL = "merge --format hf", "PEFT's merge_and_unload", "axolotl's merge, shard by shard"
+MERGE, PEFT, AXOLOTL = "merge", "PEFT's merge_and_unload", "axolotl's merge, shard by shard"
 COPY = "floor: the base read, written and synced once"
 MERGES = {MERGE: merge, PEFT: merge_by_peft, AXOLOTL: merge_by_axolotl, COPY: copy_and_sync}
 RESHARDS |= {CONVERT: (ds_to_universal, SMALL_ONE), CONVERT_FULL: (ds_to_universal, FULL_ONE)}

@@ -11,13 +11,13 @@ from typing import Any, NoReturn
 
 from .. import __version__
 from ..checkpoint.dtypes import DTYPES
-from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..common.text import did_you_mean, printable
 from ..patching.run import CommandError
 from ..settings import OPTIONS, described, variable
 from ..tools.export import FORMATS
 from ..tools.reshard import PRECISIONS
 from . import commands
+from .batches import describe
 
 EXAMPLES = {
     "": """
@@ -36,10 +36,11 @@ EXAMPLES = {
   eval "$(ds-frozen-patch run --env)"
 """,
     "status": "\n  ds-frozen-patch status --json\n",
-    "inspect": "\n  ds-frozen-patch inspect last.ckpt\n",
+    "inspect": "\n  ds-frozen-patch inspect last.ckpt\n  ds-frozen-patch inspect runs/*.ckpt\n",
     "prune": """
   ds-frozen-patch prune last.ckpt small.ckpt
-  ds-frozen-patch prune last.ckpt small.ckpt --dry-run
+  ds-frozen-patch prune runs/*.ckpt --into small --skip-existing
+  ds-frozen-patch prune runs/*.ckpt --into small --dry-run
 """,
     "consolidate": """
   ds-frozen-patch consolidate last.ckpt weights.ckpt
@@ -47,8 +48,8 @@ EXAMPLES = {
   ds-frozen-patch consolidate small.ckpt whole --base ./Llama-3.1-8B --max-shard-size 2GB
 """,
     "merge": """
-  ds-frozen-patch merge small.ckpt served --base ./Llama-3.1-8B --format hf
-  ds-frozen-patch merge small.ckpt whole.ckpt --base ./Llama-3.1-8B
+  ds-frozen-patch merge small.ckpt merged --base ./Llama-3.1-8B
+  ds-frozen-patch merge small.ckpt merged --base meta-llama/Llama-3.1-8B
 """,
     "export": """
   ds-frozen-patch export last.ckpt adapter --format peft
@@ -60,10 +61,11 @@ EXAMPLES = {
 """,
     "verify": """
   ds-frozen-patch verify small.ckpt
-  ds-frozen-patch verify small.ckpt --base ./Llama-3.1-8B
+  ds-frozen-patch verify small/*.ckpt --base ./Llama-3.1-8B
 """,
 }
 _FILE_OR_FOLDER = "the output: a .ckpt for Lightning, a .safetensors file, or a new directory for sharded safetensors"
+_BASE = "a directory of safetensors, a file, a full checkpoint, or the hub's id of a model in the local cache"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -110,10 +112,16 @@ def make_parser() -> argparse.ArgumentParser:
     command = add("status", commands.run_status, about)
     _add_json(command)
     command = add("inspect", commands.run_inspect, "show what takes up space in a checkpoint, without reading tensors")
-    _add_checkpoint(command)
+    _add_checkpoints(command)
     _add_reading(command)
     command = add("prune", commands.run_prune, "convert a full checkpoint into a trainable-only checkpoint")
-    _add_writing(command, "the directory to create")
+    command.usage = "%(prog)s [options] SRC DST\n       %(prog)s [options] SRC ... --into FOLDER"
+    about = "the directory of a DeepSpeed checkpoint, which is not changed; without --into the last one is DST, the directory to create"
+    command.add_argument("paths", metavar="SRC", nargs="+", help=about)
+    command.add_argument("--into", metavar="FOLDER", help="create the directories in this one, by the names of SRC")
+    command.add_argument("--skip-existing", action="store_true", help="leave out what is there already")
+    _add_reading(command)
+    _add_output(command)
     _add_trainable(command)
     command.add_argument(
         "--keep",
@@ -132,30 +140,25 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_writing(command, _FILE_OR_FOLDER)
     _add_dtype(command)
-    _add_consolidating(command, base_required=False)
-    command = add("merge", commands.run_merge, "combine a trainable-only checkpoint and its base")
-    _add_writing(command, f"{_FILE_OR_FOLDER}; with --format hf, the directory to create")
-    _add_dtype(command, "trained weights in fp32, others as saved; with --format hf, as in the base's files")
-    _add_consolidating(command, base_required=True)
+    command.add_argument("--base", help=f"add the frozen parameters from here, and verify them: {_BASE}")
     command.add_argument(
-        "--format",
-        choices=["hf"],
-        help="hf: write a Hugging Face folder that from_pretrained and vLLM load, with LoRA folded in; SRC can also be"
-        " an adapter folder of PEFT (default: keep the names of the run's module, as consolidate does)",
+        "--max-shard-size",
+        metavar="SIZE",
+        type=_parse_size,
+        help="maximum size of each file in a directory (default: 5GB)",
     )
-    command.add_argument("--adapter", metavar="NAME", help="which adapter of the run to fold in (hf)")
-    command.add_argument(
-        "--adapter-config", metavar="FILE", help="an adapter_config.json to use if the checkpoint contains none (hf)"
-    )
+    about = "merge a checkpoint, or PEFT's adapter folder, and its base into a folder for from_pretrained and vLLM"
+    command = add("merge", commands.run_merge, about)
+    _add_writing(command, "the directory to create")
+    _add_dtype(command, "as in the base's files")
+    command.add_argument("--base", required=True, help="the folder, or the hub's id, of the model; it is verified")
+    _add_adapter(command, "which adapter of the run to fold in", "")
     command = add("export", commands.run_export, "export the trained weights as a PEFT adapter or a safetensors file")
     _add_writing(command, "the directory (peft) or file (safetensors) to create")
     _add_trainable(command)
     command.add_argument("--format", choices=FORMATS, required=True, help="the output format")
     _add_dtype(command)
-    command.add_argument("--adapter", metavar="NAME", help="which adapter of the run to export (peft)")
-    command.add_argument(
-        "--adapter-config", metavar="FILE", help="an adapter_config.json to use if the checkpoint contains none (peft)"
-    )
+    _add_adapter(command, "which adapter of the run to export (peft)", " (peft)")
     command = add(
         "reshard", commands.run_reshard, "convert a checkpoint to another number of ranks, ZeRO stage or precision"
     )
@@ -171,8 +174,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="write the masters alone, for a fresh optimizer",
     )
     command = add("verify", commands.run_verify, "check that a checkpoint is complete, undamaged and consistent")
-    _add_checkpoint(command)
-    command.add_argument("--base", help="compare this base with the fingerprints in the record")
+    _add_checkpoints(command)
+    command.add_argument("--base", help=f"compare this base with the fingerprints in the record: {_BASE}")
     _add_reading(command)
     command.add_argument("-q", "--quiet", action="store_true", help="do not show progress on stderr")
     return parser
@@ -203,8 +206,9 @@ def _add_json(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _add_checkpoint(command: argparse.ArgumentParser) -> None:
-    command.add_argument("checkpoint", metavar="CKPT", help="the directory of a DeepSpeed checkpoint")
+def _add_checkpoints(command: argparse.ArgumentParser) -> None:
+    about = "the directory of a DeepSpeed checkpoint; for several, a table is printed"
+    command.add_argument("checkpoints", metavar="CKPT", nargs="+", help=about)
 
 
 def _add_reading(command: argparse.ArgumentParser) -> None:
@@ -216,6 +220,10 @@ def _add_writing(command: argparse.ArgumentParser, target: str) -> None:
     command.add_argument("source", metavar="SRC", help="the directory of a DeepSpeed checkpoint; it is not changed")
     command.add_argument("target", metavar="DST", help=target)
     _add_reading(command)
+    _add_output(command)
+
+
+def _add_output(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dry-run", action="store_true", help="show what would be written, without writing it")
     command.add_argument("-q", "--quiet", action="store_true", help="print nothing, and do not show progress")
 
@@ -236,19 +244,10 @@ def _add_dtype(command: argparse.ArgumentParser, default: str = "trained weights
     )
 
 
-def _add_consolidating(command: argparse.ArgumentParser, base_required: bool) -> None:
-    command.add_argument(
-        "--base",
-        required=base_required,
-        help="add the frozen parameters from here: a directory of safetensors, a file or a full checkpoint; they are"
-        " verified",
-    )
-    command.add_argument(
-        "--max-shard-size",
-        metavar="SIZE",
-        type=_parse_size,
-        help="maximum size of each file in a directory (default: 5GB)",
-    )
+def _add_adapter(command: argparse.ArgumentParser, which: str, only: str) -> None:
+    command.add_argument("--adapter", metavar="NAME", help=which)
+    about = f"an adapter_config.json to use if the checkpoint contains none{only}"
+    command.add_argument("--adapter-config", metavar="FILE", help=about)
 
 
 def _parse_size(text: str) -> int:
@@ -286,13 +285,5 @@ def run_command(arguments: Sequence[str] | None) -> int:
     except Exception as error:
         if args.debug:
             raise
-        print(f"ds-frozen-patch: {printable(_message(error))}", file=sys.stderr)
+        print(f"ds-frozen-patch: {printable(describe(error))}", file=sys.stderr)
         return error.status if isinstance(error, CommandError) else 1
-
-
-def _message(error: Exception) -> str:
-    if isinstance(error, CheckpointError | CheckpointMismatchError | CommandError):
-        return str(error)
-    if isinstance(error, ImportError):
-        return f"{error}. This command needs torch: pip install torch"
-    return f"{type(error).__name__}: {error}. This was not expected; --debug shows where it was raised."

@@ -5,21 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
+from ..common.text import printable
 from ..patching.run import PATCH, lines, replace_by
 from ..patching.status import status
 from ..record import Record
 from ..settings import Settings, switch
-from ..tools.consolidate import DEFAULT_SHARD_BYTES, consolidate
+from ..tools.consolidate import DEFAULT_SHARD_BYTES, FILE_SUFFIXES, consolidate
 from ..tools.export import export
 from ..tools.inspect import inspect
 from ..tools.merge import merge
 from ..tools.prune import prune
 from ..tools.reshard import reshard
 from ..tools.verify import verify
+from .batches import FAILED, Outcome, run_each
 
 _SETTINGS = ("strict", "cpu", *(field.name for field in fields(Settings)))
 
@@ -50,15 +54,50 @@ def run_status(args: argparse.Namespace) -> int:
 
 def run_inspect(args: argparse.Namespace) -> int:
     """Print the sizes."""
-    result = inspect(args.checkpoint, args.tag)
-    _print_json(result) if args.json else print(result)
-    return 0
+    if len(args.checkpoints) == 1:
+        result = inspect(args.checkpoints[0], args.tag)
+        _print_json(result) if args.json else print(result)
+        return 0
+
+    def run(path: str) -> Outcome:
+        found = inspect(path, args.tag)
+        kind = "trainable-only" if found.record and found.record.is_trainable_only else "full" if found.prunable else ""
+        sizes = found.size, found.size - found.prunable
+        step = "-" if found.global_step is None else str(found.global_step)
+        return Outcome(kind, (*sizes, str(found.zero_stage), str(found.world_size), step), to_json(found))
+
+    return run_each(args, args.checkpoints, ("size", "without frozen", "stage", "ranks", "step"), run)
 
 
 def run_prune(args: argparse.Namespace) -> int:
-    """Prune a checkpoint."""
+    """Prune one checkpoint, or many into a folder."""
     options = {"trainable": args.trainable, "keep": args.keep, "fingerprints": not args.no_fingerprints}
-    return _write(args, prune, **options)
+    if args.into is None:
+        if len(args.paths) != 2:
+            args.wrong("pass SRC and DST, or several SRC and --into FOLDER")
+        args.source, args.target = args.paths
+        if args.skip_existing and Path(args.target).exists():
+            print(f"{printable(args.target)} is there already.", file=sys.stderr)
+            return 0
+        return _write(args, prune, **options)
+    targets = {path: Path(args.into, Path(path).resolve().name) for path in args.paths}
+    if twice := [target for target, count in Counter(targets.values()).items() if count > 1]:
+        args.wrong(f"several SRC would become {twice[0]}; prune them into different folders")
+    if inside := [path for path, target in targets.items() if target.resolve() == Path(path).resolve()]:
+        args.wrong(f"{inside[0]} is in {args.into} itself; pass another folder")
+
+    def run(path: str) -> Outcome:
+        target = targets[path]
+        if args.skip_existing and target.exists():
+            return Outcome("there already", ("-", "-"), {"source": path, "target": str(target), "skipped": True})
+        if not args.dry_run:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        quiet = args.quiet or args.json
+        done = prune(path, target, args.tag, **options, dry_run=args.dry_run, quiet=quiet)
+        word = "would be pruned" if args.dry_run else "pruned"
+        return Outcome(word, (done.size_before, done.size_after), {**to_json(done), "dry_run": args.dry_run})
+
+    return run_each(args, args.paths, ("before", "after"), run)
 
 
 def run_consolidate(args: argparse.Namespace) -> int:
@@ -68,13 +107,9 @@ def run_consolidate(args: argparse.Namespace) -> int:
 
 
 def run_merge(args: argparse.Namespace) -> int:
-    """Merge a checkpoint and its base: into a Hugging Face folder, or under the names of the run's module."""
-    if args.format is None:
-        if args.adapter or args.adapter_config:
-            args.wrong("--adapter and --adapter-config are for --format hf")
-        return run_consolidate(args)
-    if args.max_shard_size:
-        args.wrong("--format hf writes files as large as the base's; --max-shard-size has no effect")
+    """Merge a checkpoint and its base into a Hugging Face folder."""
+    if Path(args.target).suffix in FILE_SUFFIXES:
+        args.wrong("merge writes a folder; for one file, pass --base to consolidate")
     return _write(args, merge, **_options(args, "base", "dtype", "adapter", "adapter_config"))
 
 
@@ -92,13 +127,22 @@ def run_reshard(args: argparse.Namespace) -> int:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    """Verify a checkpoint. Problems are printed even with --quiet."""
-    result = verify(args.checkpoint, args.tag, base=args.base, quiet=args.quiet or args.json)
-    if args.json:
-        _print_json(result)
-    elif result.problems or not args.quiet:
-        print(result)
-    return 1 if result.problems else 0
+    """Verify checkpoints. Problems are printed even with --quiet."""
+    is_one = len(args.checkpoints) == 1
+
+    def run(path: str) -> Outcome:
+        result = verify(path, args.tag, base=args.base, quiet=args.quiet or args.json)
+        if not args.json and (result.problems or (is_one and not args.quiet)):
+            print(result)
+        cells = result.size, str(result.trained), str(result.left_out), str(result.compared)
+        return Outcome(FAILED if result.problems else "verified", cells, to_json(result))
+
+    if is_one:
+        outcome = run(args.checkpoints[0])
+        if args.json:
+            print(json.dumps(outcome.values, indent=1))
+        return int(outcome.word == FAILED)
+    return run_each(args, args.checkpoints, ("size", "trained", "left out", "match the base"), run)
 
 
 def to_json(result: Any) -> dict[str, Any]:

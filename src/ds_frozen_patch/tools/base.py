@@ -7,6 +7,7 @@ name of an attribute in front, and PEFT adds names in between.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,6 +30,7 @@ from .loaded_names import CONFIG, loaded_names
 from .tensors import OutputTensor
 
 _PEFTS_OWN = ("base_model.model.", "base_layer.", "original_module.", "quant_linear_module.", "token_adapter.")
+_HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
 # The prefixes of PEFT's values of `init_lora_weights` that change the base's weights.
 _REWRITING_INITS = {"pissa": "PiSSA", "olora": "OLoRA", "corda": "CorDA", "loftq": "LoftQ", "lora_ga": "LoRA-GA"}
 
@@ -128,17 +130,40 @@ def without_wrappers(name: str) -> str:
     return name
 
 
+def locate_base(base: str | Path) -> Path:
+    """The path of a base; that of a model's id on the hub, such as `org/name` or `org/name@revision`, is in the cache.
+
+    Raises:
+        CheckpointError: it is neither.
+    """
+    path = Path(base)
+    hub_id = _HUB_ID.fullmatch(str(base))
+    if path.exists() or hub_id is None:
+        return path
+    name, revision = hub_id.groups()
+    missing = f"There is no base at {base}"
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except ImportError as error:
+        raise CheckpointError(f"{missing}, and no cache of the hub: pip install huggingface_hub ({error}).") from None
+    except (OSError, ValueError):  # what is not in the cache, and what is no id
+        download = f"hf download {name}{f' --revision {revision}' if revision else ''}"
+        raise CheckpointError(f"{missing}, nor in the hub's cache. Check the path, or get it: {download}") from None
+
+
 def open_base(path: str | Path) -> Base:
     """Read which tensors a base has, but not the tensors.
 
     Args:
         path: a directory of safetensors files, one such file, a file of `torch.save` (a state dict, or one with a
-            state dict under "state_dict"), or the directory of a full DeepSpeed checkpoint.
+            state dict under "state_dict"), the directory of a full DeepSpeed checkpoint, or a model's id on the hub.
 
     Raises:
         CheckpointError: it is none of these, or is damaged.
     """
-    base = Path(path)
+    base = locate_base(path)
     if base.is_dir():
         return Base(base, _read_folder(base))
     if not base.is_file():

@@ -21,6 +21,7 @@ from .base import Base, match_base, open_base
 from .output import check_output, new_output
 from .tensors import TORCH_SUFFIXES, OutputTensor, converted, write_folder, write_shard, write_torch
 
+FILE_SUFFIXES = (*TORCH_SUFFIXES, ".safetensors")
 DEFAULT_SHARD_BYTES = 5_000_000_000
 """The default of Hugging Face's libraries."""
 
@@ -233,7 +234,7 @@ def _quantized_names(left_out: Iterable[LeftOut]) -> frozenset[str]:
 
 def _split_into_files(tensors: dict[str, OutputTensor], target: Path, most: int) -> dict[str, dict[str, OutputTensor]]:
     """The tensors of each file of the output."""
-    if target.suffix in (*TORCH_SUFFIXES, ".safetensors"):
+    if target.suffix in FILE_SUFFIXES:
         return {target.name: tensors}
     shards: list[dict[str, OutputTensor]] = [{}]
     filled = 0

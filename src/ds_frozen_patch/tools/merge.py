@@ -36,7 +36,7 @@ from ..common.errors import CheckpointError, named
 from ..common.text import printable_lines, progress
 from ..parameters import Contents
 from ..record import LeftOut, Record, unknown
-from .base import Base, check_values, endings, match_base, open_base, without_quantized, without_wrappers
+from .base import Base, check_values, endings, locate_base, match_base, open_base, without_quantized, without_wrappers
 from .consolidate import Consolidated
 from .loaded_names import CONFIG, empty_model
 from .output import check_output, new_output
@@ -98,7 +98,7 @@ def merge(
         source: the directory of a DeepSpeed checkpoint, or an adapter's as PEFT and `patch(export="peft")` write it.
         target: the directory to create.
         tag: the subdirectory of a DeepSpeed checkpoint to read; by default the one named in `latest`.
-        base: the folder of the unquantized model, which is verified with the fingerprints in the record.
+        base: the folder of the unquantized model, or its id on the hub; it is verified with the record's fingerprints.
         adapter: the name of the adapter, if the run had several.
         adapter_config: an `adapter_config.json`, or its directory, if the checkpoint contains none; `patch()` saves it.
         dtype: "fp32", "bf16" or "fp16", to convert the base before an adapter is added; by default it stays as it is.
@@ -110,7 +110,7 @@ def merge(
             target exists, or cannot be written. Nothing is left there.
         ValueError: the dtype is unknown.
     """
-    kind, folder = dtypes.torch_dtype(dtype), Path(base)
+    kind, folder = dtypes.torch_dtype(dtype), locate_base(base)
     model, opened = empty_model(folder), open_base(folder)
     run = _read_run(Path(source), tag, adapter, adapter_config, model.state_dict().keys())
     files, changes, is_in_memory, is_untied = _plan(opened, model, run)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.format.records import Records
+from ..checkpoint.format.stored import Storage, iter_tensors
 from ..checkpoint.format.writing import write_archive
 from ..checkpoint.zero.opening import open_checkpoint
 from ..checkpoint.zero.states import States
@@ -30,20 +31,23 @@ class Pruned:
         source: the path of the full checkpoint, as passed.
         target: the path of the trainable-only checkpoint, as passed.
         size_before: the size of the full checkpoint's files, in bytes.
-        size_after: the size of the trainable-only checkpoint's files; None after a dry run.
+        size_after: the size of the trainable-only checkpoint's files; after a dry run, an estimate.
         record: of the trainable-only checkpoint: what was left out.
+        dry_run: whether nothing was written.
     """
 
     source: str
     target: str
     size_before: int
-    size_after: int | None
+    size_after: int
     record: Record
+    dry_run: bool = False
 
     def __str__(self) -> str:
-        size = f"{human_bytes(self.size_after)} of " if self.size_after is not None else "a part of "
-        lines = [f"{self.target}: {size}{human_bytes(self.size_before)}.", f"Left out: {self.record}."]
-        if self.size_after is not None and not any(parameter.fingerprint for parameter in self.record.left_out):
+        about = "about " if self.dry_run else ""
+        sizes = f"{about}{human_bytes(self.size_after)} of {human_bytes(self.size_before)}"
+        lines = [f"{self.target}: {sizes}.", f"Left out: {self.record}."]
+        if not self.dry_run and not any(parameter.fingerprint for parameter in self.record.left_out):
             lines.append("It has no fingerprints: loads cannot verify the base.")
         return printable_lines(lines)
 
@@ -94,7 +98,8 @@ def prune(
     prints: Mapping[str, str] = {}
     if dry_run:
         check_output(Path(target), layout.root)
-        return Pruned(str(source), str(target), size, None, _make_record(states, weights, prints))
+        record = _make_record(states, weights, prints)
+        return Pruned(str(source), str(target), size, size - _size_of_removed(states, record), record, dry_run=True)
     cost = size if fingerprints else size - sum(item.nbytes for item in weights.base.values())
     with new_output(target, layout.root) as output:
         with progress("reading", cost, quiet) as progressed, Records(progressed=progressed) as records:
@@ -180,3 +185,12 @@ def _remove_from_state(state: Mapping[str, Any], left_out: Container[str]) -> di
             items = (state[key] or {}).items()
             changed[key] = {name: item for name, item in items if plain(name) not in left_out} or None
     return {**state, **changed}
+
+
+def _size_of_removed(states: States, record: Record) -> int:
+    """The bytes of the storages that only frozen parameters are in."""
+    removed = set[Storage]()
+    for state in states.models:
+        kept = {tensor.storage for _, tensor in iter_tensors(_remove_from_state(state, record.names))}
+        removed |= {tensor.storage for _, tensor in iter_tensors(state)} - kept
+    return sum(storage.nbytes for storage in removed)
