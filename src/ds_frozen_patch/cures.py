@@ -12,7 +12,6 @@ from packaging.version import InvalidVersion, Version
 from .common.errors import CheckpointError
 from .common.overrides import Attributes, overridden
 from .internals import (
-    ENGINE,
     config_of,
     has_plain_optimizer,
     inner_optimizer,
@@ -28,7 +27,7 @@ USE_WEIGHTS_ONLY = (
 )
 
 
-@uses(ENGINE.module, "get_fp32_state_dict_from_zero_checkpoint?")
+@uses("deepspeed.runtime.engine", "get_fp32_state_dict_from_zero_checkpoint?")
 def weights_of_the_tag(tag: Callable[[], Any]) -> Attributes:
     """Merges the partitions of the tag that `tag` returns."""
     from deepspeed.runtime import engine

@@ -15,100 +15,38 @@ from copy import copy
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from .common.names import Names
 from .common.overrides import Attributes
-from .common.probing import Finding, Installed, Target, version_of
-from .settings import FLAG
+from .common.probing import version_of
 
 if TYPE_CHECKING:
     import torch
 
-# What is wrapped
-
-_REMEDY = "install DeepSpeed 0.10.1 or newer: pip install -U 'deepspeed>=0.10.1'"
-
-
-def _judge(version: str | None, engine: Installed) -> Finding:
-    """It must take the flag, as it does since 0.10.1."""
-    if not engine.takes("save_checkpoint", FLAG):
-        return Finding("refused", version, f"DeepSpeedEngine.save_checkpoint has no argument {FLAG}", _REMEDY)
-    return Finding("patchable", version, f"save_checkpoint takes {FLAG}")
-
-
-ENGINE = Target(
-    "deepspeed",
-    "deepspeed.runtime.engine",
-    "DeepSpeedEngine",
-    ("__init__", "save_checkpoint", "load_checkpoint", "module_state_dict", "load_module_state_dict"),
-    ("deepspeed",),
-    _judge,
-    _REMEDY,
-    "deepspeed",
-)
+_ENGINE = "deepspeed.runtime.engine"
 _MERGE = "deepspeed.utils.zero_to_fp32"
-BESIDE = (
-    Target("deepspeed", _MERGE, "", ("get_fp32_state_dict_from_zero_checkpoint",)),
-    # Also called by a program that has imported the one above before `patch()`.
-    Target("deepspeed", _MERGE, "", ("_get_fp32_state_dict_from_zero_checkpoint",)),
-    Target("deepspeed", "torch.distributed", "", ("destroy_process_group",)),
-    Target("deepspeed", "peft.tuners.tuners_utils", "BaseTuner", ("merge_adapter",)),
-)
-"""Functions that are wrapped beside it, where they exist."""
 
 # What is used, and whether it is there
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-class Name(NamedTuple):
-    """A name that is used.
-
-    Attributes:
-        of: the kind of object that has it, as `_objects` and messages name it, or a module.
-        names: the name, or several of which one is enough.
-        is_needed: whether an engine without it is turned over to DeepSpeed.
-    """
-
-    of: str
-    names: tuple[str, ...]
-    is_needed: bool
-
 
 PUBLIC = (
     *("bfloat16_enabled", "fp16_enabled", "gradient_accumulation_steps", "load_universal_checkpoint"),
     *("train_micro_batch_size_per_gpu", "use_node_local_storage", "zero_elastic_checkpoint", "zero_optimization"),
     *("zero_optimization_partition_gradients", "zero_optimization_partition_weights", "zero_round_robin_gradients"),
-    *("zero_sub_group_size", "global_steps", "config"),
+    *("zero_sub_group_size", "global_steps", "config", "module_state_dict", "load_module_state_dict"),
 )
 """What other modules use of an engine, apart from `module`, `optimizer`, `device`, ranks and the ZeRO stage."""
-USED = [Name("the engine", (name,), True) for name in PUBLIC]
-"""All names that are probed, as the functions declare them."""
-
-
-def uses(of: str, *names: str) -> Callable[[_F], _F]:
-    """Declare what a function uses of a kind of object: "a|b" if one of them is enough, "a?" if it does without."""
-    USED.extend(Name(of, tuple(name.rstrip("?").split("|")), name[-1] != "?") for name in names)
-    return lambda function: function
+NAMES = Names()
+uses = NAMES.uses
+uses("the engine", *PUBLIC)
 
 
 def missing(engine: Any) -> str:
     """What this release of DeepSpeed lacks on an engine, as messages name it; empty if it has everything."""
-    objects = _objects(engine)
-    lacking = [f"{' or '.join(name.names)} of {name.of}" for name in USED if name.is_needed and _lacks(objects, name)]
-    if _is_of(engine.optimizer, "ZeROOptimizer") and has_plain_optimizer(engine):
-        lacking.append("the argument state_dict_list of load_state_dict of ZeRO's optimizer")
-    return f"DeepSpeed {version_of('deepspeed')}, which lacks {', '.join(dict.fromkeys(lacking))}" if lacking else ""
-
-
-def _lacks(objects: Mapping[str, list[Any]], name: Name) -> bool:
-    having = objects.get(name.of)
-    if having is None:
-        try:
-            having = [importlib.import_module(name.of)]
-        except ImportError:
-            return True
-    return bool(having) and not any(hasattr(one, each) for one in having for each in name.names)
+    lacking = NAMES.missing(_objects(engine))
+    if not lacking and _is_of(engine.optimizer, "ZeROOptimizer") and has_plain_optimizer(engine):
+        lacking = "the argument state_dict_list of load_state_dict of ZeRO's optimizer"
+    return f"DeepSpeed {version_of('deepspeed')}, which lacks {lacking}" if lacking else ""
 
 
 @uses("the engine", "_config", "checkpoint_engine", "has_moe_layers", "mp_world_size")
@@ -507,10 +445,10 @@ def with_script_copier(engine: Any, copier: Callable[[Callable[[str], None]], Ca
 
 
 @uses("the engine", "_checkpoint_tag_validation")
-@uses(ENGINE.module, "dist")
+@uses(_ENGINE, "dist")
 def without_agreement(engine: Any) -> Attributes:
     """Skips DeepSpeed's validation of the tag and the barriers of a save in this thread."""
-    module, thread = importlib.import_module(ENGINE.module), threading.get_ident()
+    module, thread = importlib.import_module(_ENGINE), threading.get_ident()
     dist = module.dist
 
     def barrier(*args: Any, **kwargs: Any) -> None:
@@ -532,8 +470,8 @@ def merged(folder: str, tag: str | None) -> dict[str, Any]:
 
 
 @uses(_MERGE, "get_fp32_state_dict_from_zero_checkpoint")
-@uses(ENGINE.module, "get_fp32_state_dict_from_zero_checkpoint?")
+@uses(_ENGINE, "get_fp32_state_dict_from_zero_checkpoint?")
 def with_merge(merge: Callable[..., Any]) -> Attributes:
     """Lets `merge` return the whole weights of a checkpoint, where DeepSpeed merges the optimizer's partitions."""
-    name, modules = "get_fp32_state_dict_from_zero_checkpoint", map(importlib.import_module, (ENGINE.module, _MERGE))
+    name, modules = "get_fp32_state_dict_from_zero_checkpoint", map(importlib.import_module, (_ENGINE, _MERGE))
     return [(module, name, merge) for module in modules if hasattr(module, name)]

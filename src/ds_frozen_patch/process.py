@@ -23,6 +23,7 @@ class State:
     Attributes:
         patch: what is wrapped, and what is to be wrapped when it is imported; None without `patch()`.
         refused: why `ds-frozen-patch run` could not patch the program; empty if it could, or has not tried.
+        left: why a framework is left as it is, by its package's name; empty if it is not.
         notes: what `ds-frozen-patch run` has to tell the program at its first engine.
         settings: of the `patch()` in force; None for those of the environment.
         engines: what is known of each engine; None for one that is left to DeepSpeed.
@@ -40,6 +41,7 @@ class State:
 
     patch: Patch | None = None
     refused: str = ""
+    left: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     settings: Settings | None = None
     engines: WeakKeyDictionary[Any, ServedEngine | None] = field(default_factory=WeakKeyDictionary)

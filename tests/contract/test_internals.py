@@ -5,9 +5,6 @@ To DeepSpeed itself the names stay there; our functions do not find them.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +16,7 @@ import torch
 import torch.distributed as dist
 from kit import runs
 from kit.checkpoints import model_states
+from kit.hidden import hidden
 
 import ds_frozen_patch
 from ds_frozen_patch import internals, process
@@ -27,9 +25,8 @@ from ds_frozen_patch.engine.served import attached
 pytestmark = [pytest.mark.promise(25), pytest.mark.everyday]
 
 import_module("ds_frozen_patch.cures")  # which declares names too
-ROOT = str(Path(ds_frozen_patch.__file__).parent)
-NEEDED = sorted({(used.of, used.names) for used in internals.USED if used.is_needed})
-OPTIONAL = sorted({(used.of, used.names) for used in internals.USED} - {*NEEDED})
+NEEDED = sorted({(used.of, used.names) for used in internals.NAMES.used if used.is_needed})
+OPTIONAL = sorted({(used.of, used.names) for used in internals.NAMES.used} - {*NEEDED})
 OPTIONAL = [case for case in OPTIONAL if not any(case[1] == needed for _, needed in NEEDED)]
 ELSEWHERE = ("engines with tensor parallelism", "parameters of experts", "engines with experts")
 """Of engines that take more ranks, or another model."""
@@ -37,43 +34,12 @@ STAGES = {"the optimizer in ZeRO stage 3": 3, "partitioned parameters": 3, "part
 Case = tuple[str, tuple[str, ...]]
 
 
-def is_ours(frame: Any) -> bool:
-    return str(frame.f_code.co_filename).startswith(ROOT)
-
-
-@contextmanager
-def hidden(cls: type, names: tuple[str, ...]) -> Iterator[None]:
-    """While this lasts, our functions do not find these attributes of any object of a class."""
-    with pytest.MonkeyPatch.context() as patched:
-        for method in ("__getattribute__", "__getattr__"):
-            if (find := getattr(cls, method, None)) is None:
-                continue
-
-            def get(self: Any, name: str, find: Any = find) -> Any:
-                if name in names and is_ours(sys._getframe(1)):
-                    raise AttributeError(name)
-                return find(self, name)
-
-            patched.setattr(cls, method, get, raising=False)
-        yield
-
-
-class Seen(ModuleType):
-    """The class of a module of which names can be hidden."""
-
-
 def hiding(case: Case, reference: dict[int, Any]) -> Any:
     of, names = case
-    stack = ExitStack()
-    having = internals._objects(reference[STAGES.get(of, 2)]).get(of)
-    if having is None:
-        module: Any = import_module(of)
-        before, module.__class__ = module.__class__, Seen
-        stack.callback(setattr, module, "__class__", before)
-        having = [module]
-    cls = torch.Tensor if isinstance(having[0], torch.Tensor) else type(having[0])
-    stack.enter_context(hidden(cls, names))
-    return stack
+    having = internals._objects(reference[STAGES.get(of, 2)]).get(of) or [import_module(of)]
+    one = having[0]
+    kind = torch.Tensor if isinstance(one, torch.Tensor) else type(one)
+    return hidden(one if isinstance(one, ModuleType) else kind, names)
 
 
 def engine_of(stage: int) -> Any:

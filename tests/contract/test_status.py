@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.promise(12), pytest.mark.series]
 PROGRAM = """
 import importlib, json, sys
 import ds_frozen_patch
+from ds_frozen_patch.common.probing import lacking
+from ds_frozen_patch.patching.wrapping import TARGETS
 
 INNER = {"deepspeed": "runtime.engine", "accelerate": "accelerator", "transformers": "trainer"}
 
@@ -41,6 +43,7 @@ except ds_frozen_patch.PatchError as error:
 found["patched"] = states()
 import_all()
 found["imported"] = states()
+found["lacking"] = [lacking(what) for what in TARGETS if EXPECTED[what.name] != "not installed"]
 found["problem"] = ds_frozen_patch.status().problem or None
 found["found"] = {name: item.found for name, item in ds_frozen_patch.status().items()}
 print("FOUND", json.dumps(found))
@@ -85,6 +88,7 @@ def test_status(order: list[str], record_property: Callable[[str, object], None]
         armed = {} if order else {"wrapped": "waiting for import"}
         assert answer["patched"] == {name: armed.get(state, state) for name, state in expected.items()}
         assert answer["imported"] == expected
+        assert not any(answer["lacking"])
     assert answer["problem"] == answer["refusal"]
     complete = {name for name, said in answer["found"].items() if said.startswith("complete")}
     assert complete == {name for name, state in STATES if CELL.patches and state == "native"}

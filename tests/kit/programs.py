@@ -44,7 +44,7 @@ class DeepSpeedEngine:
 """
 ACCELERATOR = """
 class Accelerator:
-    def _prepare_deepspeed(self, *args): self.{models}.append(args)
+    def _prepare_deepspeed(self, *args): self._models.append(args)
     def load_state(self, input_dir=None): ...
 
     def save_state(self, output_dir=None):
@@ -99,10 +99,10 @@ class Site:
         self.write("deepspeed/runtime/__init__.py")
         self.write("deepspeed/runtime/engine.py", ENGINE.format(flag=flag))
 
-    def accelerate(self, models: str = "_models", end: str = "") -> None:
+    def accelerate(self, end: str = "") -> None:
         self.release("accelerate", "1.10.0")
         self.write("accelerate/__init__.py")
-        self.write("accelerate/accelerator.py", ACCELERATOR.format(models=models) + end)
+        self.write("accelerate/accelerator.py", ACCELERATOR + end)
 
     def transformers(self, version: str, end: str = "") -> None:
         self.release("transformers", version)

@@ -1,4 +1,4 @@
-"""Each name of DeepSpeed's that is not public is used in one module, by a function that declares it."""
+"""Each name of others that is not public is used in one place, which declares it: see `common.names`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 
 import ds_frozen_patch
 from ds_frozen_patch import internals
+from ds_frozen_patch.frameworks import for_accelerate, for_lightning, for_transformers
+from ds_frozen_patch.patching.wrapping import TARGETS
 
 pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 
@@ -40,7 +42,7 @@ COMMON = {"config", "global_steps", "dist", "comm", "load", "save", "makedirs", 
 """Names that others have too."""
 
 import_module("ds_frozen_patch.cures")  # which declares names too
-NAMES = {name for used in internals.USED for name in used.names}
+NAMES = {name for used in internals.NAMES.used for name in used.names}
 TREES = {str(file.relative_to(ROOT)): ast.parse(file.read_text()) for file in sorted(ROOT.rglob("*.py"))}
 
 
@@ -111,3 +113,24 @@ def test_a_cure_needs_no_name() -> None:
     for node in ast.walk(TREES["cures.py"]):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "uses":
             assert all(isinstance(arg, ast.Constant) and str(arg.value).endswith("?") for arg in node.args[1:])
+
+
+OBJECTS = {"strategy", "trainer", "accelerator", "project", "loop", "epoch_loop", "fit_loop", "state", "args"}
+OBJECTS |= {"callback_handler", "checkpoint_io", "combined"}
+"""What variables and attributes in `frameworks/` are called that are objects of a framework's."""
+NAMES_OF = {
+    "for_accelerate.py": for_accelerate.NAMES,
+    "for_transformers.py": for_transformers.NAMES,
+    "for_lightning": for_lightning.names.NAMES,
+}
+
+
+@pytest.mark.parametrize("path", [path for path in TREES if path.startswith("frameworks/for_")])
+def test_all_that_is_used_of_a_framework_is_declared(path: str) -> None:
+    declared = {name for used in NAMES_OF[path.split("/")[1]].used for name in used.names}
+    declared |= {name for what in TARGETS for name in what.wrappers}
+    dictionaries = {"get", "items", "keys", "update", "values"}  # a state may also be one
+    of_public_protocols = {"load_checkpoint", "save_checkpoint", "fn"}  # of a CheckpointIO, and of Trainer's state
+    used = {name for of, name in read(TREES[path]) if of.rpartition(".")[2] in OBJECTS}
+    private = {name for of, name in read(TREES[path]) if is_private(name) and of not in ("self", "torch")}
+    assert not (used | private) - declared - dictionaries - of_public_protocols - {""}

@@ -12,7 +12,7 @@ import ds_frozen_patch
 from ds_frozen_patch.base import origins, watch_base
 from ds_frozen_patch.engine.batch import scale_loss
 from ds_frozen_patch.engine.served import attach
-from ds_frozen_patch.internals import USED
+from ds_frozen_patch.internals import NAMES
 
 pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 
@@ -40,13 +40,13 @@ class Engine(torch.nn.Module):
         self.losses.append(loss)
 
 
-for _name in {name for used in USED if used.of == "the engine" and used.is_needed for name in used.names}:
+for _name in {name for used in NAMES.used if used.of == "the engine" and used.is_needed for name in used.names}:
     if not hasattr(Engine, _name):
         setattr(Engine, _name, None)
 
 
 def owner() -> Any:
-    return SimpleNamespace()
+    return SimpleNamespace(unserved="")
 
 
 def test_others_wrappers_of_backward_survive() -> None:

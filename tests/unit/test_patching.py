@@ -19,9 +19,7 @@ from kit.cell import FABRIC, TRAINER
 from kit.programs import FLAG, STRATEGY, Site
 
 import ds_frozen_patch as dfp
-from ds_frozen_patch.internals import ENGINE
-from ds_frozen_patch.patching.status import BESIDE, OWNERS
-from ds_frozen_patch.patching.wrapping import WRAPPERS
+from ds_frozen_patch.patching.wrapping import TARGETS
 from ds_frozen_patch.settings import Settings
 
 pytestmark = pytest.mark.promise(11)
@@ -396,23 +394,15 @@ def test_without_lightning(site: Site) -> None:
 
 
 @pytest.mark.promise(15)
-@pytest.mark.parametrize("shown_by", ["the source", "the import"])
-def test_beside_lightning_an_accelerate_that_cannot_be_patched_is_left_alone(site: Site, shown_by: str) -> None:
-    """PEFT installs it for programs of any kind."""
-    if shown_by == "the source":
-        site.accelerate(models="engines")
-    else:
-        site.accelerate(end="del Accelerator.save_state")
-    patch = "dfp.patch(); import accelerate.accelerator, lightning.pytorch.strategies.deepspeed"
-    caught = f"import warnings\nwith warnings.catch_warnings(record=True) as found: {patch}"
-    warned = site.run(f"{caught}\nprint(*(item.message for item in found))")
-    assert "patch() leaves some frameworks as they are. accelerate 1.10.0: " in warned
-    assert warned.count("accelerate 1.10.0") == 1
-    found = states(site, patch)
-    assert (found["accelerate"], found["lightning.pytorch"]) == ("cannot be wrapped", "wrapped")
-    if shown_by == "the source":
+@pytest.mark.parametrize("is_beside_lightning", [False, True])
+def test_an_accelerate_that_cannot_be_wrapped_is_left_alone(site: Site, is_beside_lightning: bool) -> None:
+    """Others install it too. A program is warned when it creates an engine, see `test_names_of_frameworks`."""
+    site.accelerate(end="del Accelerator.save_state")
+    if not is_beside_lightning:
         shutil.rmtree(site.root / "lightning")
-        assert "nothing is patched.\naccelerate 1.10.0: " in site.run(REFUSED)
+    program = "import warnings; warnings.simplefilter('error'); dfp.patch(); import accelerate.accelerator"
+    assert states(site, program)["accelerate"] == "cannot be wrapped"
+    assert states(site, f"import accelerate.accelerator; {program}")["accelerate"] == "cannot be wrapped"
 
 
 @pytest.mark.promise(12)
@@ -564,8 +554,7 @@ for word, elastic in (("1", True), ("0", False), ("", None)):
 
 def test_few_attributes_are_wrapped() -> None:
     """With two Lightnings. 10 of them act only with `async_save=True`, and one where PEFT merges adapters."""
-    targets = [(what, name) for what in (*OWNERS, ENGINE) for name in what.methods if name in WRAPPERS[what.class_name]]
-    assert len(targets) + len(BESIDE) <= 40
+    assert sum(len(what.wrappers) + len(what.beside) for what in TARGETS) <= 40
 
 
 REAL = """

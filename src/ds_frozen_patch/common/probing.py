@@ -1,37 +1,26 @@
 """Probing a class as it is installed: its methods and their parameters, never its version.
 
-Probing imports nothing. Until a program imports the module of the class, only the text of its source is searched for
-names; the import shows the rest.
+Probing imports nothing. Until a program imports the module of the class, only the text of its source is searched; the
+import shows the rest, and the first engine whether all names are there that are used of the framework.
 """
 
 from __future__ import annotations
 
 import inspect
+import pkgutil
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
+from .. import process
+from .names import Names
 
-@dataclass(frozen=True)
-class Installed:
-    """A class as it is installed.
-
-    Attributes:
-        cls: the class, or None until its module is imported.
-        text: the source of its module; empty if that cannot be read.
-    """
-
-    cls: Any | None
-    text: str
-
-    def takes(self, method: str, argument: str) -> bool:
-        """Whether a method has an argument; before the import, whether its module has the name at all."""
-        if self.cls is None:
-            return argument in self.text
-        return argument in inspect.signature(getattr(self.cls, method)).parameters
+Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
+"""What is called instead of a function, with wrapt's arguments: the function (bound), its instance, args and kwargs."""
 
 
 @dataclass(frozen=True)
@@ -43,44 +32,57 @@ class Finding:
     """
 
     verdict: str
-    version: str | None = None
     reason: str = ""
+    version: str | None = None
     remedy: str = ""
     complete: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Target:
-    """A class that is wrapped, or a function beside one.
+    """A class that is wrapped, of a framework or of DeepSpeed.
 
     Attributes:
         name: the package that `status()` shows.
         module: that has the class.
-        class_name: of the class; empty for a function of the module.
-        methods: that the shim relies on, most of which it wraps.
+        class_name: of the class.
+        wrappers: of its methods, all of which it must have.
+        judge: makes a finding of the class, None until its module is imported, and of the text of that, if it is known.
         distributions: that may have brought it, by their names on the package index.
-        judge: makes a finding of what is installed, its version given; a missing method is found before.
-        remedy: what to do if it cannot be served.
-        tested: the distribution whose newest tested release counts, see `patching.tested`.
+        remedy: what to do if it cannot be wrapped.
+        beside: wrappers of functions and of other classes' methods, where they exist, by paths such as
+            "package.module:Class.method".
+        names: that are used of it, but for these.
+        kinds: where each kind is that `names` speaks of.
+        is_optional: whether the package is no reason for `patch()` to raise: others install it too.
     """
 
     name: str
     module: str
     class_name: str
-    methods: tuple[str, ...]
-    distributions: tuple[str, ...] = ()
-    judge: Callable[[str | None, Installed], Finding] | None = None
-    remedy: str = ""
-    tested: str = ""
+    wrappers: Mapping[str, Wrapper]
+    judge: Callable[[Any | None, str], Finding]
+    distributions: tuple[str, ...]
+    remedy: str
+    beside: Mapping[str, Wrapper] = field(default_factory=dict)
+    names: Names = field(default_factory=Names)
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    is_optional: bool = False
 
-    def refused(self, version: str | None, reason: str) -> Finding:
-        """A finding that it cannot be served."""
-        return Finding("refused", version, reason, self.remedy)
+    @property
+    def cls(self) -> Any | None:
+        """The live class, or None as long as its module is not, or only half, imported."""
+        return getattr(sys.modules.get(self.module), self.class_name, None)
 
-    def refused_without(self, version: str | None, text: str, names: tuple[str, ...]) -> Finding | None:
-        """A finding that it cannot be served if its module does not use all of these names; otherwise None."""
-        missing = [name for name in names if text and name not in text]
-        return self.refused(version, f"{self.module} does not use {', '.join(missing)}") if missing else None
+
+def modules_of(what: Target) -> set[str]:
+    """The modules of which something is wrapped."""
+    return {what.module, *(path.partition(":")[0] for path in what.beside)}
+
+
+def takes(cls: Any | None, text: str, method: str, argument: str) -> bool:
+    """Whether a method has an argument; before the import, whether its module has the name at all."""
+    return argument in (text if cls is None else inspect.signature(getattr(cls, method)).parameters)
 
 
 def probe(what: Target, is_imported: bool = False) -> Finding:
@@ -94,24 +96,38 @@ def probe(what: Target, is_imported: bool = False) -> Finding:
     module = sys.modules.get(what.module)
     if root is None and module is None:
         return Finding("not installed")
-    version, text = _version(what, root), _source(what, root)
     # Before the class is looked up: another thread may end the import meanwhile.
     is_imported = is_imported or (module is not None and not getattr(module.__spec__, "_initializing", False))
-    cls = imported_class(what)
-    is_imported = is_imported or cls is not None
-    if is_imported and not isinstance(cls, type):
-        return what.refused(version, f"{what.module} has no class {what.class_name}")
-    if not is_imported and not text:
-        return what.refused(version, f"{what.module} cannot be read")
-    if is_imported and (missing := [name for name in what.methods if not callable(getattr(cls, name, None))]):
-        return what.refused(version, f"{what.class_name} has no method {', '.join(missing)}")
-    assert what.judge is not None
-    return what.judge(version, Installed(cls, text))
+    finding = _judge(what, what.cls, _source(what, root), is_imported)
+    remedy = what.remedy if finding.verdict == "refused" else ""
+    return replace(finding, version=_version(what, root), remedy=remedy)
 
 
-def imported_class(what: Target) -> Any | None:
-    """The live class, or None as long as its module is not, or only half, imported."""
-    return getattr(sys.modules.get(what.module), what.class_name, None)
+def _judge(what: Target, cls: Any | None, text: str, is_imported: bool) -> Finding:
+    if cls is None and not is_imported:
+        return what.judge(None, text) if text else Finding("refused", f"{what.module} cannot be read")
+    if not isinstance(cls, type):
+        return Finding("refused", f"{what.module} has no class {what.class_name}")
+    if missing := [name for name in what.wrappers if not callable(getattr(cls, name, None))]:
+        return Finding("refused", f"{what.class_name} has no method {', '.join(missing)}")
+    return what.judge(cls, text)
+
+
+def lacking(what: Target) -> str:
+    """Why a framework is left as it is, as messages name it; empty if it is not. Called once all of it is imported."""
+    left = process.state.left
+    if what.name not in left:
+        finding = probe(what, is_imported=True)
+        missing = what.names.missing({kind: [_resolved(path)] for kind, path in what.kinds.items()})
+        reason = finding.reason if finding.verdict == "refused" else missing and f"it lacks {missing}"
+        left[what.name] = f"{what.name} {finding.version}: {reason}" if reason else ""
+    return left[what.name]
+
+
+def _resolved(path: str) -> Any:
+    with suppress(ImportError, AttributeError):
+        return pkgutil.resolve_name(path)
+    return None
 
 
 def package_folder(name: str) -> Path | None:
@@ -121,13 +137,8 @@ def package_folder(name: str) -> Path | None:
         spec = util.find_spec(top)
     except (ImportError, ValueError):
         return None
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    for location in spec.submodule_search_locations:
-        folder = Path(location, *rest)
-        if folder.is_dir():
-            return folder
-    return None
+    locations = spec.submodule_search_locations if spec is not None else None
+    return next((folder for location in locations or () if (folder := Path(location, *rest)).is_dir()), None)
 
 
 def _version(what: Target, root: Path | None) -> str | None:

@@ -28,6 +28,7 @@ class Owner:
         after_load: called on every rank after the optimizer has been restored. It gets the engine; the checkpoint's own
             state, reduced to `load.elastic.NEEDED`; and what the framework restores itself from, which it may change.
             It raises CheckpointMismatchError if the framework cannot resume at this world size.
+        unserved: why a framework is left as it is, and its engines too; empty if it is not.
     """
 
     rank: int
@@ -38,6 +39,7 @@ class Owner:
     names_each_save: bool
     leaves_out: Callable[[], bool]
     after_load: Callable[[Owner, Any, Mapping[str, Any], dict[str, Any]], None]
+    unserved: str = ""
 
     def excludes(self, requested: bool | None) -> bool:
         """Whether a save leaves frozen parameters out.
@@ -127,18 +129,26 @@ def attach(engine: Any, owner: Owner) -> ServedEngine | None:
     engines = process.state.engines
     if engine not in engines:
         topology = topology_of(engine)
-        engines[engine] = None if topology.unserved else ServedEngine(owner, topology)
-        if topology.unserved and (owner.rank == 0 or not has_all_ranks(engine)):
+        reason = owner.unserved or topology.unserved
+        engines[engine] = None if reason else ServedEngine(owner, topology)
+        if reason and (owner.rank == 0 or not has_all_ranks(engine)):
             owner.logger.warning(
-                f"ds_frozen_patch does not support {topology.unserved}. Checkpoints of this engine contain frozen"
+                f"ds_frozen_patch does not support {reason}. Checkpoints of this engine contain frozen"
                 " parameters too, and loads do not verify them, as without patch().",
             )
     return engines[engine]
 
 
-def attached(engine: Any) -> ServedEngine | None:
-    """What is known of an engine; None if it is not served."""
-    return process.state.engines.get(engine)
+def attached(engine: Any | None, find_owner: Callable[[], Owner] | None = None) -> ServedEngine | None:
+    """What is known of an engine; None if it is not served.
+
+    Args:
+        engine: if there is one.
+        find_owner: returns who has made it, to attach one that is not known; then every rank must call it.
+    """
+    if engine is not None and find_owner is not None and engine not in process.state.engines:
+        return attach(engine, find_owner())
+    return process.state.engines.get(engine) if engine is not None else None
 
 
 def attached_at_save(engine: Any, arguments: Mapping[str, Any]) -> ServedEngine | None:

@@ -14,9 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..common.names import Names
 from ..common.overrides import Attributes, overridden
-from ..common.probing import Finding, Installed, Target
-from ..engine.served import attached, is_first
+from ..common.probing import Finding, Target
+from ..engine.served import ServedEngine, attached, is_first
 from ..publish import in_flight
 from ..publish.durable import entries
 from ..publish.journal import is_not_whole
@@ -28,24 +29,18 @@ _WRITERS = ("save_accelerator_state", "save_custom_state")
 """The functions that `save_state` calls once the engines are saved, each by a path; no rank waits in them."""
 
 
-def judge(version: str | None, accelerator: Installed) -> Finding:
-    """It must keep its engines in `_models`, and write what is not the engine's by functions that can be replaced."""
-    refused = TARGET.refused_without(version, accelerator.text, ("_models", *_WRITERS))
-    return refused or Finding("patchable", version, "passes no flag on; tied aliases and a strict load need the shim")
+NAMES = Names()
+_uses = NAMES.uses
 
 
-TARGET = Target(
-    "accelerate",
-    "accelerate.accelerator",
-    "Accelerator",
-    ("save_state", "load_state"),
-    ("accelerate",),
-    judge,
-    "install a tested release of accelerate, or uninstall it if nothing uses it",
-    "accelerate",
-)
+@_uses("Accelerator", "_models")
+def _served(accelerator: Any) -> ServedEngine | None:
+    return attached(next(iter(getattr(accelerator, "_models", ())), None))
 
 
+@_uses("Accelerator", "project_configuration", "project_dir", "save_iteration")
+@_uses("ProjectConfiguration", "automatic_checkpoint_naming", "total_limit")
+@_uses("accelerate.accelerator", *_WRITERS)
 def save_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`Accelerator.save_state`: an error of one rank is raised on all, and what it writes is synced.
 
@@ -54,15 +49,16 @@ def save_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, .
     would also refuse a folder that an interrupted save has left, and that `load_state` passes over; here the save goes
     into it.
     """
-    engine = next(iter(accelerator._models), None)
-    served = attached(engine) if engine is not None else None
+    served = _served(accelerator)
+    if served is None:
+        return wrapped(*args, **kwargs)
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     project = accelerator.project_configuration
     folder = call.arguments.get("output_dir")
     is_numbered = project.automatic_checkpoint_naming and accelerator.project_dir is not None
     if is_numbered:
         folder = Path(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}")
-    if served is None or folder is None:
+    if folder is None:
         return wrapped(*args, **kwargs)
     around, place, outdated = Around(served.owner, Path(folder)), Path(folder), list[Path]()
     settings: Attributes = [(project, "total_limit", None)]
@@ -76,7 +72,7 @@ def save_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, .
         if any(map(any, around.ranks.step("look for an interrupted save", look, 1))):
             call.arguments["output_dir"] = str(folder)
             settings.append((project, "automatic_checkpoint_naming", False))
-    writers = [(sys.modules[TARGET.module], name) for name in _WRITERS]
+    writers = [(sys.modules["accelerate.accelerator"], name) for name in _WRITERS]
     changes = [(module, name, around.ranks.deferring(getattr(module, name))) for module, name in writers]
     with overridden([*changes, *settings]):
         saved = wrapped(*call.args, **call.kwargs)
@@ -86,9 +82,13 @@ def save_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, .
     return saved
 
 
+@_uses("Accelerator", "project_configuration", "project_dir")
+@_uses("ProjectConfiguration", "automatic_checkpoint_naming")
 def load_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`Accelerator.load_state`: of the numbered checkpoints, it loads the newest one that is whole."""
     in_flight.wait()
+    if _served(accelerator) is None:
+        return wrapped(*args, **kwargs)
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     if call.arguments.get("input_dir") is None and accelerator.project_configuration.automatic_checkpoint_naming:
         folders = _numbered(Path(accelerator.project_dir or ".", "checkpoints"))
@@ -128,3 +128,20 @@ def _outdated(place: Path, limit: int | None) -> list[Path]:
 def _remove(folders: list[Path]) -> None:
     for folder in folders:
         shutil.rmtree(folder)
+
+
+TARGET = Target(
+    "accelerate",
+    "accelerate.accelerator",
+    "Accelerator",
+    {"save_state": save_state, "load_state": load_state},
+    lambda *_: Finding("patchable", "passes no flag on; tied aliases and a strict load need the shim"),
+    ("accelerate",),
+    "install a tested release of accelerate, or uninstall it if nothing uses it",
+    names=NAMES,
+    kinds={
+        "Accelerator": "accelerate.accelerator:Accelerator",
+        "ProjectConfiguration": "accelerate.utils:ProjectConfiguration",
+    },
+    is_optional=True,
+)

@@ -14,8 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..common.names import Names
 from ..common.overrides import Attributes, overridden
-from ..common.probing import Finding, Installed, Target
+from ..common.probing import Finding, Target
 from ..engine.served import attached
 from ..publish import in_flight
 from ..publish.durable import entries
@@ -35,30 +36,8 @@ and SwanLab, for Neptune, and for Flyte."""
 _OFF = (None, False, "false", "end")
 
 
-def judge(version: str | None, trainer: Installed) -> Finding:
-    """Where it saves to, and how it writes its state, must be possible to replace. Up to 4.38 it renames the folder."""
-    if "os.rename(" in trainer.text:
-        return TARGET.refused(version, "Trainer._save_checkpoint renames the folder of the checkpoint itself")
-    reason = "leaves frozen parameters out for PEFT alone, and then loads non-strictly"
-    refused = TARGET.refused_without(version, trainer.text, ("save_to_json", "PREFIX_CHECKPOINT_DIR"))
-    return refused or Finding("patchable", version, reason)
-
-
-TARGET = Target(
-    "transformers",
-    "transformers.trainer",
-    "Trainer",
-    ("_save_checkpoint", "_get_output_dir", *_WRITERS),
-    ("transformers",),
-    judge,
-    "install a tested release of transformers (4.40.2 is the oldest), or uninstall it if nothing uses it",
-    "transformers",
-)
-BESIDE = (
-    Target("transformers", TARGET.module, "", ("deepspeed_load_checkpoint",)),
-    Target("transformers", "transformers.trainer_utils", "", ("get_last_checkpoint",)),
-    Target("transformers", TARGET.module, "", ("get_last_checkpoint",)),
-)
+NAMES = Names()
+_uses = NAMES.uses
 
 
 def load_checkpoint(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -68,21 +47,25 @@ def load_checkpoint(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], 
     """
     in_flight.wait()
     call = inspect.signature(wrapped).bind(*args, **kwargs)
-    if "load_module_strict" in call.arguments and attached(call.arguments["deepspeed_engine"]) is not None:
+    if "load_module_strict" in call.arguments and attached(call.arguments.get("deepspeed_engine")) is not None:
         call.arguments["load_module_strict"] = True
     return wrapped(*call.args, **call.kwargs)
 
 
+@_uses("Trainer", "_get_output_dir", "callback_handler", "model_wrapped", "state")
+@_uses("TrainerState", "best_model_checkpoint", "global_step")
+@_uses("CallbackHandler", "callbacks")
+@_uses("transformers.trainer", "PREFIX_CHECKPOINT_DIR")
 def save_checkpoint(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`Trainer._save_checkpoint`: an error of one rank is raised on all, and what it writes is synced.
 
     The removal of older checkpoints follows after that, and uploads after a save in flight.
     """
-    served = attached(trainer.model_wrapped)
+    served = attached(getattr(trainer, "model_wrapped", None))  # which Trainers of others set later
     if served is None:
         return wrapped(*args, **kwargs)
     trial = inspect.signature(wrapped).bind(*args, **kwargs).arguments.get("trial")
-    prefix = sys.modules[TARGET.module].PREFIX_CHECKPOINT_DIR
+    prefix = sys.modules["transformers.trainer"].PREFIX_CHECKPOINT_DIR
     folder = Path(trainer._get_output_dir(trial=trial), f"{prefix}-{trainer.state.global_step}")
     around, later = Around(served.owner, folder), list[Callable[[], Any]]()
     peft = sys.modules.get("peft")  # of whose models Trainer itself leaves out what is frozen, merged or not
@@ -100,18 +83,26 @@ def save_checkpoint(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, 
     return result
 
 
+@_uses("Trainer", "args", "state")
+@_uses("TrainingArguments", "save_strategy")
+@_uses("TrainerState", "best_global_step?", "global_step")
 def _saves_the_best(trainer: Any) -> bool:
     """True if the checkpoint that Trainer saves is the best so far, which not every rank may see."""
     state, strategy = trainer.state, trainer.args.save_strategy
     return strategy in ("steps", "epoch") and getattr(state, "best_global_step", None) == state.global_step
 
 
+@_uses("callbacks", *(f"{name}?" for name in _UPLOADS))
 def may_read(callback: Any) -> bool:
     """Whether the `on_save` of a callback, which Trainer calls next, may read the checkpoint."""
     is_own = callback.on_save.__module__.startswith("transformers.")
     return not is_own or any(getattr(callback, name, None) not in _OFF for name in _UPLOADS)
 
 
+@_uses("Trainer", *_WRITERS, *(f"{name}?" for name in _WRITERS_OF_SOME), "save_model", "state")
+@_uses("Trainer", "_push_from_checkpoint?", "_rotate_checkpoints?")
+@_uses("TrainerState", "save_to_json")
+@_uses("transformers.trainer", "rotate_checkpoints?")
 def _replacements(trainer: Any, around: Around, later: list[Callable[[], Any]]) -> Attributes:
     """What records the errors of Trainer's writers, and puts off what must see a checkpoint that is whole."""
     defer, write_state = around.ranks.deferring, trainer.state.save_to_json
@@ -129,20 +120,25 @@ def _replacements(trainer: Any, around: Around, later: list[Callable[[], Any]]) 
     attributes += [(trainer, name, defer(getattr(trainer, name))) for name in writers]
     if not settings().whole_model and _may_leave_out_the_model(trainer):
         attributes += [(trainer, "save_model", defer(partial(_save_without_weights, trainer)))]
-    module = sys.modules[TARGET.module]
+    module = sys.modules["transformers.trainer"]
     after = [(trainer, "_push_from_checkpoint"), (trainer, "_rotate_checkpoints"), (module, "rotate_checkpoints")]
     return attributes + [
         (owner, name, partial(put_off, getattr(owner, name))) for owner, name in after if hasattr(owner, name)
     ]
 
 
+@_uses("Trainer", "args", "model", "save_model")
+@_uses("TrainingArguments", "push_to_hub", "save_only_model")
+@_uses("models", "_hf_peft_config_loaded?", "peft_config?")
 def _may_leave_out_the_model(trainer: Any) -> bool:
     """Whether Trainer's own `save_model` writes what is frozen too, into a checkpoint that is complete without it."""
-    is_own = type(trainer).save_model is sys.modules[TARGET.module].Trainer.save_model
+    is_own = type(trainer).save_model is sys.modules["transformers.trainer"].Trainer.save_model
     has_adapters = hasattr(trainer.model, "peft_config") or getattr(trainer.model, "_hf_peft_config_loaded", False)
     return is_own and not has_adapters and not trainer.args.save_only_model and not trainer.args.push_to_hub
 
 
+@_uses("Trainer", "_save")
+@_uses("transformers.utils", "SAFE_WEIGHTS_NAME", "WEIGHTS_NAME")
 def _save_without_weights(trainer: Any, output_dir: str, **_: Any) -> None:
     """What `Trainer.save_model` writes beside the weights: the configuration and the tokenizer."""
     from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
@@ -174,3 +170,36 @@ def _is_whole(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return not is_not_whole(folder)
+
+
+def _judge(_: Any | None, text: str) -> Finding:
+    if "os.rename(" in text:  # up to 4.38
+        return Finding("refused", "Trainer._save_checkpoint renames the folder of the checkpoint itself")
+    return Finding("patchable", "leaves frozen parameters out for PEFT alone, and then loads non-strictly")
+
+
+TARGET = Target(
+    "transformers",
+    "transformers.trainer",
+    "Trainer",
+    {
+        "_save_checkpoint": save_checkpoint,
+        "_get_output_dir": in_flight.after_it,  # at the end of training, Trainer lists this folder, and removes from it
+    },
+    _judge,
+    ("transformers",),
+    "install a tested release of transformers (4.40.2 is the oldest), or uninstall it if nothing uses it",
+    {
+        "transformers.trainer:deepspeed_load_checkpoint": load_checkpoint,
+        "transformers.trainer:get_last_checkpoint": find_last,
+        "transformers.trainer_utils:get_last_checkpoint": find_last,
+    },
+    NAMES,
+    {
+        "Trainer": "transformers.trainer:Trainer",
+        "TrainerState": "transformers.trainer_callback:TrainerState",
+        "CallbackHandler": "transformers.trainer_callback:CallbackHandler",
+        "TrainingArguments": "transformers.training_args:TrainingArguments",
+    },
+    is_optional=True,
+)

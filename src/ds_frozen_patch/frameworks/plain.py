@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..common.probing import Target, lacking
 from ..engine.batch import own_batch, saved_batch, warn_of_another_batch
 from ..engine.served import Owner
 from ..internals import config_of
@@ -18,8 +19,9 @@ def logger_of(package: str) -> logging.Logger:
     return logging.getLogger(f"{package}.ds_frozen_patch" if package else "ds_frozen_patch")
 
 
-def owner_of(engine: Any, package: str = "") -> Owner:
-    """The owner of an engine of Accelerate, or of a program that has created it itself."""
+def owner_of(engine: Any, *frameworks: Target) -> Owner:
+    """The owner of an engine that these frameworks have made, one within the other, or a program itself."""
+    package = frameworks[0].name if frameworks else ""
     return Owner(
         rank=int(engine.global_rank),
         local_rank=int(engine.local_rank),
@@ -29,6 +31,7 @@ def owner_of(engine: Any, package: str = "") -> Owner:
         names_each_save=bool(package),
         leaves_out=lambda: True,
         after_load=_after_load,
+        unserved=next(filter(None, map(lacking, frameworks)), ""),
     )
 
 

@@ -12,13 +12,14 @@ from typing import Any
 from .. import process
 from ..base import Base, notice_earlier_training, watch_base
 from ..common.errors import named
-from ..common.probing import Target, imported_class, probe
+from ..common.probing import Target, probe
 from ..engine import handshake
 from ..engine.served import Owner, attach, warn
 from ..engine.topology import has_all_ranks
 from ..settings import current as settings
 from ..settings import matches
 from . import for_accelerate as accelerate
+from . import for_transformers as transformers
 from . import plain
 from .for_lightning.strategy import TARGETS as LIGHTNING
 from .for_lightning.strategy import owner_of
@@ -35,15 +36,16 @@ def init(wrapped: Callable[..., None], engine: Any, args: tuple[Any, ...], kwarg
     module = inspect.signature(wrapped).bind_partial(*args, **kwargs).arguments.get("model")
     if module is not None:
         notice_earlier_training(module)
-    what, maker = _maker()
-    if what is not None and probe(what).complete:  # a Lightning with our patch series, which `patch()` leaves alone
+    makers = _makers()
+    if any(probe(what).complete for what in makers):  # Lightning with our patch series, which `patch()` leaves alone
         wrapped(*args, **kwargs)
         return
     handshake.announce()
     wrapped(*args, **kwargs)
     if has_all_ranks(engine):
         handshake.check(handshake.LONG_WAIT_SECONDS if _is_for_inference_in_stage_3(engine) else None)
-    owner = owner_of(maker) if what in LIGHTNING else plain.owner_of(engine, what.name if what is not None else "")
+    what = next(iter(makers), None)
+    owner = owner_of(engine, makers[what]) if what in LIGHTNING else plain.owner_of(engine, *makers)
     while process.state.notes:
         warn(owner, process.state.notes.pop(0))
     if what in LIGHTNING and _clips_unasked(engine, owner.config):
@@ -51,17 +53,19 @@ def init(wrapped: Callable[..., None], engine: Any, args: tuple[Any, ...], kwarg
     begin_serving(engine, owner)
 
 
-def _maker() -> tuple[Target | None, Any]:
-    """The strategy or Accelerator that makes an engine, as its methods are on the call stack; None for a program."""
-    classes = {cls: what for what in (*LIGHTNING, accelerate.TARGET) if (cls := imported_class(what)) is not None}
+def _makers() -> dict[Target, Any]:
+    """The strategy, or the Accelerator and the Trainer, that make an engine, as their methods are on the call stack."""
+    classes = {what.cls: what for what in (*LIGHTNING, accelerate.TARGET, transformers.TARGET)}
+    found: dict[Target, Any] = {}
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("self",):
             maker = frame.f_locals.get("self")
-            if what := next((classes[cls] for cls in type(maker).__mro__ if cls in classes), None):
-                return what, maker
+            what = next((classes[cls] for cls in type(maker).__mro__ if cls in classes), None)
+            if what is not None and (found or what is not transformers.TARGET):
+                found.setdefault(what, maker)
         frame = frame.f_back
-    return None, None
+    return found
 
 
 def _is_for_inference_in_stage_3(engine: Any) -> bool:

@@ -21,29 +21,15 @@ import wrapt
 from .. import process
 from .. import settings as _settings
 from ..common.errors import PatchError
-from ..common.probing import Finding, Target, imported_class, probe
+from ..common.probing import Finding, Target, modules_of, probe
 from ..engine import handshake
 from ..engine.served import attached, release_all
 from ..engine.topology import topology_of
 from ..frameworks.plain import owner_of
 from ..frameworks.serving import begin_serving, has_both_kinds
-from ..internals import ENGINE
 from ..publish import in_flight
-from .status import (
-    BESIDE,
-    OWNERS,
-    Status,
-    check,
-    may_be_left_alone,
-    note_on_refused,
-    notes_on,
-    probe_all,
-    refusal,
-    status,
-    to_be_served,
-    waiting,
-)
-from .wrapping import Wrapping, wrap, wrap_beside
+from .status import Status, check, notes_on, probe_all, refusal, status, to_be_wrapped, waiting
+from .wrapping import ENGINE, TARGETS, Wrapping, wrap
 
 
 @dataclass
@@ -78,8 +64,7 @@ class Patch:
 
     def replaced(self, what: Target) -> list[str]:
         """The wrapped methods of a target that somebody has replaced since, perhaps by one that calls ours."""
-        cls = imported_class(what)
-        wrappings = [wrapping for wrapping in self.wrappings.get(what.module, ()) if wrapping.cls is cls]
+        wrappings = [wrapping for wrapping in self.wrappings.get(what.module, ()) if wrapping.cls is what.cls]
         return [wrapping.attribute for wrapping in wrappings if not wrapping.is_in_place()]
 
 
@@ -145,7 +130,7 @@ def _put_in_force(
         if not is_in_force():
             findings = findings or probe_all()
             check(findings)
-            process.state.patch = Patch(findings, to_be_served(findings), tell)
+            process.state.patch = Patch(findings, to_be_wrapped(findings), tell)
             setattr(sys, _IN_FORCE, unpatch)
             for note in notes_on(findings):
                 tell(note)
@@ -281,9 +266,9 @@ def _finish_imports() -> None:
 
     Never called with our lock held: that thread may be waiting for the lock, in our import hook.
     """
-    for what in (*OWNERS, ENGINE, *BESIDE):
-        if what.module in sys.modules:
-            importlib.import_module(what.module)
+    for module in {module for what in TARGETS for module in modules_of(what)}:
+        if module in sys.modules:
+            importlib.import_module(module)
 
 
 def _serve_all() -> None:
@@ -318,29 +303,17 @@ def _on_import(module: ModuleType, is_complete: bool = False) -> None:
         return
     wrappings: list[Wrapping] = []
     for what in targets:
-        if what in BESIDE:
-            wrappings += wrap_beside(what, module, _enabled(patch))
-            continue
-        cls = imported_class(what)
-        if cls is None and not is_complete and getattr(module.__spec__, "_initializing", False):
-            return  # half imported: patch() returns to it
-        finding = probe(what, is_imported=True)
-        if finding.verdict == "refused":
-            if not may_be_left_alone(what.name, patch.names):
+        if module.__name__ == what.module:
+            if what.cls is None and not is_complete and getattr(module.__spec__, "_initializing", False):
+                return  # half imported: patch() returns to it
+            finding = patch.findings[what.name] = probe(what, is_imported=True)
+            if finding.verdict == "refused" and not what.is_optional:
                 unpatch()
                 raise PatchError(refusal([(what.name, finding)]))
-            patch.tell(note_on_refused([(what.name, finding)]))
-            patch.findings[what.name] = finding
-            patch.modules[module.__name__] = []
-            break
-        patch.findings[what.name] = finding
-        wrappings += wrap(what, cls, _enabled(patch))
+        if patch.findings[what.name].verdict != "refused":
+            wrappings += wrap(what, module, lambda: process.state.patch is patch)
     patch.wrappings.setdefault(module.__name__, []).extend(wrappings)
     patch.specs[module.__name__] = module.__spec__
-
-
-def _enabled(patch: Patch) -> Callable[[], bool]:
-    return lambda: process.state.patch is patch
 
 
 def serve(engine: Any) -> None:

@@ -3,42 +3,27 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .. import process
 from ..common.errors import PatchError
-from ..common.probing import Finding, Target, probe
-from ..frameworks import for_accelerate as accelerate
-from ..frameworks import for_transformers as transformers
-from ..frameworks.for_lightning.strategy import BESIDE as BESIDE_LIGHTNING
-from ..frameworks.for_lightning.strategy import TARGETS as LIGHTNING
-from ..internals import BESIDE as BESIDE_ENGINE
-from ..internals import ENGINE
+from ..common.probing import Finding, Target, modules_of, probe
 from ..settings import FLAG
 from .tested import newer_than_tested
+from .wrapping import ENGINE, TARGETS
 
 if TYPE_CHECKING:
     from .patch import Patch
 
-OPTIONAL = (accelerate.TARGET, transformers.TARGET)
-"""If one of these cannot be patched, a program of Lightning's works nevertheless: PEFT installs both."""
-OWNERS = (*LIGHTNING, *OPTIONAL)
-BESIDE = (*BESIDE_LIGHTNING, *transformers.BESIDE, *BESIDE_ENGINE)
-
-
-def may_be_left_alone(name: str, names: Iterable[str]) -> bool:
-    """Whether a target that cannot be patched is no error, because Lightning is among those that are served."""
-    return name in {what.name for what in OPTIONAL} and not {what.name for what in LIGHTNING}.isdisjoint(names)
-
 
 def probe_all() -> dict[str, Finding]:
     """Probe every target, by its name."""
-    return {what.name: probe(what) for what in (*OWNERS, ENGINE)}
+    return {what.name: probe(what) for what in TARGETS}
 
 
-def check(findings: dict[str, Finding]) -> None:
+def check(findings: Mapping[str, Finding]) -> None:
     """Check that what must be patched can be patched.
 
     Raises:
@@ -46,43 +31,35 @@ def check(findings: dict[str, Finding]) -> None:
     """
     if findings[ENGINE.name].verdict == "not installed":
         raise PatchError("DeepSpeed is not installed. Install it: pip install 'deepspeed>=0.10.1'.")
-    refused = [(name, finding) for name, finding in findings.items() if finding.verdict == "refused"]
-    if not all(may_be_left_alone(name, _served(findings)) for name, _ in refused):
-        raise PatchError(refusal(refused))
+    found = {what: findings[what.name] for what in TARGETS if findings[what.name].verdict == "refused"}
+    if not all(what.is_optional for what in found):
+        raise PatchError(refusal([(what.name, finding) for what, finding in found.items()]))
 
 
-def _served(findings: dict[str, Finding]) -> set[str]:
-    """The names of the targets that can be patched."""
-    return {name for name, finding in findings.items() if finding.verdict in ("patchable", "native")}
-
-
-def refusal(refused: list[tuple[str, Finding]]) -> str:
+def refusal(refused: Sequence[tuple[str, Finding]]) -> str:
     """The message of an error that names what cannot be patched, and why."""
-    return f"ds_frozen_patch cannot patch what is installed; nothing is patched.\n{_reasons(refused)}"
+    reasons = [f"{name} {found.version or ''}: {found.reason}. To do: {found.remedy}." for name, found in refused]
+    return "\n".join(["ds_frozen_patch cannot patch what is installed; nothing is patched.", *reasons])
 
 
-def _reasons(refused: list[tuple[str, Finding]]) -> str:
-    return "\n".join(
-        f"{name} {finding.version or ''}: {finding.reason}. To do: {finding.remedy}." for name, finding in refused
-    )
-
-
-def to_be_served(findings: dict[str, Finding]) -> dict[str, list[Target]]:
+def to_be_wrapped(findings: Mapping[str, Finding]) -> dict[str, list[Target]]:
     """What to wrap, by the name of its module."""
     modules: dict[str, list[Target]] = {}
-    for what in (*OWNERS, ENGINE, *BESIDE):
-        if what.name in _served(findings) and not findings[what.name].complete:
-            modules.setdefault(what.module, []).append(what)
+    for what in TARGETS:
+        if findings[what.name].verdict in ("patchable", "native") and not findings[what.name].complete:
+            for module in modules_of(what):
+                modules.setdefault(module, []).append(what)
     return modules
 
 
-def notes_on(findings: dict[str, Finding]) -> Iterator[str]:
+def notes_on(findings: Mapping[str, Finding]) -> Iterator[str]:
     """What the program is told of what is installed: untested releases, and what is left as it is."""
+    there = [what for what in TARGETS if findings[what.name].verdict in ("patchable", "native")]
+    # A program of Lightning's may have nothing to do with Accelerate and Trainer.
+    needed = [what for what in there if not what.is_optional or "lightning" not in "".join(one.name for one in there)]
     newer = {
         f"{what.distributions[0]} {findings[what.name].version} (tested: up to {tested})"
-        for what in (*OWNERS, ENGINE)
-        # A program of Lightning's may have nothing to do with Accelerate and Trainer.
-        if not may_be_left_alone(what.name, _served(findings))
+        for what in needed
         if (tested := newer_than_tested(what, findings[what.name].version))
     }
     if newer:
@@ -96,13 +73,6 @@ def notes_on(findings: dict[str, Finding]) -> Iterator[str]:
             f"patch() does not touch what our patch series is applied to: {', '.join(complete)}. Its checkpoints are"
             f" full unless you pass DeepSpeedStrategy({FLAG}=True), and it does not verify the base."
         )
-    if refused := [(name, finding) for name, finding in sorted(findings.items()) if finding.verdict == "refused"]:
-        yield note_on_refused(refused)
-
-
-def note_on_refused(refused: list[tuple[str, Finding]]) -> str:
-    """What the program is told of frameworks that are left alone; any other that cannot be patched is an error."""
-    return f"patch() leaves some frameworks as they are. {_reasons(refused)}"
 
 
 @dataclass(frozen=True)
@@ -163,8 +133,7 @@ def status() -> Status:
         except PatchError as error:
             problem = str(error)
     in_force = patch is not None or (not problem and bool(waiting()))
-    targets = {what: findings[what.name] for what in (*OWNERS, ENGINE)}
-    states = {what.name: _status_of(what, finding, patch, in_force, problem) for what, finding in targets.items()}
+    states = {what.name: _status_of(what, findings[what.name], patch, in_force, problem) for what in TARGETS}
     return Status(states, in_force, problem)
 
 
@@ -175,15 +144,16 @@ def waiting() -> list[Any]:
 
 def _status_of(what: Target, finding: Finding, patch: Patch | None, in_force: bool, problem: str) -> TargetStatus:
     state, reason, remedy = finding.verdict, finding.reason, finding.remedy
-    if state == "refused":
-        state = "cannot be wrapped"
+    left = process.state.left.get(what.name, "").partition(": ")[2]
+    if state == "refused" or left:
+        state, reason, remedy = "cannot be wrapped", left or reason, what.remedy
     elif problem and state != "not installed":
         state, reason = "cannot be wrapped", "patch() raises here, and patches nothing"
     elif finding.complete or (state == "native" and not in_force):
         state = "has it itself"
     elif state != "not installed":
         state = "waiting for import" if in_force else "can be wrapped"
-    if patch is not None and what.name in patch.names and what.module in patch.wrappings:
+    if patch is not None and not remedy and what.name in patch.names and what.module in patch.wrappings:
         state = "wrapped"
         if not patch.has_wrapped(what.module):
             state, reason, remedy = "can be wrapped", f"{what.module} has been reloaded since patch()", "call it again"

@@ -12,10 +12,8 @@ def newer_than_tested(what: Target, version: str | None) -> str | None:
     """The newest release that was tested, if `version` is newer; a `.devN` or `+git` build of it is not."""
     from packaging.version import InvalidVersion, Version
 
-    if not what.tested:
-        return None
+    tested = TESTED["lightning" if "lightning" in what.name else what.name]
     try:
-        newer = version is not None and Version(Version(version).base_version) > Version(TESTED[what.tested])
+        return tested if version is not None and Version(Version(version).base_version) > Version(tested) else None
     except InvalidVersion:
         return None
-    return TESTED[what.tested] if newer else None

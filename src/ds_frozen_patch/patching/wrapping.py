@@ -10,57 +10,42 @@ from typing import Any
 
 import wrapt
 
-from ..common.probing import Target
+from ..common.probing import Finding, Target, Wrapper, takes
 from ..core import load, save
 from ..engine.tuners import merge_adapter
-from ..frameworks import for_accelerate as accelerate
-from ..frameworks import for_transformers as transformers
-from ..frameworks import serving
-from ..frameworks.for_lightning import checkpoints, strategy
-from ..frameworks.for_lightning.strategy import TARGETS
-from ..internals import ENGINE
+from ..frameworks import for_accelerate, for_transformers, serving
+from ..frameworks.for_lightning import strategy
 from ..publish.in_flight import after_it, before_end
-
-_STRATEGY = {
-    "__init__": strategy.init,
-    "save_checkpoint": strategy.save_checkpoint,
-    "load_checkpoint": strategy.load_checkpoint,
-    "remove_checkpoint": strategy.remove_checkpoint,
-    "teardown": strategy.teardown,
-}
-WRAPPERS: dict[str, dict[str, Callable[..., Any]]] = {
-    **{target.class_name: _STRATEGY for target in TARGETS},
-    accelerate.TARGET.class_name: {
-        "save_state": accelerate.save_state,
-        "load_state": accelerate.load_state,
-    },
-    transformers.TARGET.class_name: {
-        "_save_checkpoint": transformers.save_checkpoint,
-        "_get_output_dir": after_it,  # at the end of training, Trainer lists this folder, and removes from it
-    },
-    ENGINE.class_name: {
-        "__init__": serving.init,
-        "save_checkpoint": save.save_checkpoint,
-        "load_checkpoint": load.load_checkpoint,
-    },
-}
-"""What wraps the methods of each class; others of its target's methods are only needed."""
-_WRAPPERS_BESIDE: dict[str, Callable[..., Any]] = {
-    "save_checkpoint": strategy.save_of_trainer,
-    "convert_zero_checkpoint_to_fp32_state_dict": checkpoints.convert,
-    "_find_last_checkpoints": checkpoints.find_last,
-    "file_exists": after_it,
-    "_CheckpointConnector__max_ckpt_version_in_folder": checkpoints.find_requeued,
-    "deepspeed_load_checkpoint": transformers.load_checkpoint,
-    "get_last_checkpoint": transformers.find_last,
-    "get_fp32_state_dict_from_zero_checkpoint": after_it,
-    "_get_fp32_state_dict_from_zero_checkpoint": after_it,
-    "destroy_process_group": before_end,
-    "merge_adapter": merge_adapter,
-}
+from ..settings import FLAG
 
 
-def _in_place_of(original: Any, wrapper: Callable[..., Any], enabled: Callable[[], bool], is_method: bool) -> Any:
+def _judge(cls: Any | None, text: str) -> Finding:
+    """It must take the flag, as it does since 0.10.1."""
+    if not takes(cls, text, "save_checkpoint", FLAG):
+        return Finding("refused", f"DeepSpeedEngine.save_checkpoint has no argument {FLAG}")
+    return Finding("patchable", f"save_checkpoint takes {FLAG}")
+
+
+ENGINE = Target(
+    "deepspeed",
+    "deepspeed.runtime.engine",
+    "DeepSpeedEngine",
+    {"__init__": serving.init, "save_checkpoint": save.save_checkpoint, "load_checkpoint": load.load_checkpoint},
+    _judge,
+    ("deepspeed",),
+    "install DeepSpeed 0.10.1 or newer: pip install -U 'deepspeed>=0.10.1'",
+    {
+        "deepspeed.utils.zero_to_fp32:get_fp32_state_dict_from_zero_checkpoint": after_it,
+        # Also called by a program that has imported the one above before `patch()`.
+        "deepspeed.utils.zero_to_fp32:_get_fp32_state_dict_from_zero_checkpoint": after_it,
+        "torch.distributed:destroy_process_group": before_end,
+        "peft.tuners.tuners_utils:BaseTuner.merge_adapter": merge_adapter,
+    },
+)
+TARGETS = (*strategy.TARGETS, for_accelerate.TARGET, for_transformers.TARGET, ENGINE)
+
+
+def _in_place_of(original: Any, wrapper: Wrapper, enabled: Callable[[], bool], is_method: bool) -> Any:
     """A function that calls a wrapper, with wrapt's arguments, or the original one while it is not enabled.
 
     It is a plain function, and so is pickled by its name, copied, bound and inspected as the original is.
@@ -109,26 +94,22 @@ class Wrapping:
             setattr(self.cls, self.attribute, self.original)
 
 
-def wrap_beside(what: Target, module: ModuleType, enabled: Callable[[], bool]) -> list[Wrapping]:
-    """Wrap a function of a module, or of a class in it, if it exists."""
-    owner = getattr(module, what.class_name, None) if what.class_name else module
-    (name,) = what.methods
-    original = vars(owner).get(name) if owner is not None else None
-    if original is None:
-        return []
-    wrapper = _in_place_of(original, _WRAPPERS_BESIDE[name], enabled, is_method=bool(what.class_name))
-    wrapt.apply_patch(owner, name, wrapper)
-    return [Wrapping(owner, name, original, False, wrapper)]
-
-
-def wrap(what: Target, cls: Any, enabled: Callable[[], bool]) -> list[Wrapping]:
-    """Wrap the methods of a target's class, all or none."""
-    wrappers = WRAPPERS[what.class_name]
+def wrap(what: Target, module: ModuleType, enabled: Callable[[], bool]) -> list[Wrapping]:
+    """Wrap what a module has of a target: the methods of its class, all or none, and what is beside it."""
     wrappings = []
-    for method in (name for name in what.methods if name in wrappers):
-        _, attribute, original = wrapt.resolve_path(cls, method)
-        wrapper = _in_place_of(original, wrappers[method], enabled, is_method=True)
-        wrappings.append(Wrapping(cls, attribute, original, method not in cls.__dict__, wrapper))
+    if module.__name__ == what.module:
+        for method, wrapper in what.wrappers.items():
+            _, attribute, original = wrapt.resolve_path(what.cls, method)
+            call = _in_place_of(original, wrapper, enabled, is_method=True)
+            wrappings.append(Wrapping(what.cls, attribute, original, method not in what.cls.__dict__, call))
+    for path, wrapper in what.beside.items():
+        place, _, names = path.partition(":")
+        *classes, name = names.split(".")
+        owner = getattr(module, classes[0], None) if classes else module
+        if place == module.__name__ and owner is not None and name in vars(owner):
+            original = vars(owner)[name]
+            call = _in_place_of(original, wrapper, enabled, is_method=bool(classes))
+            wrappings.append(Wrapping(owner, name, original, False, call))
     for wrapping in wrappings:
         wrapt.apply_patch(wrapping.cls, wrapping.attribute, wrapping.wrapper)
     return wrappings

@@ -19,6 +19,7 @@ from typing import Any
 from ...common.errors import CheckpointMismatchError
 from ...engine.batch import own_batch, saved_batch, scale_loss, warn_of_another_batch
 from ...engine.served import Owner, attach, warn
+from .names import uses
 
 _STARTS_AGAIN = (
     "The checkpoint was saved within an epoch, after {} batches, and Lightning cannot restore the place of the"
@@ -28,6 +29,9 @@ _STARTS_AGAIN = (
 )
 
 
+@uses("Trainer", "fit_loop")
+@uses("_FitLoop", "epoch_loop")
+@uses("_TrainingEpochLoop", "on_run_start")
 def restore_loaders_in(trainer: Any, owner: Owner, loops: Any) -> None:
     """Let the first epoch after a load begin at the place in the data where the checkpoint was saved.
 
@@ -43,6 +47,9 @@ def restore_loaders_in(trainer: Any, owner: Owner, loops: Any) -> None:
     loop.on_run_start = partial(_begin_epoch, on_run_start, trainer, owner, (loops or {}).get("fit_loop") or {})
 
 
+@uses("Trainer", "fit_loop")
+@uses("_FitLoop", "epoch_loop")
+@uses("_TrainingEpochLoop", "on_run_start", "restarting")
 def _begin_epoch(
     on_run_start: Callable[[Any], None], trainer: Any, owner: Owner, state: Mapping[str, Any], fetcher: Any
 ) -> None:
@@ -54,20 +61,25 @@ def _begin_epoch(
     on_run_start(fetcher)
 
 
+@uses("Trainer", "num_training_batches")
+@uses("the fetcher", "combined_loader?")
+@uses("CombinedLoader", "_load_state_dicts?", "flattened?")
 def _restore_loaders(trainer: Any, fetcher: Any, owner: Owner, state: Mapping[str, Any]) -> None:
     states = (state.get("state_dict") or {}).get("combined_loader") or []
     count = ((state.get("epoch_loop.batch_progress") or {}).get("current") or {}).get("processed", 0)
-    if states and hasattr(fetcher.combined_loader, "_load_state_dicts"):
+    combined: Any = getattr(fetcher, "combined_loader", None)
+    if states and hasattr(combined, "_load_state_dicts"):
         # Lightning has restored them before the samplers knew the epoch, which workers need, and not at all if the
         # loaders were made before the load, because `configure_optimizers` has asked for the number of steps.
-        fetcher.combined_loader._load_state_dicts(states)
+        combined._load_state_dicts(states)
         iter(fetcher)
-    loaders = fetcher.combined_loader.flattened
+    loaders = getattr(combined, "flattened", [])
     is_restored = len(states) == len(loaders) and not any(map(_is_shuffled_anew, loaders))
     if 0 < count < trainer.num_training_batches and not is_restored:
         warn(owner, _STARTS_AGAIN.format(count))
 
 
+@uses("torchdata's wrapper of a sampler", "_sampler?")
 def _is_shuffled_anew(loader: Any) -> bool:
     """Whether Lightning has wrapped the sampler of torchdata's `shuffle=True`, whose state it does not restore."""
     wrapper = getattr(getattr(loader, "batch_sampler", None), "sampler", None)

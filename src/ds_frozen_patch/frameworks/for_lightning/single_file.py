@@ -30,6 +30,7 @@ from ...save.agreement import explaining_errors
 from ...save.contents import describe
 from ...save.publishing import publish
 from ...save.running import Save
+from .names import STRATEGY_OF_TRAINER, uses
 
 
 def place_of(path: Path) -> Path:
@@ -135,6 +136,7 @@ class SingleFile:
                 whole = dump() if self._writes else state
                 state.update({name: whole[name].detach().to("cpu", copy=True) for name in made})
 
+    @uses(STRATEGY_OF_TRAINER, "checkpoint_io")
     def write(self, strategy: Any, checkpoint: Mapping[str, Any], storage_options: Any = None) -> None:
         """Write what Lightning has dumped, once its hooks have changed it; every rank must call it."""
         place = self.save.place
@@ -200,6 +202,7 @@ def writes_locally(writer: Any) -> bool:
     return default is not None and writer.save_checkpoint.__func__ is default.save_checkpoint
 
 
+@uses(STRATEGY_OF_TRAINER, "checkpoint_io")
 def read(strategy: Any, file: Path, **options: Any) -> dict[str, Any] | None:
     """The content of a single file that Lightning has saved; None if it is another kind of file."""
     if not zipfile.is_zipfile(file):  # as those of torch.save are
@@ -209,6 +212,7 @@ def read(strategy: Any, file: Path, **options: Any) -> dict[str, Any] | None:
     return dict(content) if isinstance(content, Mapping) and "state_dict" in content else None
 
 
+@uses(STRATEGY_OF_TRAINER, "lightning_module", "lr_scheduler_configs")
 def load(load: Load, strategy: Any, file: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Load the weights of a single file into a running engine, and return the rest of it for Trainer.
 

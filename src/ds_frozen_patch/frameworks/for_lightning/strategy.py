@@ -6,19 +6,19 @@ A wrapper takes wrapt's four arguments: the wrapped method (bound), its instance
 from __future__ import annotations
 
 import inspect
-import logging
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import ref
 
 from ...common.overrides import Attributes, overridden
-from ...common.probing import Finding, Installed, Target
+from ...common.probing import Finding, Target, Wrapper, takes
 from ...core.save import begin
-from ...engine.served import Owner, attach, attached, warn
+from ...engine.served import Owner, attached, warn
 from ...load.agreement import agree, list_files
 from ...load.listing import Listing
 from ...load.running import Load
@@ -29,67 +29,20 @@ from ...publish.publication import is_local
 from ...save.agreement import explaining_errors
 from ...settings import FLAG
 from ...settings import current as settings
-from . import loops, single_file
+from .. import plain
+from . import checkpoints, loops, single_file
 from .checkpoints import forget_paths_outside
-
-LOADS_STRICTLY = "_allow_excluded_parameters"
-"""What a strategy's `load_checkpoint` uses where our patch series for Lightning is applied."""
-
-_TRAINER = ("__init__", "save_checkpoint", "load_checkpoint", "remove_checkpoint", "teardown")
-_FABRIC = ("__init__", "save_checkpoint", "load_checkpoint")
-
-
-def judge(version: str | None, strategy: Installed) -> Finding:
-    """A strategy with the flag is native; one with the patch series is complete as well."""
-    if not strategy.takes("__init__", FLAG):
-        return Finding("patchable", version, f"has no {FLAG}")
-    if LOADS_STRICTLY in strategy.text:
-        reason = f"complete, by the patch series: pass DeepSpeedStrategy({FLAG}=True)"
-        return Finding("native", version, reason, complete=True)
-    return Finding("native", version, f"has {FLAG}; tied aliases, strict load and ZeRO-3 test need the shim")
-
-
-def _strategy(name: str, methods: tuple[str, ...], *distributions: str) -> Target:
-    remedy = (
-        "install a tested release (see Compatibility in the documentation), or uninstall"
-        f" {distributions[-1]} if nothing uses it"
-    )
-    module = f"{name}.strategies.deepspeed"
-    return Target(name, module, "DeepSpeedStrategy", methods, distributions, judge, remedy, "lightning")
-
-
-TARGETS = (
-    _strategy("lightning.pytorch", _TRAINER, "lightning"),
-    _strategy("lightning.fabric", _FABRIC, "lightning"),
-    _strategy("pytorch_lightning", _TRAINER, "pytorch-lightning"),
-    _strategy("lightning_fabric", _FABRIC, "lightning-fabric", "pytorch-lightning"),
-)
-BESIDE = tuple(
-    Target(name, f"{name}.{module}", class_name, (attribute,))
-    for name in ("lightning.pytorch", "pytorch_lightning")
-    for module, class_name, attribute in (
-        ("trainer.trainer", "Trainer", "save_checkpoint"),
-        ("utilities.deepspeed", "", "convert_zero_checkpoint_to_fp32_state_dict"),
-        ("callbacks.model_checkpoint", "ModelCheckpoint", "_find_last_checkpoints"),
-        ("callbacks.model_checkpoint", "ModelCheckpoint", "file_exists"),
-        (
-            "trainer.connectors.checkpoint_connector",
-            "_CheckpointConnector",
-            "_CheckpointConnector__max_ckpt_version_in_folder",
-        ),
-    )
-)
-"""Functions that are wrapped beside their package's target, where they exist."""
-
+from .names import NAMES, STRATEGY, STRATEGY_OF_TRAINER, uses
 
 BUILT = "_ds_frozen_patch_built"
 """An attribute of strategies that were built under `patch()`: their own flag counts."""
 
 
-def owner_of(strategy: Any) -> Owner:
+@uses(STRATEGY, "config", "model")
+def owner_of(engine: Any, strategy: Any) -> Owner:
     """A `DeepSpeedStrategy`, of Trainer or Fabric, as the owner of its engine."""
     modules = {cls.__module__ for cls in type(strategy).__mro__}
-    package = next((target.name for target in TARGETS if target.module in modules), "lightning")
+    what = next(target for target in TARGETS if target.module in modules)
     config = getattr(strategy, "config", None)
     reference, last = ref(strategy), True
 
@@ -98,16 +51,12 @@ def owner_of(strategy: Any) -> Owner:
         return last if living is None else not hasattr(living, BUILT) or bool(getattr(living, FLAG))
 
     last = leaves_out()
-    return Owner(
-        rank=int(strategy.global_rank),
-        local_rank=int(strategy.local_rank),
-        device=strategy.root_device,
-        logger=logging.getLogger(f"{package}.ds_frozen_patch"),
+    return replace(
+        plain.owner_of(engine, what),
         config=config if isinstance(config, Mapping) else {},
-        names_each_save=True,
         leaves_out=leaves_out,
         # With Fabric, the program divides the loss and counts its batches.
-        after_load=loops.resume if hasattr(strategy, "lightning_module") else lambda *_: None,
+        after_load=loops.resume if what in OF_TRAINER else lambda *_: None,
     )
 
 
@@ -143,6 +92,9 @@ def _checked(choice: Any) -> bool:
     return choice is not False
 
 
+@uses("Trainer", "strategy")
+@uses(STRATEGY_OF_TRAINER, "broadcast", "checkpoint_io", "lightning_module", "lightning_module_state_dict")
+@uses(STRATEGY_OF_TRAINER, "deepspeed_engine")
 def save_of_trainer(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`Trainer.save_checkpoint`: with `weights_only=True` it writes a single file.
 
@@ -150,10 +102,12 @@ def save_of_trainer(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, 
     what a hook has left of the checkpoint.
     """
     call = inspect.signature(wrapped).bind(*args, **kwargs)
-    strategy, path = trainer.strategy, call.arguments["filepath"]
-    asked = call.arguments.get("weights_only") and is_local(path)
-    engine = getattr(strategy, "deepspeed_engine", None) if asked else None  # which only DeepSpeedStrategy has
-    served = attached(engine) or attach(engine, owner_of(strategy)) if engine is not None else None
+    strategy: Any = getattr(trainer, "strategy", None)
+    path = call.arguments.get("filepath")
+    if not call.arguments.get("weights_only") or not is_local(path) or not hasattr(strategy, "deepspeed_engine"):
+        return wrapped(*args, **kwargs)  # or the strategy is another one
+    engine: Any = getattr(strategy, "model", None)
+    served = attached(engine, partial(owner_of, engine, strategy))
     if served is None or served.topology.is_divided:  # no rank has all weights, so the engine saves
         return wrapped(*args, **kwargs)
     path = strategy.broadcast(path)  # as Lightning does before the engine saves
@@ -172,14 +126,15 @@ def save_of_trainer(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, 
         raise
 
 
+@uses("Trainer", "checkpoint_callbacks", "loggers")
+@uses(STRATEGY_OF_TRAINER, "lightning_module")
+@uses("callbacks", "save_last?")
 def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A strategy's `save_checkpoint`: lets the engine save, or writes the single file that Trainer has begun."""
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     name = next((name for name in ("filepath", "path") if name in call.arguments), None)  # Trainer's and Fabric's
-    engine = strategy.model
-    if engine is None:
-        return wrapped(*args, **kwargs)
-    served = attached(engine) or attach(engine, owner_of(strategy))
+    engine: Any = getattr(strategy, "model", None)
+    served = attached(engine, partial(owner_of, engine, strategy))
     if served is None:
         with overridden([(strategy, FLAG, False)] if hasattr(strategy, FLAG) else []):
             return wrapped(*args, **kwargs)
@@ -208,6 +163,7 @@ def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
     return result
 
 
+@uses("loggers", "_log_model_checkpoints?")
 def _may_read(logger: Any) -> bool:
     """Whether a logger, which ModelCheckpoint calls next, may read the checkpoint.
 
@@ -228,15 +184,22 @@ def teardown(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs:
     in_flight.wait_at_end()
 
 
+@uses("Trainer", "checkpoint_callbacks", "state")
+@uses(STRATEGY_OF_TRAINER, "lightning_module")
+@uses("callbacks", "dirpath?")
 def load_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A strategy's `load_checkpoint`: finds the checkpoint, and loads single files that Trainer has saved."""
     in_flight.wait()
     with trust(), overridden(_moved_in_deepspeed()):
         checkpoint = _load(wrapped, strategy, inspect.signature(wrapped).bind(*args, **kwargs))
-    if not isinstance(checkpoint, dict) or not hasattr(strategy, "lightning_module"):
+    engine: Any = getattr(strategy, "model", None)
+    served = attached(engine, partial(owner_of, engine, strategy))
+    if engine is None or not isinstance(checkpoint, dict) or not hasattr(strategy, "lightning_module"):
         return checkpoint  # Fabric's
-    trainer, served = strategy.lightning_module.trainer, attached(strategy.model)
-    owner = served.owner if served is not None else owner_of(strategy)
+    owner = served.owner if served is not None else owner_of(engine, strategy)
+    if owner.unserved:
+        return checkpoint
+    trainer = strategy.lightning_module.trainer
     if settings().weights_only:
         folders = [str(path) for item in trainer.checkpoint_callbacks if (path := getattr(item, "dirpath", ""))]
         if ignored := forget_paths_outside(checkpoint, folders):
@@ -246,11 +209,14 @@ def load_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
     return checkpoint
 
 
+@uses(STRATEGY, "load_full_weights", "zero_stage_3")
 def _load(wrapped: Callable[..., Any], strategy: Any, call: inspect.BoundArguments) -> Any:
     state = call.arguments.get("state")  # Fabric's: what to restore, by name; or the module alone
     requested = tuple(map(_unwrapped, state.values())) if isinstance(state, Mapping) else ()
-    engine = next((item for item in requested if isinstance(item, type(strategy.model))), strategy.model)
-    if engine is None or (served := attached(engine) or attach(engine, owner_of(strategy))) is None:
+    own = getattr(strategy, "model", None)
+    engine = next((item for item in requested if isinstance(item, type(own))), own)
+    served = attached(engine, partial(owner_of, engine, strategy))
+    if served is None:
         return wrapped(*call.args, **call.kwargs)
     name = next((name for name in ("checkpoint_path", "path") if name in call.arguments), None)
     if name is None or (strategy.load_full_weights and strategy.zero_stage_3) or not is_local(call.arguments[name]):
@@ -301,9 +267,11 @@ def _is_part(path: Path) -> bool:
     return inner.name == "checkpoint" and (inner.parent / "latest").is_file()
 
 
+@uses("optimizers of Fabric", "optimizer?")
 def _unwrapped(item: Any) -> Any:
     """The optimizer in Fabric's own wrapper, in which the strategy gets it; anything else as it is."""
-    return item.optimizer if any(cls.__name__ == "_FabricOptimizer" for cls in type(item).__mro__) else item
+    is_fabrics = any(cls.__name__ == "_FabricOptimizer" for cls in type(item).__mro__)
+    return getattr(item, "optimizer", item) if is_fabrics else item
 
 
 def _moved_in_deepspeed() -> Attributes:
@@ -312,3 +280,52 @@ def _moved_in_deepspeed() -> Attributes:
     if moved is None or hasattr(runtime, "DeepSpeedOptimizer"):
         return []
     return [(runtime, "DeepSpeedOptimizer", moved.DeepSpeedOptimizer)]
+
+
+def _judge(cls: Any | None, text: str) -> Finding:
+    """A strategy with the flag is native; one with the patch series is complete as well."""
+    if not takes(cls, text, "__init__", FLAG):
+        return Finding("patchable", f"has no {FLAG}")
+    if "_allow_excluded_parameters" in text:  # by which the patch series loads
+        return Finding("native", f"complete, by the patch series: pass DeepSpeedStrategy({FLAG}=True)", complete=True)
+    return Finding("native", f"has {FLAG}; tied aliases, strict load and ZeRO-3 test need the shim")
+
+
+def _target(package: str, *distributions: str) -> Target:
+    module = f"{package}.strategies.deepspeed"
+    wrappers: dict[str, Wrapper] = {
+        "__init__": init,
+        "save_checkpoint": save_checkpoint,
+        "load_checkpoint": load_checkpoint,
+    }
+    beside: dict[str, Wrapper] = {}
+    kinds = {STRATEGY: f"{module}:DeepSpeedStrategy"}
+    if "fabric" not in package:
+        wrappers |= {"remove_checkpoint": remove_checkpoint, "teardown": teardown}
+        beside = {
+            f"{package}.trainer.trainer:Trainer.save_checkpoint": save_of_trainer,
+            f"{package}.utilities.deepspeed:convert_zero_checkpoint_to_fp32_state_dict": checkpoints.convert,
+            f"{package}.callbacks.model_checkpoint:ModelCheckpoint._find_last_checkpoints": checkpoints.find_last,
+            f"{package}.callbacks.model_checkpoint:ModelCheckpoint.file_exists": in_flight.after_it,
+            f"{package}.trainer.connectors.checkpoint_connector:_CheckpointConnector"
+            "._CheckpointConnector__max_ckpt_version_in_folder": checkpoints.find_requeued,
+        }
+        kinds |= {
+            STRATEGY_OF_TRAINER: kinds[STRATEGY],
+            "Trainer": f"{package}.trainer.trainer:Trainer",
+            "_FitLoop": f"{package}.loops.fit_loop:_FitLoop",
+            "_TrainingEpochLoop": f"{package}.loops.training_epoch_loop:_TrainingEpochLoop",
+        }
+    remedy = (
+        "install a tested release (see Compatibility in the documentation), or uninstall"
+        f" {distributions[-1]} if nothing uses it"
+    )
+    return Target(package, module, "DeepSpeedStrategy", wrappers, _judge, distributions, remedy, beside, NAMES, kinds)
+
+
+OF_TRAINER = _target("lightning.pytorch", "lightning"), _target("pytorch_lightning", "pytorch-lightning")
+OF_FABRIC = (
+    _target("lightning.fabric", "lightning"),
+    _target("lightning_fabric", "lightning-fabric", "pytorch-lightning"),
+)
+TARGETS = (OF_TRAINER[0], OF_FABRIC[0], OF_TRAINER[1], OF_FABRIC[1])
