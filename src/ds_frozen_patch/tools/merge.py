@@ -58,7 +58,8 @@ _LORA = re.compile(r"(.+?)\.(lora_[AB]\..+|lora_embedding_[AB]|lora_magnitude_ve
 class Merged(Consolidated):
     """What `merge` has written, or would write.
 
-    It also has the attributes of `Consolidated`.
+    `source`, `target`, `dtype`, `is_whole`, `tensors`, `size`, `files`, `unverified` and `calls` are those of
+    `Consolidated`.
 
     Attributes:
         adapter: the name of the adapter that was merged; None if there is none.
