@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -290,33 +289,6 @@ def test_interrupted_writes(source: Callable[..., Path], tmp_path: Path) -> None
     assert said == "ds-frozen-patch: interrupted; nothing was left at the target\n"
     run(path, folder / name)
     assert (folder / name).exists()
-
-
-class RunsCode:
-    """A payload in a pickle."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch '{self.file}'",)
-
-
-@pytest.mark.parametrize("kind", ["model", "optim"])
-@EVERY_TOOL
-def test_a_checkpoint_cannot_run_code(
-    source: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], tool: str, kind: str
-) -> None:
-    _, name, words = TOOLS[tool]
-    path = given(tool, source(2))
-    file = first(path, kind)
-    changed(file, lambda state: state.update(mine=RunsCode(tmp_path / "it ran")))
-    before = snapshot(path)
-    assert main([*words, str(path), str(tmp_path / "to" / name)]) == 0
-    assert "Traceback" not in capsys.readouterr().err
-    assert (tmp_path / "to" / name).exists()
-    assert not (tmp_path / "it ran").exists()
-    assert snapshot(path) == before
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -46,13 +46,17 @@ class Base:
         """Read a tensor in the dtype that the run had it in. A program may load its base in another than the file's."""
         return dtypes.convert(records.read(tensor), tensor.dtype, entry.dtype)
 
-    def verified(self, tensor: TensorSource, entry: LeftOut, record: Record, dtype: str | None) -> OutputTensor:
+    def verified(self, tensor: TensorSource, entry: LeftOut, record: Record, dtype: str | None = None) -> OutputTensor:
         """A tensor of an output, which is compared with its fingerprint when it is read."""
         to = dtypes.output_dtype(entry.dtype, dtype)
 
         def read(records: Records) -> bytearray:
             values = self.read(records, tensor, entry)
-            check_values(self, records, tensor, entry, values, record)
+            if not dtypes.matches_fingerprint(entry, values):
+                for piece in tensor.pieces:
+                    records.check(piece.storage)  # a damaged file gets a message of its own
+                message = describe_wrong_values(self, [entry.name], record)
+                raise CheckpointError(f"{message} Pass the base that the run was built from.")
             return dtypes.convert(values, entry.dtype, to)
 
         return OutputTensor(to, tensor.shape, read, tensor.nbytes)
@@ -308,22 +312,6 @@ def _suggest_remedy(missing: Iterable[LeftOut], record: Record) -> str:
         if was_quantized
         else "."
     )
-
-
-def check_values(
-    base: Base, records: Records, tensor: TensorSource, entry: LeftOut, values: bytearray, record: Record
-) -> None:
-    """Raise CheckpointError if the values of a base's tensor, in the dtype of the run, are not those of the run."""
-    if not dtypes.matches_fingerprint(entry, values):
-        raise wrong_values(base, records, tensor, entry, record)
-
-
-def wrong_values(base: Base, records: Records, tensor: TensorSource, entry: LeftOut, record: Record) -> CheckpointError:
-    """The error for a base's tensor whose values are not those of the run."""
-    for piece in tensor.pieces:
-        records.check(piece.storage)  # a damaged file gets a message of its own
-    message = describe_wrong_values(base, [entry.name], record)
-    return CheckpointError(f"{message} Pass the base that the run was built from.")
 
 
 def describe_wrong_values(base: Base, names: Iterable[str], record: Record) -> str:

@@ -41,10 +41,10 @@ def load_trainable(
     import torch
 
     tensors = _find_tensors(Path(path), tag)
-    if (Path(path) / "adapter_config.json").is_file():
-        tensors = _rename_for_module(module, tensors, adapter, Path(path))
     named_tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     in_module = {plain(name): tensor for name, tensor in named_tensors}
+    if (Path(path) / "adapter_config.json").is_file():
+        tensors = _rename_for_module(module, in_module, tensors, adapter, Path(path))
     _check_keys_and_shapes(module, in_module, tensors, Path(path))
     with Records() as records:
         values = {name: records.read(tensor) for name, tensor in tensors.items()}
@@ -66,7 +66,11 @@ def _find_tensors(path: Path, tag: str | None) -> dict[str, TensorSource]:
 
 
 def _rename_for_module(
-    module: torch.nn.Module, tensors: Mapping[str, TensorSource], adapter: str | None, path: Path
+    module: torch.nn.Module,
+    in_module: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, TensorSource],
+    adapter: str | None,
+    path: Path,
 ) -> dict[str, TensorSource]:
     """The tensors of an adapter folder by their names in the module."""
     recorded = adapters_of(module)
@@ -76,8 +80,7 @@ def _rename_for_module(
         )
     ((inner, adapters),) = recorded.items()
     name = adapter or (next(iter(adapters)) if len(adapters) == 1 else "default")
-    named_tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    here = Adapter(inner, name, None).members([plain(key) for key, _ in named_tensors], (), (), adapters)
+    here = Adapter(inner, name, None).members(in_module, (), (), adapters)
     # A key that is not in the module keeps its name, for the error message.
     return {here.get(key, key): tensor for key, tensor in tensors.items()}
 

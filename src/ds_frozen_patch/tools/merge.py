@@ -36,7 +36,7 @@ from ..common.errors import CheckpointError, named
 from ..common.text import printable_lines, progress
 from ..parameters import Contents
 from ..record import LeftOut, Record, unknown
-from .base import Base, check_values, endings, locate_base, match_base, open_base, without_quantized, without_wrappers
+from .base import Base, endings, locate_base, match_base, open_base, without_quantized, without_wrappers
 from .consolidate import Consolidated
 from .loaded_names import CONFIG, empty_model
 from .output import check_output, new_output
@@ -58,7 +58,8 @@ _LORA = re.compile(r"(.+?)\.(lora_[AB]\..+|lora_embedding_[AB]|lora_magnitude_ve
 class Merged(Consolidated):
     """What `merge` has written, or would write.
 
-    It also has the attributes of `Consolidated`.
+    `source`, `target`, `dtype`, `is_whole`, `tensors`, `size`, `files`, `unverified` and `calls` are those of
+    `Consolidated`.
 
     Attributes:
         adapter: the name of the adapter that was merged; None if there is none.
@@ -151,7 +152,7 @@ def merge(
     with new_output(target, run.root, folder) as output, progress("merging", cost, quiet) as progressed:
         with Records(progressed=progressed) as records:
             for entry, tensor in compared.items():
-                check_values(opened, records, tensor, entry, opened.read(records, tensor, entry), run.record)
+                opened.verified(tensor, entry, run.record).read(records)
             if is_in_memory:
                 with redirect_stderr(StringIO()):  # without the progress bars of transformers
                     _write_in_memory(output, records, type(model), run, folder, kind)

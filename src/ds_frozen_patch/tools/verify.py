@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 from ..checkpoint import dtypes
 from ..checkpoint.format.archive import check_file
 from ..checkpoint.format.records import Records
-from ..checkpoint.format.stored import ITEM_SIZES
 from ..checkpoint.zero.states import States, check_shard_count, read_states
 from ..checkpoint.zero.weights import Weights, check_masters_match, locate_weights
 from ..common.errors import CheckpointError, named
 from ..common.files import RECORD
 from ..common.text import human_bytes, printable_lines, progress
-from ..parameters import PARAMETER, plain
-from ..record import UNKNOWN, Record
+from ..parameters import PARAMETER
+from ..record import Record
 from .base import Base, describe_wrong_values, match_base, open_base, without_quantized
 
 
@@ -76,8 +74,8 @@ def verify(
     """Read an entire checkpoint and report its problems.
 
     It verifies the checksum of every record, that the ranks' shards are from one save and have the sizes that the
-    shapes require, that the fp32 masters match the model's weights (in ZeRO 1 and 2), and that the record matches the
-    contents.
+    shapes require, that the fp32 masters match the model's weights (in ZeRO 1 and 2), and that the files are those
+    of the record.
 
     Args:
         path: the directory of a DeepSpeed checkpoint, full or trainable-only.
@@ -116,7 +114,6 @@ def verify(
     with problems.told():
         if weights is not None and not problems:
             check_masters_match(weights.trained, weights.halves)
-    problems += _check_facts(states)
     if record.is_lost and not problems:
         problems.append(f"{folder} lacks {RECORD}, so it cannot be verified that its files are those that were saved.")
     compared, was_quantized = 0, False
@@ -162,30 +159,6 @@ def _locate_weights_of_any(states: States) -> Weights:
         return locate_weights(states)
     except CheckpointError:
         return locate_weights(states, ("*",))
-
-
-def _check_facts(states: States) -> list[str]:
-    """Contradictions between the record and the rest of the checkpoint."""
-    record = states.record
-    if record.kind == UNKNOWN:
-        return []
-    there = {plain(name) for state in states.models for name in state["module"]} & record.names
-    facts = {
-        "ZeRO stage": (record.zero_stage, states.zero_stage),
-        "world size": (record.world_size, states.world_size),
-        "size of the left-out parameters": (
-            record.total_bytes,
-            sum(prod(p.shape) * ITEM_SIZES.get(p.dtype, 0) for p in record.left_out),
-        ),
-    }
-    problems = [
-        f"The record has the wrong {what}: {recorded} instead of {actual}."
-        for what, (recorded, actual) in facts.items()
-        if recorded != actual
-    ]
-    if there:
-        problems.append(f"The record lists {named(there)} as left out, but the checkpoint contains them.")
-    return problems
 
 
 def _compare_base(record: Record, base: Base, quiet: bool) -> tuple[list[str], int, list[str]]:

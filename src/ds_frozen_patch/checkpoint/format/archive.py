@@ -11,7 +11,7 @@ import pickle
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -194,21 +194,12 @@ def _read_pickle(path: Path) -> tuple[bytes, dict[str, int]]:
 def _read_record(file: IO[bytes], record: Record, limit: int) -> bytes:
     if record.size > limit:
         raise ValueError(f"a record of it has {record.size} bytes, and at most {limit} are read")
-    content = b"".join(_read_chunks(file, record))
+    content = os.pread(file.fileno(), record.size, record.begin)
+    if len(content) < record.size:
+        raise ValueError("it is truncated")
     if record.checksum not in (None, zlib.crc32(content)):
         raise ValueError("the checksum of its pickle is wrong")
     return content
-
-
-def _read_chunks(file: IO[bytes], record: Record) -> Iterator[bytes]:
-    """Read a record, a few MiB at a time."""
-    file.seek(record.begin)
-    left = record.size
-    while left:
-        if not (chunk := file.read(min(left, CHUNK_BYTES))):
-            raise ValueError("it is truncated")
-        left -= len(chunk)
-        yield chunk
 
 
 def _check_within_record(tensor: StoredTensor, sizes: Mapping[str, int]) -> None:
