@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import pytest
-
-# By a test's id: "passed", "skipped" or "failed", and why.
-outcomes: dict[str, tuple[str, str]] = {}
 
 
 def pytest_load_initial_conftests() -> None:
@@ -32,22 +28,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Lightning 2.4 and 2.5 skip them on torch 2.4 and newer.
     """
-    root = Path(os.environ["UPSTREAM_OUTCOMES"]).parent
+    root = Path(os.environ["UPSTREAM_ROOT"])
     package = import_module("lightning.fabric" if (root / "src").is_dir() else "deepspeed").__path__[0]
     assert Path(package).is_relative_to(root), f"{package} is not what is to be tested"
     for item in items:
         item.own_markers = [mark for mark in item.own_markers if mark.kwargs.get("reason") != "Requires: [Deepspeed]"]
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Record the outcome of a test; it failed if its setup or teardown did."""
-    if report.when == "call" or report.outcome != "passed":
-        why: Any = report.longrepr
-        why = why[2] if isinstance(why, tuple) else getattr(getattr(why, "reprcrash", why), "message", why) or ""
-        words = str(why).strip().partition("\n")[0].removeprefix("Skipped: ")
-        outcomes[report.nodeid] = report.outcome, words.replace(sys.prefix, "")
-
-
-def pytest_sessionfinish() -> None:
-    """Write the outcomes."""
-    Path(os.environ["UPSTREAM_OUTCOMES"]).write_text(json.dumps(outcomes))

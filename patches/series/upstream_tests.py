@@ -10,15 +10,14 @@ in its tests, are none here: they are of packages newer than the release.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from importlib.metadata import version as installed
 from pathlib import Path
+from xml.etree import ElementTree
 
 from series.folder import (
     CODE,
@@ -35,24 +34,22 @@ from series.folder import (
     version,
 )
 
-Outcomes = dict[str, tuple[str, str]]
-Suite = list[str]
-"""Patterns for the files of tests that are run together."""
+Outcomes = dict[str, str]
+"""By a test's name: "passed", "skipped", "failure" or "error"."""
 KEPT = (*CODE, "pyproject.toml", "version.txt", "bin")
-LIGHTNING_SUITES: list[Suite] = [[f"tests/{part}/**/test_deepspeed*.py"] for part in ("tests_pytorch", "tests_fabric")]
 FAST = ("convert_checkpoint", "latest_checkpoint", "shared_weights", "sparse", "tag_validation")
-DEEPSPEED_SUITES: list[Suite] = [[f"tests/unit/checkpoint/test_{name}.py" for name in FAST]]
+SUITES = {  # patterns for the files of tests that are run together
+    "Lightning": [[f"tests/{part}/**/test_deepspeed*.py"] for part in ("tests_pytorch", "tests_fabric")],
+    "DeepSpeed": [[f"tests/unit/checkpoint/test_{name}.py" for name in FAST]],
+}
 
 
 def main(clone: Path, tag: str) -> None:
-    """Run the tests on a release as it is, and then with the series that is for it; print both.
-
-    A commit gets the newest line.
-    """
+    """Run the tests on a release as it is, and then with the series that is for it; a commit gets the newest line."""
     repository = repository_of(PATCHES, clone, tag)
     line = line_for(repository.folder, tag) if version(tag) else lines(repository.folder)[-1]
     patches = patches_of(line)
-    suites = DEEPSPEED_SUITES if repository.name == "DeepSpeed" else LIGHTNING_SUITES
+    suites = SUITES[repository.name]
     with tempfile.TemporaryDirectory() as scratch:
         root, made = Path(scratch).resolve() / "root", Path(scratch, "made")
         lay_out(clone, tag, [*KEPT, *touched(patches)], root, *([made] if make_on_base(clone, line, made) else []))
@@ -60,58 +57,45 @@ def main(clone: Path, tag: str) -> None:
         am(root, patches)
         added = [path for path in touched(patches) if Path(path).match("tests/unit/*/test_*.py")]
         after = run_tests(root, [*suites, added] if added else suites)
-    known, wrong = compare(before, after)
-    environment = [Path(sys.prefix).name, *(f"{name} {installed(name)}" for name in ("deepspeed", "torch"))]
-    print("\n- ".join([f"\n{tag}, {', '.join(environment)}:\n", *known]))
-    if wrong:
+    for when, outcomes in (("before", before), ("after", after)):
+        print(f"{tag}, {when}: {', '.join(f'{n} {what}' for what, n in sorted(Counter(outcomes.values()).items()))}")
+    if wrong := compare(before, after):
         raise SeriesError("\n".join(f"{tag}: {item}" for item in wrong))
 
 
-def run_tests(root: Path, suites: list[Suite]) -> Outcomes:
+def run_tests(root: Path, suites: list[list[str]]) -> Outcomes:
     """Run suites of tests in a laid-out release; what pytest says goes to stderr."""
     found: Outcomes = {}
     for patterns in suites:
         code = (root / "src", root / "tests", root, Path(__file__).resolve().parent)
-        own = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(map(str, code))}
-        own |= {"UPSTREAM_OUTCOMES": str(root / "outcomes.json")}
+        own = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(map(str, code)), "UPSTREAM_ROOT": str(root)}
         if (root / "deepspeed").is_dir():
             own |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "2"}  # it runs tests on so many ranks
             shutil.copy(root / "version.txt", root / "tests")  # where it reads its own version
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "upstream_plugin", "-W", "ignore::FutureWarning"]
         files = [str(file) for pattern in patterns for file in sorted(root.glob(pattern))]
-        done = subprocess.run(
-            [*command, "--timeout=600", *files],
-            cwd=root / "tests",
-            env=os.environ | own,
-            stdout=sys.stderr,
-            check=False,
-        )
+        plugin = ("-p", "upstream_plugin", "-W", "ignore::FutureWarning", f"--junitxml={root / 'outcomes.xml'}")
+        command = [sys.executable, "-m", "pytest", "-q", *plugin, "--timeout=600", *files]
+        done = subprocess.run(command, cwd=root / "tests", env=os.environ | own, stdout=sys.stderr, check=False)
         if done.returncode not in (0, 1):
             raise SeriesError(f"pytest did not get through {', '.join(patterns)}: it ended with {done.returncode}")
-        found |= json.loads((root / "outcomes.json").read_text())
+        for case in ElementTree.parse(root / "outcomes.xml").iter("testcase"):
+            kinds = {part.tag for part in case} & {"skipped", "failure", "error"}
+            found[f"{case.get('classname')}::{case.get('name')}"] = min(kinds, default="passed")
     return found
 
 
-def compare(before: Outcomes, after: Outcomes) -> tuple[list[str], list[str]]:
-    """Return the outcomes of one release, and what is wrong with them."""
-    new = {test: outcome for test, outcome in after.items() if test not in before}
-    known = []
-    for when, tests in (("before", before), ("after", after), ("new", new)):
-        count = Counter(outcome for outcome, _ in tests.values())
-        known.append(f"{when}: {count['passed']} passed, {count['skipped']} skipped, {count['failed']} failed")
-    lost = [test for test in before if before[test][0] == "passed" and after.get(test, ("gone", ""))[0] != "passed"]
-    wrong = [f"{test} passed before, now {': '.join(after.get(test, ['it is gone']))}" for test in lost]
-    wrong += [f"{test} is new and failed: {why}" for test, (outcome, why) in new.items() if outcome == "failed"]
-    variants: dict[str, Counter[tuple[str, str]]] = {}
-    for test, (outcome, why) in new.items():
-        variants.setdefault(test.partition("[")[0], Counter())[outcome, why] += 1
-    for name, found in variants.items():
-        words = [f"{count} {outcome}" + (f" ({why})" if why else "") for (outcome, why), count in found.items()]
-        known.append(f"new: `{name}`: {', '.join(words)}")
-        if {outcome for outcome, _ in found} == {"skipped"}:
-            wrong.append(f"{name} is new and skipped in all of its variants: {', '.join(words)}")
-    known += [f"failed before: `{test}`: {why}" for test, (outcome, why) in before.items() if outcome == "failed"]
-    return known, wrong
+def compare(before: Outcomes, after: Outcomes) -> list[str]:
+    """Return what is wrong with the outcomes of one release."""
+    lost = [test for test in before if before[test] == "passed" != after.get(test)]
+    wrong = [f"{test} passed before, now: {after.get(test, 'it is gone')}" for test in lost]
+    variants: dict[str, set[str]] = {}
+    for test in after.keys() - before.keys():
+        variants.setdefault(test.partition("[")[0], set()).add(after[test])
+    wrong += [f"{name} is new and failed" for name, found in variants.items() if found & {"failure", "error"}]
+    wrong += [
+        f"{name} is new and skipped in all of its variants" for name, found in variants.items() if found == {"skipped"}
+    ]
+    return wrong
 
 
 if __name__ == "__main__":

@@ -420,7 +420,7 @@ REAL = [
 
 
 def test_the_real_patches_are_as_git_exports_them() -> None:
-    """And as upstream takes them: each has a test and says why; those of Lightning have an entry in a changelog."""
+    """And as upstream takes them: each has a test and is told as a pull request; those of Lightning have changelogs."""
     for patch in REAL:
         text, name = read(patch), f"{patch.parent.name}/{patch.name}"
         assert re.match(r"From 0{40} Mon Sep 17 00:00:00 2001\nFrom: .*\nDate: .*\nSubject: \[PATCH\] .", text), name
@@ -429,7 +429,11 @@ def test_the_real_patches_are_as_git_exports_them() -> None:
         paths = [path for path, _ in diffs(text)]
         assert any(path.startswith("tests/") for path in paths), name
         assert patch.parent.parent.name == "deepspeed" or any(path.endswith("CHANGELOG.md") for path in paths), name
-        assert re.search(r"(?m)^    \S", text.partition("\ndiff --git ")[0]), f"{name}: no program shows what is wrong"
+        parts = re.split(r"(?m)^\*\*(.*?)\*\*", text.partition("\ndiff --git ")[0])
+        about = [part.strip(".") for part in parts[1::2]]
+        assert about[-4:] == ["What is wrong", "How to see it", "What this does", "What it does not"], name
+        program = "\n".join(line[4:] for line in parts[-5].splitlines() if line.startswith("    "))
+        assert compile(program, name, "exec").co_names, f"{name}: no program shows what is wrong"
         assert not re.search(r"(?m)^\+.*[ \t\r]$|^(GIT binary patch|Binary files |Signed-off-by: )", text), name
 
 
