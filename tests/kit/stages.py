@@ -6,7 +6,7 @@ holds is read from its own attributes, not by the package. Everything here runs 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -193,6 +193,15 @@ def go_on(engine: Any, steps: int) -> list[float]:
     return losses
 
 
+def put(engine: Any, values: Mapping[str, torch.Tensor], state: State) -> None:
+    """Set the parameters of an engine in stage 0 in fp32, and the optimizer's state of those that it trains."""
+    for name, parameter in engine.module.named_parameters():
+        parameter.data.copy_(values.get(name, parameter.data))
+        if name in state and parameter.requires_grad:
+            kept = {key: value.clone() for key, value in state[name].items() if key != "master"}
+            engine.optimizer.state[parameter] = kept
+
+
 def state_of(engine: Any) -> State:
     """What the engine's optimizer holds of each parameter; every rank must call it."""
     optimizer, names = engine.optimizer, engine.param_names
@@ -283,6 +292,9 @@ def resume_from(
         loaded, _ = engine.load_checkpoint(path)
         assert loaded.startswith(path), loaded
         state = state_of(engine)
+        for name, parameter in engine.module.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter]):
+                assert name not in state or torch.equal(parameter, state[name]["master"].to(parameter.dtype)), name
         found.append((state, go_on(engine, NEXT), int(engine.module.seen)))
     return found
 

@@ -128,6 +128,9 @@ class _Flat:
 
     def read(self, states: States) -> dict[str, Trained]:
         """The parameters by name."""
+        if not self.shapes:
+            return {}
+        masters = [contiguous(states, master, next(iter(self.shapes))) for master in self.masters]
         shards: dict[str, Any] = {}
         ranks, size = len(self.masters), prod(self.shape)
         for key, value in self.states[0].items():
@@ -146,7 +149,7 @@ class _Flat:
         return {
             name: Trained(
                 shape,
-                self.values(name, self.masters),
+                self.values(name, masters),
                 {
                     key: self.values(name, shards[key], key) if key in shards else self.states[0][key]
                     for key in self.states[0]
@@ -176,11 +179,19 @@ def read(states: States, with_state: bool = True) -> list[Group]:
     Raises:
         CheckpointError: they are inconsistent, or the optimizer's state is not one value for each element.
     """
-    flats = _in_stage_0(states, with_state) if not states.optimizers else _in_zero(states, with_state)
-    groups = [
-        Group(settings, {name: item for flat in parts for name, item in flat.read(states).items()})
-        for settings, parts in flats
-    ]
+    flats = list(_flats(states, parameter_groups(states.models[0])))
+    saved = states.optimizers or [states.models[0]["optimizer"]]
+    key = BASE_STATE[states.zero_stage if states.optimizers else 3]
+    bases = [own[key] if states.optimizers or masters_key(own) else own for own in saved]
+    if sorted(index for group in bases[0]["param_groups"] for index in group["params"]) != list(range(len(flats))):
+        raise ValueError("the groups of the optimizer are not those of the parameters")
+    groups = []
+    for settings in bases[0]["param_groups"]:
+        parameters: dict[str, Trained] = {}
+        for index in settings["params"]:
+            kept = [_unnested(base["state"].get(index, {})) if with_state else {} for base in bases]
+            parameters |= replace(flats[index], states=kept).read(states)
+        groups.append(Group(settings, parameters))
     if with_state and any(group.settings.get("use_muon") for group in groups):
         raise CheckpointError(
             f"{states.layout.root} cannot be resharded: with Muon, each rank keeps the momentum of whole parameters."
@@ -189,54 +200,30 @@ def read(states: States, with_state: bool = True) -> list[Group]:
     return groups
 
 
-def _in_stage_0(states: States, with_state: bool) -> Iterator[tuple[Mapping[str, Any], list[_Flat]]]:
-    """The settings and the flat tensors of each group."""
+def _flats(states: States, groups: Sequence[Shapes]) -> Iterator[_Flat]:
+    """The flat tensors in the order of the optimizer that is wrapped, with their masters, and without its state."""
+    return _flats_in_zero(states, groups) if states.optimizers else _flats_in_stage_0(states, groups)
+
+
+def _flats_in_stage_0(states: States, groups: Sequence[Shapes]) -> Iterator[_Flat]:
     (model,) = states.models
-    saved = model["optimizer"]
-    in_masters = masters_key(saved)
-    base = saved[BASE_STATE[3]] if in_masters else saved
-    left_out = states.record.names
-    kept = {index: _unnested(state) for index, state in (base["state"] if with_state else {}).items()}
+    optimizer = model["optimizer"]
+    if (key := masters_key(optimizer)) == FLAT_MASTERS:
+        for shapes, flat in zip(groups, optimizer[key], strict=True):
+            size = (numel(shapes),)
+            yield _Flat(shapes, parameter_offsets(shapes), size, [_require_shard(states, flat, size, key)], [])
+        return
     weights = {plain(n): item for n, item in {**(model.get("frozen_param_fragments") or {}), **model["module"]}.items()}
-    for number, (settings, shapes) in enumerate(zip(base["param_groups"], parameter_groups(model), strict=True)):
-        if in_masters == FLAT_MASTERS:
-            shape = (numel(shapes),)
-            flat = _require_shard(states, saved[in_masters][number], shape, FLAT_MASTERS)
-            yield (
-                settings,
-                [_Flat(shapes, parameter_offsets(shapes), shape, [flat], [kept.get(settings["params"][0], {})])],
-            )
-            continue
-        masters = saved[in_masters][number] if in_masters else [weights.get(plain(name)) for name in shapes]
-        entries = zip(settings["params"], masters, shapes.items(), strict=True)
-        yield (
-            settings,
-            [
-                _Flat({n: shape}, {n: 0}, shape, [contiguous(states, master, n)], [kept.get(index, {})])
-                for index, master, (n, shape) in entries
-                if plain(n) not in left_out  # an optimizer over all parameters has the frozen ones too
-            ],
-        )
-
-
-def _in_zero(states: States, with_state: bool) -> Iterator[tuple[Mapping[str, Any], list[_Flat]]]:
-    """The settings and the flat tensors of each group."""
-    ranks, groups = len(states.optimizers), parameter_groups(states.models[0])
-    bases = [optimizer[BASE_STATE[states.zero_stage]] for optimizer in states.optimizers]
-    if sorted(index for group in bases[0]["param_groups"] for index in group["params"]) != list(range(len(groups))):
-        raise ValueError("the groups of the optimizer are not those of the parameters")
-    flats = list(_flats_in_zero(states, groups))
-    for settings in bases[0]["param_groups"]:
-        parts = []
-        for index in settings["params"]:
-            kept = [_unnested(base["state"].get(index, {})) if with_state else {} for base in bases]
-            shapes = undo_round_robin(groups[index], ranks) if uses_round_robin(states) else groups[index]
-            parts.append(replace(flats[index], shapes=shapes, states=kept))
-        yield settings, parts
+    of_groups = optimizer[key] if key else [[weights.get(plain(name)) for name in shapes] for shapes in groups]
+    for shapes, masters in zip(groups, of_groups, strict=True):
+        for (name, shape), master in zip(shapes.items(), masters, strict=True):
+            # An optimizer over all parameters has the frozen ones too.
+            own = {name: shape} if plain(name) not in states.record.names else {}
+            yield _Flat(own, dict.fromkeys(own, 0), shape, [master], [])
 
 
 def _flats_in_zero(states: States, groups: Sequence[Shapes]) -> Iterator[_Flat]:
-    """The flat tensors with their masters; raises CheckpointError if a rank lacks some of them."""
+    """Raises CheckpointError if a rank lacks some of the masters."""
     stage, ranks = states.zero_stage, len(states.optimizers)
     masters = [list(optimizer.get(MASTERS[stage]) or ()) for optimizer in states.optimizers]
     if not all(masters) or not all(isinstance(m, StoredTensor) and m.dtype in FLOATING for own in masters for m in own):
@@ -257,44 +244,35 @@ def _flats_in_zero(states: States, groups: Sequence[Shapes]) -> Iterator[_Flat]:
                     f" {least}. It is from another run, or they are on NVMe; take all files from one checkpoint."
                 )
         begins = parameter_offsets(group, ranks if stage == 3 else 0)
-        yield _Flat(shapes, begins, (size,), [own[index] for own in masters], [], stage == 3)
+        ordered = undo_round_robin(shapes, ranks) if uses_round_robin(states) else shapes
+        yield _Flat(ordered, begins, (size,), [own[index] for own in masters], [], stage == 3)
 
 
 def locate_masters(states: States, groups: Sequence[Shapes]) -> dict[str, TensorSource]:
-    """The fp32 masters by name, in the order of the optimizer; none if the optimizer has none of its own.
+    """The fp32 masters by name, in the order of these groups; none if the optimizer has none of its own.
 
     Raises:
         CheckpointError: a file has no masters, or too few or too many elements of them.
     """
-    if not states.optimizers:
-        return _masters_of_stage_0(states, groups)
-    return {
-        name: TensorSource(flat.masters[0].dtype, shape, flat.values(name, flat.masters).pieces)
-        for flat in (_flats_in_zero(states, groups) if groups else ())
-        for name, shape in flat.shapes.items()
-    }
-
-
-def _masters_of_stage_0(states: States, groups: Sequence[Shapes]) -> dict[str, TensorSource]:
-    """In 16 bits, there is a master for each parameter, or a flat one for each group. None if they do not fit these."""
-    optimizer: Any = states.models[0].get("optimizer")
-    saved = optimizer[masters_key(optimizer)] if masters_key(optimizer) else None
-    if not isinstance(saved, list) or len(saved) != len(groups):
+    if not groups or not (states.optimizers or masters_key(states.models[0].get("optimizer"))):
         return {}
     masters: dict[str, TensorSource] = {}
-    for group, of_group in zip(groups, saved, strict=True):
-        tensors, begins = [tensor for _, tensor in iter_tensors(of_group)], parameter_offsets(group)
-        if [tensor.shape for tensor in tensors] == [tuple(shape) for shape in group.values()]:
-            masters |= {name: from_stored(tensor) for name, tensor in zip(group, tensors, strict=True)}
-        elif len(tensors) == 1 and tensors[0].numel == numel(group) and tensors[0].is_contiguous:
-            for name, shape in group.items():
-                pieces = pieces_of_range(tensors, begins[name], prod(shape))
-                masters[name] = TensorSource(tensors[0].dtype, tuple(shape), pieces)
-        else:
-            return {}
-    left_out = states.record.names
-    # An optimizer over all parameters has masters of what is left out too.
-    return {name: master for name, master in masters.items() if plain(name) not in left_out}
+    try:
+        for flat in _flats(states, groups):
+            for name, shape in flat.shapes.items():
+                first = flat.masters[0]
+                if states.optimizers or flat.shape != tuple(shape):
+                    masters[name] = TensorSource(first.dtype, tuple(shape), flat.values(name, flat.masters).pieces)
+                elif first.shape == flat.shape:
+                    masters[name] = from_stored(first)  # it need not be contiguous
+                else:
+                    return {}
+    except (AttributeError, LookupError, TypeError, ValueError):
+        if states.optimizers:
+            raise
+        return {}  # in stage 0, they are not those of the parameters
+    trained = [name for group in groups for name in group if plain(name) not in states.record.names]
+    return {name: masters[name] for name in trained}
 
 
 def blocks_in(elements: int, per: int) -> int:
