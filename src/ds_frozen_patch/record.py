@@ -22,7 +22,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .common.errors import CheckpointError, named
+from .common.errors import UPDATE, CheckpointError, named
 from .common.files import RECORD, hash_directory, is_state_file, open_regular
 from .common.probing import version_of
 from .common.text import human_bytes, json_lines
@@ -180,8 +180,8 @@ class Record:
             raise CheckpointError(f"{place} cannot be read, or is damaged ({error}). {_REMEDY}") from None
         if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
             raise CheckpointError(
-                f"{place} has an unknown format; this release of ds_frozen_patch reads format {FORMAT}. Update it:"
-                " pip install -U ds_frozen_patch"
+                f"{place} has an unknown format; this release of ds_frozen_patch reads format {FORMAT}. To read it,"
+                f" {UPDATE}"
             )
         try:
             if values.pop("digest", None) != digest_of({"format": FORMAT, **values}):

@@ -104,7 +104,7 @@ DAMAGED: dict[str, tuple[Callable[[str], str], str]] = {
     "empty": (lambda text: "", "cannot be read, or is damaged"),
     "truncated": (lambda text: text[:-1], "cannot be read, or is damaged"),
     "no object": (lambda text: "[]", "unknown format"),
-    "a later format": (edited(format=2), "unknown format.*pip install -U"),
+    "a later format": (edited(format=2), "unknown format.*git pull && pip install ."),
     "edited": (edited(world_size=3), "does not match its digest"),
     "an edited name": (lambda text: text.replace("base.weight", "base.other"), "does not match its digest"),
     "deeply nested": (lambda text: "[" * 10**6, "cannot be read, or is damaged"),

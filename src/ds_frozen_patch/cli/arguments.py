@@ -116,7 +116,9 @@ def make_parser() -> argparse.ArgumentParser:
     _add_reading(command)
     command = add("prune", commands.run_prune, "convert a full checkpoint into a trainable-only checkpoint")
     command.usage = "%(prog)s [options] SRC DST\n       %(prog)s [options] SRC ... --into FOLDER"
-    about = "the directory of a DeepSpeed checkpoint, which is not changed; without --into the last one is DST, the directory to create"
+    about = (
+        "the directory of a DeepSpeed checkpoint; it is not changed. Without --into, the second is DST, to be created"
+    )
     command.add_argument("paths", metavar="SRC", nargs="+", help=about)
     command.add_argument("--into", metavar="FOLDER", help="create the directories in this one, by the names of SRC")
     command.add_argument("--skip-existing", action="store_true", help="leave out what is there already")

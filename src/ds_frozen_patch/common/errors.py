@@ -6,6 +6,9 @@ from collections.abc import Collection
 
 from .text import printable, printable_lines
 
+UPDATE = "update it, in a clone of its repository: git pull && pip install ."
+"""How to get a newer release of this package, which is on no package index. A release there changes this line."""
+
 
 class PatchError(RuntimeError):
     """`patch()` cannot serve what is installed; nothing has been patched."""
