@@ -227,7 +227,7 @@ class Outcome:
 
 def pytest_unconfigure() -> None:
     """Print what keeps this process from its end, such as a child that it joins, and end it."""
-    faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(60, exit=True, file=2)
 
 
 def pytest_configure(config: pytest.Config) -> None:
