@@ -150,6 +150,8 @@ class Program:
         kind = "lora" if (kind, stage) == ("adalora", 3) else kind  # which cannot train there
         merges = sometimes("each step", "around saves", share=0.7) if kind in MERGED and stage < 3 else ""
         full = sometimes(2, 4, share=0.2, other=0)
+        if owner == "transformers" and merges == "around saves":
+            full = 0  # Trainer's own is never full; a full one has the merged base, to which a resume adds the adapters
         return cls(
             *(owner, stage, sometimes(2, share=0.2, other=1), kind),
             has_seed=draw.random() < 0.6 or kind == "head",  # on one rank, nothing shows that the head is random
@@ -647,11 +649,8 @@ def check(program: Program, ours: list[Any], plain: list[Any], folder: Path, who
         # Plain may lose what is frozen, if it is told to; and the rounding of a merge is not in ours.
         loses = number > 0 and other["losses"] != one["losses"] == whole()[-len(other["losses"]) :]
         is_exact = number == 0 or not (program.merges or loses)
-        if is_exact:
-            assert one["losses"] == other["losses"]
-            assert one["weights"] == other["weights"]
-        else:
-            assert loses or one["losses"] == pytest.approx(other["losses"], 1e-4)
+        assert loses or one["losses"] == pytest.approx(other["losses"], 0 if is_exact else 1e-4, 0)
+        assert one["weights"] == other["weights"] or not is_exact
         for what in ("listed", "returned", "saved", "base"):
             assert one[what] == other[what], what
         check_folder(program, folder / f"ours{number}", folder / f"plain{number}", set(one["base"]), is_exact)
