@@ -68,7 +68,8 @@ class ServedEngine:
     Attributes:
         owner: that made it.
         topology: what kind of engine it is.
-        comparisons: how often its base has been compared with what the program built, see `base`.
+        comparisons: how often its base has been compared since all of it was, see `base`.
+        compared_rows: how many rows it had then, see `fingerprint.Content`.
         begin: called with the engine when training begins, or adapters are merged before; then None.
         loss_factor: what each loss is multiplied by, see `engine.batch.scale_loss`.
         scales_loss: whether the engine multiplies its losses.
@@ -83,6 +84,7 @@ class ServedEngine:
     owner: Owner
     topology: Topology
     comparisons: int = 0
+    compared_rows: int = 0
     begin: Callable[[Any], None] | None = None
     loss_factor: float = 1.0
     scales_loss: bool = False

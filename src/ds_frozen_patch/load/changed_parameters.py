@@ -14,7 +14,7 @@ from ..base import Maker, origins
 from ..common.errors import CheckpointMismatchError, named
 from ..engine.served import attached, warn
 from ..internals import groups_to_save, trained_groups
-from ..parameters import plain, with_adapters
+from ..parameters import Contents, plain, with_adapters
 from .listing import Listing
 from .running import Load
 
@@ -114,7 +114,7 @@ def begin(load: Load, change: Change) -> None:
 
 def finish(load: Load, change: Change) -> None:
     """Once the checkpoint is loaded: say what has changed, and keep what is frozen now in later checkpoints."""
-    origin_of = origins(load.engine.module)
+    origin_of = origins(Contents(load.engine.module))
     for name in change.frozen:
         origin_of[name].maker = Maker.TRAINING
     sentences = []
