@@ -1,8 +1,8 @@
 """The base: what is frozen, still as the program has built it, and what each run builds again.
 
 What is frozen is read when training begins, or at the first save. That first save compares all of it with its values
-then, and each later one another sixteenth, since a write through `.data` leaves no trace: so a change of all values is
-noticed at once, and one of a few values within sixteen saves.
+then, and each later one another sixteenth and a few values of each tensor, since a write through `.data` leaves no
+trace: so a change of all values is noticed at once, and one of a few values within sixteen saves.
 
 What differs, what an engine has optimized, or what a checkpoint has replaced is no base, for every later engine of this
 process too. This is kept by the modules that hold the parameters: torch does not swap tensors that have weak
@@ -23,14 +23,19 @@ from . import process
 from .engine import tuners
 from .engine.served import ServedEngine, attached, warn
 from .engine.topology import is_divided, shard_of
-from .fingerprint import Content, Shard, fingerprints, layout_of, read, sketch, unread
+from .fingerprint import Content, Shard, changes, fingerprints, layout_of, read, sketch, unread
 from .internals import optimized, partition_of
 from .parameters import BUFFER, PARAMETER, PART, Contents, ModuleTensor, plain
 from .ranks import add_up, world_size
 from .settings import current as settings
+from .settings import matches
 
 if TYPE_CHECKING:
     import torch
+
+
+SHARES = 16
+"""After so many saves all of the base has been compared again."""
 
 
 class Maker(IntEnum):
@@ -63,21 +68,23 @@ class Origin:
     built: dict[str, Content] = field(default_factory=dict)
 
 
-def origins(module: torch.nn.Module) -> defaultdict[str, Origin]:
+def origins(contents: Contents) -> defaultdict[str, Origin]:
     """The origins of all that a module contains at present, by all plain names."""
-    by_identity = {id(tensor): origin for tensor, origin in _living()}
+    by_identity: dict[int, Origin] | None = None
     origin_of = defaultdict[str, Origin](Origin)
-    for path, inner in module.named_modules(remove_duplicate=False):
+    for path, inner in contents.layers.items():
         by_name = process.state.origins.setdefault(inner, {})
         for name, tensor in {**inner._parameters, **inner._buffers}.items():
             if tensor is None:
                 continue
-            origin = by_identity.get(id(tensor))
-            if origin is None:
+            identity, origin = by_name.get(name, (0, None))
+            if origin is None or identity != id(tensor):  # it is new here
+                if by_identity is None:
+                    by_identity = {id(living): known for living, known in _living()}
                 # What replaces a tensor is compared with it: libraries for quantization replace what they change.
-                built = by_name[name][1].built if name in by_name else {}
-                origin = by_identity[id(tensor)] = Origin(built=dict(built))
-            by_name[name] = id(tensor), origin
+                new = Origin(built=dict(origin.built) if origin else {})
+                origin = by_identity.setdefault(id(tensor), new)
+                by_name[name] = id(tensor), origin
             origin_of[plain(f"{path}.{name}" if path else name)] = origin
     return origin_of
 
@@ -94,8 +101,8 @@ def _living() -> list[tuple[Any, Origin]]:
 
 def frozen(contents: Contents) -> list[ModuleTensor]:
     """What of a module may be its base."""
-    leaves_out = settings().leaves_out
-    return [e for e in contents.tensors if e.is_frozen or (e.kind == BUFFER and leaves_out(e.names))]
+    named = settings().leave_out
+    return [e for e in contents.tensors if e.is_frozen or (e.kind == BUFFER and matches(e.names, named))]
 
 
 class Base:
@@ -117,7 +124,7 @@ class Base:
     def __init__(self, engine: Any, contents: Contents | None = None) -> None:
         served = attached(engine)
         self.contents = contents or Contents(engine.module)
-        self.origin_of = origins(engine.module)
+        self.origin_of = origins(self.contents)
         self.frozen = frozen(self.contents)
         self.left_out: list[ModuleTensor] = []
         self.changed: set[str] = set()
@@ -139,13 +146,11 @@ class Base:
             if is_as_built and entry.suffix not in origin.built and layout_of(entry.tensor):
                 origin.built[entry.suffix] = read(entry.tensor, self.shard_of(entry.tensor))
 
-    def differing(self, entries: Iterable[ModuleTensor], number: int = 0) -> list[ModuleTensor]:
-        """What differs from what the program has built, as far as this rank sees; `number` as in `Content`."""
-        return [
-            entry
-            for entry in entries
-            if (built := self.built(entry)) and built.differs_from(entry.tensor, self.shard_of(entry.tensor), number)
-        ]
+    def differing(self, entries: Iterable[ModuleTensor], rows: range | None = None) -> list[ModuleTensor]:
+        """What differs from what the program has built, as far as this rank sees; `rows` as in `changes`."""
+        read = [(entry, built) for entry in entries if (built := self.built(entry))]
+        earlier = [(built, entry.tensor, self.shard_of(entry.tensor)) for entry, built in read]
+        return [entry for (entry, _), has_changed in zip(read, changes(earlier, rows), strict=True) if has_changed]
 
     # A load
 
@@ -176,7 +181,7 @@ class Base:
     def compared(self, served: ServedEngine) -> Base:
         """Find what a save is to leave out, and what of it has changed, on which the ranks have then to agree.
 
-        The first time, all of it is compared with what the program built, then a share.
+        The first time all of it is compared with what the program built, and again after a change; else a share.
         """
         now, in_optimizer, overruled = settings(), optimized(self._engine), set[str]()
         # Of what the ranks have different shards of, only plain parameters have a fingerprint: made of all shards.
@@ -184,19 +189,18 @@ class Base:
         parameters = self.contents.parameters
         kept = {e.group for e in others if is_divided(self._engine, parameters.get(e.group, e.tensor))}
         for entry in self.frozen:
-            maker, is_overruled = self.origin_of[entry.group].maker, now.leaves_out(entry.names)
+            maker, is_overruled = self.origin_of[entry.group].maker, matches(entry.names, now.leave_out)
             is_kept = maker > Maker.PROGRAM and not is_overruled
             is_kept |= maker >= Maker.OPTIMIZER and entry.tensor in in_optimizer
-            if (is_kept and entry.kind != PART) or now.keeps(entry.names):
+            if (is_kept and entry.kind != PART) or matches(entry.names, now.keep):
                 kept.add(entry.group)
             if entry.group not in kept:
                 self.left_out.append(entry)
                 overruled.update({entry.group} if is_overruled else ())
         compared = [entry for entry in self.left_out if entry.group not in overruled]
         unchanged = [entry for entry in compared if not self.origin_of[entry.group].is_changed]
-        differ = self.differing(unchanged, served.comparisons)
+        differ = self.differing(unchanged, self._share(unchanged, served))
         self.unmerged, self.merged = tuners.merges(self._engine.module)
-        served.comparisons += bool(self.left_out)
         self.record(self.left_out)
         drifted = {
             entry.group
@@ -213,6 +217,13 @@ class Base:
         self.is_known = all(content is None or content.fingerprint for content in contents)
         return self
 
+    def _share(self, entries: Iterable[ModuleTensor], served: ServedEngine) -> range | None:
+        """Another sixteenth of the rows; None for all of them, unless they are those of the save before."""
+        count = sum(len(built.sums) for built in map(self.built, entries) if built and built.sums is not None)
+        served.comparisons = served.comparisons + 1 if count == served.compared_rows else 0
+        served.compared_rows, turn = count, served.comparisons % SHARES
+        return range(count * turn // SHARES, count * (turn + 1) // SHARES) if served.comparisons else None
+
     def settle(self) -> tuple[set[str], set[str]]:
         """Do not leave out what is no base; every rank must call it, unless all know that they have seen the same.
 
@@ -224,7 +235,7 @@ class Base:
 
         changed, drawn = self.changed, set[str]()
         if not (self.is_known and self.is_agreed):
-            entries, leaves_out = self.left_out, settings().leaves_out
+            entries, named = self.left_out, settings().leave_out
             heads = torch.tensor([self.origin_of[e.group].head if e.kind == PARAMETER else 0 for e in entries]).long()
             heads *= not self._is_divided
             flags = torch.tensor([entry.group in changed for entry in entries]).long()
@@ -233,7 +244,7 @@ class Base:
                 if is_changed:
                     changed.add(entry.group)
                 # Numbers are equal only if the square of their sum is the sum of their squares, times how many.
-                elif count == world_size() and total**2 != count * squares and not leaves_out(entry.names):
+                elif count == world_size() and total**2 != count * squares and not matches(entry.names, named):
                     drawn.add(entry.group)
         for group in changed:
             self.origin_of[group].is_changed = True
@@ -256,7 +267,8 @@ def notice_earlier_training(module: torch.nn.Module) -> None:
     The same is true of copies of what they have trained, such as a teacher, or an adapter to compare with.
     """
     trained = [tensor for tensor, origin in _living() if origin.maker is Maker.TRAINING]
-    origin_of, contents = origins(module), Contents(module)
+    contents = Contents(module)
+    origin_of = origins(contents)
     for name, parameter in contents.parameters.items() if world_size() > 1 else ():
         origin = origin_of[name]
         if not (parameter.requires_grad or origin.built or origin.head or partition_of(parameter) is not parameter):
@@ -268,7 +280,7 @@ def notice_earlier_training(module: torch.nn.Module) -> None:
         origin = origin_of[entry.group]
         if built := origin.built.get(entry.suffix):
             has_layout = layout_of(entry.tensor) == built.layout
-            origin.is_changed |= has_layout and built.differs_from(entry.tensor, None, number=1)
+            origin.is_changed |= has_layout and changes([(built, entry.tensor, None)], range(0))[0]
         else:
             origin.is_changed |= bool(copied) and sketch(entry.tensor) in copied
 

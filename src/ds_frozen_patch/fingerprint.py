@@ -3,7 +3,7 @@
 A parameter's values, in order, are divided into blocks of 256 KiB. A block's sum is linear in its bits, so each rank
 computes a partial sum from its shard, and the ranks add these up. BLAKE2b then digests the sums of all blocks in order.
 A block's sum is the total of those of its 16 rows of 16 KiB. Each rank keeps the sums of the rows that it has read
-(`Content`), and later compares them with the values again: all rows, or one of 16.
+(`Content`), and later compares them with the values again: all rows, or some.
 
 **The sum of a block.** Read the block as 64-bit words x_j (the last one padded with zeros), each of two 32-bit
 lanes: x_j = 2^32 h_j + l_j. The sum is
@@ -30,6 +30,7 @@ It does not protect against a base that is crafted to collide: the weights are p
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -46,9 +47,9 @@ if TYPE_CHECKING:
 
 BLOCK_WORDS = 1 << 15
 BLOCK_BYTES = 8 * BLOCK_WORDS
-SHARES = 16
-"""How many rows a block has. A comparison of one share reads one of them."""
-ROW_WORDS = BLOCK_WORDS // SHARES
+ROWS = 16
+"""How many rows a block has."""
+ROW_WORDS = BLOCK_WORDS // ROWS
 ROW_BYTES = 8 * ROW_WORDS
 COPIED_BYTES = 1 << 24
 """At most so much of a tensor that is not contiguous is copied at once."""
@@ -94,27 +95,11 @@ class Content:
     sample: torch.Tensor | None = None
     fingerprint: str | None = None
 
-    def differs_from(self, tensor: torch.Tensor, shard: Shard | None, number: int = 0) -> bool:
-        """Whether the tensor's values have changed since, or its layout has; False if they cannot be read.
-
-        Args:
-            tensor: as it is now.
-            shard: see `read`.
-            number: 0 to compare all rows, else which share: of 16 consecutive numbers, each row has one.
-        """
-        layout = layout_of(tensor, shard)
-        if layout is None or layout != self.layout or self.sums is None:
-            return layout is not None
-        place = number % max(min(len(self.sums), SHARES), 1)
-        now = _sums_of_rows(tensor, shard, layout, place if number else None)[1]
-        rows = slice(place, None, SHARES) if number else slice(None)
-        return not now[rows].equal(self.sums[rows])
-
     def is_rounded_to(self, tensor: torch.Tensor, largest: float) -> bool:
         """Whether the tensor may differ by rounding only: by a few units in the last place of this largest value."""
         import torch
 
-        now = _sample(tensor)
+        now = _sample(tensor).cpu()
         if self.sample is None or self.sample.dtype != now.dtype or self.sample.shape != now.shape:
             return False
         before = self.sample.double()
@@ -138,8 +123,39 @@ def read(tensor: torch.Tensor, shard: Shard | None = None) -> Content:
     content, layout = unread(tensor, shard), layout_of(tensor, shard)
     if layout is not None:
         first, sums = _sums_of_rows(tensor, shard, layout)
-        content = replace(content, layout=layout, first=first, sums=sums, sample=_sample(tensor))
+        content = replace(content, layout=layout, first=first, sums=sums, sample=_sample(tensor).to("cpu", copy=True))
     return content
+
+
+def changes(earlier: Sequence[tuple[Content, Any, Shard | None]], rows: range | None = None) -> list[bool]:
+    """Which tensors have other values than before, or another layout; False for those that cannot be read.
+
+    Args:
+        earlier: what was read, each with the tensor and the shard, see `read`.
+        rows: which to compare, counted through all of them, beside the samples of all tensors; all by default.
+    """
+    import torch
+
+    changed: list[bool] = []
+    samples: dict[Any, list[tuple[int, torch.Tensor, torch.Tensor]]] = defaultdict(list)
+    end = 0
+    for number, (content, tensor, shard) in enumerate(earlier):
+        begin, end = end, end + (0 if content.sums is None else len(content.sums))
+        layout = layout_of(tensor, shard)
+        changed.append(layout is not None and layout != content.layout)
+        if layout is None or changed[number] or content.sums is None or content.sample is None:
+            continue
+        part = slice(None) if rows is None else slice(max(rows.start - begin, 0), max(rows.stop - begin, 0))
+        if compared := range(content.first, content.first + len(content.sums))[part]:
+            changed[number] = not _sums_of_rows(tensor, shard, layout, compared)[1].equal(content.sums[part])
+        sample = _integers(_sample(tensor))
+        samples[sample.device, sample.dtype].append((number, sample, _integers(content.sample)))
+    for of_one_kind in samples.values():  # all at once: a GPU takes as long for one tensor
+        numbers, now, before = zip(*of_one_kind, strict=True)
+        ends = torch.tensor([len(sample) for sample in now]).cumsum(0)
+        for at in (torch.cat(now).cpu() != torch.cat(before)).nonzero()[:, 0]:
+            changed[numbers[int(torch.searchsorted(ends, at, right=True))]] = True
+    return changed
 
 
 def fingerprints(contents: Sequence[Content], device: Any = None) -> list[str | None]:
@@ -195,7 +211,7 @@ def sketch(tensor: torch.Tensor) -> int:
 
     if layout_of(tensor) is None:
         return 0
-    sample = _sample(tensor)
+    sample = _sample(tensor).cpu().contiguous()
     values = sample.view(torch.uint8).view(-1, sample.element_size())
     content = sample.dtype, partition_of(tensor).numel(), values.tolist()
     return 0 if bool((values == values[:1]).all()) else digest(content)
@@ -232,41 +248,41 @@ def layout_of(tensor: Any, shard: Shard | None = None) -> tuple[Any, ...] | None
 
 
 def _sample(tensor: Any) -> torch.Tensor:
-    """About 64 evenly spaced values of those that this process has of a readable tensor, on the CPU."""
+    """About 64 evenly spaced values of those that this process has of a readable tensor."""
     values: torch.Tensor = partition_of(tensor).detach()
     while not values.is_contiguous() and values.dim() > 1:
         values = values[0]
     values = values.reshape(-1)
-    return values[:: max(len(values) // 64, 1)].cpu().contiguous()
+    return values[:: max(len(values) // 64, 1)]
 
 
 def _sums_of_rows(
-    tensor: Any, shard: Shard | None, layout: tuple[Any, ...], place: int | None = None
+    tensor: Any, shard: Shard | None, layout: tuple[Any, ...], rows: range | None = None
 ) -> tuple[int, torch.Tensor]:
-    """The first row of what this rank reads, and the sums of all its rows, on the CPU.
+    """The first row of what this rank reads, or of some of its rows, and their sums, on the CPU.
 
     Args:
         tensor, shard, layout: see `layout_of`.
-        place: compute only the sums of each 16th row, from this one on; the others are 0.
+        rows: of the whole tensor; by default all that this rank reads.
     """
     import torch
 
     *_, begin, end = layout
-    values = partition_of(tensor).detach()
-    first = begin * tensor.element_size() // ROW_BYTES
-    count = -(-end * tensor.element_size() // ROW_BYTES) - first if begin < end else 0
+    size, values = tensor.element_size(), partition_of(tensor).detach()
+    offset = begin if partition_of(tensor) is not tensor else 0 if shard is None else shard.index * tensor.numel()
+    if rows is not None:
+        begin, end = max(begin, rows.start * ROW_BYTES // size), min(end, rows.stop * ROW_BYTES // size)
+    first = begin * size // ROW_BYTES
+    count = -(-end * size // ROW_BYTES) - first if begin < end else 0
     sums = torch.zeros(count, dtype=torch.int64, device=values.device)
-    turn = None if place is None else (first + place) % SHARES
-    todo = [
-        (values, begin if partition_of(tensor) is not tensor else 0 if shard is None else shard.index * tensor.numel())
-    ]
+    todo = [(values, offset)]
     while todo:
         piece, offset = todo.pop()
         from_, to = max(begin - offset, 0), min(end - offset, piece.numel())
         if from_ >= to:
             continue
         if piece.is_contiguous() or piece.dim() == 1 or piece.numel() * piece.element_size() <= COPIED_BYTES:
-            row, added = row_sums(piece.reshape(-1)[from_:to], offset + from_, turn)
+            row, added = row_sums(piece.reshape(-1)[from_:to], offset + from_)
             sums[row - first : row - first + len(added)] += added
         elif len(piece) == 1:
             todo.append((piece[0], offset))
@@ -276,50 +292,53 @@ def _sums_of_rows(
     return first, sums.cpu()
 
 
-def row_sums(piece: torch.Tensor, offset: int, turn: int | None = None) -> tuple[int, torch.Tensor]:
+def row_sums(piece: torch.Tensor, offset: int) -> tuple[int, torch.Tensor]:
     """The contribution of a piece of a tensor to the sums of its rows.
 
     Args:
         piece: consecutive values, one-dimensional, of any dtype.
         offset: of the piece in the whole tensor, in elements.
-        turn: compute only the rows with this place in their blocks; the others are 0.
 
     Returns:
         The index of the first row, and an int64 tensor with the sums of it and the following ones.
     """
     import torch
 
-    if piece.element_size() == 16:  # complex128: two elements of eight bytes
-        piece, offset = torch.view_as_real(piece).flatten(), 2 * offset
-    piece = piece.view(getattr(torch, _INTEGERS[piece.element_size()]))
+    offset *= 2 if piece.element_size() == 16 else 1
+    piece = _integers(piece)
     per_row = ROW_BYTES // piece.element_size()
-    first, skipped = divmod(offset, per_row)
-    sums = torch.zeros(-(-(skipped + len(piece)) // per_row), dtype=torch.int64, device=piece.device)
-    # 2 MiB fit into a CPU's cache, and are enough for its threads; a GPU needs more work at once.
-    at_once = min(128 if piece.device.type == "cpu" else 1024, -(-len(sums) // SHARES))
-    words = torch.empty(at_once, ROW_WORDS, dtype=torch.int64, device=piece.device)
-    weighed, elements = torch.empty_like(words), words.view(-1).view(piece.dtype).view(at_once, per_row)
-    for place in range(min(len(sums), SHARES)):  # each 16th row from here on has the same weights
-        if turn not in (None, (first + place) % SHARES):
-            continue
-        low, high = (weights[(first + place) % SHARES].to(piece.device) for weights in _weights())
-        row = place
-        while row < len(sums):
-            start = row * per_row - skipped
-            count = min(at_once, (len(piece) - start - per_row) // (SHARES * per_row) + 1) if start >= 0 else 0
-            if count > 0:
-                elements[:count].copy_(piece[start:].unfold(0, per_row, SHARES * per_row)[:count])
-            else:  # the piece has only a part of this row
-                count = 1
-                words[0] = 0
-                begin, end = max(start, 0), min(start + per_row, len(piece))
-                elements[0, begin - start : end - start].copy_(piece[begin:end])
-            torch.mul(words[:count], low, out=weighed[:count])
-            totals = weighed[:count].sum(1)
-            totals += words[:count].bitwise_right_shift_(32).bitwise_and_(0xFFFFFFFF).mul_(high).sum(1)
-            sums[row : row + count * SHARES : SHARES] = totals
-            row += count * SHARES
+    first, end = offset // per_row, -(-(offset + len(piece)) // per_row)
+    sums = torch.empty(end - first, dtype=torch.int64, device=piece.device)
+    # Two blocks and their weights fit into a CPU's cache; a GPU needs more work at once.
+    at_once = min(2 if piece.device.type == "cpu" else 64, max((end - first) // ROWS, 1))
+    words = torch.empty(at_once * ROWS, ROW_WORDS, dtype=torch.int64, device=piece.device)
+    weighed, elements = torch.empty_like(words), words.view(-1).view(piece.dtype)
+    row = first
+    while row < end:  # a part of a block at both ends, and whole ones between
+        place = row % ROWS
+        rows = min(ROWS - place, end - row)
+        count = rows if rows < ROWS else min(at_once, (end - row) // ROWS) * ROWS
+        begin = row * per_row - offset
+        start, stop = max(begin, 0), min(begin + count * per_row, len(piece))
+        if stop - start < count * per_row:
+            words[:count] = 0
+        elements[start - begin : stop - begin].copy_(piece[start:stop])
+        low, high = (weights[place : place + rows].to(piece.device) for weights in _weights())
+        now, product = (buffer[:count].view(-1, rows, ROW_WORDS) for buffer in (words, weighed))
+        totals = torch.mul(now, low, out=product).sum(2)
+        totals += now.bitwise_right_shift_(32).bitwise_and_(0xFFFFFFFF).mul_(high).sum(2)
+        sums[row - first : row - first + count] = totals.flatten()
+        row += count
     return first, sums
+
+
+def _integers(values: torch.Tensor) -> torch.Tensor:
+    """One-dimensional values as integers of their size; of complex128, two for each."""
+    import torch
+
+    if values.element_size() == 16:
+        values = torch.view_as_real(values).flatten()
+    return values.view(getattr(torch, _INTEGERS[values.element_size()]))
 
 
 @cache
@@ -333,14 +352,14 @@ def _weights() -> tuple[torch.Tensor, torch.Tensor]:
     mixed = (mixed ^ ((mixed >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     mixed = (mixed ^ ((mixed >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
     weights = ((mixed ^ ((mixed >> 31) & 0x1FFFFFFFF)) << 32) | low
-    return weights[:BLOCK_WORDS].view(SHARES, ROW_WORDS), weights[BLOCK_WORDS:].view(SHARES, ROW_WORDS)
+    return weights[:BLOCK_WORDS].view(ROWS, ROW_WORDS), weights[BLOCK_WORDS:].view(ROWS, ROW_WORDS)
 
 
 def _add_to_blocks(blocks: torch.Tensor, first: int, rows: torch.Tensor) -> None:
     """Add the sums of rows, from the row `first` on, to those of a tensor's blocks."""
     import torch
 
-    blocks.index_add_(0, torch.arange(first, first + len(rows)) // SHARES, rows)
+    blocks.index_add_(0, torch.arange(first, first + len(rows)) // ROWS, rows)
 
 
 def _digest(size: int, blocks: torch.Tensor) -> str:

@@ -161,17 +161,24 @@ def inner_tensors(tensor: Any) -> dict[str, torch.Tensor]:
 class Contents:
     """What a module contains at present, by plain name.
 
-    Each of torch's walks through a large module takes milliseconds, so each is made only once.
+    A walk through a large module takes milliseconds, so it is made only once.
 
     Attributes:
         module: the module.
+        layers: it, and all modules in it, by path.
         raw_names: of its parameters, with those of wrappers.
         parameters: including tied aliases, in the module's order.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        named = dict(module.named_parameters(remove_duplicate=False))
-        self.module, self.raw_names = module, named.keys()
+        self.module, self.layers = module, dict(module.named_modules(remove_duplicate=False))
+        named = {
+            f"{path}.{name}" if path else name: parameter
+            for path, layer in self.layers.items()
+            for name, parameter in layer._parameters.items()
+            if parameter is not None
+        }
+        self.raw_names = named.keys()
         self.parameters = {plain(name): parameter for name, parameter in named.items()}
 
     @cached_property
@@ -212,7 +219,7 @@ class Contents:
     def tensors(self) -> list[ModuleTensor]:
         """Everything that the module contains: parameters, each with its parts, and persistent buffers."""
         buffers = {plain(name): buffer for name, buffer in self.module.named_buffers(remove_duplicate=False)}
-        quantized = dict(_quantized_layers(self.module))
+        quantized = dict(_quantized_layers(self.layers))
         by_identity = {id(parameter): parameter for parameter in self.names}
         names = dict(self.names)
         for name, value in self.state.items():  # it may have other names
@@ -221,7 +228,7 @@ class Contents:
         first = {name: all_names[0] for all_names in names.values() for name in all_names}
         by_parameter: dict[str, list[ModuleTensor]] = {}
         for parameter, all_names in names.items():
-            is_subclass, is_frozen = bool(inner_tensors(parameter)), not parameter.requires_grad
+            is_subclass, is_frozen = hasattr(type(parameter), "__tensor_flatten__"), not parameter.requires_grad
             tensor = described(settings_of(parameter)) if is_subclass else parameter
             shape, dtype = shape_of(parameter), dtype_of(parameter)
             whole = ModuleTensor(
@@ -276,9 +283,9 @@ def _part(of: ModuleTensor, suffix: str, tensor: Any) -> ModuleTensor:
     return ModuleTensor(names, PART, tuple(tensor.shape), dtype_of(tensor), tensor, of.name, of.is_frozen, suffix)
 
 
-def _quantized_layers(module: torch.nn.Module) -> Iterator[tuple[str, Collection[str]]]:
-    """The quantized layers, by plain path, and which of their buffers belong to the base."""
-    for path, layer in module.named_modules(remove_duplicate=False):
+def _quantized_layers(layers: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, Collection[str]]]:
+    """The quantized ones of a module's layers, by plain path, and which of their buffers belong to the base."""
+    for path, layer in layers.items():
         cls: Any = type(layer)
         package = _package_of(cls)
         if package is not None and not any(p.requires_grad for p in layer.parameters(recurse=False)):

@@ -351,29 +351,25 @@ def digest_of(values: Mapping[str, Any]) -> str:
 # What wrote a checkpoint
 
 
-def adapters_of(module: torch.nn.Module) -> dict[str, dict[str, str]]:
-    """The configurations of a module's PEFT adapters, for `Record.adapters`."""
+def adapters_of(layers: Mapping[str, torch.nn.Module]) -> dict[str, dict[str, str]]:
+    """The configurations of the PEFT adapters of a module, given its layers by path, for `Record.adapters`."""
     configurations: dict[str, dict[str, str]] = {}
-    seen: set[torch.nn.Module] = set()
-
-    def look(inner: torch.nn.Module, name: str) -> None:
-        if inner in seen:
-            return
-        seen.add(inner)
+    paths: dict[torch.nn.Module, str] = {}
+    for path, layer in layers.items():
+        paths.setdefault(layer, path)
+    models: list[str] = []
+    for layer, path in paths.items():
         # Accessing a missing attribute of a module is slow: it searches three dictionaries and raises.
-        has = "peft_config" in vars(inner) or hasattr(type(inner), "peft_config")
-        configs = getattr(inner, "peft_config", None) if has else None
-        if not isinstance(configs, dict):
-            for child, its_module in inner.named_children():
-                look(its_module, f"{name}.{child}" if name else child)
-            return
-        configurations[plain(name)] = {  # PEFT's inner modules have the same configurations
+        has = "peft_config" in vars(layer) or hasattr(type(layer), "peft_config")
+        configs = getattr(layer, "peft_config", None) if has else None
+        if not isinstance(configs, dict) or any(f"{path}.".startswith(model) for model in models):
+            continue  # PEFT's inner modules have the same configurations
+        models.append(f"{path}." if path else "")
+        configurations[plain(path)] = {
             adapter: json.dumps(config.to_dict(), default=_plain_value, sort_keys=True)
             for adapter, config in configs.items()
             if hasattr(config, "to_dict")
         }
-
-    look(module, "")
     return configurations
 
 

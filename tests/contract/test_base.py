@@ -202,13 +202,9 @@ class Counts(Callback):
         self.original = fingerprint.row_sums
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        def counted(piece: torch.Tensor, offset: int, turn: int | None = None) -> tuple[int, torch.Tensor]:
-            size = fingerprint.ROW_BYTES // piece.element_size()
-            for row in range(offset // size, -(-(offset + len(piece)) // size)):
-                if turn in (None, row % fingerprint.SHARES):
-                    begin = row * size - offset
-                    self.read[-1] += min(begin + size, len(piece)) - max(begin, 0)
-            return self.original(piece, offset, turn)
+        def counted(piece: torch.Tensor, offset: int) -> tuple[int, torch.Tensor]:
+            self.read[-1] += len(piece)
+            return self.original(piece, offset)
 
         fingerprint.row_sums = counted
 
@@ -238,10 +234,10 @@ def test_the_pass_is_split_between_ranks(ranks: Any, tmp_path: Path, stage: int)
     first, second = ranks(2, saves_and_resumes, out=str(tmp_path), stage=stage)
     frozen = first[2]
     (_, *whole), resumed = ([a + b for a, b in zip(first[run], second[run], strict=True)] for run in (0, 1))
-    # Training begins with a pass, and the first save compares all. A later save compares a sixteenth of each tensor, or
-    # one row of a small one. A resume reads the base before training.
+    # Training begins with a pass, and the first save compares all. A later save compares a sixteenth of the rows. A
+    # resume reads the base before training.
     assert 2 * frozen <= whole[0] < 2.1 * frozen  # and some values to find copies
-    assert all(frozen / 16 < share < frozen / 4 for share in whole[1:])
+    assert all(frozen / 20 < share < frozen / 12 for share in whole[1:])
     assert resumed[0] == frozen <= resumed[1] < 1.1 * frozen
     assert 0.4 < first[0][1] / whole[0] < 0.6
 

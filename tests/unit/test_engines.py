@@ -13,6 +13,7 @@ from ds_frozen_patch.base import origins, watch_base
 from ds_frozen_patch.engine.batch import scale_loss
 from ds_frozen_patch.engine.served import attach
 from ds_frozen_patch.internals import NAMES
+from ds_frozen_patch.parameters import Contents
 
 pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
 
@@ -88,8 +89,8 @@ def test_the_record_of_the_base_leaves_forward_alone() -> None:
     engine(torch.ones(2))
     engine.train()
     engine.forward(torch.ones(2))  # which calls no hook
-    assert not any(one.built for one in origins(engine.module).values())
+    assert not any(one.built for one in origins(Contents(engine.module)).values())
     engine(torch.ones(2))
-    assert all(one.built for one in origins(engine.module).values())
+    assert all(one.built for one in origins(Contents(engine.module)).values())
     assert engine.forward is theirs
     assert not engine._forward_pre_hooks

@@ -11,8 +11,9 @@ import torch
 from ds_frozen_patch.fingerprint import (
     BLOCK_BYTES,
     ROW_BYTES,
-    SHARES,
+    ROWS,
     _weights,
+    changes,
     fingerprints,
     of_stream,
     read,
@@ -43,7 +44,7 @@ def test_sums_of_partitions_add_up(dtype: torch.dtype) -> None:
     values = bits((3 * BLOCK_BYTES // torch.empty(0, dtype=dtype).element_size() + 7,), dtype)
     first, whole = row_sums(values, 0)
     assert first == 0
-    assert len(whole) == 3 * SHARES + 1
+    assert len(whole) == 3 * ROWS + 1
     pick = random.Random(0)
     for _ in range(5):
         cuts = sorted([0, len(values), *(pick.randrange(len(values)) for _ in range(pick.choice([1, 2, 9])))])
@@ -97,22 +98,36 @@ def test_one_bit_anywhere() -> None:
     assert fingerprint(values) == before
 
 
-@pytest.mark.parametrize("size", [1, 4000, 9 * ROW_BYTES // 2, 40 * ROW_BYTES // 2 + 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("strided", [False, True])
-def test_sixteen_shares_are_everything(size: int, strided: bool) -> None:
-    """A change of one element is seen by one share of sixteen, a change of all elements by each."""
-    values = bits((size, 2))[:, 0] if strided else bits((size,))
-    before = read(values)
+def test_changes(dtype: torch.dtype, strided: bool) -> None:
+    """A change of one value is in one share of the rows at most, a change of all values in the samples of each."""
+    sizes, per_row = (1, 1000, 9, 40), ROW_BYTES // torch.empty(0, dtype=dtype).element_size()
+    shapes = [(max(size * per_row // 4, 1), 2 if strided else 1) for size in sizes]
+    before = [bits(shape, dtype, seed)[:, 0] for seed, shape in enumerate(shapes)]
+    contents = [read(values) for values in before]
+
+    def changed(now: list[torch.Tensor], rows: range | None) -> list[bool]:
+        return changes([(content, values, None) for content, values in zip(contents, now, strict=True)], rows)
+
+    count = sum(len(content.sums) for content in contents if content.sums is not None)
+    shares = [range(count * turn // 7, count * (turn + 1) // 7) for turn in range(7)]
+    assert not any(flag for rows in (None, range(0), *shares) for flag in changed(before, rows))
     pick = random.Random(0)
-    for place in [0, size - 1, *(pick.randrange(size) for _ in range(5))]:
-        changed = values.clone()
-        changed.view(torch.int16)[place] ^= 1
-        everything, *shares = [before.differs_from(changed, None, number) for number in range(17)]
-        assert everything
-        assert any(shares)
-        assert size < 20 * ROW_BYTES // 2 or shares.count(True) == 1
-    assert all(before.differs_from(bits((size,), seed=1), None, number) for number in range(17))
-    assert not any(before.differs_from(values, None, number) for number in range(17))
+    for number, values in enumerate(before):
+        for place in {0, len(values) - 1, *(pick.randrange(len(values)) for _ in range(5))}:
+            other = [each.clone() for each in before]
+            other[number][place : place + 1].view(torch.uint8)[0] ^= 1
+            expected = [each == number for each in range(len(before))]
+            assert changed(other, None) == expected
+            seen = [changed(other, rows) for rows in shares]
+            assert [any(flags) for flags in zip(*seen, strict=True)] == expected
+            in_sample = changed(other, range(0))[number]
+            assert in_sample or sum(map(any, seen)) == 1
+    other = [bits(shape, dtype, 9)[:, 0] for shape in shapes]
+    differ = [fingerprint(values) != fingerprint(now) for values, now in zip(before, other, strict=True)]
+    assert all(changed(other, rows) == differ for rows in (None, range(0), *shares))
+    assert changed([before[0].unsqueeze(1), *before[1:]], range(0)) == [True, False, False, False]
 
 
 def test_weights_satisfy_the_proof() -> None:

@@ -70,7 +70,8 @@ class ServedEngine:
     Attributes:
         owner: that made it.
         topology: what kind of engine it is.
-        comparisons: how often its base has been compared with what the program built, see `base`.
+        comparisons: how often its base has been compared since all of it was, see `base`.
+        compared_rows: how many rows it had then, see `fingerprint.Content`.
         begin: called with the engine when training begins, or adapters are merged before; then None.
         undoes_merges: whether saves leave out what adapters are merged into at present.
         loss_factor: what each loss is multiplied by, see `engine.batch.scale_loss`.
@@ -79,6 +80,7 @@ class ServedEngine:
         recorder: of saves that training does not wait for (`save.writer.Recorder`), once there was one.
         load: that a strategy has begun (`load.running.Load`), while the engine loads for it.
         single_file: that `Trainer.save_checkpoint` has begun, while the strategy saves for it.
+        scripts: the content and mode of each script that DeepSpeed copies beside checkpoints, by name, once it has.
         logged: the messages already logged once.
         undo: what `unpatch()` calls with the engine, to take off what was put on it.
     """
@@ -86,6 +88,7 @@ class ServedEngine:
     owner: Owner
     topology: Topology
     comparisons: int = 0
+    compared_rows: int = 0
     begin: Callable[[Any], None] | None = None
     undoes_merges: bool = False
     loss_factor: float = 1.0
@@ -94,6 +97,7 @@ class ServedEngine:
     recorder: Any = None
     load: Any = None
     single_file: Any = None
+    scripts: dict[str, tuple[bytes, int]] = field(default_factory=dict)
     logged: set[str] = field(default_factory=set)
     undo: list[Callable[[Any], object]] = field(default_factory=list)
 

@@ -14,7 +14,7 @@ from ..checkpoint.zero.selection import Selection
 from ..common.errors import CheckpointMismatchError, named
 from ..engine.served import attached, warn
 from ..internals import groups_to_save, trained_groups
-from ..parameters import plain, with_adapters
+from ..parameters import Contents, plain, with_adapters
 from .listing import Listing
 from .running import Load
 
@@ -73,7 +73,7 @@ def _check_model_has(saved: Shapes, now: Shapes, load: Load) -> None:
 
 def finish(load: Load, selection: Selection) -> None:
     """Once the checkpoint is loaded: say what has changed, and keep what is frozen now in later checkpoints."""
-    origin_of = origins(load.engine.module)
+    origin_of = origins(Contents(load.engine.module))
     for name in selection.frozen:
         origin_of[name].maker = Maker.TRAINING
     sentences = []

@@ -83,7 +83,7 @@ def describe(save: Save) -> Record:
         kind=FULL if base is None else TRAINABLE_ONLY,
         left_out=tuple(entries),
         total_bytes=sum(entry.nbytes for entry in left_out),
-        adapters=adapters_of(save.engine.module),
+        adapters=adapters_of(save.contents.layers),
         compiled=compiled_modules(save.contents.raw_names),
         loss_factor=save.served.loss_factor,
     )

@@ -73,7 +73,7 @@ def _rename_for_module(
     path: Path,
 ) -> dict[str, TensorSource]:
     """The tensors of an adapter folder by their names in the module."""
-    recorded = adapters_of(module)
+    recorded = adapters_of(dict(module.named_modules()))
     if len(recorded) != 1:
         raise CheckpointError(
             f"{path} contains an adapter, but the module has {len(recorded)} PEFT models instead of one."
