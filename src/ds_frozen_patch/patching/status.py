@@ -153,7 +153,7 @@ def _status_of(what: Target, finding: Finding, patch: Patch | None, in_force: bo
         state = "has it itself"
     elif state != "not installed":
         state = "waiting for import" if in_force else "can be wrapped"
-    if patch is not None and not remedy and what.name in patch.names and what.module in patch.wrappings:
+    if patch is not None and not remedy and what.module in patch.specs:
         state = "wrapped"
         if not patch.has_wrapped(what.module):
             state, reason, remedy = "can be wrapped", f"{what.module} has been reloaded since patch()", "call it again"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from weakref import ref
 
+from ...common.files import WEIGHTS_FILE
 from ...common.overrides import Attributes, overridden
 from ...common.probing import Finding, Target, Wrapper, takes
 from ...core.save import begin
@@ -30,9 +31,8 @@ from ...save.agreement import explaining_errors
 from ...settings import FLAG
 from ...settings import current as settings
 from .. import plain
-from . import checkpoints, loops, single_file
+from . import NAMES, STRATEGY, STRATEGY_OF_TRAINER, checkpoints, loops, single_file, uses
 from .checkpoints import forget_paths_outside
-from .names import NAMES, STRATEGY, STRATEGY_OF_TRAINER, uses
 
 BUILT = "_ds_frozen_patch_built"
 """An attribute of strategies that were built under `patch()`: their own flag counts."""
@@ -145,12 +145,12 @@ def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
         return None
     path, owner = call.arguments[name], served.owner
     is_first_on_disk = owner.rank == 0 or (owner.local_rank == 0 and engine.use_node_local_storage())
-    if is_local(path) and is_first_on_disk:
-        with suppress(OSError):  # the engine's save says what is wrong, on every rank
+    with suppress(OSError):  # the engine's save says what is wrong, on every rank
+        if is_local(path) and is_first_on_disk and Path(path).is_file():
             single_file.make_way(Path(path))
     with overridden([(strategy, FLAG, owner.excludes(None))] if hasattr(strategy, FLAG) else []):
         result = wrapped(*args, **kwargs)
-    if is_local(path) and is_first_on_disk:
+    if is_local(path) and is_first_on_disk and Path(path, WEIGHTS_FILE).exists():
         in_flight.afterwards(partial(single_file.remove_from, Path(path)))
     if name == "filepath" and settings().async_save:
         trainer = strategy.lightning_module.trainer
@@ -190,8 +190,9 @@ def teardown(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs:
 def load_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A strategy's `load_checkpoint`: finds the checkpoint, and loads single files that Trainer has saved."""
     in_flight.wait()
-    with trust(), overridden(_moved_in_deepspeed()):
-        checkpoint = _load(wrapped, strategy, inspect.signature(wrapped).bind(*args, **kwargs))
+    call = inspect.signature(wrapped).bind(*args, **kwargs)
+    with trust(), overridden(_moved_in_deepspeed() if "path" in call.arguments else []):  # Fabric's
+        checkpoint = _load(wrapped, strategy, call)
     engine: Any = getattr(strategy, "model", None)
     served = attached(engine, partial(owner_of, engine, strategy))
     if engine is None or not isinstance(checkpoint, dict) or not hasattr(strategy, "lightning_module"):
@@ -231,7 +232,8 @@ def _load(wrapped: Callable[..., Any], strategy: Any, call: inspect.BoundArgumen
         if content is None:
             call.arguments[name] = path
             wait_for_name(path / "checkpoint")
-            _check_path(path)
+            if not (path / "latest").is_file():
+                _check_path(path)
     except Exception as error:  # raised below, on all ranks
         problem = error
     if problem is not None or content is not None:
