@@ -19,9 +19,10 @@ from kit.cell import FABRIC, TRAINER
 from kit.hidden import hidden
 
 import ds_frozen_patch
-from ds_frozen_patch.common import names, probing
+from ds_frozen_patch.common import names
 from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.engine.served import attached
+from ds_frozen_patch.frameworks import plain
 from ds_frozen_patch.patching.wrapping import TARGETS
 
 pytestmark = [pytest.mark.promise(15), pytest.mark.everyday]
@@ -176,4 +177,4 @@ def test_what_objects_of_a_class_have() -> None:
     assert names.has(Base(), "set_in_it")
     assert names.has(torch, "Tensor")
     assert not names.has(None, "attribute")
-    assert probing.lacking(SERVED[TRAINER]) == ""
+    assert plain.lacking(SERVED[TRAINER]) == ""

@@ -16,7 +16,6 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from .. import process
 from .names import Names
 
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -113,15 +112,9 @@ def _judge(what: Target, cls: Any | None, text: str, is_imported: bool) -> Findi
     return what.judge(cls, text)
 
 
-def lacking(what: Target) -> str:
-    """Why a framework is left as it is, as messages name it; empty if it is not. Called once all of it is imported."""
-    left = process.state.left
-    if what.name not in left:
-        finding = probe(what, is_imported=True)
-        missing = what.names.missing({kind: [_resolved(path)] for kind, path in what.kinds.items()})
-        reason = finding.reason if finding.verdict == "refused" else missing and f"it lacks {missing}"
-        left[what.name] = f"{what.name} {finding.version}: {reason}" if reason else ""
-    return left[what.name]
+def missing(what: Target) -> str:
+    """What a framework lacks of the names that are used of it; empty if it has them. Called once all is imported."""
+    return what.names.missing({kind: [_resolved(path)] for kind, path in what.kinds.items()})
 
 
 def _resolved(path: str) -> Any:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..common.probing import Target, lacking
+from .. import process
+from ..common.probing import Target, missing, probe
 from ..engine.batch import own_batch, saved_batch, warn_of_another_batch
 from ..engine.served import Owner
 from ..internals import config_of
@@ -35,6 +36,17 @@ def owner_of(engine: Any, *frameworks: Target) -> Owner:
         after_load=_after_load,
         unserved=next(filter(None, map(lacking, frameworks)), ""),
     )
+
+
+def lacking(what: Target) -> str:
+    """Why a framework is left as it is, as messages name it; empty if it is not. Called once all of it is imported."""
+    left = process.state.left
+    if what.name not in left:
+        finding = probe(what, is_imported=True)
+        lacks = missing(what)
+        reason = finding.reason if finding.verdict == "refused" else lacks and f"it lacks {lacks}"
+        left[what.name] = f"{what.name} {finding.version}: {reason}" if reason else ""
+    return left[what.name]
 
 
 def _after_load(owner: Owner, engine: Any, state: Mapping[str, Any], _: dict[str, Any]) -> None:

@@ -65,8 +65,8 @@ def notes_on(findings: Mapping[str, Finding]) -> Iterator[str]:
     if newer:
         yield (
             f"ds_frozen_patch is applied to a release that is newer than all tested ones: {', '.join(sorted(newer))}."
-            " An engine of a DeepSpeed that lacks what ds_frozen_patch relies on is saved whole, with a warning when it"
-            " is created. Look for a newer ds_frozen_patch."
+            " An engine is saved whole, with a warning when it is created, if DeepSpeed or the framework lacks what"
+            " ds_frozen_patch relies on. Look for a newer ds_frozen_patch."
         )
     if complete := [f"{name} {finding.version}" for name, finding in findings.items() if finding.complete]:
         yield (
