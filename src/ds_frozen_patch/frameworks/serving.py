@@ -17,7 +17,7 @@ from ..engine import handshake
 from ..engine.served import Owner, attach, warn
 from ..engine.topology import has_all_ranks
 from ..settings import current as settings
-from ..settings import matches
+from ..settings import matches, switch
 from . import for_accelerate as accelerate
 from . import for_transformers as transformers
 from . import plain
@@ -52,6 +52,9 @@ def init(wrapped: Callable[..., None], engine: Any, args: tuple[Any, ...], kwarg
         warn(owner, process.state.notes.pop(0))
     if what in LIGHTNING and _clips_unasked(engine, owner.config):
         warn(owner, _CLIPS)
+    refuse = process.state.patch.refuse if process.state.patch is not None else None
+    if owner.unserved and refuse is not None and switch("DS_FROZEN_PATCH_STRICT") and has_both_kinds(engine):
+        refuse(owner.unserved)  # ends the program
     begin_serving(engine, owner)
 
 
