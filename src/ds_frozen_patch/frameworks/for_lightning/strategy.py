@@ -62,16 +62,14 @@ def owner_of(engine: Any, strategy: Any) -> Owner:
 
 def init(wrapped: Callable[..., None], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """`DeepSpeedStrategy(exclude_frozen_parameters=None | True | False)`; None follows `patch()`."""
-    signature = inspect.signature(wrapped)
-    if FLAG in signature.parameters:
-        call = signature.bind_partial(*args, **kwargs)
-        choice = call.arguments.get(FLAG)
-        call.arguments[FLAG] = effective = _checked(choice)
-        args, kwargs = call.args, call.kwargs
-    else:
-        kwargs = dict(kwargs)
-        effective = _checked(kwargs.pop(FLAG, None))
-    wrapped(*args, **kwargs)
+    call = signature_with_flag(wrapped).bind_partial(*args, **kwargs)
+    choice = call.arguments.pop(FLAG, None)
+    if choice is not None and not isinstance(choice, bool):
+        raise TypeError(f"{FLAG} must be True, False or None (follow patch()), not {choice!r}")
+    effective = choice is not False
+    if FLAG in inspect.signature(wrapped).parameters:
+        call.arguments[FLAG] = effective
+    wrapped(*call.args, **call.kwargs)
     setattr(strategy, FLAG, effective)
     setattr(strategy, BUILT, True)
 
@@ -84,12 +82,6 @@ def signature_with_flag(init: Callable[..., None]) -> inspect.Signature:
     flag = inspect.Parameter(FLAG, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=bool | None)
     end = len(parameters) - (parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
     return signature.replace(parameters=[*parameters[:end], flag, *parameters[end:]])
-
-
-def _checked(choice: Any) -> bool:
-    if choice is not None and not isinstance(choice, bool):
-        raise TypeError(f"{FLAG} must be True, False or None (follow patch()), not {choice!r}")
-    return choice is not False
 
 
 @uses("Trainer", "strategy")
