@@ -7,10 +7,8 @@ import shows the rest, and the first engine whether all names are there that are
 from __future__ import annotations
 
 import inspect
-import pkgutil
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib import metadata, util
 from pathlib import Path
@@ -110,17 +108,6 @@ def _judge(what: Target, cls: Any | None, text: str, is_imported: bool) -> Findi
     if missing := [name for name in what.wrappers if not callable(getattr(cls, name, None))]:
         return Finding("refused", f"{what.class_name} has no method {', '.join(missing)}")
     return what.judge(cls, text)
-
-
-def missing(what: Target) -> str:
-    """What a framework lacks of the names that are used of it; empty if it has them. Called once all is imported."""
-    return what.names.missing({kind: [_resolved(path)] for kind, path in what.kinds.items()})
-
-
-def _resolved(path: str) -> Any:
-    with suppress(ImportError, AttributeError):
-        return pkgutil.resolve_name(path)
-    return None
 
 
 def package_folder(name: str) -> Path | None:

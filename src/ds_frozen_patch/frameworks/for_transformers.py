@@ -184,13 +184,13 @@ TARGET = Target(
     _judge,
     ("transformers",),
     "install a tested release of transformers (4.40.2 is the oldest), or uninstall it if nothing uses it",
-    {
+    beside={
         "transformers.trainer:deepspeed_load_checkpoint": load_checkpoint,
         "transformers.trainer:get_last_checkpoint": find_last,
         "transformers.trainer_utils:get_last_checkpoint": find_last,
     },
-    NAMES,
-    {
+    names=NAMES,
+    kinds={
         "Trainer": "transformers.trainer:Trainer",
         "TrainerState": "transformers.trainer_callback:TrainerState",
         "CallbackHandler": "transformers.trainer_callback:CallbackHandler",

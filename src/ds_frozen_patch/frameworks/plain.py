@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import process
-from ..common.probing import Target, missing, probe
+from ..common.names import resolved
+from ..common.probing import Target, probe
 from ..engine.batch import own_batch, saved_batch, warn_of_another_batch
 from ..engine.served import Owner
 from ..internals import config_of
@@ -43,7 +44,7 @@ def lacking(what: Target) -> str:
     left = process.state.left
     if what.name not in left:
         finding = probe(what, is_imported=True)
-        lacks = missing(what)
+        lacks = what.names.missing({kind: [resolved(path)] for kind, path in what.kinds.items()})
         reason = finding.reason if finding.verdict == "refused" else lacks and f"it lacks {lacks}"
         left[what.name] = f"{what.name} {finding.version}: {reason}" if reason else ""
     return left[what.name]

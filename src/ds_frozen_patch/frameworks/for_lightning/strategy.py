@@ -314,7 +314,18 @@ def _target(package: str, *distributions: str) -> Target:
         "install a tested release (see Compatibility in the documentation), or uninstall"
         f" {distributions[-1]} if nothing uses it"
     )
-    return Target(package, module, "DeepSpeedStrategy", wrappers, _judge, distributions, remedy, beside, NAMES, kinds)
+    return Target(
+        package,
+        module,
+        "DeepSpeedStrategy",
+        wrappers,
+        _judge,
+        distributions,
+        remedy,
+        beside=beside,
+        names=NAMES,
+        kinds=kinds,
+    )
 
 
 OF_TRAINER = _target("lightning.pytorch", "lightning"), _target("pytorch_lightning", "pytorch-lightning")
