@@ -348,7 +348,7 @@ def with_files(engine: Any, states: Callable[..., list[str]], partitions: Callab
 
 
 @uses("the engine", "_get_ckpt_name", "_get_mp_rank_zero_checkpoint_names", "loaded_checkpoint_dp_world_size")
-@uses("the engine", "_get_all_ckpt_names", "_get_all_zero_checkpoint_names")
+@uses("the engine", "_get_all_zero_checkpoint_names")
 def with_listed_files(engine: Any, states: Iterable[str], partitions: Iterable[str]) -> Attributes:
     """The same by the names of all files. Requests to the file system grow with the square of the ranks otherwise."""
     ask = engine._get_all_zero_checkpoint_names
@@ -363,10 +363,7 @@ def with_listed_files(engine: Any, states: Iterable[str], partitions: Iterable[s
         is_known = {Path(name).name for name in names} <= {*partitions}
         return names if is_known else ask(root, tag, bf16_mode)
 
-    return [
-        (engine, "_get_all_ckpt_names", states_files),
-        (engine, "_get_all_zero_checkpoint_names", partition_files),
-    ]
+    return with_files(engine, states_files, partition_files)
 
 
 @uses("the engine", "_get_param_shape_func", "_get_param_fragment_func")

@@ -22,10 +22,11 @@ OF_RUN = tuple(f"DS_FROZEN_PATCH{end}" for end in ("", "_STRICT", "_CPU", "_WARN
 """The environment variables that are no settings: those of `ds-frozen-patch run`, and one that its bootstrap sets."""
 
 
-def _metadata(text: str, choices: tuple[str, ...] = (), example: str = "") -> dict[str, Any]:
-    """What describes an option: a choice between words, a list of patterns such as the example, or else a switch."""
+def _option(default: Any, text: str, choices: Any = None, example: str = "") -> Any:
+    """An option: a choice between a `Literal`'s words, a list of patterns such as the example, or else a switch."""
     kind = "choice" if choices else "patterns" if example else "switch"
-    return {"help": text, "kind": kind, "choices": choices, "example": example}
+    described = {"help": text, "kind": kind, "choices": get_args(choices), "example": example}
+    return field(default=default, metadata=described)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,92 +38,70 @@ class Settings:
     or "switch"), the `choices` of a choice, and an `example` of a pattern.
     """
 
-    verify_base: VerifyBase = field(
-        default="error",
-        metadata=_metadata(
-            "What to do if a checkpoint is loaded onto another base than the one it was saved with: `error` refuses"
-            " it, `warn` only warns, `off` skips the comparison.",
-            choices=get_args(VerifyBase),
-        ),
+    verify_base: VerifyBase = _option(  # noqa: RUF009  -- it returns a field
+        "error",
+        "What to do if a checkpoint is loaded onto another base than the one it was saved with: `error` refuses"
+        " it, `warn` only warns, `off` skips the comparison.",
+        choices=VerifyBase,
     )
-    keep: Sequence[str] = field(
-        default=(),
-        metadata=_metadata(
-            "Shell patterns such as `*.random_features`: frozen parameters with matching names are saved anyway,"
-            " because no base has their values.",
-            example="*.random_features",
-        ),
+    keep: Sequence[str] = _option(
+        (),
+        "Shell patterns such as `*.random_features`: frozen parameters with matching names are saved anyway,"
+        " because no base has their values.",
+        example="*.random_features",
     )
-    leave_out: Sequence[str] = field(
-        default=(),
-        metadata=_metadata(
-            "Shell patterns such as `*.qweight`: buffers with matching names are left out as part of the base, and"
-            " frozen parameters are left out even if training changes them. The buffers of the quantized layers of"
-            " GPTQ, AWQ, HQQ, optimum-quanto and torchao are left out without it.",
-            example="*.qweight",
-        ),
+    leave_out: Sequence[str] = _option(
+        (),
+        "Shell patterns such as `*.qweight`: buffers with matching names are left out as part of the base, and"
+        " frozen parameters are left out even if training changes them. The buffers of the quantized layers of"
+        " GPTQ, AWQ, HQQ, optimum-quanto and torchao are left out without it.",
+        example="*.qweight",
     )
-    export: Export | None = field(
-        default=None,
-        metadata=_metadata(
-            "Also write the trained weights into each checkpoint's directory, as `ds-frozen-patch export` does:"
-            " `safetensors` writes a file `trainable.safetensors`, `peft` a folder `adapter`.",
-            choices=get_args(Export),
-        ),
+    export: Export | None = _option(  # noqa: RUF009
+        None,
+        "Also write the trained weights into each checkpoint's directory, as `ds-frozen-patch export` does:"
+        " `safetensors` writes a file `trainable.safetensors`, `peft` a folder `adapter`.",
+        choices=Export,
     )
-    elastic: bool | None = field(
-        default=None,
-        metadata=_metadata(
-            "Reshard a checkpoint that was saved at another world size, or in another ZeRO stage or precision, when"
-            " it is loaded; nothing is written. Otherwise such a load is an error that says how to reshard, and"
-            " that mentions this option unless it is off.",
-        ),
+    elastic: bool | None = _option(
+        None,
+        "Reshard a checkpoint that was saved at another world size, or in another ZeRO stage or precision, when"
+        " it is loaded; nothing is written. Otherwise such a load is an error that says how to reshard, and"
+        " that mentions this option unless it is off.",
     )
-    restart_optimizer: bool = field(
-        default=False,
-        metadata=_metadata(
-            "Resume from the checkpoint's master weights with a fresh optimizer, which may be of another kind; it keeps"
-            " the learning rates.",
-        ),
+    restart_optimizer: bool = _option(
+        False,
+        "Resume from the checkpoint's master weights with a fresh optimizer, which may be of another kind; it keeps"
+        " the learning rates.",
     )
-    fsync: bool = field(
-        default=True,
-        metadata=_metadata(
-            "Wait in each save until its files are on disk, so that a power cut or a crash of the machine loses"
-            " neither it nor the checkpoint that it replaces. If off, it can lose both.",
-        ),
+    fsync: bool = _option(
+        True,
+        "Wait in each save until its files are on disk, so that a power cut or a crash of the machine loses"
+        " neither it nor the checkpoint that it replaces. If off, it can lose both.",
     )
-    weights_only: bool = field(
-        default=False,
-        metadata=_metadata(
-            "Let a load accept only tensors, plain values and DeepSpeed's own classes, and refuse anything else before"
-            " it reads it (torch 2.6 or newer; releases before 2.10 have known bypasses). If off, a load runs code that"
-            " the checkpoint names, without a warning, as it does without `patch()`.",
-        ),
+    weights_only: bool = _option(
+        False,
+        "Let a load accept only tensors, plain values and DeepSpeed's own classes, and refuse anything else before"
+        " it reads it (torch 2.6 or newer; releases before 2.10 have known bypasses). If off, a load runs code that"
+        " the checkpoint names, without a warning, as it does without `patch()`.",
     )
-    whole_model: bool = field(
-        default=True,
-        metadata=_metadata(
-            "Let Hugging Face's Trainer add the file of the whole model, frozen parameters included, to each"
-            " `checkpoint-N`, as it does without `patch()`. PEFT's adapters, what Trainer uploads and checkpoints of"
-            " `save_only_model=True` do not change.",
-        ),
+    whole_model: bool = _option(
+        True,
+        "Let Hugging Face's Trainer add the file of the whole model, frozen parameters included, to each"
+        " `checkpoint-N`, as it does without `patch()`. PEFT's adapters, what Trainer uploads and checkpoints of"
+        " `save_only_model=True` do not change.",
     )
-    async_save: bool = field(
-        default=False,
-        metadata=_metadata(
-            "Let training continue as soon as a save has copied what it writes into memory. The checkpoint gets its"
-            " name when its files are complete. The next save, a load, `wait()` and the end of the program wait for"
-            " that, and raise its errors. A save that a program or a callback makes by itself waits too, except within"
-            " `no_wait()`.",
-        ),
+    async_save: bool = _option(
+        False,
+        "Let training continue as soon as a save has copied what it writes into memory. The checkpoint gets its"
+        " name when its files are complete. The next save, a load, `wait()` and the end of the program wait for"
+        " that, and raise its errors. A save that a program or a callback makes by itself waits too, except within"
+        " `no_wait()`.",
     )
-    verify_files: bool = field(
-        default=True,
-        metadata=_metadata(
-            "Read every file of a checkpoint before loading it, to compare it with the checksums that it contains. If"
-            " off, a flipped bit may be loaded; a truncated file, or one of another save or rank, is still an error.",
-        ),
+    verify_files: bool = _option(
+        True,
+        "Read every file of a checkpoint before loading it, to compare it with the checksums that it contains. If"
+        " off, a flipped bit may be loaded; a truncated file, or one of another save or rank, is still an error.",
     )
 
 

@@ -19,12 +19,14 @@ from kit.cell import FABRIC, TRAINER
 from kit.hidden import hidden
 
 import ds_frozen_patch
-from ds_frozen_patch.common import names, probing
+from ds_frozen_patch.common import names
 from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.engine.served import attached
+from ds_frozen_patch.frameworks import plain
+from ds_frozen_patch.patching.patch import patch_quietly
 from ds_frozen_patch.patching.wrapping import TARGETS
 
-pytestmark = [pytest.mark.promise(15), pytest.mark.everyday]
+pytestmark = [pytest.mark.promise(15), pytest.mark.everyday, pytest.mark.once]
 
 SERVED = {what.name: what for what in TARGETS if what.name in (TRAINER, FABRIC, "accelerate", "transformers")}
 Case = tuple[str, str, tuple[str, ...], bool]
@@ -157,6 +159,26 @@ def test_a_framework_that_lacks_a_name_is_left_as_it_is(found: Any, case: Case) 
     assert (status.state, status.found) == ("cannot be wrapped", f"it lacks {' or '.join(hides)} of {of}")
 
 
+def under_run(out: str, strict: str) -> tuple[list[str], int]:
+    """What ends a program of Accelerate under `run` where a name is another, and how often it is warned."""
+    refused: list[str] = []
+    ds_frozen_patch.unpatch()
+    lacking_it = [(names, "has", lambda one, name, has=names.has: name != "save_iteration" and has(one, name))]
+    with runs.heard("accelerate") as heard, overridden(lacking_it), pytest.MonkeyPatch.context() as patched:
+        patched.setenv("DS_FROZEN_PATCH_STRICT", strict)
+        patch_quietly(refused.append)
+        owners.Run("accelerate", out, 1, 2)
+    return refused, sum("it lacks save_iteration of Accelerator" in message for message in heard)
+
+
+@pytest.mark.parametrize("strict", ["0", "1"])
+def test_a_strict_run_ends(ranks: Any, tmp_path: Path, strict: str) -> None:
+    ((refused, warned),) = ranks(1, under_run, out=str(tmp_path), strict=strict)
+    assert len(refused) == int(strict)
+    assert all("it lacks save_iteration of Accelerator" in text for text in refused)
+    assert warned == 1  # for here, the program goes on
+
+
 def test_what_objects_of_a_class_have() -> None:
     class Base:
         attribute = 1
@@ -176,4 +198,4 @@ def test_what_objects_of_a_class_have() -> None:
     assert names.has(Base(), "set_in_it")
     assert names.has(torch, "Tensor")
     assert not names.has(None, "attribute")
-    assert probing.lacking(SERVED[TRAINER]) == ""
+    assert plain.lacking(SERVED[TRAINER]) == ""

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.promise(12), pytest.mark.series]
 PROGRAM = """
 import importlib, json, sys
 import ds_frozen_patch
-from ds_frozen_patch.common.probing import lacking
+from ds_frozen_patch.frameworks.plain import lacking
 from ds_frozen_patch.patching.wrapping import TARGETS
 
 INNER = {"deepspeed": "runtime.engine", "accelerate": "accelerator", "transformers": "trainer"}

@@ -121,7 +121,7 @@ OBJECTS |= {"callback_handler", "checkpoint_io", "combined"}
 NAMES_OF = {
     "for_accelerate.py": for_accelerate.NAMES,
     "for_transformers.py": for_transformers.NAMES,
-    "for_lightning": for_lightning.names.NAMES,
+    "for_lightning": for_lightning.NAMES,
 }
 
 

@@ -5,9 +5,10 @@ What lacks one is left to the upstream, as without `patch()`: no save or load fa
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -52,7 +53,7 @@ class Names:
             dict.fromkeys(
                 f"{' or '.join(name.names)} of {name.of}"
                 for name in self.used
-                if name.is_needed and (having := kinds.get(name.of, [] if "." not in name.of else [_module(name.of)]))
+                if name.is_needed and (having := kinds.get(name.of, [] if "." not in name.of else [resolved(name.of)]))
                 if not any(has(one, each) for one in having for each in name.names)
             )
         )
@@ -66,8 +67,8 @@ def has(owner: Any, name: str) -> bool:
     return any(name in method.__code__.co_names for method in methods if inspect.isfunction(method))
 
 
-def _module(path: str) -> Any:
-    try:
-        return importlib.import_module(path)
-    except ImportError:
-        return None
+def resolved(path: str) -> Any:
+    """The module, or what a module has, at a path such as "package.module:Class"; None if it is not there."""
+    with suppress(ImportError, AttributeError):
+        return pkgutil.resolve_name(path)
+    return None

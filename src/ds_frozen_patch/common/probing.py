@@ -7,16 +7,13 @@ import shows the rest, and the first engine whether all names are there that are
 from __future__ import annotations
 
 import inspect
-import pkgutil
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from .. import process
 from .names import Names
 
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -111,23 +108,6 @@ def _judge(what: Target, cls: Any | None, text: str, is_imported: bool) -> Findi
     if missing := [name for name in what.wrappers if not callable(getattr(cls, name, None))]:
         return Finding("refused", f"{what.class_name} has no method {', '.join(missing)}")
     return what.judge(cls, text)
-
-
-def lacking(what: Target) -> str:
-    """Why a framework is left as it is, as messages name it; empty if it is not. Called once all of it is imported."""
-    left = process.state.left
-    if what.name not in left:
-        finding = probe(what, is_imported=True)
-        missing = what.names.missing({kind: [_resolved(path)] for kind, path in what.kinds.items()})
-        reason = finding.reason if finding.verdict == "refused" else missing and f"it lacks {missing}"
-        left[what.name] = f"{what.name} {finding.version}: {reason}" if reason else ""
-    return left[what.name]
-
-
-def _resolved(path: str) -> Any:
-    with suppress(ImportError, AttributeError):
-        return pkgutil.resolve_name(path)
-    return None
 
 
 def package_folder(name: str) -> Path | None:

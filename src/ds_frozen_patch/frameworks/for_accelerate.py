@@ -19,11 +19,10 @@ from ..common.overrides import Attributes, overridden
 from ..common.probing import Finding, Target
 from ..engine.served import ServedEngine, attached, is_first
 from ..publish import in_flight
-from ..publish.durable import entries
 from ..publish.journal import is_not_whole
 from ..publish.notes import notes
 from ..save.agreement import Around
-from .plain import last_whole, logger_of
+from .plain import last_whole, logger_of, numbered
 
 _WRITERS = ("save_accelerator_state", "save_custom_state")
 """The functions that `save_state` calls once the engines are saved, each by a path; no rank waits in them."""
@@ -111,9 +110,7 @@ def _was_interrupted(folder: Path) -> bool:
 
 
 def _numbered(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, by their numbers."""
-    numbered = [(int(number), item) for item in entries(folder) if (number := item.name.rpartition("_")[2]).isdecimal()]
-    return [item for _, item in sorted(numbered)]
+    return numbered(folder, r"(?:.*_)?(\d+)")
 
 
 def _outdated(place: Path, limit: int | None) -> list[Path]:

@@ -19,11 +19,10 @@ from ..common.overrides import Attributes, overridden
 from ..common.probing import Finding, Target
 from ..engine.served import attached
 from ..publish import in_flight
-from ..publish.durable import entries
 from ..publish.journal import is_not_whole
 from ..save.agreement import Around
 from ..settings import current as settings
-from .plain import last_whole, logger_of
+from .plain import last_whole, logger_of, numbered
 
 _WRITERS = ("_save", "_save_rng_state")
 """Methods that write a part of a checkpoint, none of which waits for other ranks."""
@@ -154,9 +153,7 @@ def find_last(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs
     path = wrapped(*args, **kwargs)
     if path is None or _is_whole(Path(path)):
         return path
-    names = Path(path).name.rpartition("-")[0]
-    folders = [item for item in entries(Path(path).parent) if re.fullmatch(rf"{names}-\d+", item.name)]
-    folders.sort(key=lambda item: int(item.name.rpartition("-")[2]))
+    folders = numbered(Path(path).parent, rf"{re.escape(Path(path).name.rpartition('-')[0])}-(\d+)")
     newest = last_whole(folders, _is_whole, logger_of("transformers"))
     if newest is None and not is_not_whole(Path(path)):
         return path  # one without DeepSpeed, of which we know nothing
@@ -189,13 +186,13 @@ TARGET = Target(
     _judge,
     ("transformers",),
     "install a tested release of transformers (4.40.2 is the oldest), or uninstall it if nothing uses it",
-    {
+    beside={
         "transformers.trainer:deepspeed_load_checkpoint": load_checkpoint,
         "transformers.trainer:get_last_checkpoint": find_last,
         "transformers.trainer_utils:get_last_checkpoint": find_last,
     },
-    NAMES,
-    {
+    names=NAMES,
+    kinds={
         "Trainer": "transformers.trainer:Trainer",
         "TrainerState": "transformers.trainer_callback:TrainerState",
         "CallbackHandler": "transformers.trainer_callback:CallbackHandler",

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..common.probing import Target, lacking
+from .. import process
+from ..common.names import resolved
+from ..common.probing import Target, probe
 from ..engine.batch import own_batch, saved_batch, warn_of_another_batch
 from ..engine.served import Owner
 from ..internals import config_of
+from ..publish.durable import entries
 from ..ranks import rank
 
 
@@ -35,9 +39,26 @@ def owner_of(engine: Any, *frameworks: Target) -> Owner:
     )
 
 
+def lacking(what: Target) -> str:
+    """Why a framework is left as it is, as messages name it; empty if it is not. Called once all of it is imported."""
+    left = process.state.left
+    if what.name not in left:
+        finding = probe(what, is_imported=True)
+        lacks = what.names.missing({kind: [resolved(path)] for kind, path in what.kinds.items()})
+        reason = finding.reason if finding.verdict == "refused" else lacks and f"it lacks {lacks}"
+        left[what.name] = f"{what.name} {finding.version}: {reason}" if reason else ""
+    return left[what.name]
+
+
 def _after_load(owner: Owner, engine: Any, state: Mapping[str, Any], _: dict[str, Any]) -> None:
     """The program, or Trainer, counts its own batches; DeepSpeed divides the loss."""
     warn_of_another_batch(owner, saved_batch(state), own_batch(engine))
+
+
+def numbered(folder: Path, pattern: str) -> list[Path]:
+    """What a folder has with names such as the pattern, whose group is a number, in the order of these numbers."""
+    found = [(int(match[1]), item) for item in entries(folder) if (match := re.fullmatch(pattern, item.name))]
+    return [item for _, item in sorted(found)]
 
 
 def last_whole(folders: Sequence[Path], is_whole: Callable[[Path], bool], logger: logging.Logger) -> Path | None:

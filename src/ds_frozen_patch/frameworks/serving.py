@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .. import process
-from ..base import Base, notice_earlier_training, watch_base
+from ..base import notice_earlier_training, watch_base
 from ..common.errors import named
 from ..common.probing import Target, probe
 from ..engine import handshake
 from ..engine.served import Owner, attach, warn
 from ..engine.topology import has_all_ranks
 from ..settings import current as settings
-from ..settings import matches
+from ..settings import matches, switch
 from . import for_accelerate as accelerate
 from . import for_transformers as transformers
 from . import plain
@@ -43,13 +43,18 @@ def init(wrapped: Callable[..., None], engine: Any, args: tuple[Any, ...], kwarg
     handshake.announce()
     wrapped(*args, **kwargs)
     if has_all_ranks(engine):
-        handshake.check(handshake.LONG_WAIT_SECONDS if _is_for_inference_in_stage_3(engine) else None)
+        # DeepSpeed may make an engine in stage 3 that does not train without a collective.
+        may_be_early = int(engine.zero_optimization_stage()) == 3 and not hasattr(engine.optimizer, "step")
+        handshake.check(handshake.LONG_WAIT_SECONDS if may_be_early else None)
     what = next(iter(makers), None)
     owner = owner_of(engine, makers[what]) if what in LIGHTNING else plain.owner_of(engine, *makers)
     while process.state.notes:
         warn(owner, process.state.notes.pop(0))
     if what in LIGHTNING and _clips_unasked(engine, owner.config):
         warn(owner, _CLIPS)
+    refuse = process.state.patch.refuse if process.state.patch is not None else None
+    if owner.unserved and refuse is not None and switch("DS_FROZEN_PATCH_STRICT") and has_both_kinds(engine):
+        refuse(owner.unserved)  # ends the program
     begin_serving(engine, owner)
 
 
@@ -68,11 +73,6 @@ def _makers() -> dict[Target, Any]:
     return found
 
 
-def _is_for_inference_in_stage_3(engine: Any) -> bool:
-    """Whether DeepSpeed may have made the engine without a collective."""
-    return int(engine.zero_optimization_stage()) == 3 and not hasattr(engine.optimizer, "step")
-
-
 def has_both_kinds(engine: Any) -> bool:
     """Whether an engine trains some parameters and has frozen ones, which its full checkpoints contain."""
     kinds = {parameter.requires_grad for parameter in engine.module.parameters()}
@@ -84,17 +84,11 @@ def begin_serving(engine: Any, owner: Owner) -> None:
     served = attach(engine, owner)
     if served is None:
         return
-    _check_patterns(owner, watch_base(engine, served))
-
-
-def _check_patterns(owner: Owner, base: Base) -> None:
-    """Warn of patterns that match nothing in this base, for they may be misspelt."""
-    now = settings()
-    if not now.keep and not now.leave_out:
-        return
-    names = [entry.names for entry in base.frozen]
-    for option, patterns in (("keep", now.keep), ("leave_out", now.leave_out)):
-        if idle := [pattern for pattern in patterns if not any(matches(aliases, [pattern]) for aliases in names)]:
+    base = watch_base(engine, served)
+    for option in ("keep", "leave_out"):
+        patterns = getattr(settings(), option)
+        idle = [one for one in patterns if not any(matches(entry.names, [one]) for entry in base.frozen)]
+        if idle:  # they may be misspelt
             warn(owner, f"patch({option}=[...]) matches nothing that is frozen: {named(idle)}. It has no effect.")
 
 

@@ -10,11 +10,11 @@ import textwrap
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from types import ModuleType
-from typing import Any, ParamSpec, get_type_hints
+from typing import Any, ParamSpec, TypeVar, get_type_hints
 
 import wrapt
 
@@ -39,52 +39,43 @@ class Patch:
     Attributes:
         findings: of probing, by the name of the target.
         modules: what of each to wrap, imported yet or not.
-        wrappings: what has been wrapped, by module.
-        specs: of these modules as they were then: a reload makes another one.
-        tell: called with what the program is to know.
+        wrappings: what has been wrapped.
+        specs: of the modules of which all is wrapped, as they were then: a reload makes another one.
         refuse: called if the program has not called `patch()` itself, see `patch_quietly`.
     """
 
     findings: dict[str, Finding]
     modules: dict[str, list[Target]]
-    tell: Callable[[str], object]
-    wrappings: dict[str, list[Wrapping]] = field(default_factory=dict)
+    wrappings: list[Wrapping] = field(default_factory=list)
     specs: dict[str, object] = field(default_factory=dict)
     refuse: Callable[[str], None] | None = None
 
-    @property
-    def names(self) -> frozenset[str]:
-        """Of the targets that are served."""
-        return frozenset(what.name for targets in self.modules.values() for what in targets)
-
     def has_wrapped(self, module: str) -> bool:
         """Whether a module is imported, and wrapped as it is now."""
-        imported = sys.modules.get(module)
-        return module in self.wrappings and imported is not None and imported.__spec__ is self.specs[module]
+        return module in self.specs and getattr(sys.modules.get(module), "__spec__", None) is self.specs[module]
 
     def replaced(self, what: Target) -> list[str]:
         """The wrapped methods of a target that somebody has replaced since, perhaps by one that calls ours."""
-        wrappings = [wrapping for wrapping in self.wrappings.get(what.module, ()) if wrapping.cls is what.cls]
-        return [wrapping.attribute for wrapping in wrappings if not wrapping.is_in_place()]
+        return [one.attribute for one in self.wrappings if one.cls is what.cls and not one.is_in_place()]
 
 
 _IN_FORCE = "_ds_frozen_patch_unpatch"
 """The attribute of `sys` with the `unpatch` of the copy of this package that is in force, see `_unpatch_other_copy`."""
 _P = ParamSpec("_P")
+_T = TypeVar("_T")
 _lock = threading.RLock()
 
 
-def _taking(options: Callable[_P, object]) -> Callable[[Callable[[Mapping[str, Any]], Status]], Callable[_P, Status]]:
+def _taking(options: Callable[_P, object]) -> Callable[[Callable[[Mapping[str, Any]], _T]], Callable[_P, _T]]:
     """Give a function the options as keyword arguments; it gets those that are named in a call."""
 
-    def decorated(function: Callable[[Mapping[str, Any]], Status]) -> Callable[_P, Status]:
+    def decorated(function: Callable[[Mapping[str, Any]], _T]) -> Callable[_P, _T]:
         @wraps(function)
-        def taking(*_: _P.args, **named: _P.kwargs) -> Status:
+        def taking(*_: _P.args, **named: _P.kwargs) -> _T:
             return function(named)
 
-        shown = inspect.signature(options)
-        taking.__signature__ = shown.replace(return_annotation=Status)  # type: ignore[attr-defined]
-        taking.__annotations__ = get_type_hints(_settings.Settings) | {"return": Status}
+        taking.__signature__ = inspect.signature(options).replace(return_annotation=Status)  # type: ignore[attr-defined]
+        taking.__annotations__ = get_type_hints(options) | {"return": Status}
         entries = [f"{option.name}: {_settings.described(option)}" for option in _settings.OPTIONS.values()]
         lines = [textwrap.fill(entry, 120, initial_indent=" " * 8, subsequent_indent=" " * 12) for entry in entries]
         # There is no docstring under -OO.
@@ -113,8 +104,8 @@ def patch(options: Mapping[str, Any]) -> Status:
     Raises:
         TypeError, ValueError: an argument has none of its possible values.
         PatchError: DeepSpeed is not installed, or something that is installed cannot be patched. The message says why
-            and what to do, and nothing is patched. What only the import of a framework shows is raised there. Where
-            Lightning is served, an Accelerate or Trainer that cannot be patched is a warning.
+            and what to do, and nothing is patched. What only the import of a framework shows is raised there. An
+            Accelerate or Trainer that cannot be patched is no error, but a warning when it creates an engine.
     """
     return _put_in_force(options, _warn_caller)
 
@@ -125,12 +116,11 @@ def _put_in_force(
     new_settings = _settings.checked(options, _settings.current() if is_in_force() else None)
     _unpatch_other_copy()
     _finish_imports()
-    findings = probe_all() if not is_in_force() else {}
     with _lock:
         if not is_in_force():
-            findings = findings or probe_all()
+            findings = probe_all()
             check(findings)
-            process.state.patch = Patch(findings, to_be_wrapped(findings), tell)
+            process.state.patch = Patch(findings, to_be_wrapped(findings))
             setattr(sys, _IN_FORCE, unpatch)
             for note in notes_on(findings):
                 tell(note)
@@ -142,7 +132,7 @@ def _put_in_force(
         if (now := process.state.patch) is not None:  # else another thread has called unpatch() since
             _serve_all()
             _refuse_half_imported(now)
-            now.tell, now.refuse = tell, refuse
+            now.refuse = refuse
             process.state.refused = ""
         return status()
 
@@ -199,7 +189,7 @@ def is_in_force() -> bool:
 
 def _refuse_half_imported(current: Patch) -> None:
     for module in current.modules:
-        if module in sys.modules and module not in current.wrappings and module not in process.state.hooked:
+        if module in sys.modules and module not in current.specs and module not in process.state.hooked:
             unpatch()
             raise PatchError(
                 f"patch() was called while {module} was being imported; nothing is patched."
@@ -226,7 +216,7 @@ def _unpatch() -> None:
         finder.leave_unpatched()
     with _lock:
         if (patch := process.state.patch) is not None:
-            for wrapping in (w for wrappings in patch.wrappings.values() for w in reversed(wrappings)):
+            for wrapping in reversed(patch.wrappings):
                 wrapping.undo()
             release_all()
             if not in_flight.is_any():  # an interrupt has not ended the wait for it
@@ -236,29 +226,22 @@ def _unpatch() -> None:
         process.drop()
 
 
-def _for_a_while(patch: Callable[_P, Status]) -> Callable[_P, AbstractContextManager[Status]]:
-    @contextmanager
-    @wraps(patch)
-    def patched(*args: _P.args, **kwargs: _P.kwargs) -> Iterator[Status]:
-        before = _settings.current() if is_in_force() else None
-        now = patch(*args, **kwargs)
-        try:
-            yield now
-        finally:
-            if before is None:
-                unpatch()
-            else:
-                process.state.settings = before
-
-    patched.__name__ = patched.__qualname__ = "patched"
-    patched.__doc__ = """`patch(...)` while this lasts, and the previous state afterwards, for tests and notebooks.
+@contextmanager
+@_taking(_settings.Settings)
+def patched(options: Mapping[str, Any]) -> Iterator[Status]:
+    """`patch(...)` while this lasts, and the previous state afterwards, for tests and notebooks.
 
     It takes the arguments of `patch()`, and its value is what `patch()` returns.
     """
-    return patched
-
-
-patched = _for_a_while(patch)
+    before = _settings.current() if is_in_force() else None
+    now = _put_in_force(options, _warn_caller)
+    try:
+        yield now
+    finally:
+        if before is None:
+            unpatch()
+        else:
+            process.state.settings = before
 
 
 def _finish_imports() -> None:
@@ -312,7 +295,7 @@ def _on_import(module: ModuleType, is_complete: bool = False) -> None:
                 raise PatchError(refusal([(what.name, finding)]))
         if patch.findings[what.name].verdict != "refused":
             wrappings += wrap(what, module, lambda: process.state.patch is patch)
-    patch.wrappings.setdefault(module.__name__, []).extend(wrappings)
+    patch.wrappings += wrappings
     patch.specs[module.__name__] = module.__spec__
 
 

@@ -65,7 +65,7 @@ def notes_on(findings: Mapping[str, Finding]) -> Iterator[str]:
     if newer:
         yield (
             f"ds_frozen_patch is applied to a release that is newer than all tested ones: {', '.join(sorted(newer))}."
-            " Nothing has to be done: a warning follows if an engine lacks what ds_frozen_patch relies on."
+            " Nothing has to be done: a warning follows if an engine or its framework lacks what ds_frozen_patch relies on."
         )
     if complete := [f"{name} {finding.version}" for name, finding in findings.items() if finding.complete]:
         yield (
@@ -152,7 +152,7 @@ def _status_of(what: Target, finding: Finding, patch: Patch | None, in_force: bo
         state = "has it itself"
     elif state != "not installed":
         state = "waiting for import" if in_force else "can be wrapped"
-    if patch is not None and not remedy and what.name in patch.names and what.module in patch.wrappings:
+    if patch is not None and not remedy and what.module in patch.specs:
         state = "wrapped"
         if not patch.has_wrapped(what.module):
             state, reason, remedy = "can be wrapped", f"{what.module} has been reloaded since patch()", "call it again"

@@ -34,7 +34,7 @@ ENGINE = Target(
     _judge,
     ("deepspeed",),
     "install DeepSpeed 0.10.1 or newer: pip install -U 'deepspeed>=0.10.1'",
-    {
+    beside={
         "deepspeed.utils.zero_to_fp32:get_fp32_state_dict_from_zero_checkpoint": after_it,
         # Also called by a program that has imported the one above before `patch()`.
         "deepspeed.utils.zero_to_fp32:_get_fp32_state_dict_from_zero_checkpoint": after_it,

@@ -12,10 +12,9 @@ from typing import Any
 
 from ...common.errors import named
 from ...publish import in_flight
-from ...publish.durable import entries
 from ...publish.journal import is_not_whole
 from ...publish.publication import is_local
-from ..plain import last_whole, logger_of
+from ..plain import last_whole, logger_of, numbered
 
 _REQUEUED = "hpc_ckpt_"
 
@@ -33,13 +32,8 @@ def find_requeued(wrapped: Callable[..., int | None], _: Any, args: tuple[Any, .
     folder, *prefix = *args, *kwargs.values()
     if highest is None or prefix != [_REQUEUED] or not is_local(folder):
         return highest  # it is about to choose the name of the next
-    numbers = {int(number): item for item in entries(Path(folder)) if (number := _number(item)).isdecimal()}
-    newest = last_whole([numbers[number] for number in sorted(numbers)], _is_whole, _logger(wrapped))
-    return int(_number(newest)) if newest is not None else None
-
-
-def _number(item: Path) -> str:
-    return item.name.removeprefix(_REQUEUED).removesuffix(".ckpt")
+    newest = last_whole(numbered(Path(folder), rf"{_REQUEUED}(\d+)\.ckpt"), _is_whole, _logger(wrapped))
+    return int(newest.stem.removeprefix(_REQUEUED)) if newest is not None else None
 
 
 def _is_whole(path: Path) -> bool:

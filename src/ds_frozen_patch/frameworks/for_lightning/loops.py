@@ -19,7 +19,7 @@ from typing import Any
 from ...common.errors import CheckpointMismatchError
 from ...engine.batch import own_batch, saved_batch, scale_loss, warn_of_another_batch
 from ...engine.served import Owner, attach, warn
-from .names import uses
+from . import uses
 
 _STARTS_AGAIN = (
     "The checkpoint was saved within an epoch, after {} batches, and Lightning cannot restore the place of the"

@@ -30,7 +30,7 @@ from ...save.agreement import explaining_errors
 from ...save.contents import describe
 from ...save.publishing import publish
 from ...save.running import Save
-from .names import STRATEGY_OF_TRAINER, uses
+from . import STRATEGY_OF_TRAINER, uses
 
 
 def place_of(path: Path) -> Path:
@@ -40,8 +40,10 @@ def place_of(path: Path) -> Path:
 
 def file_in(path: Path) -> Path:
     """The single file in a folder, if it is newer than the folder's checkpoint; else the path."""
+    if path.is_file():
+        return path
     moved = _moved(Path(os.path.realpath(path)))
-    if moved.is_file() and not path.is_file():  # a process was killed in `make_way`
+    if moved.is_file():  # a process was killed in `make_way`
         with suppress(OSError):
             path.mkdir(exist_ok=True)
             moved.rename(path / WEIGHTS_FILE)
@@ -53,7 +55,7 @@ def make_way(path: Path) -> None:
 
     It stays what is loaded from the path until a checkpoint is there.
     """
-    if not path.is_file() or not _is_single_file(path):
+    if not _is_single_file(path):
         return  # DeepSpeed says what is wrong
     file = Path(os.path.realpath(path))
     moved = _moved(file)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from weakref import ref
 
+from ...common.files import WEIGHTS_FILE
 from ...common.overrides import Attributes, overridden
 from ...common.probing import Finding, Target, Wrapper, takes
 from ...core.save import begin
@@ -31,9 +32,8 @@ from ...save.running import place_of
 from ...settings import FLAG
 from ...settings import current as settings
 from .. import plain
-from . import checkpoints, loops, single_file
+from . import NAMES, STRATEGY, STRATEGY_OF_TRAINER, checkpoints, loops, single_file, uses
 from .checkpoints import forget_paths_outside
-from .names import NAMES, STRATEGY, STRATEGY_OF_TRAINER, uses
 
 BUILT = "_ds_frozen_patch_built"
 """An attribute of strategies that were built under `patch()`: their own flag counts."""
@@ -63,16 +63,14 @@ def owner_of(engine: Any, strategy: Any) -> Owner:
 
 def init(wrapped: Callable[..., None], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """`DeepSpeedStrategy(exclude_frozen_parameters=None | True | False)`; None follows `patch()`."""
-    signature = inspect.signature(wrapped)
-    if FLAG in signature.parameters:
-        call = signature.bind_partial(*args, **kwargs)
-        choice = call.arguments.get(FLAG)
-        call.arguments[FLAG] = effective = _checked(choice)
-        args, kwargs = call.args, call.kwargs
-    else:
-        kwargs = dict(kwargs)
-        effective = _checked(kwargs.pop(FLAG, None))
-    wrapped(*args, **kwargs)
+    call = signature_with_flag(wrapped).bind_partial(*args, **kwargs)
+    choice = call.arguments.pop(FLAG, None)
+    if choice is not None and not isinstance(choice, bool):
+        raise TypeError(f"{FLAG} must be True, False or None (follow patch()), not {choice!r}")
+    effective = choice is not False
+    if FLAG in inspect.signature(wrapped).parameters:
+        call.arguments[FLAG] = effective
+    wrapped(*call.args, **call.kwargs)
     setattr(strategy, FLAG, effective)
     setattr(strategy, BUILT, True)
 
@@ -85,12 +83,6 @@ def signature_with_flag(init: Callable[..., None]) -> inspect.Signature:
     flag = inspect.Parameter(FLAG, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=bool | None)
     end = len(parameters) - (parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
     return signature.replace(parameters=[*parameters[:end], flag, *parameters[end:]])
-
-
-def _checked(choice: Any) -> bool:
-    if choice is not None and not isinstance(choice, bool):
-        raise TypeError(f"{FLAG} must be True, False or None (follow patch()), not {choice!r}")
-    return choice is not False
 
 
 @uses("Trainer", "strategy")
@@ -146,12 +138,12 @@ def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
         return None
     path, owner = call.arguments[name], served.owner
     is_first_on_disk = owner.rank == 0 or (owner.local_rank == 0 and engine.use_node_local_storage())
-    if is_local(path) and is_first_on_disk:
-        with suppress(OSError):  # the engine's save says what is wrong, on every rank
+    with suppress(OSError):  # the engine's save says what is wrong, on every rank
+        if is_local(path) and is_first_on_disk and Path(path).is_file():
             single_file.make_way(Path(path))
     with overridden([(strategy, FLAG, owner.excludes(None))] if hasattr(strategy, FLAG) else []):
         result = wrapped(*args, **kwargs)
-    if is_local(path) and is_first_on_disk:
+    if is_local(path) and is_first_on_disk and Path(path, WEIGHTS_FILE).exists():
         in_flight.afterwards(partial(single_file.remove_from, Path(path)))
     if name == "filepath" and settings().async_save:
         trainer = strategy.lightning_module.trainer
@@ -191,8 +183,9 @@ def teardown(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs:
 def load_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A strategy's `load_checkpoint`: finds the checkpoint, and loads single files that Trainer has saved."""
     in_flight.wait()
-    with trust(), overridden(_moved_in_deepspeed()):
-        checkpoint = _load(wrapped, strategy, inspect.signature(wrapped).bind(*args, **kwargs))
+    call = inspect.signature(wrapped).bind(*args, **kwargs)
+    with trust(), overridden(_moved_in_deepspeed() if "path" in call.arguments else []):  # Fabric's
+        checkpoint = _load(wrapped, strategy, call)
     engine: Any = getattr(strategy, "model", None)
     served = attached(engine, partial(owner_of, engine, strategy))
     if engine is None or not isinstance(checkpoint, dict) or not hasattr(strategy, "lightning_module"):
@@ -232,7 +225,8 @@ def _load(wrapped: Callable[..., Any], strategy: Any, call: inspect.BoundArgumen
         if content is None:
             call.arguments[name] = path
             wait_for_name(path / "checkpoint")
-            _check_path(path)
+            if not (path / "latest").is_file():
+                _check_path(path)
     except Exception as error:  # raised below, on all ranks
         problem = error
     if problem is not None or content is not None:
@@ -321,7 +315,18 @@ def _target(package: str, *distributions: str) -> Target:
         "install a tested release (see Compatibility in the documentation), or uninstall"
         f" {distributions[-1]} if nothing uses it"
     )
-    return Target(package, module, "DeepSpeedStrategy", wrappers, _judge, distributions, remedy, beside, NAMES, kinds)
+    return Target(
+        package,
+        module,
+        "DeepSpeedStrategy",
+        wrappers,
+        _judge,
+        distributions,
+        remedy,
+        beside=beside,
+        names=NAMES,
+        kinds=kinds,
+    )
 
 
 OF_TRAINER = _target("lightning.pytorch", "lightning"), _target("pytorch_lightning", "pytorch-lightning")
