@@ -389,7 +389,7 @@ HARMLESS = {*BY_OPCODE, *(f"{function} in {name}" for function in ("os.system", 
 """What names code may be read, since nothing runs it."""
 HARMLESS |= {
     "a member outside", "a member at an absolute path", "a member that is a link", "a second pickle",
-    "laughs in the client's state", "laughs in the configuration",
+    "something after an archive", "laughs in the client's state", "laughs in the configuration",
     "laughs as the id of the save", "laughs as the number of steps", "a configuration that holds itself",
 }  # fmt: skip
 """What neither torch nor a tool reads."""
