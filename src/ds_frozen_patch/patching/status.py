@@ -65,7 +65,8 @@ def notes_on(findings: Mapping[str, Finding]) -> Iterator[str]:
     if newer:
         yield (
             f"ds_frozen_patch is applied to a release that is newer than all tested ones: {', '.join(sorted(newer))}."
-            " Nothing has to be done: a warning follows if an engine or its framework lacks what ds_frozen_patch relies on."
+            " Nothing has to be done: a warning follows if an engine, or what makes it, lacks what the package"
+            " relies on."
         )
     if complete := [f"{name} {finding.version}" for name, finding in findings.items() if finding.complete]:
         yield (

@@ -22,7 +22,7 @@ from ..checkpoint.format.safetensors import MAX_HEADER, read_header
 from ..checkpoint.format.stored import Storage, StoredTensor
 from ..checkpoint.quantization import group_with_parts, is_subclass, parse_subclass
 from ..checkpoint.zero.states import check_same_save, read_states
-from ..checkpoint.zero.weights import check_total_size, locate_weights
+from ..checkpoint.zero.weights import locate_weights
 from ..common.errors import CheckpointError, named
 from ..parameters import PARAMETER, is_name, plain
 from ..record import LeftOut, Record
@@ -290,10 +290,6 @@ def match_base(record: Record, base: Base) -> dict[LeftOut, TensorSource]:
         )
     if reshaped:
         raise CheckpointError(f"{base.path} is not the base that the run used: {'; '.join(reshaped[:5])}.")
-    check_total_size(
-        sum(tensor.nbytes for tensor in there.values()),
-        *{piece.storage.path for tensor in there.values() for piece in tensor.pieces},
-    )
     return there
 
 

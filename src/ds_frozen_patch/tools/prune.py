@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Container, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.format.records import Records
+from ..checkpoint.format.records import Records, TensorSource
 from ..checkpoint.format.stored import Storage, iter_tensors
 from ..checkpoint.format.writing import write_archive
 from ..checkpoint.zero.opening import open_checkpoint
@@ -21,6 +23,9 @@ from ..parameters import BUFFER, PART, is_of_lora, plain
 from ..record import KEY, TRAINABLE_ONLY, LeftOut, Record, identify, write_record
 from ..settings import matches
 from .output import check_output, copy_other_files, new_output
+
+_MOST_THREADS = 8
+"""That read what is left out, each with a buffer of a few MiB."""
 
 
 @dataclass(frozen=True)
@@ -138,14 +143,15 @@ def _without_kept(weights: Weights, patterns: Sequence[str]) -> Weights:
 
 
 def _compute_fingerprints(records: Records, weights: Weights, are_partitions_in_int8: bool) -> dict[str, str]:
-    prints = {}
-    for name, item in weights.base.items():
-        # ZeRO++ does not save the scales of what it quantizes: the values alone mean nothing.
-        is_partition_in_int8 = are_partitions_in_int8 and item.dtype == "int8" and name in weights.frozen
-        if not is_partition_in_int8:
-            chunks = records.chunks(item) if item.view is None else [records.read(item)]
-            prints[name] = of_stream(item.dtype, item.numel, chunks)
-    return prints
+    def compute(item: TensorSource) -> str:
+        return of_stream(item.dtype, item.numel, records.chunks(item) if item.view is None else [records.read(item)])
+
+    # ZeRO++ does not save the scales of what it quantizes: the values alone mean nothing.
+    in_int8 = {name for name, item in weights.frozen.items() if are_partitions_in_int8 and item.dtype == "int8"}
+    base = {name: item for name, item in weights.base.items() if name not in in_int8}
+    # Tensor by tensor: torch's own threads wait for each other after every chunk, and on a busy machine for long.
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS)) as pool:
+        return dict(zip(base, pool.map(compute, base.values()), strict=True))
 
 
 def _make_record(states: States, weights: Weights, prints: Mapping[str, str]) -> Record:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from threading import Lock
 from typing import IO, TYPE_CHECKING, Any
 
 from ...common.errors import CheckpointError
@@ -104,7 +105,7 @@ class Records:
     """A context manager that reads storages of many files, and at its end verifies the checksums of what was read.
 
     Files of `torch.save` have a checksum for each record. It is computed while the record is read in order; whatever
-    has not been read is read at the end.
+    has not been read is read at the end. Several threads may read at once.
 
     Args:
         check: whether to verify checksums.
@@ -117,6 +118,7 @@ class Records:
     def __init__(self, check: bool = True, progressed: Callable[[int], object] = lambda _: None) -> None:
         self._check, self._progressed = check, progressed
         self._files: dict[Path, tuple[IO[bytes], Mapping[str, Record]]] = {}
+        self._opening = Lock()
         self._sums: dict[Storage, tuple[int, int]] = {}
         """How many bytes of a record were read in order, and their checksum."""
 
@@ -202,8 +204,9 @@ class Records:
             self._sums[storage] = done, so_far
 
     def _find(self, storage: Storage) -> tuple[IO[bytes], Record]:
-        if storage.path not in self._files:
-            self._files[storage.path] = _open_file(storage.path)
+        with self._opening:
+            if storage.path not in self._files:
+                self._files[storage.path] = _open_file(storage.path)
         file, records = self._files[storage.path]
         record = records.get(storage.key)
         if record is None or record.size != storage.nbytes:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from ...common.errors import CheckpointError, named
@@ -138,7 +137,7 @@ def locate_weights(states: States, trainable: Sequence[str] = ()) -> Weights:
     same = {n: first.get(o, o) + n.removeprefix(o) for n, o in parts.items() if n.startswith(f"{o}.")}
     same = {name: to for name, to in same.items() if name != to and to in parts}
     ours = {*trained, *frozen, *entries.subclasses}
-    weights = Weights(
+    return Weights(
         trained=trained,
         frozen=frozen,
         buffers={name: from_stored(module[name]) for name in module if name in buffers and name not in packed},
@@ -153,22 +152,6 @@ def locate_weights(states: States, trainable: Sequence[str] = ()) -> Weights:
         packed={name: from_stored(module[name]) for name in module if name in packed},
         subclasses=entries.subclasses,
     )
-    check_total_size(sum(item.nbytes for item in weights.all.values()), *states.layout.files)
-    return weights
-
-
-def check_total_size(size: int, *files: Path) -> None:
-    """Raise CheckpointError if tensors have far more bytes than the files that contain them.
-
-    A file can give one tensor many names, and a tensor can repeat one element: code that reads or writes such tensors
-    one by one would need time and space for each.
-    """
-    if size > 100 * sum(file.stat().st_size for file in files) + (1 << 26):
-        shown = files[0] if len(files) == 1 else files[0].parent
-        raise CheckpointError(
-            f"{shown} is damaged: its tensors would take {size} bytes, far more than the checkpoint has. Get a"
-            " complete copy of it."
-        )
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
