@@ -73,16 +73,16 @@ def _load(
     source = load.source
     load_state_dict = partial(_load_module_state_dict, engine.load_module_state_dict, load)
     with trust(), overridden([*_cures(load), (engine, "load_module_state_dict", load_state_dict)]):
-        listing = agreement.list_files(load)
-        if is_alone and listing.is_empty:  # DeepSpeed returns None, and a run may begin like this
+        load.listing = agreement.list_files(load)
+        if is_alone and load.listing.is_empty:  # DeepSpeed returns None, and a run may begin like this
             agreement.agree(load, "no checkpoint" if load.tag is None else f"the tag {load.tag}")
             return wrapped(*call.args, **call.kwargs)
-        agreement.check(load, listing)
-        with elastic.resharded(load, listing) as names:
+        agreement.check(load)
+        with elastic.resharded(load) as names:
             if load.record is not None and load.record.kind != UNKNOWN:
                 load.may_be_missing = check_base(load, {}, call.arguments["load_module_strict"])
             call.arguments["load_dir"], call.arguments["tag"] = load.source, load.tag
-            reads = [*agreement.sharing_reads(load, listing.tag is not None), *names]
+            reads = [*agreement.sharing_reads(load), *names]
             left_out = load.may_be_missing if load.record is not None and load.record.is_trainable_only else None
             with replacing(engine, left_out), overridden(reads):
                 path, client_state = wrapped(*call.args, **call.kwargs)
@@ -119,7 +119,7 @@ def _begin(load: Load, call: inspect.BoundArguments) -> None:
 
 
 def _cures(load: Load) -> Attributes:
-    """Cures of faults: no two of them set the same attribute. What reads and merges files later wraps theirs."""
+    """Cures of faults: no two of them set the same attribute. What merges files later wraps theirs."""
     engine = load.engine
     attributes = cures.load_optimizer(engine, lambda: load.state)
     attributes += fitting.with_fresh_optimizer(load) if load.restarts else []

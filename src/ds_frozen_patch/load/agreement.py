@@ -94,23 +94,25 @@ def list_files(load: Load, listing: Listing | None = None) -> Listing:
         return Listing(problem=f"{load.source} cannot be read: {type(error).__name__}: {error}")
 
 
-def check(load: Load, listing: Listing) -> None:
+def check(load: Load) -> None:
     """Read the record, verify this rank's share of the files, and agree; every rank must call it.
 
     Raises:
         CheckpointError: on every rank, if one has found a file to be missing, damaged, or of another save.
     """
-    if agree(load, "a checkpoint", partial(_check_share, load, listing)):
+    if agree(load, "a checkpoint", partial(_check_share, load)):
         return
     if load.is_on_own_disks:
-        _finish_common_save(load, Path(load.source, listing.tag or ""))
-        if agree(load, "a checkpoint", partial(_check_share, load, list_files(load))):
+        _finish_common_save(load, Path(load.source, load.listing.tag or ""))
+        load.listing = list_files(load)
+        if agree(load, "a checkpoint", partial(_check_share, load)):
             return
     # On every rank. The files may be those of a save that replaces them now.
     raise ReplacedError(_MIXED.format(load.source))
 
 
-def _check_share(load: Load, listing: Listing) -> None:
+def _check_share(load: Load) -> None:
+    listing = load.listing
     if listing.problem:
         raise CheckpointError(listing.problem)
     if listing.has_journal:
@@ -205,17 +207,12 @@ def _finish_common_save(load: Load, tag: Path) -> None:
     )
 
 
-def sharing_reads(load: Load, is_listed: bool) -> Attributes:
-    """Lets the engine raise on all ranks what one of them cannot read, or has read of another save.
-
-    Args:
-        load: of this rank.
-        is_listed: whether the files of the checkpoint are known. Otherwise ranks may read different numbers of them
-            (experts, tensor parallelism), but for model states.
-    """
+def sharing_reads(load: Load) -> Attributes:
+    """Lets the engine raise on all ranks what one of them cannot read, or has read of another save."""
 
     def read(by_deepspeed: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_listed and not MODEL_FILE.fullmatch(Path(path).name):
+        # With experts or tensor parallelism, ranks may read different numbers of files, but for model states.
+        if load.listing.tag is None and not MODEL_FILE.fullmatch(Path(path).name):
             return cures.read(by_deepspeed, path, *args, **kwargs)
         state, ranks = None, LoadRanks(load.owner.device, load)
         with ranks.deferred(path):

@@ -15,29 +15,27 @@ from ..common.errors import CheckpointMismatchError, named
 from ..engine.served import attached, warn
 from ..internals import groups_to_save, trained_groups
 from ..parameters import Contents, plain, with_adapters
-from .listing import Listing
 from .running import Load
 
 
-def find_selection(load: Load, listing: Listing, is_resharded: bool) -> Selection | None:
+def find_selection(load: Load, is_resharded: bool) -> Selection | None:
     """What the engine trains; None if it is what the checkpoint has trained.
 
     Args:
         load: the running load.
-        listing: of the checkpoint.
         is_resharded: whether the checkpoint is resharded anyway, and so gets the engine's order of parameters.
 
     Raises:
         CheckpointMismatchError: the model lacks trained parameters, or has them in another shape.
     """
-    engine, served = load.engine, attached(load.engine)
+    engine, served, trained = load.engine, attached(load.engine), load.listing.trained
     groups = trained_groups(engine)
     if not groups or served is None or served.topology.is_divided:
         return None
     now = _merged(groups)
-    saved = {with_adapters(name, load.held): shape for name, shape in _merged(listing.trained).items()}
+    saved = {with_adapters(name, load.held): shape for name, shape in _merged(trained).items()}
     _check_model_has(saved, now, load)
-    in_memory, in_files = ([list(map(plain, g)) for g in which] for which in (groups_to_save(engine), listing.trained))
+    in_memory, in_files = ([list(map(plain, g)) for g in which] for which in (groups_to_save(engine), trained))
     if now.keys() == saved.keys() and (is_resharded or in_memory == in_files):
         return None
     settings = [{key: value for key, value in g.items() if key != "params"} for g in engine.optimizer.param_groups]

@@ -55,7 +55,7 @@ _MASTERS = {"": "in fp32", "fp32_groups": "in 16 bits", FLAT_MASTERS: "in 16 bit
 
 
 @contextmanager
-def resharded(load: Load, listing: Listing) -> Iterator[Attributes]:
+def resharded(load: Load) -> Iterator[Attributes]:
     """While this lasts, the engine can load the checkpoint: its reads get what it would have saved, if need be.
 
     Every rank must call it.
@@ -67,12 +67,12 @@ def resharded(load: Load, listing: Listing) -> Iterator[Attributes]:
         CheckpointMismatchError: it cannot be loaded, or not without `patch(elastic=True)`.
         CheckpointError: it cannot be resharded.
     """
-    engine = load.engine
+    engine, listing = load.engine, load.listing
     scaling = loss_scaling(engine)
-    is_needed = _needs_resharding(load, listing)
-    selection = changed_parameters.find_selection(load, listing, is_needed) if listing.trained else None
+    is_needed = _needs_resharding(load)
+    selection = changed_parameters.find_selection(load, is_needed) if listing.trained else None
     if is_needed or selection is not None:
-        answers = _Answers(load, listing, selection)
+        answers = _Answers(load, selection)
         config = answers.resharding.states.models[0].get("ds_config")
         with overridden(answers.attributes()):
             yield []
@@ -103,16 +103,15 @@ class _Answers:
 
     Args:
         load: the running load.
-        listing: of the checkpoint.
         selection: what is trained from now on; None for what was trained.
 
     Raises:
         CheckpointError: on every rank, if the checkpoint cannot be resharded.
     """
 
-    def __init__(self, load: Load, listing: Listing, selection: Selection | None) -> None:
+    def __init__(self, load: Load, selection: Selection | None) -> None:
         self.load, self._seen = load, dict[str, Any]()
-        LoadRanks(load.owner.device, load).step("plan the resharding", partial(self._plan, listing, selection))
+        LoadRanks(load.owner.device, load).step("plan the resharding", partial(self._plan, selection))
         if selection is not None:
             parameters = Contents(load.engine.module).parameters
             for name, value in gathered({name: parameters[name] for name in self.absent}, True):
@@ -121,18 +120,18 @@ class _Answers:
         if is_first(load.owner):
             load.owner.logger.info(
                 "The checkpoint was saved in ZeRO stage %d at world size %d; it is resharded for stage %d at %d.",
-                listing.stage,
-                listing.ranks,
+                load.listing.stage,
+                load.listing.ranks,
                 self.resharding.target.stage,
                 self.resharding.target.ranks,
             )
 
-    def _plan(self, listing: Listing, selection: Selection | None) -> None:
+    def _plan(self, selection: Selection | None) -> None:
         """Read the pickles of all files, and find out what this rank needs."""
         import torch.distributed as dist
 
         load, engine = self.load, self.load.engine
-        states = read_states(load.source, listing.tag)
+        states = read_states(load.source, load.listing.tag)
         if current().verify_files:  # they may have been replaced since they were verified
             check_contents(states)
         scheduler = states.models[0].get("lr_scheduler")
@@ -238,8 +237,8 @@ def _read(records: Records, source: TensorSource) -> torch.Tensor:
     )
 
 
-def _needs_resharding(load: Load, listing: Listing) -> bool:
-    engine, served, saved = load.engine, attached(load.engine), listing
+def _needs_resharding(load: Load) -> bool:
+    engine, served, saved = load.engine, attached(load.engine), load.listing
     if not saved.ranks or served is None:
         return False  # `agreement.check` reports what is wrong
     stage, ranks = served.topology.stage, served.topology.ranks
@@ -261,7 +260,7 @@ def _needs_resharding(load: Load, listing: Listing) -> bool:
             f" ds-frozen-patch reshard FOLDER NEW --stage {stage} --ranks {ranks}"
         )
     if not current().elastic:
-        raise CheckpointMismatchError(_offer(load, saved, stage, ranks, before, now))
+        raise CheckpointMismatchError(_offer(load, stage, ranks, before, now))
     return True
 
 
@@ -290,7 +289,8 @@ def _differences(engine: Any, saved: Listing, stage: int, ranks: int) -> tuple[l
     return before, now
 
 
-def _offer(load: Load, saved: Listing, stage: int, ranks: int, before: list[str], now: list[str]) -> str:
+def _offer(load: Load, stage: int, ranks: int, before: list[str], now: list[str]) -> str:
+    saved = load.listing
     offer = " Pass patch(elastic=True) or set DS_FROZEN_PATCH_ELASTIC=1 to reshard it automatically."
     options = f"--ranks {ranks}" if saved.stage == stage else f"--stage {stage} --ranks {ranks}"
     precision = _precision(load.engine) if now[-1] in _PRECISIONS else None

@@ -11,6 +11,7 @@ from ..base import Base
 from ..engine.served import Owner, warn
 from ..parameters import PART, ModuleTensor
 from ..record import Record
+from .listing import Listing
 
 
 @dataclass
@@ -23,6 +24,7 @@ class Load:
         engine: that loads, once it is known.
         source: the directory, on this rank.
         tag: the folder in it.
+        listing: what is in the folder, once the ranks know it.
         restores_optimizer: whether the optimizer's masters are loaded too.
         restarts: whether its state is not, although the call asks for it.
         base_is_known: whether every rank knows the fingerprints of what is frozen, which is as it was built.
@@ -41,6 +43,7 @@ class Load:
     engine: Any = None
     source: str = ""
     tag: str | None = None
+    listing: Listing = field(default_factory=Listing)
     restores_optimizer: bool = False
     restarts: bool = False
     base_is_known: bool = False

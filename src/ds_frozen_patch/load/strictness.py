@@ -20,15 +20,16 @@ from .running import Load
 
 def _offer(load: Load) -> str:
     """What an error suggests, if the load restores the optimizer and the program does not forbid it."""
-    return _OFFER if load.restores_optimizer and current().elastic is None else ""
+    if not load.restores_optimizer or current().elastic is not None:
+        return ""
+    return (
+        " Pass patch(elastic=True) or set DS_FROZEN_PATCH_ELASTIC=1 to go on with other trained parameters: what was"
+        " trained is restored by name, and the others start with a fresh optimizer state."
+    )
 
 
 LISTED = "excluded_parameters"
 """Where a Lightning with our patches lists, in a checkpoint, the frozen parameters that it has left out."""
-_OFFER = (
-    " Pass patch(elastic=True) or set DS_FROZEN_PATCH_ELASTIC=1 to go on with other trained parameters: what was"
-    " trained is restored by name, and the others start with a fresh optimizer state."
-)
 
 
 def check_left_out(load: Load, record: Record) -> None:
@@ -131,11 +132,6 @@ def forgiving(load: Load, missing: frozenset[str], parts: Mapping[str, Any]) -> 
         handle.remove()
 
 
-def _sub_group_size(checkpoint: Mapping[str, Any]) -> Any:
-    """The setting of the run that saved a checkpoint, or DeepSpeed's default."""
-    return zero_config(checkpoint).get("sub_group_size", SUB_GROUP_SIZE)
-
-
 def check_optimizer(load: Load, checkpoint: Mapping[str, Any]) -> None:
     """Check that the optimizer's state is there, and of the parameters that the optimizer has now.
 
@@ -186,7 +182,7 @@ def check_optimizer(load: Load, checkpoint: Mapping[str, Any]) -> None:
     ]:
         problems.append(f"in another shape: {named(reshaped)}")
     if not problems and [list(group) for group in saved_groups] != [list(group) for group in now_groups]:
-        sizes = _sub_group_size(checkpoint), engine.zero_sub_group_size()
+        sizes = zero_config(checkpoint).get("sub_group_size", SUB_GROUP_SIZE), engine.zero_sub_group_size()
         problems.append(
             f"in other sub-groups: zero_optimization.sub_group_size was {sizes[0]} at the save, and is {sizes[1]} now"
             if engine.zero_optimization_partition_weights() and sizes[0] != sizes[1]
@@ -197,7 +193,7 @@ def check_optimizer(load: Load, checkpoint: Mapping[str, Any]) -> None:
             "The checkpoint's trainable parameters are not the model's:\n"
             + "\n".join(f"- {problem}" for problem in problems)
             + "\nBuild the model and its optimizer as in the run that saved it."
-            + (_OFFER if current().elastic is None else "")
+            + _offer(load)
         )
 
 

@@ -18,17 +18,9 @@ from ...common.errors import CheckpointError
 from ...cures import ignores_round_robin
 from ...parameters import plain
 from ..dtypes import FLOATING
-from ..format.records import Piece, TensorSource, from_stored, pieces_of_range, without_padding
+from ..format.records import Piece, TensorSource, from_stored
 from ..format.stored import StoredTensor, iter_tensors
-from .partitions import (
-    Shapes,
-    group_shard_size,
-    numel,
-    parameter_offsets,
-    parameter_shard_size,
-    sub_group_shard_size,
-    undo_round_robin,
-)
+from .partitions import Range, Shapes, group_shard_size, numel, ranges, sub_group_shard_size, undo_round_robin
 from .states import FLAT_MASTERS, States, groups_in_memory, masters_key, parameter_groups, zero_setting
 
 BASE_STATE = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_state_dict"}
@@ -113,60 +105,62 @@ class _Flat:
     group, cut into one shard for each rank. In ZeRO-3 it is a sub-group, and each rank has a part of every parameter.
 
     Attributes:
+        stage: of ZeRO.
         shapes: of the parameters, in the order of the optimizer.
-        begins: where each begins in the flat tensor, in ZeRO-3 in a shard.
+        in_memory: the same in the order of the flat tensor, with the gaps there.
         shape: of a shard.
         masters, states: of each rank.
     """
 
+    stage: int
     shapes: Shapes
-    begins: Mapping[str, int]
+    in_memory: Shapes
     shape: tuple[int, ...]
     masters: Sequence[Any]
-    states: Sequence[Mapping[str, Any]]
-    is_in_parts: bool = False
+    states: Sequence[Mapping[str, Any]] = ()
 
     def read(self, states: States) -> dict[str, Trained]:
         """The parameters by name."""
         if not self.shapes:
             return {}
-        masters = [contiguous(states, master, next(iter(self.shapes))) for master in self.masters]
-        shards: dict[str, Any] = {}
-        ranks, size = len(self.masters), prod(self.shape)
+        masters = self.values([contiguous(states, master, next(iter(self.shapes))) for master in self.masters])
+        values: dict[str, Any] = {}
         for key, value in self.states[0].items():
-            shape = self.shape
-            if key in _SCALES:
-                if any(begin % BLOCK for begin in self.begins.values()) or (ranks > 1 and size % BLOCK):
-                    raise SharedBlockError
-                shape = (blocks_in(size, BLOCK),)
+            per = BLOCK if key in _SCALES else 1
+            shape = self.shape if per == 1 else (blocks_in(prod(self.shape), per),)
             if isinstance(value, StoredTensor) and value.shape == shape and key not in (*_MAPS, "step"):
-                shards[key] = [_require_shard(states, state.get(key), shape, key) for state in self.states]
+                shards = [_require_shard(states, state.get(key), shape, key) for state in self.states]
+                values[key] = self.values(shards, per)
             elif max((tensor.numel for _, tensor in iter_tensors(value)), default=0) > 1 and key not in _MAPS:
                 raise CheckpointError(
                     f"{states.layout.root} cannot be resharded: how {key!r} in the optimizer's state corresponds to the"
-                    f" {size} weights is unknown. {MASTERS_ALONE}"
+                    f" {prod(self.shape)} weights is unknown. {MASTERS_ALONE}"
                 )
         return {
             name: Trained(
                 shape,
-                self.values(name, masters),
-                {
-                    key: self.values(name, shards[key], key) if key in shards else self.states[0][key]
-                    for key in self.states[0]
-                },
+                masters[name],
+                {key: values[key][name] if key in values else value for key, value in self.states[0].items()},
             )
             for name, shape in self.shapes.items()
         }
 
-    def values(self, name: str, shards: Sequence[StoredTensor], key: str = "") -> Values:
-        """The elements of a parameter in these shards."""
-        per, ranks, begin = BLOCK if key in _SCALES else 1, len(shards), self.begins[name]
-        count = blocks_in(prod(self.shapes[name]), per)
-        if not self.is_in_parts:
-            return Values(pieces_of_range(shards, begin // per, count), shards[0], per)
-        size = blocks_in(parameter_shard_size(self.shapes[name], ranks), per)
-        pieces = [piece for shard in shards for piece in pieces_of_range([shard], begin // per, size)]
-        return Values(without_padding(pieces, count), shards[0], per)
+    def values(self, shards: Sequence[StoredTensor], per: int = 1) -> dict[str, Values]:
+        """The elements of each parameter in these shards; raises SharedBlockError."""
+        pieces: dict[str, list[Piece]] = {name: [] for name in self.in_memory}
+        for shard, own in zip(shards, self._ranges, strict=True):
+            for part in own:
+                if part.offset % per or part.begin % per:
+                    raise SharedBlockError
+                if part.count:
+                    begin, count = shard.offset + part.offset // per, blocks_in(part.count, per)
+                    pieces[part.name].append(Piece(shard.storage, begin, count))
+        return {name: Values(tuple(pieces[name]), shards[0], per) for name in self.shapes}
+
+    @cached_property
+    def _ranges(self) -> list[list[Range]]:
+        ranks = len(self.masters)
+        return [list(ranges(self.in_memory, self.stage, ranks, rank)) for rank in range(ranks)]
 
 
 def read(states: States, with_state: bool = True) -> list[Group]:
@@ -211,7 +205,7 @@ def _flats_in_stage_0(states: States, groups: Sequence[Shapes]) -> Iterator[_Fla
     if (key := masters_key(optimizer)) == FLAT_MASTERS:
         for shapes, flat in zip(groups, optimizer[key], strict=True):
             size = (numel(shapes),)
-            yield _Flat(shapes, parameter_offsets(shapes), size, [_require_shard(states, flat, size, key)], [])
+            yield _Flat(0, shapes, shapes, size, [_require_shard(states, flat, size, key)])
         return
     weights = {plain(n): item for n, item in {**(model.get("frozen_param_fragments") or {}), **model["module"]}.items()}
     of_groups = optimizer[key] if key else [[weights.get(plain(name)) for name in shapes] for shapes in groups]
@@ -219,7 +213,7 @@ def _flats_in_stage_0(states: States, groups: Sequence[Shapes]) -> Iterator[_Fla
         for (name, shape), master in zip(shapes.items(), masters, strict=True):
             # An optimizer over all parameters has the frozen ones too.
             own = {name: shape} if plain(name) not in states.record.names else {}
-            yield _Flat(own, dict.fromkeys(own, 0), shape, [master], [])
+            yield _Flat(0, own, own, shape, [master])
 
 
 def _flats_in_zero(states: States, groups: Sequence[Shapes]) -> Iterator[_Flat]:
@@ -243,9 +237,8 @@ def _flats_in_zero(states: States, groups: Sequence[Shapes]) -> Iterator[_Flat]:
                     f"{file} does not fit the model's states: the masters have {own[index].numel} elements instead of"
                     f" {least}. It is from another run, or they are on NVMe; take all files from one checkpoint."
                 )
-        begins = parameter_offsets(group, ranks if stage == 3 else 0)
         ordered = undo_round_robin(shapes, ranks) if uses_round_robin(states) else shapes
-        yield _Flat(ordered, begins, (size,), [own[index] for own in masters], [], stage == 3)
+        yield _Flat(stage, ordered, group, (size,), [own[index] for own in masters])
 
 
 def locate_masters(states: States, groups: Sequence[Shapes]) -> dict[str, TensorSource]:
@@ -259,10 +252,10 @@ def locate_masters(states: States, groups: Sequence[Shapes]) -> dict[str, Tensor
     masters: dict[str, TensorSource] = {}
     try:
         for flat in _flats(states, groups):
+            values, first = flat.values(flat.masters), flat.masters[0]
             for name, shape in flat.shapes.items():
-                first = flat.masters[0]
                 if states.optimizers or flat.shape != tuple(shape):
-                    masters[name] = TensorSource(first.dtype, tuple(shape), flat.values(name, flat.masters).pieces)
+                    masters[name] = TensorSource(first.dtype, tuple(shape), values[name].pieces)
                 elif first.shape == flat.shape:
                     masters[name] = from_stored(first)  # it need not be contiguous
                 else:

@@ -7,7 +7,7 @@ one shard of it. ZeRO-3: each parameter is flattened, padded and sharded; a sub-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from dataclasses import dataclass
 from math import prod
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -47,22 +47,32 @@ def numel(group: Shapes) -> int:
     return sum(map(prod, group.values()))
 
 
-def parameter_offsets(group: Shapes, ranks: int = 0) -> dict[str, int]:
-    """The offset of each parameter in a group, or with `ranks` that of its shard in a rank's shard of a sub-group."""
-    sizes = [parameter_shard_size(shape, ranks) if ranks else prod(shape) for shape in group.values()]
-    return dict(zip(group, accumulate(sizes, initial=0), strict=False))
+@dataclass(frozen=True)
+class Range:
+    """A part of a shard: `count` elements of a parameter from `begin` on, then `padding` zeros; at an offset there."""
+
+    name: str
+    begin: int
+    offset: int
+    count: int
+    padding: int = 0
 
 
-def parameter_slices(group: Shapes, ranks: int, rank: int) -> Iterator[tuple[str, int, int, int]]:
-    """The slices of parameters in a rank's shard of a group in ZeRO 1 and 2.
-
-    Yields the parameter's name, the offset in the parameter, the offset in the shard, and the number of elements.
-    """
-    part = group_shard_size(group, ranks)
-    for name, offset in parameter_offsets(group).items():
-        begin, end = max(rank * part, offset), min((rank + 1) * part, offset + prod(group[name]))
-        if begin < end:
-            yield name, begin - offset, begin - rank * part, end - begin
+def ranges(group: Shapes, stage: int, ranks: int, rank: int) -> Iterator[Range]:
+    """What a rank's shard of a group or sub-group consists of; in stage 0 there is one for all ranks."""
+    ranks = ranks if stage else 1
+    offset, size = 0, group_shard_size(group, ranks)
+    for name, shape in group.items():
+        if stage == 3:
+            own, numel = parameter_shard_size(shape, ranks), prod(shape)
+            begin, end = min(rank * own, numel), min((rank + 1) * own, numel)
+            yield Range(name, begin, offset, end - begin, own - (end - begin))
+            offset += own
+        else:
+            begin, end = max(rank * size, offset), min((rank + 1) * size, offset + prod(shape))
+            if begin < end or not stage:
+                yield Range(name, begin - offset, begin - rank * size, end - begin)
+            offset += prod(shape)
 
 
 def round_robin_order(group: Shapes, ranks: int) -> Shapes:

@@ -25,8 +25,8 @@ from .groups import (
     read,
     uses_round_robin,
 )
-from .partitions import SUB_GROUP_SIZE
-from .shards import NewTensors, Target, flat_shapes, part_of, shard
+from .partitions import SUB_GROUP_SIZE, ranges
+from .shards import NewTensors, Target, flat_shapes, pieces_of, shard
 from .states import (
     GAPS,
     States,
@@ -195,8 +195,8 @@ class Resharding:
         fragments: dict[str, Any] = OrderedDict()
         for name, parameter in rest.items():
             if stage == 3:
-                part = part_of(parameter, self.target.ranks, rank).pieces(parameter.master)
-                fragments[name] = self.tensors.make(parameter.master.like, part)
+                (part,) = ranges({name: parameter.shape}, stage, self.target.ranks, rank)
+                fragments[name] = self.tensors.make(parameter.master.like, pieces_of(part, parameter.master))
             else:
                 fragments[name] = self._make_whole(name, parameter) if before == 3 else self._rest[name]
         return {

@@ -9,7 +9,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from math import prod
 from operator import mul
 from typing import Any
 
@@ -17,14 +16,7 @@ from ..format.archive import CHUNK_BYTES
 from ..format.records import Piece, Records, TensorSource
 from ..format.stored import ITEM_SIZES, Storage, StoredTensor, stand_in
 from .groups import BASE_STATE, MASTERS, Group, SharedBlockError, Trained, Values, blocks_in, nested
-from .partitions import (
-    Shapes,
-    group_shard_size,
-    parameter_shard_size,
-    parameter_slices,
-    round_robin_order,
-    split_into_sub_groups,
-)
+from .partitions import Range, Shapes, group_shard_size, ranges, round_robin_order, split_into_sub_groups
 from .states import FLAT_MASTERS, as_integer, masters_key
 
 
@@ -93,31 +85,15 @@ class NewTensors:
                 yield from records.chunks(TensorSource(storage.dtype, (piece.count,), (piece,)))
 
 
-@dataclass(frozen=True)
-class Part:
-    """`count` elements of a parameter from `begin` on, then `padding` zeros."""
-
-    of: Trained
-    begin: int
-    count: int
-    padding: int = 0
-
-    def pieces(self, values: Values | None, per: int = 1) -> Iterator[Piece | int]:
-        """Those of the master or of the optimizer's state; zeros where the optimizer has none yet."""
-        count = blocks_in(self.count, per)
-        if values is None:
-            yield count
-        else:
-            yield from values.part(self.begin, self.count)
-        if self.padding:
-            yield blocks_in(self.count + self.padding, per) - count
-
-
-def part_of(parameter: Trained, ranks: int, rank: int) -> Part:
-    """A rank's part of a parameter in ZeRO-3."""
-    size, count = parameter_shard_size(parameter.shape, ranks), prod(parameter.shape)
-    first, last = (min(edge * size, count) for edge in (rank, rank + 1))
-    return Part(parameter, first, last - first, size - (last - first))
+def pieces_of(part: Range, values: Values | None, per: int = 1) -> Iterator[Piece | int]:
+    """The pieces of a part of a shard; zeros where the optimizer has no values yet."""
+    count = blocks_in(part.count, per)
+    if values is None:
+        yield count
+    else:
+        yield from values.part(part.begin, part.count)
+    if part.padding:
+        yield blocks_in(part.count + part.padding, per) - count
 
 
 def flat_shapes(groups: Sequence[Group], target: Target) -> list[list[Shapes]]:
@@ -151,8 +127,10 @@ def shard(groups: Sequence[Group], target: Target, rank: int, tensors: NewTensor
     for group, flats in zip(groups, flat_shapes(groups, target), strict=True):
         first = len(paddings)
         for shapes in flats if is_flat else [{name: shape} for name, shape in flats[0].items()]:
-            parts, padding = _cut(group, shapes, target, rank)
-            shape = None if is_flat else parts[0].of.shape
+            parts = list(ranges(shapes, target.stage, target.ranks, rank))
+            is_padded = target.stage in (1, 2)
+            padding = group_shard_size(shapes, target.ranks) - sum(part.count for part in parts) if is_padded else 0
+            shape = None if is_flat else group.parameters[parts[0].name].shape
             masters.append(_join(group, parts, None, 0, tensors, shape))  # without the padding at the end
             if kept := _state(group, parts, padding, tensors, shape):
                 state[len(paddings)] = nested(kept)
@@ -174,19 +152,8 @@ def shard(groups: Sequence[Group], target: Target, rank: int, tensors: NewTensor
     return {**target.like, **{key: value for key, value in changed.items() if key in target.like}}
 
 
-def _cut(group: Group, shapes: Shapes, target: Target, rank: int) -> tuple[list[Part], int]:
-    """A rank's shard of a flat tensor, and the padding at its end."""
-    if target.stage == 3:
-        return [part_of(group.parameters[name], target.ranks, rank) for name in shapes], 0
-    if target.stage == 0:
-        return [Part(group.parameters[name], 0, prod(shape)) for name, shape in shapes.items()], 0
-    cuts = parameter_slices(shapes, target.ranks, rank)
-    parts = [Part(group.parameters[name], begin, count) for name, begin, _, count in cuts]
-    return parts, group_shard_size(shapes, target.ranks) - sum(part.count for part in parts)
-
-
 def _state(
-    group: Group, parts: Sequence[Part], padding: int, tensors: NewTensors, shape: tuple[int, ...] | None
+    group: Group, parts: Sequence[Range], padding: int, tensors: NewTensors, shape: tuple[int, ...] | None
 ) -> dict[str, Any]:
     """The state of a flat tensor.
 
@@ -195,7 +162,7 @@ def _state(
     """
     states = [parameter.state for parameter in group.parameters.values() if parameter.state]
     most: Mapping[str, Any] = max(states, key=lambda state: as_integer(state.get("step")) or 0, default={})
-    own = most if shape is None else parts[0].of.state
+    own = most if shape is None else group.parameters[parts[0].name].state
     if not own and isinstance(most.get("step"), StoredTensor):
         return {}  # each parameter counts its own steps, and this one has had no gradients yet
     return {
@@ -208,7 +175,7 @@ def _state(
 
 def _join(
     group: Group,
-    parts: Sequence[Part],
+    parts: Sequence[Range],
     key: str | None,
     padding: int,
     tensors: NewTensors,
@@ -220,15 +187,15 @@ def _join(
         return parameter.master if key is None else parameter.state.get(key)
 
     present = [value for value in map(values, group.parameters.values()) if value is not None]
-    own = values(parts[0].of) if shape is not None else None
+    own = values(group.parameters[parts[0].name]) if shape is not None else None
     like, per = (own or present[0]).like, present[0].per
     if shape is None and any(value.like.dtype != like.dtype for value in present):
         raise TypeError(f"some of {key!r} is in {like.dtype}, and some is not")
-    *offsets, size = accumulate((part.count + part.padding for part in parts), initial=0)
-    if any(at % per or part.begin % per for at, part in zip(offsets, parts, strict=True)):
+    if any(part.offset % per or part.begin % per for part in parts):
         raise SharedBlockError
-    pieces = [piece for part in parts for piece in part.pieces(values(part.of), per)]
+    pieces = [piece for part in parts for piece in pieces_of(part, values(group.parameters[part.name]), per)]
     if key is not None and shape is None:
+        size = sum(part.count + part.padding for part in parts)
         pieces.append(blocks_in(size + padding, per) - blocks_in(size, per))
     return tensors.make(like, pieces, shape if per == 1 else None)
 
@@ -236,4 +203,4 @@ def _join(
 def _addresses(group: Shapes, ranks: int, rank: int) -> dict[str, Any]:
     """The places of parameters in a rank's shard of a group; DeepSpeed ignores `round_robin_gradients` in them."""
     address = stand_in("deepspeed.utils.tensor_fragment.fragment_address")
-    return OrderedDict((name, address(count, begin)) for name, _, begin, count in parameter_slices(group, ranks, rank))
+    return OrderedDict((part.name, address(part.count, part.offset)) for part in ranges(group, 1, ranks, rank))
