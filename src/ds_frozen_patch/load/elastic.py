@@ -1,4 +1,4 @@
-"""A load in another ZeRO stage, precision or world size than the save's: `patch(elastic=True)`.
+"""A load in another ZeRO stage, precision or world size than the save's, unless `patch(elastic=False)`.
 
 Each rank reads the ranges of the files that it needs, whose checksums the ranks have verified before, and DeepSpeed
 loads its shard as if it had read it from its own file. Nothing is written. So it is for other trained parameters (see
@@ -65,7 +65,7 @@ def resharded(load: Load, listing: Listing) -> Iterator[Attributes]:
         What lets the engine take the names of files from the listing.
 
     Raises:
-        CheckpointMismatchError: it cannot be loaded, or not without `patch(elastic=True)`.
+        CheckpointMismatchError: it cannot be loaded, or not with `patch(elastic=False)`.
         CheckpointError: it cannot be resharded.
     """
     engine = load.engine
@@ -254,7 +254,7 @@ def _needs_resharding(load: Load, listing: Listing) -> bool:
     if not load.restores_optimizer:
         # Without an optimizer every rank reads all files, but DeepSpeed looks for one of its own.
         fits = stage < 3 or saved.stage < 3 or saved.ranks >= ranks
-        if current().elastic:
+        if current().elastic is not False:
             fits &= (saved.stage < 3 or stage == 3) and (saved.stage > 0 or stage < 3)
         before, now = [f"at world size {saved.ranks}"], [f"at {ranks}"]
     else:
@@ -268,8 +268,8 @@ def _needs_resharding(load: Load, listing: Listing) -> bool:
             " Copy the files of all nodes into one folder, and reshard that:"
             f" ds-frozen-patch reshard FOLDER NEW --stage {stage} --ranks {ranks}"
         )
-    if not current().elastic:
-        raise CheckpointMismatchError(_offer(load, saved, stage, ranks, before, now))
+    if current().elastic is False:
+        raise CheckpointMismatchError(_refusal(load, saved, stage, ranks, before, now))
     return True
 
 
@@ -300,8 +300,8 @@ def _differences(engine: Any, saved: Saved, listing: Listing, stage: int, ranks:
     return before, now
 
 
-def _offer(load: Load, saved: Saved, stage: int, ranks: int, before: list[str], now: list[str]) -> str:
-    offer = " Pass patch(elastic=True) or set DS_FROZEN_PATCH_ELASTIC=1 to reshard it automatically."
+def _refusal(load: Load, saved: Saved, stage: int, ranks: int, before: list[str], now: list[str]) -> str:
+    why = " patch(elastic=False) or DS_FROZEN_PATCH_ELASTIC=0 forbids to reshard it automatically."
     options = f"--ranks {ranks}" if saved.stage == stage else f"--stage {stage} --ranks {ranks}"
     precision = _precision(load.engine) if now[-1] in _PRECISIONS else None
     if precision is not None:
@@ -309,7 +309,7 @@ def _offer(load: Load, saved: Saved, stage: int, ranks: int, before: list[str], 
     by_hand = f" To reshard it by hand: ds-frozen-patch reshard {load.source} NEW {options}, then load NEW."
     return (
         f"The checkpoint was saved {' '.join(before)}, and DeepSpeed cannot load it {' '.join(now)}."
-        + (offer if current().elastic is None else "")
+        + why
         # `reshard` writes neither fp16 nor gaps between parameters.
         + (by_hand if precision != "fp16" and _ALIGNED[1] not in now and before != [_ALIGNED[1]] else "")
         + (
