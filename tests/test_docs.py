@@ -220,12 +220,15 @@ def test_what_status_prints(tmp_path: Path) -> None:
 
 
 def test_what_can_go_wrong_is_what_we_say() -> None:
-    """Each message that is a heading of the page on troubleshooting is in the sources."""
+    """Each message that is a heading of the page on troubleshooting is in the sources, and so is its whole text."""
     said = [text for file in (ROOT / "src").rglob("*.py") for text in strings(file)]
     page = (ROOT / "docs" / "guides" / "troubleshooting.md").read_text(encoding="utf-8")
     headings = re.findall(r"^### (`.+`)$", page, re.MULTILINE)
     messages = [message for heading in headings for message in re.findall(r"`(.+?)`", heading)]
-    assert len(messages) > 25
+    quotes = re.findall(r"^> [^\n]*(?:\n> [^\n]*)*", page.partition("## What status() prints")[0], re.MULTILINE)
+    assert len(messages) > 35
+    assert len(quotes) > 25
+    messages += [quote[2:].replace("\n> ", " ") for quote in quotes]
     for message in messages:
         if message == "Missing key(s) in state_dict":
             continue  # torch's

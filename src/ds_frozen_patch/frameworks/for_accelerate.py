@@ -31,7 +31,7 @@ _WRITERS = ("save_accelerator_state", "save_custom_state")
 def judge(version: str | None, accelerator: Installed) -> Finding:
     """It must keep its engines in `_models`, and write what is not the engine's by functions that can be replaced."""
     refused = TARGET.refused_without(version, accelerator.text, ("_models", *_WRITERS))
-    return refused or Finding("patchable", version, "passes no flag on; tied aliases and a strict load need the shim")
+    return refused or Finding("patchable", version, "does not pass the flag; tied aliases, strict load need patch()")
 
 
 TARGET = Target(

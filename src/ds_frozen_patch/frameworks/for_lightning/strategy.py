@@ -46,7 +46,7 @@ def judge(version: str | None, strategy: Installed) -> Finding:
     if LOADS_STRICTLY in strategy.text:
         reason = f"complete, by the patch series: pass DeepSpeedStrategy({FLAG}=True)"
         return Finding("native", version, reason, complete=True)
-    return Finding("native", version, f"has {FLAG}; tied aliases, strict load and ZeRO-3 test need the shim")
+    return Finding("native", version, f"has {FLAG}; tied aliases, strict load and ZeRO-3 test need patch()")
 
 
 def _strategy(name: str, methods: tuple[str, ...], *distributions: str) -> Target:
