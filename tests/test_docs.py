@@ -39,7 +39,7 @@ PYTHON: dict[str, dict[str, Any]] = {
     "trainer.fit(model, ckpt_path=": {"wrapped": True, "step": 2 * runs.BATCHES},
     "trainer.test(model, ckpt_path=": {"wrapped": True, "loss": True},
     "with ds_frozen_patch.full_checkpoint()": {"full": True},
-    "ds_frozen_patch.patch(elastic=True)": {"step": 3 * runs.BATCHES // 2},
+    "ds_frozen_patch.patch()\ntrainer": {"step": 3 * runs.BATCHES // 2},
     "ds_frozen_patch.patch(leave_out=": {"wrapped": True},
     "PeftModel.from_pretrained": {},
     "from ds_frozen_patch.testing": {"strategy": "DeepSpeedStrategy"},
@@ -78,7 +78,7 @@ def python(example: Example) -> None:
         return
     (expected,) = (found for begin, found in PYTHON.items() if block.startswith(begin))
     ranks, out = example.namespace["ranks"], example.namespace["empty"]
-    saved_by = 1 if "elastic" in block else 2
+    saved_by = 1 if "accumulate_grad_batches" in block else 2
     if "last.ckpt" in block:
         ranks(saved_by, train_and_save, out=str(out), world_size=saved_by)
     sets_levels = "logging" in block  # of loggers, which later tests in the same processes would keep
