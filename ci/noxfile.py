@@ -252,7 +252,7 @@ def heads(session: nox.Session) -> None:
     session.chdir(deepspeed)
     session.run(python, "setup.py", "--version", external=True)  # it notes its version
     promises = ("-m", "not everyday", "tests/contract")
-    steps = {"the promises with the shim": partial(run_tests, session, "newest", *promises, PYTHONPATH=code)}
+    steps = {"the promises with patch()": partial(run_tests, session, "newest", *promises, PYTHONPATH=code)}
     for repository, place in zip(repositories(PATCHES), (lightning, deepspeed), strict=True):
         name, newest = repository.name, lines(repository.folder)[-1]
         tests = [str(place / path) for path in touched(patches_of(newest)) if "/test_" in path]

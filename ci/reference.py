@@ -82,7 +82,7 @@ def _values(option: Field[Any]) -> tuple[str, str]:
     if option.metadata["kind"] == "choice":
         choices = ", ".join(f'`"{value}"`' for value in option.metadata["choices"])
         return choices, f'`"{option.default}"`' if option.default else "off"
-    return "switch", "on" if option.default else "off"
+    return "switch", "`None`: see there" if option.default is None else "on" if option.default else "off"
 
 
 if __name__ == "__main__":

@@ -51,6 +51,17 @@ def test_demo_of_a_quantized_base(run_demo: Any, tmp_path: Path) -> None:
     assert "bf16 and NF4" in done.stdout
 
 
+@pytest.mark.short
+@pytest.mark.everyday
+@pytest.mark.once
+def test_the_container_is_small_and_made_in_ci() -> None:
+    root = Path(__file__).parents[1]
+    instructions = (root / "ci" / "demo" / "Dockerfile").read_text().splitlines()
+    assert len(instructions) <= 10
+    assert "-s" in instructions[-1]
+    assert "docker build -f ci/demo/Dockerfile" in (root / ".github" / "workflows" / "ci.yml").read_text()
+
+
 @pytest.mark.everyday
 @pytest.mark.once
 def test_demo_asks_for_bitsandbytes(run_demo: Any) -> None:

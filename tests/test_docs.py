@@ -39,7 +39,7 @@ PYTHON: dict[str, dict[str, Any]] = {
     "trainer.fit(model, ckpt_path=": {"wrapped": True, "step": 2 * runs.BATCHES},
     "trainer.test(model, ckpt_path=": {"wrapped": True, "loss": True},
     "with ds_frozen_patch.full_checkpoint()": {"full": True},
-    "ds_frozen_patch.patch(elastic=True)": {"step": 3 * runs.BATCHES // 2},
+    "ds_frozen_patch.patch()\ntrainer": {"step": 3 * runs.BATCHES // 2},
     "ds_frozen_patch.patch(leave_out=": {"wrapped": True},
     "PeftModel.from_pretrained": {},
     "from ds_frozen_patch.testing": {"strategy": "DeepSpeedStrategy"},
@@ -78,7 +78,7 @@ def python(example: Example) -> None:
         return
     (expected,) = (found for begin, found in PYTHON.items() if block.startswith(begin))
     ranks, out = example.namespace["ranks"], example.namespace["empty"]
-    saved_by = 1 if "elastic" in block else 2
+    saved_by = 1 if "accumulate_grad_batches" in block else 2
     if "last.ckpt" in block:
         ranks(saved_by, train_and_save, out=str(out), world_size=saved_by)
     sets_levels = "logging" in block  # of loggers, which later tests in the same processes would keep
@@ -220,12 +220,15 @@ def test_what_status_prints(tmp_path: Path) -> None:
 
 
 def test_what_can_go_wrong_is_what_we_say() -> None:
-    """Each message that is a heading of the page on troubleshooting is in the sources."""
+    """Each message that is a heading of the page on troubleshooting is in the sources, and so is its whole text."""
     said = [text for file in (ROOT / "src").rglob("*.py") for text in strings(file)]
     page = (ROOT / "docs" / "guides" / "troubleshooting.md").read_text(encoding="utf-8")
     headings = re.findall(r"^### (`.+`)$", page, re.MULTILINE)
     messages = [message for heading in headings for message in re.findall(r"`(.+?)`", heading)]
-    assert len(messages) > 25
+    quotes = re.findall(r"^> [^\n]*(?:\n> [^\n]*)*", page.partition("## What status() prints")[0], re.MULTILINE)
+    assert len(messages) > 35
+    assert len(quotes) > 25
+    messages += [quote[2:].replace("\n> ", " ") for quote in quotes]
     for message in messages:
         if message == "Missing key(s) in state_dict":
             continue  # torch's

@@ -161,7 +161,7 @@ def entries() -> dict[str, dict[str, Any]]:
     for item in matrix["patched"]:
         like, name = found[item["like"]], f"{item['like']}-patched"
         native = dict.fromkeys(like["expect"], "native")
-        found[name] = {**like, **item, "name": name, "why": "our patch series, without the shim", "expect": native}
+        found[name] = {**like, **item, "name": name, "why": "our patch series, without `patch()`", "expect": native}
     return found
 
 

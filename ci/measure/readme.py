@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.finetune import FULL, NATIVE, NATIVE_SYNCED, OURS
 from bench.timing import seconds, size
-from tables import BENCHMARKS_PAGE, COMPARISON, README, ROOT, markdown
+from tables import BENCHMARKS_PAGE, README, ROOT, markdown
 
 COMPARED = {
     "resumes strictly without settings": ("a run resumes without extra settings", "2"),
@@ -46,7 +46,7 @@ def text() -> str:
         row = compared["features"][feature]
         values = [row[f"Lightning, {way}"][stage]["value"] for way in ("plain", "flag", "`patch()`")]
         said = ["has its base" if value == "-" else value for value in values]
-        rows.append([f"[{title}]({README.link(COMPARISON.page)}#lightning)", *said])
+        rows.append([f"[{title}]({README.link(BENCHMARKS_PAGE)}#lightning)", *said])
     return (
         markdown(("", "Lightning", "with its own flag", "with `patch()`"), rows)
         + f"\nThe first two rows: a Llama with {size(case['frozen_bytes'])} of frozen bf16 weights and"

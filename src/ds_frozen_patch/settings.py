@@ -65,9 +65,9 @@ class Settings:
     )
     elastic: bool | None = _option(
         None,
-        "Reshard a checkpoint that was saved at another world size, or in another ZeRO stage or precision, when"
-        " it is loaded; nothing is written. Otherwise such a load is an error that says how to reshard, and"
-        " that mentions this option unless it is off.",
+        "By default, a checkpoint that was saved at another world size, or in another ZeRO stage or precision,"
+        " is resharded when it is loaded; nothing is written. `True` also lets a run train other parameters than"
+        " the checkpoint's, and `False` makes both an error, which says how to reshard by hand.",
     )
     restart_optimizer: bool = _option(
         False,

@@ -203,7 +203,7 @@ def refusals(out: str, small: str, full: str, stage: int) -> list[tuple[str, str
 @pytest.mark.short
 def test_what_is_refused(ranks: Any, saved: Any, tmp_path: Path) -> None:
     source, _ = saved(3)
-    offer = " Pass patch(elastic=True) or set DS_FROZEN_PATCH_ELASTIC=1 to go on with other trained parameters"
+    offer = " Pass patch(elastic=True) or set DS_FROZEN_PATCH_ELASTIC=1 to resume with other trained parameters"
     options = {"out": str(tmp_path), "small": str(source / "small"), "full": str(source / "full"), "stage": 3}
     for found in ranks(2, refusals, **options):
         unfrozen, frozen, forbidden, base, trained, gone, *broken = found
@@ -221,6 +221,22 @@ def test_what_is_refused(ranks: Any, saved: Any, tmp_path: Path) -> None:
         assert "Their trained values would be lost." in gone[1]
         assert [kind for kind, _ in broken] == ["CheckpointError"] * 2
         assert all("Input/output error" in said for _, said in broken)
+
+
+def refusals_of_others(small: str, full: str, stage: int) -> list[tuple[str, str]]:
+    return [stages.refusal_of(small, stage, **NOW), stages.refusal_of(full, stage, names=("odd",))]
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_refused_at_another_world_size(ranks: Any, saved: Any, stage: int) -> None:
+    """Resharding is the default, but not for other trained parameters."""
+    source, _ = saved(2)
+    options = {"small": str(source / "small"), "full": str(source / "full"), "stage": stage}
+    for unfrozen, frozen in ranks(1, refusals_of_others, **options):
+        assert unfrozen[1].startswith("The checkpoint left out parameters that the model now trains: 'last.bias'")
+        assert frozen[1].startswith("The checkpoint's trainable parameters are not the model's:")
+        assert all("patch(elastic=True)" in said for _, said in (unfrozen, frozen))
 
 
 class Rows(torch.nn.Module):

@@ -388,10 +388,10 @@ def test_blocks_need_a_fresh_optimizer(ranks: Any, saved: Any, tmp_path: Path) -
 
 @pytest.mark.short
 @pytest.mark.once
-def test_it_is_suggested(ranks: Any, saved: Any) -> None:
+def test_it_can_be_forbidden(ranks: Any, saved: Any) -> None:
     path = saved(2, stage=2)[0] / "small"
     bf16 = saved(2, stage=2, precision="bf16")[0] / "small"
-    offer = "Pass patch(elastic=True) or set DS_FROZEN_PATCH_ELASTIC=1 to reshard it automatically."
+    why = "patch(elastic=False) or DS_FROZEN_PATCH_ELASTIC=0 forbids to reshard it automatically."
     for number, source, options, said in (
         (2, path, {"stage": 3}, "in ZeRO stage 2, and DeepSpeed cannot load it in stage 3."),
         (2, path, {"stage": 0}, "in ZeRO stage 2, and DeepSpeed cannot load it in stage 0."),
@@ -399,9 +399,9 @@ def test_it_is_suggested(ranks: Any, saved: Any) -> None:
         (2, bf16, {"stage": 2}, "in bf16, and DeepSpeed cannot load it in fp16 or fp32."),
         (2, path, {"stage": 2, "precision": "bf16"}, "in fp16 or fp32, and DeepSpeed cannot load it in bf16."),
     ):
-        for kind, message in ranks(number, stages.refusal_of, path=str(source), **options):
+        for kind, message in ranks(number, stages.refusal_of, path=str(source), elastic=False, **options):
             assert kind == "CheckpointMismatchError"
-            assert message.startswith(f"The checkpoint was saved {said} {offer}"), message
+            assert message.startswith(f"The checkpoint was saved {said} {why}"), message
             assert message.count("--precision") == ("bf16" in said), message
 
 

@@ -50,6 +50,13 @@ def test_the_readme_shows_the_results() -> None:
     assert README.read() == readme.text().strip(), "write it again: nox -f ci/noxfile.py -s docs"
 
 
+def test_nothing_names_a_package_of_an_index() -> None:
+    """There is none yet; a stranger's could be there one day."""
+    texts = [*PAGES, *ROOT.glob("src/**/*.py"), *ROOT.glob("ci/**/*.py")]
+    named = re.compile(r"(pip install|uvx|uv add|uv tool install)[^\n`]*\bds[_-]frozen[_-]patch")
+    assert [file for file in texts if named.search(file.read_text(encoding="utf-8"))] == []
+
+
 def test_the_documents_stay_short() -> None:
     pages = [page for page in ROOT.glob("docs/**/*.md") if "```{include} ../" not in page.read_text(encoding="utf-8")]
     assert len(pages) <= 22

@@ -126,7 +126,7 @@ def render(found: list[dict[str, Any]]) -> str:
         "The first save of a process also computes the fingerprints. Only the last column has its extra time and"
         " memory. Ratios are medians over the rounds, with the minimum and maximum; those against the flag are of twice"
         " as many rounds, of these two alone. In ZeRO 1 and 2, the flag saves tied embeddings too, so it writes more"
-        " bytes. Beyond what the flag does, `patch()` finds what is frozen, makes the manifest, and waits for all ranks"
+        " bytes. Beyond what the flag does, `patch()` finds what is frozen, makes the record, and waits for all ranks"
         f" before it publishes the checkpoint. Where the bytes are the same, that takes {1000 * min(slower):.0f} to"
         f" {1000 * max(slower):.0f} ms in the median, which is noticeable only in short saves.\n\n"
         f"{markdown(header, [aims(case) for case in found])}"

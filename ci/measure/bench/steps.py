@@ -22,7 +22,7 @@ STEPS = {
     "compare a sample of the frozen values with the one at the start": ("base", "Base.compared"),
     "agree on the save, in a collective": ("save.agreement", "agree_on_request"),
     "make the work folder": ("save.running", "Save.open"),
-    "make the manifest": ("save.contents", "describe"),
+    "make the record": ("save.contents", "describe"),
     "wait for all ranks, give the name, and tell of errors, in a collective": ("save.publishing", "publish"),
 }
 

@@ -1,6 +1,6 @@
 """ds_frozen_patch and its peers, feature by feature, measured in one run: `nox -f ci/noxfile.py -s compare`.
 
-Writes `compare.json` and the table of the page `comparison.md`. Every system makes the run of `task.py` on CPU ranks.
+Writes `compare.json` and the tables beside it, `tables.md`. Every system makes the run of `task.py` on CPU ranks.
 """
 
 from __future__ import annotations

@@ -167,8 +167,7 @@ def _load_universal(
     lost = "DeepSpeed loads neither buffers nor frozen parameters, and " if cures.loads_no_frozen_state(engine) else ""
     served.warn_once(
         f'With "load_universal", {lost}ds_frozen_patch does not verify the base. To avoid this, remove it from the'
-        " configuration, and load the checkpoint that the universal one was made from: with patch(elastic=True) that"
-        " works at any world size."
+        " configuration, and load the checkpoint that the universal one was made from: it loads at any world size."
     )
     with replacing(engine):
         path, client_state = _load_by_deepspeed(wrapped, engine, args, kwargs)

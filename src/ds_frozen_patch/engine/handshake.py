@@ -74,5 +74,5 @@ def _refuse_unpatched(meeting: Store, ranks: Sequence[int], seconds: float, call
             f"ds_frozen_patch.{call} was called on this rank, but not on rank {listed(missing, 10)}: their saves would"
             " wait for each other forever. Call it on every rank, or start the program on every node by"
             " `ds-frozen-patch run`, or with DS_FROZEN_PATCH=1 and PYTHONPATH set there too (DeepSpeed's launcher"
-            " passes on what is in ~/.deepspeed_env)."
+            " sends what is in ~/.deepspeed_env)."
         )

@@ -132,7 +132,7 @@ TARGET = Target(
     "accelerate.accelerator",
     "Accelerator",
     {"save_state": save_state, "load_state": load_state},
-    lambda *_: Finding("patchable", "passes no flag on; tied aliases and a strict load need the shim"),
+    lambda *_: Finding("patchable", "does not pass the flag; tied aliases, strict load need patch()"),
     ("accelerate",),
     "install a tested release of accelerate, or uninstall it if nothing uses it",
     names=NAMES,

@@ -1,4 +1,4 @@
-"""A load in another ZeRO stage, precision or world size than the save's: `patch(elastic=True)`.
+"""A load in another ZeRO stage, precision or world size than the save's, unless `patch(elastic=False)`.
 
 Each rank reads the ranges of the files that it needs, whose checksums the ranks have verified before, and DeepSpeed
 loads its shard as if it had read it from its own file. Nothing is written. So it is for other trained parameters (see
@@ -64,7 +64,7 @@ def resharded(load: Load) -> Iterator[Attributes]:
         What lets the engine take the names of files from the listing.
 
     Raises:
-        CheckpointMismatchError: it cannot be loaded, or not without `patch(elastic=True)`.
+        CheckpointMismatchError: it cannot be loaded, or not with `patch(elastic=False)`.
         CheckpointError: it cannot be resharded.
     """
     engine, listing = load.engine, load.listing
@@ -245,7 +245,7 @@ def _needs_resharding(load: Load) -> bool:
     if not load.restores_optimizer:
         # Without an optimizer every rank reads all files, but DeepSpeed looks for one of its own.
         fits = stage < 3 or saved.stage < 3 or saved.ranks >= ranks
-        if current().elastic:
+        if current().elastic is not False:
             fits &= (saved.stage < 3 or stage == 3) and (saved.stage > 0 or stage < 3)
         before, now = [f"at world size {saved.ranks}"], [f"at {ranks}"]
     else:
@@ -259,8 +259,8 @@ def _needs_resharding(load: Load) -> bool:
             " Copy the files of all nodes into one folder, and reshard that:"
             f" ds-frozen-patch reshard FOLDER NEW --stage {stage} --ranks {ranks}"
         )
-    if not current().elastic:
-        raise CheckpointMismatchError(_offer(load, stage, ranks, before, now))
+    if current().elastic is False:
+        raise CheckpointMismatchError(_refusal(load, stage, ranks, before, now))
     return True
 
 
@@ -289,9 +289,9 @@ def _differences(engine: Any, saved: Listing, stage: int, ranks: int) -> tuple[l
     return before, now
 
 
-def _offer(load: Load, stage: int, ranks: int, before: list[str], now: list[str]) -> str:
+def _refusal(load: Load, stage: int, ranks: int, before: list[str], now: list[str]) -> str:
     saved = load.listing
-    offer = " Pass patch(elastic=True) or set DS_FROZEN_PATCH_ELASTIC=1 to reshard it automatically."
+    why = " patch(elastic=False) or DS_FROZEN_PATCH_ELASTIC=0 forbids to reshard it automatically."
     options = f"--ranks {ranks}" if saved.stage == stage else f"--stage {stage} --ranks {ranks}"
     precision = _precision(load.engine) if now[-1] in _PRECISIONS else None
     if precision is not None:
@@ -299,7 +299,7 @@ def _offer(load: Load, stage: int, ranks: int, before: list[str], now: list[str]
     by_hand = f" To reshard it by hand: ds-frozen-patch reshard {load.source} NEW {options}, then load NEW."
     return (
         f"The checkpoint was saved {' '.join(before)}, and DeepSpeed cannot load it {' '.join(now)}."
-        + (offer if current().elastic is None else "")
+        + why
         # `reshard` writes neither fp16 nor gaps between parameters.
         + (by_hand if precision != "fp16" and _ALIGNED[1] not in now and before != [_ALIGNED[1]] else "")
         + (

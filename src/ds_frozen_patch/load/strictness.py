@@ -23,7 +23,7 @@ def _offer(load: Load) -> str:
     if not load.restores_optimizer or current().elastic is not None:
         return ""
     return (
-        " Pass patch(elastic=True) or set DS_FROZEN_PATCH_ELASTIC=1 to go on with other trained parameters: what was"
+        " Pass patch(elastic=True) or set DS_FROZEN_PATCH_ELASTIC=1 to resume with other trained parameters: what was"
         " trained is restored by name, and the others start with a fresh optimizer state."
     )
 

@@ -328,5 +328,5 @@ def serve(engine: Any) -> None:
     owner = owner_of(engine)
     handshake.check(handshake.LONG_WAIT_SECONDS, "serve()")
     if reason := topology_of(engine).unserved:
-        raise PatchError(f"{type(engine).__name__} cannot be served: ds_frozen_patch does not support {reason}.")
+        raise PatchError(f"{type(engine).__name__}: ds_frozen_patch does not support {reason}.")
     begin_serving(engine, owner)

@@ -80,8 +80,8 @@ class SaveRanks(Ranks):
         is_saved = all(is_there for _, state, is_there in reports if state)
         outcome = "was saved, but an error has followed" if is_saved else "was not saved"
         return CheckpointError(
-            f"{self.target} {outcome}. {' '.join(errors[:2])}{more} {states} The run can go on, and save again once the"
-            " cause is removed."
+            f"{self.target} {outcome}. {' '.join(errors[:2])}{more} {states} The run can continue, and save again once"
+            " the cause is removed."
         )
 
 

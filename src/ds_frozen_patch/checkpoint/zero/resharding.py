@@ -279,7 +279,7 @@ def _check_can_be_resharded(states: States, target: Target) -> None:
     if target.stage == 0 and target.precision != "fp32" and not target.like:
         raise CheckpointError(
             f"{root} cannot be resharded for {target.precision} in stage 0, which keeps the optimizer's state in a"
-            " format that depends on the optimizer and on DeepSpeed's release. Load it with patch(elastic=True), which"
+            " format that depends on the optimizer and on DeepSpeed's release. Load it as it is under patch(), which"
             " sees both, or choose stage 1, 2 or 3, or fp32."
         )
     if not states.layout.optimizer:

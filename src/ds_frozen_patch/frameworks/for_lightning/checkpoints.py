@@ -63,7 +63,7 @@ def convert(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: 
     try:
         return consolidate_over(**call.arguments)
     except UnreadableError as error:
-        logging.getLogger("ds_frozen_patch").warning("%s Lightning's own converter goes on.", error)
+        logging.getLogger("ds_frozen_patch").warning("%s Lightning's own converter is used.", error)
         return dict(wrapped(*args, **kwargs))
 
 

@@ -283,7 +283,7 @@ def _judge(cls: Any | None, text: str) -> Finding:
         return Finding("patchable", f"has no {FLAG}")
     if "_allow_excluded_parameters" in text:  # by which the patch series loads
         return Finding("native", f"complete, by the patch series: pass DeepSpeedStrategy({FLAG}=True)", complete=True)
-    return Finding("native", f"has {FLAG}; tied aliases, strict load and ZeRO-3 test need the shim")
+    return Finding("native", f"has {FLAG}; tied aliases, strict load and ZeRO-3 test need patch()")
 
 
 def _target(package: str, *distributions: str) -> Target:
