@@ -76,8 +76,9 @@ def save_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, .
     with overridden([*changes, *settings]):
         saved = wrapped(*call.args, **call.kwargs)
     around.end(served)
-    if outdated and is_first(served.owner):
-        in_flight.afterwards(partial(_remove, [item for item in outdated if item != place]))
+    for item in outdated if is_first(served.owner) else ():
+        if item != place:
+            in_flight.afterwards(partial(shutil.rmtree, item))
     return saved
 
 
@@ -120,11 +121,6 @@ def _outdated(place: Path, limit: int | None) -> list[Path]:
     """
     there = [item for item in _numbered(place.parent) if item != place or not _was_interrupted(place)]
     return there[: max(len(there) + 1 - limit, 0)] if limit is not None else []
-
-
-def _remove(folders: list[Path]) -> None:
-    for folder in folders:
-        shutil.rmtree(folder)
 
 
 TARGET = Target(

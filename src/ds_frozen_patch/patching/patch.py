@@ -131,7 +131,13 @@ def _put_in_force(
     with _lock:
         if (now := process.state.patch) is not None:  # else another thread has called unpatch() since
             _serve_all()
-            _refuse_half_imported(now)
+            for module in now.modules:
+                if module in sys.modules and module not in now.specs and module not in process.state.hooked:
+                    unpatch()
+                    raise PatchError(
+                        f"patch() was called while {module} was being imported; nothing is patched."
+                        " Call it before or after that import."
+                    )
             now.refuse = refuse
             process.state.refused = ""
         return status()
@@ -185,16 +191,6 @@ def _refuse_engines(reason: str, refuse: Callable[[str], None]) -> None:
 def is_in_force() -> bool:
     """Whether `patch()` has been called, and `unpatch()` not since."""
     return process.state.patch is not None
-
-
-def _refuse_half_imported(current: Patch) -> None:
-    for module in current.modules:
-        if module in sys.modules and module not in current.specs and module not in process.state.hooked:
-            unpatch()
-            raise PatchError(
-                f"patch() was called while {module} was being imported; nothing is patched."
-                " Call it before or after that import."
-            )
 
 
 def unpatch() -> None:
