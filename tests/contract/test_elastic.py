@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kit import runs
+from kit import runs, stages
 from kit.cell import CELL, PRECISION, DeepSpeedStrategy, LambdaCallback
 from kit.checkpoints import contents, model_states, snapshot
 from torch.utils.data import DataLoader
 
 import ds_frozen_patch
 from ds_frozen_patch import reshard
+from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.parameters import plain
 
 pytestmark = [pytest.mark.promise(10), pytest.mark.everyday]
@@ -306,3 +308,54 @@ def test_testing_zero_3_at_a_larger_world_size(ranks: Any, tmp_path: Path) -> No
     for found in ranks(1, loss_of_test, out=str(tmp_path), world_size=1):
         assert found == pytest.approx(expected[0], rel=1e-6)
     assert snapshot(tmp_path / "run.ckpt") == before
+
+
+class Wide(stages.Net):
+    """Eight million trained parameters: 96 MiB of masters and moments."""
+
+    def __init__(self, seed: int = 1) -> None:
+        super().__init__(seed, names=())
+        self.wide = torch.nn.ModuleList(torch.nn.Linear(1024, 2048, bias=False) for _ in range(4))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        loss: torch.Tensor = torch.stack([weight.square().mean() for weight in self.wide.parameters()]).sum()
+        return loss
+
+
+def memory() -> int:
+    """The memory of this process that is no file, in KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+def save_or_load(out: str, stage: int, loads: bool) -> int:
+    """The most memory that a load takes beyond that of the engine, in KiB."""
+    ds_frozen_patch.patch(elastic=True)
+    with overridden([(stages, "Net", Wide)]):
+        engine = stages.begin(stage)
+    if not loads:
+        stages.go_on(engine, 1)
+        engine.save_checkpoint(out, tag="a")
+        return 0
+    is_over, before = threading.Event(), memory()
+    found = [before]
+
+    def watch() -> None:
+        while not is_over.wait(0.002):
+            found.append(memory())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    engine.load_checkpoint(out)
+    is_over.set()
+    watcher.join()
+    return max(found) - before
+
+
+@pytest.mark.once
+def test_a_load_makes_no_copy_of_the_state(ranks: Any, tmp_path: Path) -> None:
+    """What DeepSpeed reads is one file in memory, of this rank's shard."""
+    ranks(1, save_or_load, out=str(tmp_path), stage=2, loads=False)
+    (more,) = ranks(1, save_or_load, out=str(tmp_path), stage=3, loads=True)
+    assert more < 48 << 10
