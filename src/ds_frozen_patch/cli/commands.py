@@ -61,7 +61,8 @@ def run_inspect(args: argparse.Namespace) -> int:
 
     def run(path: str) -> Outcome:
         found = inspect(path, args.tag)
-        kind = "trainable-only" if found.record and found.record.is_trainable_only else "full" if found.prunable else ""
+        is_small = found.record and found.record.is_trainable_only
+        kind = "trainable-only" if is_small else "full" if found.prunable else "unknown"
         sizes = found.size, found.size - found.prunable
         step = "-" if found.global_step is None else str(found.global_step)
         return Outcome(kind, (*sizes, str(found.zero_stage), str(found.world_size), step), to_json(found))
