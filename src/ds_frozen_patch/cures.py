@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
 from .common.errors import CheckpointError
-from .common.overrides import Attributes, overridden
+from .common.overrides import Attributes
 from .internals import (
     ENGINE,
     checkpoint_engine,
-    config_of,
     has_plain_optimizer,
     inner_optimizer,
     optimizer_ranks,
@@ -177,22 +175,6 @@ def check_optimizer(engine: Any) -> None:
             "The installed DeepSpeed cannot save an optimizer on NVMe with more than one rank, since all write into one"
             f" folder. Install deepspeed>=0.18.0. {USE_WEIGHTS_ONLY}"
         )
-
-
-@contextmanager
-def saving(engine: Any) -> Iterator[None]:
-    """While this lasts, the engine can be saved, or says what it cannot save.
-
-    DeepSpeed saves the configuration as it has read it, and not the path of a file that the program has passed. Below
-    0.13 it raises NotImplementedError or AssertionError for what is on NVMe.
-    """
-    try:
-        with overridden([] if isinstance(engine.config, Mapping) else [(engine, "config", config_of(engine))]):
-            yield
-    except (NotImplementedError, AssertionError) as error:
-        if "NVMe" not in str(error):
-            raise
-        raise CheckpointError(f"{error}. {USE_WEIGHTS_ONLY}") from error
 
 
 def ignores_round_robin(version: str, zero_stage: int) -> bool:

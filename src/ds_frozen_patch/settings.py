@@ -125,14 +125,6 @@ class Settings:
         ),
     )
 
-    def keeps(self, names: Iterable[str]) -> bool:
-        """Whether something frozen with these names is saved all the same."""
-        return matches(names, self.keep)
-
-    def leaves_out(self, names: Iterable[str]) -> bool:
-        """Whether what has these names is base, even if it is a buffer, or training changes it."""
-        return matches(names, self.leave_out)
-
 
 OPTIONS: dict[str, Field[Any]] = {option.name: option for option in fields(Settings)}
 

@@ -45,11 +45,6 @@ def is_state_file(name: str) -> bool:
     return _STATE_FILE.fullmatch(name) is not None
 
 
-def is_rank_file(name: str) -> bool:
-    """Whether this is the name of a file of model or optimizer states, and not of an expert's or a layer's file."""
-    return any(kind.fullmatch(name) for kind in (MODEL_FILE, OPTIMIZER_FILE))
-
-
 def open_regular(path: Path, buffering: int = -1) -> IO[bytes]:
     """Open a regular file, or a link to one, for reading; raises OSError for pipes and devices."""
     opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -87,7 +87,7 @@ def listed(folder: Path) -> list[str]:
 def entries(folder: Path) -> list[Path]:
     """What is in a folder; nothing if it cannot be listed."""
     try:
-        return [folder / name for name in listed(folder)]
+        return sorted(folder.iterdir())
     except OSError:
         return []
 
@@ -103,13 +103,15 @@ def wait_for_name(path: Path) -> None:
         time.sleep(1)
 
 
-def make_folder(path: Path, sync: bool = True) -> None:
-    """Make a folder and its missing parents, and sync their names."""
+def make_folder(path: Path, sync: bool = True, made: list[Path] | None = None) -> None:
+    """Make a folder and its missing parents, and sync their names; `made` gets these, outermost first."""
     missing = []
-    while not path.exists():
+    while not path.exists() and path != path.parent:
         missing.append(path)
         path = path.parent
     for folder in reversed(missing):
+        if made is not None:
+            made.append(folder)
         folder.mkdir(exist_ok=True)
         if sync:
             sync_folder(folder.parent)

@@ -7,6 +7,7 @@ import os
 import re
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 from .durable import entries
@@ -39,7 +40,8 @@ class Note:
     def of_this_process(cls, name: str, is_tag: bool, in_place: bool) -> Note:
         """A note of a save by this process."""
         names = (name, "") if is_tag else ("", name)
-        return cls(*names, in_place, os.getpid(), _started(os.getpid()), _machine())
+        process, started, machine = _identity(os.getpid())
+        return cls(*names, in_place, process, started, machine)
 
     def write(self, path: Path) -> None:
         """Write it to a file."""
@@ -47,7 +49,7 @@ class Note:
 
     def is_running(self) -> bool | None:
         """Whether its process runs; None if this cannot be known here."""
-        if not self.machine or self.machine != _machine():
+        if not self.machine or self.machine != _identity(os.getpid())[-1]:
             return None
         return _started(self.process) == self.started
 
@@ -77,9 +79,12 @@ def _started(process: int) -> str:
     return status.rpartition(")")[2].split()[19]
 
 
-def _machine() -> str:
+@cache
+def _identity(process: int) -> tuple[int, str, str]:
+    """The last three attributes of a `Note` by this process; a forked one has another number."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
+        machine = f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
     except OSError:
-        return ""
+        machine = ""
+    return process, _started(process), machine

@@ -140,9 +140,8 @@ class Publication:
 
     def is_on_another_disk(self) -> bool:
         """Whether rank 0, which has opened it, has done so on another disk than this process's."""
-        self._created = _missing_folders(self.home)
         with suppress(OSError):
-            make_folder(self.home, self.sync)
+            make_folder(self.home, self.sync, self._created)
             # Listing them also renews what a network disk's client has cached.
             return not any(note.name in listed(note.parent) for note in self._notes())
         return True
@@ -153,8 +152,7 @@ class Publication:
 
     def open(self) -> None:
         """Prepare where it is written."""
-        self._created = self._created or _missing_folders(self.home)
-        make_folder(self.home, self.sync)
+        make_folder(self.home, self.sync, self._created)
         self._beside = {script.name for script in self._scripts()}
         if self.is_tag:
             finish(self.home, self.sync)
@@ -373,15 +371,6 @@ def finish_as(folder: Path, save: str) -> None:
     with suppress(FileNotFoundError):  # there is none, or another rank has finished it
         commit(folder, save, sync=True)
     finish(folder)
-
-
-def _missing_folders(path: Path) -> list[Path]:
-    """Those of a path and its parents that do not exist, outermost first."""
-    missing = []
-    while not path.exists() and path != path.parent:
-        missing.append(path)
-        path = path.parent
-    return missing[::-1]
 
 
 def _is_old(path: Path, note: Note | None = None) -> bool:

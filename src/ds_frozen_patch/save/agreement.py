@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..common.files import is_state
 from ..common.text import human_bytes
+from ..cures import USE_WEIGHTS_ONLY
 from ..engine.served import Owner, ServedEngine
 from ..publish.durable import entries, sync_folder, sync_tree
 from ..publish.notes import OURS
@@ -172,6 +173,10 @@ def explaining_errors(path: Any) -> Iterator[list[Save]]:
         yield saves
     except (CheckpointError, CheckpointMismatchError):
         raise
+    except (NotImplementedError, AssertionError) as error:  # DeepSpeed before 0.13 cannot save what is on NVMe
+        if "NVMe" not in str(error):
+            raise
+        raise CheckpointError(f"{error}. {USE_WEIGHTS_ONLY}") from error
     except RuntimeError as error:
         if type(error) is not RuntimeError and not type(error).__name__.startswith("Dist"):
             raise

@@ -19,7 +19,6 @@ from ..record import File, listing
 from . import export_trained
 from .running import Save
 from .writer import Recorder
-from .writing import write_recorded
 
 _FOUR = struct.Struct("<4q")
 _WIDTH = 12
@@ -32,7 +31,7 @@ def publish(save: Save) -> None:
     Raises:
         CheckpointError: on every rank, if one has recorded an error.
     """
-    written = _unpacked(save.ranks.step("write its files", partial(_packed, save.written), _WIDTH))
+    written = _unpacked(save.ranks.step("write its files", partial(_packed, save), _WIDTH))
     if save.publishes:
         with save.ranks.deferred():
             if save.export is not None:
@@ -50,16 +49,17 @@ def _record(save: Save, written: Mapping[int, File]) -> str | None:
     if not save.place.is_tag:
         return None
     files = save.place.written()
-    lost = save.written.keys() - files.keys()
+    lost = save.written.keys() - {*files.values()}
     if lost or (save.is_in_one_place and not written.keys() <= {digest(name) for name in files}):
         raise CheckpointError(f"another program has removed files from {save.place.target} during the save")
     return None if save.record is None else listing(save.record, files, written)
 
 
-def _packed(files: Mapping[str, File]) -> list[int]:
-    """The first two files as integers."""
+def _packed(save: Save) -> list[int]:
+    """The first two files that this rank has written, as integers."""
     numbers: list[int] = []
-    for name, file in [*files.items()][:2]:
+    for path, file in [*save.written.items()][:2]:
+        name = save.place.final(path).name
         numbers += [digest(name), file.size, *_FOUR.unpack(bytes.fromhex(file.directory or "0" * 64))]
     return numbers
 
@@ -106,7 +106,9 @@ def _write_and_publish(save: Save) -> CheckpointError | None:
     store, error = save.ranks.store, None
     try:
         with store.beating() if store is not None else nullcontext():
-            write_recorded(save)
+            if save.recorder is not None:
+                with save.ranks.deferred(save.place.shown):
+                    save.recorder.write(save.place.sync, save.written.__setitem__)
             try:
                 publish(save)
             except CheckpointError as failed:

@@ -31,10 +31,9 @@ class Save:
         is_in_one_place: whether all ranks are on one node, and save to the same path.
         opens_disk: whether this rank is the first of those that write to a target, which can be on a disk of its own.
         publishes: whether this rank gives the files their names on its disk.
-        written: what this rank has written, by name.
+        written: what this rank has written, and where.
         record: of the checkpoint, once it is made, without its files; None of a single file.
-        names_left_out: the names of what is left out, once the record is made; None for a full checkpoint.
-        removed: those of them that were in the module's state dict.
+        removed: the names of what is left out that were in the module's state dict.
         recorder: of what the engine writes, to be written later; None if the save writes it.
         export: the format in which the trained weights are exported too, or None.
         ranks: lets the ranks agree, and records errors until the next step.
@@ -48,9 +47,8 @@ class Save:
     is_in_one_place: bool = False
     opens_disk: bool = False
     publishes: bool = False
-    written: dict[str, File] = field(default_factory=dict)
+    written: dict[Path, File] = field(default_factory=dict)
     record: Record | None = None
-    names_left_out: frozenset[str] | None = None
     removed: set[str] = field(default_factory=set)
     recorder: Recorder | None = None
     export: str | None = None
@@ -99,9 +97,17 @@ class Save:
 
 
 def place_of(
-    engine: Any, served: ServedEngine, target: Path, folder: Path | None, shown: Path, is_managed: bool
+    engine: Any, served: ServedEngine, target: Path, shown: Path, is_managed: bool, folder: Path | None = None
 ) -> Publication:
-    """Where a save is written: see `core.save.begin`."""
+    """Where a save is written.
+
+    Args:
+        engine, served: what is saved.
+        target: the folder of the tag, or a file.
+        shown: what messages name.
+        is_managed: whether we give the files their names; else whoever writes them does.
+        folder: that the program has named, if the target is the folder of a tag.
+    """
     owner = served.owner
 
     def warn(kind: str, message: str) -> None:

@@ -163,17 +163,18 @@ def in_place_of_torch(
     archives: list[Any] = []
 
     @contextmanager
-    def entered(path: Path) -> Iterator[Any]:
-        with open_archive(path) as archive:
+    def open_here(file: Any) -> Iterator[Any]:
+        is_path = threading.get_ident() == thread and isinstance(file, str | os.PathLike)
+        if not is_path or folder not in Path(file).parents:
+            with opener(file) as archive:
+                yield archive
+            return
+        with open_archive(Path(file)) as archive:
             archives.append(archive)
             try:
                 yield archive
             finally:
                 archives.pop()
-
-    def open_here(file: Any) -> Any:
-        is_here = threading.get_ident() == thread and isinstance(file, str | os.PathLike)
-        return entered(Path(file)) if is_here and folder in Path(file).parents else opener(file)
 
     def to_cpu_here(storage: Any) -> Any:
         is_record = threading.get_ident() == thread and archives and archives[-1].records

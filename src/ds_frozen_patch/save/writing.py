@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from ..common.files import is_rank_file
 from ..common.overrides import Attributes, overridden
 from ..internals import checkpoint_engine, experts, with_script_copier, without_agreement
 from ..parameters import plain
 from ..publish.durable import sync_file
 from ..publish.journal import hidden
-from ..record import File, describe_file
+from ..record import describe_file
 from .running import Save
 from .writer import in_place_of_torch, opened
 
@@ -26,10 +25,9 @@ if TYPE_CHECKING:
 
 def writing(save: Save) -> AbstractContextManager[None]:
     """While this lasts, DeepSpeed writes for a save, and goes on if it cannot write a file or create a folder."""
-    writer = checkpoint_engine(save.engine)
-    is_divided = save.served.topology.is_divided
-    names = _names_of_experts(save.engine.module) if is_divided and save.names_left_out else {}
-    attributes: Attributes = [(writer, "save", _writing_states(save, names, writer.save))]
+    writer, is_divided = checkpoint_engine(save.engine), save.served.topology.is_divided
+    left_out = _left_out_of_experts(save.engine.module, save.record.names) if is_divided and save.record else {}
+    attributes: Attributes = [(writer, "save", partial(_write_states, save, left_out, writer.save))]
     has_folder = save.place.is_managed and save.is_in_one_place  # which rank 0 has made
     if has_folder:
         attributes += without_agreement(save.engine)  # the ranks have agreed, and agree again at the end
@@ -42,13 +40,14 @@ def writing(save: Save) -> AbstractContextManager[None]:
     return overridden(attributes)
 
 
-def _names_of_experts(module: torch.nn.Module) -> dict[str, str]:
-    """For each parameter of this rank's experts: its plain name in the module, by its plain name in a file."""
-    return {
-        plain(f"{in_file}{name}"): plain(f"{here}{name}")
+def _left_out_of_experts(module: torch.nn.Module, left_out: Collection[str]) -> dict[str, str]:
+    """For each left-out parameter of this rank's experts: its plain name in the module, by its plain name in a file."""
+    names = (
+        (plain(f"{in_file}{name}"), plain(f"{here}{name}"))
         for in_file, here, expert in experts(module)
         for name in expert.state_dict(keep_vars=True)
-    }
+    )
+    return {in_file: here for in_file, here in names if here in left_out}
 
 
 def _copy_script(save: Save, copy: Callable[[str], None], folder: str) -> None:
@@ -70,38 +69,29 @@ def _copy_script(save: Save, copy: Callable[[str], None], folder: str) -> None:
                 new.replace(target)
 
 
-def write_recorded(save: Save) -> None:
-    """Write what the recorder of a save has; an error is recorded."""
-    assert save.recorder is not None
-    with save.ranks.deferred(save.place.shown):
-        save.recorder.write(save.place.sync, partial(_note, save))
-
-
-def _writing_states(save: Save, names_of_experts: Mapping[str, str], write: Callable[..., Any]) -> Callable[..., None]:
-    """What writes a file of states in place of DeepSpeed's `write`; errors are recorded."""
-
-    def write_states(state_dict: dict[str, Any], path: str, *args: Any, **kwargs: Any) -> None:
-        name = Path(path).name
-        file = save.place.path(name) if Path(path).parent == save.place.target else Path(path)
-        at_once = partial(opened, sync=save.place.sync, note=partial(_note, save))
-        open_file = at_once if save.recorder is None else save.recorder.opened
-        with save.ranks.deferred(path), in_place_of_torch(file.parent, open_file):
-            if not is_rank_file(name) and (names := save.names_left_out):  # an expert's, whose keys are parameters
-                left_out = {key: found for key in state_dict if (found := names_of_experts.get(plain(key))) in names}
-                save.removed.update(left_out.values())
-                state_dict = {key: value for key, value in state_dict.items() if key not in left_out}
-            write(state_dict, str(file), *args, **kwargs)
-            if save.place.final(file).name not in save.written and file.is_file():  # torch, or another, has written it
-                if save.place.sync:
-                    sync_file(file)
-                _note(save, file, describe_file(file))
-
-    return write_states
-
-
-def _note(save: Save, file: Path, description: File) -> None:
-    """Note what a file is that this rank has written."""
-    save.written[save.place.final(file).name] = description
+def _write_states(
+    save: Save,
+    left_out: Mapping[str, str],
+    write: Callable[..., Any],
+    state_dict: dict[str, Any],
+    path: str,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Write a file of states as DeepSpeed's `write` does, without what is left out; an error is recorded."""
+    file = save.place.path(Path(path).name) if Path(path).parent == save.place.target else Path(path)
+    at_once = partial(opened, sync=save.place.sync, note=save.written.__setitem__)
+    open_file = at_once if save.recorder is None else save.recorder.opened
+    with save.ranks.deferred(path), in_place_of_torch(file.parent, open_file):
+        if left_out:  # of an expert's file, whose keys are parameters
+            removed = {key: left_out[plain(key)] for key in state_dict if plain(key) in left_out}
+            save.removed.update(removed.values())
+            state_dict = {key: value for key, value in state_dict.items() if key not in removed}
+        write(state_dict, str(file), *args, **kwargs)
+        if file not in save.written and file.is_file():  # torch, or another, has written it
+            if save.place.sync:
+                sync_file(file)
+            save.written[file] = describe_file(file)
 
 
 def warn_of_late_writes(save: Save) -> None:

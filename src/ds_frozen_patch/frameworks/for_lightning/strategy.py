@@ -27,6 +27,7 @@ from ...publish import in_flight
 from ...publish.durable import wait_for_name
 from ...publish.publication import is_local
 from ...save.agreement import explaining_errors
+from ...save.running import place_of
 from ...settings import FLAG
 from ...settings import current as settings
 from . import loops, single_file
@@ -159,8 +160,8 @@ def save_of_trainer(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, 
     path = strategy.broadcast(path)  # as Lightning does before the engine saves
     file, is_managed = single_file.place_of(Path(path)), single_file.writes_locally(strategy.checkpoint_io)
     with explaining_errors(path) as saves:
-        exclude = served.owner.excludes(None)
-        save = begin(engine, served, file, "the weights alone", exclude, shown=Path(path), is_managed=is_managed)
+        place = place_of(engine, served, file, Path(path), is_managed)
+        save = begin(engine, served, place, "the weights alone", served.owner.excludes(None))
         saves.append(save)
     single = single_file.SingleFile(save, strategy.lightning_module)
     whole = partial(single.state, strategy.lightning_module_state_dict)
