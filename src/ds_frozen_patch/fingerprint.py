@@ -99,8 +99,10 @@ class Content:
         """Whether the tensor may differ by rounding only: by a few units in the last place of this largest value."""
         import torch
 
-        now = _sample(tensor).cpu()
-        if self.sample is None or self.sample.dtype != now.dtype or self.sample.shape != now.shape:
+        if self.sample is None or self.layout is None:
+            return False
+        now = _sample(tensor, self.layout).cpu()
+        if self.sample.dtype != now.dtype or self.sample.shape != now.shape:
             return False
         before = self.sample.double()
         limit = 4 * torch.finfo(now.dtype).eps * max(largest, *before.abs().tolist())
@@ -123,7 +125,9 @@ def read(tensor: torch.Tensor, shard: Shard | None = None) -> Content:
     content, layout = unread(tensor, shard), layout_of(tensor, shard)
     if layout is not None:
         first, sums = _sums_of_rows(tensor, shard, layout)
-        content = replace(content, layout=layout, first=first, sums=sums, sample=_sample(tensor).to("cpu", copy=True))
+        content = replace(
+            content, layout=layout, first=first, sums=sums, sample=_sample(tensor, layout).to("cpu", copy=True)
+        )
     return content
 
 
@@ -148,7 +152,7 @@ def changes(earlier: Sequence[tuple[Content, Any, Shard | None]], rows: range | 
         part = slice(None) if rows is None else slice(max(rows.start - begin, 0), max(rows.stop - begin, 0))
         if compared := range(content.first, content.first + len(content.sums))[part]:
             changed[number] = not _sums_of_rows(tensor, shard, layout, compared)[1].equal(content.sums[part])
-        sample = _integers(_sample(tensor))
+        sample = _integers(_sample(tensor, layout))
         samples[sample.device, sample.dtype].append((number, sample, _integers(content.sample)))
     for of_one_kind in samples.values():  # all at once: a GPU takes as long for one tensor
         numbers, now, before = zip(*of_one_kind, strict=True)
@@ -209,9 +213,9 @@ def sketch(tensor: torch.Tensor) -> int:
     """A digest of some values, equal for copies of a tensor; 0 if these are all the same, or cannot be read."""
     import torch
 
-    if layout_of(tensor) is None:
+    if (layout := layout_of(tensor)) is None:
         return 0
-    sample = _sample(tensor).cpu().contiguous()
+    sample = _sample(tensor, layout).cpu().contiguous()
     values = sample.view(torch.uint8).view(-1, sample.element_size())
     content = sample.dtype, partition_of(tensor).numel(), values.tolist()
     return 0 if bool((values == values[:1]).all()) else digest(content)
@@ -247,12 +251,14 @@ def layout_of(tensor: Any, shard: Shard | None = None) -> tuple[Any, ...] | None
     return tensor.dtype, shape, begin, end
 
 
-def _sample(tensor: Any) -> torch.Tensor:
-    """About 64 evenly spaced values of those that this process has of a readable tensor."""
+def _sample(tensor: Any, layout: tuple[Any, ...]) -> torch.Tensor:
+    """About 64 evenly spaced values of those that this process has of a tensor, whose layout is known."""
     values: torch.Tensor = partition_of(tensor).detach()
     while not values.is_contiguous() and values.dim() > 1:
         values = values[0]
     values = values.reshape(-1)
+    if partition_of(tensor) is not tensor:
+        values = values[: layout[-1] - layout[-2]]  # DeepSpeed initializes no padding
     return values[:: max(len(values) // 64, 1)]
 
 

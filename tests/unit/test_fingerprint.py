@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -128,6 +130,18 @@ def test_changes(dtype: torch.dtype, strided: bool) -> None:
     differ = [fingerprint(values) != fingerprint(now) for values, now in zip(before, other, strict=True)]
     assert all(changed(other, rows) == differ for rows in (None, range(0), *shares))
     assert changed([before[0].unsqueeze(1), *before[1:]], range(0)) == [True, False, False, False]
+
+
+def test_padding_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last partition of ZeRO-3 may be longer than what is left of a parameter."""
+    parameter: Any = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+    partition: Any = torch.arange(6.0)
+    parameter.ds_tensor, parameter.ds_shape, partition.status = partition, (10,), SimpleNamespace(name="AVAILABLE")
+    monkeypatch.setattr("ds_frozen_patch.fingerprint.range_of_partition", lambda _: (6, 10))
+    content = read(parameter)
+    for place, is_changed in ((4, False), (3, True)):
+        partition[place] = -1
+        assert [changes([(content, parameter, None)], rows) for rows in (None, range(0))] == [[is_changed]] * 2
 
 
 def test_weights_satisfy_the_proof() -> None:
