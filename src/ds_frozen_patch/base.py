@@ -200,7 +200,8 @@ class Base:
         compared = [entry for entry in self.left_out if entry.group not in overruled]
         unchanged = [entry for entry in compared if not self.origin_of[entry.group].is_changed]
         differ = self.differing(unchanged, self._share(unchanged, served))
-        self.unmerged, self.merged = tuners.merges(self._engine.module)
+        if process.state.merged:
+            self.unmerged, self.merged = tuners.merges(self._engine.module)
         self.record(self.left_out)
         drifted = {
             entry.group

@@ -35,7 +35,7 @@ def merge_adapter(wrapped: Callable[..., Any], tuner: Any, args: tuple[Any, ...]
 def merges(module: torch.nn.Module) -> tuple[dict[str, float], set[str]]:
     """The plain names of what was merged and is unmerged again, with its largest merged value; of what is merged."""
     unmerged, merged = dict[str, float](), set[str]()
-    for path, layer in _layers(module) if process.state.merged else ():
+    for path, layer in _layers(module):
         for name, largest in process.state.merged.get(layer, {}).items():
             if layer.merged_adapters:
                 merged.add(plain(f"{path}.base_layer.{name}"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
