@@ -80,7 +80,6 @@ class ServedEngine:
         recorder: of saves that training does not wait for (`save.writer.Recorder`), once there was one.
         load: that a strategy has begun (`load.running.Load`), while the engine loads for it.
         single_file: that `Trainer.save_checkpoint` has begun, while the strategy saves for it.
-        scripts: the content and mode of each script that DeepSpeed copies beside checkpoints, by name, once it has.
         logged: the messages already logged once.
         undo: what `unpatch()` calls with the engine, to take off what was put on it.
     """
@@ -97,7 +96,6 @@ class ServedEngine:
     recorder: Any = None
     load: Any = None
     single_file: Any = None
-    scripts: dict[str, tuple[bytes, int]] = field(default_factory=dict)
     logged: set[str] = field(default_factory=set)
     undo: list[Callable[[Any], object]] = field(default_factory=list)
 

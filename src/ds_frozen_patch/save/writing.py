@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -51,28 +52,21 @@ def _left_out_of_experts(module: torch.nn.Module, left_out: Collection[str]) -> 
 
 def _copy_script(save: Save, copy: Callable[[str], None], folder: str) -> None:
     """Let DeepSpeed copy its converter to a folder, where half of one must not take the place of the previous one."""
-    scripts = save.served.scripts
-    if not scripts:
-        with TemporaryDirectory() as elsewhere:
-            copy(elsewhere)
-            scripts |= {
-                item.name: (item.read_bytes(), item.stat().st_mode & 0o777) for item in Path(elsewhere).iterdir()
-            }
-    for name, (content, mode) in scripts.items():
-        target = Path(folder, name)
-        if target.is_file() and target.read_bytes() == content:
-            continue
-        new = hidden(target, save.place.id)
-        try:
-            file = target if save.place.in_place else new
-            file.write_bytes(content)
-            file.chmod(mode)
-        except PermissionError:  # a file that is there may be written all the same
-            copy(folder)
-        if new.is_file():
-            if save.place.sync:
-                sync_file(new)
-            new.replace(target)
+    with TemporaryDirectory() as elsewhere:
+        copy(elsewhere)
+        for script in Path(elsewhere).iterdir():
+            target = Path(folder, script.name)
+            if target.is_file() and target.read_bytes() == script.read_bytes():
+                continue
+            new = hidden(target, save.place.id)
+            try:
+                shutil.copy(script, target if save.place.in_place else new)
+            except PermissionError:  # a file that is there may be written all the same
+                copy(folder)
+            if new.is_file():
+                if save.place.sync:
+                    sync_file(new)
+                new.replace(target)
 
 
 def _write_states(
