@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 import ds_frozen_patch
 
-pytestmark = [pytest.mark.promise(29), pytest.mark.everyday, pytest.mark.once]
+pytestmark = [pytest.mark.promise(29), pytest.mark.everyday]
 
 
 class Merging(runs.LoraRun):

@@ -39,7 +39,7 @@ import ds_frozen_patch
 from ds_frozen_patch.common.files import RECORD
 from ds_frozen_patch.testing import adapt_deepspeed
 
-pytestmark = [pytest.mark.promise(29), pytest.mark.everyday, pytest.mark.once]
+pytestmark = [pytest.mark.promise(29), pytest.mark.everyday]
 
 PROGRAMS = int(os.environ.get("PROGRAMS", "40"))
 STEPS, ROWS = (5, 6), 2  # of the two processes; of each rank in a step
