@@ -143,8 +143,9 @@ def save_checkpoint(wrapped: Callable[..., Any], strategy: Any, args: tuple[Any,
             single_file.make_way(Path(path))
     with overridden([(strategy, FLAG, owner.excludes(None))] if hasattr(strategy, FLAG) else []):
         result = wrapped(*args, **kwargs)
-    if is_local(path) and is_first_on_disk and Path(path, WEIGHTS_FILE).exists():
-        in_flight.afterwards(partial(single_file.remove_from, Path(path)))
+    with suppress(OSError):  # the save has succeeded on every rank
+        if is_local(path) and is_first_on_disk and Path(path, WEIGHTS_FILE).exists():
+            in_flight.afterwards(partial(single_file.remove_from, Path(path)))
     if name == "filepath" and settings().async_save:
         trainer = strategy.lightning_module.trainer
         for logger in filter(_may_read, trainer.loggers):
