@@ -37,8 +37,8 @@ from ..publish.durable import wait_for_name
 from ..record import KEY, UNIVERSAL_INFO, UNKNOWN, unknown
 from ..settings import current as settings
 
-_ATTEMPTS = 3
-"""How often a load begins if another process saves to the same path meanwhile."""
+_ATTEMPTS = 10
+"""How often a load begins if another process saves to the same path meanwhile; a small save is faster than a load."""
 
 
 def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
