@@ -212,7 +212,7 @@ def test_a_folder_from_peft(made: Made, kind: str) -> None:
 
 
 NO_BASE = {
-    "pissa": "the adapter was initialised with PiSSA, which changes the base's weights",
+    "pissa": "init_lora_weights='pissa' changes the base's weights",
 }
 
 

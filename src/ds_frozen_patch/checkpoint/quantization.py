@@ -23,7 +23,6 @@ PACKED = ("qweight", "qzeros", "scales", "g_idx", "bias")
 _QUANTOS_BUFFERS = ("input_scale", "output_scale")
 _QUANTOS_PARTS = ("_data", "_scale", "_shift")
 _HQQS = ("nbits", "group_size")
-_STATE = re.compile(r"(.+)\.quant_state\.bitsandbytes__(nf4|fp4)")
 _IN_4_BITS = re.compile(
     r"(.+)\.(?:absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__(?:nf4|fp4))"
 )
@@ -147,28 +146,3 @@ def is_subclass(entry: LeftOut) -> bool:
 def is_torchao(class_name: str) -> bool:
     """Whether a tensor subclass is one of torchao's, which state dicts contain as they are."""
     return class_name in _TORCHAO
-
-
-def name_quantization(dtypes: Mapping[str, str]) -> tuple[str, ...]:
-    """Describe how a base is quantized; empty if it is not.
-
-    Args:
-        dtypes: the dtype of each parameter, part and buffer, by plain name; for a tensor subclass its class's name.
-    """
-    kinds: dict[str, None] = {}
-    for name, dtype in dtypes.items():
-        layer, _, last = name.rpartition(".")
-        if match := _STATE.fullmatch(name):
-            double = ", double quantization" if f"{match[1]}.nested_absmax" in dtypes else ""
-            kinds[f"bitsandbytes {match[2]}{double}"] = None
-        elif last == "SCB":
-            kinds["bitsandbytes int8"] = None
-        elif last == "nbits" and f"{layer}.group_size" in dtypes:
-            kinds["HQQ"] = None
-        elif last == "qweight" and f"{layer}.scales" in dtypes:
-            kinds["GPTQ or AWQ (packed in buffers)"] = None
-        elif last == "_data" or dtype in _QUANTOS_OWN:
-            kinds["optimum-quanto"] = None
-        elif dtype in _TORCHAO:
-            kinds[f"torchao {dtype}"] = None
-    return tuple(kinds)

@@ -31,8 +31,7 @@ from .tensors import OutputTensor
 
 _PEFTS_OWN = ("base_model.model.", "base_layer.", "original_module.", "quant_linear_module.", "token_adapter.")
 _HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
-# The prefixes of PEFT's values of `init_lora_weights` that change the base's weights.
-_REWRITING_INITS = {"pissa": "PiSSA", "olora": "OLoRA", "corda": "CorDA", "loftq": "LoftQ", "lora_ga": "LoRA-GA"}
+_REWRITING_INITS = re.compile(r'"init_lora_weights": *"((?:pissa|olora|corda|loftq|lora_ga)\w*)"')
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Base:
             if not dtypes.matches_fingerprint(entry, values):
                 for piece in tensor.pieces:
                     records.check(piece.storage)  # a damaged file gets a message of its own
-                message = describe_wrong_values(self, [entry.name], record)
+                message = wrong_values(self, [entry.name], record)
                 raise CheckpointError(f"{message} Pass the base that the run was built from.")
             return dtypes.convert(values, entry.dtype, to)
 
@@ -285,50 +284,19 @@ def match_base(record: Record, base: Base) -> dict[LeftOut, TensorSource]:
             else:
                 missing.append(entry)
     if missing:
+        was_quantized = ": it was quantized" if any(entry.kind != PARAMETER for entry in missing) else ""
         raise CheckpointError(
-            f"{base.path} lacks {named([entry.name for entry in missing])}. {_suggest_remedy(missing, record)}"
+            f"{base.path} lacks {named([entry.name for entry in missing])}. Pass the base that the run was built from"
+            f"{was_quantized}."
         )
     if reshaped:
         raise CheckpointError(f"{base.path} is not the base that the run used: {'; '.join(reshaped[:5])}.")
     return there
 
 
-def _suggest_remedy(missing: Iterable[LeftOut], record: Record) -> str:
-    """What to do about a base that lacks these."""
-    adapters = {adapter for configs in record.adapters.values() for adapter in configs}
-    owners = [adapters & set(entry.name.split(".")) for entry in missing]
-    if all(owners):
-        return (
-            f"They belong to the adapter {named(sorted(set().union(*owners)))} and were frozen; a base has no adapters."
-            " Save them with patch(keep=[...]), or pass a full checkpoint of the run as the base."
-        )
-    was_quantized = any(entry.kind != PARAMETER for entry in missing)
-    return "Pass the base that the run was built from" + (
-        ": it was quantized. An unquantized one is compared only when a program quantizes it and loads the checkpoint."
-        if was_quantized
-        else "."
-    )
-
-
-def describe_wrong_values(base: Base, names: Iterable[str], record: Record) -> str:
+def wrong_values(base: Base, names: Iterable[str], record: Record) -> str:
     """The message for a base whose values differ from those of the run."""
     message = f"{base.path} is not the base that the run used: the values differ in {named(list(names))}."
-    inits = _rewriting_inits(record)
-    if not inits:
-        return message
-    return (
-        f"{message} A possible cause: the adapter was initialised with {' and '.join(inits)}, which changes the base's"
-        " weights; pass the changed weights, such as a full checkpoint of the run."
-    )
-
-
-def _rewriting_inits(record: Record) -> list[str]:
-    """The adapters' initialisations that change the base."""
-    inits = set()
-    for config in (config for adapters in record.adapters.values() for config in adapters.values()):
-        try:
-            init = str(json.loads(config)["init_lora_weights"]).lower()
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
-        inits |= {name for begin, name in _REWRITING_INITS.items() if init.startswith(begin)}
-    return sorted(inits)
+    configs = [config for adapters in record.adapters.values() for config in adapters.values()]
+    inits = sorted({init for config in configs for init in _REWRITING_INITS.findall(config)})
+    return message + (f" A possible cause: init_lora_weights={inits[0]!r} changes the base's weights." if inits else "")

@@ -10,7 +10,6 @@ from typing import Any
 
 from ..checkpoint.format.archive import Contents
 from ..checkpoint.format.stored import Storage, StoredTensor, iter_tensors
-from ..checkpoint.quantization import name_quantization
 from ..checkpoint.zero.entries import read_entries, with_plain_names
 from ..checkpoint.zero.states import as_integer, configured_stage, parameter_groups, read_states
 from ..common.text import human_bytes, printable_lines
@@ -37,7 +36,6 @@ class Inspection:
         epoch: the epoch, from 0 on; None if the checkpoint does not record it.
         versions: the release of each package that the checkpoint records.
         files: by file name, the size of each kind of `KINDS` in the file; together they are the file's size.
-        base: how the base is quantized; empty if it is not.
         record: what ds_frozen_patch has recorded at the save; None if it has not.
     """
 
@@ -49,7 +47,6 @@ class Inspection:
     epoch: int | None
     versions: dict[str, str]
     files: dict[str, dict[str, int]]
-    base: tuple[str, ...]
     record: Record | None
 
     @property
@@ -77,7 +74,6 @@ class Inspection:
             f"{self.path}, {self.tag}: {human_bytes(self.size)}",
             ", ".join([f"ZeRO stage {self.zero_stage}", f"ranks: {self.world_size}", *progress]),
             ", ".join(f"{name} {version}" for name, version in self.versions.items()),
-            *(f"base: {kind}" for kind in self.base),
             "",
             *(f"{human_bytes(size):>8}  {size / self.size:4.0%}  {kind}" for kind, size in self.kinds.items()),
             "",
@@ -123,19 +119,8 @@ def inspect(path: str | Path, tag: str | None = None) -> Inspection:
         epoch=as_integer(model.get("epoch")),
         versions=states.versions,
         files=files,
-        base=name_quantization(_entry_dtypes(with_plain_names(model), record)),
         record=None if record.kind == UNKNOWN else record,
     )
-
-
-def _entry_dtypes(model: Mapping[str, Any], record: Record) -> dict[str, str]:
-    """The dtype of each entry, also of those left out, by name; for a tensor subclass the name of its class."""
-    entries = read_entries(model, record)
-    return {
-        **{name: tensor.dtype for name, tensor in entries.tensors.items()},
-        **{name: subclass.name for name, subclass in entries.subclasses.items()},
-        **{name: entry.dtype for entry in record.left_out for name in entry.names},
-    }
 
 
 def _sum_sizes(file: Contents, kinds: Iterator[tuple[str, StoredTensor]], size: int) -> dict[str, int]:

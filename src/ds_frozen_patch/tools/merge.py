@@ -1,7 +1,7 @@
 """Merge a checkpoint and its base into a folder that serves: for `from_pretrained`, vLLM and the like.
 
 The folder has the files of the base's, one for one. What the run has trained replaces the base's tensors, and plain
-LoRA is added to them, one tensor after another. PEFT merges any other adapter, with the whole model in memory.
+LoRA is added to them, one tensor after another. Any other adapter is for PEFT to merge.
 """
 
 from __future__ import annotations
@@ -9,12 +9,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import redirect_stderr
 from dataclasses import dataclass, field, replace
-from io import StringIO
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -24,10 +21,8 @@ from ..checkpoint.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
     PEFTS_PREFIX,
-    PROMPTS,
     choose_adapter,
     match_adapter,
-    parse_recorded_config,
     read_config,
 )
 from ..checkpoint.format.records import Records, TensorSource
@@ -114,7 +109,7 @@ def merge(
     kind, folder = dtypes.torch_dtype(dtype), locate_base(base)
     model, opened = empty_model(folder), open_base(folder)
     run = _read_run(Path(source), tag, adapter, adapter_config, model.state_dict().keys())
-    files, changes, is_in_memory, is_untied = _plan(opened, model, run)
+    files, changes, is_untied = _plan(opened, model, run)
     record = without_quantized(run.record, opened)
     compared = match_base(record, opened)
     shards = {
@@ -124,7 +119,6 @@ def merge(
     size = sum(tensor.size for shard in shards.values() for tensor in shard.values())
     notes = {
         f"Tied weights were trained apart, so {CONFIG} has tie_word_embeddings=false.": is_untied,
-        "This takes the whole model in memory.": is_in_memory,
         "The run had quantized its base, which is compared at load only.": record != run.record,
     }
     done = Merged(
@@ -133,7 +127,7 @@ def merge(
         dtype=dtype,
         is_whole=True,
         adapter=run.name,
-        folded=0 if is_in_memory else sum(bool(change.lora) for change in changes.values()),
+        folded=sum(bool(change.lora) for change in changes.values()),
         tensors=sum(map(len, shards.values())),
         size=size,
         files=tuple(shards),
@@ -145,22 +139,16 @@ def merge(
     if dry_run:
         check_output(Path(target), run.root, folder)
         return done
-    if is_in_memory and not quiet:
-        print("Not plain LoRA, or not one tensor for another: this takes the whole model in memory.", file=sys.stderr)
     cost = sum(tensor.cost for shard in shards.values() for tensor in shard.values())
     cost += sum(tensor.nbytes for tensor in compared.values())
     with new_output(target, run.root, folder) as output, progress("merging", cost, quiet) as progressed:
         with Records(progressed=progressed) as records:
             for entry, tensor in compared.items():
                 opened.verified(tensor, entry, run.record).read(records)
-            if is_in_memory:
-                with redirect_stderr(StringIO()):  # without the progress bars of transformers
-                    _write_in_memory(output, records, type(model), run, folder, kind)
-            else:
-                write_folder(output, shards, {}, records)
-                _write_config(folder, output, kind, is_untied)
+            write_folder(output, shards, {}, records)
+        _write_config(folder, output, kind, is_untied)
         _copy_other_files(folder, output)
-        return replace(done, files=tuple(sorted(file.name for file in output.glob("*.safetensors"))))
+    return done
 
 
 @dataclass
@@ -177,11 +165,8 @@ class _Run:
 
 
 def _read_run(root: Path, tag: str | None, name: str | None, config: str | Path | None, known: Collection[str]) -> _Run:
-    recorded = root / ADAPTER_CONFIG
-    if recorded.is_file() and not (root / "latest").exists() and tag is None:
-        text = recorded.read_text(encoding="utf-8", errors="replace")
-        of_adapter = read_config(config) if config else parse_recorded_config(text)
-        return _Run(root, "default", of_adapter, open_base(root / ADAPTER_FILE).tensors)
+    if (root / ADAPTER_CONFIG).is_file() and not (root / "latest").exists() and tag is None:
+        return _Run(root, "default", read_config(config or root), open_base(root / ADAPTER_FILE).tensors)
     checkpoint = open_checkpoint(root, tag)
     weights, record = checkpoint.weights, checkpoint.record
     tensors, adapter, members, outside = weights.by_any_name, None, dict[str, str](), list[str]()
@@ -254,8 +239,12 @@ class _Change:
         return OutputTensor(to, tensor.shape, read, source.nbytes + sum(part.nbytes for part in self.lora))
 
 
-def _changes(run: _Run, model: Any) -> tuple[dict[str, _Change], bool]:
-    """What becomes of each parameter of a model; and whether this is without an adapter, or with plain LoRA."""
+def _changes(run: _Run, model: Any) -> dict[str, _Change]:
+    """What becomes of each parameter of a model.
+
+    Raises:
+        CheckpointError: the adapter is not plain LoRA.
+    """
     config, modules = run.config, dict(model.named_modules())
     changes = {name: _Change(source) for name, source in run.whole.items()}
     lora: dict[str, dict[str, TensorSource]] = defaultdict(dict)
@@ -264,36 +253,42 @@ def _changes(run: _Run, model: Any) -> tuple[dict[str, _Change], bool]:
             lora[match[1]][match[2]] = source
         else:
             changes[without_wrappers(in_file)] = _Change(source)
-    is_plain = not config or (
-        config["peft_type"] == "LORA"
-        and all(key in _PLAIN for key, value in config.items() if value)
-        and str(config.get("init_lora_weights")).lower().startswith(_INITS)
-    )
+    odd = {key for key, value in config.items() if value and key not in _PLAIN}
+    if config and config["peft_type"] != "LORA":
+        odd.add(str(config["peft_type"]))
+    if config and not str(config.get("init_lora_weights")).lower().startswith(_INITS):
+        odd.add("init_lora_weights")
     for module, parts in lora.items():
-        is_plain &= [*sorted(parts)] in (["lora_A.weight", "lora_B.weight"], ["lora_embedding_A", "lora_embedding_B"])
-        is_plain &= module in modules and all(len(part.shape) == 2 for part in parts.values())
+        layer = type(modules.get(module)).__name__
+        if [*sorted(parts)] not in (["lora_A.weight", "lora_B.weight"], ["lora_embedding_A", "lora_embedding_B"]):
+            odd |= parts.keys()
+        elif any(len(part.shape) != 2 for part in parts.values()):  # of a convolution
+            odd.add(module)
         alphas, rank = config.get("alpha_pattern") or {}, parts[min(parts)].shape[0]
         key = next((key for key in alphas if re.match(rf"(.*\.)?({key})$", module)), None)  # as PEFT does it
         changes[f"{module}.weight"] = _Change(
             source=changes.get(f"{module}.weight", _Change()).source,
             lora=tuple(parts[name] for name in sorted(parts)),
             scale=alphas.get(key, config["lora_alpha"]) / (sqrt(rank) if config.get("use_rslora") else rank),
-            layer="Embedding" if "lora_embedding_A" in parts else type(modules.get(module)).__name__,
+            layer="Embedding" if "lora_embedding_A" in parts else layer,
         )
-    return changes, is_plain
+    if odd:
+        raise CheckpointError(
+            f"The adapter is not plain LoRA ({named(sorted(odd), 5)}). Export it with --format peft, and let PEFT merge"
+            " it: PeftModel.from_pretrained(model, folder).merge_and_unload()."
+        )
+    return changes
 
 
-def _plan(
-    base: Base, model: Any, run: _Run
-) -> tuple[dict[str, dict[str, TensorSource]], dict[str, _Change], bool, bool]:
+def _plan(base: Base, model: Any, run: _Run) -> tuple[dict[str, dict[str, TensorSource]], dict[str, _Change], bool]:
     """The base's tensors for each file of the output, and what becomes of them.
 
-    Also whether PEFT has to merge the whole model in memory, and whether weights that the base ties were trained apart.
+    Also whether weights that the base ties were trained apart.
     """
-    if (kind := run.config.get("peft_type")) in PROMPTS:
-        raise CheckpointError(f"{kind} adapters have no weights to merge. Serve the adapter with PEFT.")
     try:
-        wanted, is_plain = _changes(run, model)
+        wanted = _changes(run, model)
+    except CheckpointError:
+        raise
     except Exception as error:  # whatever a configuration says
         raise CheckpointError(f"The adapter's configuration is damaged ({error!r}).") from None
     ties, files, is_untied = list(Contents(model).names.values()), _files(base), False
@@ -310,13 +305,17 @@ def _plan(
         elif shared is not None:
             places |= {name: places.get(name, shared) for name in group}
     changes = {places[name]: change for name, change in wanted.items() if name in places}
-    is_in_memory = not (is_plain and changes.keys() <= tensors.keys())
+    if joined := changes.keys() - tensors.keys():
+        raise CheckpointError(
+            f"{base.path} has {named(sorted(joined), 3)} in several tensors each. Build the model as the run did, and"
+            " use load_trainable and save_pretrained."
+        )
     missing = [name for name in wanted if name not in places]
-    if is_plain and (not changes or (missing and run.config)):
+    if not changes or (missing and run.config):
         raise CheckpointError(f"{base.path} lacks {named(missing)}. Pass the base that the run was built from.")
     run.outside += [] if run.config else missing
-    _check_shapes(base, {name: tensors.get(name) or base[name] for name in changes}, changes, is_in_memory)
-    return files, changes, is_in_memory, is_untied
+    _check_shapes(base, tensors, changes)
+    return files, changes, is_untied
 
 
 def _unverified(
@@ -334,13 +333,11 @@ def _unverified(
     return tuple(sorted(name for name, tensor in own.items() if not pieces.issuperset(tensor.pieces)))
 
 
-def _check_shapes(
-    base: Base, tensors: Mapping[str, TensorSource], changes: Mapping[str, _Change], is_in_memory: bool
-) -> None:
+def _check_shapes(base: Base, tensors: Mapping[str, TensorSource], changes: Mapping[str, _Change]) -> None:
     wrong = []
     for name, change in changes.items():
         tensor, shapes = tensors[name], [change.source.shape] if change.source else []
-        if change.lora and not is_in_memory:
+        if change.lora:
             a, b = (source.shape for source in change.lora)
             shapes.append((a[1], b[0]) if change.is_turned else (b[0], a[1]))
         if {tensor.shape, *shapes} != {tensor.shape} or (change.lora and tensor.dtype not in dtypes.FLOATING):
@@ -359,37 +356,6 @@ def _write_config(folder: Path, output: Path, dtype: str | None, is_untied: bool
     for part in (config, config.get("text_config") or {}) if is_untied else ():
         part["tie_word_embeddings"] = False
     (output / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_in_memory(output: Path, records: Records, kind: Any, run: _Run, folder: Path, dtype: str | None) -> None:
-    """Let transformers and PEFT do it."""
-    import transformers
-
-    config, release = dict(run.config), int(transformers.__version__.partition(".")[0])
-    if config and str(config.get("init_lora_weights")).lower().startswith(_INITS):
-        config["init_lora_weights"] = False  # the base is as it was when the adapter had been made
-    try:
-        options = {"dtype" if release > 4 else "torch_dtype": dtype or "auto"}
-        model: Any = kind.from_pretrained(folder, **options)
-        state = model.state_dict()
-        for name in state.keys() & run.whole.keys():
-            state[name].copy_(_read(records, run.whole[name]))
-        if config:
-            import peft
-
-            of_any_type: Any = peft.PeftConfig
-            model = peft.get_peft_model(model, of_any_type.from_peft_type(**config))
-            tensors = {name: _read(records, source) for name, source in run.adapter.items()}
-            loaded: Any = peft.set_peft_model_state_dict(model, tensors)
-            wrong = [*loaded.unexpected_keys, *(name for name in loaded.missing_keys if ".default" in name)]
-            if wrong := [name for name in wrong if ".token_adapter." not in name]:  # which tied weights share
-                raise ValueError(f"it does not fit the base: {named(wrong)}")
-            model = model.merge_and_unload()
-        model.save_pretrained(output)
-    except ImportError as error:
-        raise CheckpointError(f"This adapter is for PEFT to merge: pip install peft ({error}).") from None
-    except Exception as error:  # whatever a configuration leads to
-        raise CheckpointError(f"PEFT cannot merge this adapter ({type(error).__name__}: {error}).") from None
 
 
 def _read(records: Records, source: TensorSource) -> Any:

@@ -17,7 +17,7 @@ from ..common.files import RECORD
 from ..common.text import human_bytes, printable_lines, progress
 from ..parameters import PARAMETER
 from ..record import Record
-from .base import Base, describe_wrong_values, match_base, open_base, without_quantized
+from .base import Base, match_base, open_base, without_quantized, wrong_values
 
 
 @dataclass(frozen=True)
@@ -180,5 +180,5 @@ def _compare_base(record: Record, base: Base, quiet: bool) -> tuple[list[str], i
                 wrong += [] if same else [entry.name]
                 right += same and entry.kind == PARAMETER
     if wrong:
-        return [describe_wrong_values(base, wrong, record)], right, unknown
+        return [wrong_values(base, wrong, record)], right, unknown
     return [], right, unknown
