@@ -59,7 +59,9 @@ NO_FOLDER = {
     "prompt": "PROMPT_TUNING files",
     "prefix": "PREFIX_TUNING files",
     "p-tuning": "P_TUNING files",
-    "shira": "shira_indices",
+    "shira": "SHIRA files",
+    "vblora": "VBLORA files",
+    "adalora": "ADALORA files",
 }
 """Methods whose file no `patch(export="peft")` can write, and a part of the reason that it gives."""
 OTHERS = ["batch norm in eval mode", "weight_norm", "orthogonal"]

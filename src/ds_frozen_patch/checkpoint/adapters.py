@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,11 +17,12 @@ ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json
 """PEFT's names of the files in an adapter's folder."""
 PEFTS_PREFIX = "base_model.model."
 # For these kinds, PEFT's files contain values computed from the weights, not the weights themselves.
-PROMPTS = frozenset(["PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "ADAPTION_PROMPT"])
+_COMPUTED = (
+    "ADALORA", "ADAPTION_PROMPT", "CPT", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "PROMPT_TUNING",
+    "SHIRA", "VBLORA",
+)  # fmt: skip
 # The model has one of each, which PEFT saves; every layer refers to it under a name of its own.
-_SHARED_BY_LAYERS = frozenset(
-    ["vera_A", "vera_B", "pvera_A", "pvera_B", "vblora_vector_bank", "unilora_theta_d", "tinylora_v"]
-)
+_SHARED_BY_LAYERS = frozenset(["vera_A", "vera_B", "pvera_A", "pvera_B", "unilora_theta_d", "tinylora_v"])
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,11 @@ class Adapter:
 
     def owns(self, name: str) -> bool:
         """Whether a parameter or buffer belongs to the adapter and to its file."""
-        parts = name.split(".")
-        if self.peft_name(name) is None or "ranknum" in parts or _is_layer_alias(name):  # PEFT does not save AdaLoRA's
+        if self.peft_name(name) is None or _is_layer_alias(name):
             return False
         if any(f".{part}.{self.name}." in name for part in ("modules_to_save", "prompt_encoder")):
             return True
-        return self.name in parts[-2:]
+        return self.name in name.split(".")[-2:]
 
     def members(
         self, trained: Iterable[str], aliases: Iterable[str], others: Iterable[str], adapters: Iterable[str]
@@ -83,20 +82,10 @@ class Adapter:
 
     def check_exportable(self) -> None:
         """Raise CheckpointError if PEFT's files contain something else than the weights of a checkpoint."""
-        config = self.config or {}
-        kind = str(config.get("peft_type"))
-        why = None
-        if kind in PROMPTS:
-            why = f"it computes the content of {kind} files from the weights"
-        elif kind == "VBLORA" and config.get("save_only_topk_weights"):
-            why = "with save_only_topk_weights, it computes the content of VBLORA files from the weights"
-        elif kind == "SHIRA":
-            why = "its SHIRA files contain shira_indices, which are not in the state dict"
-        elif kind == "ADALORA" and config.get("rank_pattern"):
-            why = "its ADALORA files omit the ranks that rank_pattern drops"
-        if why:
+        if (kind := (self.config or {}).get("peft_type")) in _COMPUTED:
             raise CheckpointError(
-                f"PEFT's adapter format cannot be written from this checkpoint: {why}. Use --format safetensors."
+                "PEFT's adapter format cannot be written from this checkpoint: PEFT computes the content of"
+                f" {kind} files from the weights. Use --format safetensors."
             )
 
 
@@ -136,7 +125,7 @@ def choose_adapter(
             raise CheckpointError(
                 f"The run had no adapter {name!r}, but {named(list(adapters))}. Choose one with --adapter."
             )
-        return Adapter(module, name, read_config(file) if file else parse_recorded_config(adapters[name]))
+        return Adapter(module, name, read_config(file) if file else _parse_recorded(adapters[name]))
     prefixes = {parameter.partition(PEFTS_PREFIX)[0] for parameter in weights.trained if PEFTS_PREFIX in parameter}
     if len(prefixes) != 1:
         raise CheckpointError(
@@ -166,29 +155,14 @@ def _parse(text: str) -> dict[str, Any]:
     return config
 
 
-_LIBRARIES = ("transformers.", "diffusers.", "megatron.core")
-
-
-def parse_recorded_config(text: str) -> dict[str, Any]:
-    """Parse a configuration from a checkpoint, without names of unexpected modules, which PEFT would import."""
+def _parse_recorded(text: str) -> dict[str, Any]:
     try:
-        config = _parse(text)
+        return _parse(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"The adapter's configuration in the checkpoint is damaged: {error}. Pass one that you trust:"
+            f"The adapter's configuration in the checkpoint is damaged: {error}. Pass another one:"
             " --adapter-config adapter_config.json (PeftConfig.save_pretrained writes one)."
         ) from None
-    mapping = config.get("auto_mapping")
-    library = mapping.get("parent_library") if isinstance(mapping, dict) else mapping
-    for key, module in (("auto_mapping", library), ("megatron_core", config.get("megatron_core"))):
-        if module is not None and not str(module).startswith(_LIBRARIES):
-            config[key] = None
-            warnings.warn(
-                f"{key} was removed from adapter_config.json: PEFT would import {module!r:.100}. To keep it, pass"
-                " --adapter-config and a file that you trust.",
-                stacklevel=4,
-            )
-    return config
 
 
 def match_adapter(weights: Weights, record: Record, adapter: Adapter) -> tuple[dict[str, str], list[str]]:
