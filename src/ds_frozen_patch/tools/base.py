@@ -11,15 +11,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint import dtypes
 from ..checkpoint.format.archive import read_archive
-from ..checkpoint.format.records import Piece, Records, TensorSource, from_stored
+from ..checkpoint.format.records import Records, TensorSource, from_stored
 from ..checkpoint.format.safetensors import MAX_HEADER, read_header
-from ..checkpoint.format.stored import Storage, StoredTensor
+from ..checkpoint.format.stored import StoredTensor
 from ..checkpoint.quantization import group_with_parts, is_subclass, parse_subclass
 from ..checkpoint.zero.states import check_same_save, read_states
 from ..checkpoint.zero.weights import locate_weights
@@ -209,10 +208,8 @@ def _read_folder(folder: Path) -> dict[str, TensorSource]:
 def _read_file(file: Path) -> dict[str, TensorSource]:
     """The tensors of one file, including the tied aliases that the metadata of a safetensors file list."""
     if file.suffix == ".safetensors":
-        tensors, (header, about) = {}, read_header(file)
-        for name, item in header.items():
-            storage = Storage(file, name, item.dtype, prod(item.shape))
-            tensors[name] = TensorSource(item.dtype, item.shape, (Piece(storage, 0, storage.numel),))
+        header, about = read_header(file)
+        tensors = {name: from_stored(item) for name, item in header.items()}
         tied = {alias: tensors[to] for alias, to in about.items() if to in tensors and alias not in tensors}
         return {**tensors, **tied, **_unflatten_names(tensors, about)}
     state: Any = read_archive(file).state

@@ -9,8 +9,8 @@ from typing import Any
 
 from ..checkpoint import dtypes
 from ..checkpoint.format.archive import read_archive
-from ..checkpoint.format.records import Records, TensorSource, from_stored, map_into_memory
-from ..checkpoint.format.stored import StandIn, walk
+from ..checkpoint.format.records import Records, TensorSource
+from ..checkpoint.format.stored import ITEM_SIZES, StandIn, StoredTensor, walk
 from ..checkpoint.quantization import is_torchao
 from ..checkpoint.zero.opening import Checkpoint, open_any
 from ..common.errors import CheckpointError, named
@@ -184,9 +184,17 @@ def consolidate_over(checkpoint_dir: str | Path, output_file: str | Path, tag: s
     ):
         is_whole = not (checkpoint.record.is_trainable_only and checkpoint.states.lacks_frozen)
         _write_torch(output, checkpoint, plan, is_whole, records)
+    import torch
+
     state: dict[str, Any] = read_archive(file).state
-    stored = {name: from_stored(item) for name, item in state["state_dict"].items()}
-    return {**state, "state_dict": map_into_memory(stored)}
+    mapped = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
+    weights = dict(state["state_dict"])
+    for name, item in weights.items():
+        if isinstance(item, StoredTensor):
+            begin = item.storage.begin + item.offset * ITEM_SIZES[item.dtype]
+            content = mapped[begin : begin + item.numel * ITEM_SIZES[item.dtype]]
+            weights[name] = content.view(getattr(torch, item.dtype)).view(item.shape)
+    return {**state, "state_dict": weights}
 
 
 def _plan_output(

@@ -12,7 +12,7 @@ from typing import Any
 from ..checkpoint.dtypes import convert, output_dtype
 from ..checkpoint.format.records import Records, TensorSource
 from ..checkpoint.format.safetensors import write_file
-from ..checkpoint.format.stored import ITEM_SIZES, Storage, new_tensor
+from ..checkpoint.format.stored import ITEM_SIZES, Storage, whole_tensor
 from ..checkpoint.format.writing import write_archive
 
 TORCH_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
@@ -76,7 +76,7 @@ def write_torch(
     records: Records,
 ) -> None:
     """Write a file of `torch.save`: a state, and as its `state_dict` tensors and what the pickle of a file says."""
-    weights = {**pickled, **{name: new_tensor(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()}}
+    weights = {**pickled, **{name: whole_tensor(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()}}
     weights |= {alias: weights[name] for alias, name in aliases.items() if name in weights}
 
     def content(storage: Storage, begin: int, count: int) -> Iterator[bytes | memoryview]:

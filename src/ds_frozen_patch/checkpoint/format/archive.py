@@ -20,7 +20,7 @@ from typing import IO, Any
 from ...common.errors import CheckpointError
 from ...common.files import open_regular
 from .rebuilding import IN_PLACE_OF
-from .stored import ITEM_SIZES, STORAGES, Storage, StoredTensor, is_size, iter_tensors, stand_in
+from .stored import ITEM_SIZES, STORAGES, Storage, is_size, iter_tensors, stand_in
 
 CHUNK_BYTES = 1 << 22
 MAX_PICKLE_BYTES = 1 << 30
@@ -58,13 +58,18 @@ def read_archive(path: Path) -> Contents:
             values that are not read here.
     """
     try:
-        content, sizes = _read_pickle(path)
+        with open_regular(path) as file:
+            records = read_directory(file)
+            if "byteorder" in records and _read_record(file, records["byteorder"], 64) != b"little":
+                raise ValueError("its numbers are big-endian")
+            content = _read_record(file, records["data.pkl"], MAX_PICKLE_BYTES)
     except Exception as error:  # whatever a damaged archive leads to
         raise damaged(path, error, ", or not a file of torch.save") from None
     try:
-        state = unpickle(path, content)
+        state = unpickle(path, content, records)
         for _, tensor in iter_tensors(state):
-            _check_within_record(tensor, sizes)
+            if (tensor.offset + tensor.extent) * ITEM_SIZES[tensor.dtype] > tensor.storage.nbytes:
+                raise ValueError(f"a tensor goes beyond record {tensor.storage.key}")
     except Exception as error:  # whatever a damaged pickle leads to
         raise UnreadableError(
             f"{path} has a value that these tools do not support ({type(error).__name__}: {error!s:.300}). A resume may"
@@ -107,11 +112,6 @@ def read_directory(file: IO[bytes]) -> dict[str, Record]:
     return {name.removeprefix(folder): records[name] for name in names if name.startswith(folder)}
 
 
-def storage_records(records: Mapping[str, Record]) -> dict[str, Record]:
-    """The records of storages, by their keys in the pickle."""
-    return {name.removeprefix("data/"): record for name, record in records.items() if name.startswith("data/")}
-
-
 def check_file(
     file: Path, progressed: Callable[[int], object] = lambda _: None, *, records: slice = slice(None)
 ) -> None:
@@ -151,17 +151,17 @@ def _have_checksums(infos: Sequence[zipfile.ZipInfo]) -> bool:
     return any(info.CRC for info in infos)
 
 
-def unpickle(path: Path, content: bytes) -> Any:
-    """The state in a pickle of a file; raises any exception if the pickle is damaged."""
-    return _Unpickler(path, content).load()
+def unpickle(path: Path, content: bytes, records: Mapping[str, Record]) -> Any:
+    """The state in a pickle of a file with these records; raises any exception if the pickle is damaged."""
+    return _Unpickler(path, content, records).load()
 
 
 class _Unpickler(pickle.Unpickler):
     """It can call only stand-ins and what is in `IN_PLACE_OF`, and change only objects that it has created."""
 
-    def __init__(self, path: Path, content: bytes) -> None:
+    def __init__(self, path: Path, content: bytes, records: Mapping[str, Record]) -> None:
         super().__init__(BytesIO(content))
-        self.path = path
+        self.path, self.records = path, records
         self.storages: dict[str, Storage] = {}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -175,20 +175,13 @@ class _Unpickler(pickle.Unpickler):
         dtype = STORAGES[storage_type.stands_for.rpartition(".")[2]]
         if kind != "storage" or not isinstance(key, str) or not is_size(numel):
             raise ValueError("it has an unknown storage")
-        storage = Storage(self.path, key, dtype, numel)
+        record = self.records[f"data/{key}"]
+        storage = Storage(self.path, key, dtype, numel, record.begin, record.checksum)
+        if storage.nbytes != record.size:
+            raise ValueError(f"record {key} has {record.size} bytes, not {storage.nbytes}")
         if self.storages.setdefault(key, storage) != storage:  # torch would take the first of them for both
             raise ValueError(f"storage {key!r:.20} has two dtypes or sizes")
         return storage
-
-
-def _read_pickle(path: Path) -> tuple[bytes, dict[str, int]]:
-    """The pickle of a file, and the size of each storage's record."""
-    with open_regular(path) as file:
-        records = read_directory(file)
-        if "byteorder" in records and _read_record(file, records["byteorder"], 64) != b"little":
-            raise ValueError("its numbers are big-endian")
-        content = _read_record(file, records["data.pkl"], MAX_PICKLE_BYTES)
-    return content, {key: record.size for key, record in storage_records(records).items()}
 
 
 def _read_record(file: IO[bytes], record: Record, limit: int) -> bytes:
@@ -200,14 +193,6 @@ def _read_record(file: IO[bytes], record: Record, limit: int) -> bytes:
     if record.checksum not in (None, zlib.crc32(content)):
         raise ValueError("the checksum of its pickle is wrong")
     return content
-
-
-def _check_within_record(tensor: StoredTensor, sizes: Mapping[str, int]) -> None:
-    storage = tensor.storage
-    if sizes.get(storage.key) != storage.nbytes:
-        raise ValueError(f"record {storage.key} has {sizes.get(storage.key)} bytes, not {storage.nbytes}")
-    if (tensor.offset + tensor.extent) * ITEM_SIZES[tensor.dtype] > storage.nbytes:
-        raise ValueError(f"a tensor goes beyond record {storage.key}")
 
 
 def damaged(path: Path, error: Exception, more: str = "") -> CheckpointError:

@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from threading import Lock
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from ...common.errors import CheckpointError
 from ...common.files import open_regular
-from . import safetensors as safetensors_file
-from .archive import CHUNK_BYTES, Record, damaged, read_directory, storage_records
+from .archive import CHUNK_BYTES
 from .stored import ITEM_SIZES, Storage, StoredTensor
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -83,24 +79,6 @@ def without_padding(pieces: Sequence[Piece], count: int) -> tuple[Piece, ...]:
     return tuple(kept)
 
 
-def map_into_memory(tensors: Mapping[str, TensorSource]) -> dict[str, torch.Tensor]:
-    """Map tensors of one piece each from their files, so that they are read when they are used."""
-    import torch
-
-    files: dict[Path, torch.Tensor] = {}
-    mapped = {}
-    with Records() as records:
-        for name, tensor in tensors.items():
-            (piece,) = tensor.pieces
-            file, width = piece.storage.path, ITEM_SIZES[tensor.dtype]
-            if file not in files:
-                files[file] = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
-            begin = records.place(piece.storage) + piece.begin * width
-            values = files[file][begin : begin + tensor.nbytes].view(getattr(torch, tensor.dtype))
-            mapped[name] = values.view(tensor.shape)
-    return mapped
-
-
 class Records:
     """A context manager that reads storages of many files, and at its end verifies the checksums of what was read.
 
@@ -117,7 +95,7 @@ class Records:
 
     def __init__(self, check: bool = True, progressed: Callable[[int], object] = lambda _: None) -> None:
         self._check, self._progressed = check, progressed
-        self._files: dict[Path, tuple[IO[bytes], Mapping[str, Record]]] = {}
+        self._files: dict[Path, IO[bytes]] = {}
         self._opening = Lock()
         self._sums: dict[Storage, tuple[int, int]] = {}
         """How many bytes of a record were read in order, and their checksum."""
@@ -131,7 +109,7 @@ class Records:
                 for storage in self._sums:
                     self.check(storage)
         finally:
-            for file, _places in self._files.values():
+            for file in self._files.values():
                 file.close()
 
     def read(self, tensor: TensorSource) -> bytearray:
@@ -168,63 +146,39 @@ class Records:
             yield chunk
             self._progressed(len(chunk))
 
-    def place(self, storage: Storage) -> int:
-        """The offset of a storage in its file."""
-        return self._find(storage)[1].begin
-
     def check(self, storage: Storage) -> None:
         """Verify the checksum of a record, and read what has not been read yet."""
-        _, record = self._find(storage)
-        if record.checksum is None:
+        if storage.checksum is None:
             return
-        buffer = memoryview(bytearray(min(CHUNK_BYTES, record.size)))
-        while (left := record.size - self._sums.setdefault(storage, (0, 0))[0]) > 0:
-            self._read_into(storage, record.size - left, buffer[:left])
-        if record.checksum != self._sums[storage][1]:
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, storage.nbytes)))
+        while (left := storage.nbytes - self._sums.setdefault(storage, (0, 0))[0]) > 0:
+            self._read_into(storage, storage.nbytes - left, buffer[:left])
+        if storage.checksum != self._sums[storage][1]:
             raise CheckpointError(
                 f"{storage.path} is damaged: record {storage.key} does not match its checksum. Get a complete copy of"
                 " it."
             )
 
     def _read_into(self, storage: Storage, begin: int, content: memoryview) -> None:
-        file, record = self._find(storage)
-        if begin + len(content) > record.size:
-            raise CheckpointError(f"{storage.path} is damaged: record {storage.key} is too short.")
+        file = self._open(storage.path)
         for at in range(0, len(content), CHUNK_BYTES):
             chunk = content[at : at + CHUNK_BYTES]
             try:
-                count = os.preadv(file.fileno(), [chunk], record.begin + begin + at)
+                count = os.preadv(file.fileno(), [chunk], storage.begin + begin + at)
             except OSError as error:
                 raise CheckpointError(f"{storage.path} cannot be read: {error}") from None
             if count != len(chunk):
                 raise CheckpointError(f"{storage.path} is truncated. Get a complete copy of it.")
             done, so_far = self._sums.get(storage, (0, 0))
-            if begin + at == done and record.checksum is not None:
+            if begin + at == done and storage.checksum is not None:
                 done, so_far = done + len(chunk), zlib.crc32(chunk, so_far)
             self._sums[storage] = done, so_far
 
-    def _find(self, storage: Storage) -> tuple[IO[bytes], Record]:
+    def _open(self, path: Path) -> IO[bytes]:
         with self._opening:
-            if storage.path not in self._files:
-                self._files[storage.path] = _open_file(storage.path)
-        file, records = self._files[storage.path]
-        record = records.get(storage.key)
-        if record is None or record.size != storage.nbytes:
-            raise CheckpointError(f"{storage.path} is damaged: it has no record {storage.key} that matches its pickle.")
-        return file, record
-
-
-def _open_file(path: Path) -> tuple[IO[bytes], Mapping[str, Record]]:
-    """Open a file and read the places of its records, by key."""
-    tensors = safetensors_file.read_header(path)[0] if path.suffix == ".safetensors" else None
-    try:
-        file = open_regular(path, buffering=0)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    if tensors is not None:
-        return file, {name: Record(tensor.begin, tensor.size, None) for name, tensor in tensors.items()}
-    try:
-        return file, storage_records(read_directory(file))
-    except Exception as error:  # whatever a damaged archive leads to
-        file.close()
-        raise damaged(path, error) from None
+            if path not in self._files:
+                try:
+                    self._files[path] = open_regular(path, buffering=0)
+                except OSError as error:
+                    raise CheckpointError(f"{path} cannot be read: {error}") from None
+            return self._files[path]

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from ...common.errors import CheckpointError
 from ...common.files import open_regular
-from .stored import ITEM_SIZES, is_shape, is_size
+from .stored import ITEM_SIZES, StoredTensor, is_shape, is_size, whole_tensor
 
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
@@ -28,17 +27,7 @@ MAX_HEADER = 100_000_000
 """The maximum size of a header in bytes, as in the library."""
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """A tensor of a file: torch's name of its dtype, its shape, and the place of its bytes in the file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    size: int
-
-
-def read_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """The tensors of a file by name, and its metadata.
 
     Raises:
@@ -53,19 +42,17 @@ def read_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         about = dict(header.pop("__metadata__", {}))
         if not all(isinstance(value, str) for value in about.values()):
             raise ValueError("its metadata are not strings")
-        tensors = dict[str, Tensor]()
+        tensors, ends = dict[str, StoredTensor](), dict[str, int]()
         for name, entry in header.items():
             (start, end), shape = entry["data_offsets"], tuple(entry["shape"])
             if not (is_size(start) and is_size(end)) or not is_shape(shape):
                 raise ValueError(f"{name} has invalid sizes")
-            tensors[name] = Tensor(_TORCHS[entry["dtype"]], shape, 8 + length + start, end - start)
+            tensors[name] = whole_tensor(name, _TORCHS[entry["dtype"]], shape, path, 8 + length + start)
+            ends[name] = 8 + length + end
         size, last = path.stat().st_size, 8 + length
-        for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].size)):
-            begin, last = last, tensor.begin + tensor.size
-            if (
-                not begin <= tensor.begin <= last <= size
-                or tensor.size != prod(tensor.shape) * ITEM_SIZES[tensor.dtype]
-            ):
+        for name in sorted(tensors, key=lambda name: (tensors[name].storage.begin, ends[name])):
+            storage, begin, last = tensors[name].storage, last, ends[name]
+            if not begin <= storage.begin <= last <= size or last - storage.begin != storage.nbytes:
                 raise ValueError(f"{name} is outside the file, or has the wrong size")
         return tensors, about
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

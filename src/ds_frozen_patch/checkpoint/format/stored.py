@@ -49,13 +49,16 @@ class Unchangeable:
 class Storage(Unchangeable):
     """The raw bytes of one or more tensors: the record `key` of a file, of `numel` elements of `dtype`.
 
-    `file` is None for a storage that is about to be written and is in no file yet.
+    `file` is None for a storage that is about to be written and is in no file yet; otherwise the record is at `begin`
+    in it, and `checksum` is its CRC-32, or None if it has none.
     """
 
     file: Path | None
     key: str
     dtype: str
     numel: int
+    begin: int = 0
+    checksum: int | None = None
 
     @property
     def path(self) -> Path:
@@ -118,12 +121,14 @@ class StoredTensor(Unchangeable):
         return True
 
 
-def new_tensor(key: str, dtype: str, shape: tuple[int, ...]) -> StoredTensor:
-    """A contiguous tensor in a storage of its own, which is in no file yet."""
+def whole_tensor(
+    key: str, dtype: str, shape: tuple[int, ...], file: Path | None = None, begin: int = 0
+) -> StoredTensor:
+    """A contiguous tensor in a storage of its own; without a file, it is about to be written."""
     strides = tuple(accumulate(reversed([max(size, 1) for size in shape[1:]]), mul, initial=1))[::-1] if shape else ()
     if dtype in STORAGES.values():
-        return StoredTensor(Storage(None, key, dtype, prod(shape)), dtype, 0, shape, strides)
-    storage = Storage(None, key, "uint8", prod(shape) * ITEM_SIZES[dtype])
+        return StoredTensor(Storage(file, key, dtype, prod(shape), begin), dtype, 0, shape, strides)
+    storage = Storage(file, key, "uint8", prod(shape) * ITEM_SIZES[dtype], begin)
     more: tuple[Any, ...] = (False, OrderedDict(), stand_in(f"torch.{dtype}"))
     return StoredTensor(storage, dtype, 0, shape, strides, "torch._utils._rebuild_tensor_v3", more)
 
