@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -23,7 +21,6 @@ from kit.checkpoints import (
     NORM,
     Checkpoints,
     base_model,
-    changed,
     loaded,
     precision_of,
     raw,
@@ -33,7 +30,7 @@ from kit.checkpoints import (
 )
 from safetensors.torch import load_file, load_model, save_file
 
-from ds_frozen_patch import CheckpointError, consolidate, prune, reshard
+from ds_frozen_patch import CheckpointError, consolidate, prune
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.record import KEY, Record
 
@@ -390,23 +387,3 @@ def test_the_command_line(
     assert found["size"] == sum(tensor.nbytes for tensor in load_file(tmp_path / "one.safetensors").values())
     assert main(["consolidate", small, str(tmp_path / "part.ckpt")]) == 0
     assert "add them with --base" in capsys.readouterr().out
-
-
-def test_what_hyperparameters_name_is_kept_and_shown(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """Lightning imports and calls it when it loads the file, and a tool does not."""
-    source = shutil.copytree(checkpoints(2) / "small.ckpt", tmp_path / "in.ckpt")
-    said = {
-        "_instantiator": "names_code.run",
-        "net": {"class_path": "subprocess.Popen", "init_args": {"args": "true"}},
-        "hidden": 16,
-    }
-    for file in source.rglob("*model_states.pt"):
-        changed(file, lambda state: state.update(hyper_parameters=collections.OrderedDict(said)))
-    done = consolidate(source, tmp_path / "out.ckpt")
-    assert loaded(tmp_path / "out.ckpt")["hyper_parameters"] == said
-    assert done.calls == ("names_code.run", "subprocess.Popen")
-    assert str(done).endswith("imports and calls: 'names_code.run', 'subprocess.Popen'.")
-    assert consolidate(source, tmp_path / "out.safetensors").calls == ()
-    reshard(source, tmp_path / "resharded.ckpt", ranks=3)
-    for file in (tmp_path / "resharded.ckpt").rglob("*model_states.pt"):
-        assert loaded(file)["hyper_parameters"] == said

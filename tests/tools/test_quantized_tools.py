@@ -295,16 +295,6 @@ def test_consolidate_keeps_torchaos_tensors(
         consolidate(out / "small.ckpt", tmp_path / "whole.ckpt", base=folders(kind))
 
 
-def test_torchaos_own_files_are_a_base(saved: Callable[..., Path], tmp_path: Path) -> None:
-    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
-
-    state = {name: tensor.detach() for name, tensor in KINDS["torchao-int8"](1).state_dict().items()}
-    tensors, about = flatten_tensor_state_dict({n: t for n, t in state.items() if n != "lm_head.weight"})
-    save_file(tensors, tmp_path / "model.safetensors", about)
-    found = verify(saved("torchao-int8") / "small.ckpt", base=tmp_path)
-    assert (found.problems, found.compared, len(found.unverified)) == ((), 6, 14)
-
-
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=SHORT.get(kind, ())) for kind in BASES])
 def test_an_unquantized_base_is_compared_at_load_only(
     saved: Callable[..., Path],
@@ -327,7 +317,7 @@ def test_an_unquantized_base_is_compared_at_load_only(
     (problem,) = verify(small, base=tmp_path / "another").problems
     assert "is not the base that the run used" in problem
     if kind not in OF_TORCHAO:
-        with pytest.raises(CheckpointError, match=r"it was quantized\. An unquantized one is compared only when"):
+        with pytest.raises(CheckpointError, match=r"it was quantized\.$"):
             consolidate(small, tmp_path / "out.ckpt", base=folders("bf16"))
         assert not (tmp_path / "out.ckpt").exists()
 

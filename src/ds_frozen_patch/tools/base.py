@@ -211,7 +211,7 @@ def _read_file(file: Path) -> dict[str, TensorSource]:
         header, about = read_header(file)
         tensors = {name: from_stored(item) for name, item in header.items()}
         tied = {alias: tensors[to] for alias, to in about.items() if to in tensors and alias not in tensors}
-        return {**tensors, **tied, **_unflatten_names(tensors, about)}
+        return {**tensors, **tied}
     state: Any = read_archive(file).state
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]
@@ -222,24 +222,6 @@ def _read_file(file: Path) -> dict[str, TensorSource]:
         if (subclass := parse_subclass(item)) is not None:
             tensors |= {f"{plain(str(name))}.{rest}": from_stored(tensor) for rest, tensor in subclass.inner.items()}
     return tensors
-
-
-def _unflatten_names(tensors: Mapping[str, TensorSource], about: Mapping[str, str]) -> dict[str, TensorSource]:
-    """torchao's inner tensors by the names of parts: `layer._weight_scale` in the file is `layer.weight.scale`."""
-    unflattened: dict[str, TensorSource] = {}
-    flattened = about.keys() - tensors.keys()
-    for flat in tensors if flattened else ():
-        layer, _, last = flat.rpartition(".")
-        words = last[1:].split("_", _MOST_WORDS) if last.startswith("_") else []
-        for count in range(1, len(words)):
-            name = f"{layer}.{'_'.join(words[:count])}"
-            if name in flattened:
-                unflattened[f"{name}.{'_'.join(words[count:])}"] = tensors[flat]
-    return unflattened
-
-
-_MOST_WORDS = 8
-"""In how many words the name of an inner tensor is split at most, to find the parameter's."""
 
 
 def without_quantized(record: Record, base: Base) -> Record:

@@ -10,7 +10,7 @@ from typing import Any
 from ..checkpoint import dtypes
 from ..checkpoint.format.archive import read_archive
 from ..checkpoint.format.records import Records, TensorSource
-from ..checkpoint.format.stored import ITEM_SIZES, StandIn, StoredTensor, walk
+from ..checkpoint.format.stored import ITEM_SIZES, StandIn, StoredTensor
 from ..checkpoint.quantization import is_torchao
 from ..checkpoint.zero.opening import Checkpoint, open_any
 from ..common.errors import CheckpointError, named
@@ -39,7 +39,6 @@ class Consolidated:
         size: the size of these tensors, in bytes.
         files: the names of the files.
         unverified: the parameters from a base that could not be verified, because they have no fingerprint.
-        calls: what hyper-parameters in it name that Lightning imports and calls when it loads them.
     """
 
     source: str
@@ -50,7 +49,6 @@ class Consolidated:
     size: int
     files: tuple[str, ...]
     unverified: tuple[str, ...]
-    calls: tuple[str, ...]
 
     def __str__(self) -> str:
         files = f" in {len(self.files)} files" if len(self.files) > 1 else ""
@@ -59,8 +57,6 @@ class Consolidated:
             lines.append("It lacks the frozen parameters, which the checkpoint left out; add them with --base.")
         if self.unverified:
             lines.append(f"Not verified, because they have no fingerprint: {named(self.unverified, 3)}.")
-        if self.calls:
-            lines.append(f"Its hyper-parameters name what load_from_checkpoint imports and calls: {named(self.calls)}.")
         return printable_lines(lines)
 
 
@@ -145,7 +141,6 @@ def consolidate(
         size=sum(tensor.size for tensor in plan.tensors.values()),
         files=tuple(shards),
         unverified=tuple(entry.name for entry in matched if entry.fingerprint is None),
-        calls=_named_code(checkpoint.client_state) if path.suffix in TORCH_SUFFIXES else (),
     )
     sources = [checkpoint.states.layout.root, *([Path(base)] if base is not None else [])]
     if dry_run:
@@ -263,17 +258,3 @@ def _write_torch(file: Path, checkpoint: Checkpoint, plan: _Plan, is_whole: bool
     if not is_whole and checkpoint.record.is_trainable_only:
         kept[KEY] = replace(checkpoint.record, files={}).to_json()
     write_torch(file, kept, plan.tensors, plan.aliases, plan.pickled, records)
-
-
-_HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
-_NAMES_OF_CODE = ("_instantiator", "_class_path", "class_path")
-
-
-def _named_code(state: Mapping[str, Any]) -> tuple[str, ...]:
-    """What `load_from_checkpoint`, or LightningCLI, imports and calls because the hyper-parameters name it."""
-    found = dict[str, None]()
-    for key in _HYPER_PARAMETERS:
-        for path, value in walk(state.get(key)):
-            if isinstance(value, str) and path and path[-1] in _NAMES_OF_CODE:
-                found[value] = None
-    return tuple(found)

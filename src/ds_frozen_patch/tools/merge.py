@@ -53,8 +53,7 @@ _LORA = re.compile(r"(.+?)\.(lora_[AB]\..+|lora_embedding_[AB]|lora_magnitude_ve
 class Merged(Consolidated):
     """What `merge` has written, or would write.
 
-    `source`, `target`, `dtype`, `is_whole`, `tensors`, `size`, `files`, `unverified` and `calls` are those of
-    `Consolidated`.
+    `source`, `target`, `dtype`, `is_whole`, `tensors`, `size`, `files` and `unverified` are those of `Consolidated`.
 
     Attributes:
         adapter: the name of the adapter that was merged; None if there is none.
@@ -132,7 +131,6 @@ def merge(
         size=size,
         files=tuple(shards),
         unverified=_unverified(opened, files, changes, compared),
-        calls=(),
         outside=tuple(run.outside),
         notes=tuple(note for note, is_so in notes.items() if is_so),
     )
