@@ -6,23 +6,20 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import deepspeed
 import peft
 import pytest
 import torch
-from deepspeed.utils import safe_get_full_fp32_param
 from kit import cell, runs
-from kit.cell import DeepSpeedStrategy, pl
+from kit.adapters import Made, OfKind, Trained, logits, made_once, refusal, same
+from kit.cell import pl
 from kit.checkpoints import changed, loaded, records_of, refresh, rewrite_record, unmark
 from kit.runs import small_llama
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-import ds_frozen_patch
 from ds_frozen_patch import CheckpointError, CheckpointMismatchError, consolidate, export, load_trainable
 from ds_frozen_patch.cli import main
 
@@ -66,8 +63,6 @@ KINDS = {
     3: ["lora", "dora", "embedding", "bias=all", "ia3", "vera", "two", "tied", "head", "kept"],
 }
 """What is trained, by ZeRO stage."""
-FULL = ("lora", "mine", "tied", "embed", "half frozen", "no adapter")
-"""What a full checkpoint is saved of too."""
 
 
 def base(kind: str) -> Any:
@@ -75,11 +70,14 @@ def base(kind: str) -> Any:
     return small_llama(tie_word_embeddings=kind.startswith("tied"), attention_bias=kind.startswith("bias"))
 
 
-class Run(runs.LoraRun):
+class Run(OfKind):
     """A small Llama with one kind of adapter, and other trained parameters."""
 
+    PATCHED: ClassVar[dict[str, Any]] = {"kept": {"keep": ["*.lora_B.*"]}, "half frozen": {"leave_out": ["*.lora_B.*"]}}
+    FULL = ("lora", "mine", "tied", "embed", "half frozen", "no adapter")
+
     def __init__(self, kind: str, rank: int = 4) -> None:
-        super(runs.LoraRun, self).__init__()
+        super().__init__(kind)
         name = NAMES.get(kind, "default")
         self.model = base(kind)
         if kind == "no adapter":
@@ -103,9 +101,6 @@ class Run(runs.LoraRun):
             self.other = peft.get_peft_model(base(kind), CONFIGS["lora"](rank))
         if kind == "head":
             self.head = torch.nn.Linear(runs.VOCABULARY, 3)
-        self.kind = kind
-        self.register_buffer("seen", torch.zeros(1, dtype=torch.int64))
-        self.losses: list[float] = []
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         found = self.model(input_ids=tokens, labels=tokens)
@@ -117,107 +112,9 @@ class Run(runs.LoraRun):
         return loss
 
 
-def train(out: str, stage: int, kinds: list[str]) -> None:
-    """Take one step with each kind; save both kinds of checkpoint, and what DeepSpeed itself reports as trained."""
-    zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
-    for kind in kinds:
-        cell.trainable_only()
-        if kind == "kept":
-            ds_frozen_patch.patch(keep=["*.lora_B.*"])
-        elif kind == "half frozen":
-            ds_frozen_patch.patch(leave_out=["*.lora_B.*"])
-        strategy = DeepSpeedStrategy(config=runs.config(stage, **zero))
-        # VeRA's projections are buffers, which DeepSpeed leaves in fp32.
-        precision = {"precision": "32-true"} if kind.startswith("vera") else {}
-        options: dict[str, Any] = {"enable_checkpointing": False, "limit_train_batches": 1, **precision}
-        trainer = runs.trainer(out, 2, stage, strategy=strategy, epochs=1, **options)
-        module = Run(kind)
-        trainer.fit(module, runs.batches(2))
-        trainer.save_checkpoint(f"{out}/{kind}/small.ckpt")
-        if kind in FULL:
-            with cell.full_checkpoint(trainer.strategy):
-                trainer.save_checkpoint(f"{out}/{kind}/full.ckpt")
-        buffers = {name: tensor for name, tensor in module.named_buffers() if name in module.state_dict()}
-        masters = {
-            name: parameter.detach().float() if stage == 0 else safe_get_full_fp32_param(parameter)
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad
-        }
-        with deepspeed.zero.GatheredParameters(list(module.parameters())):
-            frozen = {name: p.detach().clone() for name, p in module.named_parameters() if not p.requires_grad}
-        if trainer.is_global_zero:
-            torch.save({"trained": masters, "buffers": buffers, "frozen": frozen}, f"{out}/{kind}/truth.pt")
-        cell.stop()
-
-
-@dataclass(frozen=True)
-class Trained:
-    """The files of one run, and its trained parameters as DeepSpeed reports them."""
-
-    path: Path
-    kind: str
-    trained: dict[str, torch.Tensor]
-    buffers: dict[str, torch.Tensor]
-    frozen: dict[str, torch.Tensor]
-
-    @property
-    def small(self) -> Path:
-        return self.path / "small.ckpt"
-
-    @property
-    def full(self) -> Path:
-        return self.path / "full.ckpt"
-
-    @property
-    def values(self) -> dict[str, torch.Tensor]:
-        return {**self.trained, **self.buffers}
-
-    @property
-    def kept(self) -> dict[str, torch.Tensor]:
-        """The frozen part of an adapter."""
-        (kept,) = (name for name in self.frozen if ".lora_B." in name)
-        return {kept: self.frozen[kept]}
-
-    def module(self, frozen: bool = False) -> Run:
-        """Return the trained module, rebuilt without us: on its base in fp32, or in the dtype of the run."""
-        module = Run(self.kind).eval()
-        module.load_state_dict({**self.values, **(self.frozen if frozen else {})}, strict=False)
-        return module
-
-
-Made = Callable[[str, int], Trained]
-
-
 @pytest.fixture(scope="module")
 def made(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """`made(kind, stage)`: all kinds of a stage are trained together."""
-    done: dict[int, Path] = {}
-
-    def make(kind: str, stage: int) -> Trained:
-        if stage not in done:
-            done[stage] = tmp_path_factory.mktemp(f"zero{stage}")
-            ranks(2, train, out=str(done[stage]), stage=stage, kinds=KINDS[stage])
-        path = done[stage] / kind
-        return Trained(path, kind, **torch.load(path / "truth.pt"))
-
-    return make
-
-
-def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
-    """Whether the names, dtypes and bits are the same."""
-
-    def said(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-        return {name: (tensor.dtype, tensor.shape, runs.digest(tensor)) for name, tensor in tensors.items()}
-
-    return said(found) == said(wanted)
-
-
-def logits(model: Any) -> torch.Tensor:
-    torch.set_num_threads(1)  # more of them only wait for each other, where the ranks wait too
-    tokens = torch.randint(runs.VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(5))
-    with torch.no_grad():
-        found: torch.Tensor = model.eval()(input_ids=tokens).logits
-    return found
+    return made_once(ranks, tmp_path_factory, Run, KINDS)
 
 
 def pefts_own(model: Any, name: str, kind: str = "") -> dict[str, torch.Tensor]:
@@ -297,18 +194,6 @@ def test_pefts_folder_loads_into_a_module(made: Made, tmp_path: Path, kind: str,
     assert same(again.state_dict(), {**module.state_dict(), "seen": torch.zeros(1, dtype=torch.int64)})
 
 
-def refusal(capsys: pytest.CaptureFixture[str], target: Path, *arguments: object) -> str:
-    """Return the error message of an export that is refused; the target must be unchanged."""
-    before = list(target.parent.rglob("*"))
-    assert main(["export", *map(str, arguments)]) == 1
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("ds-frozen-patch: ")
-    assert said.err.count("\n") == 1
-    assert list(target.parent.rglob("*")) == before
-    return said.err
-
-
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_full_checkpoint_needs_a_configuration(
     made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], stage: int
@@ -333,10 +218,12 @@ def test_a_full_checkpoint_needs_a_configuration(
     for number, wrong in enumerate(("{", "[1]", '{"r": 4}')):
         bad = tmp_path / f"{number}.json"
         bad.write_text(wrong)
-        said = refusal(capsys, target, *asked, "--adapter-config", bad)
+        said = refusal(capsys, target, "export", *asked, "--adapter-config", bad)
         assert f"{bad} is not an adapter_config.json of PEFT" in said
     for given, bad in ((tmp_path / "no", tmp_path / "no"), (tmp_path, tmp_path / "adapter_config.json")):
-        assert f"{bad} is not an adapter_config.json" in refusal(capsys, target, *asked, "--adapter-config", given)
+        assert f"{bad} is not an adapter_config.json" in refusal(
+            capsys, target, "export", *asked, "--adapter-config", given
+        )
 
 
 def with_configuration(run: Trained, to: Path, text: str) -> Path:
@@ -352,7 +239,7 @@ def test_a_damaged_recorded_configuration(
     made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:
     path, target = with_configuration(made("lora", 2), tmp_path / "in.ckpt", text), tmp_path / "adapter"
-    said = refusal(capsys, target, path, target, "--format", "peft")
+    said = refusal(capsys, target, "export", path, target, "--format", "peft")
     assert "The adapter's configuration in the checkpoint is damaged" in said
 
 
@@ -397,14 +284,19 @@ def test_what_no_adapter_can_be_made_of(
     if source == "full":  # as another program saves it
         unmark(path)
     asked = (path, target, "--format", "peft", *more)
-    said = refusal(capsys, target, *asked)
+    said = refusal(capsys, target, "export", *asked)
     assert [part for part in wanted if part not in said] == []
     export(run.small, tmp_path / "trained.safetensors")
-    kept = {n: p for n, p in run.frozen.items() if (".second." in n or ".ranknum." in n) and not cell.CELL.patches}
-    assert same(load_file(tmp_path / "trained.safetensors"), {**run.values, **kept})
+    others = {n: p for n, p in run.frozen.items() if (".second." in n or ".ranknum." in n) and not cell.CELL.patches}
+    assert same(load_file(tmp_path / "trained.safetensors"), {**run.values, **others})
     if kind == "mine":
         assert main(["export", *map(str, asked), "--adapter", "mine", "-q"]) == 0
         assert torch.equal(logits(loaded_by_peft(target, "mine")), logits(run.module().model))
+
+
+def kept(run: Trained) -> dict[str, torch.Tensor]:
+    """Return the frozen part of an adapter."""
+    return {name: value for name, value in run.frozen.items() if ".lora_B." in name}
 
 
 @pytest.mark.parametrize(("kind", "stage"), [("half frozen", 2), ("kept", 2), ("kept", 3)])
@@ -412,7 +304,7 @@ def test_a_frozen_part_of_an_adapter(made: Made, tmp_path: Path, kind: str, stag
     """It is in a full checkpoint, and in one that keeps it."""
     run, target = made(kind, stage), tmp_path / "adapter"
     module = run.module()
-    module.load_state_dict(run.kept, strict=False)
+    module.load_state_dict(kept(run), strict=False)
     module.model.peft_config["default"].save_pretrained(tmp_path / "config")
     options: dict[str, Any] = {"adapter_config": tmp_path / "config"} if kind == "half frozen" else {}
     source = run.full if kind == "half frozen" else run.small
@@ -443,8 +335,8 @@ def test_trained_parameters_outside_the_adapter(
 )
 def test_a_safetensors_file(made: Made, tmp_path: Path, kind: str, stage: int) -> None:
     run = made(kind, stage)
-    wanted = {**run.values, **(run.kept if kind == "kept" else {})}
-    for source in (run.small, run.full) if kind in FULL else (run.small,):
+    wanted = {**run.values, **(kept(run) if kind == "kept" else {})}
+    for source in (run.small, run.full) if kind in Run.FULL else (run.small,):
         file = tmp_path / f"{source.stem}.safetensors"
         done = export(source, file)
         found = load_file(file)

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from kit import cell, runs
+from kit import runs
 from kit.cell import CELL
-from kit.checkpoints import changed, unmark
+from kit.checkpoints import Checkpoints, changed, unmark
 
 from ds_frozen_patch import CheckpointError, prune
 from ds_frozen_patch.cli import main
@@ -27,47 +27,27 @@ pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
 CHECKPOINTS = {(stage, 2) for stage in (0, 1, 2, 3)} | {(2, 1), (3, 1)}
 
 
-def save_both_ways(out: str, world_size: int, stage: int) -> dict[str, int]:
-    """Save a trainable-only and a full checkpoint of the same state; return the elements trained and frozen."""
-    cell.trainable_only()
-    trainer = runs.trainer(out, world_size, stage, epochs=1, enable_checkpointing=False)
-    module = runs.LoraRun(hidden=64, vocabulary=1024)
-    trainer.fit(module, runs.batches(world_size))
-    trainer.save_checkpoint(f"{out}/small.ckpt")
-    with cell.full_checkpoint():
-        trainer.save_checkpoint(f"{out}/full.ckpt")
-    sizes = {True: 0, False: 0}
-    for parameter in module.parameters():
-        sizes[parameter.requires_grad] += getattr(parameter, "ds_numel", parameter.numel())
-    return {"trained": sizes[True], "frozen": sizes[False]}
-
-
-Made = Callable[[int, int], tuple[Path, dict[str, int]]]
+Made = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def made(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """`made(stage, world_size)`: a folder with `small.ckpt` and `full.ckpt`, and their contents."""
-    done: dict[tuple[int, int], tuple[Path, dict[str, int]]] = {}
+def made(checkpoints: Checkpoints) -> Made:
+    """`made(stage, world_size)`: a folder with `small.ckpt` and `full.ckpt`."""
+    return partial(checkpoints, hidden=64, vocabulary=1024)
 
-    def make(stage: int, world_size: int = 2) -> tuple[Path, dict[str, int]]:
-        if (stage, world_size) not in done:
-            out = tmp_path_factory.mktemp(f"zero{stage}")
-            done[stage, world_size] = (
-                out,
-                ranks(world_size, save_both_ways, out=str(out), world_size=world_size, stage=stage)[0],
-            )
-        return done[stage, world_size]
 
-    return make
+def elements(is_trained: bool) -> int:
+    """Return how many elements are trained, or frozen."""
+    module = runs.LoraRun(hidden=64, vocabulary=1024)
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad == is_trained)
 
 
 @pytest.mark.parametrize(("stage", "world_size"), sorted(CHECKPOINTS))
 def test_every_byte_has_a_kind(made: Made, stage: int, world_size: int) -> None:
-    out, sizes = made(stage, world_size)
+    out = made(stage, world_size)
     small, full = inspect(out / "small.ckpt"), inspect(out / "full.ckpt")
     width = 2 if stage else 4  # bf16, but for stage 0
-    trained, frozen = sizes["trained"], sizes["frozen"]
+    trained, frozen = elements(True), elements(False)
     for found, whole in ((small, False), (full, True)):
         assert (found.zero_stage, found.world_size) == (stage, world_size)
         assert (found.epoch, found.global_step) == (1, runs.BATCHES)
@@ -98,23 +78,23 @@ def test_every_byte_has_a_kind(made: Made, stage: int, world_size: int) -> None:
 
 def test_stage_0_without_what_we_add(made: Made, tmp_path: Path) -> None:
     """DeepSpeed's own checkpoint does not say which were trained."""
-    out, sizes = made(0, 2)
+    out = made(0)
     full = shutil.copytree(out / "full.ckpt", tmp_path / "full.ckpt")
     changed(full / "checkpoint" / "mp_rank_00_model_states.pt", lambda state: state.pop("param_shapes"))
-    total = 4 * (sizes["trained"] + sizes["frozen"])
+    total = 4 * (elements(True) + elements(False))
     assert inspect(full).kinds["weights, trainable or frozen"] == pytest.approx(total, rel=0.02, abs=512)
 
 
 def test_a_second_copy_of_frozen_weights_is_reported(made: Made, tmp_path: Path) -> None:
     """On a GPU, ZeRO-2 saves frozen weights twice; on the CPU both share their memory, which is undone here."""
-    out, sizes = made(2, 2)
+    out = made(2)
     shutil.copytree(out / "full.ckpt", tmp_path / "full.ckpt")
     file = tmp_path / "full.ckpt" / "checkpoint" / "mp_rank_00_model_states.pt"
     state = torch.load(file, weights_only=False)
     state["frozen_param_fragments"] = {name: t.clone() for name, t in state["frozen_param_fragments"].items()}
     torch.save(state, file)
     found = inspect(tmp_path / "full.ckpt")
-    assert found.kinds["frozen weights"] == found.kinds["frozen weights, second copy"] == 2 * sizes["frozen"]
+    assert found.kinds["frozen weights"] == found.kinds["frozen weights, second copy"] == 2 * elements(False)
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -124,7 +104,7 @@ def command(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.short
 def test_the_command_line(made: Made) -> None:
-    out, _ = made(2, 2)
+    out = made(2)
     text = command("inspect", out / "full.ckpt")
     assert (text.returncode, text.stderr) == (0, "")
     assert f"ZeRO stage 2, ranks: 2, epoch 1, step {runs.BATCHES}" in text.stdout
@@ -138,7 +118,7 @@ def test_the_command_line(made: Made) -> None:
 
 
 def test_inspect_needs_neither_torch_nor_lightning(made: Made) -> None:
-    out, _ = made(3, 2)
+    out = made(3)
     program = f"""
 import sys
 from ds_frozen_patch.tools.inspect import inspect
@@ -158,7 +138,7 @@ def test_status_as_json() -> None:
 
 @pytest.fixture
 def copied(made: Made, tmp_path: Path) -> Path:
-    shutil.copytree(made(2, 2)[0] / "full.ckpt", tmp_path / "copy.ckpt")
+    shutil.copytree(made(2) / "full.ckpt", tmp_path / "copy.ckpt")
     return tmp_path / "copy.ckpt"
 
 
@@ -245,7 +225,7 @@ def test_paths_that_are_no_checkpoint(copied: Path, tmp_path: Path, capsys: pyte
 
 
 def test_a_missing_shard_of_another_rank(made: Made, tmp_path: Path) -> None:
-    shutil.copytree(made(3, 2)[0] / "small.ckpt", tmp_path / "copy.ckpt")
+    shutil.copytree(made(3) / "small.ckpt", tmp_path / "copy.ckpt")
     (tmp_path / "copy.ckpt" / "checkpoint" / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
     with pytest.raises(CheckpointError, match="model states of 1 ranks and optimizer states of 2"):
         inspect(tmp_path / "copy.ckpt")

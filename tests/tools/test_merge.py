@@ -7,24 +7,22 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import peft
 import pytest
 import torch
 import transformers
 from deepspeed.utils import safe_get_full_fp32_param
-from kit import cell, owners, runs
-from kit.cell import DeepSpeedStrategy
+from kit import owners
+from kit.adapters import Made, OfKind, Trained, logits, made_once, refusal, same
 from kit.checkpoints import contents, snapshot, unmark
 from memory import memory, reset_peak_memory
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-import ds_frozen_patch
 from ds_frozen_patch import CheckpointError, consolidate, export, merge, verify
 from ds_frozen_patch.cli import main
 
@@ -121,11 +119,13 @@ def base(kind: str) -> Any:
     return MODELS.get(kind, TIED if "tied" in kind else LLAMA)()
 
 
-class Run(runs.LoraRun):
+class Run(OfKind):
     """A small model of one kind."""
 
+    PATCHED: ClassVar[dict[str, Any]] = {kind: {"keep": ["*model.norm.weight"]} for kind in ("kept", "by hand, kept")}
+
     def __init__(self, kind: str) -> None:
-        super(runs.LoraRun, self).__init__()
+        super().__init__(kind)
         self.model = base(kind)
         torch.manual_seed(2)
         if kind in BY_HAND:
@@ -148,8 +148,6 @@ class Run(runs.LoraRun):
             self.teacher = base(kind).requires_grad_(False)
             self.teacher.model.norm.weight.data += 1
         self.head = torch.nn.Linear(96, 3)
-        self.register_buffer("seen", torch.zeros(1, dtype=torch.int64))
-        self.losses: list[float] = []
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         found = self.model(input_ids=tokens, labels=tokens)
@@ -157,81 +155,27 @@ class Run(runs.LoraRun):
         return loss
 
 
-def train(out: str, stage: int, kinds: list[str]) -> None:
-    """Take one step with each kind, and save it, and what DeepSpeed itself reports as trained."""
-    zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
-    for kind in kinds:
-        cell.trainable_only()
-        if "kept" in kind:
-            ds_frozen_patch.patch(keep=["*model.norm.weight"])
-        strategy = DeepSpeedStrategy(config=runs.config(stage, **zero))
-        trainer = runs.trainer(
-            out, 2, stage, strategy=strategy, epochs=1, enable_checkpointing=False, limit_train_batches=1
-        )
-        module = Run(kind)
-        trainer.fit(module, runs.batches(2))
-        trainer.save_checkpoint(f"{out}/{kind}/small.ckpt")
-        masters = {
-            name: safe_get_full_fp32_param(parameter)
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad
-        }
-        if trainer.is_global_zero:
-            torch.save(masters, f"{out}/{kind}/truth.pt")
-        cell.stop()
+def merged(run: Trained, adapter: str) -> Any:
+    """Return what PEFT merges in memory."""
+    model = run.module().model
+    if run.kind in BY_HAND:
+        return model
+    if run.kind == "injected":
+        return peft.PeftModel.from_pretrained(base(run.kind), exported(run)).merge_and_unload()
+    return model.merge_and_unload(adapter_names=[adapter])
 
 
-@dataclass(frozen=True)
-class Trained:
-    """The files of one run, and its trained parameters as DeepSpeed reports them."""
-
-    path: Path
-    kind: str
-    trained: dict[str, torch.Tensor]
-
-    @property
-    def small(self) -> Path:
-        return self.path / "small.ckpt"
-
-    def module(self) -> Any:
-        """Return the trained model, rebuilt without us, on its base in fp32."""
-        module = Run(self.kind).eval()
-        module.load_state_dict(self.trained, strict=False)
-        return module.model
-
-    def merged(self, adapter: str) -> Any:
-        """Return what PEFT merges in memory."""
-        model = self.module()
-        if self.kind in BY_HAND:
-            return model
-        if self.kind == "injected":
-            return peft.PeftModel.from_pretrained(base(self.kind), self.exported()).merge_and_unload()
-        return model.merge_and_unload(adapter_names=[adapter])
-
-    def exported(self, adapter: str | None = None) -> Path:
-        """Return the folder of an adapter as `export` writes it."""
-        folder = self.path / f"adapter {adapter}"
-        if not folder.exists():
-            export(self.small, folder, format="peft", adapter=adapter)
-        return folder
-
-
-Made = Callable[[str, int], Trained]
+def exported(run: Trained) -> Path:
+    """Return the folder of an adapter as `export` writes it."""
+    folder = run.path / "adapter"
+    if not folder.exists():
+        export(run.small, folder, format="peft")
+    return folder
 
 
 @pytest.fixture(scope="module")
 def made(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """`made(kind, stage)`: all kinds of a stage are trained together."""
-    done: dict[int, Path] = {}
-
-    def make(kind: str, stage: int = 2) -> Trained:
-        if stage not in done:
-            done[stage] = tmp_path_factory.mktemp(f"zero{stage}")
-            ranks(2, train, out=str(done[stage]), stage=stage, kinds=KINDS if stage == 2 else IN_ZERO_3)
-        path = done[stage] / kind
-        return Trained(path, kind, torch.load(path / "truth.pt"))
-
-    return make
+    return made_once(ranks, tmp_path_factory, Run, {2: KINDS, 3: IN_ZERO_3})
 
 
 @pytest.fixture(scope="module")
@@ -257,19 +201,9 @@ def served(folder: Path, **options: Any) -> Any:
     return model.eval()
 
 
-def logits(model: Any) -> torch.Tensor:
-    torch.set_num_threads(1)  # more of them only wait for each other, where the ranks wait too
-    tokens = torch.randint(runs.VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(5))
-    with torch.no_grad():
-        found: torch.Tensor = model.eval()(input_ids=tokens).logits
-    return found
-
-
-def same(one: Any, other: Any) -> bool:
+def same_model(one: Any, other: Any) -> bool:
     """Whether two models have the same weights, bit for bit."""
-    states = [model.state_dict() for model in (one, other)]
-    values = [{name: (tensor.dtype, runs.digest(tensor)) for name, tensor in state.items()} for state in states]
-    return values[0] == values[1]
+    return same(one.state_dict(), other.state_dict())
 
 
 def short(kind: str, stage: int) -> Any:
@@ -295,12 +229,12 @@ def test_a_folder_serves_what_peft_merges(
         if kind in APART:
             assert UNTIED in done.notes
             assert not model.config.tie_word_embeddings
-            assert torch.allclose(logits(model), logits(run.module()), atol=1e-5)
+            assert torch.allclose(logits(model), logits(run.module().model), atol=1e-5)
             continue
-        wanted = run.merged(name)
+        wanted = merged(run, name)
         assert (UNTIED in done.notes) == (kind in ("embedding saved, tied", "head saved, tied"))
         assert model.config.tie_word_embeddings == wanted.config.tie_word_embeddings
-        assert same(model, wanted)
+        assert same_model(model, wanted)
         assert torch.equal(logits(model), logits(wanted))
         assert not torch.equal(logits(model), logits(base(kind)))
     assert (snapshot(run.small), snapshot(folder)) == before
@@ -313,11 +247,11 @@ def test_in_the_dtype_of_the_base(made: Made, bases: Callable[..., Path], tmp_pa
     merge(run.small, tmp_path / "bf16", base=folder)
     merge(run.small, tmp_path / "converted", base=bases(kind), dtype="bf16")
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    wanted = peft.PeftModel.from_pretrained(loaded, run.exported()).merge_and_unload()
+    wanted = peft.PeftModel.from_pretrained(loaded, exported(run)).merge_and_unload()
     for name in ("bf16", "converted"):
         model = served(tmp_path / name, dtype="auto")
         assert model.dtype == torch.bfloat16
-        assert same(model, wanted)
+        assert same_model(model, wanted)
 
 
 def test_the_files_are_those_of_the_base(made: Made, bases: Callable[..., Path], tmp_path: Path) -> None:
@@ -344,11 +278,11 @@ def test_the_files_are_those_of_the_base(made: Made, bases: Callable[..., Path],
 @pytest.mark.parametrize("kind", ["llama", "modules_to_save", "embedding saved, tied", "gpt2"])
 def test_an_adapter_folder(made: Made, bases: Callable[..., Path], tmp_path: Path, kind: str) -> None:
     run, folder = made(kind, 2), bases(kind)
-    done = merge(run.exported(), tmp_path / "of folder", base=folder)
+    done = merge(exported(run), tmp_path / "of folder", base=folder)
     merge(run.small, tmp_path / "of checkpoint", base=folder)
     assert contents(tmp_path / "of folder") == contents(tmp_path / "of checkpoint")
     assert done.unverified
-    run.module().save_pretrained(tmp_path / "pefts own")
+    run.module().model.save_pretrained(tmp_path / "pefts own")
     merge(tmp_path / "pefts own", tmp_path / "of pefts", base=folder)
     assert contents(tmp_path / "of pefts") == contents(tmp_path / "of checkpoint")
 
@@ -372,13 +306,13 @@ def test_other_names_and_formats(made: Made, bases: Callable[..., Path], tmp_pat
     assert sorted(load_file(tmp_path / "served" / "model.safetensors")) == sorted(
         load_file(folder / "model.safetensors")
     )
-    assert same(served(tmp_path / "served"), run.merged("default"))
+    assert same_model(served(tmp_path / "served"), merged(run, "default"))
     for kind in ("tied", "by hand, tied", "embedding saved, tied"):
         run, folder = made(kind, 2), in_one_file(bases(kind), tmp_path / f"{kind}, pickled", pickled=True)
         done = merge(run.small, tmp_path / f"{kind}, served", base=folder)
         assert done.files == ("model.safetensors",)
         assert done.unverified == ()
-        assert same(served(tmp_path / f"{kind}, served"), run.merged("default"))
+        assert same_model(served(tmp_path / f"{kind}, served"), merged(run, "default"))
 
 
 def others(folder: Path) -> set[str]:
@@ -444,22 +378,9 @@ def test_the_cache_of_the_hub(
         assert contents(tmp_path / name) == contents(tmp_path / "served")
         assert verify(run.small, base=name).compared == verify(run.small).left_out > 0
         capsys.readouterr()
-    said = refusal(capsys, tmp_path / "none", run.small, tmp_path / "none", "--base", "org/other@v2")
+    said = refusal(capsys, tmp_path / "none", "merge", run.small, tmp_path / "none", "--base", "org/other@v2")
     assert "There is no base at org/other@v2" in said
     assert said.endswith("get it: hf download org/other --revision v2\n")
-
-
-def refusal(capsys: pytest.CaptureFixture[str], target: Path, *arguments: object) -> str:
-    """Return the message of a merge that is refused; nothing may be left."""
-    before = sorted(target.parent.rglob("*"))
-    capsys.readouterr()
-    assert main(["merge", *map(str, arguments)]) == 1
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("ds-frozen-patch: ")
-    assert said.err.count("\n") == 1
-    assert sorted(target.parent.rglob("*")) == before
-    return said.err
 
 
 def test_the_command(
@@ -473,14 +394,14 @@ def test_the_command(
     said = capsys.readouterr().out
     assert "The adapter 'default' is folded into 4 of them." in said
     assert said.replace("Wrote", "Would write").startswith(said.split("\n")[0].replace("Wrote", "Would write"))
-    assert "already exists" in refusal(capsys, target, *arguments[1:5])
+    assert "already exists" in refusal(capsys, target, *arguments[:5])
 
 
 def test_refusals(made: Made, bases: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, target = made("two", 2), tmp_path / "served"
 
     def refused(*arguments: object, source: Path = run.small, base: Path | None = None) -> str:
-        return refusal(capsys, target, source, target, "--base", base or bases("llama"), *arguments)
+        return refusal(capsys, target, "merge", source, target, "--base", base or bases("llama"), *arguments)
 
     for more, given, said in (
         ([], bases("llama"), "The run had no adapter 'default', but 'first', 'second'"),
@@ -510,7 +431,7 @@ def test_what_is_not_plain_lora(
     made: Made, bases: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     target = tmp_path / "served"
-    assert NOT_PLAIN[kind] in refusal(capsys, target, made(kind, 2).small, target, "--base", bases(kind))
+    assert NOT_PLAIN[kind] in refusal(capsys, target, "merge", made(kind, 2).small, target, "--base", bases(kind))
 
 
 Change = dict[str, Any]
@@ -537,7 +458,7 @@ def test_adapters_that_cannot_be_merged(
     peft.get_peft_model(base("llama"), config()).save_pretrained(folder)
     recorded = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**recorded, **changes}))
-    assert said in refusal(capsys, target, folder, target, "--base", bases("llama"), "-q")
+    assert said in refusal(capsys, target, "merge", folder, target, "--base", bases("llama"), "-q")
 
 
 def test_without_peft(
@@ -551,7 +472,7 @@ def test_without_peft(
     monkeypatch.setitem(sys.modules, "peft", None)
     merge(made("llama", 2).small, tmp_path / "served", base=bases("llama"))
     monkeypatch.setitem(sys.modules, "transformers", None)
-    said = refusal(capsys, tmp_path / "no", made("llama", 2).small, tmp_path / "no", "--base", bases("llama"))
+    said = refusal(capsys, tmp_path / "no", "merge", made("llama", 2).small, tmp_path / "no", "--base", bases("llama"))
     assert "pip install transformers" in said
 
 
@@ -562,9 +483,9 @@ def test_a_checkpoint_without_a_record(made: Made, bases: Callable[..., Path], t
     unmark(bare)
     with pytest.raises(CheckpointError, match="does not contain the adapter's configuration"):
         merge(bare, tmp_path / "served", base=bases("llama"))
-    done = merge(bare, tmp_path / "served", base=bases("llama"), adapter_config=run.exported())
+    done = merge(bare, tmp_path / "served", base=bases("llama"), adapter_config=exported(run))
     assert len(done.unverified) > 10
-    assert same(served(tmp_path / "served"), run.merged("default"))
+    assert same_model(served(tmp_path / "served"), merged(run, "default"))
 
 
 def by_owner(out: str, world_size: int, by: str, stage: int, kind: str) -> None:
@@ -604,7 +525,7 @@ def test_checkpoints_of_others(ranks: Any, tmp_path: Path, by: str, stage: int, 
     assert (done.unverified, done.outside) == ((), ())
     model = served(tmp_path / "served")
     bare.load_state_dict(wanted.state_dict(), strict=False)
-    assert same(model, bare)
+    assert same_model(model, bare)
 
 
 def test_the_other_tools_find_experts(made: Made, bases: Callable[..., Path], tmp_path: Path) -> None:
