@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint import dtypes
 from ..checkpoint.format.archive import check_file
 from ..checkpoint.format.records import Records
-from ..checkpoint.zero.states import States, check_shard_count, read_states
-from ..checkpoint.zero.weights import Weights, check_masters_match, locate_weights
+from ..checkpoint.zero.layout import find_layout
+from ..checkpoint.zero.opening import Checkpoint, open_checkpoint
 from ..common.errors import CheckpointError, named
 from ..common.files import RECORD
 from ..common.text import human_bytes, printable_lines, progress
@@ -26,7 +24,7 @@ class Verified:
 
     Attributes:
         path: the path of the checkpoint, as passed.
-        problems: a description of each problem; empty if there is none.
+        problems: a description of each damaged file, or else of what is wrong with them; empty if there is nothing.
         files: the number of files.
         size: the size of all files, in bytes.
         trained: the number of trained parameters.
@@ -90,31 +88,28 @@ def verify(
         CheckpointError: there is no base at its path, or it cannot be read. Problems of the checkpoint itself are
             returned, not raised.
     """
-    try:
-        states = read_states(path, tag)
-    except CheckpointError as error:
-        return Verified(str(path), (str(error),), 0, 0, 0, 0, 0, ())
-    record, files, folder = states.record, states.layout.files, states.layout.model[0].parent
     opened = open_base(base) if base is not None else None
-    problems = _Problems()
-    weights: Weights | None = None
-    with problems.told():
-        record.check_names(folder, {file.name for file in files})
-    for file, contents in zip(files, states.contents, strict=True) if not problems else ():
-        with problems.told():
-            record.check_file(file, contents.state)
-    with problems.told():
-        check_shard_count(states.layout, states.models[0], states.zero_stage)
-        weights = _locate_weights_of_any(states)
-    size = sum(file.stat().st_size for file in files)
-    with progress("reading", size, quiet) as progressed:
-        for file in files:
-            with problems.told():
-                check_file(file, progressed)
-    with problems.told():
-        if weights is not None and not problems:
-            check_masters_match(weights.trained, weights.halves)
-    if record.is_lost and not problems:
+    problems: list[str] = []
+    files: tuple[Path, ...] = ()
+    checkpoint, size = None, 0
+    try:
+        files = find_layout(path, tag).files
+        size = sum(file.stat().st_size for file in files)
+        with progress("reading", size, quiet) as progressed:
+            for file in files:
+                try:
+                    check_file(file, progressed)
+                except CheckpointError as error:
+                    problems.append(str(error))
+        if not problems:
+            checkpoint = _open(path, tag)
+    except CheckpointError as error:
+        problems.append(str(error))
+    if checkpoint is None:
+        return Verified(str(path), tuple(problems), len(files), size, 0, 0, 0, ())
+    record = checkpoint.record
+    if record.is_lost:
+        folder = files[0].parent
         problems.append(f"{folder} lacks {RECORD}, so it cannot be verified that its files are those that were saved.")
     compared, was_quantized = 0, False
     unverified = [entry.name for entry in record.left_out if entry.fingerprint is None]
@@ -130,10 +125,10 @@ def verify(
             )
     return Verified(
         path=str(path),
-        problems=tuple(dict.fromkeys(problems)),  # one damage may be found twice
+        problems=tuple(problems),
         files=len(files),
         size=size,
-        trained=len(weights.trained) if weights else 0,
+        trained=len(checkpoint.weights.trained),
         left_out=len(record.parameters),
         compared=compared,
         unverified=tuple(unverified),
@@ -141,24 +136,12 @@ def verify(
     )
 
 
-class _Problems(list[str]):
-    """A description of each problem."""
-
-    @contextmanager
-    def told(self) -> Iterator[None]:
-        """Add what the block raises."""
-        try:
-            yield
-        except CheckpointError as error:
-            self.append(str(error))
-
-
-def _locate_weights_of_any(states: States) -> Weights:
-    """Locate the weights, also in a stage 0 that does not tell what was trained: that is not a problem."""
+def _open(path: str | Path, tag: str | None) -> Checkpoint:
+    """Open a checkpoint, also in a stage 0 that does not tell what was trained: that is not a problem."""
     try:
-        return locate_weights(states)
+        return open_checkpoint(path, tag, trainable=())
     except CheckpointError:
-        return locate_weights(states, ("*",))
+        return open_checkpoint(path, tag)
 
 
 def _compare_base(record: Record, base: Base, quiet: bool) -> tuple[list[str], int, list[str]]:
