@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.checkpoints import state_of_one_rank
 from memory import memory
 
 from ds_frozen_patch import CheckpointError, inspect, prune
@@ -255,10 +256,9 @@ def test_a_record_of_more_than_4_gib(tmp_path: Path) -> None:
     (path / "checkpoint").mkdir(parents=True)
     (path / "latest").write_text("checkpoint")
     weights = {"frozen.weight": torch.zeros(size, dtype=torch.uint8), "trained.weight": torch.ones(2)}
-    state = {"module": weights, "param_shapes": [{"trained.weight": torch.Size([2])}], "dp_world_size": 1}
     with open(path / "checkpoint" / "mp_rank_00_model_states.pt", "wb", 0) as file:  # noqa: PTH123
         holes: Any = Holes(file)
-        torch.save({**state, "ds_config": {}}, holes)
+        torch.save(state_of_one_rank(weights), holes)
     assert inspect(path).prunable == size
     prune(path, tmp_path / "pruned.ckpt", fingerprints=False)
     (found,) = (tmp_path / "pruned.ckpt").rglob("*_states.pt")

@@ -383,6 +383,23 @@ def unmark(path: Path) -> None:
         file.unlink()
 
 
+def state_of_one_rank(module: dict[str, torch.Tensor], **more: Any) -> dict[str, Any]:
+    """Return the state of a checkpoint of one file, as in ZeRO stage 0; what has `frozen` in its name is frozen."""
+    trained = {name: tensor.shape for name, tensor in module.items() if "frozen" not in name}
+    state = {"module": module, "param_shapes": [trained], "dp_world_size": 1, "ds_config": {}, "ds_version": "0.17.6"}
+    return {**state, **more}
+
+
+def of_one_rank(
+    path: Path, module: dict[str, torch.Tensor], tag: str = "checkpoint", protocol: int = 2, **more: Any
+) -> Path:
+    """Create such a checkpoint."""
+    (path / tag).mkdir(parents=True)
+    (path / "latest").write_text(tag)
+    torch.save(state_of_one_rank(module, **more), path / tag / "mp_rank_00_model_states.pt", pickle_protocol=protocol)
+    return path
+
+
 def base_model(seed: int = 1, **options: Any) -> Any:
     """Return the Hugging Face model that a run was built from, as a program loads it before it adds adapters."""
     return runs.LoraRun(seed=seed, **options).model.unload()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.checkpoints import of_one_rank
 
 from ds_frozen_patch import CheckpointError, CheckpointMismatchError
 from ds_frozen_patch.cli import main
@@ -21,12 +22,7 @@ FORGED = "\x1b[2J\x1b[1;1H\r\nsmall.ckpt: no problems in 3 files\u202e\x9b2J"
 def stage_0(folder: Path, tag: str = "checkpoint", name: str = "layer.weight", **state: Any) -> Path:
     """Return a checkpoint of one rank without ZeRO, made by hand."""
     weights = {name: torch.ones(2, 2), "frozen.weight": torch.ones(3)}
-    content = {"module": weights, "param_shapes": [{name: torch.Size([2, 2])}], "dp_world_size": 1, "ds_config": {}}
-    path = folder / "made.ckpt"
-    (path / tag).mkdir(parents=True)
-    (path / "latest").write_text(tag)
-    torch.save({**content, "ds_version": "0.17.6", **state}, path / tag / "mp_rank_00_model_states.pt")
-    return path
+    return of_one_rank(folder / "made.ckpt", weights, tag, **state)
 
 
 SAYS: dict[str, dict[str, Any]] = {

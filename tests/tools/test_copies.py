@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from kit import runs
-from kit.checkpoints import Checkpoints, record_in
+from kit.checkpoints import Checkpoints, of_one_rank, record_in
 
 import ds_frozen_patch
 from ds_frozen_patch import inspect, prune, verify
@@ -25,13 +25,7 @@ STATES = "mp_rank_00_model_states.pt"
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """Create a small checkpoint of one rank without ZeRO."""
-    folder = tmp_path / "in.ckpt" / "checkpoint"
-    folder.mkdir(parents=True)
-    module = {"trained.weight": torch.ones(2), "frozen.weight": torch.ones(3)}
-    state = {"module": module, "param_shapes": [{"trained.weight": torch.Size([2])}], "dp_world_size": 1}
-    torch.save({**state, "ds_config": {}}, folder / STATES)
-    (folder.parent / "latest").write_text("checkpoint")
-    return folder.parent
+    return of_one_rank(tmp_path / "in.ckpt", {"trained.weight": torch.ones(2), "frozen.weight": torch.ones(3)})
 
 
 def copied(source: Path, tmp_path: Path) -> Path:

@@ -7,8 +7,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,9 @@ from kit import runs
 from kit.cell import CELL
 from kit.checkpoints import Checkpoints, changed, unmark
 
-from ds_frozen_patch import CheckpointError, prune
+from ds_frozen_patch import CheckpointError
 from ds_frozen_patch.cli import main
-from ds_frozen_patch.tools.inspect import CLIENT_STATE, FORMAT, Inspection, inspect
+from ds_frozen_patch.tools.inspect import inspect
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
 CHECKPOINTS = {(stage, 2) for stage in (0, 1, 2, 3)} | {(2, 1), (3, 1)}
@@ -150,51 +148,6 @@ def refusal(path: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> 
     assert said.err.startswith("ds-frozen-patch: ")
     assert said.err.count("\n") == 1
     return said.err
-
-
-class Scheduler(Enum):
-    LINEAR = "linear"
-
-
-@dataclass(frozen=True)
-class Optimizer:
-    rate: float
-    scheduler: Scheduler
-
-
-class Config(dict[str, Any]):
-    """As the configurations of transformers and others: a class of its own, with attributes."""
-
-    def __init__(self, **values: Any) -> None:
-        super().__init__(values)
-        self.origin = "a file"
-
-
-HYPER_PARAMETERS: dict[str, Any] = {
-    "a functools.partial": partial(torch.optim.AdamW, lr=1e-3),
-    "an Enum": Scheduler.LINEAR,
-    "a dataclass": Optimizer(1e-3, Scheduler.LINEAR),
-    "a config class": Config(hidden=8, optimizer=Optimizer(1e-3, Scheduler.LINEAR)),
-    "a class": Inspection,
-    "a function": runs.batches,
-    "a bound method": Scheduler.LINEAR.__repr__,
-    "an exception": ValueError("wrong"),
-}
-
-
-@pytest.mark.parametrize("kind", HYPER_PARAMETERS)
-def test_hyper_parameters_of_any_class(copied: Path, tmp_path: Path, kind: str) -> None:
-    """They change nothing of what is shown, and the tools that copy them write them as they were."""
-    before, file = inspect(copied), copied / "checkpoint" / "mp_rank_00_model_states.pt"
-    changed(file, lambda state: state["hyper_parameters"].update(mine=HYPER_PARAMETERS[kind]))
-    shown = inspect(copied)
-    assert shown.zero_stage == before.zero_stage
-    assert {name: size for name, size in shown.kinds.items() if name not in (CLIENT_STATE, FORMAT)} == {
-        name: size for name, size in before.kinds.items() if name not in (CLIENT_STATE, FORMAT)
-    }
-    prune(copied, tmp_path / "pruned.ckpt")
-    found = torch.load(tmp_path / "pruned.ckpt" / "checkpoint" / file.name, weights_only=False)
-    assert repr(found["hyper_parameters"]["mine"]) == repr(HYPER_PARAMETERS[kind])
 
 
 def test_a_file_that_is_no_checkpoint(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import datetime
 import decimal
+import enum
 import fractions
+import functools
 import shutil
 import types
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -30,6 +32,7 @@ from kit.checkpoints import (
     loaded,
     names_of_copy,
     of_any_save,
+    of_one_rank,
     precision_of,
     raw,
     record_in,
@@ -236,10 +239,7 @@ STATES = "checkpoint/mp_rank_00_model_states.pt"
 def pruned(state: Any, folder: Path, protocol: int = 2) -> Path:
     """Return the file of a pruned checkpoint whose file of states has this under "mine"."""
     weights = {"trained.weight": torch.ones(2, 2), "frozen.weight": torch.ones(3)}
-    whole = {"module": weights, "param_shapes": [{"trained.weight": torch.Size([2, 2])}], "dp_world_size": 1}
-    (folder / "full.ckpt" / "checkpoint").mkdir(parents=True)
-    (folder / "full.ckpt" / "latest").write_text("checkpoint")
-    torch.save({**whole, "ds_config": {}, "mine": state}, folder / "full.ckpt" / STATES, pickle_protocol=protocol)
+    of_one_rank(folder / "full.ckpt", weights, protocol=protocol, mine=state)
     prune(folder / "full.ckpt", folder / "pruned.ckpt")
     for name, place in records_of(folder / "pruned.ckpt" / STATES).items():
         assert place.start % 64 == 0, name
@@ -307,7 +307,28 @@ def test_tensors_share_their_storage_as_before_and_no_more_of_it_is_written(tmp_
     assert found["b"][0, 0] == -1
 
 
-# What libraries save.
+class Scheduler(enum.Enum):
+    LINEAR = "linear"
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    rate: float
+    scheduler: Scheduler
+
+
+class Config(dict[str, Any]):
+    """As the configurations of transformers and others: a class of its own, with attributes."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(values)
+        self.origin = "a file"
+
+    def __repr__(self) -> str:
+        return f"{dict(self)} from {self.origin}"
+
+
+# What libraries and programs save.
 BENIGN: dict[str, Any] = {
     "times": [
         datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc), datetime.date(2020, 1, 1), datetime.time(1, 2),
@@ -322,7 +343,11 @@ BENIGN: dict[str, Any] = {
         defaultdict(list, a=[1]), Counter("aab"), deque([1, 2], maxlen=3),
     ],
     "torch": [torch.Size([2, 3]), torch.bfloat16, torch.device("cpu"), torch.device("cuda", 1)],
-    "of a program": [argparse.Namespace(a=1), types.SimpleNamespace(b=2), uuid.UUID(int=5), Any, dict],
+    "of a program": [
+        argparse.Namespace(a=1), types.SimpleNamespace(b=2), uuid.UUID(int=5), Any, dict, Scheduler, Scheduler.LINEAR,
+        Optimizer(1e-3, Scheduler.LINEAR), Config(hidden=8, optimizer=Optimizer(1e-3, Scheduler.LINEAR)), runs.batches,
+        functools.partial(torch.optim.AdamW, lr=1e-3), Scheduler.LINEAR.__repr__, ValueError("wrong"),
+    ],
     "numpy": [
         np.float64(1.5), np.int64(3), np.str_("a"), np.bool_(True), np.arange(6).reshape(2, 3).T, np.array(["a", "bc"]),
         np.datetime64("2020-01-01"), np.dtype("f4"), np.zeros(0), np.array(1.5),

@@ -17,7 +17,18 @@ from typing import Any
 
 import pytest
 import torch
-from kit.checkpoints import EMBEDDING, Checkpoints, changed, contents, flip, loaded, record_of, snapshot, unmark
+from kit.checkpoints import (
+    EMBEDDING,
+    Checkpoints,
+    changed,
+    contents,
+    flip,
+    loaded,
+    of_one_rank,
+    record_of,
+    snapshot,
+    unmark,
+)
 
 from ds_frozen_patch import CheckpointError, consolidate, export, prune, reshard
 from ds_frozen_patch.cli import main
@@ -240,15 +251,10 @@ def test_tensors_are_streamed(tmp_path: Path, tool: str) -> None:
     """Memory holds a few of 32 tensors of 1 MiB at a time."""
     run, name, _ = TOOLS[tool]
     weights = {f"{kind}.{number}": torch.ones(512, 512) for kind in ("trained", "frozen") for number in range(16)}
-    trained = {name: tensor.shape for name, tensor in weights.items() if name.startswith("trained")}
-    state = {"module": weights, "param_shapes": [trained], "dp_world_size": 1, "ds_config": {}, "ds_version": "0.17.6"}
-    folder = tmp_path / "in.ckpt" / "checkpoint"
-    folder.mkdir(parents=True)
-    (folder.parent / "latest").write_text(folder.name)
-    torch.save(state, folder / "mp_rank_00_model_states.pt")
+    path = of_one_rank(tmp_path / "in.ckpt", weights)
     tracemalloc.start()
     try:
-        run(folder.parent, tmp_path / name)
+        run(path, tmp_path / name)
         assert tracemalloc.get_traced_memory()[1] < 6 * 2**20
     finally:
         tracemalloc.stop()

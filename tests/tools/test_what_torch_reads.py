@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kit import runs
-from kit.checkpoints import Checkpoints, changed, loaded, raw, refresh, unmark, weights_of
+from kit.checkpoints import Checkpoints, changed, loaded, of_one_rank, raw, refresh, unmark, weights_of
 from kit.hostile import named, text
 from safetensors.torch import load_file
 
@@ -31,20 +31,10 @@ LARGE: dict[str, Any] = {
 }
 
 
-def small_checkpoint(folder: Path, module: dict[str, torch.Tensor], **more: Any) -> Path:
-    """Save a checkpoint of one file, as DeepSpeed does in stage 0; all but `frozen.weight` is trained."""
-    shapes = {name: tensor.shape for name, tensor in module.items() if name != "frozen.weight"}
-    state = {"module": module, "param_shapes": [shapes], "dp_world_size": 1, "ds_config": {}, "ds_version": "0.17.6"}
-    (folder / "in.ckpt" / "checkpoint").mkdir(parents=True)
-    (folder / "in.ckpt" / "latest").write_text("checkpoint")
-    torch.save({**state, **more}, folder / "in.ckpt" / "checkpoint" / "mp_rank_00_model_states.pt")
-    return folder / "in.ckpt"
-
-
 @pytest.mark.parametrize("kind", LARGE)
 def test_a_large_client_state(tmp_path: Path, kind: str) -> None:
     weights = {"trained.weight": torch.ones(2, 2), "frozen.weight": torch.ones(3)}
-    path = small_checkpoint(tmp_path, weights, mine=LARGE[kind])
+    path = of_one_rank(tmp_path / "in.ckpt", weights, mine=LARGE[kind])
     inspect(path)
     assert verify(path).problems == ()
     prune(path, tmp_path / "pruned.ckpt")
@@ -75,7 +65,7 @@ def test_a_pickle_changes_only_what_it_has_created(what: str) -> None:
 
 
 def test_the_largest_pickle_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = small_checkpoint(tmp_path, {"trained.weight": torch.ones(2, 2)})
+    path = of_one_rank(tmp_path / "in.ckpt", {"trained.weight": torch.ones(2, 2)})
     size = inspect(path).kinds[CLIENT_STATE]
     monkeypatch.setattr(archive, "MAX_PICKLE_BYTES", size)
     inspect(path)
@@ -114,7 +104,7 @@ NOT_IN_SAFETENSORS = ("complex128", "float8_e8m0fnu")
 def test_every_dtype_is_consolidated(tmp_path: Path, dtype: str) -> None:
     values = torch.arange(6).to(torch.uint8).repeat(32).view(getattr(torch, dtype)).reshape(2, -1)
     weights = {"trained.weight": torch.ones(2, 2), "trained.other": values, "trained.empty": values[:, :0]}
-    path = small_checkpoint(tmp_path, weights)
+    path = of_one_rank(tmp_path / "in.ckpt", weights)
     consolidate(path, tmp_path / "one.ckpt")
     for mmap in (False, True):
         found: Any = torch.load(tmp_path / "one.ckpt", weights_only=True, mmap=mmap)["state_dict"]
