@@ -31,7 +31,6 @@ from kit.checkpoints import (
 from safetensors.torch import load_file, load_model, save_file
 
 from ds_frozen_patch import CheckpointError, consolidate, prune
-from ds_frozen_patch.cli import main
 from ds_frozen_patch.record import KEY, Record
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday]
@@ -357,21 +356,3 @@ def test_parameters_without_a_fingerprint_are_named(checkpoints: Checkpoints, tm
     consolidate(checkpoints(2) / "full.ckpt", tmp_path / "full.ckpt")
     assert len(done.unverified) == 20
     assert bits(weights_of(tmp_path / "merged.ckpt")) == bits(weights_of(tmp_path / "full.ckpt"))
-
-
-@pytest.mark.short
-def test_the_command_line(
-    checkpoints: Checkpoints, tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small, full = (str(checkpoints(2) / name) for name in ("small.ckpt", "full.ckpt"))
-    assert main(["consolidate", small, str(tmp_path / "merged"), "--base", str(base), "--max-shard-size", "10kB"]) == 0
-    said = capsys.readouterr()
-    assert said.out.startswith(f"Wrote {tmp_path / 'merged'}: 29 tensors, ")
-    assert said.out.endswith(f" kB in {len(list((tmp_path / 'merged').glob('*.safetensors')))} files.\n")
-    assert said.err == ""
-    assert main(["consolidate", full, str(tmp_path / "one.safetensors"), "--dtype", "bf16", "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert found["dtype"] == "bf16"
-    assert found["size"] == sum(tensor.nbytes for tensor in load_file(tmp_path / "one.safetensors").values())
-    assert main(["consolidate", small, str(tmp_path / "part.ckpt")]) == 0
-    assert "add them with --base" in capsys.readouterr().out

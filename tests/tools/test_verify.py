@@ -62,12 +62,8 @@ def test_verify_accepts_saved_checkpoints(
     assert snapshot(out) == before
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_verify_accepts_plain_deepspeed_checkpoints(checkpoints: Checkpoints, tmp_path: Path, stage: int) -> None:
-    full = checkpoints.by_deepspeed(stage) / "full.ckpt"
-    assert verify(full).problems == ()
-    prune(full, tmp_path / "pruned.ckpt")
-    assert verify(tmp_path / "pruned.ckpt", base=full).problems == ()
+def test_nothing_could_be_compared(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    full = checkpoints.by_deepspeed(2) / "full.ckpt"
     prune(full, tmp_path / "unread.ckpt", fingerprints=False)
     found = verify(tmp_path / "unread.ckpt", base=full)
     assert [problem for problem in found.problems if "Nothing could be compared with the base" in problem]
