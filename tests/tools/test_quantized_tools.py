@@ -370,8 +370,6 @@ def test_merge_into_the_unquantized_base(saved: Callable[..., Path], tmp_path: P
     quantized.original(1).save_pretrained(tmp_path / "base")
     done = merge(small, tmp_path / "served", base=tmp_path / "base")
     assert (done.notes, done.folded) == (("The run had quantized its base, which is compared at load only.",), 4)
-    assert done.unverified
-    assert all("_proj" in name for name in done.unverified)
     load: Any = AutoModelForCausalLM.from_pretrained
     model, info = load(tmp_path / "served", torch_dtype="auto", output_loading_info=True)
     assert not any(info.values())

@@ -30,7 +30,7 @@ from ..checkpoint.zero.opening import open_checkpoint
 from ..common.errors import CheckpointError, named
 from ..common.text import printable_lines, progress
 from ..parameters import Contents
-from ..record import LeftOut, Record, unknown
+from ..record import Record, unknown
 from .base import Base, endings, locate_base, match_base, open_base, without_quantized, without_wrappers
 from .consolidate import Consolidated
 from .loaded_names import CONFIG, empty_model
@@ -119,6 +119,7 @@ def merge(
     notes = {
         f"Tied weights were trained apart, so {CONFIG} has tie_word_embeddings=false.": is_untied,
         "The run had quantized its base, which is compared at load only.": record != run.record,
+        "No record says what the base was, so it is not verified.": not run.record.is_trainable_only,
     }
     done = Merged(
         source=str(source),
@@ -130,7 +131,7 @@ def merge(
         tensors=sum(map(len, shards.values())),
         size=size,
         files=tuple(shards),
-        unverified=_unverified(opened, files, changes, compared),
+        unverified=tuple(entry.name for entry in compared if entry.fingerprint is None),
         outside=tuple(run.outside),
         notes=tuple(note for note, is_so in notes.items() if is_so),
     )
@@ -314,21 +315,6 @@ def _plan(base: Base, model: Any, run: _Run) -> tuple[dict[str, dict[str, Tensor
     run.outside += [] if run.config else missing
     _check_shapes(base, tensors, changes)
     return files, changes, is_untied
-
-
-def _unverified(
-    base: Base,
-    files: Mapping[str, Mapping[str, TensorSource]],
-    changes: Mapping[str, _Change],
-    compared: Mapping[LeftOut, TensorSource],
-) -> tuple[str, ...]:
-    """The base's tensors that are neither replaced nor have a fingerprint."""
-    tensors = {name: tensor for file in files.values() for name, tensor in file.items()}
-    known = [tensors.get(name) or base[name] for name, change in changes.items() if change.source]
-    known += [tensor for entry, tensor in compared.items() if entry.fingerprint]
-    pieces = {piece for tensor in known for piece in tensor.pieces}
-    own = {name: tensor for name, tensor in tensors.items() if name in base.tensors}
-    return tuple(sorted(name for name, tensor in own.items() if not pieces.issuperset(tensor.pieces)))
 
 
 def _check_shapes(base: Base, tensors: Mapping[str, TensorSource], changes: Mapping[str, _Change]) -> None:
