@@ -165,8 +165,6 @@ class _Unpickler(pickle.Unpickler):
         self.storages: dict[str, Storage] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "__builtin__":  # Python 2's names, which torch.save still writes
-            module, name = "builtins", {"xrange": "range", "long": "int", "unicode": "str"}.get(name, name)
         full = f"{module}.{name}"
         return IN_PLACE_OF[full] if full in IN_PLACE_OF else stand_in(full)
 

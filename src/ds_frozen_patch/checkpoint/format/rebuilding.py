@@ -1,4 +1,4 @@
-"""What an unpickler calls in the place of torch's functions that rebuild tensors, and of Python's plain classes."""
+"""What an unpickler calls in the place of torch's functions that rebuild tensors, and of OrderedDict."""
 
 from __future__ import annotations
 
@@ -41,17 +41,6 @@ def _subclass(function: str, rebuild: Any, kind: Any, arguments: Any, state: Any
     return stand_in(function)(rebuild, kind, arguments, state)
 
 
-def _bytes(_: str, content: str | bytes = b"", encoding: str = "latin-1") -> bytes:
-    """Bytes as pickles of protocol 2 encode them."""
-    if encoding not in ("latin1", "latin-1") or not isinstance(content, str | bytes):
-        raise ValueError("bytes are created from something else, or are in another encoding")
-    return content.encode("latin-1") if isinstance(content, str) else content
-
-
-def _bytearray(function: str, *content: Any) -> bytearray:
-    return bytearray(_bytes(function, *content))
-
-
 def _size(_: str, shape: Any = ()) -> Size:
     if not is_shape(tuple(shape)):
         raise ValueError("a shape has invalid sizes")
@@ -81,15 +70,10 @@ def _in_place_of(name: str, make: Callable[..., Any]) -> Fixed:
 
 
 IN_PLACE_OF: dict[str, Any] = {
-    "builtins.complex": complex,
-    "builtins.frozenset": frozenset,
-    "builtins.set": set,
     Ordered.stands_for: Ordered,
     **{name: _in_place_of(name, _tensor) for name in _TENSORS},
     **{name: _in_place_of(name, _parameter) for name in _PARAMETERS},
     _SUBCLASS: _in_place_of(_SUBCLASS, _subclass),
-    **{name: _in_place_of(name, _bytes) for name in ("_codecs.encode", "builtins.bytes")},
-    "builtins.bytearray": _in_place_of("builtins.bytearray", _bytearray),
     "torch.Size": _in_place_of("torch.Size", _size),
 }
 """What is called in the place of functions and classes, by their full names. All others have stand-ins."""
