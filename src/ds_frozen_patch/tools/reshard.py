@@ -14,8 +14,8 @@ from typing import Any, Literal, get_args
 from ..checkpoint.format.records import Records
 from ..checkpoint.format.stored import Storage, iter_tensors
 from ..checkpoint.format.writing import write_archive
+from ..checkpoint.zero.opening import open_checkpoint
 from ..checkpoint.zero.resharding import Resharding, target_for
-from ..checkpoint.zero.states import check_same_save, read_states
 from ..common.errors import CheckpointError
 from ..common.text import human_bytes, printable, progress
 from ..record import KEY, identify, write_record
@@ -97,8 +97,8 @@ def reshard(
         raise ValueError("pass ranks, stage or precision")
     if precision not in (None, *PRECISIONS):
         raise ValueError(f"precision must be 'bf16' or 'fp32', not {precision!r}")
-    states = read_states(source, tag)
-    check_same_save(states)
+    checkpoint = open_checkpoint(source, tag)
+    states = checkpoint.states
     before = target_for(states)
     has_state = False if restart_optimizer else None
     now = target_for(states, ranks=ranks, stage=stage, precision=precision, has_state=has_state)
@@ -111,7 +111,7 @@ def reshard(
             f"{source} has ZeRO stage 0, and its optimizer's state is not sharded by rank: any number of ranks can"
             " resume from it as it is."
         )
-    resharding = Resharding(states, now)
+    resharding = Resharding(states, checkpoint.weights, now)
     files = dict(resharding.files())
     size = sum(sum(item.nbytes for item in {tensor.storage for _, tensor in iter_tensors(s)}) for s in files.values())
     done = Resharded(str(source), str(target), now.stage, before.stage, before.ranks, now.ranks, size)
