@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed import zero
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -108,6 +109,43 @@ def test_another_stage(ranks: Any, saved: Any, stage: int, number: int) -> None:
 def test_a_full_checkpoint_onto_another_base(ranks: Any, saved: Any, stage: int) -> None:
     sources = [saved(2, stage=before) for before in range(4)]
     assert_goes_on(ranks, 2, sources, kinds=("full",), stage=stage, seed=7)
+
+
+class Reticent(stages.Net):
+    """Its own `state_dict` leaves a frozen parameter out."""
+
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+        state = super().state_dict(*args, prefix=prefix, **kwargs)
+        del state[f"{prefix}base.weight"]
+        return state
+
+
+def frozen_values(paths: list[str], stage: int, loads: bool) -> list[Any]:
+    """That parameter after each load onto another base, or at a full save."""
+    ds_frozen_patch.patch()
+    found = []
+    for path in paths:
+        with overridden([(stages, "Net", Reticent)]):
+            engine = stages.begin(stage, seed=7 if loads else 1)
+        stages.go_on(engine, 1)
+        if loads:
+            engine.load_checkpoint(path)
+        else:
+            with ds_frozen_patch.full_checkpoint():
+                engine.save_checkpoint(path, tag="a")
+        with zero.GatheredParameters([engine.module.base.weight]):
+            found.append(engine.module.base.weight.tolist())
+    return found
+
+
+@pytest.mark.once
+def test_what_the_own_state_dict_of_a_module_leaves_out(ranks: Any, tmp_path: Path) -> None:
+    """From ZeRO-2 on, DeepSpeed saves it beside the state dict."""
+    paths = [str(tmp_path / str(stage)) for stage in (2, 3)]
+    values = [ranks(2, frozen_values, paths=[path], stage=int(path[-1]), loads=False)[0][0] for path in paths]
+    assert values == [stages.Net().base.weight.tolist()] * 2
+    for stage in range(4):
+        assert ranks(1, frozen_values, paths=paths, stage=stage, loads=True)[0] == values, stage
 
 
 @pytest.mark.once

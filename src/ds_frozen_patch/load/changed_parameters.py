@@ -49,11 +49,6 @@ class Selection:
         def now(name: str) -> str:
             return with_adapters(plain(name), self.held)
 
-        first = with_plain_names(states.models[0])
-        groups = [*first["param_shapes"], *(first.get(key) or {} for key in ("module", "frozen_param_fragments"))]
-        names = [*(name for group in groups for name in group), *states.record.names]
-        if all(now(name) == name for name in names):
-            return states
         contents = [
             replace(item, state=with_plain_names(item.state, now)) if "module" in item.state else item
             for item in states.contents
