@@ -22,6 +22,8 @@ from torch.utils.cpp_extension import get_default_build_root
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError, consolidate, prune, reshard, verify
+from ds_frozen_patch.checkpoint.format.archive import read_archive
+from ds_frozen_patch.checkpoint.zero import states as states_of_files
 from ds_frozen_patch.checkpoint.zero.groups import BASE_STATE
 from ds_frozen_patch.common.files import RECORD
 from ds_frozen_patch.common.overrides import overridden
@@ -109,6 +111,34 @@ def test_another_stage(ranks: Any, saved: Any, stage: int, number: int) -> None:
 def test_a_full_checkpoint_onto_another_base(ranks: Any, saved: Any, stage: int) -> None:
     sources = [saved(2, stage=before) for before in range(4)]
     assert_goes_on(ranks, 2, sources, kinds=("full",), stage=stage, seed=7)
+
+
+def pickles_read(paths: list[str]) -> list[set[str]]:
+    """The files whose pickles a load reads to reshard them."""
+    ds_frozen_patch.patch()
+    found: list[set[str]] = []
+
+    def read(file: Path) -> Any:
+        found[-1].add(file.name)
+        return read_archive(file)
+
+    for path in paths:
+        engine = stages.begin(3)
+        found.append(set())
+        with overridden([(states_of_files, "read_archive", read)]):
+            engine.load_checkpoint(path)
+    return found
+
+
+@pytest.mark.once
+def test_a_rank_reads_no_model_states_of_others(ranks: Any, saved: Any) -> None:
+    """In ZeRO-3 they are large and alike, unless they have shards of frozen parameters."""
+    source = saved(3, stage=3)[0]
+    everything = {file.name for file in (source / "small" / "a").glob("*_states.pt")}
+    for rank, (small, full) in enumerate(ranks(2, pickles_read, paths=[str(source / "small"), str(source / "full")])):
+        names = {f"zero_pp_rank_{index}_mp_rank_00_model_states.pt" for index in {0, rank}}
+        assert small == names | {name for name in everything if name.endswith("optim_states.pt")}
+        assert full == everything
 
 
 class Reticent(stages.Net):

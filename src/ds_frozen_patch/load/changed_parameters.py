@@ -59,31 +59,14 @@ class Selection:
         )
         return replace(states, contents=tuple(contents), record=replace(states.record, left_out=left_out))
 
-    def fresh_masters(self, weights: Weights) -> dict[str, TensorSource]:
-        """The master of each fresh parameter: what the checkpoint has, or a storage without a file for the model's.
-
-        Raises:
-            CheckpointError: the checkpoint has it in another shape.
-        """
-        masters = {}
-        for name, shape in self.fresh.items():
-            source = {**weights.frozen, **weights.trained}.get(weights.aliases.get(name, name))
-            if source is None:
-                storage = Storage(None, name, "float32", numel({name: shape}))
-                source = TensorSource("float32", shape, (Piece(storage, 0, storage.numel),))
-            elif source.shape != shape:
-                raise CheckpointError(
-                    f"The checkpoint has {name!r} in shape {list(source.shape)}, and the model in {list(shape)}."
-                    " Build the model as in the run that saved it."
-                )
-            masters[name] = replace(source, dtype="float32")
-        return masters
-
     def select(self, weights: Weights, saved: Sequence[Group]) -> list[Group]:
         """The groups of the optimizer from now on, given those of the checkpoint.
 
+        What is fresh begins with its value in the checkpoint, or with the model's, for which a storage without a file
+        stands.
+
         Raises:
-            CheckpointError: a fresh parameter would have a master of another dtype than the others.
+            CheckpointError: a fresh parameter has another shape there, or masters of another dtype beside it.
         """
         trained = {plain(name): values for group in saved for name, values in group.parameters.items()}
         if self.fresh and any(values[MASTER].dtype != "float32" for values in trained.values()):
@@ -91,7 +74,16 @@ class Selection:
                 "The checkpoint has no fp32 masters, so no other parameters than before can be trained from it. Freeze"
                 " them, or resume in fp32, or with fp32 masters."
             )
-        trained |= {name: {MASTER: master} for name, master in self.fresh_masters(weights).items()}
+        in_files = {**weights.frozen, **weights.trained}
+        for name, shape in self.fresh.items():
+            own = Piece(Storage(None, name, "float32", numel({name: shape})), 0, numel({name: shape}))
+            source = in_files.get(weights.aliases.get(name, name), TensorSource("float32", shape, (own,)))
+            if source.shape != shape:
+                raise CheckpointError(
+                    f"The checkpoint has {name!r} in shape {list(source.shape)}, and the model in {list(shape)}."
+                    " Build the model as in the run that saved it."
+                )
+            trained[name] = {MASTER: replace(source, dtype="float32")}
         settings = [group.settings for group in saved] if len(saved) == len(self.groups) else self.settings
         return [
             Group(group_settings, {name: trained[plain(name)] for name in group})

@@ -112,20 +112,16 @@ class _Answers:
             self._keep_fresh()
             load.starts_fresh = frozenset(alias for name in selection.fresh for alias in load.held[name].names)
         if is_first(load.owner):
-            load.owner.logger.info(
-                "The checkpoint was saved in ZeRO stage %d at world size %d; it is resharded for stage %d at %d.",
-                load.listing.stage,
-                load.listing.ranks,
-                self.resharding.target.stage,
-                self.resharding.target.ranks,
-            )
+            target = self.resharding.target
+            load.owner.logger.info("%s is resharded for stage %d at %d.", load.source, target.stage, target.ranks)
 
     def _plan(self, selection: Selection | None) -> None:
-        """Read the pickles of all files, and find out what this rank needs."""
+        """Read the pickles of the files, and find out what this rank needs."""
         import torch.distributed as dist
 
         load, engine = self.load, self.load.engine
-        states = read_states(load.source, load.listing.tag)
+        own = dist.get_rank(optimizer_group(engine))
+        states = read_states(load.source, load.listing.tag, rank=own)
         check_shard_count(states.layout, states.models[0], states.zero_stage)
         if current().verify_files:  # they may have been replaced since they were verified
             check_contents(states)
@@ -138,7 +134,6 @@ class _Answers:
         select = {} if selection is None else {"select": partial(selection.select, weights)}
         self.resharding = Resharding(states, weights, target, **select)
         load.record = self.resharding.record
-        own = dist.get_rank(optimizer_group(engine))
         # DeepSpeed looks up the file of model states, so that one is named which is there.
         self.model = str(states.layout.model[min(own, len(states.layout.model) - 1)])
         folder = states.layout.model[0].parent

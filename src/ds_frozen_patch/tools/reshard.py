@@ -6,13 +6,13 @@ kept, so nothing is lost that a load restores.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from ..checkpoint.format.records import Records
-from ..checkpoint.format.stored import Storage, iter_tensors
+from ..checkpoint.format.stored import iter_tensors
 from ..checkpoint.format.writing import write_archive
 from ..checkpoint.zero.opening import open_checkpoint
 from ..checkpoint.zero.resharding import Resharding, target_for
@@ -113,7 +113,7 @@ def reshard(
         )
     resharding = Resharding(states, checkpoint.weights, now)
     files = dict(resharding.files())
-    size = sum(sum(item.nbytes for item in {tensor.storage for _, tensor in iter_tensors(s)}) for s in files.values())
+    size = sum(item.nbytes for s in files.values() for item in {tensor.storage for _, tensor in iter_tensors(s)})
     done = Resharded(str(source), str(target), now.stage, before.stage, before.ranks, now.ranks, size)
     path, root = Path(target), states.layout.root
     if dry_run:
@@ -122,22 +122,11 @@ def reshard(
     with new_output(path, root) as output:
         folder = output / states.layout.tag
         folder.mkdir(parents=True)
-        _write(resharding, files, folder, size, quiet)
+        save = f"{identify(states.layout.files)} in stage {now.stage} for {now.ranks} ranks"
+        with progress("writing", size, quiet) as advance, Records(progressed=advance) as records:
+            for name, state in files.items():
+                kept = {**state, KEY: save} if KEY in state else state
+                write_archive(folder / name, kept, partial(resharding.tensors.content, records))
+        write_record(folder, replace(resharding.record, save=save))
         copy_other_files(states.layout, output)
     return done
-
-
-def _write(resharding: Resharding, files: dict[str, Any], folder: Path, size: int, quiet: bool) -> None:
-    """Write the files and their record."""
-    now = resharding.target
-    save = f"{identify(resharding.states.layout.files)} in stage {now.stage} for {now.ranks} ranks"
-    with Records() as records, progress("writing", size, quiet) as advance:
-
-        def content(storage: Storage, begin: int, count: int) -> Iterator[bytes | memoryview]:
-            for chunk in resharding.tensors.content(records, storage, begin, count):
-                yield chunk
-                advance(len(chunk))
-
-        for name, state in files.items():
-            write_archive(folder / name, {**state, KEY: save} if KEY in state else state, content)
-    write_record(folder, replace(resharding.record, save=save))
