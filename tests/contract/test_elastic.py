@@ -211,8 +211,10 @@ def test_elastic_is_the_default(ranks: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {"out": str(tmp_path), "world_size": 1, "stage": 2}
     ((kind, said),) = ranks(1, refused, **options, elastic=False)
     assert kind == "CheckpointMismatchError"
-    assert said.startswith("The checkpoint was saved at world size 2, and DeepSpeed cannot load it at 1.")
-    assert f"ds-frozen-patch reshard {path} NEW --ranks 1" in said
+    assert said.startswith(
+        "The checkpoint was saved in ZeRO stage 1 or 2 at world size 2 in fp16 or fp32, and DeepSpeed"
+    )
+    assert f"ds-frozen-patch reshard {path} NEW --stage 2 --ranks 1 --precision fp32, then" in said
     assert snapshot(path) == before
     reshard(path, tmp_path / "NEW", ranks=1)
     by_tool = ranks(1, train, **options, resume=str(tmp_path / "NEW"), elastic=None)

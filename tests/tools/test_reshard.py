@@ -100,8 +100,13 @@ def weights(checkpoint: Path, to: Path) -> dict[str, bytes]:
 
 
 def clear_padding(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """ZeRO-3 saves uninitialized memory beyond the partitions of the two uneven parameters; we save zeros."""
+    """ZeRO-3 saves uninitialized memory beyond the partitions of the two uneven parameters; we save zeros.
+
+    Its masters have attributes, by which it finds them in memory.
+    """
     cleared = 0
+    for flat in theirs["optimizer_state_dict"]["fp32_flat_groups"]:
+        vars(flat).clear()
     for one, other in zip(flats_of(theirs), flats_of(ours), strict=True):
         apart = one != other
         cleared += int(apart.sum())

@@ -8,21 +8,19 @@ loads its shard as if it had read it from its own file. Nothing is written. So i
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.format.records import Piece, Records, TensorSource
-from ..checkpoint.format.stored import Storage
 from ..checkpoint.format.writing import write_archive
-from ..checkpoint.zero.groups import BASE_STATE
+from ..checkpoint.zero.groups import BASE_STATE, MASTER
 from ..checkpoint.zero.resharding import Resharding, optimizer_name, target_for
-from ..checkpoint.zero.selection import Selection, fresh_storage
-from ..checkpoint.zero.states import FLAT_MASTERS, check_contents, masters_key, read_states
+from ..checkpoint.zero.states import FLAT_MASTERS, check_contents, check_shard_count, masters_key, read_states
+from ..checkpoint.zero.weights import locate_weights
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..common.overrides import Attributes, overridden
 from ..cures import ignores_round_robin
@@ -41,7 +39,7 @@ from ..parameters import Contents
 from ..settings import current
 from . import changed_parameters
 from .agreement import LoadRanks
-from .listing import Listing
+from .changed_parameters import Selection
 from .running import Load
 
 if TYPE_CHECKING:
@@ -49,8 +47,6 @@ if TYPE_CHECKING:
 
 NEEDED = ("ds_config", "dp_world_size")
 """What `Owner.after_load` needs of the checkpoint's own state."""
-_PRECISIONS = ("in bf16", "in fp16 or fp32")
-_ALIGNED = ("without zero_optimization.parameter_alignment", "with zero_optimization.parameter_alignment")
 _MASTERS = {"": "in fp32", "fp32_groups": "in 16 bits", FLAT_MASTERS: "in 16 bits with FusedAdam"}
 
 
@@ -113,72 +109,54 @@ class _Answers:
         self.load, self._seen = load, dict[str, Any]()
         LoadRanks(load.owner.device, load).step("plan the resharding", partial(self._plan, selection))
         if selection is not None:
-            parameters = Contents(load.engine.module).parameters
-            for name, value in gathered({name: parameters[name] for name in self.absent}, True):
-                self._keep(name, selection.fresh[name], value)
+            self._keep_fresh()
             load.starts_fresh = frozenset(alias for name in selection.fresh for alias in load.held[name].names)
         if is_first(load.owner):
-            load.owner.logger.info(
-                "The checkpoint was saved in ZeRO stage %d at world size %d; it is resharded for stage %d at %d.",
-                load.listing.stage,
-                load.listing.ranks,
-                self.resharding.target.stage,
-                self.resharding.target.ranks,
-            )
+            target = self.resharding.target
+            load.owner.logger.info("%s is resharded for stage %d at %d.", load.source, target.stage, target.ranks)
 
     def _plan(self, selection: Selection | None) -> None:
-        """Read the pickles of all files, and find out what this rank needs."""
+        """Read the pickles of the files, and find out what this rank needs."""
         import torch.distributed as dist
 
         load, engine = self.load, self.load.engine
-        states = read_states(load.source, load.listing.tag)
+        own = dist.get_rank(optimizer_group(engine))
+        states = read_states(load.source, load.listing.tag, rank=own)
+        check_shard_count(states.layout, states.models[0], states.zero_stage)
         if current().verify_files:  # they may have been replaced since they were verified
             check_contents(states)
         scheduler = states.models[0].get("lr_scheduler")
         if selection is not None:
             states = selection.rename(states)
             selection, scheduler = _with_other_groups(engine, selection, scheduler)
-        select = None if selection is None else selection.select
-        self.resharding = Resharding(states, target_for(states, **_target(engine)), select)
-        target = self.resharding.target
+        weights = locate_weights(states, ("*",))
+        target = target_for(states, **_target(engine))
+        select = {} if selection is None else {"select": partial(selection.select, weights)}
+        self.resharding = Resharding(states, weights, target, **select)
         load.record = self.resharding.record
-        own = dist.get_rank(optimizer_group(engine))
         # DeepSpeed looks up the file of model states, so that one is named which is there.
         self.model = str(states.layout.model[min(own, len(states.layout.model) - 1)])
         folder = states.layout.model[0].parent
         self.optimizers = [str(folder / optimizer_name(target, index)) for index in range(target.ranks)]
-        self.files = {self.model: self.resharding.model(own if target.stage == 3 else 0)}
-        self.files[self.model]["lr_scheduler"] = scheduler
+        self.files = {self.model: {**self.resharding.model(own if target.stage == 3 else 0), "lr_scheduler": scheduler}}
         if load.restores_optimizer and target.stage:
             self.files[self.optimizers[own]] = self.resharding.optimizer(own)
-        self.wanted: dict[Storage, list[Piece]] = {}
-        for piece in chain.from_iterable(self.resharding.tensors.pieces.values()):
-            if isinstance(piece, Piece) and piece.storage.file is None:
-                self.wanted.setdefault(piece.storage, []).append(piece)
-        self.absent = []
-        """What begins to be trained with the model's own value."""
-        weights = self.resharding.weights
-        saved = {**weights.frozen, **weights.trained}
-        with Records(check=False) as records:
-            for name, shape in {} if selection is None else selection.fresh.items():
-                source = saved.get(weights.aliases.get(name, name))
-                if source is None:
-                    self.absent.append(name)
-                elif source.shape != tuple(shape):
-                    raise CheckpointError(
-                        f"{load.source} has {name!r} in shape {list(source.shape)}, and the model in {list(shape)}."
-                        " Build the model as in the run that saved it."
-                    )
-                else:
-                    self._keep(name, shape, _read(records, source))
 
-    def _keep(self, name: str, shape: Sequence[int], value: torch.Tensor) -> None:
-        """Keep of a value with which a parameter begins to be trained what this rank needs."""
+    def _keep_fresh(self) -> None:
+        """Keep what this rank needs of the model's own values, with which it begins to train parameters."""
         import torch
 
-        for piece in self.wanted.get(fresh_storage(name, shape), ()):
-            part = value.detach().reshape(-1)[piece.begin : piece.begin + piece.count]
-            self.resharding.tensors.values[piece] = part.to(torch.float32, copy=True).numpy().data
+        resharding = self.resharding
+        masters = [values[MASTER] for group in resharding.groups for values in group.parameters.values()]
+        absent = [piece.storage.key for master in masters for piece in master.pieces if piece.storage.file is None]
+        wanted = {
+            piece for pieces in resharding.tensors.pieces.values() for piece in pieces if isinstance(piece, Piece)
+        }
+        parameters = Contents(self.load.engine.module).parameters
+        for name, value in gathered({name: parameters[name] for name in absent}, True):
+            for piece in (piece for piece in wanted if piece.storage.file is None and piece.storage.key == name):
+                part = value.reshape(-1)[piece.begin : piece.begin + piece.count]
+                resharding.tensors.values[piece] = part.to(torch.float32, copy=True).numpy().data
 
     def attributes(self) -> Attributes:
         """What lets DeepSpeed read the answers."""
@@ -242,72 +220,40 @@ def _needs_resharding(load: Load) -> bool:
     if not saved.ranks or served is None:
         return False  # `agreement.check` reports what is wrong
     stage, ranks = served.topology.stage, served.topology.ranks
+    is_plain, precision = has_plain_optimizer(engine), _precision(engine)
+    masters = masters_key(vars(engine.optimizer)) if is_plain else ""
+    now = _format(stage, ranks, is_plain, masters, precision == "bf16", has_gaps(engine))
+    was_bf16 = bool(saved.optimizer) and saved.optimizer[0].startswith("bf16_")
+    masters = masters if saved.masters is None else saved.masters
+    before = _format(saved.stage, saved.ranks, not saved.optimizer, masters, was_bf16, saved.has_gaps)
+    fits = before == now
     if not load.restores_optimizer:
         # Without an optimizer every rank reads all files, but DeepSpeed looks for one of its own.
         fits = stage < 3 or saved.stage < 3 or saved.ranks >= ranks
         if current().elastic is not False:
             fits &= (saved.stage < 3 or stage == 3) and (saved.stage > 0 or stage < 3)
-        before, now = [f"at world size {saved.ranks}"], [f"at {ranks}"]
-    else:
-        before, now = _differences(engine, saved, stage, ranks)
-        fits = not before
     if fits:
         return False
     if load.is_on_own_disks:
-        raise CheckpointMismatchError(
-            f"The checkpoint was saved {' '.join(before)} on disks of their own, and cannot be loaded {' '.join(now)}."
-            " Copy the files of all nodes into one folder, and reshard that:"
-            f" ds-frozen-patch reshard FOLDER NEW --stage {stage} --ranks {ranks}"
-        )
-    if current().elastic is False:
-        raise CheckpointMismatchError(_refusal(load, stage, ranks, before, now))
-    return True
-
-
-def _differences(engine: Any, saved: Listing, stage: int, ranks: int) -> tuple[list[str], list[str]]:
-    """In what the save and this run differ so that DeepSpeed cannot load the optimizer: then, and now."""
-    is_plain, was_plain = has_plain_optimizer(engine), not saved.optimizer
-    if is_plain and was_plain:
-        in_masters = masters_key(vars(engine.optimizer))
-        if saved.masters in (None, in_masters):
-            return [], []
-        return [_MASTERS[saved.masters]], [_MASTERS[in_masters]]
-    kinds = [3 if at == 3 else 0 if plain else 1 for at, plain in ((saved.stage, was_plain), (stage, is_plain))]
-    before, now = [], []
-    if saved.ranks != ranks and not is_plain:
-        before.append(f"at world size {saved.ranks}")
-        now.append(f"at {ranks}")
-    if kinds[0] != kinds[1]:
-        before.append(f"in ZeRO stage {saved.stage}")
-        now.append(f"in stage {stage}")
-    if kinds == [1, 1] and saved.has_gaps != has_gaps(engine):
-        before.append(_ALIGNED[saved.has_gaps])
-        now.append(_ALIGNED[has_gaps(engine)])
-    if kinds[0] and kinds[1] and saved.optimizer[0].startswith("bf16_") != engine.bfloat16_enabled():
-        before.append(_PRECISIONS[engine.bfloat16_enabled()])
-        now.append(_PRECISIONS[not engine.bfloat16_enabled()])
-    return before, now
-
-
-def _refusal(load: Load, stage: int, ranks: int, before: list[str], now: list[str]) -> str:
-    saved = load.listing
-    why = " patch(elastic=False) or DS_FROZEN_PATCH_ELASTIC=0 forbids to reshard it automatically."
-    options = f"--ranks {ranks}" if saved.stage == stage else f"--stage {stage} --ranks {ranks}"
-    precision = _precision(load.engine) if now[-1] in _PRECISIONS else None
-    if precision is not None:
-        options += f" --precision {precision}"
-    by_hand = f" To reshard it by hand: ds-frozen-patch reshard {load.source} NEW {options}, then load NEW."
-    return (
-        f"The checkpoint was saved {' '.join(before)}, and DeepSpeed cannot load it {' '.join(now)}."
-        + why
-        # `reshard` writes neither fp16 nor gaps between parameters.
-        + (by_hand if precision != "fp16" and _ALIGNED[1] not in now and before != [_ALIGNED[1]] else "")
-        + (
-            " For the same optimizer steps as before, keep world size x batch size x accumulate_grad_batches."
-            if saved.ranks != ranks
-            else ""
-        )
+        why = "Nodes have disks of their own: copy the files of all of them into one folder."
+    elif current().elastic is False:
+        why = "patch(elastic=False) or DS_FROZEN_PATCH_ELASTIC=0 forbids to reshard it automatically."
+    else:
+        return True
+    options = f"--stage {stage} --ranks {ranks}" + (f" --precision {precision}" if precision != "fp16" else "")
+    raise CheckpointMismatchError(
+        f"The checkpoint was saved {before}, and DeepSpeed cannot load it {now}. {why} To reshard it by hand:"
+        f" ds-frozen-patch reshard {load.source} NEW {options}, then load NEW."
     )
+
+
+def _format(stage: int, ranks: int, is_plain: bool, masters: str, is_bf16: bool, has_gaps: bool) -> str:
+    """What decides whether DeepSpeed can load the optimizer, in words."""
+    if is_plain:
+        return f"in ZeRO stage 0 {_MASTERS[masters]}"
+    kind, precision = "3" if stage == 3 else "1 or 2", "bf16" if is_bf16 else "fp16 or fp32"
+    gaps = " with zero_optimization.parameter_alignment" if has_gaps else ""
+    return f"in ZeRO stage {kind} at world size {ranks} in {precision}{gaps}"
 
 
 def _precision(engine: Any) -> str:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .. import cures
+from ..checkpoint.zero.entries import with_attributes
 from ..common.overrides import Attributes
 from ..engine.served import warn
 from ..internals import inner_optimizer, merged, partition_of
@@ -69,13 +70,11 @@ def renamed(checkpoint: Mapping[str, Any], module: Any) -> Mapping[str, Any]:
         "module": {plain(name): name for name in module.state_dict()},
         "frozen_param_fragments": {plain(name): name for name, _ in module.named_parameters()},
     }
-    renamed = {
-        key: {now.get(plain(name), prefix + plain(name)): value for name, value in checkpoint[key].items()}
-        for key, now in names.items()
-        if checkpoint.get(key)
-    }
-    # Unchanged where possible: a copy would lose what torch attaches to a state dict, such as versions.
-    return {**checkpoint, **{key: new for key, new in renamed.items() if new.keys() != checkpoint[key].keys()}}
+    for key, now in names.items():
+        if values := checkpoint.get(key):
+            renamed = {now.get(plain(name), prefix + plain(name)): value for name, value in values.items()}
+            checkpoint = {**checkpoint, key: with_attributes(values, renamed)}
+    return checkpoint
 
 
 def put_from_partitions(load: Load, names: frozenset[str]) -> None:

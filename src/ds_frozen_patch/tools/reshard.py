@@ -6,16 +6,16 @@ kept, so nothing is lost that a load restores.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from ..checkpoint.format.records import Records
-from ..checkpoint.format.stored import Storage, iter_tensors
+from ..checkpoint.format.stored import iter_tensors
 from ..checkpoint.format.writing import write_archive
+from ..checkpoint.zero.opening import open_checkpoint
 from ..checkpoint.zero.resharding import Resharding, target_for
-from ..checkpoint.zero.states import check_same_save, read_states
 from ..common.errors import CheckpointError
 from ..common.text import human_bytes, printable, progress
 from ..record import KEY, identify, write_record
@@ -97,8 +97,8 @@ def reshard(
         raise ValueError("pass ranks, stage or precision")
     if precision not in (None, *PRECISIONS):
         raise ValueError(f"precision must be 'bf16' or 'fp32', not {precision!r}")
-    states = read_states(source, tag)
-    check_same_save(states)
+    checkpoint = open_checkpoint(source, tag)
+    states = checkpoint.states
     before = target_for(states)
     has_state = False if restart_optimizer else None
     now = target_for(states, ranks=ranks, stage=stage, precision=precision, has_state=has_state)
@@ -111,9 +111,9 @@ def reshard(
             f"{source} has ZeRO stage 0, and its optimizer's state is not sharded by rank: any number of ranks can"
             " resume from it as it is."
         )
-    resharding = Resharding(states, now)
+    resharding = Resharding(states, checkpoint.weights, now)
     files = dict(resharding.files())
-    size = sum(sum(item.nbytes for item in {tensor.storage for _, tensor in iter_tensors(s)}) for s in files.values())
+    size = sum(item.nbytes for s in files.values() for item in {tensor.storage for _, tensor in iter_tensors(s)})
     done = Resharded(str(source), str(target), now.stage, before.stage, before.ranks, now.ranks, size)
     path, root = Path(target), states.layout.root
     if dry_run:
@@ -122,22 +122,11 @@ def reshard(
     with new_output(path, root) as output:
         folder = output / states.layout.tag
         folder.mkdir(parents=True)
-        _write(resharding, files, folder, size, quiet)
+        save = f"{identify(states.layout.files)} in stage {now.stage} for {now.ranks} ranks"
+        with progress("writing", size, quiet) as advance, Records(progressed=advance) as records:
+            for name, state in files.items():
+                kept = {**state, KEY: save} if KEY in state else state
+                write_archive(folder / name, kept, partial(resharding.tensors.content, records))
+        write_record(folder, replace(resharding.record, save=save))
         copy_other_files(states.layout, output)
     return done
-
-
-def _write(resharding: Resharding, files: dict[str, Any], folder: Path, size: int, quiet: bool) -> None:
-    """Write the files and their record."""
-    now = resharding.target
-    save = f"{identify(resharding.states.layout.files)} in stage {now.stage} for {now.ranks} ranks"
-    with Records() as records, progress("writing", size, quiet) as advance:
-
-        def content(storage: Storage, begin: int, count: int) -> Iterator[bytes | memoryview]:
-            for chunk in resharding.tensors.content(records, storage, begin, count):
-                yield chunk
-                advance(len(chunk))
-
-        for name, state in files.items():
-            write_archive(folder / name, {**state, KEY: save} if KEY in state else state, content)
-    write_record(folder, replace(resharding.record, save=save))

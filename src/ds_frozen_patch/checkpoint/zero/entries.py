@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,21 +32,29 @@ class ModuleEntries:
     packed: set[str]
 
 
-def with_plain_names(model: Mapping[str, Any]) -> dict[str, Any]:
-    """A file's model states with plain names throughout.
+def with_plain_names(model: Mapping[str, Any], rename: Callable[[str], str] = plain) -> dict[str, Any]:
+    """A file's model states with plain names throughout, or with those that a function returns.
 
     DeepSpeed takes some names from the module and others from its state dict; the two differ for wrapped layers.
     """
-    changed: dict[str, Any] = {"buffer_names": [plain(name) for name in as_names(model.get("buffer_names"))]}
+    changed: dict[str, Any] = {"buffer_names": [rename(name) for name in as_names(model.get("buffer_names"))]}
     changed["param_shapes"] = [
-        {plain(name): shape for name, shape in group.items()} for group in parameter_groups(model)
+        {rename(name): shape for name, shape in group.items()} for group in parameter_groups(model)
     ]
     for key in ("module", "frozen_param_shapes", "frozen_param_fragments", "shared_params"):
         if isinstance(model.get(key), dict):
-            changed[key] = {plain(name): item for name, item in model[key].items()}
+            changed[key] = with_attributes(model[key], {rename(name): item for name, item in model[key].items()})
     if "shared_params" in changed:
-        changed["shared_params"] = {name: plain(first) for name, first in changed["shared_params"].items()}
+        changed["shared_params"] = {name: rename(first) for name, first in changed["shared_params"].items()}
     return {**model, **changed}
+
+
+def with_attributes(values: dict[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+    """A dict of the same class as another, with what torch attaches to a state dict."""
+    result = type(values)(changed)
+    if hasattr(values, "__dict__"):
+        vars(result).update(vars(values))
+    return result
 
 
 def read_entries(model: Mapping[str, Any], record: Record) -> ModuleEntries:

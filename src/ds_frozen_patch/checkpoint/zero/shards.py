@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from operator import mul
 from typing import Any
 
+from ...common.errors import named
 from ..format.archive import CHUNK_BYTES
 from ..format.records import Piece, Records, TensorSource
-from ..format.stored import ITEM_SIZES, Storage, StoredTensor, stand_in
-from .groups import BASE_STATE, MASTERS, Group, SharedBlockError, Trained, Values, blocks_in, nested
+from ..format.stored import ITEM_SIZES, Storage, StoredTensor, new_tensor, stand_in
+from .groups import BASE_STATE, MASTER, MASTERS, Group, UnsupportedError, blocks_in, check_blocks, nested
 from .partitions import Range, Shapes, group_shard_size, ranges, round_robin_order, split_into_sub_groups
 from .states import FLAT_MASTERS, as_integer, masters_key
 
@@ -44,36 +43,32 @@ class Target:
 
 
 class NewTensors:
-    """Tensors that are in no file yet: each consists of pieces of others, and of zeros."""
+    """Tensors that are in no file yet: each consists of pieces of others, of any dtype, and of zeros."""
 
     def __init__(self) -> None:
         self.pieces: dict[Storage, list[Piece | int]] = {}
         self.values: dict[Piece, memoryview] = {}
         """The bytes of pieces whose storage is in no file."""
 
-    def make(
-        self, like: StoredTensor, pieces: Iterable[Piece | int], shape: Sequence[int] | None = None
-    ) -> StoredTensor:
-        """A tensor of pieces, of the dtype and kind of another; flat without a shape. A number stands for zeros."""
+    def make(self, dtype: str, pieces: Iterable[Piece | int], shape: Sequence[int] | None = None) -> StoredTensor:
+        """A tensor of pieces; flat without a shape. A number stands for zeros."""
         pieces = list(pieces)
         count = sum(piece if isinstance(piece, int) else piece.count for piece in pieces)
-        storage = Storage(None, str(len(self.pieces)), like.dtype, count)
-        self.pieces[storage] = pieces
-        shape = (count,) if shape is None else tuple(shape)
-        stride = tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if shape else ()
-        return replace(like, storage=storage, offset=0, shape=shape, stride=stride)
+        tensor = new_tensor(str(len(self.pieces)), dtype, (count,) if shape is None else tuple(shape))
+        self.pieces[tensor.storage] = pieces
+        return tensor
 
     def copy(self, value: Any) -> Any:
         """Copy a single value: ranks that shared one step counter would each count the other's steps."""
         if not isinstance(value, StoredTensor):
             return value
-        copied = self.make(value, [Piece(value.storage, value.offset, value.extent)])
+        copied = self.make(value.dtype, [Piece(value.storage, value.offset, value.extent)])
         return replace(value, storage=copied.storage, offset=0)
 
     def content(self, records: Records, storage: Storage, begin: int, count: int) -> Iterator[bytes | memoryview]:
         """The bytes of a new storage, or of one in a file."""
         if storage not in self.pieces:
-            yield from records.chunks(TensorSource("uint8", (count,), (Piece(storage, begin, count),)))
+            yield from records.content(storage, begin, count)
             return
         for piece in self.pieces[storage]:
             if isinstance(piece, int):
@@ -81,19 +76,25 @@ class NewTensors:
                 yield from (bytes(min(CHUNK_BYTES, size - begin)) for begin in range(0, size, CHUNK_BYTES))
             elif piece in self.values:
                 yield self.values[piece]
-            else:
+            elif piece.storage.dtype == storage.dtype:
                 yield from records.chunks(TensorSource(storage.dtype, (piece.count,), (piece,)))
+            else:
+                import torch
+
+                source = TensorSource(piece.storage.dtype, (piece.count,), (piece,))
+                values = torch.frombuffer(records.read(source), dtype=getattr(torch, source.dtype))
+                yield values.to(getattr(torch, storage.dtype)).view(torch.uint8).numpy().data
 
 
-def pieces_of(part: Range, values: Values | None, per: int = 1) -> Iterator[Piece | int]:
-    """The pieces of a part of a shard; zeros where the optimizer has no values yet."""
-    count = blocks_in(part.count, per)
-    if values is None:
-        yield count
-    else:
-        yield from values.part(part.begin, part.count)
-    if part.padding:
-        yield blocks_in(part.count + part.padding, per) - count
+def cut(source: TensorSource, begin: int, count: int) -> Iterator[Piece]:
+    """The pieces of `count` elements of a tensor from `begin` on; raises UnsupportedError."""
+    if source.view is not None:
+        raise UnsupportedError("a tensor is not contiguous, and only ZeRO stage 0 can save and load such a one")
+    for piece in source.pieces:
+        first, end = max(begin, 0), min(begin + count, piece.count)
+        if first < end:
+            yield Piece(piece.storage, piece.begin + first, end - first)
+        begin -= piece.count
 
 
 def flat_shapes(groups: Sequence[Group], target: Target) -> list[list[Shapes]]:
@@ -117,30 +118,31 @@ def shard(groups: Sequence[Group], target: Target, rank: int, tensors: NewTensor
         tensors: the new ones.
 
     Raises:
-        SharedBlockError: see there.
+        UnsupportedError: it cannot be made of what was saved.
     """
     masters: list[Any] = []
     settings = []
     paddings: list[int] = []
     state: dict[int, Any] = {}
-    is_flat = target.stage or masters_key(target.like) == FLAT_MASTERS
+    key = masters_key(target.like)
+    is_flat = target.stage or key == FLAT_MASTERS
     for group, flats in zip(groups, flat_shapes(groups, target), strict=True):
         first = len(paddings)
         for shapes in flats if is_flat else [{name: shape} for name, shape in flats[0].items()]:
             parts = list(ranges(shapes, target.stage, target.ranks, rank))
             is_padded = target.stage in (1, 2)
             padding = group_shard_size(shapes, target.ranks) - sum(part.count for part in parts) if is_padded else 0
-            shape = None if is_flat else group.parameters[parts[0].name].shape
-            masters.append(_join(group, parts, None, 0, tensors, shape))  # without the padding at the end
-            if kept := _state(group, parts, padding, tensors, shape):
+            own = group.parameters if is_flat else {name: group.parameters[name] for name in shapes}
+            shape = None if is_flat else shapes[parts[0].name]
+            masters.append(_join(own, parts, MASTER, "float32", 0, tensors, shape))  # without the padding at the end
+            if kept := _state(group, own, parts, padding, tensors, shape):
                 state[len(paddings)] = nested(kept)
             paddings.append(padding)
         settings.append({**group.settings, "params": list(range(first, len(paddings)))})
     base = {**(target.like.get(BASE_STATE[target.stage or 3]) or {}), "state": state, "param_groups": settings}
     if not target.stage:
-        own = iter(masters)
-        shared = masters if is_flat else [[next(own) for _ in group.parameters] for group in groups]
-        key = masters_key(target.like)
+        each = iter(masters)
+        shared = masters if is_flat else [[next(each) for _ in group.parameters] for group in groups]
         return {**target.like, BASE_STATE[3]: base, key: shared} if key else base
     changed = {
         BASE_STATE[target.stage]: base,
@@ -152,52 +154,54 @@ def shard(groups: Sequence[Group], target: Target, rank: int, tensors: NewTensor
     return {**target.like, **{key: value for key, value in changed.items() if key in target.like}}
 
 
+_Parameters = Mapping[str, Mapping[str, Any]]
+
+
 def _state(
-    group: Group, parts: Sequence[Range], padding: int, tensors: NewTensors, shape: tuple[int, ...] | None
+    group: Group, own: _Parameters, parts: Sequence[Range], padding: int, tensors: NewTensors, shape: Any
 ) -> dict[str, Any]:
     """The state of a flat tensor.
 
     DeepSpeed's FusedAdam counts the steps of a group's last parameter alone, and in stage 0 one without gradients has
     no state: the state with most steps says what there is. It is not that of the parts, since all ranks count alike.
     """
-    states = [parameter.state for parameter in group.parameters.values() if parameter.state]
-    most: Mapping[str, Any] = max(states, key=lambda state: as_integer(state.get("step")) or 0, default={})
-    own = most if shape is None else group.parameters[parts[0].name].state
-    if not own and isinstance(most.get("step"), StoredTensor):
+    steps = ((len(values) > 1, as_integer(values.get("step")) or 0, values) for values in group.parameters.values())
+    *_, most = max(steps, key=lambda item: item[:2], default=({},))
+    single = most if shape is None else own[parts[0].name]
+    if len(single) == 1 and isinstance(most.get("step"), StoredTensor):
         return {}  # each parameter counts its own steps, and this one has had no gradients yet
     return {
-        key: _join(group, parts, key, padding, tensors, shape)
-        if isinstance(value, Values)
-        else tensors.copy(own.get(key, value) if isinstance(value, StoredTensor) else value)
+        key: _join(own, parts, key, value.dtype, padding, tensors, shape)
+        if isinstance(value, TensorSource)
+        else tensors.copy(single.get(key, value) if isinstance(value, StoredTensor) else value)
         for key, value in most.items()
+        if key != MASTER
     }
 
 
 def _join(
-    group: Group,
+    parameters: _Parameters,
     parts: Sequence[Range],
-    key: str | None,
+    key: str,
+    dtype: str,
     padding: int,
     tensors: NewTensors,
     shape: tuple[int, ...] | None,
 ) -> StoredTensor:
-    """A tensor of parts of masters, or of what the optimizer's state has under a key."""
-
-    def values(parameter: Trained) -> Values | None:
-        return parameter.master if key is None else parameter.state.get(key)
-
-    present = [value for value in map(values, group.parameters.values()) if value is not None]
-    own = values(group.parameters[parts[0].name]) if shape is not None else None
-    like, per = (own or present[0]).like, present[0].per
-    if shape is None and any(value.like.dtype != like.dtype for value in present):
-        raise TypeError(f"some of {key!r} is in {like.dtype}, and some is not")
-    if any(part.offset % per or part.begin % per for part in parts):
-        raise SharedBlockError
-    pieces = [piece for part in parts for piece in pieces_of(part, values(group.parameters[part.name]), per)]
-    if key is not None and shape is None:
-        size = sum(part.count + part.padding for part in parts)
-        pieces.append(blocks_in(size + padding, per) - blocks_in(size, per))
-    return tensors.make(like, pieces, shape if per == 1 else None)
+    """A tensor of parts of masters, or of what the optimizer's state has under a key; zeros where that is nothing."""
+    dtype, *others = {values[key].dtype for values in parameters.values() if key in values} or {dtype}
+    if others:
+        raise UnsupportedError(f"some of {key or 'the masters'!r} is in {dtype}, and some in {named(others)}")
+    check_blocks((at for part in parts for at in (part.offset, part.begin)), key)
+    pieces: list[Piece | int] = []
+    for part in parts:
+        source, count = parameters[part.name].get(key), blocks_in(part.count, key)
+        pieces += [count] if source is None else cut(source, blocks_in(part.begin, key), count)
+        pieces.append(blocks_in(part.count + part.padding, key) - count)
+    size = sum(part.count + part.padding for part in parts)
+    pieces.append(blocks_in(size + padding, key) - blocks_in(size, key))
+    tensor = tensors.make(dtype, pieces, shape if blocks_in(size, key) == size else None)
+    return replace(tensor, more=(key == MASTER, *tensor.more[1:]))  # masters require gradients
 
 
 def _addresses(group: Shapes, ranks: int, rank: int) -> dict[str, Any]:

@@ -116,25 +116,38 @@ class States:
         return {name: version for name, version in releases.items() if isinstance(version, str)}
 
 
-def read_states(path: str | Path, tag: str | None = None, record: Record | None = None) -> States:
+def read_states(
+    path: str | Path, tag: str | None = None, record: Record | None = None, rank: int | None = None
+) -> States:
     """Read the states of all files of a checkpoint, but no tensors.
 
     Args:
         path: the directory.
         tag: the subdirectory to read; by default the one named in `latest`.
         record: of the checkpoint; by default the one beside its files, or in the first one.
+        rank: read of the model states only the first rank's and this one's, and take the first ones for the others
+            unless each has shards of frozen parameters; by default all.
 
     Raises:
         CheckpointError: there is no checkpoint, or a file of it is missing, truncated, damaged or unexpected.
     """
     layout = find_layout(path, tag)
-    contents = tuple(read_archive(file) for file in layout.files)
-    for file, content in zip(layout.files, contents, strict=True):
-        check_file_kind(file, content)
-        if "module" in content.state:
-            _check_value_types(file, content.state)
+    first = _read_file(layout.model[0])
+    others = layout.model[1:]
+    is_alone = rank is not None and not first.state.get("frozen_param_fragments")
+    needed = {min(rank or 0, len(others))} if is_alone else range(len(layout.model))
+    models = [_read_file(file) if index in needed else first for index, file in enumerate(others, 1)]
+    contents = (first, *models, *map(_read_file, layout.optimizer))
     record = record or read_record(layout.model[0].parent)
-    return States(layout, contents, record or carried(contents[0].state, layout.files[0]))
+    return States(layout, contents, record or carried(first.state, layout.files[0]))
+
+
+def _read_file(file: Path) -> Contents:
+    contents = read_archive(file)
+    check_file_kind(file, contents)
+    if "module" in contents.state:
+        _check_value_types(file, contents.state)
+    return contents
 
 
 def check_file_kind(file: Path, contents: Contents) -> None:

@@ -93,8 +93,7 @@ def locate_weights(states: States, trainable: Sequence[str] = ()) -> Weights:
     Raises:
         CheckpointError: a part of a weight is missing, or the checkpoint does not tell what was trained.
     """
-    models = [with_plain_names(model) for model in states.models]
-    model = models[0]
+    model = with_plain_names(states.models[0])
     # In stage 0, an optimizer made of all parameters of a module lists those that are frozen, too.
     left_out = states.record.names
     listed = [name for group in parameter_groups(model) for name in group if name not in left_out]
@@ -103,7 +102,7 @@ def locate_weights(states: States, trainable: Sequence[str] = ()) -> Weights:
     first = _first_names(module, model, states.zero_stage)
     masters = locate_masters(states, parameter_groups(model))
     lists_frozen = isinstance(model.get("frozen_param_fragments"), dict)
-    frozen = _locate_frozen(states, models, module) if lists_frozen else {}
+    frozen = _locate_frozen(states, module) if lists_frozen else {}
     if missing := [name for name in listed if name not in module and name not in masters and name not in frozen]:
         raise CheckpointError(
             f"{states.layout.model[0]} lacks the weights of {named(missing)}. Get a complete copy of it."
@@ -173,10 +172,9 @@ def _first_names(module: Mapping[str, StoredTensor], model: Mapping[str, Any], s
     return {name: first[name] for name in module}
 
 
-def _locate_frozen(
-    states: States, models: Sequence[Mapping[str, Any]], module: Mapping[str, StoredTensor]
-) -> dict[str, TensorSource]:
+def _locate_frozen(states: States, module: Mapping[str, StoredTensor]) -> dict[str, TensorSource]:
     """The frozen parameters that DeepSpeed lists, from ZeRO-2 on."""
+    models = [with_plain_names(model) for model in states.models]
     shapes = models[0].get("frozen_param_shapes") or {}
     if states.zero_stage < 3:
         tensors = {**(models[0].get("frozen_param_fragments") or {}), **module}
