@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -59,7 +59,7 @@ class Ranks(ABC):
 
     def step(
         self, what: str, local: Callable[[], Sequence[int] | None] | None = None, width: int = 0
-    ) -> list[list[int]]:
+    ) -> Iterable[list[int]]:
         """Call `local`, unless this rank has an error already, and share what it returns; every rank must call it.
 
         That costs one small collective, and another one after a failure. The step is also a barrier.
@@ -70,7 +70,8 @@ class Ranks(ABC):
             width: of the results; shorter ones are filled with zeros.
 
         Returns:
-            The result of each rank, by rank; nothing if the ranks meet in the store.
+            The result of each rank, by rank. If the ranks meet in the store, only who iterates reads it, and must do so
+            before the next step.
 
         Raises:
             Exception: on every rank, if one has an error: what `failure` returns.
@@ -85,11 +86,13 @@ class Ranks(ABC):
             if any(has_failed for has_failed, *_ in rows):
                 self._raise(gather(self.report()))
             return [numbers for _, *numbers in rows]
+        if width:
+            store.put(row)
         if store.count(what, bool(self.errors)):
             store.put(self.report())
             store.count(what)
             store.judge(lambda: self._raise(store.values()))
-        return []
+        return (numbers for _, *numbers in store.values()) if width else ()
 
     @contextmanager
     def deferred(self, path: Any = None) -> Iterator[None]:
