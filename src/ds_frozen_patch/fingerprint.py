@@ -144,14 +144,16 @@ def changes(earlier: Sequence[tuple[Content, Any, Shard | None]], rows: range | 
     samples: dict[Any, list[tuple[int, torch.Tensor, torch.Tensor]]] = defaultdict(list)
     end = 0
     for number, (content, tensor, shard) in enumerate(earlier):
-        begin, end = end, end + (0 if content.sums is None else len(content.sums))
+        begin, end = end, end + (0 if content.sums is None else content.sums.numel())
         layout = layout_of(tensor, shard)
         changed.append(layout is not None and layout != content.layout)
         if layout is None or changed[number] or content.sums is None or content.sample is None:
             continue
-        part = slice(None) if rows is None else slice(max(rows.start - begin, 0), max(rows.stop - begin, 0))
-        if compared := range(content.first, content.first + len(content.sums))[part]:
-            changed[number] = not _sums_of_rows(tensor, shard, layout, compared)[1].equal(content.sums[part])
+        start, stop = (begin, end) if rows is None else (max(rows.start, begin), min(rows.stop, end))
+        if start < stop:
+            compared = range(content.first + start - begin, content.first + stop - begin)
+            _, sums = _sums_of_rows(tensor, shard, layout, compared)
+            changed[number] = not sums.equal(content.sums[start - begin : stop - begin])
         sample = _integers(_sample(tensor, layout))
         samples[sample.device, sample.dtype].append((number, sample, _integers(content.sample)))
     for of_one_kind in samples.values():  # all at once: a GPU takes as long for one tensor
@@ -256,10 +258,10 @@ def _sample(tensor: Any, layout: tuple[Any, ...]) -> torch.Tensor:
     values: torch.Tensor = partition_of(tensor).detach()
     while not values.is_contiguous() and values.dim() > 1:
         values = values[0]
-    values = values.reshape(-1)
+    count = values.numel()
     if partition_of(tensor) is not tensor:
-        values = values[: layout[-1] - layout[-2]]  # DeepSpeed initializes no padding
-    return values[:: max(len(values) // 64, 1)]
+        count = min(count, layout[-1] - layout[-2])  # DeepSpeed initializes no padding
+    return values.reshape(-1)[: count : max(count // 64, 1)]
 
 
 def _sums_of_rows(
