@@ -172,7 +172,15 @@ class Contents:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module, self.layers = module, dict(module.named_modules(remove_duplicate=False))
-        named = _members(self.layers, "_parameters")
+        named, self._buffers = (
+            {
+                f"{path}.{name}" if path else name: member
+                for path, layer in self.layers.items()
+                for name, member in getattr(layer, kind).items()
+                if member is not None
+            }
+            for kind in ("_parameters", "_buffers")
+        )
         self.raw_names = named.keys()
         self.parameters = {plain(name): parameter for name, parameter in named.items()}
 
@@ -213,7 +221,7 @@ class Contents:
     @cached_property
     def tensors(self) -> list[ModuleTensor]:
         """Everything that the module contains: parameters, each with its parts, and persistent buffers."""
-        buffers = {plain(name): buffer for name, buffer in _members(self.layers, "_buffers").items()}
+        buffers = {plain(name): buffer for name, buffer in self._buffers.items()}
         quantized = dict(_quantized_layers(self.layers))
         by_identity = {id(parameter): parameter for parameter in self.names}
         names = dict(self.names)
@@ -260,16 +268,6 @@ class Contents:
     def by_name(self) -> dict[str, ModuleTensor]:
         """The same, by all names."""
         return {name: entry for entry in self.tensors for name in entry.names}
-
-
-def _members(layers: Mapping[str, torch.nn.Module], kind: str) -> dict[str, Any]:
-    """What modules have of a kind, by name."""
-    return {
-        f"{path}.{name}" if path else name: member
-        for path, layer in layers.items()
-        for name, member in getattr(layer, kind).items()
-        if member is not None
-    }
 
 
 def part_name(name: str, suffix: str) -> str:

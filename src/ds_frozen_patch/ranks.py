@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from hashlib import blake2b
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from .common.errors import CheckpointError, CheckpointMismatchError, PatchError
@@ -91,8 +92,8 @@ class Ranks(ABC):
         if store.count(what, bool(self.errors)):
             store.put(self.report())
             store.count(what)
-            store.judge(lambda: self._raise(store.values()))
-        return (numbers for _, *numbers in store.values()) if width else ()
+            store.judge(lambda: self._raise([*store.values()]))
+        return map(itemgetter(slice(1, None)), store.values()) if width else ()
 
     @contextmanager
     def deferred(self, path: Any = None) -> Iterator[None]:
@@ -159,9 +160,9 @@ class Store:
         """Write what this rank has to say; the last time counts."""
         self._store.set(f"{self._name}rank{self.rank}", json.dumps(value))
 
-    def values(self) -> list[Any]:
-        """What the ranks have written, by rank."""
-        return [json.loads(self._store.get(f"{self._name}rank{number}")) for number in range(self.ranks)]
+    def values(self) -> Iterator[Any]:
+        """What the ranks have written, by rank, read one by one."""
+        return (json.loads(self._store.get(f"{self._name}rank{number}")) for number in range(self.ranks))
 
     def missing(self, ranks: Sequence[int], seconds: float) -> list[int]:
         """The ranks that have written nothing after so many seconds; raises torch's error if the store is gone."""
