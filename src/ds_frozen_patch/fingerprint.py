@@ -144,14 +144,16 @@ def changes(earlier: Sequence[tuple[Content, Any, Shard | None]], rows: range | 
     samples: dict[Any, list[tuple[int, torch.Tensor, torch.Tensor]]] = defaultdict(list)
     end = 0
     for number, (content, tensor, shard) in enumerate(earlier):
-        begin, end = end, end + (0 if content.sums is None else len(content.sums))
+        begin, end = end, end + (0 if content.sums is None else content.sums.numel())
         layout = layout_of(tensor, shard)
         changed.append(layout is not None and layout != content.layout)
         if layout is None or changed[number] or content.sums is None or content.sample is None:
             continue
-        part = slice(None) if rows is None else slice(max(rows.start - begin, 0), max(rows.stop - begin, 0))
-        if compared := range(content.first, content.first + len(content.sums))[part]:
-            changed[number] = not _sums_of_rows(tensor, shard, layout, compared)[1].equal(content.sums[part])
+        start, stop = (begin, end) if rows is None else (max(rows.start, begin), min(rows.stop, end))
+        if start < stop:
+            compared = range(content.first + start - begin, content.first + stop - begin)
+            _, sums = _sums_of_rows(tensor, shard, layout, compared)
+            changed[number] = not sums.equal(content.sums[start - begin : stop - begin])
         sample = _integers(_sample(tensor, layout))
         samples[sample.device, sample.dtype].append((number, sample, _integers(content.sample)))
     for of_one_kind in samples.values():  # all at once: a GPU takes as long for one tensor
@@ -256,10 +258,10 @@ def _sample(tensor: Any, layout: tuple[Any, ...]) -> torch.Tensor:
     values: torch.Tensor = partition_of(tensor).detach()
     while not values.is_contiguous() and values.dim() > 1:
         values = values[0]
-    values = values.reshape(-1)
+    count = values.numel()
     if partition_of(tensor) is not tensor:
-        values = values[: layout[-1] - layout[-2]]  # DeepSpeed initializes no padding
-    return values[:: max(len(values) // 64, 1)]
+        count = min(count, layout[-1] - layout[-2])  # DeepSpeed initializes no padding
+    return values.reshape(-1)[: count : max(count // 64, 1)]
 
 
 def _sums_of_rows(
@@ -308,6 +310,7 @@ def row_sums(piece: torch.Tensor, offset: int) -> tuple[int, torch.Tensor]:
     Returns:
         The index of the first row, and an int64 tensor with the sums of it and the following ones.
     """
+    import numpy
     import torch
 
     offset *= 2 if piece.element_size() == 16 else 1
@@ -315,10 +318,10 @@ def row_sums(piece: torch.Tensor, offset: int) -> tuple[int, torch.Tensor]:
     per_row = ROW_BYTES // piece.element_size()
     first, end = offset // per_row, -(-(offset + len(piece)) // per_row)
     sums = torch.empty(end - first, dtype=torch.int64, device=piece.device)
-    # Two blocks and their weights fit into a CPU's cache; a GPU needs more work at once.
-    at_once = min(2 if piece.device.type == "cpu" else 64, max((end - first) // ROWS, 1))
+    # A block and its weights fit into a CPU's cache; a GPU needs more work at once.
+    at_once = 1 if piece.device.type == "cpu" else min(64, max((end - first) // ROWS, 1))
     words = torch.empty(at_once * ROWS, ROW_WORDS, dtype=torch.int64, device=piece.device)
-    weighed, elements = torch.empty_like(words), words.view(-1).view(piece.dtype)
+    elements = words.view(-1).view(piece.dtype)
     row = first
     while row < end:  # a part of a block at both ends, and whole ones between
         place = row % ROWS
@@ -326,13 +329,21 @@ def row_sums(piece: torch.Tensor, offset: int) -> tuple[int, torch.Tensor]:
         count = rows if rows < ROWS else min(at_once, (end - row) // ROWS) * ROWS
         begin = row * per_row - offset
         start, stop = max(begin, 0), min(begin + count * per_row, len(piece))
-        if stop - start < count * per_row:
+        now = piece[start:stop]
+        if len(now) < count * per_row:
             words[:count] = 0
-        elements[start - begin : stop - begin].copy_(piece[start:stop])
-        low, high = (weights[place : place + rows].to(piece.device) for weights in _weights())
-        now, product = (buffer[:count].view(-1, rows, ROW_WORDS) for buffer in (words, weighed))
-        totals = torch.mul(now, low, out=product).sum(2)
-        totals += now.bitwise_right_shift_(32).bitwise_and_(0xFFFFFFFF).mul_(high).sum(2)
+        if len(now) < count * per_row or not now.is_contiguous() or now.storage_offset() * now.element_size() % 8:
+            elements[start - begin : stop - begin].copy_(now)
+            now = words[:count]
+        now = now.view(torch.int64).view(-1, rows, ROW_WORDS)
+        low, high = (weights[place : place + rows] for weights in _weights(piece.device))
+        if piece.device.type == "cpu":  # numpy stores no products, so it is faster
+            unsigned = now.numpy().view(numpy.uint64)
+            of_low = numpy.einsum("brw,rw->br", unsigned, low)
+            of_high = numpy.einsum("brw,rw->br", unsigned >> numpy.uint64(32), high)
+            totals = torch.from_numpy((of_low + of_high).view(numpy.int64))
+        else:
+            totals = (now * low).sum(2) + ((now >> 32) & 0xFFFFFFFF).mul_(high).sum(2)
         sums[row - first : row - first + count] = totals.flatten()
         row += count
     return first, sums
@@ -348,8 +359,9 @@ def _integers(values: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _weights() -> tuple[torch.Tensor, torch.Tensor]:
-    """W and U, as int64 tensors for the words of one block, by row."""
+def _weights(device: torch.device) -> tuple[Any, Any]:
+    """W and U for the words of one block, by row: of numpy's uint64 for the CPU, else tensors of int64."""
+    import numpy
     import torch
 
     index = torch.arange(2 * BLOCK_WORDS, dtype=torch.int64)
@@ -358,7 +370,9 @@ def _weights() -> tuple[torch.Tensor, torch.Tensor]:
     mixed = (mixed ^ ((mixed >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     mixed = (mixed ^ ((mixed >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
     weights = ((mixed ^ ((mixed >> 31) & 0x1FFFFFFFF)) << 32) | low
-    return weights[:BLOCK_WORDS].view(ROWS, ROW_WORDS), weights[BLOCK_WORDS:].view(ROWS, ROW_WORDS)
+    by_row = weights.view(2, ROWS, ROW_WORDS)
+    low, high = by_row.numpy().view(numpy.uint64) if device.type == "cpu" else by_row.to(device)
+    return low, high
 
 
 def _add_to_blocks(blocks: torch.Tensor, first: int, rows: torch.Tensor) -> None:

@@ -172,12 +172,15 @@ class Contents:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module, self.layers = module, dict(module.named_modules(remove_duplicate=False))
-        named = {
-            f"{path}.{name}" if path else name: parameter
-            for path, layer in self.layers.items()
-            for name, parameter in layer._parameters.items()
-            if parameter is not None
-        }
+        named, self._buffers = (
+            {
+                f"{path}.{name}" if path else name: member
+                for path, layer in self.layers.items()
+                for name, member in getattr(layer, kind).items()
+                if member is not None
+            }
+            for kind in ("_parameters", "_buffers")
+        )
         self.raw_names = named.keys()
         self.parameters = {plain(name): parameter for name, parameter in named.items()}
 
@@ -218,7 +221,7 @@ class Contents:
     @cached_property
     def tensors(self) -> list[ModuleTensor]:
         """Everything that the module contains: parameters, each with its parts, and persistent buffers."""
-        buffers = {plain(name): buffer for name, buffer in self.module.named_buffers(remove_duplicate=False)}
+        buffers = {plain(name): buffer for name, buffer in self._buffers.items()}
         quantized = dict(_quantized_layers(self.layers))
         by_identity = {id(parameter): parameter for parameter in self.names}
         names = dict(self.names)

@@ -10,11 +10,12 @@ import json
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from hashlib import blake2b
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from .common.errors import CheckpointError, CheckpointMismatchError, PatchError
@@ -59,7 +60,7 @@ class Ranks(ABC):
 
     def step(
         self, what: str, local: Callable[[], Sequence[int] | None] | None = None, width: int = 0
-    ) -> list[list[int]]:
+    ) -> Iterable[list[int]]:
         """Call `local`, unless this rank has an error already, and share what it returns; every rank must call it.
 
         That costs one small collective, and another one after a failure. The step is also a barrier.
@@ -70,7 +71,8 @@ class Ranks(ABC):
             width: of the results; shorter ones are filled with zeros.
 
         Returns:
-            The result of each rank, by rank; nothing if the ranks meet in the store.
+            The result of each rank, by rank. If the ranks meet in the store, only who iterates reads it, and must do so
+            before the next step.
 
         Raises:
             Exception: on every rank, if one has an error: what `failure` returns.
@@ -85,11 +87,13 @@ class Ranks(ABC):
             if any(has_failed for has_failed, *_ in rows):
                 self._raise(gather(self.report()))
             return [numbers for _, *numbers in rows]
+        if width:
+            store.put(row)
         if store.count(what, bool(self.errors)):
             store.put(self.report())
             store.count(what)
-            store.judge(lambda: self._raise(store.values()))
-        return []
+            store.judge(lambda: self._raise([*store.values()]))
+        return map(itemgetter(slice(1, None)), store.values()) if width else ()
 
     @contextmanager
     def deferred(self, path: Any = None) -> Iterator[None]:
@@ -156,9 +160,9 @@ class Store:
         """Write what this rank has to say; the last time counts."""
         self._store.set(f"{self._name}rank{self.rank}", json.dumps(value))
 
-    def values(self) -> list[Any]:
-        """What the ranks have written, by rank."""
-        return [json.loads(self._store.get(f"{self._name}rank{number}")) for number in range(self.ranks)]
+    def values(self) -> Iterator[Any]:
+        """What the ranks have written, by rank, read one by one."""
+        return (json.loads(self._store.get(f"{self._name}rank{number}")) for number in range(self.ranks))
 
     def missing(self, ranks: Sequence[int], seconds: float) -> list[int]:
         """The ranks that have written nothing after so many seconds; raises torch's error if the store is gone."""

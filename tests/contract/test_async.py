@@ -22,6 +22,7 @@ from kit.processes import RankError
 
 import ds_frozen_patch
 from ds_frozen_patch import ranks as agreeing
+from ds_frozen_patch import record
 from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.engine.served import attached
 from ds_frozen_patch.publish import in_flight, publication
@@ -56,8 +57,9 @@ def saved_in_both_ways(out: str, stage: int) -> Any:
     """A save that returns when its files are written, and one in flight while everything changes."""
     # Another one for each stage, since the ranks go on with the same store, where they vote under it.
     one_id = overridden([(publication, "uuid4", lambda: UUID(int=stage << 100))])
-    told = threading.Event()
-    with owners.served(async_save=False), one_id:
+    told, read = threading.Event(), list[Path]()
+    reading = overridden([(record, "hash_directory", read.append)])
+    with owners.served(async_save=False), one_id, reading:
         run = Run("deepspeed", out, 2, stage, PEFT)
         run.train_epoch()
         mine: dict[str, Any] = {"list": [1, 2], "tensor": torch.ones(3)}
@@ -73,14 +75,17 @@ def saved_in_both_ways(out: str, stage: int) -> Any:
             torch.distributed.barrier()
             told.set()
             in_flight.wait()
-        return is_there
+        return is_there, read
 
 
 @pytest.mark.short
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_same_bytes(ranks: Any, tmp_path: Path, stage: int) -> None:
-    """What is written later is the state at the moment of the call, and has a name once all ranks have written."""
-    assert ranks(2, saved_in_both_ways, out=str(tmp_path), stage=stage) == [False, False]
+    """What is written later is the state at the moment of the call, and has a name once all ranks have written.
+
+    No file is read again for the record in either kind of save.
+    """
+    assert ranks(2, saved_in_both_ways, out=str(tmp_path), stage=stage) == [(False, []), (False, [])]
     files = {file.relative_to(tmp_path / "sync") for file in (tmp_path / "sync").rglob("*") if file.is_file()}
     assert len([file for file in files if file.name.endswith("_states.pt")]) == (3 if stage == 2 else 4)
     for file in files:

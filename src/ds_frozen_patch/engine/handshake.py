@@ -60,7 +60,7 @@ def check(wait_seconds: float | None = None, call: str = "patch()") -> None:
 
 def _compare(meeting: Store, seconds: float, call: str) -> None:
     _refuse_unpatched(meeting, range(meeting.ranks), seconds, call)
-    if lines := differences(meeting.values()):
+    if lines := differences([*meeting.values()]):
         raise PatchError(
             "patch() was not called with the same settings on every rank:\n- "
             + "\n- ".join(lines)

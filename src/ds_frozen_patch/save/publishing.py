@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -31,8 +31,9 @@ def publish(save: Save) -> None:
     Raises:
         CheckpointError: on every rank, if one has recorded an error.
     """
-    written = _unpacked(save.ranks.step("write its files", partial(_packed, save), _WIDTH))
+    everyone = save.ranks.step("write its files", partial(_packed, save), _WIDTH)
     if save.publishes:
+        written = _unpacked(everyone)
         with save.ranks.deferred():
             if save.export is not None:
                 export_trained.write(save, save.export)
@@ -64,7 +65,7 @@ def _packed(save: Save) -> list[int]:
     return numbers
 
 
-def _unpacked(everyone: Sequence[Sequence[int]]) -> dict[int, File]:
+def _unpacked(everyone: Iterable[Sequence[int]]) -> dict[int, File]:
     """What the ranks have written, by the digests of the names, but for those for which ranks differ.
 
     They do so on disks of their own.

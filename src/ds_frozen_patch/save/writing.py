@@ -52,6 +52,11 @@ def _left_out_of_experts(module: torch.nn.Module, left_out: Collection[str]) -> 
 
 def _copy_script(save: Save, copy: Callable[[str], None], folder: str) -> None:
     """Let DeepSpeed copy its converter to a folder, where half of one must not take the place of the previous one."""
+    if not any(Path(folder).glob("zero_to_*")):
+        copy(folder)
+        for script in Path(folder).glob("zero_to_*") if save.place.sync else ():
+            sync_file(script)
+        return
     with TemporaryDirectory() as elsewhere:
         copy(elsewhere)
         for script in Path(elsewhere).iterdir():
