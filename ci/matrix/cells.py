@@ -91,9 +91,9 @@ class Cell:
     @property
     def states(self) -> dict[str, str]:
         """What `status()` must give for each target, and for deepspeed, once everything is imported."""
-        by_package = {"lightning": "not installed", "pytorch_lightning": "not installed", "deepspeed": "applied"}
-        # They are in the locks of all cells. Without DeepSpeed to serve, nothing is applied.
-        by_package |= dict.fromkeys(OWNERS, "patchable" if self.refused else "applied") | self.expect
+        by_package = {"lightning": "not installed", "pytorch_lightning": "not installed", "deepspeed": "wrapped"}
+        # They are in the locks of all cells. Without a DeepSpeed that can be patched, nothing is wrapped.
+        by_package |= dict.fromkeys(OWNERS, "patchable" if self.refused else "wrapped") | self.expect
         return {
             "lightning.pytorch": by_package["lightning"],
             "lightning.fabric": by_package["lightning"],
@@ -160,8 +160,8 @@ def entries() -> dict[str, dict[str, Any]]:
     found = {entry["name"]: _with_newest(entry, matrix["newest"]) for entry in matrix["cells"]}
     for item in matrix["patched"]:
         like, name = found[item["like"]], f"{item['like']}-patched"
-        native = dict.fromkeys(like["expect"], "native")
-        found[name] = {**like, **item, "name": name, "why": "our patch series, without `patch()`", "expect": native}
+        has_flag = dict.fromkeys(like["expect"], "has the flag")
+        found[name] = {**like, **item, "name": name, "why": "our patch series, without `patch()`", "expect": has_flag}
     return found
 
 

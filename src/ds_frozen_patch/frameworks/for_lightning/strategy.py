@@ -279,12 +279,12 @@ def _moved_in_deepspeed() -> Attributes:
 
 
 def _judge(cls: Any | None, text: str) -> Finding:
-    """A strategy with the flag is native; one with the patch series is complete as well."""
+    """A strategy has the flag or not; one with the patch series is complete as well."""
     if not takes(cls, text, "__init__", FLAG):
         return Finding("patchable", f"has no {FLAG}")
     if "_allow_excluded_parameters" in text:  # by which the patch series loads
-        return Finding("native", f"complete, by the patch series: pass DeepSpeedStrategy({FLAG}=True)", complete=True)
-    return Finding("native", f"has {FLAG}; tied aliases, strict load and ZeRO-3 test need patch()")
+        return Finding("has the flag", f"complete, by the patch series: pass DeepSpeedStrategy({FLAG}=True)", complete=True)
+    return Finding("has the flag", f"has {FLAG}; tied aliases, strict load and ZeRO-3 test need patch()")
 
 
 def _target(package: str, *distributions: str) -> Target:
