@@ -32,7 +32,7 @@ class Cell:
     `lightning` and `beside` are a package and its release, such as "lightning 2.5.2"; the tests use the first.
     `expect` gives a state by namespace, and by target where it is not the usual one. `cannot` gives, for a part of a
     test's id, why it cannot run here.
-    `patches` is the folder of the patch series that is applied to its Lightning, which then runs without the shim;
+    `patches` is the folder of the patch series that is applied to its Lightning, which then runs without `patch()`;
     all else of it is as in the cell `like`. `with_` are requirements of its lock beside Lightning, DeepSpeed and wrapt:
     libraries that quantize, whose tests alone run there, and what else must have another release than in its base.
     """
@@ -154,7 +154,7 @@ class Cell:
 def entries() -> dict[str, dict[str, Any]]:
     """Return the file's entry of each cell, by name, from old releases to new ones.
 
-    A patched cell is like another one whose Lightning has our patch series, and so nothing for the shim to do.
+    A patched cell is like another one whose Lightning has our patch series, and so nothing for `patch()` to do.
     """
     matrix = _matrix()
     found = {entry["name"]: _with_newest(entry, matrix["newest"]) for entry in matrix["cells"]}

@@ -25,7 +25,7 @@ class Finding:
     """The result of probing a class.
 
     `verdict` is "has the flag", "patchable", "refused" or "not installed". `reason` says what was found, and `remedy` what to
-    do about a refusal. `complete`: nothing is left for the shim to do.
+    do about a refusal. `complete`: nothing is left for `patch()` to do.
     """
 
     verdict: str

@@ -1,4 +1,4 @@
-"""Other trained parameters than those of a checkpoint, for a run that goes on from it.
+"""Other trained parameters than those of a checkpoint, for a run that resumes from it.
 
 What both have keeps its master and the optimizer's state. What is new begins without state, with its value in the
 checkpoint, or else with the model's.
