@@ -53,7 +53,7 @@ SAVED = ROOT / ".nox" / "saved" / hashlib.sha256(b"".join(file.read_bytes() for 
 # Upstream's own tests are run on these releases of Lightning and DeepSpeed, each in the environment of a cell.
 UPSTREAM = {"2.0.9.post0": "lightning-2.4", "2.1.4": "lightning-2.4", "2.4.0": "lightning-2.4"}
 UPSTREAM |= {"2.5.2": "everyday", "2.6.5": "newest", "7f0c3436cd3f6ad3753125672024fc415cbcb414": "newest"}
-UPSTREAM_DEEPSPEED = {"v0.19.5": "newest"}
+UPSTREAM_DEEPSPEED = {"v0.17.6": "everyday", "v0.19.5": "newest"}
 
 # axolotl, whose merge is measured beside ours, without what it needs only for training.
 AXOLOTL = ROOT / ".nox" / "axolotl"

@@ -37,12 +37,12 @@ def _row(package: str, name: str, said: dict[str, str]) -> tuple[str, ...]:
     thread, patch = said.get("thread"), said.get("patch")
     address = f"https://github.com/deepspeedai/DeepSpeed/{thread}"
     report = f"[{thread.rpartition('/')[2]}]({address})" if thread else "none found"
-    mended_by = f"[{patch[:4]}]({BLOCK.link(NEWEST[package] / patch)})" if patch else ""
-    return name, said["effect"], said["cure"], _releases(said), report, mended_by
+    fixed_by = f"[{patch[:4]}]({BLOCK.link(NEWEST[package] / patch)})" if patch else ""
+    return name, said["effect"], said["cure"], _releases(said), report, fixed_by
 
 
 def _releases(said: dict[str, str]) -> str:
-    words = (("from", "since"), ("before", "mended"), ("with DeepSpeed from", "with_deepspeed"))
+    words = (("from", "since"), ("before", "fixed"), ("with DeepSpeed from", "with_deepspeed"))
     return ", ".join(f"{word} {said[key]}" for word, key in words if key in said) or "all"
 
 

@@ -32,7 +32,7 @@ class Cell:
     `lightning` and `beside` are a package and its release, such as "lightning 2.5.2"; the tests use the first.
     `expect` gives a state by namespace, and by target where it is not the usual one. `cannot` gives, for a part of a
     test's id, why it cannot run here.
-    `patches` is the folder of the patch series that is applied to its Lightning, which then runs without the shim;
+    `patches` is the folder of the patch series that is applied to its Lightning, which then runs without `patch()`;
     all else of it is as in the cell `like`. `with_` are requirements of its lock beside Lightning, DeepSpeed and wrapt:
     libraries that quantize, whose tests alone run there, and what else must have another release than in its base.
     """
@@ -91,9 +91,9 @@ class Cell:
     @property
     def states(self) -> dict[str, str]:
         """What `status()` must give for each target, and for deepspeed, once everything is imported."""
-        by_package = {"lightning": "not installed", "pytorch_lightning": "not installed", "deepspeed": "applied"}
-        # They are in the locks of all cells. Without DeepSpeed to serve, nothing is applied.
-        by_package |= dict.fromkeys(OWNERS, "patchable" if self.refused else "applied") | self.expect
+        by_package = {"lightning": "not installed", "pytorch_lightning": "not installed", "deepspeed": "wrapped"}
+        # They are in the locks of all cells. Without a DeepSpeed that can be patched, nothing is wrapped.
+        by_package |= dict.fromkeys(OWNERS, "patchable" if self.refused else "wrapped") | self.expect
         return {
             "lightning.pytorch": by_package["lightning"],
             "lightning.fabric": by_package["lightning"],
@@ -154,14 +154,14 @@ class Cell:
 def entries() -> dict[str, dict[str, Any]]:
     """Return the file's entry of each cell, by name, from old releases to new ones.
 
-    A patched cell is like another one whose Lightning has our patch series, and so nothing for the shim to do.
+    A patched cell is like another one whose Lightning has our patch series, and so nothing for `patch()` to do.
     """
     matrix = _matrix()
     found = {entry["name"]: _with_newest(entry, matrix["newest"]) for entry in matrix["cells"]}
     for item in matrix["patched"]:
         like, name = found[item["like"]], f"{item['like']}-patched"
-        native = dict.fromkeys(like["expect"], "native")
-        found[name] = {**like, **item, "name": name, "why": "our patch series, without `patch()`", "expect": native}
+        has_flag = dict.fromkeys(like["expect"], "has the flag")
+        found[name] = {**like, **item, "name": name, "why": "our patch series, without `patch()`", "expect": has_flag}
     return found
 
 

@@ -73,7 +73,7 @@ def render(outcomes: dict[str, Any]) -> str:
         needs = cells.cell(entry).needs
         marks = notes.marked(*outcome["skipped"], *(f"{name}: {need.why}" for name, need in needs.items()))
         lightning = ", ".join(entry[key] for key in ("lightning", "beside") if key in entry)
-        states = sorted({state for state in outcome["found"].values() if state != "not installed"} - {"applied"})
+        states = sorted({state for state in outcome["found"].values() if state != "not installed"} - {"wrapped"})
         expected = ", ".join(sorted(set(entry["expect"].values())))
         if "patches" in entry:
             expected += f", by patches/{entry['patches']}"

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from packaging.version import Version
 from series.folder import (
     PATCHES,
     ROOT,
@@ -20,7 +21,6 @@ from series.folder import (
     SeriesError,
     am,
     apply_to_package,
-    diffs,
     git,
     lay_out,
     line_for,
@@ -37,64 +37,47 @@ from series.folder import (
 COMMAND = "python patches"
 MALICIOUS = ("2.6.2", "2.6.3")  # uploads to the package index, which are to be installed nowhere
 WHEELS = ("lightning", "pytorch_lightning")
-Row = tuple[str, str, str]
-"""A release, the name of its line, and what is wrong or ""."""
+Row = tuple[str, str, str]  # a release, the name of its line, and what is wrong or ""
 
 
 def apply(patches: Path, checkout: Path, name: str | None = None) -> str:
     """Commit the series for a checkout's release on top of it, completely or not at all; returns what was done."""
     root = clean_checkout(checkout)
     repository = repository_of(patches, root)
-    line = chosen_line(repository, root, name)
-    own = patches_of(line)
-    if applies(root, own, reverse=True):
-        raise SeriesError(f"{root} has the patches of {line} already; there is nothing to do")
-    if not applies(root, own) and (there := commits_of(repository, root)):
+    line = line_for(repository.folder, name or release_of(repository, root))
+    if there := commits_of(repository, root):
         raise SeriesError(
             f"{root} has {len(there)} patches of the series as commits ({'; '.join(there)}); take them off first:"
             f" {COMMAND} remove {root}"
         )
-    before = git(root, "rev-parse", "HEAD")
     with tempfile.TemporaryDirectory() as folder:
         if made := make_on_base(root, line, Path(folder)):
             git(root, "fetch", "--quiet", "--no-tags", "--no-write-fetch-head", folder, "HEAD")
     try:
-        am(root, own)
+        am(root, patches_of(line))
     except SeriesError as error:
         advice = "" if made else "run git fetch --tags in it, which git needs to merge"
         by_hand = f"cd {root}, git am --3way {line}/*.patch, resolve each conflict, git add, git am --continue"
         raise SeriesError(
             f"the patches of {line} do not apply to {root}, nothing was changed: {error}; {advice or by_hand}"
         ) from None
-    count = len(git(root, "rev-list", f"{before.strip()}..HEAD").split())
-    return f"applied {count} patches of {line} to {root}; {COMMAND} remove {root} takes them off again"
+    return f"applied the patches of {line} to {root}; {COMMAND} remove {root} takes them off again"
 
 
-def remove(patches: Path, checkout: Path, name: str | None = None) -> str:
+def remove(patches: Path, checkout: Path) -> str:
     """Take a series off a checkout by commits that undo it, completely or not at all; returns what was done."""
     root = clean_checkout(checkout)
-    repository = repository_of(patches, root)
-    if there := list(commits_of(repository, root).values()):
-        try:
-            git(root, "revert", "--no-edit", *there)
-        except SeriesError as error:
-            if (root / git(root, "rev-parse", "--git-path", "REVERT_HEAD").strip()).exists():
-                git(root, "revert", "--abort")
-            by_hand = f"cd {root}, git revert {' '.join(commit[:10] for commit in there)}"
-            raise SeriesError(f"nothing was changed: {error}; by hand: {by_hand}") from None
-        return f"reverted {len(there)} patches in {root}"
-    line = chosen_line(repository, root, name)
-    own = patches_of(line)
-    if not applies(root, own, reverse=True):
-        raise SeriesError(f"{root} has no patches of {line}; there is nothing to do")
+    there = list(commits_of(repository_of(patches, root), root).values())
+    if not there:
+        raise SeriesError(f"{root} has no commits of the series; there is nothing to do")
     try:
-        for patch in reversed(own):  # somebody made one commit of them
-            git(root, "apply", "--index", "-C1", "--reverse", "--whitespace=nowarn", str(patch))
+        git(root, "revert", "--no-edit", *there)
     except SeriesError as error:
-        git(root, "reset", "--quiet", "--hard")
-        raise SeriesError(f"nothing was changed: {error}; revert the commit that has the patches by hand") from None
-    git(root, "commit", "--quiet", "--message", f"Remove the patches of {line.name}")
-    return f"removed {len(own)} patches from {root}"
+        if (root / git(root, "rev-parse", "--git-path", "REVERT_HEAD").strip()).exists():
+            git(root, "revert", "--abort")
+        by_hand = f"cd {root}, git revert {' '.join(commit[:10] for commit in there)}"
+        raise SeriesError(f"nothing was changed: {error}; by hand: {by_hand}") from None
+    return f"reverted {len(there)} patches in {root}"
 
 
 def clean_checkout(checkout: Path) -> Path:
@@ -111,32 +94,9 @@ def clean_checkout(checkout: Path) -> Path:
     return root
 
 
-def chosen_line(repository: Repository, root: Path, name: str | None) -> Path:
-    """Return the line of a name, or else of the release that a checkout says it is."""
-    if name is None:
-        return line_for(repository.folder, git(root, "show", f"HEAD:{repository.version}").strip())
-    there = {line.name: line for line in lines(repository.folder)}
-    if name not in there:
-        raise SeriesError(f"there is no line {name} for {repository.name}; there are {', '.join(there)}")
-    return there[name]
-
-
-def applies(root: Path, patches: list[Path], *, reverse: bool = False) -> bool:
-    """Whether the commit of a checkout takes a series without merges, or else whether the series can be undone in it.
-
-    What is around a change need not be the same, and changelogs do not count.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        index = {"GIT_INDEX_FILE": str(Path(folder, "index"))}
-        git(root, "read-tree", "HEAD", **index)
-        try:
-            for patch in reversed(patches) if reverse else patches:
-                text = "".join(text for path, text in diffs(read(patch)) if not path.endswith("CHANGELOG.md"))
-                direction = ["--reverse"] if reverse else []
-                git(root, "apply", "--cached", "-C1", "--whitespace=nowarn", *direction, "-", stdin=text, **index)
-        except SeriesError:
-            return False
-    return True
+def release_of(repository: Repository, root: Path) -> str:
+    """Return the release that a checkout says it is."""
+    return git(root, "show", f"HEAD:{repository.version}").strip()
 
 
 def commits_of(repository: Repository, root: Path) -> dict[str, str]:
@@ -162,16 +122,16 @@ def check(patches: Path, clone: Path | None) -> str:
         print(f"{release}, patches {line}: {problem or 'ok'}", flush=True)
         failed += [release] if problem else []
     if failed:
-        raise SeriesError(f"the patches do not serve {', '.join(failed)}")
-    return ""
+        raise SeriesError(f"the patches are not for {', '.join(failed)}")
+    return "the patches apply to all of them"
 
 
 def _of_clone(repository: Repository, clone: Path) -> Iterator[Row]:
     """Commit each line's patches on each of its releases that a clone has, and the newest on its HEAD."""
-    refs = [(tag, line) for tag in _releases(git(clone, "tag").split()) if (line := _line(repository.folder, tag))]
+    refs = [(tag, line_for(repository.folder, tag)) for tag in _releases(git(clone, "tag").split(), repository.folder)]
     *_, newest = lines(repository.folder)
     if version(newest.name):  # no line is for a branch
-        newest = line_for(repository.folder, git(clone, "show", f"HEAD:{repository.version}").strip())
+        newest = line_for(repository.folder, release_of(repository, clone))
     for ref, line in [*refs, ("HEAD", newest)]:
         with tempfile.TemporaryDirectory() as folder:
             made, root, paths = Path(folder, "made"), Path(folder, "root"), touched(patches_of(line))
@@ -192,10 +152,8 @@ def _of_wheels(patches: Path) -> Iterator[Row]:
     listed = _run(str(tools), "-m", "pip", "index", "versions", "lightning", "--disable-pip-version-check")
     names = re.search(r"(?m)^Available versions: (.*)$", listed)
     install = (str(tools), "-m", "uv", "--quiet", "pip", "install", "--python", sys.executable, "--no-deps")
-    for release in _releases(names[1].split(", ") if names else []):
-        if not (line := _line(patches, release)):
-            continue
-        problems = []
+    for release in _releases(names[1].split(", ") if names else [], patches):
+        line, problems = line_for(patches, release), []
         with tempfile.TemporaryDirectory() as folder:
             wanted = [f"{package.replace('_', '-')}=={release}" for package in WHEELS]
             try:
@@ -207,17 +165,11 @@ def _of_wheels(patches: Path) -> Iterator[Row]:
         yield release, line.name, "; ".join(filter(None, problems))
 
 
-def _releases(names: list[str]) -> list[str]:
-    """Return the names that are final releases, from old to new."""
-    known = {name: parsed for name in names if (parsed := version(name)) and not parsed.is_prerelease}
-    return sorted(known.keys() - set(MALICIOUS), key=lambda name: known[name])
-
-
-def _line(folder: Path, release: str) -> Path | None:
-    try:
-        return line_for(folder, release)
-    except SeriesError:
-        return None  # it is older than the oldest line
+def _releases(names: list[str], folder: Path) -> list[str]:
+    """Return the names that are final releases and have a line, from old to new."""
+    oldest = Version(lines(folder)[0].name)
+    known = {name: parsed for name in names if (parsed := version(name)) and parsed >= oldest}
+    return sorted((name for name in known if not known[name].is_prerelease and name not in MALICIOUS), key=known.get)
 
 
 def _broken(root: Path, paths: list[str]) -> str:
@@ -242,14 +194,13 @@ def parser(patches: Path) -> argparse.ArgumentParser:
     """Return the command line; each command has what it does as `run`."""
     made = argparse.ArgumentParser(prog=COMMAND, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = made.add_subparsers(dest="command", required=True)
-    for run, about in (
-        (apply, "commit the series for a checkout's release on top of it"),
-        (remove, "take it off again, by commits that undo it"),
-    ):
-        command = commands.add_parser(run.__name__, help=about)
-        command.add_argument("checkout", type=Path)
-        command.add_argument("--line", metavar="FOLDER", help="the folder of patches; without it, that of its release")
-        command.set_defaults(run=lambda given, run=run: run(patches, given.checkout, given.line))
+    command = commands.add_parser("apply", help="commit the series for a checkout's release on top of it")
+    command.add_argument("checkout", type=Path)
+    command.add_argument("--line", metavar="FOLDER", help="the folder of patches; without it, that of its release")
+    command.set_defaults(run=lambda given: apply(patches, given.checkout, given.line))
+    command = commands.add_parser("remove", help="take it off again, by commits that undo it")
+    command.add_argument("checkout", type=Path)
+    command.set_defaults(run=lambda given: remove(patches, given.checkout))
     command = commands.add_parser("check", help="apply every line to all of its releases")
     command.add_argument("--repo", type=Path, metavar="CLONE", help="a clone; without it, Lightning's wheels are taken")
     command.set_defaults(run=lambda given: check(patches, given.repo))
@@ -260,8 +211,6 @@ def main(arguments: list[str] | None = None, patches: Path = PATCHES) -> None:
     """Run a command; exits with a sentence on what cannot be done."""
     given = parser(patches).parse_args(arguments)
     try:
-        done = given.run(given)
+        print(given.run(given))
     except SeriesError as error:
         sys.exit(str(error))
-    if done:
-        print(done)

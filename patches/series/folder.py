@@ -55,32 +55,29 @@ class SeriesError(Exception):
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository that there are series for: the folder that has them, where its code is, what has its version."""
+    """A repository that there are series for: the folder that has them, and the file that has its version."""
 
     name: str
     folder: Path
-    source: str
     version: str
 
 
 def repositories(patches: Path) -> tuple[Repository, Repository]:
     """Return Lightning's and DeepSpeed's repository."""
     return (
-        Repository("Lightning", patches, "src/lightning", "src/version.info"),
-        Repository("DeepSpeed", patches / "deepspeed", "deepspeed", "version.txt"),
+        Repository("Lightning", patches, "src/version.info"),
+        Repository("DeepSpeed", patches / "deepspeed", "version.txt"),
     )
 
 
 def repository_of(patches: Path, clone: Path, ref: str = "HEAD") -> Repository:
     """Return which repository a clone is of, which may be bare."""
     try:
-        found = [one for one in repositories(patches) if git(clone, "ls-tree", ref, one.source)]
+        found = [one for one in repositories(patches) if git(clone, "ls-tree", ref, one.version)]
     except SeriesError as error:
         raise SeriesError(f"{clone} is no git repository, or has no commit ({error})") from None
     if not found:
-        raise SeriesError(
-            f"{clone} has no src/lightning and no deepspeed; name a clone of Lightning's repository or DeepSpeed's"
-        )
+        raise SeriesError(f"{clone} has no src/version.info or version.txt; name a clone of Lightning or DeepSpeed")
     return found[0]
 
 
@@ -91,14 +88,14 @@ def lines(folder: Path) -> list[Path]:
 
 
 def line_for(folder: Path, release: str) -> Path:
-    """Return the line that serves a release: the last one that begins at it or before it."""
-    wanted = version(release)
-    there = [line for line in lines(folder) if version(line.name)]
-    begun = [line for line in there if wanted and Version(line.name) <= wanted]
-    if not begun:
-        names = ", ".join(line.name for line in lines(folder))
+    """Return the line of a name, or else the one that serves a release: the last that begins at it or before it."""
+    there, wanted = lines(folder), version(release)
+    named = [line for line in there if line.name == release]
+    begun = [line for line in there if wanted and (first := version(line.name)) and first <= wanted]
+    if not named and not begun:
+        names = ", ".join(line.name for line in there)
         raise SeriesError(f"there are no patches for {release!r}: the lines are {names}; name one with --line")
-    return begun[-1]
+    return (named or begun)[-1]
 
 
 def patches_of(line: Path) -> list[Path]:

@@ -5,7 +5,7 @@ this Python: Lightning's of DeepSpeed, and those of DeepSpeed's checkpoints that
 test that passed does so no longer, if a new test fails, or if all variants of a new test are skipped.
 
 Most of Lightning's need a GPU and skip: GPUs are hidden, to have the same everywhere. FutureWarnings, which are errors
-in its tests, are none here: they are of packages newer than the release.
+in its tests, are none here: they are of packages newer than the release. This module is a plugin of that pytest too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 from series.folder import (
@@ -33,6 +36,9 @@ from series.folder import (
     touched,
     version,
 )
+
+if TYPE_CHECKING:
+    import pytest
 
 Outcomes = dict[str, str]
 """By a test's name: "passed", "skipped", "failure" or "error"."""
@@ -67,13 +73,13 @@ def run_tests(root: Path, suites: list[list[str]]) -> Outcomes:
     """Run suites of tests in a laid-out release; what pytest says goes to stderr."""
     found: Outcomes = {}
     for patterns in suites:
-        code = (root / "src", root / "tests", root, Path(__file__).resolve().parent)
+        code = (root / "src", root / "tests", root, PATCHES)
         own = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(map(str, code)), "UPSTREAM_ROOT": str(root)}
         if (root / "deepspeed").is_dir():
             own |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "2"}  # it runs tests on so many ranks
             shutil.copy(root / "version.txt", root / "tests")  # where it reads its own version
         files = [str(file) for pattern in patterns for file in sorted(root.glob(pattern))]
-        plugin = ("-p", "upstream_plugin", "-W", "ignore::FutureWarning", f"--junitxml={root / 'outcomes.xml'}")
+        plugin = ("-p", "series.upstream_tests", "-W", "ignore::FutureWarning", f"--junitxml={root / 'outcomes.xml'}")
         command = [sys.executable, "-m", "pytest", "-q", *plugin, "--timeout=600", *files]
         done = subprocess.run(command, cwd=root / "tests", env=os.environ | own, stdout=sys.stderr, check=False)
         if done.returncode not in (0, 1):
@@ -88,14 +94,31 @@ def compare(before: Outcomes, after: Outcomes) -> list[str]:
     """Return what is wrong with the outcomes of one release."""
     lost = [test for test in before if before[test] == "passed" != after.get(test)]
     wrong = [f"{test} passed before, now: {after.get(test, 'it is gone')}" for test in lost]
-    variants: dict[str, set[str]] = {}
-    for test in after.keys() - before.keys():
-        variants.setdefault(test.partition("[")[0], set()).add(after[test])
-    wrong += [f"{name} is new and failed" for name, found in variants.items() if found & {"failure", "error"}]
-    wrong += [
-        f"{name} is new and skipped in all of its variants" for name, found in variants.items() if found == {"skipped"}
-    ]
-    return wrong
+    new = {test: outcome for test, outcome in after.items() if test not in before}
+    wrong += [f"{test} is new and failed" for test, outcome in new.items() if outcome in ("failure", "error")]
+    idle = {test.partition("[")[0] for test in new}
+    idle -= {test.partition("[")[0] for test, outcome in new.items() if outcome != "skipped"}
+    return wrong + [f"{name} is new and skipped in all of its variants" for name in sorted(idle)]
+
+
+def pytest_load_initial_conftests() -> None:
+    """Spare Lightning 2.0 its apps, which it always imports, with all that they need."""
+    spec = find_spec("lightning")
+    if spec and spec.origin and "\nimport lightning.app" in Path(spec.origin).read_text():
+        sys.modules["lightning"] = package = module_from_spec(spec)
+        package.__dict__["__version__"] = import_module("lightning.__version__").version
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Check which code is imported, and run tests that require DeepSpeed and nothing else.
+
+    Lightning 2.4 and 2.5 skip them on torch 2.4 and newer.
+    """
+    root = Path(os.environ["UPSTREAM_ROOT"])
+    package = import_module("lightning.fabric" if (root / "src").is_dir() else "deepspeed").__path__[0]
+    assert Path(package).is_relative_to(root), f"{package} is not what is to be tested"
+    for item in items:
+        item.own_markers = [mark for mark in item.own_markers if mark.kwargs.get("reason") != "Requires: [Deepspeed]"]
 
 
 if __name__ == "__main__":

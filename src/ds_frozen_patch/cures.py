@@ -120,7 +120,7 @@ def keeps_optimizer_on_nvme(engine: Any) -> bool:
 
 
 def _engine_source() -> str:
-    """The text of DeepSpeed's `runtime/engine.py`, which shows what a release, or our patches, have mended."""
+    """The text of DeepSpeed's `runtime/engine.py`, which shows what a release, or our patches, have fixed."""
     from deepspeed.runtime import engine
 
     return inspect.getsource(engine)
@@ -128,8 +128,8 @@ def _engine_source() -> str:
 
 def forgets_optimizer_on_nvme(engine: Any) -> bool:
     """True if a load copies the optimizer's files back to NVMe, and skips what else there is of the optimizer."""
-    mended = "if not success and not self.zero_nvme_offload_optimizer():"  # by our patch
-    return keeps_optimizer_on_nvme(engine) and mended not in _engine_source()
+    fixed = "if not success and not self.zero_nvme_offload_optimizer():"  # by our patch
+    return keeps_optimizer_on_nvme(engine) and fixed not in _engine_source()
 
 
 def forgets_optimizer(engine: Any) -> bool:

@@ -62,9 +62,9 @@ def found(*arguments: str) -> dict[str, Any]:
     return answer
 
 
-WORDS = {"applied": "wrapped", "native": "has it itself" if CELL.patches else "wrapped"}
+WORDS = {"has the flag": "has it itself" if CELL.patches else "wrapped"}
 """What `status()` says of what `ci/matrix.json` expects, once it is patched and imported."""
-BEFORE = {"applied": "can be wrapped", "native": "has it itself"}
+BEFORE = {"wrapped": "can be wrapped", "has the flag": "has it itself"}
 
 
 @pytest.mark.parametrize(
@@ -85,13 +85,13 @@ def test_status(order: list[str], record_property: Callable[[str, object], None]
         assert answer["refusal"] is None
         assert answer["before"] == {name: BEFORE.get(state, state) for name, state in STATES}
         expected = {name: WORDS.get(state, state) for name, state in STATES}
-        armed = {} if order else {"wrapped": "waiting for import"}
-        assert answer["patched"] == {name: armed.get(state, state) for name, state in expected.items()}
+        waiting = {} if order else {"wrapped": "waiting for import"}
+        assert answer["patched"] == {name: waiting.get(state, state) for name, state in expected.items()}
         assert answer["imported"] == expected
         assert not any(answer["lacking"])
     assert answer["problem"] == answer["refusal"]
     complete = {name for name, said in answer["found"].items() if said.startswith("complete")}
-    assert complete == {name for name, state in STATES if CELL.patches and state == "native"}
+    assert complete == {name for name, state in STATES if CELL.patches and state == "has the flag"}
     for name, state in STATES:
         record_property(name, state)
 

@@ -40,6 +40,7 @@ from kit.checkpoints import (
     resume,
     resume_on_another_base,
     snapshot,
+    unmark,
 )
 
 from ds_frozen_patch import CheckpointError, prune, verify
@@ -182,16 +183,30 @@ def test_what_is_named_is_kept(checkpoints: Checkpoints, tmp_path: Path, stage: 
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_has_no_effect(checkpoints: Checkpoints, tmp_path: Path, stage: int) -> None:
-    refusals: list[tuple[str, dict[str, Any], str]] = [("small.ckpt", {}, "so there is nothing to prune")]
+def test_a_trainable_only_checkpoint_is_copied(checkpoints: Checkpoints, tmp_path: Path, stage: int) -> None:
+    """So that of a folder of checkpoints all are in the new one, before somebody removes the old one."""
+    small = checkpoints(stage) / "small.ckpt"
+    again = tmp_path / "again.ckpt"
+    prune(small, again, keep=["*.average.*"])
+    for file in small.rglob("*.pt"):
+        assert_same(loaded(again / file.relative_to(small)), loaded(file))
+    assert replace(record_in(again), files={}) == replace(record_in(small), files={})
+    assert verify(again).problems == verify(small).problems == ()
     if stage:
-        refusals += [
-            ("full.ckpt", {"trainable": ["*lora_A*"]}, r"have no effect: '\*lora_A\*'.*--keep"),
-            ("full.ckpt", {"keep": ["*lora_A*", "*.k_proj.weight"]}, r"that would be left out: '\*lora_A\*'"),
-        ]
-    for name, options, said in refusals:
+        unmark(again)
+        with pytest.raises(CheckpointError, match="no frozen parameters, so there is nothing to prune"):
+            prune(again, tmp_path / "third.ckpt")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_has_no_effect(checkpoints: Checkpoints, tmp_path: Path, stage: int) -> None:
+    refusals: list[tuple[dict[str, Any], str]] = [
+        ({"trainable": ["*lora_A*"]}, r"have no effect: '\*lora_A\*'.*--keep"),
+        ({"keep": ["*lora_A*", "*.k_proj.weight"]}, r"that would be left out: '\*lora_A\*'"),
+    ]
+    for options, said in refusals:
         with pytest.raises(CheckpointError, match=said):
-            prune(checkpoints(stage) / name, tmp_path / "pruned.ckpt", **options)
+            prune(checkpoints(stage) / "full.ckpt", tmp_path / "pruned.ckpt", **options)
     assert list(tmp_path.iterdir()) == []
 
 

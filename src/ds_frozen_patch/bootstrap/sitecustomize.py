@@ -64,7 +64,7 @@ class BeforeFramework:
 
 
 def refuse(why: str) -> None:
-    """End the program if it is to be strict; otherwise let it go on, with one warning on each machine."""
+    """End the program if it is to be strict; otherwise let it continue, with one warning on each machine."""
     if os.environ.get("DS_FROZEN_PATCH_STRICT", "0") not in ("", "0"):
         raise SystemExit(f"ds-frozen-patch: {why}")
     first = [os.environ.get(name, "0") for name in ("LOCAL_RANK", "SLURM_LOCALID", "DS_FROZEN_PATCH_WARNED")]

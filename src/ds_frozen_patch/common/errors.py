@@ -11,7 +11,7 @@ UPDATE = "update it, in a clone of its repository: git pull && pip install ."
 
 
 class PatchError(RuntimeError):
-    """`patch()` cannot serve what is installed; nothing has been patched."""
+    """`patch()` cannot patch what is installed; nothing has been patched."""
 
 
 class _FromFilesError(RuntimeError):

@@ -1,1 +1,1 @@
-"""What every DeepSpeed engine that is served needs, whoever owns it."""
+"""What every patched DeepSpeed engine needs, whoever owns it."""

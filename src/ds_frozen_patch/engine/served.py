@@ -1,4 +1,4 @@
-"""The engines that are served, who made each, and what is known of it; others are left alone."""
+"""The engines that are patched, who made each, and what is known of it; others are left alone."""
 
 from __future__ import annotations
 
@@ -124,9 +124,9 @@ UNKNOWN = (
 
 
 def attach(engine: Any, owner: Owner) -> ServedEngine | None:
-    """Serve an engine from now on; what is known of one that is attached already is kept.
+    """Patch an engine from now on; what is known of one that is attached already is kept.
 
-    Every rank must call it. It returns None, the first time with a warning, for a kind of engine that is not served.
+    Every rank must call it. It returns None, the first time with a warning, for a kind of engine that is not supported.
     """
     engines = process.state.engines
     if engine not in engines:
@@ -142,7 +142,7 @@ def attach(engine: Any, owner: Owner) -> ServedEngine | None:
 
 
 def attached(engine: Any | None, find_owner: Callable[[], Owner] | None = None) -> ServedEngine | None:
-    """What is known of an engine; None if it is not served.
+    """What is known of an engine; None if it is not patched.
 
     Args:
         engine: if there is one.

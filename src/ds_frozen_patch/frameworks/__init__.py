@@ -1,1 +1,1 @@
-"""Who owns an engine: one module for each framework that is served."""
+"""Who owns an engine: one module for each supported framework."""

@@ -46,7 +46,7 @@ def to_be_wrapped(findings: Mapping[str, Finding]) -> dict[str, list[Target]]:
     """What to wrap, by the name of its module."""
     modules: dict[str, list[Target]] = {}
     for what in TARGETS:
-        if findings[what.name].verdict in ("patchable", "native") and not findings[what.name].complete:
+        if findings[what.name].verdict in ("patchable", "has the flag") and not findings[what.name].complete:
             for module in modules_of(what):
                 modules.setdefault(module, []).append(what)
     return modules
@@ -54,7 +54,7 @@ def to_be_wrapped(findings: Mapping[str, Finding]) -> dict[str, list[Target]]:
 
 def notes_on(findings: Mapping[str, Finding]) -> Iterator[str]:
     """What the program is told of what is installed: untested releases, and what is left as it is."""
-    there = [what for what in TARGETS if findings[what.name].verdict in ("patchable", "native")]
+    there = [what for what in TARGETS if findings[what.name].verdict in ("patchable", "has the flag")]
     # A program of Lightning's may have nothing to do with Accelerate and Trainer.
     needed = [what for what in there if not what.is_optional or "lightning" not in "".join(one.name for one in there)]
     newer = {
@@ -149,7 +149,7 @@ def _status_of(what: Target, finding: Finding, patch: Patch | None, in_force: bo
         state, reason, remedy = "cannot be wrapped", left or reason, what.remedy
     elif problem and state != "not installed":
         state, reason = "cannot be wrapped", "patch() raises here, and patches nothing"
-    elif finding.complete or (state == "native" and not in_force):
+    elif finding.complete or (state == "has the flag" and not in_force):
         state = "has it itself"
     elif state != "not installed":
         state = "waiting for import" if in_force else "can be wrapped"

@@ -1,4 +1,4 @@
-"""The end of a save: its files get their names, on every disk or on none; at once, or while training goes on.
+"""The end of a save: its files get their names, on every disk or on none; at once, or while training continues.
 
 In the latter case a thread writes the files too. Training uses the process group meanwhile, so the ranks meet in its
 store.
@@ -89,7 +89,7 @@ def prepare_to_record(save: Save) -> None:
 
 
 def start(save: Save) -> None:
-    """Write what was recorded, and publish it, while training goes on; every rank must call it.
+    """Write what was recorded, and publish it, while training continues; every rank must call it.
 
     If not a framework's own training has asked for the save, this waits: whoever has may read it in the next line.
     """

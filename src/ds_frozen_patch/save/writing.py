@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def writing(save: Save) -> AbstractContextManager[None]:
-    """While this lasts, DeepSpeed writes for a save, and goes on if it cannot write a file or create a folder."""
+    """While this lasts, DeepSpeed writes for a save, and continues if it cannot write a file or create a folder."""
     writer, is_divided = checkpoint_engine(save.engine), save.served.topology.is_divided
     left_out = _left_out_of_experts(save.engine.module, save.record.names) if is_divided and save.record else {}
     attributes: Attributes = [(writer, "save", partial(_write_states, save, left_out, writer.save))]

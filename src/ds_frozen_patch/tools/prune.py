@@ -75,6 +75,7 @@ def prune(
 
     Args:
         source: the directory of a full DeepSpeed checkpoint, of any ZeRO stage and world size. It is not changed.
+            One of which `patch()` or `prune` has made a record is copied, if it is trainable-only already.
         target: the directory to create.
         tag: the subdirectory to read; by default the one named in `latest`.
         trainable: patterns (as in `fnmatch`) of the names of trained parameters, for a checkpoint of ZeRO stage 0 that
@@ -90,14 +91,15 @@ def prune(
         What was left out, and the sizes before and after.
 
     Raises:
-        CheckpointError: the source is not a full checkpoint, or is damaged; a pattern has no effect; the target exists,
+        CheckpointError: the source has no frozen parameters, or is damaged; a pattern has no effect; the target exists,
             or cannot be written. Nothing is left there.
     """
     checkpoint = open_checkpoint(source, tag, trainable=trainable)
     states, weights = checkpoint.states, checkpoint.weights
-    if states.record.is_trainable_only or not (weights.base or weights.subclasses):
-        raise CheckpointError(f"{source} contains no frozen parameters, so there is nothing to prune.")
-    weights = _without_kept(weights, keep)
+    if not states.record.is_trainable_only:
+        if not (weights.base or weights.subclasses):
+            raise CheckpointError(f"{source} contains no frozen parameters, so there is nothing to prune.")
+        weights = _without_kept(weights, keep)
     layout = states.layout
     size = sum(file.stat().st_size for file in layout.files)
     prints: Mapping[str, str] = {}
@@ -155,6 +157,8 @@ def _compute_fingerprints(records: Records, weights: Weights, are_partitions_in_
 
 
 def _make_record(states: States, weights: Weights, prints: Mapping[str, str]) -> Record:
+    if states.record.is_trainable_only:
+        return states.known
     return replace(
         states.known,
         save=states.record.save or identify(states.layout.files),

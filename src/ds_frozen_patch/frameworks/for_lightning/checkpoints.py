@@ -48,7 +48,7 @@ def _logger(wrapped: Callable[..., Any]) -> logging.Logger:
 def convert(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """`convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir, output_file, tag=None)`: `consolidate` does its work.
 
-    The original loads with the default of `torch.load`, which torch 2.6 changed (mended in Lightning 2.6.0). It also
+    The original loads with the default of `torch.load`, which torch 2.6 changed (fixed in Lightning 2.6.0). It also
     keeps DeepSpeed's second copy of the frozen weights in its output, loses those of ZeRO-1, and ignores the tag in one
     look-up.
 

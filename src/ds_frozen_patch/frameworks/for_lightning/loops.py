@@ -87,7 +87,7 @@ def _is_shuffled_anew(loader: Any) -> bool:
 
 
 def resume(owner: Owner, engine: Any, state: Mapping[str, Any], client_state: dict[str, Any]) -> None:
-    """Let Trainer go on as it would with the batch of the save: ranks, batch size and accumulation.
+    """Let Trainer continue as it would with the batch of the save: ranks, batch size and accumulation.
 
     Args:
         owner: of the engine.

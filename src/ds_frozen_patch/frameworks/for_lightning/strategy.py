@@ -79,7 +79,7 @@ def signature_with_flag(init: Callable[..., None]) -> inspect.Signature:
     """What a constructor shows to `inspect`, and so to LightningCLI: the flag, whether upstream has it or not."""
     signature = inspect.signature(init)
     parameters = [parameter for name, parameter in signature.parameters.items() if name != FLAG]
-    # None, not upstream's False: LightningCLI passes on every default, and a default is not a choice.
+    # None, not upstream's False: LightningCLI passes every default, and a default is not a choice.
     flag = inspect.Parameter(FLAG, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=bool | None)
     end = len(parameters) - (parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
     return signature.replace(parameters=[*parameters[:end], flag, *parameters[end:]])
@@ -240,7 +240,7 @@ def _load(wrapped: Callable[..., Any], strategy: Any, call: inspect.BoundArgumen
 
 
 def _check_path(path: Path) -> None:
-    """Raise FileNotFoundError for what cannot be a checkpoint: before 2.1 Lightning goes on, and DeepSpeed fails."""
+    """Raise FileNotFoundError for what cannot be a checkpoint: before 2.1 Lightning continues, and DeepSpeed fails."""
     if not path.exists():
         raise FileNotFoundError(
             f"There is no checkpoint at {path}. Pass the directory that a save wrote (it contains `latest` and"
@@ -279,12 +279,12 @@ def _moved_in_deepspeed() -> Attributes:
 
 
 def _judge(cls: Any | None, text: str) -> Finding:
-    """A strategy with the flag is native; one with the patch series is complete as well."""
+    """A strategy has the flag or not; one with the patch series is complete as well."""
     if not takes(cls, text, "__init__", FLAG):
         return Finding("patchable", f"has no {FLAG}")
     if "_allow_excluded_parameters" in text:  # by which the patch series loads
-        return Finding("native", f"complete, by the patch series: pass DeepSpeedStrategy({FLAG}=True)", complete=True)
-    return Finding("native", f"has {FLAG}; tied aliases, strict load and ZeRO-3 test need patch()")
+        return Finding("has the flag", f"complete, by the patch series: pass DeepSpeedStrategy({FLAG}=True)", complete=True)
+    return Finding("has the flag", f"has {FLAG}; tied aliases, strict load and ZeRO-3 test need patch()")
 
 
 def _target(package: str, *distributions: str) -> Target:
