@@ -5,7 +5,6 @@ Files are read, not mapped into memory, so that only the current chunk takes mem
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from threading import Lock
 from typing import IO, TYPE_CHECKING, Any
 
 from ...common.errors import CheckpointError
-from ...common.files import open_regular
+from ...common.files import open_regular, read_into
 from . import safetensors as safetensors_file
 from .archive import CHUNK_BYTES, Record, damaged, read_directory, storage_records
 from .stored import ITEM_SIZES, Storage, StoredTensor
@@ -193,7 +192,7 @@ class Records:
         for at in range(0, len(content), CHUNK_BYTES):
             chunk = content[at : at + CHUNK_BYTES]
             try:
-                count = os.preadv(file.fileno(), [chunk], record.begin + begin + at)
+                count = read_into(file, chunk, record.begin + begin + at)
             except OSError as error:
                 raise CheckpointError(f"{storage.path} cannot be read: {error}") from None
             if count != len(chunk):
