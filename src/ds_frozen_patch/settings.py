@@ -18,8 +18,8 @@ FLAG = "exclude_frozen_parameters"
 VerifyBase = Literal["error", "warn", "off"]
 Export = Literal["safetensors", "peft"]
 
-OF_RUN = tuple(f"DS_FROZEN_PATCH{end}" for end in ("", "_STRICT", "_CPU", "_WARNED"))
-"""The environment variables that are no settings: those of `ds-frozen-patch run`, and one that its bootstrap sets."""
+OTHERS = tuple(f"DS_FROZEN_PATCH{end}" for end in ("", "_STRICT", "_CPU", "_WARNED", "_SCRATCH"))
+"""The variables that are no settings: those of `ds-frozen-patch run`, one that its bootstrap sets, and `buckets`'."""
 
 
 def _option(default: Any, text: str, choices: Any = None, example: str = "") -> Any:
@@ -142,7 +142,7 @@ def from_environment() -> Settings:
     Raises:
         ValueError: a variable has none of its possible values, or has our prefix and no meaning.
     """
-    names = [*OF_RUN, *map(variable, OPTIONS)]
+    names = [*OTHERS, *map(variable, OPTIONS)]
     for name in sorted(os.environ):
         if name.startswith("DS_FROZEN_PATCH_") and name not in names:
             raise ValueError(f"The environment variable {name} has no effect. {did_you_mean(name, names)}".strip())

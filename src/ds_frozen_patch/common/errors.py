@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from .files import shown
 from .text import printable, printable_lines
 
 UPDATE = "update it, in a clone of its repository: git pull && pip install ."
@@ -18,7 +19,7 @@ class _FromFilesError(RuntimeError):
     """Its message may have names from a file, which must not control a terminal."""
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(printable_lines(str(message).split("\n")))
+        super().__init__(printable_lines(shown(message).split("\n")))
 
 
 class CheckpointMismatchError(_FromFilesError):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
 import stat
+import threading
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 from zipfile import ZipFile
 
 RECORD = "ds_frozen_patch.json"
@@ -27,6 +30,10 @@ MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 """The files of each rank, or of all; their groups are the ranks of data and of tensor parallelism."""
 
+SCRATCH = re.compile(r"(.*/ds_frozen_patch-scratch-\w+)/([A-Za-z][A-Za-z0-9+.-]*:/.*)")
+"""A path in a scratch folder of `buckets`, which ends with an address."""
+_SHOWN_SCRATCH = re.compile(r"/\S*?/ds_frozen_patch-scratch-\w+/([A-Za-z][A-Za-z0-9+.-]*):/")
+
 _STATE_FILE = re.compile(
     r"(?:(?:bf16_|fp16_)?zero_pp_rank_\d+_)?mp_rank_\d+_(?:model|optim)_states\.pt"
     r"|(?:layer_|expert_|expp_rank_)\d.*_states\.pt"
@@ -43,13 +50,49 @@ def is_state_file(name: str) -> bool:
     return _STATE_FILE.fullmatch(name) is not None
 
 
+def shown(text: object) -> str:
+    """A text with addresses in place of paths in scratch folders."""
+    return _SHOWN_SCRATCH.sub(r"\1://", str(text))
+
+
+def is_brought(file: Path) -> bool:
+    """Whether a file in a scratch folder has its content, which else is in the bucket."""
+    return bool(file.stat().st_mode & stat.S_IRUSR)
+
+
+open_remote: Callable[[Path], Any] | None = None
+"""Opens what a file in a scratch folder stands in for, once there is one."""
+
+
 def open_regular(path: Path, buffering: int = -1) -> IO[bytes]:
     """Open a regular file, or a link to one, for reading; raises OSError for pipes and devices."""
+    if open_remote is not None and path.is_file() and not is_brought(path):
+        remote: IO[bytes] = open_remote(path)
+        return remote
     opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(opened).st_mode):
         os.close(opened)
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return os.fdopen(opened, "rb", buffering=buffering)
+
+
+_reading = threading.Lock()
+
+
+def read_into(file: Any, buffer: memoryview, offset: int) -> int:
+    """Read what a file has at an offset, and return how many bytes that is; several threads may do so at once."""
+    try:
+        return os.preadv(file.fileno(), [buffer], offset)
+    except io.UnsupportedOperation:  # it is in a bucket
+        with _reading:
+            file.seek(offset)
+            return int(file.readinto(buffer))
+
+
+def read_at(file: Any, size: int, offset: int) -> bytes:
+    """Read so many bytes at an offset, or those up to the end of the file."""
+    content = bytearray(size)
+    return bytes(content[: read_into(file, memoryview(content), offset)])
 
 
 def hash_directory(path: Path) -> str | None:

@@ -23,6 +23,7 @@ from .. import cures
 from ..base import replacing
 from ..checkpoint.zero.layout import latest_tag
 from ..common.errors import CheckpointError
+from ..common.files import SCRATCH, shown
 from ..common.overrides import Attributes, overridden
 from ..engine.served import ServedEngine, attached, warn
 from ..internals import forget_second_copies, optimizer_group, remember_module
@@ -34,11 +35,9 @@ from ..load.trust import refuse_unsafe_in, trust
 from ..parameters import Contents, plain
 from ..publish import in_flight
 from ..publish.durable import wait_for_name
+from ..publish.publication import is_local
 from ..record import KEY, UNIVERSAL_INFO, UNKNOWN, unknown
 from ..settings import current as settings
-
-_ATTEMPTS = 10
-"""How often a load begins if another process saves to the same path meanwhile; a small save is faster than a load."""
 
 
 def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -54,13 +53,30 @@ def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     call.apply_defaults()
     load.engine = engine
+    if not is_local(call.arguments["load_dir"]):
+        address, tag = str(call.arguments["load_dir"]), call.arguments["tag"]
+        return agreement.from_bucket(load, address, tag, partial(_load_brought, wrapped, served, load, call, is_alone))
     while True:
         try:
             return _load(wrapped, served, load, call, is_alone)
         except agreement.ReplacedError:  # on every rank
-            if load.attempts == _ATTEMPTS:
+            if load.attempts == agreement.ATTEMPTS or SCRATCH.match(load.source):
                 raise
             load.begin_again()
+
+
+def _load_brought(
+    wrapped: Callable[..., Any],
+    served: ServedEngine,
+    load: Load,
+    call: inspect.BoundArguments,
+    is_alone: bool,
+    place: Path,
+) -> Any:
+    """Load from a scratch folder, and return the path as an address."""
+    call.arguments["load_dir"] = str(place)
+    path, client_state = _load(wrapped, served, load, call, is_alone)
+    return path and shown(path), client_state
 
 
 def _load(

@@ -21,9 +21,10 @@ from typing import Any
 
 from .. import cures
 from ..base import Base
+from ..common.errors import CheckpointError
 from ..common.overrides import Attributes, overridden
 from ..engine.served import ServedEngine, attached_at_save, is_first
-from ..internals import config_of, writes_before_it_returns
+from ..internals import checkpoint_engine, config_of, writes_before_it_returns
 from ..parameters import plain
 from ..publish import in_flight
 from ..publish.publication import Publication, is_local
@@ -46,11 +47,20 @@ def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
     tag = call.arguments["tag"] = f"global_step{engine.global_steps}" if tag is None else str(tag)  # as DeepSpeed does
     exclude = call.arguments[FLAG] = served.owner.excludes(call.arguments.get(FLAG))
     folder, program_state = Path(call.arguments["save_dir"]), call.arguments.get("client_state") or {}
+    if is_remote := not is_local(folder):
+        from ..buckets import scratch_of
+
+        if not writes_before_it_returns(engine):
+            raise CheckpointError(
+                f"{folder} cannot be saved. DeepSpeed's {type(checkpoint_engine(engine)).__name__} writes after a save"
+                " has returned. Use DeepSpeed's default checkpoint engine to save to a bucket."
+            )
+        folder = scratch_of(folder)
     shown = folder if served.owner.names_each_save else folder / tag
     with agreement.explaining_errors(shown) as saves:
-        is_managed = is_local(folder / tag) and writes_before_it_returns(engine)
+        is_managed = writes_before_it_returns(engine)
         place = place_of(engine, served, folder / tag, shown, is_managed, folder)
-        save = begin(engine, served, place, "a checkpoint", exclude)
+        save = begin(engine, served, place, "a checkpoint" + " in a bucket" * is_remote, exclude)
         saves.append(save)
         if settings().async_save:
             publishing.prepare_to_record(save)

@@ -11,23 +11,27 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .. import cures
 from ..checkpoint.zero.layout import finished, latest_tag
 from ..common.errors import CheckpointError, CheckpointMismatchError
-from ..common.files import MODEL_FILE
+from ..common.files import MODEL_FILE, RECORD, SCRATCH, is_brought
 from ..common.overrides import Attributes
 from ..engine.served import warn
-from ..internals import with_reader
+from ..internals import partition_file, states_file, with_reader
 from ..publish.journal import prepared
 from ..publish.publication import finish_as
 from ..ranks import Ranks, Store, default_store, differences, digest, gather, world_size
-from ..record import UNKNOWN, carried, read_record
+from ..record import UNKNOWN, Record, carried, read_record
 from ..settings import current as settings
 from .listing import Listing, check_files, list_all, list_own, own_share, recorded_share, share
 from .running import Load
 
+T = TypeVar("T")
+
+ATTEMPTS = 10
+"""How often a load begins if another process saves to the same path meanwhile; a small save is faster than a load."""
 _MUST_BE_EQUAL = ("verify_base", "elastic", "restart_optimizer")
 _MIXED = "{} has files of more than one save. Take all files from one checkpoint."
 
@@ -71,6 +75,44 @@ def _was_replaced(load: Load) -> bool:
     except CheckpointError:
         return True  # it is being written
     return now is not None and now.save != load.record.save
+
+
+def from_bucket(load: Load, address: str, tag: str | None, load_from: Callable[[Path], T]) -> T:
+    """Load from an address: bring down what this rank needs, load from there, and remove it; every rank must call it.
+
+    Args:
+        load: of this rank.
+        address: of the checkpoint.
+        tag: the folder in it; None for that in `latest`.
+        load_from: loads from a folder, or a file.
+    """
+    from ..buckets import bring_down, release, scratch_of
+
+    ranks, place = LoadRanks(load.owner.device, load), scratch_of(address)
+    load.source = str(place)
+    try:
+        while True:
+            ranks.step("bring down the files", partial(bring_down, place, tag, partial(_needed, load)))
+            try:
+                return load_from(place)
+            except ReplacedError:  # on every rank
+                if load.attempts == ATTEMPTS:
+                    raise
+                load.begin_again()
+    finally:
+        release(place)
+
+
+def _needed(load: Load, folder: Path, content: bytes | None) -> list[str] | None:
+    """The files that this rank's engine reads; None for all, if it is not as it was at the save."""
+    engine = load.engine
+    record = None if content is None else Record.from_json(content, folder / RECORD)
+    here = world_size(), engine.zero_optimization_stage()
+    if record is None or (record.world_size, record.zero_stage) != here or record.trained_world_size:
+        return None
+    files = [states_file(engine, str(folder.parent), folder.name)]
+    partition = partition_file(engine, str(folder.parent), folder.name)
+    return [file.name for file in (*files, partition) if file is not None]
 
 
 def list_files(load: Load, listing: Listing | None = None) -> Listing:
@@ -127,7 +169,13 @@ def _check_share(load: Load) -> None:
     load.tag = load.tag or listing.tag  # this rank may not have been able to read `latest`
     layout = listing.layout(load.source)
     load.record = listing.record or read_record(layout.model[0].parent)
-    if load.is_on_own_disks:
+    if SCRATCH.match(load.source):
+        if not load.restores_optimizer and load.engine.zero_optimization_partition_weights():
+            from ..buckets import bring_rest
+
+            bring_rest(layout.files)  # DeepSpeed merges the partitions of all ranks
+        check_files({file: slice(None) for file in layout.files if is_brought(file)}, load.record)
+    elif load.is_on_own_disks:
         check_files(own_share(layout, load.owner.rank, load.owner.local_rank), load.record)
     else:
         check_files(share(layout, load.owner.rank, world_size()), load.record)

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from ..base import Base
+from ..common.files import shown
 from ..engine.served import Owner, warn
 from ..parameters import PART, ModuleTensor
 from ..record import Record
@@ -58,7 +59,9 @@ class Load:
 
     def begin_again(self) -> None:
         """Forget what was read of a checkpoint that another process has replaced."""
-        warn(self.owner, f"{self.source} was replaced by a newer checkpoint during the load, which begins again.")
+        warn(
+            self.owner, f"{shown(self.source)} was replaced by a newer checkpoint during the load, which begins again."
+        )
         self.attempts += 1
         self.record, self.may_be_missing, self.starts_fresh = None, None, frozenset()
         self.read, self.module, self.state = 0, {}, {}

@@ -10,7 +10,7 @@ import errno
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,6 +90,21 @@ class Publication:
     _created: list[Path] = field(default_factory=list)
     _beside: set[str] = field(default_factory=set)
     _record: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The target, as the ranks compare it."""
+        return str(self.target)
+
+    def follow(self, paths: Sequence[str]) -> None:
+        """Write to the `paths` of another rank."""
+        self.target, self.folder, self.shown = map(Path, paths)
+
+    def release(self) -> None:
+        """Remove what is only there while a save runs."""
+
+    def deliver(self, file: Path | None = None) -> None:
+        """A file is complete, or all are that this rank writes: they are where they belong."""
 
     @property
     def home(self) -> Path:

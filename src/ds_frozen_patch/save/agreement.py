@@ -139,7 +139,7 @@ def agree_on_request(save: Save, what: str, exclude: bool) -> None:
     """
     place, base, now = save.place, save.base, settings()
     request = {"what is saved": what, FLAG: exclude, **{name: getattr(now, name) for name in _MUST_BE_EQUAL}}
-    numbers = [digest(sorted(request.items())), digest(str(place.target)), int(place.id, 16)]
+    numbers = [digest(sorted(request.items())), digest(place.name), int(place.id, 16)]
     numbers += [base is None or base.is_known, digest(sorted(base.changed)) if base else 0]
     numbers += [place.in_place, save.owner.local_rank]
     everyone = save.ranks.step("agree on the save", lambda: numbers, len(numbers))
@@ -152,7 +152,7 @@ def agree_on_request(save: Save, what: str, exclude: bool) -> None:
         )
     rank, local_rank = save.owner.rank, save.owner.local_rank
     if len(set(targets)) > 1 and not place.is_on_own_disks:
-        place.target, place.folder, place.shown = map(Path, gather(tuple(map(str, place.paths)))[0])
+        place.follow(gather(tuple(map(str, place.paths)))[0])
         targets, save.ranks.target = targets[:1] * len(targets), place.shown
     save.is_in_one_place = len(set(targets)) == local_ranks.count(0) == 1
     # A program can give the ranks of a node folders of their own.

@@ -31,6 +31,13 @@ def publish(save: Save) -> None:
     Raises:
         CheckpointError: on every rank, if one has recorded an error.
     """
+    try:
+        _publish(save)
+    finally:
+        save.place.release()
+
+
+def _publish(save: Save) -> None:
     everyone = save.ranks.step("write its files", partial(_packed, save), _WIDTH)
     if save.publishes:
         written = _unpacked(everyone)
@@ -58,6 +65,7 @@ def _record(save: Save, written: Mapping[int, File]) -> str | None:
 
 def _packed(save: Save) -> list[int]:
     """The first two files that this rank has written, as integers."""
+    save.place.deliver()
     numbers: list[int] = []
     for path, file in [*save.written.items()][:2]:
         name = save.place.final(path).name
@@ -109,7 +117,7 @@ def _write_and_publish(save: Save) -> CheckpointError | None:
         with store.beating() if store is not None else nullcontext():
             if save.recorder is not None:
                 with save.ranks.deferred(save.place.shown):
-                    save.recorder.write(save.place.sync, save.written.__setitem__)
+                    save.recorder.write(save.place.sync, save.note)
             try:
                 publish(save)
             except CheckpointError as failed:

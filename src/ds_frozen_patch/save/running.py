@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base import Base
+from ..common.files import SCRATCH
 from ..engine.served import Owner, ServedEngine
 from ..parameters import Contents
 from ..publish.publication import Publication
@@ -65,6 +66,11 @@ class Save:
         """What the module contains, at the moment of the save."""
         return Contents(self.engine.module)
 
+    def note(self, path: Path, file: File) -> None:
+        """A file is written."""
+        self.written[path] = file
+        self.place.deliver(path)
+
     def open(self) -> None:
         """Prepare where this rank, and those that share its disk, write."""
         self.publishes = self.served.publishes = True
@@ -94,6 +100,7 @@ class Save:
         if self.publishes:
             with suppress(OSError):  # the other ranks wait for what follows
                 self.place.discard()
+        self.place.release()
 
 
 def place_of(
@@ -114,14 +121,19 @@ def place_of(
         if not kind or served.is_first_time(kind):
             owner.logger.warning(message)
 
-    return Publication(
+    kind, is_remote = Publication, SCRATCH.match(str(target)) is not None
+    if is_remote:
+        from ..buckets import Upload
+
+        kind = Upload
+    return kind(
         target,
         folder or target.parent,
         shown,
         is_tag=folder is not None,
         is_managed=is_managed,
-        sync=settings().fsync,
-        is_on_own_disks=bool(engine.use_node_local_storage()),
+        sync=settings().fsync and not is_remote,
+        is_on_own_disks=bool(engine.use_node_local_storage()) and not is_remote,
         is_alone=owner.names_each_save,
         warn=warn,
     )

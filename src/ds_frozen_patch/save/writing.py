@@ -85,7 +85,7 @@ def _write_states(
 ) -> None:
     """Write a file of states as DeepSpeed's `write` does, without what is left out; an error is recorded."""
     file = save.place.path(Path(path).name) if Path(path).parent == save.place.target else Path(path)
-    at_once = partial(opened, sync=save.place.sync, note=save.written.__setitem__)
+    at_once = partial(opened, sync=save.place.sync, note=save.note)
     open_file = at_once if save.recorder is None else save.recorder.opened
     with save.ranks.deferred(path), in_place_of_torch(file.parent, open_file):
         if left_out:  # of an expert's file, whose keys are parameters
@@ -96,7 +96,7 @@ def _write_states(
         if file not in save.written and file.is_file():  # torch, or another, has written it
             if save.place.sync:
                 sync_file(file)
-            save.written[file] = describe_file(file)
+            save.note(file, describe_file(file))
 
 
 def warn_of_late_writes(save: Save) -> None:

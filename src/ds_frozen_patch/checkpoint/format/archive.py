@@ -6,7 +6,6 @@ directory, and `pickle.Unpickler` the state: each name in it becomes a stand-in,
 
 from __future__ import annotations
 
-import os
 import pickle
 import struct
 import zipfile
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...common.errors import CheckpointError
-from ...common.files import open_regular
+from ...common.files import open_regular, read_at
 from .rebuilding import IN_PLACE_OF
 from .stored import ITEM_SIZES, STORAGES, Storage, is_size, iter_tensors, stand_in
 
@@ -98,7 +97,7 @@ def read_directory(file: IO[bytes]) -> dict[str, Record]:
             raise ValueError("its records are compressed or encrypted")
         if info.external_attr & _DIRECTORY_OF_DOS or info.filename != name:
             raise ValueError(f"its record {name!r:.100} has two meanings")
-        header = os.pread(file.fileno(), _HEADER_BYTES, info.header_offset)
+        header = read_at(file, _HEADER_BYTES, info.header_offset)
         if info.header_offset < end or header[:4] != b"PK\3\4" or (not end and info.header_offset):
             raise ValueError(f"its record {name!r:.100} is not where it should be")
         at = info.header_offset + _HEADER_BYTES + sum(struct.unpack("<2H", header[-4:]))
@@ -185,7 +184,7 @@ class _Unpickler(pickle.Unpickler):
 def _read_record(file: IO[bytes], record: Record, limit: int) -> bytes:
     if record.size > limit:
         raise ValueError(f"a record of it has {record.size} bytes, and at most {limit} are read")
-    content = os.pread(file.fileno(), record.size, record.begin)
+    content = read_at(file, record.size, record.begin)
     if len(content) < record.size:
         raise ValueError("it is truncated")
     if record.checksum not in (None, zlib.crc32(content)):

@@ -5,7 +5,6 @@ Files are read, not mapped into memory, so that only the current chunk takes mem
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from threading import Lock
 from typing import IO, Any
 
 from ...common.errors import CheckpointError
-from ...common.files import open_regular
+from ...common.files import open_regular, read_into
 from .archive import CHUNK_BYTES
 from .stored import ITEM_SIZES, Storage, StoredTensor
 
@@ -164,7 +163,7 @@ class Records:
         for at in range(0, len(content), CHUNK_BYTES):
             chunk = content[at : at + CHUNK_BYTES]
             try:
-                count = os.preadv(file.fileno(), [chunk], storage.begin + begin + at)
+                count = read_into(file, chunk, storage.begin + begin + at)
             except OSError as error:
                 raise CheckpointError(f"{storage.path} cannot be read: {error}") from None
             if count != len(chunk):

@@ -11,27 +11,45 @@ from pathlib import Path
 from typing import Any
 
 from ...common.errors import named
+from ...common.overrides import overridden
 from ...publish import in_flight
 from ...publish.journal import is_not_whole
 from ...publish.publication import is_local
 from ..plain import last_whole, logger_of, numbered
+from . import uses
 
 _REQUEUED = "hpc_ckpt_"
 
 
-def find_last(wrapped: Callable[..., set[str]], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`ModelCheckpoint._find_last_checkpoints`, for `ckpt_path="last"`."""
+@uses("callbacks", "_fs?", "_ModelCheckpoint__resolve_ckpt_dir?")
+def find_last(wrapped: Callable[..., set[str]], callback: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`ModelCheckpoint._find_last_checkpoints`, for `ckpt_path="last"`.
+
+    In a bucket Lightning loses the beginning of the addresses, and asks when each was modified, which is known of
+    objects alone: it gets that of `latest`, which a load takes for its checkpoint.
+    """
     in_flight.wait()
-    paths = wrapped(*args, **kwargs)
-    return {path for path in paths if not is_local(path) or last_whole([Path(path)], _is_whole, _logger(wrapped))}
+    folder = getattr(callback, "_ModelCheckpoint__resolve_ckpt_dir", lambda _: "")(*args, *kwargs.values())
+    if is_local(folder):
+        return {path for path in wrapped(*args, **kwargs) if last_whole([Path(path)], _is_whole, _logger(wrapped))}
+    from ...buckets import file_system, objects_of
+
+    with overridden([(callback, "_fs", file_system(folder)[0])]):
+        names = [path.rpartition("/")[2] for path in wrapped(*args, **kwargs)]
+    return objects_of(folder, names)
 
 
 def find_requeued(wrapped: Callable[..., int | None], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The number of the newest `hpc_ckpt_N.ckpt`, from which Lightning resumes in Slurm."""
     highest = wrapped(*args, **kwargs)
     folder, *prefix = *args, *kwargs.values()
-    if highest is None or prefix != [_REQUEUED] or not is_local(folder):
+    if highest is None or prefix != [_REQUEUED]:
         return highest  # it is about to choose the name of the next
+    if not is_local(folder):
+        from ...buckets import objects_of
+
+        names = [f"{_REQUEUED}{number}.ckpt" for number in range(highest + 1)]
+        return max((names.index(path.split("/")[-2]) for path in objects_of(folder, names)), default=None)
     newest = last_whole(numbered(Path(folder), rf"{_REQUEUED}(\d+)\.ckpt"), _is_whole, _logger(wrapped))
     return int(newest.stem.removeprefix(_REQUEUED)) if newest is not None else None
 

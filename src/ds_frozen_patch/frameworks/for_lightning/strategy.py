@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 from weakref import ref
 
-from ...common.files import WEIGHTS_FILE
+from ...common.files import WEIGHTS_FILE, shown
 from ...common.overrides import Attributes, overridden
 from ...common.probing import Finding, Target, Wrapper, takes
 from ...core.save import begin
-from ...engine.served import Owner, attached, warn
-from ...load.agreement import agree, list_files
+from ...engine.served import Owner, ServedEngine, attached, warn
+from ...load.agreement import agree, from_bucket, list_files
 from ...load.listing import Listing
 from ...load.running import Load
 from ...load.trust import trust
@@ -97,14 +97,21 @@ def save_of_trainer(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, 
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     strategy: Any = getattr(trainer, "strategy", None)
     path = call.arguments.get("filepath")
-    if not call.arguments.get("weights_only") or not is_local(path) or not hasattr(strategy, "deepspeed_engine"):
+    if not call.arguments.get("weights_only") or not hasattr(strategy, "deepspeed_engine"):
         return wrapped(*args, **kwargs)  # or the strategy is another one
     engine: Any = getattr(strategy, "model", None)
     served = attached(engine, partial(owner_of, engine, strategy))
     if served is None or served.topology.is_divided:  # no rank has all weights, so the engine saves
         return wrapped(*args, **kwargs)
     path = strategy.broadcast(path)  # as Lightning does before the engine saves
-    file, is_managed = single_file.place_of(Path(path)), single_file.writes_locally(strategy.checkpoint_io)
+    is_managed = single_file.writes_locally(strategy.checkpoint_io)
+    if not is_local(path):
+        if not is_managed:  # it may write to an address itself
+            return wrapped(*args, **kwargs)
+        from ...buckets import scratch_of
+
+        path = scratch_of(path)
+    file = single_file.place_of(Path(path))
     with explaining_errors(path) as saves:
         place = place_of(engine, served, file, Path(path), is_managed)
         save = begin(engine, served, place, "the weights alone", served.owner.excludes(None))
@@ -167,8 +174,16 @@ def _may_read(logger: Any) -> bool:
     return not is_own or getattr(logger, "_log_model_checkpoints", False)
 
 
-def remove_checkpoint(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+@uses(STRATEGY_OF_TRAINER, "is_global_zero")
+def remove_checkpoint(
+    wrapped: Callable[..., Any], strategy: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """A strategy's `remove_checkpoint`, of Trainer: only once the save in flight, which may replace it, is complete."""
+    (path,) = inspect.signature(wrapped).bind(*args, **kwargs).arguments.values()
+    if not is_local(path) and strategy.is_global_zero:
+        from ...buckets import remove_latest
+
+        in_flight.afterwards(partial(remove_latest, path))  # without which what is there is no checkpoint
     in_flight.afterwards(partial(wrapped, *args, **kwargs))
 
 
@@ -214,10 +229,25 @@ def _load(wrapped: Callable[..., Any], strategy: Any, call: inspect.BoundArgumen
     if served is None:
         return wrapped(*call.args, **call.kwargs)
     name = next((name for name in ("checkpoint_path", "path") if name in call.arguments), None)
-    if name is None or (strategy.load_full_weights and strategy.zero_stage_3) or not is_local(call.arguments[name]):
+    if name is None or (strategy.load_full_weights and strategy.zero_stage_3):
         return wrapped(*call.args, **call.kwargs)
     load = Load(served.owner, requested, engine)
-    path, content, problem = Path(call.arguments[name]), None, None
+    load_from = partial(_load_from, wrapped, strategy, call, name, served, load)
+    if is_local(path := call.arguments[name]):
+        return load_from(Path(path))
+    return from_bucket(load, str(path).removesuffix("/latest"), None, load_from)  # see `checkpoints.find_last`
+
+
+def _load_from(
+    wrapped: Callable[..., Any],
+    strategy: Any,
+    call: inspect.BoundArguments,
+    name: str,
+    served: ServedEngine,
+    load: Load,
+    path: Path,
+) -> Any:
+    content, problem = None, None
     path = single_file.file_in(path)
     try:
         if name == "checkpoint_path" and path.is_file() and not _is_part(path):
@@ -243,16 +273,16 @@ def _check_path(path: Path) -> None:
     """Raise FileNotFoundError for what cannot be a checkpoint: before 2.1 Lightning continues, and DeepSpeed fails."""
     if not path.exists():
         raise FileNotFoundError(
-            f"There is no checkpoint at {path}. Pass the directory that a save wrote (it contains `latest` and"
+            f"There is no checkpoint at {shown(path)}. Pass the directory that a save wrote (it contains `latest` and"
             " `checkpoint/`), by a path that is the same on every node."
         )
     if _is_part(path):
         whole = path.parent if path.name == "checkpoint" else path.parent.parent
-        raise FileNotFoundError(f"{path} is a part of a DeepSpeed checkpoint. Pass all of it: {whole}")
+        raise FileNotFoundError(f"{shown(path)} is a part of a DeepSpeed checkpoint. Pass all of it: {shown(whole)}")
     if path.is_file():
         raise FileNotFoundError(
-            f"{path} is a file, and a DeepSpeed checkpoint is a directory. Trainer loads single files that Lightning"
-            " has saved, Fabric does not: load the weights into the module before you pass it on, with"
+            f"{shown(path)} is a file, and a DeepSpeed checkpoint is a directory. Trainer loads single files that"
+            " Lightning has saved, Fabric does not: load the weights into the module before you pass it on, with"
             " ds_frozen_patch.load_trainable(module, path)."
         )
 

@@ -1,0 +1,142 @@
+"""Promise 21: a checkpoint in a bucket is as one on a disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import buckets, cell, runs
+from kit.cell import PRECISION, ModelCheckpoint
+
+pytest.importorskip("moto")
+pytest.importorskip("s3fs")
+
+pytestmark = [pytest.mark.promise(21), pytest.mark.everyday]
+
+
+PARTITION = "bf16_zero_pp_rank" if PRECISION == "bf16-mixed" else "zero_pp_rank"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[dict[str, str]]:
+    with buckets.served() as variables:
+        yield variables
+
+
+@pytest.fixture
+def bucket(server: dict[str, str], tmp_path: Path) -> dict[str, Any]:
+    """The arguments of what runs on ranks: an address, and how the bucket and the scratch folder are found."""
+    return {
+        "at": f"s3://bucket/{tmp_path.name}",
+        "variables": {**server, "DS_FROZEN_PATCH_SCRATCH": str(tmp_path)},
+        "out": str(tmp_path),
+    }
+
+
+def kept(at: str, **options: Any) -> ModelCheckpoint:
+    return ModelCheckpoint(at, filename="{epoch}", save_top_k=2, monitor="epoch", mode="max", **options)
+
+
+def fit_and_resume(at: str, variables: dict[str, str], out: str, stage: int) -> dict[str, Any]:
+    """Train three epochs, with Lightning's own retention; resume after the second, from the best and the last."""
+    os.environ.update(variables)
+    cell.trainable_only()
+    callback, module = kept(at, save_last=True), runs.LoraRun()
+    runs.trainer(out, 2, stage, epochs=3, callbacks=[callback]).fit(module, runs.batches(2))
+    said: dict[str, Any] = {"whole": (module.losses[2 * runs.BATCHES :], runs.trained_state(module))}
+    said["paths"] = callback.best_model_path, callback.last_model_path
+    resumed = runs.LoraRun()
+    again = runs.trainer(out, 2, stage, epochs=3, enable_checkpointing=False)
+    again.fit(resumed, runs.batches(2), ckpt_path=f"{at}/epoch=1.ckpt")
+    said["resumed"] = resumed.losses, runs.trained_state(resumed)
+    (said["tested"],) = again.test(resumed, runs.batches(2), verbose=False)
+    fresh = runs.trainer(out, 2, stage, enable_checkpointing=False)
+    (said["of last"],) = fresh.test(runs.LoraRun(), runs.batches(2), ckpt_path=callback.last_model_path, verbose=False)
+    (said["of best"],) = fresh.test(runs.LoraRun(), runs.batches(2), ckpt_path=callback.best_model_path, verbose=False)
+    last = runs.LoraRun()
+    trainer = runs.trainer(out, 2, stage, epochs=4, callbacks=[kept(at, save_last=True)])
+    trainer.fit(last, runs.batches(2), ckpt_path="last")
+    return {**said, "steps": (len(last.losses), trainer.global_step), "scratch": sorted(Path(out).iterdir())}
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_run_resumes_and_keeps_some(ranks: Any, bucket: dict[str, Any], stage: int) -> None:
+    at = bucket["at"]
+    for said in ranks(2, fit_and_resume, stage=stage, **bucket):
+        assert said["resumed"] == said["whole"]
+        assert said["of last"] == said["of best"] == said["tested"]
+        assert said["paths"] == (f"{at}/epoch=2.ckpt", f"{at}/last.ckpt")
+        assert said["steps"] == (runs.BATCHES, 4 * runs.BATCHES)
+        assert not said["scratch"]
+    names = set(buckets.objects(at))
+    assert {name.partition("/")[0] for name in names} == {"epoch=2.ckpt", "epoch=3.ckpt", "last.ckpt"}
+    model = [f"zero_pp_rank_{rank}_mp_rank_00" for rank in range(2)] if stage == 3 else ["mp_rank_00"]
+    expected = {"latest", "zero_to_fp32.py", "checkpoint/ds_frozen_patch.json"}
+    expected |= {f"checkpoint/{name}_model_states.pt" for name in model}
+    expected |= {f"checkpoint/{PARTITION}_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)}
+    for checkpoint in ("epoch=2.ckpt", "last.ckpt"):  # the second was saved over
+        assert {name.partition("/")[2] for name in names if name.startswith(f"{checkpoint}/")} == expected
+
+
+def by_fabric(at: str, variables: dict[str, str], out: str, stage: int) -> dict[str, Any]:
+    os.environ.update(variables)
+    cell.trainable_only()
+    made = runs.fabric(2, stage)
+    model, optimizer = runs.fabric_setup(made)
+    runs.fabric_epoch(made, model, optimizer)
+    for step in (3, 4):  # the second time over the first
+        made.save(f"{at}/small.ckpt", {"model": model, "optimizer": optimizer, "mine": {"step": step}})
+    whole = (runs.fabric_epoch(made, model, optimizer), runs.trained_state(model))
+    made = runs.fabric(2, stage)
+    model, optimizer = runs.fabric_setup(made)
+    state = {"model": model, "optimizer": optimizer, "mine": {"step": 0}}
+    made.load(f"{at}/small.ckpt", state)
+    resumed = (runs.fabric_epoch(made, model, optimizer), runs.trained_state(model))
+    return {"whole": whole, "resumed": resumed, "mine": state["mine"], "scratch": [*Path(out).iterdir()]}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_fabric(ranks: Any, bucket: dict[str, Any], stage: int) -> None:
+    for said in ranks(2, by_fabric, stage=stage, **bucket):
+        assert said["resumed"] == said["whole"]
+        assert said["mine"] == {"step": 4}
+        assert not said["scratch"]
+
+
+def weights_alone(at: str, variables: dict[str, str], out: str, stage: int) -> dict[str, Any]:
+    """Save weights alone, then a checkpoint over them, and weights over that; test each."""
+    os.environ.update(variables)
+    cell.trainable_only()
+    module = runs.LoraRun()
+    trainer = runs.trainer(at, 2, stage, epochs=1, callbacks=[ModelCheckpoint(filename="w", save_weights_only=True)])
+    trainer.fit(module, runs.batches(2))
+    path = f"{at}/checkpoints/w.ckpt"
+    found: list[Any] = [isfile(path)]
+    for weights_only in (False, True):
+        fresh = runs.trainer(out, 2, stage, enable_checkpointing=False)
+        found += fresh.test(runs.LoraRun(), runs.batches(2), ckpt_path=path, verbose=False)
+        trainer.save_checkpoint(path, weights_only=weights_only)
+        found.append(isfile(path))
+    found += trainer.test(module, runs.batches(2), ckpt_path="best", verbose=False)
+    return {"found": found, "scratch": [*Path(out).iterdir()], "local": os.path.lexists("s3:")}
+
+
+def isfile(path: str) -> bool:
+    torch.distributed.barrier()
+    return bool(buckets.file_system().isfile(path))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_alone_in_the_root_folder(ranks: Any, bucket: dict[str, Any], stage: int) -> None:
+    for said in ranks(2, weights_alone, stage=stage, **bucket):
+        first, of_file, second, of_folder, third, best = said["found"]
+        assert [first, second, third] == [True, False, True]
+        assert of_file == of_folder == best
+        assert not said["scratch"]
+        assert not said["local"]
+    assert set(buckets.objects(bucket["at"])) == {"checkpoints/w.ckpt"}
