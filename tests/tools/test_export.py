@@ -484,7 +484,7 @@ def test_an_adapter_needs_a_matching_module(made: Made, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "file"), [("exported", ""), ("consolidated, whole", ""), ("small", "checkpoint/*rank_1*optim_states.pt")]
+    ("source", "file"), [("exported", ""), ("consolidated, whole", ""), ("full", "checkpoint/*model_states.pt")]
 )
 def test_a_damaged_file_changes_nothing_in_a_module(made: Made, tmp_path: Path, source: str, file: str) -> None:
     path = Path(SOURCES[source](made("lora", 2), tmp_path))
