@@ -298,4 +298,6 @@ def test_the_file_that_lacks_a_group_is_named(tmp_path: Path) -> None:
             state["optimizer_state_dict"]["single_partition_of_fp32_groups"].append(torch.ones(1))
         torch.save(state, file)
     file = path / "checkpoint" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    assert problem(path).startswith(f"{file} lacks the masters of parameter group 1.")
+    assert problem(path).startswith(
+        f"{file} does not fit the model's states: the masters have 0 elements instead of 1."
+    )
