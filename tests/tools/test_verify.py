@@ -259,10 +259,12 @@ def test_the_file_that_lacks_a_group_is_named(tmp_path: Path) -> None:
         file = path / "checkpoint" / name
         state = torch.load(file, weights_only=False)
         if "module" in state:
-            state["module"]["c"] = torch.ones(3)
-            state["param_shapes"].append({"c": torch.Size([3])})
+            state["module"]["c"] = torch.ones(6)
+            state["param_shapes"].append({"c": torch.Size([6])})
         else:
-            state["optimizer_state_dict"]["single_partition_of_fp32_groups"].append(torch.ones(1))
+            state["optimizer_state_dict"]["single_partition_of_fp32_groups"].append(torch.ones(2))
         torch.save(state, file)
     file = path / "checkpoint" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    assert problem(path).startswith(f"{file} lacks the masters of parameter group 1.")
+    assert problem(path).startswith(
+        f"{file} does not fit the model's states: the masters have 0 elements instead of 2."
+    )

@@ -202,9 +202,9 @@ def _flats_in_zero(states: States, groups: Sequence[Shapes]) -> Iterator[_Flat]:
         for rank, (file, own) in enumerate(zip(states.layout.optimizer, masters, strict=True)):
             least = size if stage == 3 else min(max(numel(group) - rank * size, 0), size)
             count = own[index].numel if index < len(own) else 0
-            if not least <= count <= size or not all(master.is_contiguous for master in own):
+            if index >= len(own) or not least <= count <= size or not own[index].is_contiguous:
                 raise CheckpointError(
-                    f"{file} does not fit the model's states: the masters of group {index} have {count} elements"
+                    f"{file} does not fit the model's states: the masters have {count} elements"
                     f" instead of {least}. It is from another run, or they are on NVMe; take all files from one"
                     " checkpoint."
                 )
