@@ -128,7 +128,7 @@ def run_block(block: str, out: str) -> dict[str, Any]:
         "step": trainer.global_step,
         "loss": "test_loss" in trainer.callback_metrics,
         "strategy": type(trainer.strategy).__name__,
-        "full": Path("everything.ckpt").is_dir() and ds_frozen_patch.inspect("everything.ckpt").prunable > 0,
+        "full": Path("full.ckpt").is_dir() and ds_frozen_patch.inspect("full.ckpt").prunable > 0,
     }
 
 

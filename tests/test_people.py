@@ -90,7 +90,7 @@ def test_an_engineer_without_torch(installed: Path, checkpoints: Checkpoints, tm
     (tmp_path / "full.ckpt").symlink_to(checkpoints(2) / "full.ckpt")
 
     def run(line: str, status: int = 0) -> str:
-        command = [tmp_path / "venv" / "bin" / "python", "-m", "ds_frozen_patch", *line.split()]
+        command = [str(tmp_path / "venv" / "bin" / "python"), "-m", "ds_frozen_patch", *line.split()]
         done = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True, check=False)
         assert done.returncode == status, done.stdout + done.stderr
         return done.stdout + done.stderr

@@ -168,8 +168,8 @@ def _of_wheels(patches: Path) -> Iterator[Row]:
 def _releases(names: list[str], folder: Path) -> list[str]:
     """Return the names that are final releases and have a line, from old to new."""
     oldest = Version(lines(folder)[0].name)
-    known = {name: parsed for name in names if (parsed := version(name)) and parsed >= oldest}
-    return sorted((name for name in known if not known[name].is_prerelease and name not in MALICIOUS), key=known.get)
+    known = [(parsed, name) for name in names if (parsed := version(name)) and parsed >= oldest]
+    return [name for parsed, name in sorted(known) if not parsed.is_prerelease and name not in MALICIOUS]
 
 
 def _broken(root: Path, paths: list[str]) -> str:

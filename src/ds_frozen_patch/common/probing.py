@@ -24,8 +24,8 @@ Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], A
 class Finding:
     """The result of probing a class.
 
-    `verdict` is "has the flag", "patchable", "refused" or "not installed". `reason` says what was found, and `remedy` what to
-    do about a refusal. `complete`: nothing is left for `patch()` to do.
+    `verdict` is "has the flag", "patchable", "refused" or "not installed". `reason` says what was found, and `remedy`
+    what to do about a refusal. `complete`: nothing is left for `patch()` to do.
     """
 
     verdict: str

@@ -313,7 +313,7 @@ def _judge(cls: Any | None, text: str) -> Finding:
     if not takes(cls, text, "__init__", FLAG):
         return Finding("patchable", f"has no {FLAG}")
     if "_allow_excluded_parameters" in text:  # by which the patch series loads
-        return Finding("has the flag", f"complete, by the patch series: pass DeepSpeedStrategy({FLAG}=True)", complete=True)
+        return Finding("has the flag", f"complete, by the patch series: pass {FLAG}=True", complete=True)
     return Finding("has the flag", f"has {FLAG}; tied aliases, strict load and ZeRO-3 test need patch()")
 
 
