@@ -68,6 +68,15 @@ def checkpoints(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Checkpo
 
 
 @pytest.fixture(scope="session")
+def server() -> Iterator[dict[str, str]]:
+    """Environment variables by which s3fs finds a server on loopback, which has an empty bucket `bucket`."""
+    from kit.buckets import served
+
+    with served() as variables:
+        yield variables
+
+
+@pytest.fixture(scope="session")
 def run_demo() -> Callable[..., subprocess.CompletedProcess[str]]:
     """`run_demo("--quantized")` runs the demo with these options."""
 

@@ -376,13 +376,23 @@ def bring_down(root: Path, tag: str | None, needed: Callable[[Path, bytes | None
         shutil.rmtree(root, ignore_errors=True)
 
 
+def view(address: str | os.PathLike[str], tag: str | None) -> Path:
+    """A scratch folder, until the process ends, in which empty files stand in for the files of states."""
+    place = scratch_of(address)
+    bring_down(place, tag, lambda *_: ())
+    return place
+
+
 def _bring(root: Path, tag: str | None, needed: Callable[[Path, bytes | None], Collection[str] | None]) -> bool:
     """Bring a checkpoint down; returns whether no save has replaced it meanwhile."""
     fs, place = file_system(root)
     there = _sizes(root)
     if _try(fs.isfile, place) and not ("latest" in there and fs.modified(f"{place}/latest") > fs.modified(place)):
         root.parent.mkdir(parents=True, exist_ok=True)
-        _try(fs.get_file, place, str(root))
+        if needed(root, None) is None:
+            _try(fs.get_file, place, str(root))
+        else:
+            _stand_in(root, root, fs.size(place))
         return True
     _get(root, {name: root / name for name, size in there.items() if size <= _SMALL_BYTES})
     if tag is None and not (root / "latest").is_file():

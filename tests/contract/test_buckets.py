@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kit import buckets, cell, runs
+from kit import buckets, cell, owners, runs
 from kit.cell import PRECISION, ModelCheckpoint
+from safetensors.torch import load
+
+import ds_frozen_patch
 
 pytest.importorskip("moto")
 pytest.importorskip("s3fs")
@@ -19,12 +21,6 @@ pytestmark = [pytest.mark.promise(21), pytest.mark.everyday]
 
 
 PARTITION = "bf16_zero_pp_rank" if PRECISION == "bf16-mixed" else "zero_pp_rank"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[dict[str, str]]:
-    with buckets.served() as variables:
-        yield variables
 
 
 @pytest.fixture
@@ -140,3 +136,59 @@ def test_weights_alone_in_the_root_folder(ranks: Any, bucket: dict[str, Any], st
         assert not said["scratch"]
         assert not said["local"]
     assert set(buckets.objects(bucket["at"])) == {"checkpoints/w.ckpt"}
+
+
+def by_an_engine(at: str, variables: dict[str, str], out: str) -> Any:
+    os.environ.update(variables)
+    with owners.served(export="peft"):
+        whole = owners.Run("deepspeed", at, 2, 2)
+        losses, state = whole.train()
+        again = owners.Run("deepspeed", f"{at}/again", 2, 2)
+        return again.train(whole.at(0)) == (losses[owners.STEPS :], state), [*Path(out).iterdir()]
+
+
+def test_an_engine_that_exports(ranks: Any, bucket: dict[str, Any]) -> None:
+    """Its tags are side by side in one folder."""
+    assert ranks(2, by_an_engine, **bucket) == [(True, [])] * 2
+    names = {name for name in buckets.objects(bucket["at"]) if not name.startswith("again/")}
+    tags = {name.partition("/")[0] for name in names if name.endswith("ds_frozen_patch.json")}
+    assert len(tags) == 2
+    assert {f"{tag}/adapter/adapter_model.safetensors" for tag in tags} <= names
+    with file_of(next(iter(sorted(tags))), bucket["at"]) as file:
+        assert len(load(file.read())) == 8
+    assert not [name for name in names if name.rpartition("/")[2].startswith(".")]
+
+
+def file_of(tag: str, at: str) -> Any:
+    return buckets.file_system().open(f"{at}/{tag}/adapter/adapter_model.safetensors")
+
+
+def later(at: str, variables: dict[str, str], out: str) -> dict[str, Any]:
+    os.environ.update(variables)
+    ds_frozen_patch.patch(async_save=True)
+    callback, module = kept(at, save_last=True), runs.LoraRun()
+    runs.trainer(out, 2, 2, epochs=4, callbacks=[callback]).fit(module, runs.batches(2))
+    resumed = runs.LoraRun()
+    again = runs.trainer(out, 2, 2, epochs=4, enable_checkpointing=False)
+    again.fit(resumed, runs.batches(2), ckpt_path=f"{at}/epoch=2.ckpt")
+    whole = module.losses[3 * runs.BATCHES :], runs.trained_state(module)
+    fabric = runs.fabric(2, 2, "32-true")
+    model, optimizer = runs.fabric_setup(fabric)
+    said = runs.outcome(fabric.save, "s3://nowhere/a.ckpt", {"model": model, "optimizer": optimizer})
+    return {
+        "whole": whole,
+        "resumed": (resumed.losses, runs.trained_state(resumed)),
+        "nowhere": said if said[0] else runs.outcome(ds_frozen_patch.wait),
+        "scratch": [*Path(out).iterdir()],
+    }
+
+
+def test_saves_that_training_does_not_wait_for(ranks: Any, bucket: dict[str, Any]) -> None:
+    for said in ranks(2, later, **bucket):
+        assert said["resumed"] == said["whole"]
+        assert said["nowhere"][0] == "CheckpointError"
+        assert "s3://nowhere/a.ckpt was not saved" in said["nowhere"][1]
+        assert not said["scratch"]
+    names = buckets.objects(bucket["at"])
+    assert {name.partition("/")[0] for name in names} == {"epoch=2.ckpt", "epoch=3.ckpt", "last.ckpt"}
+    assert not [name for name in names if name.rpartition("/")[2].startswith(".")]

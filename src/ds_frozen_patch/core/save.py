@@ -47,7 +47,14 @@ def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
     tag = call.arguments["tag"] = f"global_step{engine.global_steps}" if tag is None else str(tag)  # as DeepSpeed does
     exclude = call.arguments[FLAG] = served.owner.excludes(call.arguments.get(FLAG))
     folder, program_state = Path(call.arguments["save_dir"]), call.arguments.get("client_state") or {}
-    if is_remote := not is_local(folder):
+    is_remote = not is_local(folder) and not served.owner.is_local
+    if not is_local(folder) and not is_remote:
+        served.warn_once(
+            f"{call.arguments['save_dir']} is an address, but its framework writes to a folder of that name on this"
+            " machine, and the engine does so too. Save to a local folder, and copy checkpoints to the bucket."
+        )
+        folder = folder.absolute()
+    elif is_remote:
         from ..buckets import scratch_of
 
         if not writes_before_it_returns(engine):

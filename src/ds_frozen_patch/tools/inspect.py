@@ -12,6 +12,7 @@ from ..checkpoint.format.archive import Contents
 from ..checkpoint.format.stored import Storage, StoredTensor, iter_tensors
 from ..checkpoint.zero.entries import read_entries, with_plain_names
 from ..checkpoint.zero.states import as_integer, configured_stage, parameter_groups, read_states
+from ..common.files import shown
 from ..common.text import human_bytes, printable_lines
 from ..record import UNKNOWN, Record
 
@@ -111,7 +112,7 @@ def inspect(path: str | Path, tag: str | None = None) -> Inspection:
         files[file.name] = _sum_sizes(contents, kinds_of, file.stat().st_size)
     model = states.models[0]
     return Inspection(
-        path=str(states.layout.root),
+        path=shown(states.layout.root),
         tag=states.layout.tag,
         zero_stage=states.zero_stage,
         world_size=states.world_size,

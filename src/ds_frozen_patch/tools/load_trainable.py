@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..checkpoint.adapters import Adapter
 from ..checkpoint.format.records import Records, TensorSource
+from ..checkpoint.zero.layout import located
 from ..checkpoint.zero.opening import open_checkpoint
 from ..common.errors import CheckpointError, CheckpointMismatchError, named
 from ..parameters import plain
@@ -40,12 +41,13 @@ def load_trainable(
     """
     import torch
 
-    tensors = _find_tensors(Path(path), tag)
+    path = located(path, tag)
+    tensors = _find_tensors(path, tag)
     named_tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     in_module = {plain(name): tensor for name, tensor in named_tensors}
-    if (Path(path) / "adapter_config.json").is_file():
-        tensors = _rename_for_module(module, in_module, tensors, adapter, Path(path))
-    _check_keys_and_shapes(module, in_module, tensors, Path(path))
+    if (path / "adapter_config.json").is_file():
+        tensors = _rename_for_module(module, in_module, tensors, adapter, path)
+    _check_keys_and_shapes(module, in_module, tensors, path)
     with Records() as records:
         values = {name: records.read(tensor) for name, tensor in tensors.items()}
     with torch.no_grad():

@@ -23,6 +23,7 @@ from ...common.errors import CheckpointError, named
 from ...common.files import MODEL_FILE, OPTIMIZER_FILE, is_state_file, open_regular
 from ...publish.in_flight import settle
 from ...publish.journal import finish, is_unfinished, journals, linked, names_now
+from ...publish.publication import is_local
 
 _UNSUPPORTED = re.compile(r"(?:layer_\d+|expert_\d+|expp_rank_).*_states\.pt")
 _PLAIN_TAG = re.compile(r"[\w.-]{1,100}")
@@ -52,6 +53,15 @@ class Layout:
         return (*self.model, *self.optimizer)
 
 
+def located(path: str | Path, tag: str | None = None) -> Path:
+    """A path; for an address, one on this machine, whose files of states are read from the bucket."""
+    if is_local(path):
+        return Path(path)
+    from ...buckets import view
+
+    return view(path, tag)
+
+
 def find_layout(path: str | Path, tag: str | None = None) -> Layout:
     """Find the files of a checkpoint; a save that was killed while it gave them their names is finished.
 
@@ -63,7 +73,7 @@ def find_layout(path: str | Path, tag: str | None = None) -> Layout:
         CheckpointError: there is no checkpoint at the path, or a file of it is missing.
     """
     settle()
-    root = Path(path)
+    root = located(path, tag)
     name = latest_tag(root) if tag is None else tag
     if name != Path(name).name or name == ".." or len(name.encode()) > 255 or "\0" in name:
         # What `latest` has is not shown: it may be a link to a file that nobody else may read.

@@ -12,7 +12,7 @@ from ...common.files import WEIGHTS_FILE
 from ...parameters import is_name
 from ...record import Record, carried
 from ..format.archive import Contents, read_archive
-from .layout import Layout
+from .layout import Layout, located
 from .states import DEEPSPEEDS_OWN, States, check_same_save, read_states
 from .weights import Weights, check_masters_match, locate_weights
 
@@ -69,11 +69,11 @@ def open_any(path: str | Path, tag: str | None = None) -> Checkpoint:
     Raises:
         CheckpointError: as `open_checkpoint`, or the file is another one.
     """
-    file = Path(path)
+    file = located(path, tag)
     if file.is_dir() and not (file / "latest").exists() and (file / WEIGHTS_FILE).is_file():
         file /= WEIGHTS_FILE
     if not file.is_file():
-        return open_checkpoint(path, tag)
+        return open_checkpoint(file, tag)
     if tag is not None:
         raise CheckpointError(f"{file} is a single file, and has no tags. Do not pass one.")
     state: Any = read_archive(file).state

@@ -24,12 +24,6 @@ s3fs = pytest.importorskip("s3fs")
 pytestmark = [pytest.mark.promise(21), pytest.mark.everyday, pytest.mark.once]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[dict[str, str]]:
-    with buckets.served() as variables:
-        yield variables
-
-
 @contextmanager
 def around_requests(see: Callable[[str], None]) -> Iterator[None]:
     """Call something before and after each request of this process, with what is requested."""
