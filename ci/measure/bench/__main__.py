@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from bench import checkpoint, fingerprint, gpu, growth, imports, inspect, resume, saves, stalls, steps, sync, tools
 from kit import nodes
 from machine import described, machine
@@ -54,6 +55,9 @@ def main() -> None:
     given.parts = given.parts or [name for name in PARTS if name != "gpu"]
     if "stalls" in given.parts and (why := nodes.why_no_cached_disk()):
         parser.error(f"stalls needs a slow disk, and {why}; install it, or name the other parts")
+    if "gpu" in given.parts and not torch.cuda.is_available():
+        print("gpu: skipped, since torch finds no GPU", file=sys.stderr)
+        given.parts.remove("gpu")
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process compiles anew what it imports
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that what is on disk is removed then too
     results = json.loads(RESULTS.read_text())
