@@ -23,12 +23,14 @@ from matrix import cells, declared
 from matrix.environments import (
     LOCKS,
     ROOT,
+    add_bucket_packages,
     cell_python,
     clone,
     install_beside,
     newest_releases,
     program_python,
     tools_python,
+    write_bucket_lock,
     write_lock,
     write_program_lock,
     write_tools_locks,
@@ -127,6 +129,7 @@ def lock(session: nox.Session) -> None:
         for old in LOCKS.glob("base-*.txt"):
             old.unlink()
         write_tools_locks(session)
+        write_bucket_lock(session, CELLS["everyday"])
     for name in chosen:
         writers[name]()
     log_written(session, declared.write())  # a new lock can have a newer transformers or Accelerate
@@ -410,5 +413,7 @@ def run_pytest(session: nox.Session, cell: str, *arguments: str, **environment: 
     guard = ("-o", "faulthandler_timeout=700", "-o", "faulthandler_exit_on_timeout=true")
     pytest = ("-m", "pytest", f"--saved={SAVED}", *guard, *arguments)
     # Ranks and tests share the cores. With CI set, pytest compares long lists line by line, for hours if they differ.
+    if cell in EVERY_TEST:
+        add_bucket_packages(session, cell_python(session, CELLS[cell]))
     own = {"CELL": cell, "OMP_NUM_THREADS": "1", "CI": "", "BUILD_NUMBER": ""}
     run(session, cell, *pytest, **own, **environment)

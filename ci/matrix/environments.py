@@ -11,6 +11,7 @@ import configparser
 import hashlib
 import os
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -81,6 +82,17 @@ def install_beside(session: nox.Session, python: str, folder: Path, *wanted: str
     _uv(session, "pip", "install", "--python", python, "--target", str(folder), *wanted)
 
 
+def add_bucket_packages(session: nox.Session, python: str) -> None:
+    """Install what the tests of buckets import into `.nox/buckets`, which tests/conftest.py adds to the path."""
+    folder, lock = ROOT / ".nox" / "buckets", LOCKS / "buckets.txt"
+
+    def make() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        install_beside(session, python, folder, "--no-deps", "--require-hashes", "-r", str(lock))
+
+    _keep_up_to_date(folder, [lock], make)
+
+
 def tools_python(session: nox.Session, name: str = "tools") -> str:
     """Return the Python of an environment made by pip: its lock is `ci/locks/NAME.txt`."""
     folder = ROOT / ".nox" / name
@@ -116,6 +128,16 @@ def write_program_lock(session: nox.Session, name: str, program: Program, cell: 
     blocks = _resolve(session, cell.python, pins, preferred="".join(below.values()), sources=())
     blocks += _resolve(session, cell.python, list(program.alone), sources=("--no-deps",)) if program.alone else []
     (LOCKS / f"program-{name}.txt").write_text("".join(block for block in blocks if block not in below.values()))
+
+
+def write_bucket_lock(session: nox.Session, cell: Cell) -> None:
+    """Resolve what the tests of buckets import anew, beside what a cell has."""
+    below = [block for lock in (cell.base, cell.lock) for block in _blocks(_lock(lock))]
+    pins = list({block.partition("==")[0]: block.split()[0] for block in below}.values())
+    wanted = (LOCKS / "buckets.in").read_text().splitlines()
+    blocks = _resolve(session, cell.python, [*pins, *wanted], sources=())
+    names = {pin.partition("==")[0] for pin in pins}
+    (LOCKS / "buckets.txt").write_text("".join(block for block in blocks if block.partition("==")[0] not in names))
 
 
 def write_tools_locks(session: nox.Session) -> None:

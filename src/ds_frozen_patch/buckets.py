@@ -36,7 +36,8 @@ from typing import Any, TypeVar
 
 from .common import files
 from .common.errors import CheckpointError
-from .common.files import OFFLOADED, RECORD, SCRATCH, is_brought, is_state, is_state_file
+from .common.files import EXPORTS, OFFLOADED, RECORD, SCRATCH, is_brought, is_state, is_state_file
+from .publish.journal import hidden
 from .publish.notes import OURS, Note, note_of
 from .publish.publication import INCOMPLETE, NOTHING, UNCHANGED, Publication
 
@@ -51,15 +52,7 @@ _SMALL_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 16
 _OLD_SECONDS = 86400.0
 _HIDDEN = re.compile(r"\.(.+)\.([0-9a-f]{12})")
-_PACKAGES = {
-    "s3": "s3fs",
-    "s3a": "s3fs",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "abfs": "adlfs",
-    "abfss": "adlfs",
-    "az": "adlfs",
-}
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "abfss": "adlfs", "az": "adlfs"}
 
 
 # Scratch folders
@@ -170,8 +163,9 @@ def _remove(paths: Collection[Path]) -> None:
 
 
 def _hidden(names: Collection[str]) -> list[tuple[str, str, str]]:
-    """The hidden ones among the names of objects, each with the name that it is to have, and the id of its save."""
-    return [(name, match[1], match[2]) for name in names if (match := _HIDDEN.fullmatch(name))]
+    """The names of hidden files of states: each with the name that it is to have, and the id of its save."""
+    matches = (match for match in map(_HIDDEN.fullmatch, names) if match and is_state_file(match[1]))
+    return [(match[0], match[1], match[2]) for match in matches]
 
 
 def _save_of(record: bytes | None) -> str:
@@ -238,13 +232,13 @@ class Upload(Publication):
             note = Note(**json.loads(_read(path) or b""))
         except (ValueError, TypeError):
             return set()
-        if note.tag != self.target.name:
-            return set()
-        if note.is_running():
-            self._running.add(path.name.rpartition("-")[2])
+        save = path.name.rpartition("-")[2]
+        if note.tag == self.target.name and note.is_running():
+            self._running.add(save)
             self._warn_of_other_job()
+        if note.tag != self.target.name or note.is_running():
             return set()
-        self._dead.add(path)
+        self._dead |= {path, *(hidden(folder / name, save) for folder in (self.folder, self.home) for name in EXPORTS)}
         left = set(filter(is_state, there)) if note.in_place else set()
         _remove([self.home / name for name in left])
         return left
@@ -253,9 +247,7 @@ class Upload(Publication):
         """Upload a file that is written, or all that are left, and remove it from the scratch folder."""
         left = [item for item in self.folder.rglob("*") if item.is_file() and is_brought(item)] if self.is_tag else []
         if any(OFFLOADED in item.parts for item in left):
-            raise CheckpointError(
-                f"{self.shown} cannot be saved: the optimizer's states on NVMe cannot go to a bucket."
-            )
+            raise CheckpointError(f"{self.shown} cannot be saved: a bucket cannot have optimizer states on NVMe.")
         for item in [file] if file else left:
             fs, place = file_system(item)
             _try(fs.put_file, str(item), place)
@@ -283,8 +275,8 @@ class Upload(Publication):
             _try(fs.put_file, str(self.path(self.target.name)), place)
             self.is_decided = True
             fs.invalidate_cache()
-            with suppress(Exception):  # of a checkpoint of this name, which is the older one
-                _try(fs.rm, [name for name in fs.find(place) if name != place] or [f"{place}/latest"])
+            if older := [name for name in _try(fs.find, place) if name != place]:  # a checkpoint of this name
+                _try(fs.rm, older)
             return
         _write(self.home / RECORD, self._record or "")
         self.is_decided = True
@@ -298,15 +290,16 @@ class Upload(Publication):
         there = set() if self.in_place else set(_sizes(self.home))
         beside, (fs, _) = self.folder if self._exports_beside else self.home, file_system(self.home)
         exported = {beside / name: self.export(name) for name, is_written in self.exports.items() if is_written}
-        hidden = {self.home / name: self.path(name) for _, name, save in _hidden(there) if save == self.id} | exported
-        for final, path in () if self.in_place else hidden.items():
+        mine = {self.home / name: self.path(name) for _, name, save in _hidden(there) if save == self.id} | exported
+        for final, path in () if self.in_place else mine.items():
             _try(fs.cp_file, file_system(path)[1], file_system(final)[1])
         old = {name for name in there if is_state_file(name)} - names
         old |= {name for name, _, save in _hidden(there) if save not in self._running}
         removed = {beside / name for name, is_written in self.exports.items() if not is_written}
-        removed |= {self.folder} if self.in_place and self.is_alone else set()  # a single file of this name
         removed |= set() if self.in_place else set(exported.values())
-        _remove({*(self.home / name for name in old), *removed, *self._dead, note_of(self.folder, self.id)})
+        _remove([*(self.home / name for name in old), *removed, *self._dead, note_of(self.folder, self.id)])
+        if self.in_place and self.is_alone:
+            _remove([self.folder])  # a single file of this name
 
     def discard(self) -> None:
         """Remove what was written, unless it is the new checkpoint."""
@@ -357,7 +350,10 @@ def remove_latest(path: str | os.PathLike[str]) -> None:
 # Loads, and tools
 
 
-def bring_down(root: Path, tag: str | None, needed: Callable[[Path, bytes | None], Collection[str] | None]) -> None:
+Needed = Callable[[Path, bytes | None], Collection[str] | None]
+
+
+def bring_down(root: Path, tag: str | None, needed: Needed, others: bool = False) -> None:
     """Fill a scratch folder with a checkpoint.
 
     Args:
@@ -365,10 +361,11 @@ def bring_down(root: Path, tag: str | None, needed: Callable[[Path, bytes | None
         tag: the folder in it; None for that in `latest`.
         needed: returns the names of the files of states that are brought down, given the folder of the tag and the
             record; None for all.
+        others: whether to bring down small files of others too.
     """
     for attempt in range(_ATTEMPTS):
         try:
-            if _bring(root, tag, needed):
+            if _bring(root, tag, needed, _SMALL_BYTES if others else -1):
                 return
         except FileNotFoundError:  # a save is replacing it
             if attempt == _ATTEMPTS - 1:
@@ -379,11 +376,11 @@ def bring_down(root: Path, tag: str | None, needed: Callable[[Path, bytes | None
 def view(address: str | os.PathLike[str], tag: str | None) -> Path:
     """A scratch folder, until the process ends, in which empty files stand in for the files of states."""
     place = scratch_of(address)
-    bring_down(place, tag, lambda *_: ())
+    bring_down(place, tag, lambda *_: (), others=True)
     return place
 
 
-def _bring(root: Path, tag: str | None, needed: Callable[[Path, bytes | None], Collection[str] | None]) -> bool:
+def _bring(root: Path, tag: str | None, needed: Needed, small: int) -> bool:
     """Bring a checkpoint down; returns whether no save has replaced it meanwhile."""
     fs, place = file_system(root)
     there = _sizes(root)
@@ -394,13 +391,15 @@ def _bring(root: Path, tag: str | None, needed: Callable[[Path, bytes | None], C
         else:
             _stand_in(root, root, fs.size(place))
         return True
-    _get(root, {name: root / name for name, size in there.items() if size <= _SMALL_BYTES})
+    _get(root, {key: root / key for key in there if key == "latest" or key.startswith(OURS) or there[key] <= small})
     if tag is None and not (root / "latest").is_file():
         return True
     folder = root / (tag or (root / "latest").read_text(errors="replace").strip())
+    if ".." in folder.parts or root not in folder.parents:
+        return True  # it is no name, as is said later
     inside = _sizes(folder)
     record = _read(folder / RECORD) if RECORD in inside else None
-    keys = {name: folder / name for name, size in inside.items() if is_state(name) or size <= _SMALL_BYTES}
+    keys = {name: folder / name for name, size in inside.items() if is_state(name) or size <= small}
     keys |= {name: folder / key for key, name, save in _hidden(inside) if save == _save_of(record)}
     states = {name: key for name, key in keys.items() if is_state_file(name)}
     chosen = needed(folder, record)
@@ -439,8 +438,7 @@ def _open(path: Path) -> Any:
 
 
 def _get(folder: Path, keys: Mapping[str, Path]) -> None:
-    folder.mkdir(parents=True, exist_ok=True) if keys else None
     for name, key in keys.items():
+        folder.mkdir(parents=True, exist_ok=True)
         fs, place = file_system(key)
-        if _HIDDEN.fullmatch(name) is None:
-            _try(fs.get_file, place, str(folder / name))
+        _try(fs.get_file, place, str(folder / name))

@@ -175,10 +175,12 @@ def later(at: str, variables: dict[str, str], out: str) -> dict[str, Any]:
     fabric = runs.fabric(2, 2, "32-true")
     model, optimizer = runs.fabric_setup(fabric)
     said = runs.outcome(fabric.save, "s3://nowhere/a.ckpt", {"model": model, "optimizer": optimizer})
+    said = said if said[0] else runs.outcome(ds_frozen_patch.wait)
+    torch.distributed.barrier()  # the other rank has released its scratch folder
     return {
         "whole": whole,
         "resumed": (resumed.losses, runs.trained_state(resumed)),
-        "nowhere": said if said[0] else runs.outcome(ds_frozen_patch.wait),
+        "nowhere": said,
         "scratch": [*Path(out).iterdir()],
     }
 

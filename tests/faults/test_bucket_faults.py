@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kit import buckets, cell, processes, runs
 from kit.processes import KillPoint, ThisProcess
 
@@ -145,6 +146,7 @@ def failing(at: str, variables: dict[str, str], out: str) -> dict[str, Any]:
     said["no bucket"] = save(8, "s3://nowhere/last.ckpt")
     said["no implementation"] = save(8, "gs://bucket/last.ckpt")
     said["a load"] = runs.outcome(made.load, "s3://nowhere/last.ckpt", {"model": model})
+    torch.distributed.barrier()  # the other rank has released its own
     return {**said, "scratch": [*Path(out).iterdir()]}
 
 
