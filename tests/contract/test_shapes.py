@@ -60,8 +60,6 @@ NO_FOLDER = {
     "prefix": "PREFIX_TUNING files",
     "p-tuning": "P_TUNING files",
     "shira": "SHIRA files",
-    "vblora": "VBLORA files",
-    "adalora": "ADALORA files",
 }
 """Methods whose file no `patch(export="peft")` can write, and a part of the reason that it gives."""
 OTHERS = ["batch norm in eval mode", "weight_norm", "orthogonal"]

@@ -17,12 +17,15 @@ ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json
 """PEFT's names of the files in an adapter's folder."""
 PEFTS_PREFIX = "base_model.model."
 # For these kinds, PEFT's files contain values computed from the weights, not the weights themselves.
-_COMPUTED = (
-    "ADALORA", "ADAPTION_PROMPT", "CPT", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "PROMPT_TUNING",
-    "SHIRA", "VBLORA",
-)  # fmt: skip
+_COMPUTED = frozenset(
+    ["PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "ADAPTION_PROMPT", "SHIRA"]
+)
+_COMPUTED_WITH = {"ADALORA": "rank_pattern", "VBLORA": "save_only_topk_weights"}
+"""The kinds for which they do so with this setting only."""
 # The model has one of each, which PEFT saves; every layer refers to it under a name of its own.
-_SHARED_BY_LAYERS = frozenset(["vera_A", "vera_B", "pvera_A", "pvera_B", "unilora_theta_d", "tinylora_v"])
+_SHARED_BY_LAYERS = frozenset(
+    ["vera_A", "vera_B", "pvera_A", "pvera_B", "vblora_vector_bank", "unilora_theta_d", "tinylora_v"]
+)
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,12 @@ class Adapter:
 
     def owns(self, name: str) -> bool:
         """Whether a parameter or buffer belongs to the adapter and to its file."""
-        if self.peft_name(name) is None or _is_layer_alias(name):
+        parts = name.split(".")
+        if self.peft_name(name) is None or "ranknum" in parts or _is_layer_alias(name):  # PEFT does not save AdaLoRA's
             return False
         if any(f".{part}.{self.name}." in name for part in ("modules_to_save", "prompt_encoder")):
             return True
-        return self.name in name.split(".")[-2:]
+        return self.name in parts[-2:]
 
     def members(
         self, trained: Iterable[str], aliases: Iterable[str], others: Iterable[str], adapters: Iterable[str]
@@ -82,7 +86,9 @@ class Adapter:
 
     def check_exportable(self) -> None:
         """Raise CheckpointError if PEFT's files contain something else than the weights of a checkpoint."""
-        if (kind := (self.config or {}).get("peft_type")) in _COMPUTED:
+        config = self.config or {}
+        kind = str(config.get("peft_type"))
+        if kind in _COMPUTED or config.get(_COMPUTED_WITH.get(kind, "")):
             raise CheckpointError(
                 "PEFT's adapter format cannot be written from this checkpoint: PEFT computes the content of"
                 f" {kind} files from the weights. Use --format safetensors."
