@@ -20,7 +20,7 @@ from ..checkpoint.format.writing import write_archive
 from ..checkpoint.zero.groups import BASE_STATE, MASTER
 from ..checkpoint.zero.resharding import Resharding, optimizer_name, target_for
 from ..checkpoint.zero.states import FLAT_MASTERS, check_contents, check_shard_count, masters_key, read_states
-from ..checkpoint.zero.weights import locate_weights
+from ..checkpoint.zero.weights import check_masters_match, locate_weights
 from ..common.errors import CheckpointError, CheckpointMismatchError
 from ..common.overrides import Attributes, overridden
 from ..cures import ignores_round_robin
@@ -36,6 +36,7 @@ from ..internals import (
     with_merge,
 )
 from ..parameters import Contents
+from ..record import UNKNOWN
 from ..settings import current
 from . import changed_parameters
 from .agreement import LoadRanks
@@ -130,6 +131,8 @@ class _Answers:
             states = selection.rename(states)
             selection, scheduler = _with_other_groups(engine, selection, scheduler)
         weights = locate_weights(states, ("*",))
+        if load.record is None or load.record.kind == UNKNOWN:  # nothing says that the files are of one save
+            check_masters_match(weights.trained, weights.halves)
         target = target_for(states, **_target(engine))
         select = {} if selection is None else {"select": partial(selection.select, weights)}
         self.resharding = Resharding(states, weights, target, **select)
