@@ -420,6 +420,7 @@ def bring_rest(paths: Collection[Path]) -> None:
 
 def _stand_in(path: Path, key: Path, size: int) -> None:
     """Make an empty file in place of an object; both are paths in a scratch folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     os.truncate(path, size)
     path.chmod(0)

@@ -68,6 +68,15 @@ def test_what_is_not_there(copies: tuple[Path, str], capsys: Any) -> None:
         assert "scratch" not in said.out + said.err
 
 
+def test_without_a_record(copies: tuple[Path, str]) -> None:
+    _, at = copies
+    before = ds_frozen_patch.inspect(f"{at}/full.ckpt")
+    buckets.file_system().rm(f"{at}/full.ckpt/checkpoint/ds_frozen_patch.json")
+    after = ds_frozen_patch.inspect(f"{at}/full.ckpt")
+    assert before.record
+    assert (after.record, after.files, after.path) == (None, before.files, f"{at}/full.ckpt")
+
+
 def test_damage_is_found(copies: tuple[Path, str]) -> None:
     _, at = copies
     fs = buckets.file_system()

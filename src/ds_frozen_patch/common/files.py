@@ -8,7 +8,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
@@ -93,6 +93,16 @@ def read_at(file: Any, size: int, offset: int) -> bytes:
     """Read so many bytes at an offset, or those up to the end of the file."""
     content = bytearray(size)
     return bytes(content[: read_into(file, memoryview(content), offset)])
+
+
+def read_each(file: Any, size: int, offsets: Sequence[int]) -> list[bytes]:
+    """Read so many bytes at each offset; requests to a bucket run at the same time."""
+    try:
+        return [os.pread(file.fileno(), size, offset) for offset in offsets]
+    except io.UnsupportedOperation:
+        ends = [min(offset + size, file.size) for offset in offsets]
+        read: list[bytes] = file.fs.cat_ranges([file.path] * len(ends), [*offsets], ends, on_error="raise")
+        return read
 
 
 def hash_directory(path: Path) -> str | None:

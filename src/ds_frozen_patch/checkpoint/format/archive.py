@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...common.errors import CheckpointError
-from ...common.files import open_regular, read_at
+from ...common.files import open_regular, read_at, read_each
 from .rebuilding import IN_PLACE_OF
 from .stored import ITEM_SIZES, STORAGES, Storage, is_size, iter_tensors, stand_in
 
@@ -91,13 +91,14 @@ def read_directory(file: IO[bytes]) -> dict[str, Record]:
         raise ValueError("it has duplicate records")
     has_checksums = _have_checksums(infos)
     records, end = {}, 0
-    for info in sorted(infos, key=lambda info: info.header_offset):
+    infos_in_order = sorted(infos, key=lambda info: info.header_offset)
+    headers = read_each(file, _HEADER_BYTES, [info.header_offset for info in infos_in_order])
+    for info, header in zip(infos_in_order, headers, strict=True):
         name = info.orig_filename
         if info.compress_type or info.flag_bits & 1 or info.compress_size != info.file_size:
             raise ValueError("its records are compressed or encrypted")
         if info.external_attr & _DIRECTORY_OF_DOS or info.filename != name:
             raise ValueError(f"its record {name!r:.100} has two meanings")
-        header = read_at(file, _HEADER_BYTES, info.header_offset)
         if info.header_offset < end or header[:4] != b"PK\3\4" or (not end and info.header_offset):
             raise ValueError(f"its record {name!r:.100} is not where it should be")
         at = info.header_offset + _HEADER_BYTES + sum(struct.unpack("<2H", header[-4:]))
