@@ -90,6 +90,7 @@ def rest(session: nox.Session) -> None:
     session.chdir(ROOT)
     for cell in ("everyday", *SOME):
         save_for(session, cell)  # which two might do at once
+    add_bucket_packages(session, cell_python(session, CELLS["everyday"]))
     session.run(sys.executable, "-m", "nox", "-f", __file__, "-j", "2", "-s", *OTHERS, external=True)
 
 

@@ -32,6 +32,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -337,7 +338,7 @@ def row_sums(piece: torch.Tensor, offset: int) -> tuple[int, torch.Tensor]:
             now = words[:count]
         now = now.view(torch.int64).view(-1, rows, ROW_WORDS)
         low, high = (weights[place : place + rows] for weights in _weights(piece.device))
-        if piece.device.type == "cpu":  # numpy stores no products, so it is faster
+        if isinstance(low, numpy.ndarray):  # numpy stores no products, so it is faster
             unsigned = now.numpy().view(numpy.uint64)
             of_low = numpy.einsum("brw,rw->br", unsigned, low)
             of_high = numpy.einsum("brw,rw->br", unsigned >> numpy.uint64(32), high)
@@ -359,8 +360,8 @@ def _integers(values: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _weights(device: torch.device) -> tuple[Any, Any]:
-    """W and U for the words of one block, by row: of numpy's uint64 for the CPU, else tensors of int64."""
+def _weights(device: torch.device) -> tuple[Any, ...]:
+    """W and U for the words of one block, by row: of numpy's uint64 if torch can use numpy here, else tensors."""
     import numpy
     import torch
 
@@ -371,8 +372,10 @@ def _weights(device: torch.device) -> tuple[Any, Any]:
     mixed = (mixed ^ ((mixed >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
     weights = ((mixed ^ ((mixed >> 31) & 0x1FFFFFFFF)) << 32) | low
     by_row = weights.view(2, ROWS, ROW_WORDS)
-    low, high = by_row.numpy().view(numpy.uint64) if device.type == "cpu" else by_row.to(device)
-    return low, high
+    if device.type == "cpu":
+        with suppress(RuntimeError):  # torch was built for another numpy
+            return tuple(by_row.numpy().view(numpy.uint64))
+    return tuple(by_row.to(device))
 
 
 def _add_to_blocks(blocks: torch.Tensor, first: int, rows: torch.Tensor) -> None:

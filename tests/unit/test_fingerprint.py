@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 
+from ds_frozen_patch import fingerprint as fingerprint_module
 from ds_frozen_patch.fingerprint import (
     BLOCK_BYTES,
     ROW_BYTES,
@@ -39,6 +40,16 @@ def fingerprint(values: torch.Tensor) -> str:
     (found,) = fingerprints([read(torch.nn.Parameter(values, requires_grad=False))])
     assert found is not None
     return found
+
+
+def test_torch_without_numpy_gives_the_same_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, and where torch was built for another numpy."""
+    values = bits((3 * BLOCK_BYTES + 7,), torch.int8)
+    first, by_numpy = row_sums(values, 5)
+    weights = tuple(torch.from_numpy(weights.view(numpy.int64)) for weights in _weights(torch.device("cpu")))
+    monkeypatch.setattr(fingerprint_module, "_weights", lambda _: weights)
+    assert row_sums(values, 5)[0] == first
+    assert torch.equal(row_sums(values, 5)[1], by_numpy)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -13,7 +13,7 @@ from typing import Any
 from ...common.errors import named
 from ..format.archive import CHUNK_BYTES
 from ..format.records import Piece, Records, TensorSource
-from ..format.stored import ITEM_SIZES, Storage, StoredTensor, whole_tensor, stand_in
+from ..format.stored import ITEM_SIZES, Storage, StoredTensor, stand_in, whole_tensor
 from .groups import BASE_STATE, MASTER, MASTERS, Group, UnsupportedError, blocks_in, check_blocks, nested
 from .partitions import Range, Shapes, group_shard_size, ranges, round_robin_order, split_into_sub_groups
 from .states import FLAT_MASTERS, as_integer, masters_key
