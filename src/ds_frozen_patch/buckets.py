@@ -40,6 +40,7 @@ from .common.files import EXPORTS, OFFLOADED, RECORD, SCRATCH, is_brought, is_st
 from .publish.journal import hidden
 from .publish.notes import OURS, Note, note_of
 from .publish.publication import INCOMPLETE, NOTHING, UNCHANGED, Publication
+from .record import File
 
 T = TypeVar("T")
 
@@ -190,12 +191,8 @@ class Upload(Publication):
     _dead: set[Path] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        self.upload = self
         self.home.mkdir(parents=True, exist_ok=True)
-
-    @property
-    def name(self) -> str:
-        """The address."""
-        return address_of(self.target)
 
     def follow(self, paths: Sequence[str]) -> None:
         """Write to the place of another rank, in this one's scratch folder."""
@@ -242,6 +239,11 @@ class Upload(Publication):
         left = set(filter(is_state, there)) if note.in_place else set()
         _remove([self.home / name for name in left])
         return left
+
+    def note(self, written: dict[Path, File], path: Path, file: File) -> None:
+        """Upload a file that is written, and note what it is."""
+        written[path] = file
+        self.deliver(path)
 
     def deliver(self, file: Path | None = None) -> None:
         """Upload a file that is written, or all that are left, and remove it from the scratch folder."""

@@ -37,6 +37,12 @@ def kept(at: str, **options: Any) -> ModelCheckpoint:
     return ModelCheckpoint(at, filename="{epoch}", save_top_k=2, monitor="epoch", mode="max", **options)
 
 
+def left(out: str) -> list[Path]:
+    """What is in the folder of all ranks' scratch folders, once every rank has removed its own."""
+    torch.distributed.barrier()
+    return [*Path(out).iterdir()]
+
+
 def fit_and_resume(at: str, variables: dict[str, str], out: str, stage: int) -> dict[str, Any]:
     """Train three epochs, with Lightning's own retention; resume after the second, from the best and the last."""
     os.environ.update(variables)
@@ -56,7 +62,7 @@ def fit_and_resume(at: str, variables: dict[str, str], out: str, stage: int) -> 
     last = runs.LoraRun()
     trainer = runs.trainer(out, 2, stage, epochs=4, callbacks=[kept(at, save_last=True)])
     trainer.fit(last, runs.batches(2), ckpt_path="last")
-    return {**said, "steps": (len(last.losses), trainer.global_step), "scratch": sorted(Path(out).iterdir())}
+    return {**said, "steps": (len(last.losses), trainer.global_step), "scratch": left(out)}
 
 
 @pytest.mark.short
@@ -93,7 +99,7 @@ def by_fabric(at: str, variables: dict[str, str], out: str, stage: int) -> dict[
     state = {"model": model, "optimizer": optimizer, "mine": {"step": 0}}
     made.load(f"{at}/small.ckpt", state)
     resumed = (runs.fabric_epoch(made, model, optimizer), runs.trained_state(model))
-    return {"whole": whole, "resumed": resumed, "mine": state["mine"], "scratch": [*Path(out).iterdir()]}
+    return {"whole": whole, "resumed": resumed, "mine": state["mine"], "scratch": left(out)}
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -119,7 +125,7 @@ def weights_alone(at: str, variables: dict[str, str], out: str, stage: int) -> d
         trainer.save_checkpoint(path, weights_only=weights_only)
         found.append(isfile(path))
     found += trainer.test(module, runs.batches(2), ckpt_path="best", verbose=False)
-    return {"found": found, "scratch": [*Path(out).iterdir()], "local": os.path.lexists("s3:")}
+    return {"found": found, "scratch": left(out), "local": os.path.lexists("s3:")}
 
 
 def isfile(path: str) -> bool:
@@ -144,7 +150,7 @@ def by_an_engine(at: str, variables: dict[str, str], out: str) -> Any:
         whole = owners.Run("deepspeed", at, 2, 2)
         losses, state = whole.train()
         again = owners.Run("deepspeed", f"{at}/again", 2, 2)
-        return again.train(whole.at(0)) == (losses[owners.STEPS :], state), [*Path(out).iterdir()]
+        return again.train(whole.at(0)) == (losses[owners.STEPS :], state), left(out)
 
 
 def test_an_engine_that_exports(ranks: Any, bucket: dict[str, Any]) -> None:
@@ -181,7 +187,7 @@ def later(at: str, variables: dict[str, str], out: str) -> dict[str, Any]:
         "whole": whole,
         "resumed": (resumed.losses, runs.trained_state(resumed)),
         "nowhere": said,
-        "scratch": [*Path(out).iterdir()],
+        "scratch": left(out),
     }
 
 

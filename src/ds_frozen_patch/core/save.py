@@ -113,6 +113,7 @@ def begin(engine: Any, served: ServedEngine, place: Publication, what: str, excl
     in_flight.wait()
     save = Save(engine, served, place)
     save.ranks = SaveRanks(save.owner.device, place.shown, save.clean_up)
+    save.note = save.written.__setitem__ if place.upload is None else partial(place.upload.note, save.written)
     with save.ranks.deferred(place.shown):  # the other ranks wait in the agreement
         save.base = Base(engine, save.contents).compared(served) if exclude else None
     if place.is_managed and is_first(save.owner):

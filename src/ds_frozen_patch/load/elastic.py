@@ -223,9 +223,9 @@ def _needs_resharding(load: Load) -> bool:
     if not saved.ranks or served is None:
         return False  # `agreement.check` reports what is wrong
     stage, ranks = served.topology.stage, served.topology.ranks
-    is_plain, precision = has_plain_optimizer(engine), _precision(engine)
+    is_plain, is_bf16 = has_plain_optimizer(engine), bool(engine.bfloat16_enabled())
     masters = masters_key(vars(engine.optimizer)) if is_plain else ""
-    now = _format(stage, ranks, is_plain, masters, precision == "bf16", has_gaps(engine))
+    now = _format(stage, ranks, is_plain, masters, is_bf16, has_gaps(engine))
     was_bf16 = bool(saved.optimizer) and saved.optimizer[0].startswith("bf16_")
     masters = masters if saved.masters is None else saved.masters
     before = _format(saved.stage, saved.ranks, not saved.optimizer, masters, was_bf16, saved.has_gaps)
@@ -243,6 +243,7 @@ def _needs_resharding(load: Load) -> bool:
         why = "patch(elastic=False) or DS_FROZEN_PATCH_ELASTIC=0 forbids to reshard it automatically."
     else:
         return True
+    precision = _precision(engine)
     options = f"--stage {stage} --ranks {ranks}" + (f" --precision {precision}" if precision != "fp16" else "")
     raise CheckpointMismatchError(
         f"The checkpoint was saved {before}, and DeepSpeed cannot load it {now}. {why} To reshard it by hand:"

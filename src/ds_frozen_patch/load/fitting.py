@@ -73,7 +73,8 @@ def renamed(checkpoint: Mapping[str, Any], module: Any) -> Mapping[str, Any]:
     for key, now in names.items():
         if values := checkpoint.get(key):
             renamed = {now.get(plain(name), prefix + plain(name)): value for name, value in values.items()}
-            checkpoint = {**checkpoint, key: with_attributes(values, renamed)}
+            if renamed.keys() != values.keys():
+                checkpoint = {**checkpoint, key: with_attributes(values, renamed)}
     return checkpoint
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from ..common.files import OFFLOADED, RECORD, is_state, is_state_file
@@ -35,6 +36,9 @@ from .journal import (
     remove_states,
 )
 from .notes import OURS, Note, note_of, notes
+
+if TYPE_CHECKING:
+    from ..buckets import Upload
 
 UNCHANGED = "The previous checkpoint there is unchanged."
 NOTHING = "There is no checkpoint there now."
@@ -71,6 +75,7 @@ class Publication:
         latest: what the file `latest` is to say; None to leave it.
         exports: the files that are exported, by their paths from `EXPORTS`; False for those that are to be removed.
         is_decided: whether the new checkpoint exists: its files have their names, or get them from whoever comes next.
+        upload: itself, if the target is at an address.
     """
 
     target: Path
@@ -87,24 +92,14 @@ class Publication:
     latest: str | None = None
     exports: dict[str, bool] = field(default_factory=dict)
     is_decided: bool = False
+    upload: Upload | None = None
     _created: list[Path] = field(default_factory=list)
     _beside: set[str] = field(default_factory=set)
     _record: str | None = None
 
-    @property
-    def name(self) -> str:
-        """The target, as the ranks compare it."""
-        return str(self.target)
-
     def follow(self, paths: Sequence[str]) -> None:
         """Write to the `paths` of another rank."""
         self.target, self.folder, self.shown = map(Path, paths)
-
-    def release(self) -> None:
-        """Remove what is only there while a save runs."""
-
-    def deliver(self, file: Path | None = None) -> None:
-        """A file is complete, or all are that this rank writes: they are where they belong."""
 
     @property
     def home(self) -> Path:

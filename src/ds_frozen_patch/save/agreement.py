@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..common.errors import CheckpointError, CheckpointMismatchError
-from ..common.files import is_state
+from ..common.files import SCRATCH, is_state
 from ..common.text import human_bytes
 from ..cures import USE_WEIGHTS_ONLY
 from ..engine.served import Owner, ServedEngine
@@ -139,7 +139,7 @@ def agree_on_request(save: Save, what: str, exclude: bool) -> None:
     """
     place, base, now = save.place, save.base, settings()
     request = {"what is saved": what, FLAG: exclude, **{name: getattr(now, name) for name in _MUST_BE_EQUAL}}
-    numbers = [digest(sorted(request.items())), digest(place.name), int(place.id, 16)]
+    numbers = [digest(sorted(request.items())), digest(SCRATCH.sub(r"\2", str(place.target))), int(place.id, 16)]
     numbers += [base is None or base.is_known, digest(sorted(base.changed)) if base else 0]
     numbers += [place.in_place, save.owner.local_rank]
     everyone = save.ranks.step("agree on the save", lambda: numbers, len(numbers))

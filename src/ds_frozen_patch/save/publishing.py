@@ -31,13 +31,6 @@ def publish(save: Save) -> None:
     Raises:
         CheckpointError: on every rank, if one has recorded an error.
     """
-    try:
-        _publish(save)
-    finally:
-        save.place.release()
-
-
-def _publish(save: Save) -> None:
     everyone = save.ranks.step("write its files", partial(_packed, save), _WIDTH)
     if save.publishes:
         written = _unpacked(everyone)
@@ -50,6 +43,8 @@ def _publish(save: Save) -> None:
         save.ranks.step("prepare its files")
         save.place.is_decided = True
     save.ranks.step("name its files", save.place.give_names if save.publishes else None)
+    if save.place.upload is not None:
+        save.place.upload.release()
 
 
 def _record(save: Save, written: Mapping[int, File]) -> str | None:
@@ -65,7 +60,8 @@ def _record(save: Save, written: Mapping[int, File]) -> str | None:
 
 def _packed(save: Save) -> list[int]:
     """The first two files that this rank has written, as integers."""
-    save.place.deliver()
+    if save.place.upload is not None:
+        save.place.upload.deliver()
     numbers: list[int] = []
     for path, file in [*save.written.items()][:2]:
         name = save.place.final(path).name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -33,6 +34,7 @@ class Save:
         opens_disk: whether this rank is the first of those that write to a target, which can be on a disk of its own.
         publishes: whether this rank gives the files their names on its disk.
         written: what this rank has written, and where.
+        note: takes the path and the description of a file that is written.
         record: of the checkpoint, once it is made, without its files; None of a single file.
         removed: the names of what is left out that were in the module's state dict.
         recorder: of what the engine writes, to be written later; None if the save writes it.
@@ -54,6 +56,7 @@ class Save:
     recorder: Recorder | None = None
     export: str | None = None
     ranks: SaveRanks = field(init=False)
+    note: Callable[[Path, File], None] = field(init=False)
     thread: int = field(default_factory=threading.get_ident)
 
     @property
@@ -65,11 +68,6 @@ class Save:
     def contents(self) -> Contents:
         """What the module contains, at the moment of the save."""
         return Contents(self.engine.module)
-
-    def note(self, path: Path, file: File) -> None:
-        """A file is written."""
-        self.written[path] = file
-        self.place.deliver(path)
 
     def open(self) -> None:
         """Prepare where this rank, and those that share its disk, write."""
@@ -100,7 +98,8 @@ class Save:
         if self.publishes:
             with suppress(OSError):  # the other ranks wait for what follows
                 self.place.discard()
-        self.place.release()
+        if self.place.upload is not None:
+            self.place.upload.release()
 
 
 def place_of(

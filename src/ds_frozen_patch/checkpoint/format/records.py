@@ -154,8 +154,8 @@ class Records:
             self._read_into(storage, storage.nbytes - left, buffer[:left])
         if storage.checksum != self._sums[storage][1]:
             raise CheckpointError(
-                f"{storage.path} is damaged: record {storage.key} does not match its checksum. Get a complete copy of"
-                " it."
+                f"{storage.path} is damaged: record {storage.key} does not match its checksum, or the file is being"
+                " replaced. Get a complete copy of it."
             )
 
     def _read_into(self, storage: Storage, begin: int, content: memoryview) -> None:
@@ -167,7 +167,7 @@ class Records:
             except OSError as error:
                 raise CheckpointError(f"{storage.path} cannot be read: {error}") from None
             if count != len(chunk):
-                raise CheckpointError(f"{storage.path} is truncated. Get a complete copy of it.")
+                raise CheckpointError(f"{storage.path} is truncated, or being replaced. Get a complete copy of it.")
             done, so_far = self._sums.get(storage, (0, 0))
             if begin + at == done and storage.checksum is not None:
                 done, so_far = done + len(chunk), zlib.crc32(chunk, so_far)

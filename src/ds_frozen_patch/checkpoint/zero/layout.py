@@ -73,7 +73,7 @@ def find_layout(path: str | Path, tag: str | None = None) -> Layout:
         CheckpointError: there is no checkpoint at the path, or a file of it is missing.
     """
     settle()
-    root = located(path, tag)
+    root = Path(path) if is_local(path) else located(path, tag)
     name = latest_tag(root) if tag is None else tag
     if name != Path(name).name or name == ".." or len(name.encode()) > 255 or "\0" in name:
         # What `latest` has is not shown: it may be a link to a file that nobody else may read.
