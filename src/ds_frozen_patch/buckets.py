@@ -82,6 +82,9 @@ def release(path: Path) -> None:
     if (match := SCRATCH.fullmatch(str(path))) is not None:
         shutil.rmtree(match[1], ignore_errors=True)
         _scratch.pop(match[1], None)
+        if not _scratch:
+            _keys.clear()
+            files.open_remote = None
 
 
 def _release_all() -> None:

@@ -75,7 +75,7 @@ def test_a_run_resumes_and_keeps_some(ranks: Any, bucket: dict[str, Any], stage:
         assert said["paths"] == (f"{at}/epoch=2.ckpt", f"{at}/last.ckpt")
         assert said["steps"] == (runs.BATCHES, 4 * runs.BATCHES)
         assert not said["scratch"]
-    names = set(buckets.objects(at))
+    names = {name for name in buckets.objects(at) if not name.endswith("zero_to_torch.py")}  # of newer releases
     assert {name.partition("/")[0] for name in names} == {"epoch=2.ckpt", "epoch=3.ckpt", "last.ckpt"}
     model = [f"zero_pp_rank_{rank}_mp_rank_00" for rank in range(2)] if stage == 3 else ["mp_rank_00"]
     expected = {"latest", "zero_to_fp32.py", "checkpoint/ds_frozen_patch.json"}
