@@ -53,11 +53,12 @@ def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     call.apply_defaults()
     load.engine = engine
-    if not is_local(call.arguments["load_dir"]) and not load.owner.is_local:
-        address, tag = str(call.arguments["load_dir"]), call.arguments["tag"]
-        return agreement.from_bucket(load, address, tag, partial(_load_brought, wrapped, served, load, call, is_alone))
-    if not is_local(call.arguments["load_dir"]):
-        call.arguments["load_dir"] = str(Path(call.arguments["load_dir"]).absolute())
+    address, tag = str(call.arguments["load_dir"]), call.arguments["tag"]
+    if not is_local(address):
+        if not load.owner.is_local:
+            load_from = partial(_load_brought, wrapped, served, load, call, is_alone)
+            return agreement.from_bucket(load, address, tag, load_from)
+        call.arguments["load_dir"] = str(Path(address).absolute())
     while True:
         try:
             return _load(wrapped, served, load, call, is_alone)

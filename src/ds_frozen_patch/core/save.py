@@ -47,27 +47,14 @@ def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
     tag = call.arguments["tag"] = f"global_step{engine.global_steps}" if tag is None else str(tag)  # as DeepSpeed does
     exclude = call.arguments[FLAG] = served.owner.excludes(call.arguments.get(FLAG))
     folder, program_state = Path(call.arguments["save_dir"]), call.arguments.get("client_state") or {}
-    is_remote = not is_local(folder) and not served.owner.is_local
-    if not is_local(folder) and not is_remote:
-        served.warn_once(
-            f"{call.arguments['save_dir']} is an address, but its framework writes to a folder of that name on this"
-            " machine, and the engine does so too. Save to a local folder, and copy checkpoints to the bucket."
-        )
-        folder = folder.absolute()
-    elif is_remote:
-        from ..buckets import scratch_of
-
-        if not writes_before_it_returns(engine):
-            raise CheckpointError(
-                f"{folder} cannot be saved. DeepSpeed's {type(checkpoint_engine(engine)).__name__} writes after a save"
-                " has returned. Use DeepSpeed's default checkpoint engine to save to a bucket."
-            )
-        folder = scratch_of(folder)
+    if not is_local(folder):
+        folder = _folder_for(call.arguments["save_dir"], engine, served)
     shown = folder if served.owner.names_each_save else folder / tag
     with agreement.explaining_errors(shown) as saves:
         is_managed = writes_before_it_returns(engine)
         place = place_of(engine, served, folder / tag, shown, is_managed, folder)
-        save = begin(engine, served, place, "a checkpoint" + " in a bucket" * is_remote, exclude)
+        what = "a checkpoint" if place.upload is None else "a checkpoint in a bucket"
+        save = begin(engine, served, place, what, exclude)
         saves.append(save)
         if settings().async_save:
             publishing.prepare_to_record(save)
@@ -95,6 +82,28 @@ def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
             if save.export is not None:
                 save.ranks.step("export", partial(export_trained.write, save, save.export))
     return saved
+
+
+def _folder_for(address: str | Path, engine: Any, served: ServedEngine) -> Path:
+    """The folder on this machine that an engine writes to, given an address.
+
+    Raises:
+        CheckpointError: the engine writes after a save has returned.
+    """
+    if served.owner.is_local:
+        served.warn_once(
+            f"{address} is an address, but its framework writes to a folder of that name on this machine, and the"
+            " engine does so too. Save to a local folder, and copy checkpoints to the bucket."
+        )
+        return Path(address).absolute()
+    from ..buckets import scratch_of
+
+    if not writes_before_it_returns(engine):
+        raise CheckpointError(
+            f"{address} cannot be saved. DeepSpeed's {type(checkpoint_engine(engine)).__name__} writes after a save"
+            " has returned. Use DeepSpeed's default checkpoint engine to save to a bucket."
+        )
+    return scratch_of(address)
 
 
 def begin(engine: Any, served: ServedEngine, place: Publication, what: str, exclude: bool) -> Save:
