@@ -53,7 +53,6 @@ _SMALL_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 16
 _OLD_SECONDS = 86400.0
 _HIDDEN = re.compile(r"\.(.+)\.([0-9a-f]{12})")
-_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "abfss": "adlfs", "az": "adlfs"}
 
 
 # Scratch folders
@@ -67,8 +66,6 @@ def scratch_of(address: str | os.PathLike[str]) -> Path:
             if time.time() - left.stat().st_mtime > _OLD_SECONDS:
                 shutil.rmtree(left)
     made = tempfile.mkdtemp(prefix="ds_frozen_patch-scratch-", dir=root)
-    if not _scratch:
-        atexit.register(_release_all)
     _scratch[made] = os.getpid()
     return Path(made, str(address))
 
@@ -87,6 +84,7 @@ def release(path: Path) -> None:
             files.open_remote = None
 
 
+@atexit.register
 def _release_all() -> None:
     for folder, process in _scratch.items():
         if process == os.getpid():  # and not the one from which it was forked
@@ -109,14 +107,12 @@ def file_system(path: str | os.PathLike[str]) -> tuple[Any, str]:
         CheckpointError: fsspec or its implementation for this kind of address is not installed.
     """
     address = address_of(path)
-    protocol = address.partition(":")[0]
     try:
         from fsspec.core import url_to_fs
 
         found: tuple[Any, str] = url_to_fs(address)
     except (ImportError, ValueError) as error:
-        package = _PACKAGES.get(protocol, f"the fsspec implementation of {protocol}://")
-        raise CheckpointError(f"{address} cannot be opened: install {package} ({error}).") from None
+        raise CheckpointError(f"{address} cannot be opened: {error}.") from None
     return found
 
 
