@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from kit.cell import CELL
 from kit.processes import GRACE_SECONDS, Ranks
 from matrix import cells
@@ -234,6 +235,12 @@ class Outcome:
             "seconds": round(time.monotonic() - self.begun),
         }
         self.file.write_text(json.dumps(outcome, indent=1))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
+    """End pytest if a test that has failed is not torn down in time: pytest and its timeouts no longer watch it."""
+    faulthandler.dump_traceback_later(120, exit=True, file=node.config.stash[fault_handler_stderr_fd_key])
 
 
 def pytest_unconfigure() -> None:

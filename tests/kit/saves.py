@@ -208,6 +208,9 @@ def has_journal(folder: Path, tag: str = TAG) -> bool:
 
 # Ranks that do what they are told, one after another
 
+SECONDS = 60
+"""How long ranks may take for what they are told: an error at a connection of theirs makes them wait for each other."""
+
 
 def obey(this: ThisProcess, out: str, mode: str, stage: int, number: int) -> None:
     """Make an engine; then call each method of it that is asked for, and report its result or its error."""
@@ -240,7 +243,8 @@ class Crew:
         if not self._ranks:
             self._ranks = processes.start_ranks(obey, self.log, (None,) * self._world_size, **self._asked)
             self.saved = self._asked["number"]
-            self.pids = [self._heard(rank) for rank in self._ranks]
+            limit = time.monotonic() + processes.SECONDS
+            self.pids = [self._heard(rank, limit) for rank in self._ranks]
             assert all(isinstance(pid, int) for pid in self.pids), (self.pids, self.log.read_text()[-4000:])
 
     def __call__(self, name: str, *arguments: Any) -> list[Any]:
@@ -248,7 +252,8 @@ class Crew:
         self.saved += name in ("save", "prepare")
         for rank in self._ranks:
             rank.pipe.send((name, arguments))
-        found = [self._heard(rank) for rank in self._ranks]
+        limit = time.monotonic() + SECONDS
+        found = [self._heard(rank, limit) for rank in self._ranks]
         if None in found or "hangs" in found:
             self.stop()
         return found
@@ -259,8 +264,8 @@ class Crew:
             rank.process.join()
         self._ranks = []
 
-    def _heard(self, rank: Process) -> Any:
+    def _heard(self, rank: Process, limit: float) -> Any:
         try:
-            return rank.pipe.recv() if rank.pipe.poll(processes.SECONDS) else "hangs"
+            return rank.pipe.recv() if rank.pipe.poll(max(0.0, limit - time.monotonic())) else "hangs"
         except (EOFError, ConnectionResetError):
             return None

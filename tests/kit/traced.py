@@ -66,7 +66,11 @@ def tracing(process: int, log: Path, inject: Call | None = None, how: str = "sig
     finally:
         with suppress(ProcessLookupError):
             os.kill(strace.pid, 2)
-        strace.communicate(timeout=60)
+        try:
+            strace.communicate(timeout=5)
+        except subprocess.TimeoutExpired:  # it waits for the first thread of a process that ends now, before the others
+            strace.kill()
+            strace.communicate()
 
 
 def hit(log: Path, folder: Path) -> bool:
