@@ -68,12 +68,12 @@ nox.needs_version = ">=2026.10"  # it runs sessions side by side
 nox.options.allow_parallel = True
 nox.options.sessions = [f"tests({FIRST})"]
 nox.options.stop_on_first_error = False
-# What CI runs beside the tests of the everyday cell: the short tests on the newest releases, the promises where
-# releases are oldest, refused and patched, and those of quantized bases.
-SOME = ("oldest", "refused", "everyday-patched", "quantized")
+# What CI runs beside the tests of the everyday cell: the promises where releases are newest, oldest and patched, each
+# with a third of its parameters in each of these cells; those of a refused release, and of quantized bases.
+THIRDS = ("newest", "oldest", "everyday-patched")
 PARTS = {"contract": ("tests/contract",), "others": ("tests", "--ignore=tests/contract")}
-OTHERS = [f"other_tests({part})" for part in PARTS]
-OTHERS += [f"tests({cell})" for cell in SHORT_TESTS[1:]] + [f"matrix({cell})" for cell in SOME]
+OTHERS = [f"other_tests({part})" for part in PARTS] + [f"tests({cell})" for cell in SHORT_TESTS[1:-1]]
+OTHERS += [f"third({cell})" for cell in THIRDS] + ["matrix(quantized)", "matrix(refused)"]
 OTHERS += ["patches", "docs", "lint"]
 
 
@@ -88,7 +88,7 @@ def tests(session: nox.Session, cell: str) -> None:
 def rest(session: nox.Session) -> None:
     """All other tests and checks, which must pass too before a commit: two sessions at a time."""
     session.chdir(ROOT)
-    for cell in ("everyday", *SOME):
+    for cell in ("everyday", "oldest"):
         save_for(session, cell)  # which two might do at once
     add_bucket_packages(session, cell_python(session, CELLS["everyday"]))
     session.run(sys.executable, "-m", "nox", "-f", __file__, "-j", "2", "-s", *OTHERS, external=True)
@@ -113,6 +113,18 @@ def every_test(session: nox.Session, cell: str) -> None:
 def matrix(session: nox.Session, cell: str) -> None:
     """The promises on one cell of releases, its outcome kept for the table; what follows `--` goes to pytest."""
     run_promises(session, cell, *session.posargs)
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("cell", THIRDS, ids=THIRDS)
+def third(session: nox.Session, cell: str) -> None:
+    """The promises on one of three cells, each with a third of its parameters; what follows `--` goes to pytest."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    chosen = [f"--third={THIRDS.index(cell)}", f"--outcome={RESULTS / cell}-third.json", *session.posargs]
+    if cell in EVERY_TEST:
+        run_pytest(session, cell, "--part=short", *chosen)
+    else:
+        run_tests(session, cell, "-m", "not everyday", *chosen)
 
 
 @nox.session(venv_backend="none")
