@@ -144,8 +144,14 @@ def test_kills_at_each_call(
     counted(f"`kill -9` at a system call of a save {what}, with the program's files beside it", len(points))
 
 
-@over
-@pytest.mark.parametrize("error", ["EIO", "ENOSPC"])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each case with both errors; in the short part, with one of them."""
+    if "error" in metafunc.fixturenames:
+        both = [(error, *case) for case in CASES for error in ("EIO", "ENOSPC")]
+        tried = both if metafunc.config.getoption("--faults") else [*both[::4], *both[3::4]]
+        metafunc.parametrize(("error", "mode", "stage", "over"), tried)
+
+
 def test_errors_at_each_call(
     faulty: Faulty, long: bool, counted: Callable[[str, int], None], mode: str, stage: int, over: str, error: str
 ) -> None:
