@@ -169,6 +169,13 @@ def frozen_values(paths: list[str], stage: int, loads: bool) -> list[Any]:
 
 
 @pytest.mark.once
+@pytest.mark.parametrize(("stage", "number"), [(0, 1), (2, 3), (3, 3)])
+def test_tensors_that_are_not_contiguous(ranks: Any, saved: Any, stage: int, number: int) -> None:
+    sources = [saved(2, stage=before, strided=True) for before in (0, 2, 3)]
+    assert_goes_on(ranks, number, sources, stage=stage, strided=True)
+
+
+@pytest.mark.once
 def test_what_the_own_state_dict_of_a_module_leaves_out(ranks: Any, tmp_path: Path) -> None:
     """From ZeRO-2 on, DeepSpeed saves it beside the state dict."""
     paths = [str(tmp_path / str(stage)) for stage in (2, 3)]

@@ -39,7 +39,9 @@ class Net(torch.nn.Module):
 
     seen: Any
 
-    def __init__(self, seed: int = 1, names: tuple[str, ...] = NAMES, adapters: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, seed: int = 1, names: tuple[str, ...] = NAMES, adapters: tuple[str, ...] = (), strided: bool = False
+    ) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.base = torch.nn.Linear(6, 7)
@@ -53,6 +55,8 @@ class Net(torch.nn.Module):
         self.register_buffer("seen", torch.zeros(1, dtype=torch.int64))
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(name.split(".")[0] in names)
+            if strided and parameter.ndim == 2:  # as `channels_last` has them
+                parameter.data = parameter.data.t().contiguous().t()
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         self.seen += 1

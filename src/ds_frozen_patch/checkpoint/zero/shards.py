@@ -42,15 +42,26 @@ class Target:
     like: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Part:
+    """`count` elements, from `begin` on, of a tensor that is not contiguous in its storage."""
+
+    source: TensorSource
+    begin: int
+    count: int
+
+
 class NewTensors:
     """Tensors that are in no file yet: each consists of pieces of others, of any dtype, and of zeros."""
 
     def __init__(self) -> None:
-        self.pieces: dict[Storage, list[Piece | int]] = {}
+        self.pieces: dict[Storage, list[Piece | Part | int]] = {}
         self.values: dict[Piece, memoryview] = {}
         """The bytes of pieces whose storage is in no file."""
 
-    def make(self, dtype: str, pieces: Iterable[Piece | int], shape: Sequence[int] | None = None) -> StoredTensor:
+    def make(
+        self, dtype: str, pieces: Iterable[Piece | Part | int], shape: Sequence[int] | None = None
+    ) -> StoredTensor:
         """A tensor of pieces; flat without a shape. A number stands for zeros."""
         pieces = list(pieces)
         count = sum(piece if isinstance(piece, int) else piece.count for piece in pieces)
@@ -74,22 +85,25 @@ class NewTensors:
             if isinstance(piece, int):
                 size = piece * ITEM_SIZES[storage.dtype]
                 yield from (bytes(min(CHUNK_BYTES, size - begin)) for begin in range(0, size, CHUNK_BYTES))
-            elif piece in self.values:
+            elif isinstance(piece, Piece) and piece in self.values:
                 yield self.values[piece]
-            elif piece.storage.dtype == storage.dtype:
+            elif isinstance(piece, Piece) and piece.storage.dtype == storage.dtype:
                 yield from records.chunks(TensorSource(storage.dtype, (piece.count,), (piece,)))
             else:
                 import torch
 
-                source = TensorSource(piece.storage.dtype, (piece.count,), (piece,))
-                values = torch.frombuffer(records.read(source), dtype=getattr(torch, source.dtype))
-                yield values.to(getattr(torch, storage.dtype)).view(torch.uint8).numpy().data
+                if isinstance(piece, Piece):
+                    piece = Part(TensorSource(piece.storage.dtype, (piece.count,), (piece,)), 0, piece.count)
+                values = torch.frombuffer(records.read(piece.source), dtype=getattr(torch, piece.source.dtype))
+                values = values[piece.begin : piece.begin + piece.count].to(getattr(torch, storage.dtype))
+                yield values.view(torch.uint8).numpy().data
 
 
-def cut(source: TensorSource, begin: int, count: int) -> Iterator[Piece]:
-    """The pieces of `count` elements of a tensor from `begin` on; raises UnsupportedError."""
+def cut(source: TensorSource, begin: int, count: int) -> Iterator[Piece | Part]:
+    """The pieces of `count` elements of a tensor from `begin` on."""
     if source.view is not None:
-        raise UnsupportedError("a tensor is not contiguous, and only ZeRO stage 0 can save and load such a one")
+        yield Part(source, begin, count)
+        return
     for piece in source.pieces:
         first, end = max(begin, 0), min(begin + count, piece.count)
         if first < end:
@@ -193,7 +207,7 @@ def _join(
     if others:
         raise UnsupportedError(f"some of {key or 'the masters'!r} is in {dtype}, and some in {named(others)}")
     check_blocks((at for part in parts for at in (part.offset, part.begin)), key)
-    pieces: list[Piece | int] = []
+    pieces: list[Piece | Part | int] = []
     for part in parts:
         source, count = parameters[part.name].get(key), blocks_in(part.count, key)
         pieces += [count] if source is None else cut(source, blocks_in(part.begin, key), count)
