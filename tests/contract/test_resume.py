@@ -123,3 +123,36 @@ def test_a_model_built_under_zero_init(ranks: Any, tmp_path: Path) -> None:
             assert "- net.0.weight: saved " in refused[1]
     for saved in model_states(tmp_path / "epoch=0.ckpt"):
         assert set(saved["module"]) == {"net.2.weight", "net.2.bias"}
+
+
+class RankBuffer(runs.LoraRun):
+    """A run with a buffer that counts differently on each rank."""
+
+    of_rank: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("of_rank", torch.zeros(1, dtype=torch.int64))
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        self.of_rank += 1 + self.global_rank
+        return super().training_step(batch, index)
+
+
+def buffers_at_the_end(out: str) -> list[int]:
+    cell.trainable_only()
+    values = []
+    for resume_from in (None, f"{out}/epoch=0.ckpt"):
+        trainer = runs.trainer(out if resume_from is None else f"{out}/again", 2, 3)
+        module = RankBuffer()
+        trainer.fit(module, runs.batches(2), ckpt_path=resume_from)
+        values.append(module.of_rank.item())
+    return values
+
+
+def test_buffers_of_each_rank(ranks: Any, tmp_path: Path) -> None:
+    """In ZeRO-3 each rank has a file of its own, and resumes with the buffers in it."""
+    for rank, values in enumerate(ranks(2, buffers_at_the_end, out=str(tmp_path))):
+        assert values == [2 * runs.BATCHES * (1 + rank)] * 2
+    for rank, saved in enumerate(model_states(tmp_path / "epoch=0.ckpt")):
+        assert saved["module"]["of_rank"].item() == runs.BATCHES * (1 + rank)
