@@ -68,12 +68,13 @@ nox.needs_version = ">=2026.10"  # it runs sessions side by side
 nox.options.allow_parallel = True
 nox.options.sessions = [f"tests({FIRST})"]
 nox.options.stop_on_first_error = False
-# What CI runs beside the tests of the everyday cell: the promises where releases are newest, oldest and patched, each
-# with a third of its parameters in each of these cells; those of a refused release, and of quantized bases.
-THIRDS = ("newest", "oldest", "everyday-patched")
+# What CI runs beside the tests of the everyday cell: the promises where releases are newest and oldest, each with half
+# of its parameters in either cell, and where they are patched or refused; those of quantized bases.
+HALVES = ("newest", "oldest")
+SOME = ("everyday-patched", "quantized", "refused")
 PARTS = {"contract": ("tests/contract",), "others": ("tests", "--ignore=tests/contract")}
 OTHERS = [f"other_tests({part})" for part in PARTS] + [f"tests({cell})" for cell in SHORT_TESTS[1:-1]]
-OTHERS += [f"third({cell})" for cell in THIRDS] + ["matrix(quantized)", "matrix(refused)"]
+OTHERS += [f"half({cell})" for cell in HALVES] + [f"matrix({cell})" for cell in SOME]
 OTHERS += ["patches", "docs", "lint"]
 
 
@@ -116,11 +117,11 @@ def matrix(session: nox.Session, cell: str) -> None:
 
 
 @nox.session(venv_backend="none")
-@nox.parametrize("cell", THIRDS, ids=THIRDS)
-def third(session: nox.Session, cell: str) -> None:
-    """The promises on one of three cells, each with a third of its parameters; what follows `--` goes to pytest."""
+@nox.parametrize("cell", HALVES, ids=HALVES)
+def half(session: nox.Session, cell: str) -> None:
+    """The promises on one of two cells, each with half of its parameters; what follows `--` goes to pytest."""
     RESULTS.mkdir(parents=True, exist_ok=True)
-    chosen = [f"--third={THIRDS.index(cell)}", f"--outcome={RESULTS / cell}-third.json", *session.posargs]
+    chosen = [f"--half={HALVES.index(cell)}", f"--outcome={RESULTS / cell}-half.json", *session.posargs]
     if cell in EVERY_TEST:
         run_pytest(session, cell, "--part=short", *chosen)
     else:

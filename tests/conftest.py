@@ -110,9 +110,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--part", choices=["short", "rest"], help="run the short tests alone, as `nox` does, or all of the others"
     )
-    parser.addoption(
-        "--third", type=int, choices=[0, 1, 2], help="run each test with a third of its parameters, or with one"
-    )
+    parser.addoption("--half", type=int, choices=[0, 1], help="run each test with half of its parameters, or with one")
     parser.addoption("--saved", type=Path, help="where cells leave their checkpoints for newer ones to resume")
     parser.addoption(
         "--programs", type=Path, help="where clones of the programs of ci/matrix/programs.py are; runs these alone"
@@ -158,11 +156,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _deselect(config, items, lambda item: not item.get_closest_marker("series"))
     else:
         _deselect(config, items, lambda item: "alone" in getattr(item.get_closest_marker("series"), "args", ()))
-    if (third := config.getoption("--third")) is not None:
+    if (half := config.getoption("--half")) is not None:
         by_test = defaultdict[str, list[pytest.Item]](list)
         for item in items:
             by_test[item.nodeid.partition("[")[0]].append(item)
-        chosen = {item for tried in by_test.values() for item in tried[third % len(tried) :: 3]}
+        chosen = {item for tried in by_test.values() for item in tried[half % len(tried) :: 2]}
         _deselect(config, items, lambda item: item not in chosen)
 
 
