@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import sqrt
 from pathlib import Path
@@ -30,7 +30,7 @@ from ..checkpoint.zero.opening import open_checkpoint
 from ..common.errors import CheckpointError, named
 from ..common.text import printable_lines, progress
 from ..parameters import Contents
-from ..record import Record, unknown
+from ..record import LeftOut, Record, unknown
 from .base import Base, endings, locate_base, match_base, open_base, without_quantized, without_wrappers
 from .consolidate import Consolidated
 from .loaded_names import CONFIG, empty_model
@@ -111,8 +111,19 @@ def merge(
     files, changes, is_untied = _plan(opened, model, run)
     record = without_quantized(run.record, opened)
     compared = match_base(record, opened)
+    unread: dict[TensorSource, list[LeftOut]] = defaultdict(list)
+    for entry, tensor in compared.items():
+        unread[tensor].append(entry)
+
+    def read(tensor: TensorSource, records: Records) -> bytearray:
+        """Read a tensor of the base, and the first time compare it with its fingerprints."""
+        values = records.read(tensor)
+        for entry in unread.pop(tensor, ()):
+            opened.verify(values, tensor, entry, run.record, records)
+        return values
+
     shards = {
-        file: {name: changes.get(name, _Change()).output(tensor, kind) for name, tensor in tensors.items()}
+        file: {name: changes.get(name, _Change()).output(tensor, kind, read) for name, tensor in tensors.items()}
         for file, tensors in files.items()
     }
     size = sum(tensor.size for shard in shards.values() for tensor in shard.values())
@@ -139,12 +150,12 @@ def merge(
         check_output(Path(target), run.root, folder)
         return done
     cost = sum(tensor.cost for shard in shards.values() for tensor in shard.values())
-    cost += sum(tensor.nbytes for tensor in compared.values())
+    cost += sum(tensor.nbytes for tensor in unread.keys() - {t for file in files.values() for t in file.values()})
     with new_output(target, run.root, folder) as output, progress("merging", cost, quiet) as progressed:
         with Records(progressed=progressed) as records:
-            for entry, tensor in compared.items():
-                opened.verified(tensor, entry, run.record).read(records)
             write_folder(output, shards, {}, records)
+            for tensor in [*unread]:  # what no file of the output has
+                read(tensor, records)
         _write_config(folder, output, kind, is_untied)
         _copy_other_files(folder, output)
     return done
@@ -220,13 +231,16 @@ class _Change:
         """Whether the layer has the transpose of the product."""
         return self.layer in ("Embedding", "Conv1D")
 
-    def output(self, tensor: TensorSource, dtype: str | None) -> OutputTensor:
+    def output(
+        self, tensor: TensorSource, dtype: str | None, read_base: Callable[[TensorSource, Records], bytearray]
+    ) -> OutputTensor:
         """A tensor of the base, changed."""
         to = dtypes.output_dtype(tensor.dtype, dtype)
         source = self.source or tensor
 
         def read(records: Records) -> bytearray:
-            values = dtypes.convert(records.read(source), source.dtype, to)
+            values = records.read(source) if self.source else read_base(tensor, records)
+            values = dtypes.convert(values, source.dtype, to)
             if self.lora:
                 a, b = (_read(records, source).float() for source in self.lora)
                 weight, product = _view(values, to, tensor.shape), b @ a
