@@ -12,6 +12,7 @@ import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ _PLAIN = (
     "qalora_group_size", "r", "rank_pattern", "revision", "target_modules", "task_type", "use_rslora",
 )  # fmt: skip
 _INITS = ("true", "false", "none", "gaussian", "eva", "olora", "orthogonal", "loftq", "lora_ga", "pissa", "corda")
+_ELEMENTS = 2**15
+"""To so many a product is added at once: in the processor's cache, and by torch in one thread."""
 _LORA = re.compile(r"(.+?)\.(lora_[AB]\..+|lora_embedding_[AB]|lora_magnitude_vector.*)")
 
 
@@ -105,12 +108,16 @@ def merge(
             target exists, or cannot be written. Nothing is left there.
         ValueError: the dtype is unknown.
     """
+    import torch
+
     kind, folder = dtypes.torch_dtype(dtype), locate_base(base)
     model, opened = empty_model(folder), open_base(folder)
     run = _read_run(Path(source), tag, adapter, adapter_config, model.state_dict().keys())
     files, changes, is_untied = _plan(opened, model, run)
     record = without_quantized(run.record, opened)
     compared = match_base(record, opened)
+    # Memory for products is used again: the first access of fresh memory takes longer than a product.
+    empty: Any = lru_cache(2)(torch.empty)
     unread: dict[TensorSource, list[LeftOut]] = defaultdict(list)
     for entry, tensor in compared.items():
         unread[tensor].append(entry)
@@ -123,7 +130,7 @@ def merge(
         return values
 
     shards = {
-        file: {name: changes.get(name, _Change()).output(tensor, kind, read) for name, tensor in tensors.items()}
+        file: {name: changes.get(name, _Change()).output(tensor, kind, read, empty) for name, tensor in tensors.items()}
         for file, tensors in files.items()
     }
     size = sum(tensor.size for shard in shards.values() for tensor in shard.values())
@@ -232,9 +239,13 @@ class _Change:
         return self.layer in ("Embedding", "Conv1D")
 
     def output(
-        self, tensor: TensorSource, dtype: str | None, read_base: Callable[[TensorSource, Records], bytearray]
+        self,
+        tensor: TensorSource,
+        dtype: str | None,
+        read_base: Callable[[TensorSource, Records], bytearray],
+        empty: Callable[[int], Any],
     ) -> OutputTensor:
-        """A tensor of the base, changed."""
+        """A tensor of the base, changed; `empty` returns memory for a product, which the next one may overwrite."""
         to = dtypes.output_dtype(tensor.dtype, dtype)
         source = self.source or tensor
 
@@ -242,11 +253,17 @@ class _Change:
             values = records.read(source) if self.source else read_base(tensor, records)
             values = dtypes.convert(values, source.dtype, to)
             if self.lora:
+                import torch
+
                 a, b = (_read(records, source).float() for source in self.lora)
-                weight, product = _view(values, to, tensor.shape), b @ a
-                product = (product.T if self.is_turned else product).mul_(self.scale)
-                # Rounded where PEFT does it.
-                weight += product.to(weight.dtype) if self.layer == "Embedding" else product
+                weight, product = _view(values, to, tensor.shape), empty(len(b) * a.shape[1]).view(len(b), -1)
+                torch.mm(b, a, out=product)
+                product = product.T if self.is_turned else product
+                count = max(_ELEMENTS // weight.shape[1], 1)
+                for rows, added in zip(weight.split(count), product.split(count), strict=True):
+                    added.mul_(self.scale)
+                    # Rounded where PEFT does it.
+                    rows.add_(added.to(rows.dtype) if self.layer == "Embedding" else added)
             return values
 
         return OutputTensor(to, tensor.shape, read, source.nbytes + sum(part.nbytes for part in self.lora))
