@@ -31,10 +31,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -184,32 +185,44 @@ def fingerprints(contents: Sequence[Content], device: Any = None) -> list[str | 
     for number, content in enumerate(contents):
         if content.sums is not None:
             readers[number] = 1
-            _add_to_blocks(blocks[number], content.first, content.sums)
+            rows = torch.arange(content.first, content.first + len(content.sums))
+            blocks[number].index_add_(0, rows // ROWS, content.sums)
     *blocks, readers = torch.split(add_up(numbers, device), lengths)
     for number, content in enumerate(contents):
         if readers[number] == world_size():
-            content.fingerprint = _digest(content.size, blocks[number])
+            content.fingerprint = _digest(content.size, blocks[number].tolist())
     return [content.fingerprint for content in contents]
 
 
-def of_stream(dtype: str, numel: int, chunks: Iterable[bytes | bytearray | memoryview]) -> str:
-    """The fingerprint of a whole tensor that arrives in chunks, without collectives.
+def of_stream(size: int, chunks: Iterable[bytes | bytearray | memoryview]) -> str:
+    """The fingerprint of a whole tensor that arrives in chunks, without collectives and without torch.
 
     Args:
-        dtype: torch's name of the dtype, such as "bfloat16".
-        numel: the number of elements.
-        chunks: its bytes, in order; each is a whole number of elements.
+        size: of the tensor, in bytes.
+        chunks: its bytes, in order.
     """
-    import torch
+    import numpy
 
-    kind: torch.dtype = getattr(torch, dtype)
-    blocks = torch.zeros(-(-numel * kind.itemsize // BLOCK_BYTES), dtype=torch.int64)
-    offset = 0
+    low, high = (weights.reshape(-1) for weights in _weights())
+    sums = []
+    for block in _blocks(chain(chunks, [bytes(-size % 8)])):
+        words = numpy.frombuffer(block, numpy.uint64)
+        of_low = numpy.einsum("w,w", words, low[: len(words)])
+        of_high = numpy.einsum("w,w", words >> numpy.uint64(32), high[: len(words)])
+        sums.append(int(of_low) + int(of_high))
+    return _digest(size, sums)
+
+
+def _blocks(chunks: Iterable[bytes | bytearray | memoryview]) -> Iterator[bytes | memoryview]:
+    """The bytes of chunks, in blocks; the last one may be shorter."""
+    left = b""
     for chunk in chunks:
-        piece = torch.frombuffer(chunk, dtype=kind)
-        _add_to_blocks(blocks, *row_sums(piece, offset))
-        offset += len(piece)
-    return _digest(numel * kind.itemsize, blocks)
+        content = memoryview(left + chunk if left else chunk)
+        end = len(content) // BLOCK_BYTES * BLOCK_BYTES
+        yield from (content[at : at + BLOCK_BYTES] for at in range(0, end, BLOCK_BYTES))
+        left = bytes(content[end:])
+    if left:
+        yield left
 
 
 def sketch(tensor: torch.Tensor) -> int:
@@ -360,32 +373,28 @@ def _integers(values: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _weights(device: torch.device) -> tuple[Any, ...]:
-    """W and U for the words of one block, by row: of numpy's uint64 if torch can use numpy here, else tensors."""
+def _weights(device: torch.device | None = None) -> tuple[Any, ...]:
+    """W and U for the words of one block, by row: of numpy's uint64, or tensors if torch cannot use numpy there."""
     import numpy
+
+    index = numpy.arange(2 * BLOCK_WORDS, dtype=numpy.uint64)
+    low = (2 * index + 1) * 0x9E3779B1 & 0xFFFFFFFF  # odd times odd numbers: odd, and all different
+    mixed: Any = (index + 1) * 0x9E3779B97F4A7C15  # splitmix64
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB
+    by_row = ((mixed ^ mixed >> 31) << 32 | low).reshape(2, ROWS, ROW_WORDS)
+    if device is None:
+        return tuple(by_row)
     import torch
 
-    index = torch.arange(2 * BLOCK_WORDS, dtype=torch.int64)
-    low = ((2 * index + 1) * 0x9E3779B1) & 0xFFFFFFFF  # odd times odd numbers: odd, and all different
-    mixed = (index + 1) * -0x61C8864680B583EB  # splitmix64; >> shifts the sign in, so the mask removes it
-    mixed = (mixed ^ ((mixed >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
-    mixed = (mixed ^ ((mixed >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
-    weights = ((mixed ^ ((mixed >> 31) & 0x1FFFFFFFF)) << 32) | low
-    by_row = weights.view(2, ROWS, ROW_WORDS)
+    tensors = torch.frombuffer(by_row, dtype=torch.int64).view(by_row.shape)
     if device.type == "cpu":
         with suppress(RuntimeError):  # torch was built for another numpy
-            return tuple(by_row.numpy().view(numpy.uint64))
-    return tuple(by_row.to(device))
+            return tuple(tensors.numpy().view(numpy.uint64))
+    return tuple(tensors.to(device))
 
 
-def _add_to_blocks(blocks: torch.Tensor, first: int, rows: torch.Tensor) -> None:
-    """Add the sums of rows, from the row `first` on, to those of a tensor's blocks."""
-    import torch
-
-    blocks.index_add_(0, torch.arange(first, first + len(rows)) // ROWS, rows)
-
-
-def _digest(size: int, blocks: torch.Tensor) -> str:
-    """The digest of a tensor's size in bytes and the sums of its blocks."""
-    content = size.to_bytes(8, "little") + blocks.numpy().astype("<i8").tobytes()
+def _digest(size: int, sums: Iterable[int]) -> str:
+    """The digest of a tensor's size in bytes and the sums of its blocks, modulo 2^64."""
+    content = b"".join((number % 2**64).to_bytes(8, "little") for number in (size, *sums))
     return hashlib.blake2b(content, digest_size=16, person=b"frozen patch 1").hexdigest()

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ds_frozen_patch import CheckpointError, consolidate, export, merge, verify
+from ds_frozen_patch.checkpoint.format.records import Records
+from ds_frozen_patch.checkpoint.format.stored import Storage
 from ds_frozen_patch.cli import main
 
 pytestmark = [pytest.mark.promise(27), pytest.mark.everyday, pytest.mark.once]
@@ -276,6 +279,21 @@ def test_the_files_are_those_of_the_base(made: Made, bases: Callable[..., Path],
         assert json.loads((tmp_path / "served" / name).read_text()) == json.loads((folder / name).read_text())
 
 
+def test_the_base_is_read_once(
+    made: Made, bases: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, original = Counter[Path](), Records._read_into
+
+    def counted(self: Records, storage: Storage, begin: int, content: memoryview) -> None:
+        read[storage.path.parent] += len(content)
+        original(self, storage, begin, content)
+
+    monkeypatch.setattr(Records, "_read_into", counted)
+    done = merge(made("llama", 2).small, tmp_path / "served", base=bases("llama"))
+    assert done.unverified == ()
+    assert read[bases("llama")] == done.size
+
+
 @pytest.mark.parametrize("kind", ["llama", "modules_to_save", "embedding saved, tied", "gpt2"])
 def test_an_adapter_folder(made: Made, bases: Callable[..., Path], tmp_path: Path, kind: str) -> None:
     run, folder = made(kind, 2), bases(kind)
@@ -425,6 +443,12 @@ def test_refusals(made: Made, bases: Callable[..., Path], tmp_path: Path, capsys
     small.save_pretrained(tmp_path / "smaller")
     assert "has shape [95, 32]" in refused("--adapter", "first", base=tmp_path / "smaller")
     assert "has shape [95, 32]" in refused(source=made("by hand, tied", 2).small, base=tmp_path / "smaller")
+    experts = base("mixtral")  # which transformers loads under other names than the files have
+    with torch.no_grad():
+        experts.model.layers[1].mlp.experts.down_proj[2, 3, 3] += 1
+    experts.save_pretrained(tmp_path / "experts")
+    said = refused(source=made("mixtral", 2).small, base=tmp_path / "experts")
+    assert "the values differ in 'model.base_model.model.model.layers.1.mlp.experts.down_proj'" in said
 
 
 @pytest.mark.parametrize("kind", NOT_PLAIN)

@@ -9,6 +9,8 @@ import enum
 import fractions
 import functools
 import shutil
+import subprocess
+import sys
 import types
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -117,6 +119,19 @@ def test_without_fingerprints_no_frozen_weight_is_read(checkpoints: Checkpoints,
     assert done.record.left_out == tuple(
         replace(entry, fingerprint=None) for entry in record_in(out / "small.ckpt").left_out
     )
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_fingerprints_need_no_torch(checkpoints: Checkpoints, tmp_path: Path, stage: int) -> None:
+    out = checkpoints(stage)
+    program = f"""
+import sys
+from ds_frozen_patch.tools.prune import prune
+prune({str(out / "full.ckpt")!r}, {str(tmp_path / "pruned.ckpt")!r})
+print([name for name in ("torch", "lightning", "deepspeed") if name in sys.modules])
+"""
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert_pruned(tmp_path / "pruned.ckpt", out / "small.ckpt")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

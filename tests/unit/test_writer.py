@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import zipfile
+import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -14,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from ds_frozen_patch.common.files import SYNCED_BYTES, begin_sync, fastest_crc32
 from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.record import File, describe_file
-from ds_frozen_patch.save import writer
 from ds_frozen_patch.save.writer import Archive, Recorder, in_place_of_torch, opened
 
 DTYPES = sorted(
@@ -248,4 +249,13 @@ def test_storages_of_more_than_4_gib(tmp_path: Path) -> None:
 
 def test_the_fastest_checksum_is_right() -> None:
     data = bytes(range(256)) * 5000
-    assert writer.fastest_crc32()(data[7:], writer.fastest_crc32()(data[:7])) == zipfile.crc32(data)  # type: ignore[attr-defined]
+    assert fastest_crc32()(data[7:], fastest_crc32()(data[:7])) == zlib.crc32(data)
+
+
+def test_the_disk_begins_with_what_is_much(tmp_path: Path) -> None:
+    with (tmp_path / "large").open("wb") as file:
+        begun, much = 0, SYNCED_BYTES
+        for count, expected in ((much - 1, 0), (1, much), (7, much), (much, 2 * much + 7)):
+            file.write(bytes(count))
+            begun = begin_sync(file, begun)
+            assert begun == expected

@@ -28,9 +28,11 @@ from memory import memory
 from tables import markdown
 
 import ds_frozen_patch
+from ds_frozen_patch.publish.durable import sync_tree
 
 SHAPE = finetune.Shape(hidden=2048, intermediate=8192, layers=13, vocabulary=32000, lora=19, tied=False)
 RESHARD_TO = 4
+SYNCS = ("without syncs", "synced")
 
 Work = Callable[[Path, Path], Iterator[None]]
 """Reads a checkpoint and writes something into a folder; it yields once, when all that it needs is imported."""
@@ -39,6 +41,9 @@ Work = Callable[[Path, Path], Iterator[None]]
 @dataclass(frozen=True)
 class Tool:
     """A tool, and what is expected of it.
+
+    A way takes `seconds`, as people use it; `without syncs`, less its own calls of fsync; and `synced`, until all that
+    it has written is on the disk.
 
     `ways`: the functions that are compared, each with what it reads in the folder of checkpoints.
     `pairs`: a way, its rival, how many times faster it should be (0: no aim), and at most what share of the memory it
@@ -72,19 +77,32 @@ class Tool:
     def render(self, costs: dict[str, Costs]) -> str:
         """Return what was measured, and the ratios."""
         lines = []
+        more = [figure for figure in SYNCS if all(figure in cost for cost in costs.values())]  # older results lack them
         for name, cost in costs.items():
             megabytes = (f"{median(cost[what]) / 1e6:.0f}" for what in ("peak", "added", "written"))
-            lines.append([name, spread(cost["seconds"]), f"{median(cost['process_seconds']):.2f}", *megabytes])
+            synced = (spread(cost[figure]) for figure in more)
+            lines.append([name, spread(cost["seconds"]), *synced, f"{median(cost['process_seconds']):.2f}", *megabytes])
         against = []
         for name, rival, faster, smaller in self.pairs:
             turns = ratios(costs, rival, name)
             peak, added = (median(costs[name][what]) / median(costs[rival][what]) for what in ("peak", "added"))
             shares = [f"{peak:.3f}", missed(f"{added:.3f}", added > smaller), f"{smaller:g}"]
             times = missed(spread(turns, ".1f"), median(turns) < faster)
+            synced = (spread(ratios(costs, rival, name, figure), ".1f") for figure in more)
             aim = f"{faster:.2g}" if faster else ""
-            against.append([f"{name} / {rival}", times, aim, *(["", "", ""] if math.isinf(smaller) else shares)])
-        header = ["", "seconds", "whole process, s", "peak, MB", "above imports, MB", "written, MB"]
-        aims = ["", "times faster", "aim: at least", "of its peak", "of its memory above imports", "aim: at most"]
+            against.append(
+                [f"{name} / {rival}", times, aim, *synced, *(["", "", ""] if math.isinf(smaller) else shares)]
+            )
+        header = ["", "seconds", *more, "whole process, s", "peak, MB", "above imports, MB", "written, MB"]
+        aims = [
+            "",
+            "times faster",
+            "aim: at least",
+            *more,
+            "of its peak",
+            "of its memory above imports",
+            "aim: at most",
+        ]
         return f"{markdown(header, lines)}\n{markdown(aims, against)}"
 
 
@@ -116,11 +134,23 @@ def work(tool: str, name: str, source: str, target: str) -> None:
     done = way(Path(source), Path(target))
     next(done)
     before = memory("VmHWM")
+    waited, fsync = [0.0], os.fsync
+
+    def timed(fd: Any) -> None:
+        begun = time.perf_counter()
+        fsync(fd)
+        waited.append(time.perf_counter() - begun)
+
+    os.fsync = timed
     begun = time.perf_counter()
     next(done, None)
     seconds = time.perf_counter() - begun
     peak = memory("VmHWM")
-    print(f"\n{json.dumps({'seconds': seconds, 'peak': peak, 'added': peak - before})}")
+    without = seconds - sum(waited)
+    sync_tree(target)
+    synced = time.perf_counter() - begun
+    figures = dict(zip(SYNCS, (without, synced), strict=True))
+    print(f"\n{json.dumps({'seconds': seconds, **figures, 'peak': peak, 'added': peak - before})}")
 
 
 def prune_by_hand(source: Path, target: Path) -> Iterator[None]:
@@ -222,8 +252,8 @@ RESHARD, RESHARD_FULL = "reshard, trainable-only", "reshard, full"
 CONVERT, CONVERT_FULL = "ds_to_universal, trainable-only", "ds_to_universal, full"
 PRUNES = {
     BY_HAND: (prune_by_hand, FULL_ONE),
-    FAST: (ours("prune", "pruned", fingerprints=False), FULL_ONE),  # needs no torch
-    "prune": (ours("prune", "pruned", "torch"), FULL_ONE),
+    FAST: (ours("prune", "pruned", fingerprints=False), FULL_ONE),
+    "prune": (ours("prune", "pruned", "numpy"), FULL_ONE),
     FLOOR: (write_and_sync, SMALL_ONE),
 }
 CONSOLIDATE = ours("consolidate", "made.ckpt", "torch")  # makes all of them fp32

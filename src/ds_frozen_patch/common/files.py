@@ -8,8 +8,12 @@ import os
 import re
 import stat
 import threading
+import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
 from hashlib import sha256
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 from zipfile import ZipFile
@@ -103,6 +107,34 @@ def read_each(file: Any, size: int, offsets: Sequence[int]) -> list[bytes]:
         ends = [min(offset + size, file.size) for offset in offsets]
         read: list[bytes] = file.fs.cat_ranges([file.path] * len(ends), [*offsets], ends, on_error="raise")
         return read
+
+
+SYNCED_BYTES = 4 * 2**20
+"""So much is worth a call of `begin_sync`."""
+
+
+def begin_sync(file: IO[bytes], begin: int) -> int:
+    """Let the disk begin with what was written from `begin` on, if it is much; returns where the next call begins.
+
+    A sync at the end then has little left. It raises the errors.
+    """
+    if (end := file.tell()) - begin < SYNCED_BYTES:
+        return begin
+    import ctypes  # here, because most programs do not need it
+
+    if call := getattr(ctypes.CDLL(None), "sync_file_range", None):  # Linux has it
+        call(file.fileno(), ctypes.c_int64(begin), ctypes.c_int64(end - begin), 2)  # SYNC_FILE_RANGE_WRITE
+    return end
+
+
+@cache
+def fastest_crc32() -> Callable[..., int]:
+    """The fastest function that is installed; the extra `fast` installs one."""
+    for name in ("zlib_ng.zlib_ng", "isal.isal_zlib"):
+        with suppress(ImportError):
+            crc32: Callable[..., int] = import_module(name).crc32
+            return crc32
+    return zlib.crc32
 
 
 def hash_directory(path: Path) -> str | None:

@@ -14,16 +14,15 @@ import os
 import struct
 import threading
 import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
 from hashlib import sha256
-from importlib import import_module
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from ..common.files import SYNCED_BYTES, begin_sync, fastest_crc32
 from ..common.overrides import overridden
 from ..record import File
 
@@ -37,7 +36,6 @@ _CHUNK_BYTES = 4 * 2**20
 _BUFFER_BYTES = 2**18
 """Smaller writes share a system call; larger ones are not copied."""
 _MAX16, _MAX32 = 2**16 - 1, 2**32 - 1
-_SYNC_FILE_RANGE_WRITE = 2
 
 
 @contextmanager
@@ -105,9 +103,8 @@ class Archive:
             checksum = self._checksum(piece, checksum)
             write(piece)
             self._size += len(piece)
-            if self._sync and self._size - self._begun >= _CHUNK_BYTES:
-                begun, self._begun = self._begun, self._size
-                _sync_file_range()(self._file.fileno(), begun, self._size - begun, _SYNC_FILE_RANGE_WRITE)
+            if self._sync and self._size - self._begun >= SYNCED_BYTES:
+                self._begun = begin_sync(self._file, self._begun)
         if size:
             self._size += write(struct.pack("<4sL2Q" if zip64 else "<4s3L", b"PK\7\10", checksum, size, size))
             self._combined ^= checksum + 0x9E3779B9 + (self._combined << 6) + (self._combined >> 2)
@@ -273,24 +270,6 @@ def _from_gpu(storage: Any, buffers: Any) -> Iterator[memoryview]:
             buffer, event = copied.pop(0)
             event.synchronize()
             yield from _memory(buffer.data_ptr(), len(buffer))
-
-
-@cache
-def fastest_crc32() -> Callable[..., int]:
-    """The fastest function that is installed; the extra `fast` installs one."""
-    for name in ("zlib_ng.zlib_ng", "isal.isal_zlib"):
-        with suppress(ImportError):
-            crc32: Callable[..., int] = import_module(name).crc32
-            return crc32
-    return zlib.crc32
-
-
-@cache
-def _sync_file_range() -> Any:
-    """The call of Linux by which the disk begins with what was written; `fsync` waits for it, and raises its errors."""
-    call: Any = getattr(ctypes.CDLL(None), "sync_file_range", lambda *_: -1)
-    call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    return call
 
 
 @lru_cache(8)

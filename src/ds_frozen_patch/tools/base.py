@@ -40,22 +40,28 @@ class Base:
     path: Path
     tensors: dict[str, TensorSource]
 
-    def read(self, records: Records, tensor: TensorSource, entry: LeftOut) -> bytearray:
-        """Read a tensor in the dtype that the run had it in. A program may load its base in another than the file's."""
-        return dtypes.convert(records.read(tensor), tensor.dtype, entry.dtype)
+    def verify(
+        self, values: bytearray, tensor: TensorSource, entry: LeftOut, record: Record, records: Records
+    ) -> bytearray:
+        """The values of a tensor in the dtype that the run had it in; its program may have converted the base.
+
+        Raises:
+            CheckpointError: they do not match the fingerprint.
+        """
+        values = dtypes.convert(values, tensor.dtype, entry.dtype)
+        if not dtypes.matches_fingerprint(entry, values):
+            for piece in tensor.pieces:
+                records.check(piece.storage)  # a damaged file gets a message of its own
+            message = wrong_values(self, [entry.name], record)
+            raise CheckpointError(f"{message} Pass the base that the run was built from.")
+        return values
 
     def verified(self, tensor: TensorSource, entry: LeftOut, record: Record, dtype: str | None = None) -> OutputTensor:
         """A tensor of an output, which is compared with its fingerprint when it is read."""
         to = dtypes.output_dtype(entry.dtype, dtype)
 
         def read(records: Records) -> bytearray:
-            values = self.read(records, tensor, entry)
-            if not dtypes.matches_fingerprint(entry, values):
-                for piece in tensor.pieces:
-                    records.check(piece.storage)  # a damaged file gets a message of its own
-                message = wrong_values(self, [entry.name], record)
-                raise CheckpointError(f"{message} Pass the base that the run was built from.")
-            return dtypes.convert(values, entry.dtype, to)
+            return dtypes.convert(self.verify(records.read(tensor), tensor, entry, record, records), entry.dtype, to)
 
         return OutputTensor(to, tensor.shape, read, tensor.nbytes)
 

@@ -10,8 +10,9 @@ import json
 import re
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from ..checkpoint.zero.opening import open_checkpoint
 from ..common.errors import CheckpointError, named
 from ..common.text import printable_lines, progress
 from ..parameters import Contents
-from ..record import Record, unknown
+from ..record import LeftOut, Record, unknown
 from .base import Base, endings, locate_base, match_base, open_base, without_quantized, without_wrappers
 from .consolidate import Consolidated
 from .loaded_names import CONFIG, empty_model
@@ -46,6 +47,8 @@ _PLAIN = (
     "qalora_group_size", "r", "rank_pattern", "revision", "target_modules", "task_type", "use_rslora",
 )  # fmt: skip
 _INITS = ("true", "false", "none", "gaussian", "eva", "olora", "orthogonal", "loftq", "lora_ga", "pissa", "corda")
+_ELEMENTS = 2**15
+"""To so many a product is added at once: in the processor's cache, and by torch in one thread."""
 _LORA = re.compile(r"(.+?)\.(lora_[AB]\..+|lora_embedding_[AB]|lora_magnitude_vector.*)")
 
 
@@ -105,14 +108,29 @@ def merge(
             target exists, or cannot be written. Nothing is left there.
         ValueError: the dtype is unknown.
     """
+    import torch
+
     kind, folder = dtypes.torch_dtype(dtype), locate_base(base)
     model, opened = empty_model(folder), open_base(folder)
     run = _read_run(Path(source), tag, adapter, adapter_config, model.state_dict().keys())
     files, changes, is_untied = _plan(opened, model, run)
     record = without_quantized(run.record, opened)
     compared = match_base(record, opened)
+    # Memory for products is used again: the first access of fresh memory takes longer than a product.
+    empty: Any = lru_cache(2)(torch.empty)
+    unread: dict[TensorSource, list[LeftOut]] = defaultdict(list)
+    for entry, tensor in compared.items():
+        unread[tensor].append(entry)
+
+    def read(tensor: TensorSource, records: Records) -> bytearray:
+        """Read a tensor of the base, and the first time compare it with its fingerprints."""
+        values = records.read(tensor)
+        for entry in unread.pop(tensor, ()):
+            opened.verify(values, tensor, entry, run.record, records)
+        return values
+
     shards = {
-        file: {name: changes.get(name, _Change()).output(tensor, kind) for name, tensor in tensors.items()}
+        file: {name: changes.get(name, _Change()).output(tensor, kind, read, empty) for name, tensor in tensors.items()}
         for file, tensors in files.items()
     }
     size = sum(tensor.size for shard in shards.values() for tensor in shard.values())
@@ -139,12 +157,12 @@ def merge(
         check_output(Path(target), run.root, folder)
         return done
     cost = sum(tensor.cost for shard in shards.values() for tensor in shard.values())
-    cost += sum(tensor.nbytes for tensor in compared.values())
+    cost += sum(tensor.nbytes for tensor in unread.keys() - {t for file in files.values() for t in file.values()})
     with new_output(target, run.root, folder) as output, progress("merging", cost, quiet) as progressed:
         with Records(progressed=progressed) as records:
-            for entry, tensor in compared.items():
-                opened.verified(tensor, entry, run.record).read(records)
             write_folder(output, shards, {}, records)
+            for tensor in [*unread]:  # what no file of the output has
+                read(tensor, records)
         _write_config(folder, output, kind, is_untied)
         _copy_other_files(folder, output)
     return done
@@ -220,19 +238,32 @@ class _Change:
         """Whether the layer has the transpose of the product."""
         return self.layer in ("Embedding", "Conv1D")
 
-    def output(self, tensor: TensorSource, dtype: str | None) -> OutputTensor:
-        """A tensor of the base, changed."""
+    def output(
+        self,
+        tensor: TensorSource,
+        dtype: str | None,
+        read_base: Callable[[TensorSource, Records], bytearray],
+        empty: Callable[[int], Any],
+    ) -> OutputTensor:
+        """A tensor of the base, changed; `empty` returns memory for a product, which the next one may overwrite."""
         to = dtypes.output_dtype(tensor.dtype, dtype)
         source = self.source or tensor
 
         def read(records: Records) -> bytearray:
-            values = dtypes.convert(records.read(source), source.dtype, to)
+            values = records.read(source) if self.source else read_base(tensor, records)
+            values = dtypes.convert(values, source.dtype, to)
             if self.lora:
+                import torch
+
                 a, b = (_read(records, source).float() for source in self.lora)
-                weight, product = _view(values, to, tensor.shape), b @ a
-                product = (product.T if self.is_turned else product).mul_(self.scale)
-                # Rounded where PEFT does it.
-                weight += product.to(weight.dtype) if self.layer == "Embedding" else product
+                weight, product = _view(values, to, tensor.shape), empty(len(b) * a.shape[1]).view(len(b), -1)
+                torch.mm(b, a, out=product)
+                product = product.T if self.is_turned else product
+                count = max(_ELEMENTS // weight.shape[1], 1)
+                for rows, added in zip(weight.split(count), product.split(count), strict=True):
+                    added.mul_(self.scale)
+                    # Rounded where PEFT does it.
+                    rows.add_(added.to(rows.dtype) if self.layer == "Embedding" else added)
             return values
 
         return OutputTensor(to, tensor.shape, read, source.nbytes + sum(part.nbytes for part in self.lora))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -102,25 +103,29 @@ def prune(
         weights = _without_kept(weights, keep)
     layout = states.layout
     size = sum(file.stat().st_size for file in layout.files)
-    prints: Mapping[str, str] = {}
+    record = _make_record(states, weights)
     if dry_run:
         check_output(Path(target), layout.root)
-        record = _make_record(states, weights, prints)
         return Pruned(str(source), str(target), size, size - _size_of_removed(states, record), record, dry_run=True)
     cost = size if fingerprints else size - sum(item.nbytes for item in weights.base.values())
+    compared = {} if states.record.is_trainable_only or not fingerprints else weights.base
+    if states.quantizes_frozen:  # ZeRO++ does not save the scales: the values alone mean nothing
+        compared = {n: item for n, item in compared.items() if n not in weights.frozen or item.dtype != "int8"}
     with new_output(target, layout.root) as output:
-        with progress("reading", cost, quiet) as progressed, Records(progressed=progressed) as records:
-            if fingerprints:
-                prints = _compute_fingerprints(records, weights, states.quantizes_frozen)
-            record = _make_record(states, weights, prints)
-            folder = output / layout.tag
-            folder.mkdir(parents=True)
+        folder = output / layout.tag
+        folder.mkdir(parents=True)
+        pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS))
+        with ExitStack() as stack, progress("reading", cost, quiet) as progressed:
+            records = stack.enter_context(Records(progressed=progressed))
+            stack.callback(pool.shutdown, cancel_futures=True)
+            left_out = [pool.submit(_with_fingerprint, entry, compared, records) for entry in record.left_out]
             for file, state in zip(layout.model, states.models, strict=True):
                 pruned = {**_remove_from_state(state, record.names), KEY: record.save}
                 write_archive(folder / file.name, pruned, records.content)
             # Written from what was checked, not copied: the file may have been replaced since.
             for file, contents in zip(layout.optimizer, states.contents[len(layout.model) :], strict=True):
                 write_archive(folder / file.name, contents.state, records.content)
+            record = replace(record, left_out=tuple(entry.result() for entry in left_out))
             write_record(folder, record)
         copy_other_files(layout, output)
         size_after = sum(file.stat().st_size for file in folder.iterdir())
@@ -144,43 +149,31 @@ def _without_kept(weights: Weights, patterns: Sequence[str]) -> Weights:
     )
 
 
-def _compute_fingerprints(records: Records, weights: Weights, are_partitions_in_int8: bool) -> dict[str, str]:
-    def compute(item: TensorSource) -> str:
-        return of_stream(item.dtype, item.numel, records.chunks(item) if item.view is None else [records.read(item)])
-
-    # ZeRO++ does not save the scales of what it quantizes: the values alone mean nothing.
-    in_int8 = {name for name, item in weights.frozen.items() if are_partitions_in_int8 and item.dtype == "int8"}
-    base = {name: item for name, item in weights.base.items() if name not in in_int8}
-    # Tensor by tensor: torch's own threads wait for each other after every chunk, and on a busy machine for long.
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS)) as pool:
-        return dict(zip(base, pool.map(compute, base.values()), strict=True))
+def _with_fingerprint(entry: LeftOut, tensors: Mapping[str, TensorSource], records: Records) -> LeftOut:
+    if (item := tensors.get(entry.name)) is None:
+        return entry
+    chunks = records.chunks(item) if item.view is None else [records.read(item)]
+    return replace(entry, fingerprint=of_stream(item.nbytes, chunks))
 
 
-def _make_record(states: States, weights: Weights, prints: Mapping[str, str]) -> Record:
+def _make_record(states: States, weights: Weights) -> Record:
     if states.record.is_trainable_only:
         return states.known
+    names, parts = weights.names_of, {n: item for n, item in weights.base.items() if n in weights.owners}
     return replace(
         states.known,
         save=states.record.save or identify(states.layout.files),
         versions={"ds_frozen_patch": version_of("ds_frozen_patch"), **states.versions},
         kind=TRAINABLE_ONLY,
-        left_out=tuple(_list_left_out(weights, prints)),
+        left_out=(
+            *(LeftOut(names(n), item.shape, item.dtype, None) for n, item in weights.frozen.items()),
+            *(LeftOut(names(n), item.shape, item.name, None) for n, item in weights.subclasses.items()),
+            *(LeftOut(names(n), parts[n].shape, parts[n].dtype, None, PART, weights.owners[n]) for n in parts),
+            *(LeftOut((n,), item.shape, item.dtype, None, BUFFER) for n, item in weights.packed.items()),
+        ),
         total_bytes=sum(item.nbytes for item in weights.base.values()),
         compiled=states.compiled,
     )
-
-
-def _list_left_out(weights: Weights, prints: Mapping[str, str]) -> Iterator[LeftOut]:
-    for name, item in weights.frozen.items():
-        yield LeftOut(weights.names_of(name), item.shape, item.dtype, prints.get(name))
-    for name, subclass in weights.subclasses.items():
-        # A save has a fingerprint of its settings, which only the library can compute.
-        yield LeftOut(weights.names_of(name), subclass.shape, subclass.name, None)
-    for name, item in weights.base.items():
-        if owner := weights.owners.get(name):
-            yield LeftOut(weights.names_of(name), item.shape, item.dtype, prints.get(name), PART, owner)
-    for name, item in weights.packed.items():
-        yield LeftOut((name,), item.shape, item.dtype, prints.get(name), BUFFER)
 
 
 def _remove_from_state(state: Mapping[str, Any], left_out: Container[str]) -> dict[str, Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -52,7 +54,9 @@ def write_shard(file: Path, tensors: Tensors, aliases: Aliases, records: Records
     """Write a safetensors file. It contains tied tensors once, and the aliases as metadata, as the library does it."""
     about = {alias: name for alias, name in aliases.items() if name in tensors}
     entries = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    write_file(file, entries, (tensor.read(records) for tensor in tensors.values()), about)
+    with ThreadPoolExecutor(1) as pool:  # reads each tensor while the one before it is written; no more are in memory
+        reads = chain((pool.submit(tensor.read, records) for tensor in tensors.values()), [None])
+        write_file(file, entries, (read.result() for read, _ in pairwise(reads) if read), about)
 
 
 def write_folder(folder: Path, shards: Mapping[str, Tensors], aliases: Aliases, records: Records) -> None:

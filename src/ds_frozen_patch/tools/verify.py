@@ -159,7 +159,8 @@ def _compare_base(record: Record, base: Base, quiet: bool) -> tuple[list[str], i
     with progress("base", cost, quiet) as progressed, Records(progressed=progressed) as records:
         for entry, tensor in there.items():
             if entry.fingerprint is not None:
-                same = dtypes.matches_fingerprint(entry, base.read(records, tensor, entry))
+                values = dtypes.convert(records.read(tensor), tensor.dtype, entry.dtype)
+                same = dtypes.matches_fingerprint(entry, values)
                 wrong += [] if same else [entry.name]
                 right += same and entry.kind == PARAMETER
     if wrong:

@@ -21,7 +21,7 @@ from ...common.files import open_regular, read_at, read_each
 from .rebuilding import IN_PLACE_OF
 from .stored import ITEM_SIZES, STORAGES, Storage, is_size, iter_tensors, stand_in
 
-CHUNK_BYTES = 1 << 22
+CHUNK_BYTES = 1 << 20
 MAX_PICKLE_BYTES = 1 << 30
 """The largest pickle that is read. What is read of it takes several times as much memory."""
 _HEADER_BYTES = 30

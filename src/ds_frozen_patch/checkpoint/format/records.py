@@ -5,8 +5,7 @@ Files are read, not mapped into memory, so that only the current chunk takes mem
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -14,7 +13,7 @@ from threading import Lock
 from typing import IO, Any
 
 from ...common.errors import CheckpointError
-from ...common.files import open_regular, read_into
+from ...common.files import fastest_crc32, open_regular, read_into
 from .archive import CHUNK_BYTES
 from .stored import ITEM_SIZES, Storage, StoredTensor
 
@@ -57,27 +56,6 @@ def from_stored(tensor: StoredTensor) -> TensorSource:
     return TensorSource(tensor.dtype, tensor.shape, (piece,), None if tensor.is_contiguous else tensor.stride)
 
 
-def pieces_of_range(parts: Sequence[StoredTensor], begin: int, count: int) -> tuple[Piece, ...]:
-    """The pieces of `count` elements from `begin` on, in the concatenation of flat tensors."""
-    pieces = []
-    for part in parts:
-        from_, to = max(begin, 0), min(begin + count, part.numel)
-        if from_ < to:
-            pieces.append(Piece(part.storage, part.offset + from_, to - from_))
-        begin -= part.numel
-    return tuple(pieces)
-
-
-def without_padding(pieces: Sequence[Piece], count: int) -> tuple[Piece, ...]:
-    """The first `count` elements of some pieces."""
-    kept = []
-    for piece in pieces:
-        if count > 0:
-            kept.append(Piece(piece.storage, piece.begin, min(piece.count, count)))
-        count -= piece.count
-    return tuple(kept)
-
-
 class Records:
     """A context manager that reads storages of many files, and at its end verifies the checksums of what was read.
 
@@ -93,7 +71,7 @@ class Records:
     """
 
     def __init__(self, check: bool = True, progressed: Callable[[int], object] = lambda _: None) -> None:
-        self._check, self._progressed = check, progressed
+        self._check, self._progressed, self._crc32 = check, progressed, fastest_crc32()
         self._files: dict[Path, IO[bytes]] = {}
         self._opening = Lock()
         self._sums: dict[Storage, tuple[int, int]] = {}
@@ -170,7 +148,7 @@ class Records:
                 raise CheckpointError(f"{storage.path} is truncated, or being replaced. Get a complete copy of it.")
             done, so_far = self._sums.get(storage, (0, 0))
             if begin + at == done and storage.checksum is not None:
-                done, so_far = done + len(chunk), zlib.crc32(chunk, so_far)
+                done, so_far = done + len(chunk), self._crc32(chunk, so_far)
             self._sums[storage] = done, so_far
 
     def _open(self, path: Path) -> IO[bytes]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.errors import CheckpointError
-from ...common.files import open_regular
+from ...common.files import begin_sync, open_regular
 from .stored import ITEM_SIZES, StoredTensor, is_shape, is_size, whole_tensor
 
 DTYPES = {
@@ -80,7 +80,7 @@ def write_file(
     Args:
         path: the file to create.
         tensors: the dtype (torch's name) and shape of each tensor.
-        contents: the bytes of each tensor, in the same order; only one of them is in memory at a time.
+        contents: the bytes of each tensor, in the same order.
         about: the metadata, besides the format.
 
     Raises:
@@ -101,8 +101,10 @@ def write_file(
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
     with path.open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
+        begun = 0
         for content in contents:
             file.write(content)
+            begun = begin_sync(file, begun)
 
 
 def _is_unicode(name: str) -> bool:

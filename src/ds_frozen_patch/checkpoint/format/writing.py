@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...common.errors import CheckpointError
+from ...common.files import begin_sync
 from .stored import MAX_DEPTH, STORAGES, Fixed, Size, StandIn, Storage, StoredTensor, iter_tensors, stand_in
 
 ALIGNMENT = 64
@@ -51,12 +52,14 @@ def write_archive(path: Path, state: Any, content: Callable[[Storage, int, int],
     with path.open("wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, strict_timestamps=False) as archive:
         _write_record(archive, "data.pkl", pickled.tell(), [pickled.getvalue()])
         _write_record(archive, "byteorder", 6, [b"little"])
+        begun = 0
         for storage, key in pickler.keys.items():
             begin, end = spans.get(storage, (0, storage.numel))
             width = storage.nbytes // storage.numel if storage.numel else 1
             _write_record(
                 archive, f"data/{key}", (end - begin) * width, content(storage, begin * width, (end - begin) * width)
             )
+            begun = begin_sync(file, begun)
         _write_record(archive, "version", 2, [b"3\n"])
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from ...common.errors import CheckpointError, named
 from ...parameters import plain
 from ..dtypes import FLOATING
-from ..format.records import Piece, Records, TensorSource, from_stored, pieces_of_range, without_padding
+from ..format.records import Piece, Records, TensorSource, from_stored
 from ..format.stored import StoredTensor, iter_tensors
 from ..quantization import Subclass, parse_subclass
 from .entries import read_entries, storage_place, with_plain_names
@@ -191,8 +191,12 @@ def _locate_frozen(states: States, module: Mapping[str, StoredTensor]) -> dict[s
             size = parameter_shard_size(shape, len(shards))
             file = next(file for file, tensors in zip(states.layout.model, shards, strict=True) if tensors.numel < size)
             raise CheckpointError(f"{file} lacks elements of its shard of {name!r}. Get a complete copy of it.")
-        pieces = [piece for shard in shards for piece in pieces_of_range([shard], 0, shard.numel)]
-        sources[name] = TensorSource(shards[0].dtype, tuple(shape), without_padding(pieces, prod(shape)))
+        pieces, left = list[Piece](), prod(shape)
+        for shard in shards:  # the last ones have padding
+            if count := min(shard.numel, left):
+                pieces.append(Piece(shard.storage, shard.offset, count))
+            left -= count
+        sources[name] = TensorSource(shards[0].dtype, tuple(shape), tuple(pieces))
     return sources
 
 
