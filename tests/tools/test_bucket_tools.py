@@ -137,7 +137,7 @@ def test_requests_that_fail(copies: tuple[Path, str], monkeypatch: Any) -> None:
             ds_frozen_patch.inspect(f"{at}/small.ckpt")
 
 
-def test_a_save_meanwhile(copies: tuple[Path, str], checkpoints: Checkpoints) -> None:
+def test_a_save_meanwhile(copies: tuple[Path, str], checkpoints: Checkpoints, tmp_path: Path) -> None:
     """Another job has written the record of its save, but not named its files yet, once these were listed."""
     local, at = copies
     tag, client, new = f"{at}/small.ckpt/checkpoint", buckets.another_program(), checkpoints(2, epochs=2) / "small.ckpt"
@@ -153,9 +153,10 @@ def test_a_save_meanwhile(copies: tuple[Path, str], checkpoints: Checkpoints) ->
                 buckets.put(client, f"{tag}/{name}", content)
 
     with buckets.around_requests(see):
-        found = ds_frozen_patch.verify(f"{at}/small.ckpt")
+        words = ["export", f"{at}/small.ckpt", str(tmp_path / "a.safetensors"), "--format", "safetensors", "-q"]
+        assert main(words) == 0
     assert done
-    assert not found.problems
+    assert ds_frozen_patch.verify(f"{at}/small.ckpt").problems == ()
     assert ds_frozen_patch.inspect(f"{at}/small.ckpt").epoch == ds_frozen_patch.inspect(new).epoch
     assert ds_frozen_patch.inspect(new).epoch != ds_frozen_patch.inspect(local / "small.ckpt").epoch
 
