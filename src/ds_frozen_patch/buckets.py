@@ -109,7 +109,7 @@ def _ask(path: Path, request: str, *args: Any, **kwargs: Any) -> Any:
     Not one that hides what has failed, such as `isfile` and `exists`, nor `rm`, which takes `run[1]` for a pattern.
     """
     fs, place = file_system(path)
-    arguments, pause = (*args, place) if request == "put_file" else (place, *args), _SECONDS
+    arguments, pause = {"put_file": (*args, place), "copy": args}.get(request, (place, *args)), _SECONDS
     while True:
         if request in ("find", "info", "ls"):
             fs.invalidate_cache()
@@ -284,10 +284,10 @@ class Upload(Publication):
             self._clean_up()
 
     def _rename(self, paths: Iterable[Path]) -> None:
-        for path in paths:
-            if (final := self.final(path)) != path:
-                _ask(path, "cp_file", file_system(final)[1])
-                remove([path])
+        if hidden_paths := sorted(path for path in paths if self.final(path) != path):
+            finals = [file_system(self.final(path))[1] for path in hidden_paths]
+            _ask(self.home, "copy", [file_system(path)[1] for path in hidden_paths], finals)  # at the same time
+            remove(hidden_paths)
 
     def _clean_up(self) -> None:
         self._rename(self.home / key for key in _hidden_of(self.id, self._there).values())
