@@ -13,6 +13,7 @@ from kit.cell import PRECISION, ModelCheckpoint
 from safetensors.torch import load
 
 import ds_frozen_patch
+from ds_frozen_patch.frameworks.for_lightning.checkpoints import find_requeued
 
 pytest.importorskip("moto")
 pytest.importorskip("s3fs")
@@ -111,13 +112,18 @@ def test_fabric(ranks: Any, bucket: dict[str, Any], stage: int) -> None:
 
 
 def weights_alone(at: str, variables: dict[str, str], out: str, stage: int) -> dict[str, Any]:
-    """Save weights alone, then a checkpoint over them, and weights over that; test each."""
+    """Save weights alone, then a checkpoint over them, and weights over that; test each.
+
+    In ZeRO-2 their name is also a pattern, which another checkpoint's matches; in ZeRO-3 DeepSpeed takes it for one.
+    """
     os.environ.update(variables)
     cell.trainable_only()
-    module = runs.LoraRun()
-    trainer = runs.trainer(at, 2, stage, epochs=1, callbacks=[ModelCheckpoint(filename="w", save_weights_only=True)])
+    module, name = runs.LoraRun(), "w[1]" if stage == 2 else "w"
+    trainer = runs.trainer(at, 2, stage, epochs=1, callbacks=[ModelCheckpoint(filename=name, save_weights_only=True)])
     trainer.fit(module, runs.batches(2))
-    path = f"{at}/checkpoints/w.ckpt"
+    path = f"{at}/checkpoints/{name}.ckpt"
+    if trainer.is_global_zero:
+        buckets.file_system().pipe(f"{at}/checkpoints/w1.ckpt/latest", b"checkpoint")
     found: list[Any] = [isfile(path)]
     for weights_only in (False, True):
         fresh = runs.trainer(out, 2, stage, enable_checkpointing=False)
@@ -141,7 +147,8 @@ def test_weights_alone_in_the_root_folder(ranks: Any, bucket: dict[str, Any], st
         assert of_file == of_folder == best
         assert not said["scratch"]
         assert not said["local"]
-    assert set(buckets.objects(bucket["at"])) == {"checkpoints/w.ckpt"}
+    name = "w[1]" if stage == 2 else "w"
+    assert set(buckets.objects(bucket["at"])) == {f"checkpoints/{name}.ckpt", "checkpoints/w1.ckpt/latest"}
 
 
 def by_an_engine(at: str, variables: dict[str, str], out: str) -> Any:
@@ -167,6 +174,38 @@ def test_an_engine_that_exports(ranks: Any, bucket: dict[str, Any]) -> None:
 
 def file_of(tag: str, at: str) -> Any:
     return buckets.file_system().open(f"{at}/{tag}/adapter/adapter_model.safetensors")
+
+
+def by_accelerate(at: str, variables: dict[str, str], out: str) -> Any:
+    """Save twice, and resume."""
+    os.environ.update(variables)
+    os.chdir(out)
+    with owners.served(), runs.heard("accelerate") as messages:
+        whole = owners.Run("accelerate", out, 2, 2)
+        for epoch in range(2):
+            whole.train_epoch()
+            whole.accelerator.save_state(f"{at}/epoch{epoch}")
+        again = owners.Run("accelerate", out, 2, 2)
+        again.accelerator.load_state(f"{at}/epoch1")
+    return again.seen()[1] == whole.seen()[1], [text for text in messages if "is an address" in text]
+
+
+def test_accelerate_saves_to_this_machine(ranks: Any, bucket: dict[str, Any], tmp_path: Path) -> None:
+    """With one warning, on rank 0."""
+    for rank, (is_same, messages) in enumerate(ranks(2, by_accelerate, alone=True, **bucket)):
+        assert is_same
+        assert len(messages) == (rank == 0), messages
+    assert not buckets.objects(bucket["at"])
+    assert list(tmp_path.rglob("epoch1/*/ds_frozen_patch.json"))
+
+
+def test_the_newest_of_slurm_is_whole(bucket: dict[str, Any]) -> None:
+    """Lightning gives the highest number, but that save can have been killed."""
+    at, fs = bucket["at"], buckets.file_system()
+    for name in ("hpc_ckpt_1.ckpt/latest", "hpc_ckpt_2.ckpt/latest", "hpc_ckpt_3.ckpt/checkpoint/ds_frozen_patch.json"):
+        fs.pipe(f"{at}/{name}", b"checkpoint")
+    assert find_requeued(lambda *_: 3, None, (at, "hpc_ckpt_"), {}) == 2
+    assert find_requeued(lambda *_: 0, None, (at, "hpc_ckpt_"), {}) is None
 
 
 def later(at: str, variables: dict[str, str], out: str) -> dict[str, Any]:

@@ -7,40 +7,29 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from kit import buckets, cell, processes, runs
+from kit import buckets, cell, nodes, owners, processes, runs, saves
 from kit.processes import KillPoint, ThisProcess
 
+import ds_frozen_patch
 from ds_frozen_patch import ranks as agreeing
 
 pytest.importorskip("moto")
-s3fs = pytest.importorskip("s3fs")
+pytest.importorskip("s3fs")
+NoCredentialsError = pytest.importorskip("botocore.exceptions").NoCredentialsError
 
 pytestmark = [pytest.mark.promise(21), pytest.mark.everyday, pytest.mark.once]
 
 
-@contextmanager
-def around_requests(see: Callable[[str], None]) -> Iterator[None]:
-    """Call something before and after each request of this process, with what is requested."""
-    original = s3fs.S3FileSystem._call_s3
-
-    async def call_s3(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        see(method)
-        result = await original(self, method, *args, **kwargs)
-        see(f"after {method}")
-        return result
-
-    s3fs.S3FileSystem._call_s3 = call_s3
-    try:
-        yield
-    finally:
-        s3fs.S3FileSystem._call_s3 = original
+def hidden(at: str) -> list[str]:
+    """The names that only a save that runs has."""
+    return [name for name in buckets.objects(at) if name.rpartition("/")[2].startswith(".")]
 
 
 def save_twice(this: ThisProcess, at: str, variables: dict[str, str], diary: str, stage: int) -> dict[str, Any]:
@@ -56,7 +45,7 @@ def save_twice(this: ThisProcess, at: str, variables: dict[str, str], diary: str
         made.load(path, state)
         assert int(model.seen) == state["mine"]["step"]
     step = loaded = int(state["mine"]["step"])
-    with around_requests(lambda what: this._count(f"os.{what}", ())):
+    with buckets.around_requests(lambda what: this._count(f"os.{what}", ())):
         for is_armed in (False, True):
             step += 1
             model.seen.fill_(step)
@@ -84,7 +73,10 @@ def test_kills(
         assert [what for what, _ in alone] == ["returned", "returned"], alone
         for _ in range(kills // (2 if long else 1)):
             points: list[KillPoint | None] = [
-                KillPoint.random(drawn, value["calls"], value["seconds"]) for _, value in alone
+                KillPoint.random(drawn, value["calls"], value["seconds"])
+                if long
+                else KillPoint(drawn.randrange(1, value["calls"] + 1))  # surely in a save
+                for _, value in alone
             ]
             points[drawn.randrange(2)] = None if drawn.random() < 0.7 else points[0]
             said = processes.run_ranks(save_twice, tmp_path / "log", tuple(points), **arguments)
@@ -98,8 +90,7 @@ def test_kills(
         said = processes.run_ranks(save_twice, tmp_path / "log", (None, None), **arguments)
         assert [what for what, _ in said] == ["returned", "returned"], said
         assert saved <= said[0][1]["loaded"] <= begun
-        names = buckets.objects(f"{at}/last.ckpt")
-        assert not [name for name in names if name.rpartition("/")[2].startswith(".")]
+        assert not hidden(f"{at}/last.ckpt")
     assert counts["left"] > counts["kills"] / 8, counts
     counted("`kill -9` of one or both of two ranks during a save over a checkpoint in a bucket", counts["kills"])
 
@@ -133,18 +124,22 @@ def failing(at: str, variables: dict[str, str], out: str) -> dict[str, Any]:
     lost, throttled = ConnectionResetError("connection reset"), OSError(16, "Please reduce your request rate.")
     forbidden = PermissionError("Access Denied")
     for name, step, error, rank, often, words in (
-        ("twice", 2, lost, 1, 2, "put_object"),
-        ("answer lost", 3, lost, 0, 1, "after put_object"),
-        ("throttled", 4, throttled, 0, 3, "list_objects_v2"),
-        ("cut off", 5, lost, 1, 1e9, "put_objec[t]"),
-        ("cut off at the end", 6, lost, 0, 1e9, "list_objects_v[2]"),
-        ("forbidden", 7, forbidden, 1, 1e9, "pu[t]_object"),
+        ("twice", 2, lost, 1, 2, "put_object .*"),
+        ("answer lost", 3, lost, 0, 1, "after put_object .*"),
+        ("throttled", 4, throttled, 0, 3, "list_objects_v2 .*"),
+        ("cut off", 5, lost, 1, 1e9, "put_objec[t] .*"),
+        ("cut off at the end", 6, lost, 0, 1e9, "list_objects_v[2] .*"),
+        ("forbidden", 7, forbidden, 1, 1e9, "pu[t]_object .*"),
+        ("no credentials", 8, NoCredentialsError(), 1, 1e9, "p[u]t_object .*"),
+        ("cut off in the middle", 9, lost, 0, 1e9, "(put_object .*json|delete_.*)"),
     ):
-        with around_requests(see(error, rank, often, words)):
+        with buckets.around_requests(see(error, rank, often, words)):
             said[name] = save(step)
         said[name] += (load(), tried[words])
-    said["no bucket"] = save(8, "s3://nowhere/last.ckpt")
-    said["no implementation"] = save(8, "gs://bucket/last.ckpt")
+    with runs.heard() as messages:
+        said["after that"] = (*save(10), load(), sum("Another job" in message for message in messages))
+    said["no bucket"] = save(11, "s3://nowhere/last.ckpt")
+    said["no implementation"] = save(11, "gs://bucket/last.ckpt")
     said["a load"] = runs.outcome(made.load, "s3://nowhere/last.ckpt", {"model": model})
     torch.distributed.barrier()  # the other rank has released its own
     return {**said, "scratch": [*Path(out).iterdir()]}
@@ -158,17 +153,178 @@ def test_requests_that_fail(ranks: Any, server: dict[str, str], tmp_path: Path) 
     assert not second.pop("scratch")
     for name, step in (("twice", 2), ("answer lost", 3), ("throttled", 4)):  # tried again
         assert first[name][:3] == second[name][:3] == ("", "", step)
-    for name in ("cut off", "cut off at the end", "forbidden", "no bucket", "no implementation"):
+    lasting = ("cut off", "cut off at the end", "forbidden", "no credentials", "cut off in the middle")
+    for name in (*lasting, "no bucket", "no implementation"):
         assert first[name][:2] == second[name][:2]
         assert first[name][0] == "CheckpointError"
-    for name in ("cut off", "cut off at the end", "forbidden"):
+    for name in lasting:
         assert first[name][2] == second[name][2] == 4
         assert "The previous checkpoint there is unchanged." in first[name][1]
         assert f"{at}/last.ckpt" in first[name][1]
     assert "Access Denied" in first["forbidden"][1]
-    assert second["forbidden"][3] == 1  # not tried again
+    assert second["forbidden"][3] == second["no credentials"][3] == 1  # not tried again
+    assert "Unable to locate credentials" in first["no credentials"][1]
+    assert first["after that"] == second["after that"] == ("", "", 10, 0)  # what this process has left is no other job
     assert "bucket does not exist" in first["no bucket"][1]
     assert "install gcsfs" in first["no implementation"][1]
     assert first["a load"] == second["a load"]
     assert "s3://nowhere/last.ckpt" in first["a load"][1]
-    assert not [name for name in buckets.objects(at) if name.rpartition("/")[2].startswith(".")]
+    assert not hidden(at)
+
+
+def fails(words: str) -> Callable[[str], None]:
+    """Let the requests fail that are meant; to be seen by `around_requests`."""
+
+    def see(what: str) -> None:
+        if re.fullmatch(words, what):
+            raise ConnectionResetError("connection reset")
+
+    return see
+
+
+def exporting(at: str, variables: dict[str, str], out: str) -> dict[str, Any]:
+    """Save with an export: to a new place, where a request fails, and twice over a checkpoint, where others fail."""
+    os.environ.update(variables)
+    ds_frozen_patch.patch(export="safetensors")
+    made = runs.fabric(2, 2, "32-true")
+    model, optimizer = runs.fabric_setup(made)
+    path, said = f"{at}/last.ckpt", dict[str, Any]()
+
+    def save(words: str = "") -> tuple[Any, ...]:
+        runs.fabric_epoch(made, model, optimizer)
+        with buckets.around_requests(fails(words) if made.global_rank == 0 else lambda _: None):
+            outcome = runs.outcome(made.save, path, {"model": model, "optimizer": optimizer})
+        torch.distributed.barrier()
+        found = {name: size for name, size in buckets.objects(at).items() if not name.endswith(".py")}
+        content = buckets.file_system().cat(exported)[:] if "last.ckpt/trainable.safetensors" in found else b""
+        torch.distributed.barrier()
+        return (*outcome, found, content)
+
+    exported = f"{path}/trainable.safetensors"
+    said["new"] = save("put_object .*json")
+    said["first"] = save()
+    said["record fails"] = save("put_object .*json")
+    said["copy fails"] = save("copy_object .*safetensors")
+    said["last"] = save()
+    return said
+
+
+def test_exports_when_requests_fail(ranks: Any, server: dict[str, str], tmp_path: Path) -> None:
+    """An export has its name only with its checkpoint; if it does not get it, the save says so."""
+    at, variables = f"s3://bucket/{tmp_path.name}", {**server, "DS_FROZEN_PATCH_SCRATCH": str(tmp_path)}
+    said, other = ranks(2, exporting, at=at, variables=variables, out=str(tmp_path), alone=True)
+    for name in said:
+        assert said[name][:2] == other[name][:2]
+    assert said["new"][0] == "CheckpointError"
+    assert not said["new"][2]
+    assert said["first"][0] == said["last"][0] == ""
+    assert said["record fails"][2:] == said["first"][2:]
+    assert "The previous checkpoint there is unchanged." in said["record fails"][1]
+    assert "was saved, but an error has followed" in said["copy fails"][1]
+    assert said["last"][2].keys() == said["first"][2].keys()
+    assert said["last"][3] not in (said["first"][3], b"")
+
+
+def without_a_scratch_folder(at: str, variables: dict[str, str], out: str) -> dict[str, Any]:
+    """Save and load while one rank cannot make its scratch folder."""
+    os.environ.update(variables)
+    cell.trainable_only()
+    made = runs.fabric(2, 2, "32-true")
+    model, optimizer = runs.fabric_setup(made)
+    state = {"model": model, "optimizer": optimizer, "mine": {"step": 1}}
+    made.save(f"{at}/last.ckpt", state)
+    if made.global_rank:
+        os.environ["DS_FROZEN_PATCH_SCRATCH"] = f"{out}/file/scratch"
+    said = {"save": runs.outcome(made.save, f"{at}/last.ckpt", {**state, "mine": {"step": 2}})}
+    said["load"] = runs.outcome(made.load, f"{at}/last.ckpt", state)
+    os.environ["DS_FROZEN_PATCH_SCRATCH"] = f"{out}/new/scratch"
+    made.load(f"{at}/last.ckpt", state)
+    return {**said, "step": state["mine"]["step"]}
+
+
+def test_a_rank_that_cannot_make_its_scratch_folder(ranks: Any, server: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    at, variables = f"s3://bucket/{tmp_path.name}", {**server, "DS_FROZEN_PATCH_SCRATCH": str(tmp_path)}
+    first, second = ranks(2, without_a_scratch_folder, at=at, variables=variables, out=str(tmp_path), alone=True)
+    assert first == second
+    for what in ("save", "load"):
+        assert first[what][0] == "CheckpointError"
+        assert "Rank 1" in first[what][1]
+        assert "Not a directory" in first[what][1]
+    assert first["step"] == 1
+    assert not hidden(at)
+
+
+def with_an_optimizer_on_nvme(at: str, variables: dict[str, str], out: str) -> tuple[str, str, list[str]]:
+    """Save an engine that says so, of which DeepSpeed would copy these files."""
+    os.environ.update(variables)
+    cell.trainable_only()
+    made = runs.fabric(1, 3, "32-true")
+    model, optimizer = runs.fabric_setup(made)
+    engine, folder = model._forward_module, Path(out, "swapped")
+    folder.mkdir()
+    (folder / "file").write_text("its states")
+    engine.zero_nvme_offload_optimizer = lambda: True
+    engine.optimizer.optimizer_swapper = SimpleNamespace(swap_folder=str(folder))
+    requests: list[str] = []
+    with buckets.around_requests(requests.append):
+        said = runs.outcome(made.save, f"{at}/last.ckpt", {"model": model, "optimizer": optimizer})
+    return *said, requests
+
+
+def test_what_a_bucket_cannot_have_is_refused_first(ranks: Any, server: dict[str, str], tmp_path: Path) -> None:
+    at, variables = f"s3://bucket/{tmp_path.name}", {**server, "DS_FROZEN_PATCH_SCRATCH": str(tmp_path)}
+    ((kind, text, requests),) = ranks(
+        1, with_an_optimizer_on_nvme, at=at, variables=variables, out=str(tmp_path), alone=True
+    )
+    assert kind == "CheckpointError"
+    assert "NVMe" in text
+    assert not requests
+
+
+needs_nodes = pytest.mark.skipif(bool(nodes.why_unsupported()), reason=nodes.why_unsupported() or "-")
+
+
+def on_a_node(
+    this: ThisProcess, disk: str, address: str, variables: dict[str, str], stage: int, lost: bool = False
+) -> dict[str, Any]:
+    """Save twice to an address, with a scratch folder on this node's disk, and load; the third save can lose a file."""
+    os.environ.update({**variables, "DS_FROZEN_PATCH_SCRATCH": f"{disk}/scratch"})
+    rank, client = int(os.environ["RANK"]), buckets.another_program()
+    mine = rf"after put_object (.*zero_pp_rank_{rank}_.*optim_states\.pt\.[0-9a-f]+)"
+
+    def lose(what: str) -> None:
+        if rank and lost and (match := re.fullmatch(mine, what)):
+            client.delete_object(Bucket="bucket", Key=match[1])
+
+    with owners.served():
+        run = saves.Numbered(disk, 2, stage)
+        run.save(address)
+        run.save(address)
+        with buckets.around_requests(lose):
+            third = runs.outcome(run.save, address)
+        loaded = saves.Numbered(disk, 2, stage).load(address)
+    return {"third": third, "loaded": loaded, "scratch": [*Path(disk, "scratch").iterdir()]}
+
+
+@needs_nodes
+@pytest.mark.parametrize("stage", [1, 3])
+def test_two_nodes(server: dict[str, str], tmp_path: Path, stage: int) -> None:
+    """Ranks on nodes that share no disk save to one address, and load from it."""
+    cluster, at = nodes.own_disks(tmp_path, 2), f"s3://bucket/{tmp_path.name}"
+    said = cluster.run(on_a_node, address=at, variables=server, stage=stage)
+    assert said == [("returned", {"third": ("", ""), "loaded": 3, "scratch": []})] * 2, cluster.log()
+    names = [name.rpartition("/")[2] for name in buckets.objects(f"{at}/checkpoint")]
+    assert len([name for name in names if name.endswith("optim_states.pt")]) == 2
+    assert not hidden(at)
+
+
+@needs_nodes
+def test_a_file_of_another_node_that_is_lost(server: dict[str, str], tmp_path: Path) -> None:
+    """No record is written of a checkpoint that lacks it."""
+    cluster, at = nodes.own_disks(tmp_path, 2), f"s3://bucket/{tmp_path.name}"
+    for what, value in cluster.run(on_a_node, address=at, variables=server, stage=1, lost=True):
+        assert what == "returned", (value, cluster.log())
+        assert "another program has removed files" in value["third"][1]
+        assert value["loaded"] == 2
+    assert not hidden(at)

@@ -1,10 +1,10 @@
-"""A server of S3's interface on loopback, and what is in its buckets."""
+"""A server of S3's interface on loopback, what is in its buckets, and what is requested of it."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,3 +43,40 @@ def objects(folder: str) -> dict[str, int]:
     place = folder.removeprefix("s3://")
     found = file_system().find(place, detail=True)
     return {name[len(place) + 1 :]: int(item["size"]) for name, item in found.items()}
+
+
+@contextmanager
+def around_requests(see: Callable[[str], None]) -> Iterator[list[int]]:
+    """Call something before and after each request of this process, with what is requested, and of what object.
+
+    Yields the number of bytes that each has brought.
+    """
+    from s3fs import S3FileSystem
+
+    original, brought = S3FileSystem._call_s3, list[int]()
+
+    async def call_s3(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        what = f"{method} {kwargs.get('Key') or kwargs.get('Prefix') or ''}"
+        see(what)
+        result = await original(self, method, *args, **kwargs)
+        see(f"after {what}")
+        brought.append(int(result.get("ContentLength", 0)) if method == "get_object" else 0)
+        return result
+
+    S3FileSystem._call_s3 = call_s3
+    try:
+        yield brought
+    finally:
+        S3FileSystem._call_s3 = original
+
+
+def another_program() -> Any:
+    """A client of the server that the environment names; also where requests of s3fs run, and cannot be waited for."""
+    from botocore.session import get_session
+
+    return get_session().create_client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"])
+
+
+def put(client: Any, address: str, content: bytes) -> None:
+    bucket, _, key = address.removeprefix("s3://").partition("/")
+    client.put_object(Bucket=bucket, Key=key, Body=content)

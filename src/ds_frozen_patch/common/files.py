@@ -81,6 +81,7 @@ def open_regular(path: Path, buffering: int = -1) -> IO[bytes]:
 
 
 _reading = threading.Lock()
+_NEAR_BYTES = 1 << 16
 
 
 def read_into(file: Any, buffer: memoryview, offset: int) -> int:
@@ -100,13 +101,19 @@ def read_at(file: Any, size: int, offset: int) -> bytes:
 
 
 def read_each(file: Any, size: int, offsets: Sequence[int]) -> list[bytes]:
-    """Read so many bytes at each offset; requests to a bucket run at the same time."""
+    """Read so many bytes at each offset, in order; requests to a bucket run at the same time, one for those nearby."""
     try:
         return [os.pread(file.fileno(), size, offset) for offset in offsets]
     except io.UnsupportedOperation:
-        ends = [min(offset + size, file.size) for offset in offsets]
-        read: list[bytes] = file.fs.cat_ranges([file.path] * len(ends), [*offsets], ends, on_error="raise")
-        return read
+        parts: list[list[int]] = []
+        for offset in offsets:
+            if not parts or offset > parts[-1][-1] + _NEAR_BYTES:
+                parts.append([])
+            parts[-1].append(offset)
+        begins, ends = [part[0] for part in parts], [min(part[-1] + size, file.size) for part in parts]
+        read: list[bytes] = file.fs.cat_ranges([file.path] * len(parts), begins, ends, on_error="raise")
+        places = [(content, part[0], offset) for content, part in zip(read, parts, strict=True) for offset in part]
+        return [content[offset - begin :][:size] for content, begin, offset in places]
 
 
 SYNCED_BYTES = 4 * 2**20

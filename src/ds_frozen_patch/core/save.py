@@ -88,12 +88,13 @@ def _folder_for(address: str | Path, engine: Any, served: ServedEngine) -> Path:
     """The folder on this machine that an engine writes to, given an address.
 
     Raises:
-        CheckpointError: the engine writes after a save has returned.
+        CheckpointError: the engine writes after a save has returned, or has its optimizer on NVMe.
     """
     if served.owner.is_local:
-        served.warn_once(
+        served.log_once(
+            "an address",
             f"{address} is an address, but its framework writes to a folder of that name on this machine, and the"
-            " engine does so too. Save to a local folder, and copy checkpoints to the bucket."
+            " engine does so too. Save to a local folder, and copy checkpoints to the bucket.",
         )
         return Path(address).absolute()
     from ..buckets import scratch_of
@@ -103,6 +104,8 @@ def _folder_for(address: str | Path, engine: Any, served: ServedEngine) -> Path:
             f"{address} cannot be saved. DeepSpeed's {type(checkpoint_engine(engine)).__name__} writes after a save"
             " has returned. Use DeepSpeed's default checkpoint engine to save to a bucket."
         )
+    if cures.keeps_optimizer_on_nvme(engine):
+        raise CheckpointError(f"{address} cannot be saved: a bucket cannot have optimizer states on NVMe.")
     return scratch_of(address)
 
 
@@ -124,6 +127,8 @@ def begin(engine: Any, served: ServedEngine, place: Publication, what: str, excl
     save.ranks = SaveRanks(save.owner.device, place.shown, save.clean_up)
     save.note = save.written.__setitem__ if place.upload is None else partial(place.upload.note, save.written)
     with save.ranks.deferred(place.shown):  # the other ranks wait in the agreement
+        if place.upload is not None:
+            place.upload.begin()
         save.base = Base(engine, save.contents).compared(served) if exclude else None
     if place.is_managed and is_first(save.owner):
         save.open()

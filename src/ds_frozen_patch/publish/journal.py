@@ -39,7 +39,8 @@ SINGLE = f"{OURS[1:]}-weights"
 
 _JOURNAL = f"{OURS}-journal-"
 _PREPARED = "ds_frozen_patch-journal"
-_HIDDEN = re.compile(r"\.(.+)\.([0-9a-f]{12})")
+HIDDEN = re.compile(r"\.(.+)\.([0-9a-f]{12})")
+"""A hidden name: the one that the file is to have, and the id of its save."""
 _EXPORTED = [name.rpartition("/")[2] for name in EXPORTS]
 _PREFIXES = (OURS[1:], "zero_to_")
 _MOST_BYTES = 1 << 26
@@ -58,7 +59,7 @@ def folders_of(tag: Path) -> set[Path]:
 def hidden_files(folder: Path) -> Iterator[tuple[Path, str, str]]:
     """The hidden files of saves in a folder: each with the name that it is to have, and the id of its save."""
     for item in entries(folder):
-        match = _HIDDEN.fullmatch(item.name)
+        match = HIDDEN.fullmatch(item.name)
         if match and (is_state(match[1]) or match[1].startswith(_PREFIXES) or match[1] in ("latest", *_EXPORTED)):
             yield item, match[1], match[2]
 

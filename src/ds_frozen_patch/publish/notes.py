@@ -15,6 +15,9 @@ from .durable import entries
 OURS = ".ds_frozen_patch"
 """The prefix of the names that are only there while a save runs, but for those of hidden files."""
 
+NOTE = re.compile(rf"{re.escape(OURS)}-[0-9a-f]{{12}}")
+"""The name of a note: it ends with the id of its save."""
+
 
 @dataclass(frozen=True)
 class Note:
@@ -63,7 +66,7 @@ def notes(folder: Path) -> dict[Path, Note]:
     """The notes in the folder that has the target; empty ones for those that are being written, or were at a kill."""
     found = {}
     for item in entries(folder):
-        if re.fullmatch(rf"{re.escape(OURS)}-[0-9a-f]{{12}}", item.name):
+        if NOTE.fullmatch(item.name):
             found[item] = Note("", "", False, 0, "", "")
             with suppress(OSError, ValueError, TypeError):
                 found[item] = Note(**json.loads(item.read_text(encoding="utf-8")))

@@ -154,9 +154,10 @@ def agree_on_request(save: Save, what: str, exclude: bool) -> None:
     if len(set(targets)) > 1 and not place.is_on_own_disks:
         place.follow(gather(tuple(map(str, place.paths)))[0])
         targets, save.ranks.target = targets[:1] * len(targets), place.shown
-    save.is_in_one_place = len(set(targets)) == local_ranks.count(0) == 1
+    save.is_in_one_place = place.upload is not None or len(set(targets)) == local_ranks.count(0) == 1
     # A program can give the ranks of a node folders of their own.
-    save.opens_disk = rank > 0 and (local_rank == 0 or targets[rank] not in targets[rank - local_rank : rank])
+    is_first = local_rank == 0 or targets[rank] not in targets[rank - local_rank : rank]
+    save.opens_disk = rank > 0 and is_first and place.upload is None
     place.id, place.in_place = f"{ids[0]:012x}", bool(in_place[0])
     if base is not None:
         base.is_known, base.is_agreed = all(base_known), len(set(base_changed)) == 1

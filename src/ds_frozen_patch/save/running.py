@@ -30,7 +30,7 @@ class Save:
         served: what is known of it.
         place: where it is written: the folder of the tag, or a file.
         base: what is left out of it; None for a full checkpoint.
-        is_in_one_place: whether all ranks are on one node, and save to the same path.
+        is_in_one_place: whether all ranks save to the same path, on one node, or to one address.
         opens_disk: whether this rank is the first of those that write to a target, which can be on a disk of its own.
         publishes: whether this rank gives the files their names on its disk.
         written: what this rank has written, and where.

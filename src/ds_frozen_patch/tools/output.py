@@ -11,8 +11,9 @@ from pathlib import Path
 
 from ..checkpoint.zero.layout import Layout
 from ..common.errors import CheckpointError, named
-from ..common.files import RECORD
+from ..common.files import RECORD, SCRATCH
 from ..publish.durable import write_beside
+from ..publish.publication import is_local
 
 _CONVERTERS = ("zero_to_fp32.py", "zero_to_torch.py")
 SCRIPTS = (".py", ".pyc", ".sh", ".so", ".ipynb", ".bat", ".ps1")
@@ -28,11 +29,10 @@ def new_output(target: str | Path, *sources: Path, replace: bool = False) -> Ite
         replace: replace an existing file.
 
     Raises:
-        CheckpointError: the target exists, is inside a source, or cannot be written.
+        CheckpointError: the target is an address, exists, is inside a source, or cannot be written.
     """
     path = Path(target)
-    if not replace:
-        check_output(path, *sources)
+    check_output(path, *sources, replace=replace)
     try:
         with write_beside(path, replace=replace) as hidden:
             yield hidden
@@ -44,8 +44,12 @@ def new_output(target: str | Path, *sources: Path, replace: bool = False) -> Ite
         raise _cannot_write(path, error) from None
 
 
-def check_output(path: Path, *sources: Path) -> None:
-    """Raise CheckpointError if the path exists or is inside a source."""
+def check_output(path: Path, *sources: Path, replace: bool = False) -> None:
+    """Raise CheckpointError if the path is an address, or unless it is replaced, exists or is inside a source."""
+    if not is_local(path):
+        raise CheckpointError(f"{path} is an address. Choose a path on this machine for the output, and copy it.")
+    if replace:
+        return
     if path.exists() or path.is_symlink():
         raise _exists(path)
     for source in sources:
@@ -74,6 +78,10 @@ def copy_other_files(layout: Layout, target: Path) -> None:
     Raises:
         CheckpointError: a folder cannot be read.
     """
+    if SCRATCH.match(str(layout.root)):
+        from ..buckets import bring_others
+
+        bring_others(layout.root, layout.tag)
     skipped = []
     folder = layout.model[0].parent
     for source, output, others in (

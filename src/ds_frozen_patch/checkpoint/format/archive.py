@@ -59,9 +59,9 @@ def read_archive(path: Path) -> Contents:
     try:
         with open_regular(path) as file:
             records = read_directory(file)
+            content = _read_record(file, records["data.pkl"], MAX_PICKLE_BYTES)  # first, as in the file
             if "byteorder" in records and _read_record(file, records["byteorder"], 64) != b"little":
                 raise ValueError("its numbers are big-endian")
-            content = _read_record(file, records["data.pkl"], MAX_PICKLE_BYTES)
     except Exception as error:  # whatever a damaged archive leads to
         raise damaged(path, error, ", or not a file of torch.save") from None
     try:

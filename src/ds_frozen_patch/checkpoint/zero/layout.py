@@ -57,9 +57,11 @@ def located(path: str | Path, tag: str | None = None) -> Path:
     """A path; for an address, one on this machine, whose files of states are read from the bucket."""
     if is_local(path):
         return Path(path)
-    from ...buckets import view
+    from ...buckets import bring_down, scratch_of
 
-    return view(path, tag)
+    place = scratch_of(path)
+    bring_down(place, tag, lambda *_: ())
+    return place
 
 
 def find_layout(path: str | Path, tag: str | None = None) -> Layout:

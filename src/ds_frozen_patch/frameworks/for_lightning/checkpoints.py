@@ -48,8 +48,8 @@ def find_requeued(wrapped: Callable[..., int | None], _: Any, args: tuple[Any, .
     if not is_local(folder):
         from ...buckets import objects_of
 
-        names = [f"{_REQUEUED}{number}.ckpt" for number in range(highest + 1)]
-        return max((names.index(path.split("/")[-2]) for path in objects_of(folder, names)), default=None)
+        numbers = range(highest, -1, -1)
+        return next((number for number in numbers if objects_of(folder, [f"{_REQUEUED}{number}.ckpt"])), None)
     newest = last_whole(numbered(Path(folder), rf"{_REQUEUED}(\d+)\.ckpt"), _is_whole, _logger(wrapped))
     return int(newest.stem.removeprefix(_REQUEUED)) if newest is not None else None
 

@@ -181,9 +181,9 @@ def remove_checkpoint(
     """A strategy's `remove_checkpoint`, of Trainer: only once the save in flight, which may replace it, is complete."""
     (path,) = inspect.signature(wrapped).bind(*args, **kwargs).arguments.values()
     if not is_local(path) and strategy.is_global_zero:
-        from ...buckets import remove_latest
+        from ...buckets import remove
 
-        in_flight.afterwards(partial(remove_latest, path))  # without which what is there is no checkpoint
+        in_flight.afterwards(partial(remove, [Path(path, "latest")]))  # without which what is there is no checkpoint
     in_flight.afterwards(partial(wrapped, *args, **kwargs))
 
 
