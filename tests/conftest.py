@@ -159,7 +159,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if (half := config.getoption("--half")) is not None:
         by_test = defaultdict[str, list[pytest.Item]](list)
         for item in items:
-            by_test[item.nodeid.partition("[")[0]].append(item)
+            is_whole = item.get_closest_marker("in_order") is not None
+            by_test[item.nodeid if is_whole else item.nodeid.partition("[")[0]].append(item)
         chosen = {item for tried in by_test.values() for item in tried[half % len(tried) :: 2]}
         _deselect(config, items, lambda item: item not in chosen)
 

@@ -171,6 +171,7 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return folder
 
 
+@pytest.mark.in_order
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda one: f"{Path(one.path).name}:{one.line}")
 def test_block(example: Example, folders: Callable[[str], Path], ranks: Any, tmp_path: Path) -> None:
     example.namespace.update(folder=folders(example.path), ranks=ranks, empty=tmp_path)

@@ -365,7 +365,7 @@ LENGTHS = {"save": (143, 26, 1200), "load": (143, 30, 1520)}
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="code has no qualified names")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_one_save_and_one_load_are_short(ranks: Any, tmp_path: Path, stage: int) -> None:
-    for found in ranks(2, own_length, out=str(tmp_path), stage=stage):
+    for found in ranks(2, own_length, out=str(tmp_path), stage=stage, alone=True):  # what ran before can add calls
         print(f"ZeRO-{stage}, functions, modules and calls: {found}")
         for step, most_of_each in LENGTHS.items():
             assert all(count <= limit for count, limit in zip(found[step], most_of_each, strict=True)), (step, found)

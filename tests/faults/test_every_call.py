@@ -23,10 +23,9 @@ pytestmark = [
     pytest.mark.timeout(3600),
 ]
 CASES = [("sync", 2, "run"), ("async", 3, "dots/../run"), ("sync", 3, ""), ("async", 2, "")]
+"""How and in which stage is saved, and by which path over a checkpoint; empty if there is none."""
 ATTEMPTS = 3
 """How often more a kill is tried that has hit nothing."""
-over = pytest.mark.parametrize(("mode", "stage", "over"), CASES)
-"""How and in which stage is saved, and by which path over a checkpoint; empty if there is none."""
 
 
 class Faulty:
@@ -120,7 +119,17 @@ def drawn(points: list[tuple[int, Call]], long: bool) -> list[tuple[int, Call]]:
     return points if long else random.Random(0).sample(points, 5)
 
 
-@over
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each case with a kill and with two errors; in the short part, half of these."""
+    is_short = not metafunc.config.getoption("--faults")
+    if "error" in metafunc.fixturenames:
+        cases = [(error, *case) for case in CASES for error in ("EIO", "ENOSPC")]
+        cases = [*cases[::4], *cases[3::4]] if is_short else cases
+        metafunc.parametrize(("error", "mode", "stage", "over"), cases)
+    else:
+        metafunc.parametrize(("mode", "stage", "over"), CASES[1:3] if is_short else CASES)
+
+
 def test_kills_at_each_call(
     faulty: Faulty, long: bool, counted: Callable[[str, int], None], mode: str, stage: int, over: str
 ) -> None:
@@ -142,14 +151,6 @@ def test_kills_at_each_call(
     assert counts["killed"] > 0.9 * len(points), counts
     what = "over a checkpoint" if over else "to a new name"
     counted(f"`kill -9` at a system call of a save {what}, with the program's files beside it", len(points))
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each case with both errors; in the short part, with one of them."""
-    if "error" in metafunc.fixturenames:
-        both = [(error, *case) for case in CASES for error in ("EIO", "ENOSPC")]
-        tried = both if metafunc.config.getoption("--faults") else [*both[::4], *both[3::4]]
-        metafunc.parametrize(("error", "mode", "stage", "over"), tried)
 
 
 def test_errors_at_each_call(

@@ -41,7 +41,7 @@ from ds_frozen_patch.testing import adapt_deepspeed
 
 pytestmark = [pytest.mark.promise(29), pytest.mark.everyday]
 
-PROGRAMS = int(os.environ.get("PROGRAMS", "40"))
+PROGRAMS = int(os.environ.get("PROGRAMS", "24"))
 STEPS, ROWS = (5, 6), 2  # of the two processes; of each rank in a step
 TOKENS: Any = torch.randint(runs.VOCABULARY, (2 * ROWS * STEPS[1], 8), generator=torch.Generator().manual_seed(0))
 
