@@ -19,7 +19,21 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from bench import checkpoint, fingerprint, gpu, growth, imports, inspect, resume, saves, stalls, steps, sync, tools
+from bench import (
+    checkpoint,
+    elastic,
+    fingerprint,
+    gpu,
+    growth,
+    imports,
+    inspect,
+    resume,
+    saves,
+    stalls,
+    steps,
+    sync,
+    tools,
+)
 from kit import nodes
 from machine import described, machine
 from tables import BENCHMARKS, ROOT
@@ -36,6 +50,7 @@ PARTS: dict[str, tuple[str, ModuleType | tools.Tool]] = {
     "gpu": ("On a GPU", gpu),
     "growth": ("As the model grows", growth),
     "resume": ("Resume, and test from a checkpoint", resume),
+    "elastic": ("Load at another world size", elastic),
     "import": ("Import", imports),
     "fingerprint": ("Fingerprints", fingerprint),
     "inspect": ("`inspect`", inspect),
