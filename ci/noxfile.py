@@ -325,8 +325,9 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def pairs(session: nox.Session) -> None:
-    """How runs go on in other ZeRO stages, precisions and world sizes: all pairs, and the table."""
-    run_part(session, "newest", "stage_pairs")
+    """How runs go on in other ZeRO stages, precisions and world sizes: all pairs on two cells, and the tables."""
+    for cell in ("oldest", "newest"):
+        run_part(session, cell, "stage_pairs")
 
 
 @nox.session(venv_backend="none")
