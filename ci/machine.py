@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,9 @@ def machine(folder: Path) -> dict[str, Any]:
     }
 
 
-def releases() -> dict[str, str]:
+def releases(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     """Return the installed release of each package, and the commit of ours."""
-    return {"ds_frozen_patch": code(), **{package: version(package) for package in PACKAGES}}
+    return {"ds_frozen_patch": code(), **{package: version(package) for package in packages}}
 
 
 def disk(folder: Path) -> str:

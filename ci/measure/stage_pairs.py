@@ -17,7 +17,7 @@ from pathlib import Path
 from bench.saves import ranks
 from kit import stages
 from kit.cell import BF16, CELL
-from machine import releases
+from machine import PACKAGES, releases
 from tables import PAIRS, ROOT, markdown
 
 RESULTS = ROOT / ".nox" / "results"
@@ -89,7 +89,7 @@ def main() -> None:
         kinds = itertools.product(("fp32", "bf16"), STAGES)
         both = [Run(stage, number, precision) for precision, stage in kinds for number in (2, 3)]
         mixed = pairs(both, folder) if BF16 else {}
-    installed = ", ".join(f"{package} {release}" for package, release in releases().items() if package != "lightning")
+    installed = ", ".join(map(" ".join, releases(PACKAGES[1:]).items()))
     text = [
         f"Measured on {time.strftime('%Y-%m-%d')} with {installed}. Each cell: the largest difference of any master"
         f" or moment after the load, and the largest relative difference of the next {stages.NEXT} losses, of"
