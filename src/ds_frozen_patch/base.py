@@ -73,8 +73,9 @@ def origins(contents: Contents) -> defaultdict[str, Origin]:
     by_identity: dict[int, Origin] | None = None
     origin_of = defaultdict[str, Origin](Origin)
     for path, inner in contents.layers.items():
-        by_name = process.state.origins.setdefault(inner, {})
-        for name, tensor in {**inner._parameters, **inner._buffers}.items():
+        members = {**inner._parameters, **inner._buffers}
+        by_name = process.state.origins.setdefault(inner, {}) if members else {}
+        for name, tensor in members.items():
             if tensor is None:
                 continue
             identity, origin = by_name.get(name, (0, None))

@@ -86,7 +86,7 @@ class Content:
         layout: see `layout_of`; None if this rank has not read the tensor, or cannot.
         first: the index of the first row in the whole tensor.
         sums: of the rows, on the CPU.
-        sample: see `_sample`.
+        sample: see `_sample`, on the CPU.
         fingerprint: of the whole tensor, once the ranks have computed it.
     """
 
@@ -101,14 +101,14 @@ class Content:
         """Whether the tensor may differ by rounding only: by a few units in the last place of this largest value."""
         import torch
 
-        if self.sample is None or self.layout is None:
+        if self.sample is None or self.layout is None or self.layout[0] != tensor.dtype:
             return False
-        now = _sample(tensor, self.layout).cpu()
-        if self.sample.dtype != now.dtype or self.sample.shape != now.shape:
+        now = _sample(tensor, self.layout).cpu().view(tensor.dtype).double()
+        before = self.sample.view(tensor.dtype).double()
+        if now.shape != before.shape:
             return False
-        before = self.sample.double()
-        limit = 4 * torch.finfo(now.dtype).eps * max(largest, *before.abs().tolist())
-        return bool(((now.double() - before).abs() <= limit).all())
+        limit = 4 * torch.finfo(tensor.dtype).eps * max(largest, *before.abs().tolist())
+        return bool(((now - before).abs() <= limit).all())
 
 
 def unread(tensor: torch.Tensor, shard: Shard | None = None) -> Content:
@@ -143,7 +143,7 @@ def changes(earlier: Sequence[tuple[Content, Any, Shard | None]], rows: range | 
     import torch
 
     changed: list[bool] = []
-    samples: dict[Any, list[tuple[int, torch.Tensor, torch.Tensor]]] = defaultdict(list)
+    samples: dict[Any, list[tuple[int, torch.Tensor, torch.Tensor]]] = defaultdict(list)  # by device
     end = 0
     for number, (content, tensor, shard) in enumerate(earlier):
         begin, end = end, end + (0 if content.sums is None else content.sums.numel())
@@ -156,13 +156,14 @@ def changes(earlier: Sequence[tuple[Content, Any, Shard | None]], rows: range | 
             compared = range(content.first + start - begin, content.first + stop - begin)
             _, sums = _sums_of_rows(tensor, shard, layout, compared)
             changed[number] = not sums.equal(content.sums[start - begin : stop - begin])
-        sample = _integers(_sample(tensor, layout))
-        samples[sample.device, sample.dtype].append((number, sample, _integers(content.sample)))
-    for of_one_kind in samples.values():  # all at once: a GPU takes as long for one tensor
-        numbers, now, before = zip(*of_one_kind, strict=True)
+        sample = _sample(tensor, layout)
+        samples[sample.device].append((number, sample, content.sample))
+    for of_one_device in samples.values():  # all at once: a GPU takes as long for one tensor
+        numbers, now, before = zip(*of_one_device, strict=True)
         ends = torch.tensor([len(sample) for sample in now]).cumsum(0)
-        for at in (torch.cat(now).cpu() != torch.cat(before)).nonzero()[:, 0]:
-            changed[numbers[int(torch.searchsorted(ends, at, right=True))]] = True
+        different = (torch.cat(now).cpu() != torch.cat(before)).nonzero()[:, 0]
+        for at in set(torch.searchsorted(ends, different, right=True).tolist()):
+            changed[numbers[at]] = True
     return changed
 
 
@@ -227,13 +228,11 @@ def _blocks(chunks: Iterable[bytes | bytearray | memoryview]) -> Iterator[bytes 
 
 def sketch(tensor: torch.Tensor) -> int:
     """A digest of some values, equal for copies of a tensor; 0 if these are all the same, or cannot be read."""
-    import torch
-
     if (layout := layout_of(tensor)) is None:
         return 0
-    sample = _sample(tensor, layout).cpu().contiguous()
-    values = sample.view(torch.uint8).view(-1, sample.element_size())
-    content = sample.dtype, partition_of(tensor).numel(), values.tolist()
+    part = partition_of(tensor)
+    values = _sample(tensor, layout).cpu().view(-1, part.element_size())
+    content = part.dtype, part.numel(), values.tolist()
     return 0 if bool((values == values[:1]).all()) else digest(content)
 
 
@@ -268,14 +267,16 @@ def layout_of(tensor: Any, shard: Shard | None = None) -> tuple[Any, ...] | None
 
 
 def _sample(tensor: Any, layout: tuple[Any, ...]) -> torch.Tensor:
-    """About 64 evenly spaced values of those that this process has of a tensor, whose layout is known."""
+    """The bytes of about 64 evenly spaced values of those that this process has of a tensor, whose layout is known."""
+    import torch
+
     values: torch.Tensor = partition_of(tensor).detach()
     while not values.is_contiguous() and values.dim() > 1:
         values = values[0]
     count = values.numel()
     if partition_of(tensor) is not tensor:
         count = min(count, layout[-1] - layout[-2])  # DeepSpeed initializes no padding
-    return values.reshape(-1)[: count : max(count // 64, 1)]
+    return values.reshape(-1)[: count : max(count // 64, 1)].contiguous().view(torch.uint8)
 
 
 def _sums_of_rows(
@@ -332,8 +333,7 @@ def row_sums(piece: torch.Tensor, offset: int) -> tuple[int, torch.Tensor]:
     per_row = ROW_BYTES // piece.element_size()
     first, end = offset // per_row, -(-(offset + len(piece)) // per_row)
     sums = torch.empty(end - first, dtype=torch.int64, device=piece.device)
-    # A block and its weights fit into a CPU's cache; a GPU needs more work at once.
-    at_once = 1 if piece.device.type == "cpu" else min(64, max((end - first) // ROWS, 1))
+    at_once = min(8 if piece.device.type == "cpu" else 64, max((end - first) // ROWS, 1))
     words = torch.empty(at_once * ROWS, ROW_WORDS, dtype=torch.int64, device=piece.device)
     elements = words.view(-1).view(piece.dtype)
     row = first
@@ -351,11 +351,11 @@ def row_sums(piece: torch.Tensor, offset: int) -> tuple[int, torch.Tensor]:
             now = words[:count]
         now = now.view(torch.int64).view(-1, rows, ROW_WORDS)
         low, high = (weights[place : place + rows] for weights in _weights(piece.device))
-        if isinstance(low, numpy.ndarray):  # numpy stores no products, so it is faster
-            unsigned = now.numpy().view(numpy.uint64)
-            of_low = numpy.einsum("brw,rw->br", unsigned, low)
-            of_high = numpy.einsum("brw,rw->br", unsigned >> numpy.uint64(32), high)
-            totals = torch.from_numpy((of_low + of_high).view(numpy.int64))
+        if isinstance(low, numpy.ndarray):  # numpy stores no products; a block and its weights fit into the cache
+            totals = torch.empty(len(now), rows, dtype=torch.int64)
+            for block, total in zip(now.numpy().view(numpy.uint64), totals.numpy().view(numpy.uint64), strict=True):
+                numpy.einsum("rw,rw->r", block, low, out=total)
+                total += numpy.einsum("rw,rw->r", block >> numpy.uint64(32), high)
         else:
             totals = (now * low).sum(2) + ((now >> 32) & 0xFFFFFFFF).mul_(high).sum(2)
         sums[row - first : row - first + count] = totals.flatten()

@@ -44,7 +44,7 @@ _QUANTIZED: Mapping[str, Collection[str]] = {
 _TRAINING = "torchao.quantization.qat"  # layers for quantization-aware training; their scales are trained
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class ModuleTensor:
     """A parameter, buffer or part of a module.
 
@@ -211,7 +211,8 @@ class Contents:
         at: dict[int, list[str]] = {}
         for name, value in self.state.items():
             at.setdefault(id(value), []).append(name)
-        storages = {value.data_ptr(): [name] for name, value in self.state.items() if hasattr(value, "data_ptr")}
+        others = {} if all(id(parameter) in at for parameter in self.names) else self.state
+        storages = {value.data_ptr(): [name] for name, value in others.items() if hasattr(value, "data_ptr")}
         for parameter, names in self.names.items():
             saved = at.get(id(parameter)) or [name for name in names if name in self.state]
             if saved := saved or (storages.get(parameter.data_ptr(), []) if parameter.numel() else []):
@@ -258,7 +259,7 @@ class Contents:
                 assigned.update(part.names)
         for parameter, (whole, *parts) in zip(names, by_parameter.values(), strict=True):
             # A subclass that saves its parts itself (optimum-quanto's) does so in a layout that is no kernel's.
-            if not parts:
+            if whole.is_subclass and not parts:
                 by_parameter[whole.name] += [
                     _part(whole, f".{rest}", inner) for rest, inner in inner_tensors(parameter).items()
                 ]

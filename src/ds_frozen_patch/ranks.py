@@ -310,12 +310,12 @@ def gather_numbers(numbers: Sequence[int], device: Any) -> list[list[int]]:
     import torch
     import torch.distributed as dist
 
-    if world_size() == 1:
+    if (ranks := world_size()) == 1:
         return [list(numbers)]
     tensor = torch.tensor(numbers, dtype=torch.int64, device=device)
-    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, tensor)
-    by_rank: list[list[int]] = torch.stack(everyone).tolist()
+    everyone = tensor.new_empty(ranks, len(numbers))
+    dist.all_gather([*everyone], tensor)
+    by_rank: list[list[int]] = everyone.tolist()
     return by_rank
 
 

@@ -356,12 +356,12 @@ def adapters_of(layers: Mapping[str, torch.nn.Module]) -> dict[str, dict[str, st
     configurations: dict[str, dict[str, str]] = {}
     paths: dict[torch.nn.Module, str] = {}
     for path, layer in layers.items():
-        paths.setdefault(layer, path)
+        # Accessing a missing attribute of a module is slow: it searches three dictionaries and raises.
+        if "peft_config" in vars(layer) or hasattr(type(layer), "peft_config"):
+            paths.setdefault(layer, path)
     models: list[str] = []
     for layer, path in paths.items():
-        # Accessing a missing attribute of a module is slow: it searches three dictionaries and raises.
-        has = "peft_config" in vars(layer) or hasattr(type(layer), "peft_config")
-        configs = getattr(layer, "peft_config", None) if has else None
+        configs = getattr(layer, "peft_config", None)
         if not isinstance(configs, dict) or any(f"{path}.".startswith(model) for model in models):
             continue  # PEFT's inner modules have the same configurations
         models.append(f"{path}." if path else "")

@@ -26,7 +26,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -89,7 +89,7 @@ class Journal:
     def prepare(self, folder: Path, sync: bool) -> None:
         """Write it under a hidden name, before `commit`."""
         note = hidden(folder / _PREPARED, self.save)
-        note.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        note.write_text(json.dumps(vars(self)), encoding="utf-8")
         if sync:
             sync_file(note)
 

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -48,7 +48,7 @@ class Note:
 
     def write(self, path: Path) -> None:
         """Write it to a file."""
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        path.write_text(json.dumps(vars(self)), encoding="utf-8")
 
     def is_running(self) -> bool | None:
         """Whether its process runs; None if this cannot be known here."""
