@@ -35,7 +35,6 @@ def owner_of(engine: Any, *frameworks: Target) -> Owner:
         names_each_save=bool(package),
         leaves_out=lambda: True,
         after_load=_after_load,
-        is_local=package in ("accelerate", "transformers"),
         unserved=next(filter(None, map(lacking, frameworks)), ""),
     )
 
