@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ..common.errors import CheckpointError
 from ..common.names import Names
@@ -62,11 +62,13 @@ def save_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, .
         folder = Path(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}")
     if folder is None:
         return wrapped(*args, **kwargs)
-    place, outdated = Path(folder), list[Path]()
+    place, outdated, remove = Path(folder), list[Path](), cast(Callable[[Path], None], shutil.rmtree)
     settings: Attributes = [(project, "total_limit", None)]
     with Around(served.owner, place, _LAST) as around:
         if around.is_remote:
-            call.arguments["output_dir"] = str(around.folder)
+            from .remote import remove_checkpoint
+
+            remove, call.arguments["output_dir"] = remove_checkpoint, str(around.folder)
         if is_numbered:
             in_flight.wait()  # since the save before removes some when it has ended
 
@@ -86,7 +88,7 @@ def save_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, .
         around.end(served)
     for item in outdated if is_first(served.owner) else ():
         if item != place:
-            in_flight.afterwards(partial(_remove, item))
+            in_flight.afterwards(partial(remove, item))
     return around.shown if around.is_remote else saved
 
 
@@ -100,33 +102,22 @@ def load_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, .
         return wrapped(*args, **kwargs)
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     path = call.arguments.get("input_dir")
-    if path is None and accelerator.project_configuration.automatic_checkpoint_naming:
-        folder = f"{accelerator.project_dir or '.'}/checkpoints"
-        if is_local(folder):
-            folders = _numbered(Path(folder))
-            newest = last_whole(folders, _is_whole, logger_of("accelerate"))
-            if folders and newest is not None and newest != folders[-1]:
-                call.arguments["input_dir"] = str(newest)
-        else:
-            from .remote import Readers
+    is_numbered = path is None and accelerator.project_configuration.automatic_checkpoint_naming
+    folder = f"{accelerator.project_dir or '.'}/checkpoints" if is_numbered else str(path)
+    if not is_local(folder):
+        from .remote import Readers
 
-            path = Readers(served.owner.device, folder).newest(_PREFIX, _LAST, "accelerate")
-    if path is None or is_local(path):
-        return wrapped(*call.args, **call.kwargs)
-    from .remote import Readers
-
-    with Readers(served.owner.device, str(path)).brought() as place:
-        call.arguments["input_dir"] = place
-        return wrapped(*call.args, **call.kwargs)
-
-
-def _remove(folder: Path) -> None:
-    if is_local(folder):
-        shutil.rmtree(folder)
-    else:
-        from .remote import remove_checkpoint
-
-        remove_checkpoint(folder)
+        device = served.owner.device
+        address = Readers(device, folder).newest(_PREFIX, _LAST, "accelerate") if is_numbered else folder
+        with Readers(device, address).brought() as place:
+            call.arguments["input_dir"] = place
+            return wrapped(*call.args, **call.kwargs)
+    if is_numbered:
+        folders = _numbered(Path(folder))
+        newest = last_whole(folders, _is_whole, logger_of("accelerate"))
+        if folders and newest is not None and newest != folders[-1]:
+            call.arguments["input_dir"] = str(newest)
+    return wrapped(*call.args, **call.kwargs)
 
 
 def _is_whole(folder: Path) -> bool:
@@ -146,11 +137,7 @@ def _was_interrupted(folder: Path) -> bool:
 
 
 def _numbered(folder: Path) -> list[Path]:
-    if is_local(folder):
-        return numbered(folder, r"(?:.*_)?(\d+)")
-    from .remote import numbered as numbered_at
-
-    return numbered_at(folder, _PREFIX)
+    return numbered(folder, r"(?:.*_)?(\d+)")
 
 
 def _outdated(place: Path, limit: int | None) -> list[Path]:

@@ -16,17 +16,15 @@ from ..buckets import address_of, below, bring_others, look, release, remove, sc
 from ..common.errors import CheckpointError
 from ..common.files import is_state
 from ..ranks import Ranks, rank
-from .plain import last_whole, logger_of
+from .plain import last_whole, logger_of, numbered
 
 _OF_A_RANK = re.compile(r"(?:rng_state|random_states)_(\d+)\.(?:pth|pkl)")
 
 
-def numbered(folder: str | Path, prefix: str) -> list[Path]:
-    """The checkpoints in a folder whose names are a prefix and a number, in the order of these numbers."""
-    items = look(Path(folder), "ls", detail=True) or ()
-    names = {Path(item["name"]).name for item in items if item["type"] == "directory"}
-    numbers = sorted(int(match[1]) for name in names if (match := re.fullmatch(rf"{prefix}(\d+)", name)))
-    return [Path(folder, f"{prefix}{number}") for number in numbers]
+def folders(place: Path) -> list[Path]:
+    """The folders right below an address."""
+    items = look(place, "ls", detail=True) or ()
+    return [place / Path(item["name"]).name for item in items if item["type"] == "directory"]
 
 
 def is_whole(folder: Path, last: str) -> bool:
@@ -59,7 +57,7 @@ def remove_old(newest: Path, prefix: str, limit: int, *kept: Path) -> None:
         kept: others that stay in any case.
     """
     with _forgiving(newest.parent):
-        there = numbered(newest.parent, prefix)
+        there = numbered(newest.parent, rf"{prefix}(\d+)")
         order = dict.fromkeys([*(there[there.index(newest) :] if newest in there else ()), *there])
         old = [item for item in order if item not in (newest, *kept)]
         for item in old[: max(len(there) - max(limit, len({newest, *kept})), 0)]:
@@ -88,7 +86,7 @@ class Readers(Ranks):
         """The address of the checkpoint there of the highest number that is whole, as rank 0 sees it."""
 
         def look() -> list[int]:
-            there = numbered(self.address, prefix)
+            there = numbered(Path(self.address), rf"{prefix}(\d+)")
             newest = last_whole(there, lambda folder: is_whole(folder, last), logger_of(framework))
             if newest is None:
                 raise CheckpointError(f"There is no checkpoint in {self.address}.")
