@@ -65,33 +65,23 @@ def load_checkpoint(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], 
         return wrapped(*call.args, **call.kwargs)
 
 
-@_uses("Trainer", "args?")
-@_uses("TrainingArguments", "output_dir?")
-def _output(trainer: Any) -> str:
-    return getattr(getattr(trainer, "args", None), "output_dir", None) or ""
-
-
-def init(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """`Trainer.__init__`, which makes the folder that it saves to; one that is called like an address is removed."""
-    wrapped(*args, **kwargs)
-    if not is_local(output := _output(trainer)):
-        with suppress(OSError):  # it is not empty
-            os.removedirs(output)
-
-
-@_uses("Trainer", "args", "is_deepspeed_enabled?", "state")
-@_uses("TrainingArguments", "device", "save_total_limit", "should_save")
+@_uses("Trainer", "args?", "is_deepspeed_enabled?", "state")
+@_uses("TrainingArguments", "device", "output_dir?", "save_total_limit", "should_save")
 @_uses("TrainerState", "best_model_checkpoint")
 def train(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`Trainer.train`: what it resumes from at an address is brought down, but for what its engine reads."""
     call = inspect.signature(wrapped).bind(*args, **kwargs)
-    resume, output = call.arguments.get("resume_from_checkpoint"), _output(trainer)
+    output = getattr(getattr(trainer, "args", None), "output_dir", None) or ""
+    resume = call.arguments.get("resume_from_checkpoint")
     path = str(output if resume is True else resume)
     if not getattr(trainer, "is_deepspeed_enabled", False) or (is_local(path) and is_local(output)):
         return wrapped(*args, **kwargs)
     from .remote import Readers, remove_old
 
     in_flight.wait()
+    if not is_local(output):
+        with suppress(OSError):  # it is not there, or not empty
+            os.removedirs(output)  # a folder that is called like the address, which Trainer has made
     with ExitStack() as stack:
         if not is_local(path):
             device = trainer.args.device
@@ -267,7 +257,6 @@ TARGET = Target(
     "transformers.trainer",
     "Trainer",
     {
-        "__init__": init,
         "train": train,
         "_save_checkpoint": save_checkpoint,
         "_get_output_dir": in_flight.after_it,  # at the end of training, Trainer lists this folder, and removes from it

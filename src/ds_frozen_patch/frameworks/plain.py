@@ -61,9 +61,10 @@ def numbered(folder: Path, pattern: str) -> list[Path]:
     if is_local(folder):
         items = entries(folder)
     else:
-        from .remote import folders
+        from ..buckets import look
 
-        items = folders(folder)
+        there = look(folder, "ls", detail=True) or ()
+        items = [folder / Path(item["name"]).name for item in there if item["type"] == "directory"]
     found = [(int(match[1]), item) for item in items if (match := re.fullmatch(pattern, item.name))]
     return [item for _, item in sorted(found)]
 

@@ -21,12 +21,6 @@ from .plain import last_whole, logger_of, numbered
 _OF_A_RANK = re.compile(r"(?:rng_state|random_states)_(\d+)\.(?:pth|pkl)")
 
 
-def folders(place: Path) -> list[Path]:
-    """The folders right below an address."""
-    items = look(place, "ls", detail=True) or ()
-    return [place / Path(item["name"]).name for item in items if item["type"] == "directory"]
-
-
 def is_whole(folder: Path, last: str) -> bool:
     """Whether a checkpoint has `latest`, which its engine writes last, and the file that its framework does."""
     return {"latest", last} <= {Path(item["name"]).name for item in look(folder, "ls", detail=True) or ()}
