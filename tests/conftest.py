@@ -3,6 +3,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -60,6 +61,24 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., li
     yield run
     for pool in pools.values():
         pool.stop()
+
+
+@pytest.fixture(scope="module")
+def run_once(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
+    """`run_once(folder, 2, function, **arguments)` copies into a folder what a function has left in its `out`.
+
+    It runs once in a module with the same arguments; each test has a copy of its own.
+    """
+    made: dict[str, Path] = {}
+
+    def run(folder: Path, world_size: int, function: Callable[..., Any], /, **arguments: Any) -> None:
+        key = f"{world_size} {function.__name__} {arguments}"
+        if key not in made:
+            ranks(world_size, function, out=str(out := tmp_path_factory.mktemp("once")), **arguments)
+            made[key] = out
+        shutil.copytree(made[key], folder, dirs_exist_ok=True)
+
+    return run
 
 
 @pytest.fixture(scope="session")

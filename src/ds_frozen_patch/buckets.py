@@ -124,28 +124,28 @@ def _ask(path: Path, request: str, *args: Any, **kwargs: Any) -> Any:
             pause *= 2
 
 
-def _look(path: Path, request: str, **kwargs: Any) -> Any:
+def look(path: Path, request: str, **kwargs: Any) -> Any:
     """Make a request about an object; None if there is none."""
     with suppress(*_NOT_THERE):
         return _ask(path, request, **kwargs)
     return None
 
 
-def _size(path: Path) -> int | None:
+def size_of(path: Path) -> int | None:
     """The size of an object; None if there is none."""
-    item = _look(path, "info")
+    item = look(path, "info")
     return int(item["size"]) if item is not None and item["type"] != "directory" else None
 
 
 def _sizes(folder: Path) -> dict[str, int]:
     """The objects right below a place, and their sizes; what a link leads to is one too."""
     fs, place = file_system(folder)
-    items = {item["name"]: item for item in _look(folder, "ls", detail=True) or () if item["type"] != "directory"}
+    items = {item["name"]: item for item in look(folder, "ls", detail=True) or () if item["type"] != "directory"}
     names = (name for name in items if items[name]["type"] == "file" or fs.isfile(name))
     return {Path(name).name: int(items[name]["size"]) for name in names if name.rstrip("/") != place.rstrip("/")}
 
 
-def _below(folder: Path) -> set[Path]:
+def below(folder: Path) -> set[Path]:
     """The objects below a place, with those in folders; not all, if the implementation hides what has failed."""
     place = file_system(folder)[1]
     return {Path(f"{folder}{name[len(place) :]}") for name in _ask(folder, "find") if name != place}
@@ -158,10 +158,17 @@ def _get(keys: Mapping[Path, Path]) -> None:
         _ask(key, "get_file", str(path))
 
 
+def put(files: Iterable[Path]) -> None:
+    """Upload files, and remove them from their scratch folder."""
+    for file in files:
+        _ask(file, "put_file", str(file))
+        file.unlink()
+
+
 def remove(paths: Iterable[Path]) -> None:
     """Remove objects that are there."""
     for path in paths:
-        _look(path, "rm_file")
+        look(path, "rm_file")
 
 
 def _hidden(names: Iterable[str]) -> list[re.Match[str]]:
@@ -213,7 +220,7 @@ class Upload(Publication):
         for name in filter(NOTE.fullmatch, _sizes(self.folder)):
             there -= self._look_at(self.folder / name, there)
         self.in_place = not any(map(is_state, there))  # then no file needs a hidden name
-        kept = {*self._running, _save_of(_look(self.home / RECORD, "cat_file")) if RECORD in there else ""}
+        kept = {*self._running, _save_of(look(self.home / RECORD, "cat_file")) if RECORD in there else ""}
         remove([self.home / match[0] for match in _hidden(there) if match[2] not in kept])
         note = Note.of_this_process(self.target.name, self.is_tag, self.in_place)
         _ask(note_of(self.folder, self.id), "pipe_file", json.dumps(vars(note)).encode())
@@ -221,7 +228,7 @@ class Upload(Publication):
     def _look_at(self, path: Path, there: set[str]) -> set[str]:
         """Look at the note of another save; return what it has left in `there`, which is removed."""
         try:
-            note = Note(**json.loads(_look(path, "cat_file") or b""))
+            note = Note(**json.loads(look(path, "cat_file") or b""))
         except (ValueError, TypeError, RecursionError):
             return set()
         save, is_running = path.name.rpartition("-")[2], note.is_running() and note.process != os.getpid()
@@ -239,14 +246,12 @@ class Upload(Publication):
     def note(self, written: dict[Path, File], path: Path, file: File) -> None:
         """Upload a file that is written, and note what it is."""
         written[path] = file
-        self.deliver(path)
+        put([path])
 
-    def deliver(self, file: Path | None = None) -> None:
-        """Upload a file that is written, or all that are left, and remove it from the scratch folder."""
-        left = (item for item in self.folder.rglob("*") if item.is_file() and is_brought(item)) if self.is_tag else ()
-        for item in [file] if file else [*left]:
-            _ask(item, "put_file", str(item))
-            item.unlink()
+    def deliver(self) -> None:
+        """Upload what else is written."""
+        if self.is_tag:
+            put([item for item in self.folder.rglob("*") if item.is_file() and is_brought(item)])
 
     def written(self) -> dict[str, Path]:
         """What the ranks have written, by final names."""
@@ -272,7 +277,7 @@ class Upload(Publication):
             remove([self.target / "latest"])  # of a checkpoint of this name
             self.is_decided = True
             with suppress(Exception):
-                remove(_below(self.target))
+                remove(below(self.target))
             return
         _ask(self.home / RECORD, "pipe_file", (self._record or "").encode())
         self.is_decided = True
@@ -311,19 +316,12 @@ class Upload(Publication):
     def state_of_target(self) -> tuple[str, bool]:
         """What is at the address now, as a sentence, and whether it is the new checkpoint."""
         try:
-            if self.is_decided or (self.is_tag and _save_of(_look(self.home / RECORD, "cat_file")) == self.id):
+            if self.is_decided or (self.is_tag and _save_of(look(self.home / RECORD, "cat_file")) == self.id):
                 return f"{self.shown} is the new checkpoint, and complete.", True
-            there = any(map(is_state, _sizes(self.home))) if self.is_tag else _size(self.target) is not None
+            there = any(map(is_state, _sizes(self.home))) if self.is_tag else size_of(self.target) is not None
         except Exception:  # the bucket cannot be reached
             there = True
         return (NOTHING if not there else INCOMPLETE if self.in_place else UNCHANGED), False
-
-
-def objects_of(folder: str | os.PathLike[str], names: Collection[str]) -> set[str]:
-    """Of the checkpoints with these names, the address of `latest` of each that is whole, or of its single file."""
-    places = [(Path(folder, name, "latest"), Path(folder, name)) for name in names]
-    items = (next((item for item in both if _size(item) is not None), None) for both in places)
-    return {address_of(item) for item in items if item is not None}
 
 
 def bring_down(root: Path, tag: str | None, needed: Needed) -> None:
@@ -339,7 +337,7 @@ def bring_down(root: Path, tag: str | None, needed: Needed) -> None:
 def _bring(root: Path, tag: str | None, needed: Needed) -> bool:
     """Bring a checkpoint down; returns whether no save has replaced it meanwhile."""
     there = _sizes(root)
-    if "latest" not in there and (size := _size(root)) is not None:
+    if "latest" not in there and (size := size_of(root)) is not None:
         if needed(root, None) is None:
             _get({root: root})
         else:
@@ -351,7 +349,7 @@ def _bring(root: Path, tag: str | None, needed: Needed) -> bool:
     folder = root / (tag or (root / "latest").read_text(errors="replace").strip())
     if ".." in folder.parts or root not in folder.parents:
         return True  # it is no name, as is said later
-    record = _look(folder / RECORD, "cat_file")  # first: the list has its files then, under one name or another
+    record = look(folder / RECORD, "cat_file")  # first: the list has its files then, under one name or another
     inside = _sizes(folder)
     keys = {name: name for name in inside if is_state_file(name)}
     keys |= _hidden_of(_save_of(record), inside)
@@ -363,7 +361,7 @@ def _bring(root: Path, tag: str | None, needed: Needed) -> bool:
     if record is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / RECORD).write_bytes(record)
-    return _save_of(_look(folder / RECORD, "cat_file")) == _save_of(record)
+    return _save_of(look(folder / RECORD, "cat_file")) == _save_of(record)
 
 
 def bring_rest(paths: Collection[Path]) -> None:
@@ -373,11 +371,13 @@ def bring_rest(paths: Collection[Path]) -> None:
         _get({path: _keys[path]})
 
 
-def bring_others(root: Path, tag: str) -> None:
-    """Bring down what is not the engine's: all in the folder of a tag, and the files beside it."""
-    paths = {root / name for name in _sizes(root)} | _below(root / tag)
+def bring_others(root: Path, tag: str = "", is_needed: Callable[[str], bool] = lambda _: True) -> None:
+    """Bring down what is not the engine's: all in the folder of a tag, and the files beside it; or all there is."""
+    paths = {root / name for name in _sizes(root)} | below(root / tag)
     others = [path for path in paths if ".." not in path.parts and not HIDDEN.fullmatch(path.name)]
-    _get({path: path for path in others if not path.exists()})
+    for path in others:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    _get({path: path for path in others if is_needed(path.name) and not path.exists()})
 
 
 def _stand_in(path: Path, key: Path, size: int) -> None:

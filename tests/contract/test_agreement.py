@@ -118,36 +118,38 @@ def test_an_error_in_each_step(ranks: Any, tmp_path: Path, kind: str) -> None:
     assert not is_unfinished(tmp_path / "epoch0")
 
 
-def load_by_own_path(out: str, odd: int, latest: bytes | None) -> tuple[str, str]:
-    """Load by a path of each rank's own, one of which has a `latest` that cannot be read; None is for a folder."""
-    own = Path(out, os.environ["RANK"])
-    own.mkdir()
-    (own / "epoch0").symlink_to(Path(out, "epoch0"))
-    content = latest if own.name == str(odd) else b"epoch0"
-    (own / "latest").mkdir() if content is None else (own / "latest").write_bytes(content)
+LATEST: list[tuple[bytes | None, int, str, str]] = [
+    (b"\xff\xfe", 0, "CheckpointError", "/0 has no subdirectory"),
+    (b"\xff\xfe", 1, "CheckpointError", "/1/"),
+    (None, 0, "CheckpointMismatchError", "what is loaded: 'no checkpoint' on rank 0, 'the tag epoch0' on rank 1"),
+    (None, 1, "", ""),  # rank 0 lists the checkpoint for all
+]
+"""The file `latest` of one rank, or None for a folder; which rank's; and what every rank raises."""
+
+
+def load_by_own_path(out: str) -> list[tuple[str, str]]:
+    """Load by paths of each rank's own, one of which has a `latest` that cannot be read."""
+    found = []
     with owners.served():
         run = Run("deepspeed", out, 2, 2)
         run.train(epochs=1)
-        return runs.outcome(run.engine.load_checkpoint, str(own))
+        for number, (latest, odd, *_) in enumerate(LATEST):
+            own = Path(out, str(number), os.environ["RANK"])
+            own.mkdir(parents=True)
+            (own / "epoch0").symlink_to(Path(out, "epoch0"))
+            content = latest if own.name == str(odd) else b"epoch0"
+            (own / "latest").mkdir() if content is None else (own / "latest").write_bytes(content)
+            found.append(runs.outcome(run.engine.load_checkpoint, str(own)))
+    return found
 
 
 @pytest.mark.short
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("latest", "odd", "kind", "said"),
-    [
-        (b"\xff\xfe", 0, "CheckpointError", "/0 has no subdirectory"),
-        (b"\xff\xfe", 1, "CheckpointError", "/1/"),
-        (None, 0, "CheckpointMismatchError", "what is loaded: 'no checkpoint' on rank 0, 'the tag epoch0' on rank 1"),
-        (None, 1, "", ""),  # rank 0 lists the checkpoint for all
-    ],
-)
-def test_a_latest_that_one_rank_cannot_read(
-    ranks: Any, tmp_path: Path, latest: bytes | None, odd: int, kind: str, said: str
-) -> None:
-    for error, text in ranks(2, load_by_own_path, out=str(tmp_path), odd=odd, latest=latest):
-        assert error == kind, text
-        assert said in text
+def test_a_latest_that_one_rank_cannot_read(ranks: Any, tmp_path: Path) -> None:
+    for found in ranks(2, load_by_own_path, out=str(tmp_path)):
+        for (error, text), (*_, kind, said) in zip(found, LATEST, strict=True):
+            assert error == kind, text
+            assert said in text
 
 
 def die_in_a_step(out: str, step: str) -> None:
@@ -288,27 +290,6 @@ def test_a_late_rank(ranks: Any, tmp_path: Path, stage: int) -> None:
 # Saves and loads that are not alike
 
 
-def save_unlike(out: str, how: str) -> tuple[str, str]:
-    """Ask rank 1 for a different save within a run; the run goes on."""
-    ds_frozen_patch.patch()
-    odd = os.environ["RANK"] == "1"
-    trainer = run_of(out)
-    trainer.save_checkpoint(f"{out}/a.ckpt")
-    settings = {"export": {"export": "safetensors"}, "keep": {"keep": ["*"]}}
-    if odd:
-        ds_frozen_patch.patch(**settings.get(how, {}))  # type: ignore[arg-type]
-    before = {*Path(out).rglob("*")}
-    with ds_frozen_patch.full_checkpoint() if odd and how == "full_checkpoint" else nullcontext():
-        said = runs.refusal(trainer.save_checkpoint, f"{out}/a.ckpt", weights_only=odd and how == "weights_only")
-    assert odd or {*Path(out).rglob("*")} == before
-    if odd:
-        ds_frozen_patch.unpatch()
-        ds_frozen_patch.patch()
-    trainer.save_checkpoint(f"{out}/a.ckpt")
-    assert not ds_frozen_patch.verify(f"{out}/a.ckpt").problems
-    return said
-
-
 UNLIKE = {
     "full_checkpoint": "exclude_frozen_parameters: True on rank 0, False on rank 1",
     "export": "export: None on rank 0, 'safetensors' on rank 1",
@@ -317,39 +298,62 @@ UNLIKE = {
 }
 
 
-@pytest.mark.short
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("how", UNLIKE)
-def test_a_different_save_on_one_rank(ranks: Any, tmp_path: Path, how: str) -> None:
-    for name, text in ranks(2, save_unlike, out=str(tmp_path), how=how):
-        assert name == "CheckpointMismatchError"
-        assert f"{tmp_path}/a.ckpt was not saved" in text
-        assert UNLIKE[how] in text
-
-
-def load_unlike(out: str, odd: int, name: str = "a", **settings: Any) -> tuple[str, str]:
-    """Load on one rank with different settings, or from a path at which there is nothing."""
+def save_unlike(out: str) -> dict[str, tuple[str, str]]:
+    """Ask rank 1 for different saves within a run; the run goes on after each."""
     ds_frozen_patch.patch()
+    odd, found = os.environ["RANK"] == "1", {}
     trainer = run_of(out)
     trainer.save_checkpoint(f"{out}/a.ckpt")
-    is_odd = os.environ["RANK"] == str(odd)
-    if is_odd:
-        ds_frozen_patch.patch(**settings)
-    return runs.refusal(trainer.strategy.load_checkpoint, f"{out}/{name if is_odd else 'a'}.ckpt")
+    settings = {"export": {"export": "safetensors"}, "keep": {"keep": ["*"]}}
+    for how in UNLIKE:
+        if odd:
+            ds_frozen_patch.patch(**settings.get(how, {}))  # type: ignore[arg-type]
+        before = {*Path(out).rglob("*")}
+        with ds_frozen_patch.full_checkpoint() if odd and how == "full_checkpoint" else nullcontext():
+            save, alone = trainer.save_checkpoint, odd and how == "weights_only"
+            found[how] = runs.refusal(save, f"{out}/a.ckpt", weights_only=alone)
+        assert odd or {*Path(out).rglob("*")} == before
+        if odd:
+            ds_frozen_patch.unpatch()
+            ds_frozen_patch.patch()
+        trainer.save_checkpoint(f"{out}/a.ckpt")
+        assert not ds_frozen_patch.verify(f"{out}/a.ckpt").problems
+        torch.distributed.barrier()
+    return found
 
 
 @pytest.mark.short
-def test_a_different_load_on_one_rank(ranks: Any, tmp_path: Path) -> None:
-    for name, text in ranks(2, load_unlike, out=str(tmp_path), odd=1, verify_base="off"):
+@pytest.mark.timeout(60)
+def test_a_different_save_on_one_rank(ranks: Any, tmp_path: Path) -> None:
+    for found in ranks(2, save_unlike, out=str(tmp_path)):
+        assert found.keys() == UNLIKE.keys()
+        for how, (name, text) in found.items():
+            assert name == "CheckpointMismatchError"
+            assert f"{tmp_path}/a.ckpt was not saved" in text
+            assert UNLIKE[how] in text
+
+
+def load_unlike(out: str) -> list[tuple[str, str]]:
+    """Load on rank 1 with different settings; from a path at which there is nothing on rank 0, and on rank 1."""
+    ds_frozen_patch.patch()
+    rank, found = int(os.environ["RANK"]), []
+    trainer = run_of(out)
+    trainer.save_checkpoint(f"{out}/a.ckpt")
+    for odd, name, verify_base in ((1, "a", "off"), (0, "b", "error"), (1, "b", "error")):
+        ds_frozen_patch.patch(verify_base=verify_base if rank == odd else "error")  # type: ignore[arg-type]
+        path = f"{out}/{name if rank == odd else 'a'}.ckpt"
+        found.append(runs.refusal(trainer.strategy.load_checkpoint, path))
+    return found
+
+
+@pytest.mark.short
+def test_a_different_load_and_a_checkpoint_missing_on_one_rank(ranks: Any, tmp_path: Path) -> None:
+    settings, *missing = zip(*ranks(2, load_unlike, out=str(tmp_path)), strict=True)
+    for name, text in settings:
         assert name == "CheckpointMismatchError"
         assert "verify_base: 'error' on rank 0, 'off' on rank 1" in text
-
-
-@pytest.mark.short
-@pytest.mark.parametrize("odd", [0, 1])
-def test_a_checkpoint_missing_on_one_rank(ranks: Any, tmp_path: Path, odd: int) -> None:
-    said = ranks(2, load_unlike, out=str(tmp_path), odd=odd, name="b")
-    (name, text), (other, own) = said[1 - odd], said[odd]
-    assert (name, other) == ("CheckpointError", "FileNotFoundError")
-    assert f"Rank {odd}: {own}" in text
-    assert f"There is no checkpoint at {tmp_path}/b.ckpt" in own
+    for odd, said in enumerate(missing):
+        (name, text), (other, own) = said[1 - odd], said[odd]
+        assert (name, other) == ("CheckpointError", "FileNotFoundError")
+        assert f"Rank {odd}: {own}" in text
+        assert f"There is no checkpoint at {tmp_path}/b.ckpt" in own

@@ -74,8 +74,8 @@ def load(out: str, world_size: int, stage: int, change: str, evaluate: bool, **p
 
 
 @pytest.mark.parametrize(("stage", "world_size"), [*((stage, 2) for stage in range(4)), slow(1, 1), slow(3, 3)])
-def test_one_element_of_the_last_row(ranks: Any, tmp_path: Path, stage: int, world_size: int) -> None:
-    ranks(world_size, save, out=str(tmp_path), world_size=world_size, stage=stage)
+def test_one_element_of_the_last_row(ranks: Any, run_once: Any, tmp_path: Path, stage: int, world_size: int) -> None:
+    run_once(tmp_path, world_size, save, world_size=world_size, stage=stage)
     for evaluate in (False, True):
         arguments = {"out": str(tmp_path), "world_size": world_size, "stage": stage, "evaluate": evaluate}
         for raised, warned, losses in ranks(world_size, load, **arguments, change="one element"):
@@ -110,15 +110,15 @@ def test_at_another_world_size(ranks: Any, tmp_path: Path, stage: int, world_siz
         ("untied", ["model.base_model.model.lm_head.weight"]),
     ],
 )
-def test_other_bases(ranks: Any, tmp_path: Path, change: str, names: list[str]) -> None:
-    ranks(2, save, out=str(tmp_path), world_size=2, stage=3)
+def test_other_bases(ranks: Any, run_once: Any, tmp_path: Path, change: str, names: list[str]) -> None:
+    run_once(tmp_path, 2, save, world_size=2, stage=3)
     for raised, _, losses in ranks(2, load, out=str(tmp_path), world_size=2, stage=3, change=change, evaluate=False):
         assert all(f"- {name}" in raised for name in names)
         assert losses == []
 
 
-def test_verify_base_warn_and_off(ranks: Any, tmp_path: Path) -> None:
-    ranks(2, save, out=str(tmp_path), world_size=2, stage=2)
+def test_verify_base_warn_and_off(ranks: Any, run_once: Any, tmp_path: Path) -> None:
+    run_once(tmp_path, 2, save, world_size=2, stage=2)
     arguments = {"out": str(tmp_path), "world_size": 2, "stage": 2, "change": "one element", "evaluate": False}
     first, second = ranks(2, load, **arguments, verify_base="warn")
     assert first[0] is None
@@ -186,8 +186,8 @@ def another_precision(out: str) -> tuple[Any, list[str]]:
     return None, [m for m in messages if m.startswith("WARNING")]
 
 
-def test_a_base_in_another_precision_cannot_be_compared(ranks: Any, tmp_path: Path) -> None:
-    ranks(2, save, out=str(tmp_path), world_size=2, stage=2)
+def test_a_base_in_another_precision_cannot_be_compared(ranks: Any, run_once: Any, tmp_path: Path) -> None:
+    run_once(tmp_path, 2, save, world_size=2, stage=2)
     first, second = ranks(2, another_precision, out=str(tmp_path))
     assert len(first[1]) == 1
     assert "20 of 20 left-out parameters cannot be compared" in first[1][0]

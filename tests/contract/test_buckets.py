@@ -176,29 +176,6 @@ def file_of(tag: str, at: str) -> Any:
     return buckets.file_system().open(f"{at}/{tag}/adapter/adapter_model.safetensors")
 
 
-def by_accelerate(at: str, variables: dict[str, str], out: str) -> Any:
-    """Save twice, and resume."""
-    os.environ.update(variables)
-    os.chdir(out)
-    with owners.served(), runs.heard("accelerate") as messages:
-        whole = owners.Run("accelerate", out, 2, 2)
-        for epoch in range(2):
-            whole.train_epoch()
-            whole.accelerator.save_state(f"{at}/epoch{epoch}")
-        again = owners.Run("accelerate", out, 2, 2)
-        again.accelerator.load_state(f"{at}/epoch1")
-    return again.seen()[1] == whole.seen()[1], [text for text in messages if "is an address" in text]
-
-
-def test_accelerate_saves_to_this_machine(ranks: Any, bucket: dict[str, Any], tmp_path: Path) -> None:
-    """With one warning, on rank 0."""
-    for rank, (is_same, messages) in enumerate(ranks(2, by_accelerate, alone=True, **bucket)):
-        assert is_same
-        assert len(messages) == (rank == 0), messages
-    assert not buckets.objects(bucket["at"])
-    assert list(tmp_path.rglob("epoch1/*/ds_frozen_patch.json"))
-
-
 def test_the_newest_of_slurm_is_whole(bucket: dict[str, Any]) -> None:
     """Lightning gives the highest number, but that save can have been killed."""
     at, fs = bucket["at"], buckets.file_system()

@@ -204,8 +204,8 @@ def refused(out: str, **options: Any) -> tuple[str, str]:
 
 @pytest.mark.short
 @pytest.mark.once
-def test_elastic_is_the_default(ranks: Any, tmp_path: Path) -> None:
-    ranks(2, save_by_two, out=str(tmp_path), stage=2)
+def test_elastic_is_the_default(ranks: Any, run_once: Any, tmp_path: Path) -> None:
+    run_once(tmp_path, 2, save_by_two, stage=2)
     path = tmp_path / "run.ckpt"
     before = snapshot(path)
     options: dict[str, Any] = {"out": str(tmp_path), "world_size": 1, "stage": 2}
@@ -225,18 +225,18 @@ def test_elastic_is_the_default(ranks: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("before", "now"), [(1, 2), pytest.param(3, 0, marks=pytest.mark.short)])
-def test_another_stage(ranks: Any, tmp_path: Path, before: int, now: int) -> None:
+def test_another_stage(ranks: Any, run_once: Any, tmp_path: Path, before: int, now: int) -> None:
     """`test_stages` compares what the optimizer holds."""
-    ranks(2, save_by_two, out=str(tmp_path), stage=before)
+    run_once(tmp_path, 2, save_by_two, stage=before)
     options = {"out": str(tmp_path / "again"), "resume": str(tmp_path / "run.ckpt")}
     same = ranks(2, train, world_size=2, stage=before, **options)
     assert curve(ranks(2, train, world_size=2, stage=now, **options)) == pytest.approx(curve(same), rel=1e-6)
     assert curve(ranks(1, train, world_size=1, stage=now, **options)) == pytest.approx(curve(same), rel=1e-6)
 
 
-def test_without_zero(ranks: Any, tmp_path: Path) -> None:
+def test_without_zero(ranks: Any, run_once: Any, tmp_path: Path) -> None:
     """Any world size can load it unchanged; the gradients keep their scale nevertheless."""
-    ranks(2, save_by_two, out=str(tmp_path), stage=0)
+    run_once(tmp_path, 2, save_by_two, stage=0)
     options = {"stage": 0, "out": str(tmp_path / "again"), "resume": str(tmp_path / "run.ckpt"), "elastic": None}
     same = ranks(2, train, world_size=2, **options)
     found = ranks(1, train, world_size=1, accumulate=2, **options)
@@ -244,9 +244,9 @@ def test_without_zero(ranks: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.once), 3])
-def test_a_full_checkpoint(ranks: Any, tmp_path: Path, number: int) -> None:
+def test_a_full_checkpoint(ranks: Any, run_once: Any, tmp_path: Path, number: int) -> None:
     """Its frozen parameters are loaded with it, in ZeRO-3 from partitions, onto any base."""
-    ranks(2, save_by_two, out=str(tmp_path), stage=3, full=True)
+    run_once(tmp_path, 2, save_by_two, stage=3, full=True)
     options = {"stage": 3, "out": str(tmp_path), "resume": str(tmp_path / "run.ckpt"), "epochs": 1}
     same = ranks(2, train, world_size=2, **options)
     for found in ranks(3, train, world_size=3, seed=7, **options):
@@ -257,9 +257,11 @@ def test_a_full_checkpoint(ranks: Any, tmp_path: Path, number: int) -> None:
     ("at_batch", "number", "left"),
     [pytest.param(1, 1, 2, marks=pytest.mark.short), (3, 3, 1), (2, 3, None), (3, 2, 1), (2, 2, None)],
 )
-def test_resume_within_an_epoch(ranks: Any, tmp_path: Path, at_batch: int, number: int, left: int | None) -> None:
+def test_resume_within_an_epoch(
+    ranks: Any, run_once: Any, tmp_path: Path, at_batch: int, number: int, left: int | None
+) -> None:
     """Of 6 batches of 2 x 3 samples: how many of the new run's remain, or that this cannot be determined."""
-    ranks(2, save_by_two, out=str(tmp_path), stage=2, at_batch=at_batch, batch=3)
+    run_once(tmp_path, 2, save_by_two, stage=2, at_batch=at_batch, batch=3)
     options = {"out": str(tmp_path), "stage": 2, "world_size": number, "epochs": 1}
     if left is None:
         for kind, said in ranks(number, refused, **options):
@@ -300,9 +302,9 @@ def loss_of_test(out: str, world_size: int) -> Any:
     return trainer.test(Run(), data(world_size), ckpt_path=f"{out}/run.ckpt", verbose=False)[0]["test_loss"]
 
 
-def test_testing_zero_3_at_a_larger_world_size(ranks: Any, tmp_path: Path) -> None:
+def test_testing_zero_3_at_a_larger_world_size(ranks: Any, run_once: Any, tmp_path: Path) -> None:
     """Each rank looks for a file of its own, and there are too few."""
-    ranks(2, save_by_two, out=str(tmp_path), stage=3)
+    run_once(tmp_path, 2, save_by_two, stage=3)
     expected = ranks(2, loss_of_test, out=str(tmp_path), world_size=2)
     before = snapshot(tmp_path / "run.ckpt")
     for found in ranks(3, loss_of_test, out=str(tmp_path), world_size=3):

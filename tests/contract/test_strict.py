@@ -36,11 +36,13 @@ class Other(runs.LoraRun):
             self.register_buffer("other", torch.zeros(1))
 
 
+def train(out: str, stage: int) -> None:
+    ds_frozen_patch.patch()
+    runs.trainer(out, 2, stage, epochs=1).fit(runs.LoraRun(), runs.batches(2))
+
+
 def resume_changed(out: str, stage: int, change: str, evaluate: bool) -> tuple[str, str]:
     ds_frozen_patch.patch()
-    if not Path(out, "epoch=0.ckpt").exists():
-        trainer = runs.trainer(out, 2, stage, epochs=1)
-        trainer.fit(runs.LoraRun(), runs.batches(2))
     trainer = runs.trainer(out, 2, stage, epochs=2)
     run = trainer.test if evaluate else trainer.fit
     return runs.refusal(run, Other(change), runs.batches(2), ckpt_path=f"{out}/epoch=0.ckpt")
@@ -64,8 +66,9 @@ Q = "model.base_model.model.model.layers.0.self_attn.q_proj"
     ],
 )
 def test_a_changed_model_is_refused(
-    ranks: Any, tmp_path: Path, stage: int, change: str, error: str, names: str
+    ranks: Any, run_once: Any, tmp_path: Path, stage: int, change: str, error: str, names: str
 ) -> None:
+    run_once(tmp_path, 2, train, stage=stage)
     for raised in ranks(2, resume_changed, out=str(tmp_path), stage=stage, change=change, evaluate=False):
         assert raised[0] == error
         assert names in raised[1]
@@ -80,14 +83,12 @@ def test_a_changed_model_is_refused(
         (3, "now trained", "now trains: 'model.base_model.model.model.norm.weight'"),
     ],
 )
-def test_a_changed_model_is_refused_in_test(ranks: Any, tmp_path: Path, stage: int, change: str, names: str) -> None:
+def test_a_changed_model_is_refused_in_test(
+    ranks: Any, run_once: Any, tmp_path: Path, stage: int, change: str, names: str
+) -> None:
+    run_once(tmp_path, 2, train, stage=stage)
     for raised in ranks(2, resume_changed, out=str(tmp_path), stage=stage, change=change, evaluate=True):
         assert names in raised[1]
-
-
-def train(out: str) -> None:
-    ds_frozen_patch.patch()
-    runs.trainer(out, 2, epochs=1).fit(runs.LoraRun(), runs.batches(2))
 
 
 def resume(out: str, verify_files: bool = True) -> tuple[str, str]:
@@ -98,9 +99,9 @@ def resume(out: str, verify_files: bool = True) -> tuple[str, str]:
 
 
 @pytest.mark.short
-def test_files_are_verified_unless_told_otherwise(ranks: Any, tmp_path: Path) -> None:
+def test_files_are_verified_unless_told_otherwise(ranks: Any, run_once: Any, tmp_path: Path) -> None:
     """A flipped bit is loaded with `verify_files=False`; a truncated file is refused all the same."""
-    ranks(2, train, out=str(tmp_path))
+    run_once(tmp_path, 2, train, stage=2)
     file = max(Path(tmp_path, "epoch=0.ckpt", "checkpoint").glob("*optim_states.pt"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1  # most of it are the optimizer's numbers
@@ -115,9 +116,9 @@ def test_files_are_verified_unless_told_otherwise(ranks: Any, tmp_path: Path) ->
         assert f"{file.name} cannot be read, is truncated or damaged" in text
 
 
-def test_a_damaged_checkpoint_is_refused(ranks: Any, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused(ranks: Any, run_once: Any, tmp_path: Path) -> None:
     """A missing trainable parameter or an unexpected key is a strict error, under the module's own names."""
-    ranks(2, train, out=str(tmp_path))
+    run_once(tmp_path, 2, train, stage=2)
     (file,) = Path(tmp_path, "epoch=0.ckpt", "checkpoint").glob("*model_states.pt")
     (saved,) = model_states(tmp_path / "epoch=0.ckpt")
     saved["module"]["stranger"] = saved["module"].pop(f"{Q}.lora_A.default.weight")
@@ -161,8 +162,8 @@ def wrong_paths(out: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-def test_wrong_paths(ranks: Any, tmp_path: Path) -> None:
-    ranks(2, train, out=str(tmp_path))
+def test_wrong_paths(ranks: Any, run_once: Any, tmp_path: Path) -> None:
+    run_once(tmp_path, 2, train, stage=2)
     (tmp_path / "file.ckpt").write_text("not a checkpoint")
     for found in ranks(2, wrong_paths, out=str(tmp_path)):
         assert {name for name, _ in found.values()} == {"FileNotFoundError"}

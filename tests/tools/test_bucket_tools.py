@@ -16,9 +16,9 @@ from kit.checkpoints import Checkpoints, contents
 
 import ds_frozen_patch
 from ds_frozen_patch import CheckpointError
-from ds_frozen_patch.buckets import objects_of
 from ds_frozen_patch.cli import main
 from ds_frozen_patch.common.files import RECORD
+from ds_frozen_patch.frameworks.for_lightning.checkpoints import objects_of
 
 pytest.importorskip("moto")
 pytest.importorskip("s3fs")

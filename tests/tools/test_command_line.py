@@ -70,16 +70,6 @@ def test_unexpected_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
         main(["inspect", str(tmp_path), "--debug"])
 
 
-@pytest.mark.parametrize("words", [["prune", "a", "b", "--kep", "x"], ["run", "--elastc", "--", "python"]])
-def test_a_misspelt_option_shows_the_usage_of_its_command(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    said = capsys.readouterr().err
-    assert ended.value.code == 2
-    assert said.startswith(f"usage: ds-frozen-patch {words[0]} ")
-    assert "unrecognized arguments: --" in said
-
-
 def test_what_latest_leads_to_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = stage_0(tmp_path)
     for secret in ("my secret/../x", "a password", "x" * 300):

@@ -244,6 +244,15 @@ def test_another_tag_and_other_files(checkpoints: Checkpoints, tmp_path: Path) -
         assert found[name][0] == snapshot(source)[name][0]
 
 
+def test_ties_are_named_in_the_order_of_the_module(tmp_path: Path) -> None:
+    """As a save names them, also where DeepSpeed lists but one of them, which is not the second."""
+    tied = torch.ones(7)
+    weights = {"frozen.a": tied, "frozen.b": tied, "frozen.c": tied, "trained.weight": torch.ones(2, 2)}
+    of_one_rank(tmp_path / "full.ckpt", weights, shared_params={"frozen.c": "frozen.a"})
+    done = prune(tmp_path / "full.ckpt", tmp_path / "pruned.ckpt")
+    assert [entry.names for entry in done.record.left_out] == [("frozen.a", "frozen.b", "frozen.c")]
+
+
 # A user's own state: what `torch.save` writes, through `prune`, and back by `torch.load`.
 
 

@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 import torch
 from kit import runs
-from kit.checkpoints import Checkpoints, changed, loaded, of_one_rank, raw, refresh, unmark, weights_of
+from kit.checkpoints import (
+    Checkpoints,
+    changed,
+    loaded,
+    of_one_rank,
+    raw,
+    refresh,
+    state_of_one_rank,
+    unmark,
+    weights_of,
+)
 from kit.hostile import named, text
 from safetensors.torch import load_file
 
@@ -62,6 +72,18 @@ CHANGES: dict[str, bytes] = {
 def test_a_pickle_changes_only_what_it_has_created(what: str) -> None:
     with pytest.raises((pickle.UnpicklingError, TypeError), match=r"it changes |__setstate__"):
         archive.unpickle(Path("a file"), b"\x80\2" + CHANGES[what] + b".", {"data/0": archive.Record(0, 4, None)})
+
+
+@pytest.mark.parametrize(
+    ("storages", "said"),
+    [
+        (STORAGE + STORAGE.replace(b"Float", b"Int"), "has two dtypes or sizes"),
+        (STORAGE.replace(b"K\1", b"K\2"), "not 8"),
+    ],
+)
+def test_a_storage_has_one_dtype_and_the_size_of_its_record(storages: bytes, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        archive.unpickle(Path("a file"), b"\x80\2" + storages + b".", {"data/0": archive.Record(0, 4, None)})
 
 
 def test_the_largest_pickle_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,6 +144,17 @@ def test_every_dtype_is_consolidated(tmp_path: Path, dtype: str) -> None:
         assert not (tmp_path / "one.safetensors").exists()
 
 
+def test_views_are_consolidated(tmp_path: Path) -> None:
+    """Tensors of one storage, which begin anywhere in it and have any strides."""
+    whole = torch.arange(240.0).reshape(2, 3, 4, 10)
+    views = {"a": whole[1], "b": whole[0, 1].t(), "c": whole[:, ::2, 1, ::3], "d": torch.arange(3.0).expand(4, 3)}
+    weights = {f"trained.{name}": view for name, view in views.items()}
+    consolidate(of_one_rank(tmp_path / "in.ckpt", weights), tmp_path / "one.ckpt")
+    assert {name: raw(value) for name, value in weights_of(tmp_path / "one.ckpt").items()} == {
+        name: raw(value) for name, value in weights.items()
+    }
+
+
 def masters_in_stage_0(path: Path) -> dict[str, torch.Tensor]:
     """Return the fp32 masters of a checkpoint of stage 0 in 16 bits, by name."""
     (file,) = path.rglob("*model_states.pt")
@@ -164,3 +197,33 @@ def test_the_masters_of_stage_0(checkpoints: Checkpoints, tmp_path: Path, is_fla
 
     changed(file, shuffle)
     assert "the optimizer's masters differ" in "".join(verify(path).problems)
+
+
+class Holes:
+    """A file that large zeros do not fill."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+
+    def write(self, content: Any) -> int:
+        if len(content) >= 1 << 16 and not any(content[:16]):
+            self.file.truncate(self.file.seek(len(content), 1))
+            return len(content)
+        return int(self.file.write(content))
+
+    def flush(self) -> None: ...
+
+
+def test_a_record_of_more_than_4_gib(tmp_path: Path) -> None:
+    """The sizes and offsets are in fields of 64 bits. The file is mostly a hole."""
+    path, size = tmp_path / "in.ckpt", (4 << 30) + 64
+    (path / "checkpoint").mkdir(parents=True)
+    (path / "latest").write_text("checkpoint")
+    weights = {"frozen.weight": torch.zeros(size, dtype=torch.uint8), "trained.weight": torch.ones(2)}
+    with open(path / "checkpoint" / "mp_rank_00_model_states.pt", "wb", 0) as file:  # noqa: PTH123
+        holes: Any = Holes(file)
+        torch.save(state_of_one_rank(weights), holes)
+    assert inspect(path).prunable == size
+    prune(path, tmp_path / "pruned.ckpt", fingerprints=False)
+    (found,) = (tmp_path / "pruned.ckpt").rglob("*_states.pt")
+    assert torch.equal(torch.load(found, weights_only=False)["module"]["trained.weight"], torch.ones(2))

@@ -29,10 +29,16 @@ pytestmark = [pytest.mark.short, pytest.mark.everyday, pytest.mark.once]
         (["run", "--elastc", "--", "python"], "--elastic"),
     ],
 )
-def test_a_misspelt_word_is_suggested(capsys: pytest.CaptureFixture[str], words: list[str], meant: str) -> None:
-    with pytest.raises(SystemExit):
+def test_a_misspelt_word_is_suggested_below_the_usage(
+    capsys: pytest.CaptureFixture[str], words: list[str], meant: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
         main(words)
-    assert capsys.readouterr().err.endswith(f". Did you mean '{meant}'?\n")
+    said, is_option = capsys.readouterr().err, meant.startswith("--")
+    assert ended.value.code == 2
+    assert said.startswith(f"usage: ds-frozen-patch {words[0] if is_option else ''}")
+    assert ("unrecognized arguments: --" in said) == is_option
+    assert said.endswith(f". Did you mean '{meant}'?\n")
 
 
 @pytest.mark.parametrize("command", [["-m", "ds_frozen_patch"], ["-c", "import ds_frozen_patch.cli as c; c.main()"]])

@@ -42,13 +42,21 @@ def state():
 ORDERS = ["".join(order) for length in (1, 2, 3, 4) for order in itertools.product("ipu", repeat=length)]
 
 
-@pytest.mark.parametrize("order", [order for order in ORDERS if order.count("i") == 1])
-def test_any_order(site: Site, order: str) -> None:
+def test_any_order(site: Site) -> None:
     """i: import, p: patch, u: unpatch. The last patch or unpatch decides."""
-    expected = "patched" if order.replace("i", "").endswith("p") else "plain"
-    steps = {"i": "imported()", "p": "dfp.patch()", "u": "dfp.unpatch()"}
-    program = "\n".join(steps[step] for step in order)
-    assert site.run(f"{LOOK}\n{program}\nprint(state())").strip() == expected
+    orders = [order for order in ORDERS if order.count("i") == 1]
+    program = f"""
+import os
+steps = {{"i": imported, "p": dfp.patch, "u": dfp.unpatch}}
+for order in {orders}:
+    if not (child := os.fork()):
+        for step in order: steps[step]()
+        print(order, state(), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+    expected = {order: "patched" if order.replace("i", "").endswith("p") else "plain" for order in orders}
+    assert dict(line.split() for line in site.run(LOOK + program).splitlines()) == expected
 
 
 def test_unpatch_restores_the_original_objects(site: Site) -> None:
@@ -554,7 +562,7 @@ for word, elastic in (("1", True), ("0", False), ("", None)):
 
 def test_few_attributes_are_wrapped() -> None:
     """With two Lightnings. 10 of them act only with `async_save=True`, and one where PEFT merges adapters."""
-    assert sum(len(what.wrappers) + len(what.beside) for what in TARGETS) <= 40
+    assert sum(len(what.wrappers) + len(what.beside) for what in TARGETS) <= 41
 
 
 REAL = """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import zipfile
-import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_frozen_patch.common.files import SYNCED_BYTES, begin_sync, fastest_crc32
+from ds_frozen_patch.common.files import SYNCED_BYTES, begin_sync
 from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.record import File, describe_file
 from ds_frozen_patch.save.writer import Archive, Recorder, in_place_of_torch, opened
@@ -129,11 +128,6 @@ def test_the_bytes_are_those_of_torch(tmp_path: Path, kind: str, way: str) -> No
         assert pickled(read(path, **options)) == pickled(read(tmp_path / "torch" / "x.pt", **options))
 
 
-def test_torch_reads_weights_alone(tmp_path: Path) -> None:
-    write("at once", {"a": torch.arange(5.0)}, tmp_path / "x.pt")
-    assert read(tmp_path / "x.pt", weights_only=True)["a"].tolist() == [0, 1, 2, 3, 4]
-
-
 @pytest.mark.parametrize("name", ["x", "a.b.c.pt", ".mp_rank_00_model_states.pt.0123456789ab", "ü.pt", "a b.pt"])
 def test_the_names_of_files(tmp_path: Path, name: str) -> None:
     (tmp_path / "torch").mkdir()
@@ -245,11 +239,6 @@ def test_storages_of_more_than_4_gib(tmp_path: Path) -> None:
     assert loaded["big"][-5:].tolist() == [0] * 5
     with zipfile.ZipFile(ours) as archive_of_python:
         assert archive_of_python.testzip() is None
-
-
-def test_the_fastest_checksum_is_right() -> None:
-    data = bytes(range(256)) * 5000
-    assert fastest_crc32()(data[7:], fastest_crc32()(data[:7])) == zlib.crc32(data)
 
 
 def test_the_disk_begins_with_what_is_much(tmp_path: Path) -> None:

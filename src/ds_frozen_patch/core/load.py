@@ -54,11 +54,11 @@ def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
     call.apply_defaults()
     load.engine = engine
     address, tag = str(call.arguments["load_dir"]), call.arguments["tag"]
+    if is_alone:  # else a strategy has brought the files down
+        address = SCRATCH.sub(r"\2", address)
     if not is_local(address):
-        if not load.owner.is_local:
-            load_from = partial(_load_brought, wrapped, served, load, call, is_alone)
-            return agreement.from_bucket(load, address, tag, load_from)
-        call.arguments["load_dir"] = str(Path(address).absolute())
+        load_from = partial(_load_brought, wrapped, served, load, call, is_alone)
+        return agreement.from_bucket(load, address, tag, load_from)
     while True:
         try:
             return _load(wrapped, served, load, call, is_alone)

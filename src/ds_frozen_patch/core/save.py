@@ -22,6 +22,7 @@ from typing import Any
 from .. import cures
 from ..base import Base
 from ..common.errors import CheckpointError
+from ..common.files import SCRATCH
 from ..common.overrides import Attributes, overridden
 from ..engine.served import ServedEngine, attached_at_save, is_first
 from ..internals import checkpoint_engine, config_of, writes_before_it_returns
@@ -47,8 +48,8 @@ def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
     tag = call.arguments["tag"] = f"global_step{engine.global_steps}" if tag is None else str(tag)  # as DeepSpeed does
     exclude = call.arguments[FLAG] = served.owner.excludes(call.arguments.get(FLAG))
     folder, program_state = Path(call.arguments["save_dir"]), call.arguments.get("client_state") or {}
-    if not is_local(folder):
-        folder = _folder_for(call.arguments["save_dir"], engine, served)
+    if not is_local(address := SCRATCH.sub(r"\2", str(folder))):  # perhaps in the scratch folder of a framework
+        folder = _folder_for(address, engine)
     shown = folder if served.owner.names_each_save else folder / tag
     with agreement.explaining_errors(shown) as saves:
         is_managed = writes_before_it_returns(engine)
@@ -84,19 +85,12 @@ def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: tuple[Any, .
     return saved
 
 
-def _folder_for(address: str | Path, engine: Any, served: ServedEngine) -> Path:
+def _folder_for(address: str, engine: Any) -> Path:
     """The folder on this machine that an engine writes to, given an address.
 
     Raises:
         CheckpointError: the engine writes after a save has returned, or has its optimizer on NVMe.
     """
-    if served.owner.is_local:
-        served.log_once(
-            "an address",
-            f"{address} is an address, but its framework writes to a folder of that name on this machine, and the"
-            " engine does so too. Save to a local folder, and copy checkpoints to the bucket.",
-        )
-        return Path(address).absolute()
     from ..buckets import scratch_of
 
     if not writes_before_it_returns(engine):

@@ -29,7 +29,6 @@ class Owner:
             state, reduced to `load.elastic.NEEDED`; and what the framework restores itself from, which it may change.
             It raises CheckpointMismatchError if the framework cannot resume at this world size.
         unserved: why a framework is left as it is, and its engines too; empty if it is not.
-        is_local: whether the framework itself writes and reads beside the engine's files, by paths of this machine.
     """
 
     rank: int
@@ -41,7 +40,6 @@ class Owner:
     leaves_out: Callable[[], bool]
     after_load: Callable[[Owner, Any, Mapping[str, Any], dict[str, Any]], None]
     unserved: str = ""
-    is_local: bool = False
 
     def excludes(self, requested: bool | None) -> bool:
         """Whether a save leaves frozen parameters out.

@@ -12,8 +12,9 @@ import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from ..common.errors import CheckpointError
 from ..common.names import Names
 from ..common.overrides import Attributes, overridden
 from ..common.probing import Finding, Target
@@ -21,11 +22,13 @@ from ..engine.served import ServedEngine, attached, is_first
 from ..publish import in_flight
 from ..publish.journal import is_not_whole
 from ..publish.notes import notes
+from ..publish.publication import is_local
 from ..save.agreement import Around
 from .plain import last_whole, logger_of, numbered
 
 _WRITERS = ("save_accelerator_state", "save_custom_state")
 """The functions that `save_state` calls once the engines are saved, each by a path; no rank waits in them."""
+_PREFIX, _LAST = "checkpoint_", "random_states_0.pkl"
 
 
 NAMES = Names()
@@ -59,27 +62,34 @@ def save_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, .
         folder = Path(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}")
     if folder is None:
         return wrapped(*args, **kwargs)
-    around, place, outdated = Around(served.owner, Path(folder)), Path(folder), list[Path]()
+    place, outdated, remove = Path(folder), list[Path](), cast(Callable[[Path], None], shutil.rmtree)
     settings: Attributes = [(project, "total_limit", None)]
-    if is_numbered:
-        in_flight.wait()  # since the save before removes some when it has ended
-        outdated = _outdated(place, project.total_limit)
+    with Around(served.owner, place, _LAST) as around:
+        if around.is_remote:
+            from .remote import remove_checkpoint
 
-        def look() -> list[int]:
-            return [place in outdated or _was_interrupted(place)]
+            remove, call.arguments["output_dir"] = remove_checkpoint, str(around.folder)
+        if is_numbered:
+            in_flight.wait()  # since the save before removes some when it has ended
 
-        if any(map(any, around.ranks.step("look for an interrupted save", look, 1))):
-            call.arguments["output_dir"] = str(folder)
-            settings.append((project, "automatic_checkpoint_naming", False))
-    writers = [(sys.modules["accelerate.accelerator"], name) for name in _WRITERS]
-    changes = [(module, name, around.ranks.deferring(getattr(module, name))) for module, name in writers]
-    with overridden([*changes, *settings]):
-        saved = wrapped(*call.args, **call.kwargs)
-    around.end(served)
+            def look() -> list[int]:
+                outdated.extend(_outdated(place, project.total_limit))
+                return [place in outdated or _was_interrupted(place)]
+
+            if any(map(any, around.ranks.step("look for an interrupted save", look, 1))):
+                call.arguments["output_dir"] = str(around.folder)
+                settings.append((project, "automatic_checkpoint_naming", False))
+            elif around.is_remote:
+                raise CheckpointError(f"{around.folder} exists. Set `project_configuration.iteration` to go on.")
+        writers = [(sys.modules["accelerate.accelerator"], name) for name in _WRITERS]
+        changes = [(module, name, around.ranks.deferring(getattr(module, name))) for module, name in writers]
+        with overridden([*changes, *settings]):
+            saved = wrapped(*call.args, **call.kwargs)
+        around.end(served)
     for item in outdated if is_first(served.owner) else ():
         if item != place:
-            in_flight.afterwards(partial(shutil.rmtree, item))
-    return saved
+            in_flight.afterwards(partial(remove, item))
+    return around.shown if around.is_remote else saved
 
 
 @_uses("Accelerator", "project_configuration", "project_dir")
@@ -87,11 +97,23 @@ def save_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, .
 def load_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`Accelerator.load_state`: of the numbered checkpoints, it loads the newest one that is whole."""
     in_flight.wait()
-    if _served(accelerator) is None:
+    served = _served(accelerator)
+    if served is None:
         return wrapped(*args, **kwargs)
     call = inspect.signature(wrapped).bind(*args, **kwargs)
-    if call.arguments.get("input_dir") is None and accelerator.project_configuration.automatic_checkpoint_naming:
-        folders = _numbered(Path(accelerator.project_dir or ".", "checkpoints"))
+    path = call.arguments.get("input_dir")
+    is_numbered = path is None and accelerator.project_configuration.automatic_checkpoint_naming
+    folder = f"{accelerator.project_dir or '.'}/checkpoints" if is_numbered else str(path)
+    if not is_local(folder):
+        from .remote import Readers
+
+        device = served.owner.device
+        address = Readers(device, folder).newest(_PREFIX, _LAST, "accelerate") if is_numbered else folder
+        with Readers(device, address).brought() as place:
+            call.arguments["input_dir"] = place
+            return wrapped(*call.args, **call.kwargs)
+    if is_numbered:
+        folders = _numbered(Path(folder))
         newest = last_whole(folders, _is_whole, logger_of("accelerate"))
         if folders and newest is not None and newest != folders[-1]:
             call.arguments["input_dir"] = str(newest)
@@ -105,7 +127,11 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _was_interrupted(folder: Path) -> bool:
-    """Whether an incomplete checkpoint is there that no running process writes."""
+    """Whether an incomplete checkpoint is there that no running process writes; at an address none may be there."""
+    if not is_local(folder):
+        from .remote import is_whole
+
+        return not is_whole(folder, _LAST)
     runs = any(note.is_running() for note in notes(folder).values())
     return folder.is_dir() and not _is_whole(folder) and not runs
 

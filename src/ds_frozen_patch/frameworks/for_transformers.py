@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from ..common.probing import Finding, Target
 from ..engine.served import attached
 from ..publish import in_flight
 from ..publish.journal import is_not_whole
+from ..publish.publication import is_local
 from ..save.agreement import Around
 from ..settings import current as settings
 from .plain import last_whole, logger_of, numbered
@@ -33,6 +36,10 @@ _UPLOADS = ("_log_artifacts", "_log_model", "_should_upload_checkpoint", "sync_c
 """The attributes by which callbacks of transformers upload each checkpoint: those for MLflow, for W&B, ClearML, DVCLive
 and SwanLab, for Neptune, and for Flyte."""
 _OFF = (None, False, "false", "end")
+_STATE = "trainer_state.json"
+"""The last file of a checkpoint; without it, Trainer does not resume."""
+_PREFIX = "checkpoint-"
+_WEIGHTS = (".safetensors", ".bin")
 
 
 NAMES = Names()
@@ -42,13 +49,67 @@ _uses = NAMES.uses
 def load_checkpoint(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`deepspeed_load_checkpoint`: strict for PEFT too, since what may be missing is known.
 
-    It looks for the folder itself, which may not have its name yet.
+    It looks for the folder itself, which may not have its name yet, or is at an address.
     """
     in_flight.wait()
     call = inspect.signature(wrapped).bind(*args, **kwargs)
-    if "load_module_strict" in call.arguments and attached(call.arguments.get("deepspeed_engine")) is not None:
+    served = attached(call.arguments.get("deepspeed_engine"))
+    if "load_module_strict" in call.arguments and served is not None:
         call.arguments["load_module_strict"] = True
-    return wrapped(*call.args, **call.kwargs)
+    with ExitStack() as stack:
+        if served is not None and not is_local(path := call.arguments["checkpoint_path"]):
+            from .remote import Readers
+
+            brought = Readers(served.owner.device, path).brought(_WEIGHTS)
+            call.arguments["checkpoint_path"] = stack.enter_context(brought)
+        return wrapped(*call.args, **call.kwargs)
+
+
+@_uses("Trainer", "args?", "is_deepspeed_enabled?", "state")
+@_uses("TrainingArguments", "device", "output_dir?", "save_total_limit", "should_save")
+@_uses("TrainerState", "best_model_checkpoint")
+def train(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`Trainer.train`: what it resumes from at an address is brought down, but for what its engine reads."""
+    call = inspect.signature(wrapped).bind(*args, **kwargs)
+    output = getattr(getattr(trainer, "args", None), "output_dir", None) or ""
+    resume = call.arguments.get("resume_from_checkpoint")
+    path = str(output if resume is True else resume)
+    if not getattr(trainer, "is_deepspeed_enabled", False) or (is_local(path) and is_local(output)):
+        return wrapped(*args, **kwargs)
+    from .remote import Readers, remove_old
+
+    in_flight.wait()
+    if not is_local(output):
+        with suppress(OSError):  # it is not there, or not empty
+            os.removedirs(output)  # a folder that is called like the address, which Trainer has made
+    with ExitStack() as stack:
+        if not is_local(path):
+            device = trainer.args.device
+            path = Readers(device, path).newest(_PREFIX, _STATE, "transformers") if resume is True else path
+            place = stack.enter_context(Readers(device, path).brought(_WEIGHTS))
+            call.arguments["resume_from_checkpoint"] = place
+            stack.enter_context(overridden(_keeping_best(trainer, Path(place, _STATE))))
+        result = wrapped(*call.args, **call.kwargs)
+    best = trainer.state.best_model_checkpoint
+    if not is_local(best) and trainer.args.save_total_limit == 1 and trainer.args.should_save:
+        remove_old(Path(best), _PREFIX, 1)  # as Trainer does, which has kept the last one to resume from
+    return result
+
+
+@_uses("Trainer", "_load_callback_state?", "state")
+@_uses("TrainerState", "best_model_checkpoint")
+def _keeping_best(trainer: Any, file: Path) -> Attributes:
+    """What lets a resumed Trainer know the best checkpoint at an address; since 5 it looks for it on this machine."""
+    if not file.exists() or not hasattr(trainer, "_load_callback_state"):
+        return []
+    state, original = json.loads(file.read_text(encoding="utf-8")), trainer._load_callback_state
+    file.write_text(json.dumps({**state, "best_model_checkpoint": None}), encoding="utf-8")
+
+    def restore() -> None:
+        trainer.state.best_model_checkpoint = state["best_model_checkpoint"]
+        original()
+
+    return [(trainer, "_load_callback_state", restore)]
 
 
 @_uses("Trainer", "_get_output_dir", "callback_handler", "model_wrapped", "state")
@@ -66,14 +127,15 @@ def save_checkpoint(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, 
     trial = inspect.signature(wrapped).bind(*args, **kwargs).arguments.get("trial")
     prefix = sys.modules["transformers.trainer"].PREFIX_CHECKPOINT_DIR
     folder = Path(trainer._get_output_dir(trial=trial), f"{prefix}-{trainer.state.global_step}")
-    around, later = Around(served.owner, folder), list[Callable[[], Any]]()
+    later = list[Callable[[], Any]]()
     peft = sys.modules.get("peft")  # of whose models Trainer itself leaves out what is frozen, merged or not
     is_peft = peft is not None and isinstance(trainer.model, peft.PeftModel)
-    with overridden([*_replacements(trainer, around, later), (served, "undoes_merges", is_peft)]):
-        result = wrapped(*args, **kwargs)
-    if _saves_the_best(trainer):
-        trainer.state.best_model_checkpoint = str(folder)
-    around.end(served)
+    with Around(served.owner, folder, _STATE) as around:
+        with overridden([*_replacements(trainer, around, later), (served, "undoes_merges", is_peft)]):
+            result = wrapped(*args, **kwargs)
+        if _saves_the_best(trainer) or trainer.state.best_model_checkpoint == str(around.folder):
+            trainer.state.best_model_checkpoint = around.shown
+        around.end(served)
     for call in later:
         in_flight.afterwards(call)
     for callback in trainer.callback_handler.callbacks:
@@ -99,8 +161,9 @@ def may_read(callback: Any) -> bool:
 
 
 @_uses("Trainer", *_WRITERS, *(f"{name}?" for name in _WRITERS_OF_SOME), "save_model", "state")
-@_uses("Trainer", "_push_from_checkpoint?", "_rotate_checkpoints?")
-@_uses("TrainerState", "save_to_json")
+@_uses("Trainer", "_get_output_dir", "_push_from_checkpoint?", "_rotate_checkpoints?", "args")
+@_uses("TrainerState", "best_model_checkpoint", "save_to_json")
+@_uses("TrainingArguments", "save_total_limit")
 @_uses("transformers.trainer", "rotate_checkpoints?")
 def _replacements(trainer: Any, around: Around, later: list[Callable[[], Any]]) -> Attributes:
     """What records the errors of Trainer's writers, and puts off what must see a checkpoint that is whole."""
@@ -108,11 +171,21 @@ def _replacements(trainer: Any, around: Around, later: list[Callable[[], Any]]) 
 
     def save_to_json(path: str) -> None:
         """The last file; without it, the checkpoint is not taken for a whole one."""
+        if trainer.state.best_model_checkpoint == str(around.folder):
+            trainer.state.best_model_checkpoint = around.shown
         if not around.ranks.errors:
             defer(write_state)(path)
 
     def put_off(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         later.append(partial(call, *args, **kwargs))
+
+    def put_off_removal(*_: Any, **__: Any) -> None:
+        from .remote import remove_old
+
+        newest, limit = Path(around.shown), trainer.args.save_total_limit
+        if limit and limit > 0:
+            best = Path(trainer.state.best_model_checkpoint or newest)
+            later.append(partial(remove_old, newest, _PREFIX, limit, best))
 
     attributes: Attributes = [(trainer.state, "save_to_json", save_to_json)]
     writers = [name for name in (*_WRITERS, *_WRITERS_OF_SOME) if hasattr(trainer, name)]
@@ -121,9 +194,13 @@ def _replacements(trainer: Any, around: Around, later: list[Callable[[], Any]]) 
         attributes += [(trainer, "save_model", defer(partial(_save_without_weights, trainer)))]
     module = sys.modules["transformers.trainer"]
     after = [(trainer, "_push_from_checkpoint"), (trainer, "_rotate_checkpoints"), (module, "rotate_checkpoints")]
-    return attributes + [
+    attributes += [
         (owner, name, partial(put_off, getattr(owner, name))) for owner, name in after if hasattr(owner, name)
     ]
+    if around.is_remote:
+        attributes = [(owner, name, put_off_removal if "rotate" in name else call) for owner, name, call in attributes]
+        attributes += [(trainer, "_get_output_dir", lambda *_, **__: str(around.folder.parent))]
+    return attributes
 
 
 @_uses("Trainer", "args", "model", "save_model")
@@ -163,7 +240,7 @@ def find_last(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs
 def _is_whole(folder: Path) -> bool:
     """Whether a checkpoint has the file that Trainer writes last."""
     try:
-        json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+        json.loads((folder / _STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return not is_not_whole(folder)
@@ -180,6 +257,7 @@ TARGET = Target(
     "transformers.trainer",
     "Trainer",
     {
+        "train": train,
         "_save_checkpoint": save_checkpoint,
         "_get_output_dir": in_flight.after_it,  # at the end of training, Trainer lists this folder, and removes from it
     },

@@ -15,6 +15,7 @@ from ..engine.batch import own_batch, saved_batch, warn_of_another_batch
 from ..engine.served import Owner
 from ..internals import config_of
 from ..publish.durable import entries
+from ..publish.publication import is_local
 from ..ranks import rank
 
 
@@ -35,7 +36,6 @@ def owner_of(engine: Any, *frameworks: Target) -> Owner:
         names_each_save=bool(package),
         leaves_out=lambda: True,
         after_load=_after_load,
-        is_local=package in ("accelerate", "transformers"),
         unserved=next(filter(None, map(lacking, frameworks)), ""),
     )
 
@@ -58,7 +58,14 @@ def _after_load(owner: Owner, engine: Any, state: Mapping[str, Any], _: dict[str
 
 def numbered(folder: Path, pattern: str) -> list[Path]:
     """What a folder has with names such as the pattern, whose group is a number, in the order of these numbers."""
-    found = [(int(match[1]), item) for item in entries(folder) if (match := re.fullmatch(pattern, item.name))]
+    if is_local(folder):
+        items = entries(folder)
+    else:
+        from ..buckets import look
+
+        there = look(folder, "ls", detail=True) or ()
+        items = [folder / Path(item["name"]).name for item in there if item["type"] == "directory"]
+    found = [(int(match[1]), item) for item in items if (match := re.fullmatch(pattern, item.name))]
     return [item for _, item in sorted(found)]
 
 

@@ -32,7 +32,7 @@ def find_last(wrapped: Callable[..., set[str]], callback: Any, args: tuple[Any, 
     folder = getattr(callback, "_ModelCheckpoint__resolve_ckpt_dir", lambda _: "")(*args, *kwargs.values())
     if is_local(folder):
         return {path for path in wrapped(*args, **kwargs) if last_whole([Path(path)], _is_whole, _logger(wrapped))}
-    from ...buckets import file_system, objects_of
+    from ...buckets import file_system
 
     with overridden([(callback, "_fs", file_system(folder)[0])]):
         names = [path.rpartition("/")[2] for path in wrapped(*args, **kwargs)]
@@ -46,12 +46,19 @@ def find_requeued(wrapped: Callable[..., int | None], _: Any, args: tuple[Any, .
     if highest is None or prefix != [_REQUEUED]:
         return highest  # it is about to choose the name of the next
     if not is_local(folder):
-        from ...buckets import objects_of
-
         numbers = range(highest, -1, -1)
         return next((number for number in numbers if objects_of(folder, [f"{_REQUEUED}{number}.ckpt"])), None)
     newest = last_whole(numbered(Path(folder), rf"{_REQUEUED}(\d+)\.ckpt"), _is_whole, _logger(wrapped))
     return int(newest.stem.removeprefix(_REQUEUED)) if newest is not None else None
+
+
+def objects_of(folder: str | os.PathLike[str], names: Collection[str]) -> set[str]:
+    """Of the checkpoints with these names, the address of `latest` of each that is whole, or of its single file."""
+    from ...buckets import address_of, size_of
+
+    places = [(Path(folder, name, "latest"), Path(folder, name)) for name in names]
+    items = (next((item for item in both if size_of(item) is not None), None) for both in places)
+    return {address_of(item) for item in items if item is not None}
 
 
 def _is_whole(path: Path) -> bool:
