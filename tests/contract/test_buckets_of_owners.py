@@ -216,6 +216,7 @@ def failing(at: str, variables: dict[str, str], out: str) -> dict[str, Any]:
         nowhere = trainer("s3://nowhere/run", num_train_epochs=1)
         said["nowhere"] = runs.outcome(nowhere.train)
         said["nothing there"] = runs.outcome(nowhere.train, True)
+        said["no library"] = runs.outcome(trainer("abfs://bucket/run", num_train_epochs=1).train)
         said["no such"] = runs.outcome(nowhere.train, Path(f"{at}/checkpoint-999"))
         return {**said, "left": left()}
 
@@ -227,5 +228,7 @@ def test_errors_of_trainer(ranks: Any, bucket: dict[str, Any]) -> None:
         assert "s3://nowhere/run/checkpoint-4" in said["nowhere"][1]
         assert said["nothing there"] == ("CheckpointError", "There is no checkpoint in s3://nowhere/run.")
         assert said["no such"] == ("CheckpointError", f"There is no checkpoint at {bucket['at']}/checkpoint-999.")
+        assert said["no library"][0] == "CheckpointError"
+        assert said["no library"][1].startswith("abfs://bucket/run cannot be opened: ")
         assert not said["left"]
     assert f"checkpoint-{STEPS}/trainer_state.json" in buckets.objects(bucket["at"])

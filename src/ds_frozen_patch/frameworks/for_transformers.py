@@ -76,12 +76,14 @@ def train(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwar
     path = str(output if resume is True else resume)
     if not getattr(trainer, "is_deepspeed_enabled", False) or (is_local(path) and is_local(output)):
         return wrapped(*args, **kwargs)
+    from ..buckets import file_system
     from .remote import Readers, remove_old
 
     in_flight.wait()
     if not is_local(output):
         with suppress(OSError):  # it is not there, or not empty
             os.removedirs(output)  # a folder that is called like the address, which Trainer has made
+        file_system(output)  # so that a missing library raises now, and not at the first save
     with ExitStack() as stack:
         if not is_local(path):
             device = trainer.args.device
