@@ -200,16 +200,19 @@ def test_accelerate(ranks: Any, bucket: dict[str, Any], asynchronous: bool) -> N
 
 
 def failing(at: str, variables: dict[str, str], out: str) -> dict[str, Any]:
-    """Rank 1 cannot upload what Trainer writes, in a save over a checkpoint; then nobody can list the bucket."""
+    """Rank 1 cannot upload what Trainer writes, in a first save and over a checkpoint; then there is no bucket."""
     with here(variables, out) as left:
-        run = trainer(at, num_train_epochs=1)
-        run.train()
-        rank, said = torch.distributed.get_rank(), dict[str, Any]()
+        rank, said = int(os.environ["RANK"]), dict[str, Any]()
 
         def see(what: str) -> None:
             if rank == 1 and "put_object" in what and "rng_state" in what and not what.startswith("after"):
                 raise PermissionError("not yours")
 
+        with buckets.around_requests(see):
+            said["first"] = runs.outcome(trainer(at, num_train_epochs=1).train)
+        said["names"] = buckets.objects(f"{at}/checkpoint-{STEPS}")
+        run = trainer(at, num_train_epochs=1)
+        run.train()
         with buckets.around_requests(see):
             said["failed"] = runs.outcome(run.trainer._save_checkpoint, run.trainer.model, None)
         run.trainer._save_checkpoint(run.trainer.model, None)
@@ -223,8 +226,11 @@ def failing(at: str, variables: dict[str, str], out: str) -> dict[str, Any]:
 
 def test_errors_of_trainer(ranks: Any, bucket: dict[str, Any]) -> None:
     for said in ranks(2, failing, alone=True, **bucket):
-        assert said["failed"][0] == said["nowhere"][0] == "CheckpointError"
+        assert said["first"][0] == said["failed"][0] == said["nowhere"][0] == "CheckpointError"
+        assert "not yours" in said["first"][1]
         assert "not yours" in said["failed"][1]
+        assert "latest" in said["names"]
+        assert "trainer_state.json" not in said["names"]
         assert "s3://nowhere/run/checkpoint-4" in said["nowhere"][1]
         assert said["nothing there"] == ("CheckpointError", "There is no checkpoint in s3://nowhere/run.")
         assert said["no such"] == ("CheckpointError", f"There is no checkpoint at {bucket['at']}/checkpoint-999.")
