@@ -199,6 +199,26 @@ def test_accelerate(ranks: Any, bucket: dict[str, Any], asynchronous: bool) -> N
     assert not [name for name in found if name.rpartition("/")[2].startswith(".")]
 
 
+def exported(at: str, variables: dict[str, str], out: str, by: str) -> dict[str, Any]:
+    with here(variables, out, export="peft") as left:
+        whole = owners.Run(by, at, 2, 2)
+        losses, state = whole.train()
+        resumed = owners.Run(by, f"{at}/again", 2, 2).train(whole.at(0))
+        return {"same": resumed == (losses[STEPS:], state), "left": left()}
+
+
+@pytest.mark.parametrize("by", ["accelerate", "trainer"])
+def test_exports(ranks: Any, bucket: dict[str, Any], by: str) -> None:
+    for said in ranks(2, exported, by=by, alone=True, **bucket):
+        assert said["same"]
+        assert not said["left"]
+    names = set(buckets.objects(bucket["at"]))
+    checkpoints = [name.removesuffix("latest") for name in names if name.endswith("/latest")]
+    assert len(checkpoints) == 3
+    for checkpoint in checkpoints:
+        assert [name for name in names if name.startswith(checkpoint) and name.endswith("adapter_model.safetensors")]
+
+
 def failing(at: str, variables: dict[str, str], out: str) -> dict[str, Any]:
     """Rank 1 cannot upload what Trainer writes, in a first save and over a checkpoint; then there is no bucket."""
     with here(variables, out) as left:

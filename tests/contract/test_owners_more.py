@@ -77,25 +77,6 @@ def test_an_export_of_a_run_in_bf16(ranks: Any, tmp_path: Path, by: str) -> None
     assert json.loads((files[0].parent / "adapter_config.json").read_text())["r"] == 4
 
 
-def exported_to_an_address(by: str, out: str) -> Any:
-    folder = Path.cwd()
-    os.chdir(out)
-    try:
-        return whole_and_resumed(by, "s3://bucket", 2, PEFT, {"export": "peft"})[0]
-    finally:
-        os.chdir(folder)
-
-
-@pytest.mark.parametrize("by", ["accelerate", "trainer"])
-def test_an_export_to_an_address(ranks: Any, tmp_path: Path, by: str) -> None:
-    """Both write to a folder of that name on the machine, and so do we."""
-    assert ranks(2, exported_to_an_address, by=by, out=str(tmp_path)) == [True, True]
-    bucket = tmp_path / "s3:" / "bucket"
-    checkpoints = [path for path in (*bucket.glob("*[0-9]"), *(bucket / "again").iterdir()) if path.is_dir()]
-    assert {file.parents[1] for file in tmp_path.rglob("ds_frozen_patch.json")} == {*checkpoints}
-    assert all([*path.rglob("adapter_model.safetensors")] for path in checkpoints)
-
-
 class RunsCode:
     def __init__(self, canary: str) -> None:
         self.canary = canary
