@@ -22,7 +22,7 @@ from bench.timing import Costs, alternate, judged, ratios, size, spread
 from memory import memory, reset_peak_memory
 from tables import markdown
 
-ROUNDS = 5
+ROUNDS = 2
 SHAPE = Shape(hidden=1024, intermediate=4096, layers=16, vocabulary=32000, lora=256, tied=False)
 SAVED_BY, NUMBERS, STAGES = 2, (1, 4), (2, 3)
 OURS, UNIVERSAL = "`patch()`", "`ds_to_universal`, `load_universal`"
@@ -119,7 +119,7 @@ def render(found: dict[str, Any]) -> str:
         ways = case["ways"]
         costs = [f"{spread(ways[way]['seconds'])}, {size(median(ways[way]['memory']))}" for way in (OURS, UNIVERSAL)]
         shares = (judged(ratios(ways, OURS, UNIVERSAL, figure), 1 / 3) for figure in ("seconds", "memory"))
-        lines.append([f"ZeRO-{case['stage']}, to {case['ranks']} ranks", *costs, *shares])
+        lines.append([f"ZeRO-{case['stage']}, to world size {case['ranks']}", *costs, *shares])
     about = f"{found['trained'] / 1e6:.2g} M trained parameters in bf16, with AdamW, saved by {SAVED_BY} ranks"
     header = ["", OURS, UNIVERSAL, "of the time (aim 0.33)", "of the memory (aim 0.33)"]
     return (
