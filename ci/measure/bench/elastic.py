@@ -57,7 +57,7 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def _engine(stage: int, universal: bool = False) -> Any:
-    """Return an engine of this rank, and what it trains."""
+    """Return an engine of this rank, which trains adapters."""
     import deepspeed
     import torch
 

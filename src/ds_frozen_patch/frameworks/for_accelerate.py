@@ -127,7 +127,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _was_interrupted(folder: Path) -> bool:
-    """Whether an incomplete checkpoint is there that no running process writes; at an address none may be there."""
+    """Whether an incomplete checkpoint is there that no running process writes; at an address, or none."""
     if not is_local(folder):
         from .remote import is_whole
 
