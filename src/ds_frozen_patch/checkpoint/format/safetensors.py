@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.errors import CheckpointError
-from ...common.files import begin_sync, open_regular
+from ...common.files import SYNCED_BYTES, begin_sync, open_regular
 from .stored import ITEM_SIZES, StoredTensor, is_shape, is_size, whole_tensor
 
 DTYPES = {
@@ -103,8 +103,10 @@ def write_file(
         file.write(len(text).to_bytes(8, "little") + text)
         begun = 0
         for content in contents:
-            file.write(content)
-            begun = begin_sync(file, begun)
+            view = memoryview(content)
+            for at in range(0, len(view), SYNCED_BYTES):  # a sync of much at a time would wait for the disk
+                file.write(view[at : at + SYNCED_BYTES])
+                begun = begin_sync(file, begun)
 
 
 def _is_unicode(name: str) -> bool:
