@@ -406,7 +406,7 @@ def save_to_the_end(out: str) -> None:
 def export_onto_a_full_disk(out: str) -> str:
     original, written = Records.read, list[TensorSource]()
 
-    def fill(records: Records, tensor: TensorSource) -> bytearray:
+    def fill(records: Records, tensor: TensorSource) -> memoryview:
         if len(written) > 3 and os.environ["RANK"] == "0":
             raise OSError(errno.ENOSPC, "No space left on device")
         written.append(tensor)

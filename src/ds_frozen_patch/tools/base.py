@@ -41,8 +41,8 @@ class Base:
     tensors: dict[str, TensorSource]
 
     def verify(
-        self, values: bytearray, tensor: TensorSource, entry: LeftOut, record: Record, records: Records
-    ) -> bytearray:
+        self, values: memoryview, tensor: TensorSource, entry: LeftOut, record: Record, records: Records
+    ) -> memoryview:
         """The values of a tensor in the dtype that the run had it in; its program may have converted the base.
 
         Raises:
@@ -60,7 +60,7 @@ class Base:
         """A tensor of an output, which is compared with its fingerprint when it is read."""
         to = dtypes.output_dtype(entry.dtype, dtype)
 
-        def read(records: Records) -> bytearray:
+        def read(records: Records) -> memoryview:
             return dtypes.convert(self.verify(records.read(tensor), tensor, entry, record, records), entry.dtype, to)
 
         return OutputTensor(to, tensor.shape, read, tensor.nbytes)

@@ -12,8 +12,7 @@ import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from math import sqrt
+from math import prod, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from ..checkpoint.adapters import (
     match_adapter,
     read_config,
 )
-from ..checkpoint.format.records import Records, TensorSource
+from ..checkpoint.format.records import Records, TensorSource, new_memory
 from ..checkpoint.zero.opening import open_checkpoint
 from ..common.errors import CheckpointError, named
 from ..common.text import printable_lines, progress
@@ -108,21 +107,17 @@ def merge(
             target exists, or cannot be written. Nothing is left there.
         ValueError: the dtype is unknown.
     """
-    import torch
-
     kind, folder = dtypes.torch_dtype(dtype), locate_base(base)
     model, opened = empty_model(folder), open_base(folder)
     run = _read_run(Path(source), tag, adapter, adapter_config, model.state_dict().keys())
     files, changes, is_untied = _plan(opened, model, run)
     record = without_quantized(run.record, opened)
     compared = match_base(record, opened)
-    # Memory for products is used again: the first access of fresh memory takes longer than a product.
-    empty: Any = lru_cache(2)(torch.empty)
     unread: dict[TensorSource, list[LeftOut]] = defaultdict(list)
     for entry, tensor in compared.items():
         unread[tensor].append(entry)
 
-    def read(tensor: TensorSource, records: Records) -> bytearray:
+    def read(tensor: TensorSource, records: Records) -> memoryview:
         """Read a tensor of the base, and the first time compare it with its fingerprints."""
         values = records.read(tensor)
         for entry in unread.pop(tensor, ()):
@@ -130,7 +125,7 @@ def merge(
         return values
 
     shards = {
-        file: {name: changes.get(name, _Change()).output(tensor, kind, read, empty) for name, tensor in tensors.items()}
+        file: {name: changes.get(name, _Change()).output(tensor, kind, read) for name, tensor in tensors.items()}
         for file, tensors in files.items()
     }
     size = sum(tensor.size for shard in shards.values() for tensor in shard.values())
@@ -242,21 +237,21 @@ class _Change:
         self,
         tensor: TensorSource,
         dtype: str | None,
-        read_base: Callable[[TensorSource, Records], bytearray],
-        empty: Callable[[int], Any],
+        read_base: Callable[[TensorSource, Records], memoryview],
     ) -> OutputTensor:
-        """A tensor of the base, changed; `empty` returns memory for a product, which the next one may overwrite."""
+        """A tensor of the base, changed."""
         to = dtypes.output_dtype(tensor.dtype, dtype)
         source = self.source or tensor
 
-        def read(records: Records) -> bytearray:
+        def read(records: Records) -> memoryview:
             values = records.read(source) if self.source else read_base(tensor, records)
             values = dtypes.convert(values, source.dtype, to)
             if self.lora:
                 import torch
 
                 a, b = (_read(records, source).float() for source in self.lora)
-                weight, product = _view(values, to, tensor.shape), empty(len(b) * a.shape[1]).view(len(b), -1)
+                weight, shape = _view(values, to, tensor.shape), (len(b), a.shape[1])
+                product = _view(new_memory(4 * prod(shape)), "float32", shape)
                 torch.mm(b, a, out=product)
                 product = product.T if self.is_turned else product
                 count = max(_ELEMENTS // weight.shape[1], 1)
@@ -377,7 +372,7 @@ def _read(records: Records, source: TensorSource) -> Any:
     return _view(records.read(source), source.dtype, source.shape).clone()  # aligned, as in PEFT's own merge
 
 
-def _view(values: bytearray, dtype: str, shape: tuple[int, ...]) -> Any:
+def _view(values: memoryview, dtype: str, shape: tuple[int, ...]) -> Any:
     import torch
 
     return torch.frombuffer(values, dtype=getattr(torch, dtype)).view(shape)

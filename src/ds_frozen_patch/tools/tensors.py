@@ -26,7 +26,7 @@ class OutputTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    read: Callable[[Records], bytearray]
+    read: Callable[[Records], memoryview]
     cost: int
 
     @property
@@ -44,7 +44,7 @@ def converted(source: TensorSource, dtype: str | None) -> OutputTensor:
     """A tensor of a checkpoint; with a dtype, a floating-point one is converted to it."""
     to = output_dtype(source.dtype, dtype)
 
-    def read(records: Records) -> bytearray:
+    def read(records: Records) -> memoryview:
         return convert(records.read(source), source.dtype, to)
 
     return OutputTensor(to, source.shape, read, source.nbytes)
@@ -54,7 +54,7 @@ def write_shard(file: Path, tensors: Tensors, aliases: Aliases, records: Records
     """Write a safetensors file. It contains tied tensors once, and the aliases as metadata, as the library does it."""
     about = {alias: name for alias, name in aliases.items() if name in tensors}
     entries = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    with ThreadPoolExecutor(1) as pool:  # reads each tensor while the one before it is written; no more are in memory
+    with ThreadPoolExecutor(2) as pool:  # each tensor is read while the two before it are read and written
         reads = chain((pool.submit(tensor.read, records) for tensor in tensors.values()), [None])
         write_file(file, entries, (read.result() for read, _ in pairwise(reads) if read), about)
 
@@ -85,7 +85,7 @@ def write_torch(
 
     def content(storage: Storage, begin: int, count: int) -> Iterator[bytes | memoryview]:
         if storage.file is None:
-            yield memoryview(tensors[storage.key].read(records))
+            yield tensors[storage.key].read(records)
         else:
             yield from records.content(storage, begin, count)
 

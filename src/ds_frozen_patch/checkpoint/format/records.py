@@ -56,6 +56,16 @@ def from_stored(tensor: StoredTensor) -> TensorSource:
     return TensorSource(tensor.dtype, tensor.shape, (piece,), None if tensor.is_contiguous else tensor.stride)
 
 
+def new_memory(size: int) -> memoryview:
+    """Memory that is not initialized, which can be written.
+
+    `bytearray` would fill it with zeros, and stop all threads meanwhile. numpy also asks for large pages.
+    """
+    import numpy
+
+    return numpy.empty(size, numpy.uint8).data
+
+
 class Records:
     """A context manager that reads storages of many files, and at its end verifies the checksums of what was read.
 
@@ -89,11 +99,10 @@ class Records:
             for file in self._files.values():
                 file.close()
 
-    def read(self, tensor: TensorSource) -> bytearray:
+    def read(self, tensor: TensorSource) -> memoryview:
         """Read all elements of a tensor into memory."""
         width = ITEM_SIZES[tensor.dtype]
-        content = bytearray(sum(piece.count for piece in tensor.pieces) * width)
-        left = memoryview(content)
+        content = left = new_memory(sum(piece.count for piece in tensor.pieces) * width)
         for piece in tensor.pieces:
             self._read_into(piece.storage, piece.begin * width, left[: piece.count * width])
             left = left[piece.count * width :]
@@ -103,7 +112,7 @@ class Records:
         import torch
 
         dtype = getattr(torch, tensor.dtype)
-        ordered = bytearray(tensor.nbytes)
+        ordered = new_memory(tensor.nbytes)
         elements = torch.frombuffer(content, dtype=dtype).as_strided(tensor.shape, tensor.view)
         torch.frombuffer(ordered, dtype=dtype).view(tensor.shape).copy_(elements)
         return ordered

@@ -276,8 +276,8 @@ def check_masters_match(masters: Mapping[str, TensorSource], halves: Mapping[str
         )
 
 
-def _unpack_numbers(content: bytearray, dtype: str) -> Sequence[float]:
+def _unpack_numbers(content: bytes | memoryview, dtype: str) -> Sequence[float]:
     if dtype == "bfloat16":  # the upper half of an fp32
-        content = bytearray(b"".join(b"\0\0" + content[i : i + 2] for i in range(0, len(content), 2)))
+        content = b"".join(b"\0\0" + bytes(content[i : i + 2]) for i in range(0, len(content), 2))
     code, width = {"float16": ("e", 2), "float64": ("d", 8)}.get(dtype, ("f", 4))
     return struct.unpack(f"<{len(content) // width}{code}", content)
