@@ -22,6 +22,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "patches"))
 
 from matrix import cells, declared
 from matrix.environments import (
+    BUCKETS,
     LOCKS,
     ROOT,
     add_bucket_packages,
@@ -320,7 +321,8 @@ def bench(session: nox.Session) -> None:
     """What saves, resumes, the import and the tools cost against others; or `-- PART...` alone."""
     if not session.posargs or "merge" in session.posargs:
         install_beside(session, cell_python(session, CELLS["newest"]), AXOLOTL, "--no-deps", *OF_AXOLOTL)
-    run_part(session, "newest", "bench", *session.posargs, beside=(AXOLOTL,))
+    add_bucket_packages(session, cell_python(session, CELLS["newest"]))  # which have the extra `fast`
+    run_part(session, "newest", "bench", *session.posargs, beside=(AXOLOTL, BUCKETS))
 
 
 @nox.session(venv_backend="none")

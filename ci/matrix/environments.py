@@ -24,6 +24,7 @@ from series.folder import PATCHES, apply_to_package
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / ".nox" / "programs"
+BUCKETS = ROOT / ".nox" / "buckets"
 PIPS_OWN = ("tools", "release", "docs")
 BUILDS_OF_TORCH = re.compile(r"(torch|torchvision|triton|nvidia-.*|cuda-.*)==")
 
@@ -83,8 +84,8 @@ def install_beside(session: nox.Session, python: str, folder: Path, *wanted: str
 
 
 def add_bucket_packages(session: nox.Session, python: str) -> None:
-    """Install what the tests of buckets import into `.nox/buckets`, which tests/conftest.py adds to the path."""
-    folder, lock = ROOT / ".nox" / "buckets", LOCKS / "buckets.txt"
+    """Install what the tests of buckets import, and the extra `fast`, into `.nox/buckets`; conftest.py adds it."""
+    folder, lock = BUCKETS, LOCKS / "buckets.txt"
 
     def make() -> None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -131,7 +132,7 @@ def write_program_lock(session: nox.Session, name: str, program: Program, cell: 
 
 
 def write_bucket_lock(session: nox.Session, cell: Cell) -> None:
-    """Resolve what the tests of buckets import anew, beside what a cell has."""
+    """Resolve anew what the tests of buckets import, and the extra `fast`, beside what a cell has."""
     below = [block for lock in (cell.base, cell.lock) for block in _blocks(_lock(lock))]
     pins = list({block.partition("==")[0]: block.split()[0] for block in below}.values())
     wanted = (LOCKS / "buckets.in").read_text().splitlines()
