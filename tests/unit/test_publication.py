@@ -18,7 +18,7 @@ from uuid import uuid4
 import pytest
 
 from ds_frozen_patch.common.files import RECORD
-from ds_frozen_patch.publish.journal import finish, is_unfinished, journals, names_now
+from ds_frozen_patch.publish.journal import digest_of, finish, is_unfinished, journals, names_now
 from ds_frozen_patch.publish.notes import Note, note_of, notes
 from ds_frozen_patch.publish.publication import INCOMPLETE, NOTHING, Publication
 
@@ -213,3 +213,17 @@ def test_a_journal_names_only_what_a_save_writes(tmp_path: Path, name: str) -> N
     before = place.seen()
     finish(place.target)
     assert place.seen() == before
+
+
+def test_a_journal_that_another_save_has_overtaken_is_not_followed(tmp_path: Path) -> None:
+    place = Place(tmp_path, "checkpoint")
+    values = {"save": "0" * 12, "before": digest_of(b"first"), "after": digest_of(b"second"), "names": []}
+    journal = place.target / f".ds_frozen_patch-journal-{values['before']}"
+    before = place.seen()
+    journal.write_text(json.dumps({**values, "removed": [STATES]}))
+    finish(place.target)
+    assert place.seen() == before
+    (place.target / RECORD).write_text("first")
+    journal.write_text(json.dumps({**values, "removed": [STATES]}))
+    finish(place.target)
+    assert place.seen().keys() == before.keys() - {f"checkpoint/{STATES}"}
