@@ -200,52 +200,30 @@ def test_what_trainer_writes_beside_checkpoints(ranks: Any, bucket: dict[str, An
     assert b"mine" in buckets.file_system().cat(f"{at}/README.md")
 
 
-class Counter:
-    """An object that a program registers for checkpointing."""
-
-    count = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.count = state["count"]
-
-
-def accelerated(**options: Any) -> tuple[owners.Run, Counter]:
-    from accelerate.utils import ProjectConfiguration
-
-    if options:
-        options["project_config"] = ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=2)
-    run, counter = owners.Run("accelerate", "", 2, 2, accelerator=options), Counter()
-    run.accelerator.register_for_checkpointing(counter)
-    return run, counter
-
-
 def by_accelerate(at: str, variables: dict[str, str], out: str, asynchronous: bool) -> dict[str, Any]:
     """Save to an address, twice to the same; then to numbered folders."""
     with here(variables, out, async_save=asynchronous) as left:
-        run, counter = accelerated()
+        run, counter = owners.counted()
         said: dict[str, Any] = {}
         for counter.count in (1, 2):
             run.train_epoch()
             said["saved"] = run.accelerator.save_state(f"{at}/one")
         whole = run.seen()[1]
-        run, counter = accelerated()
+        run, counter = owners.counted()
         run.accelerator.load_state(f"{at}/one")
         said["same"] = run.seen()[1] == whole, counter.count
         said["missing"] = runs.outcome(run.accelerator.load_state, f"{at}/none")
-        run, counter = accelerated(project_dir=f"{at}/project")
+        run, counter = owners.counted(project_dir=f"{at}/project")
         for counter.count in (3, 4, 5):
             run.accelerator.save_state()
         ds_frozen_patch.wait()
         whole = run.seen()[1]
-        run, counter = accelerated(project_dir=f"{at}/project")
+        run, counter = owners.counted(project_dir=f"{at}/project")
         run.accelerator.load_state()
         said["numbered"] = run.seen()[1] == whole, counter.count
         run.accelerator.project_configuration.iteration = 2
         said["again"] = runs.outcome(run.accelerator.save_state)
-        run, _ = accelerated()
+        run, _ = owners.counted()
         said["nowhere"] = runs.outcome(run.accelerator.save_state, "s3://nowhere/one")
         said["nothing there"] = runs.outcome(run.accelerator.load_state, "s3://nowhere/one")
         return {**said, "left": left()}
