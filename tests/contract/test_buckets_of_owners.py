@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,16 @@ def here(variables: dict[str, str], out: str, **settings: Any) -> Any:
 
     with owners.served(**settings):
         yield left
+
+
+def forbids(words: str) -> Callable[[str], None]:
+    """Let the requests fail that are meant; to be seen by `around_requests`."""
+
+    def see(what: str) -> None:
+        if re.fullmatch(words, what):
+            raise PermissionError("not yours")
+
+    return see
 
 
 class Seeing(TrainerCallback):
@@ -124,52 +136,94 @@ def test_the_best_of_trainer(ranks: Any, bucket: dict[str, Any]) -> None:
         assert not said["left"]
 
 
-class Counter:
-    """An object that a program registers for checkpointing."""
+def beside(at: str, variables: dict[str, str], out: str, stage: int, gathers: bool) -> dict[str, Any]:
+    """What programs call at the end of a training, with an address and, by the same model, with a folder."""
+    with here(variables, out) as left:
+        said: dict[str, Any] = {}
+        for place in (f"{out}/local", at):
+            config = {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": gathers}}
+            kind = owners.PEFT if gathers else owners.BY_HAND  # PEFT's are gathered in any case
+            run = owners.Run("trainer", place, 2, stage, kind, num_train_epochs=1, config=config)
+            run.train()
+            hugging, rank = run.trainer, torch.distributed.get_rank()
+            hugging.save_model()
+            hugging.save_model(f"{place}/final")
+            if stage == 2 and rank == 0:  # the others need not take part
+                hugging.save_model(f"{place}/of rank 0")
+                hugging._save(f"{place}/by hand", state_dict=run.module.state_dict())
+            hugging.save_state()
+            hugging.save_metrics("train", {"train_loss": 1.5})
+            hugging.save_metrics("eval", {"eval_loss": 2.5})
+            hugging.create_model_card(model_name="mine")
+            hugging.save_model()  # which adds to the model card
+        torch.distributed.barrier()
+        said["output_dir"] = hugging.args.output_dir
+        said["nowhere"] = runs.outcome(hugging.save_model, "s3://nowhere/final")
+        with buckets.around_requests(forbids("get_object .*README.md")):  # before the ranks gather the weights
+            said["forbidden"] = runs.outcome(hugging.save_model)
+        said["empty"] = left()
+        torch.distributed.barrier()
+        Path("s3:/bucket/other").mkdir(parents=True, exist_ok=True)
+        Path("s3:/bucket/other/file").touch()
+        hugging.args.output_dir = "s3://bucket/other"
+        torch.distributed.barrier()
+        with runs.heard("transformers") as messages:
+            hugging.save_state()
+        said["warnings"] = [message for message in messages if "also a folder" in message]
+    return said
 
-    count = 0
 
-    def state_dict(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.count = state["count"]
-
-
-def accelerated(**options: Any) -> tuple[owners.Run, Counter]:
-    from accelerate.utils import ProjectConfiguration
-
-    if options:
-        options["project_config"] = ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=2)
-    run, counter = owners.Run("accelerate", "", 2, 2, accelerator=options), Counter()
-    run.accelerator.register_for_checkpointing(counter)
-    return run, counter
+@pytest.mark.parametrize(("stage", "gathers"), [pytest.param(2, True, marks=pytest.mark.short), (3, True), (3, False)])
+def test_what_trainer_writes_beside_checkpoints(ranks: Any, bucket: dict[str, Any], stage: int, gathers: bool) -> None:
+    at, local = bucket["at"], Path(bucket["out"], "local")
+    first, second = ranks(2, beside, stage=stage, gathers=gathers, alone=True, **bucket)
+    assert first["output_dir"] == second["output_dir"] == at
+    assert first["empty"] == second["empty"] == []
+    assert first["nowhere"][0] == "CheckpointError"
+    assert "s3://nowhere/final" in first["nowhere"][1]
+    assert first["forbidden"][0] == "CheckpointError"
+    assert "not yours" in first["forbidden"][1]
+    assert second["forbidden"] == ("", "")
+    assert second["nowhere"][0] == ("" if gathers else "CheckpointError")
+    assert [len(said["warnings"]) for said in (first, second)] == [1, 0]
+    files = {str(item.relative_to(local)): item for item in local.rglob("*") if item.is_file()}
+    found = buckets.objects(at)
+    assert files.keys() == found.keys()
+    own = {name for name in files if not name.startswith("checkpoint-")}
+    assert {"trainer_state.json", "all_results.json", "training_args.bin", "README.md", "final/training_args.bin"} < own
+    assert gathers == ("final/latest" not in own)
+    for name in own:
+        content = buckets.file_system().cat(f"{at}/{name}")
+        if name.endswith((".safetensors", "results.json", "config.json", "README.md")):
+            assert content == files[name].read_bytes(), name
+        assert b"ds_frozen_patch-scratch" not in content, name
+    assert b"mine" in buckets.file_system().cat(f"{at}/README.md")
 
 
 def by_accelerate(at: str, variables: dict[str, str], out: str, asynchronous: bool) -> dict[str, Any]:
     """Save to an address, twice to the same; then to numbered folders."""
     with here(variables, out, async_save=asynchronous) as left:
-        run, counter = accelerated()
+        run, counter = owners.counted()
         said: dict[str, Any] = {}
         for counter.count in (1, 2):
             run.train_epoch()
             said["saved"] = run.accelerator.save_state(f"{at}/one")
         whole = run.seen()[1]
-        run, counter = accelerated()
+        run, counter = owners.counted()
         run.accelerator.load_state(f"{at}/one")
         said["same"] = run.seen()[1] == whole, counter.count
         said["missing"] = runs.outcome(run.accelerator.load_state, f"{at}/none")
-        run, counter = accelerated(project_dir=f"{at}/project")
+        run, counter = owners.counted(project_dir=f"{at}/project")
         for counter.count in (3, 4, 5):
             run.accelerator.save_state()
         ds_frozen_patch.wait()
         whole = run.seen()[1]
-        run, counter = accelerated(project_dir=f"{at}/project")
+        run, counter = owners.counted(project_dir=f"{at}/project")
         run.accelerator.load_state()
         said["numbered"] = run.seen()[1] == whole, counter.count
         run.accelerator.project_configuration.iteration = 2
         said["again"] = runs.outcome(run.accelerator.save_state)
-        run, _ = accelerated()
+        run, _ = owners.counted()
         said["nowhere"] = runs.outcome(run.accelerator.save_state, "s3://nowhere/one")
         said["nothing there"] = runs.outcome(run.accelerator.load_state, "s3://nowhere/one")
         return {**said, "left": left()}
@@ -222,12 +276,7 @@ def test_exports(ranks: Any, bucket: dict[str, Any], by: str) -> None:
 def failing(at: str, variables: dict[str, str], out: str) -> dict[str, Any]:
     """Rank 1 cannot upload what Trainer writes, in a first save and over a checkpoint; then there is no bucket."""
     with here(variables, out) as left:
-        rank, said = int(os.environ["RANK"]), dict[str, Any]()
-
-        def see(what: str) -> None:
-            if rank == 1 and "put_object" in what and "rng_state" in what and not what.startswith("after"):
-                raise PermissionError("not yours")
-
+        said, see = dict[str, Any](), forbids("put_object .*rng_state_1.pth")
         with buckets.around_requests(see):
             said["first"] = runs.outcome(trainer(at, num_train_epochs=1).train)
         said["names"] = buckets.objects(f"{at}/checkpoint-{STEPS}")

@@ -7,7 +7,8 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 from kit import buckets, cell, nodes, owners, processes, runs, saves
 from kit.processes import KillPoint, ThisProcess
+from transformers import TrainerCallback
 
 import ds_frozen_patch
 from ds_frozen_patch import ranks as agreeing
@@ -32,43 +34,114 @@ def hidden(at: str) -> list[str]:
     return [name for name in buckets.objects(at) if name.rpartition("/")[2].startswith(".")]
 
 
-def save_twice(this: ThisProcess, at: str, variables: dict[str, str], diary: str, stage: int) -> dict[str, Any]:
-    """Load what is there, and save twice over it; the run can be killed in the second save."""
-    os.environ.update(variables)
-    cell.trainable_only()
-    agreeing.GRACE_SECONDS = 3
-    path, note = f"{at}/last.ckpt", Path(diary).open("a")  # noqa: SIM115
+class Saves:
+    """Writes down which saves of a run have begun and ended; the run can be killed in the second one."""
+
+    def __init__(self, this: ThisProcess, diary: str) -> None:
+        self.this, self.note, self.number, self.seconds = this, Path(diary).open("a"), 0, 0.0  # noqa: SIM115
+        self.resumes = "saved" in Path(diary).read_text()
+
+    @contextmanager
+    def one(self, step: int) -> Iterator[None]:
+        self.number += 1
+        print("begun", step, file=self.note, flush=True)
+        if self.number == 2:
+            self.this.arm()
+        begun = time.perf_counter()
+        yield
+        print("saved", step, file=self.note, flush=True)
+        self.seconds = time.perf_counter() - begun
+
+
+def by_fabric(saves: Saves, at: str, stage: int) -> int:
+    """Save twice over one checkpoint; return the number of the one that was there."""
     made = runs.fabric(2, stage, "32-true")
     model, optimizer = runs.fabric_setup(made)
     state = {"model": model, "optimizer": optimizer, "mine": {"step": 0}}
-    if buckets.file_system().isfile(f"{path}/latest"):
-        made.load(path, state)
+    if saves.resumes:
+        made.load(f"{at}/last.ckpt", state)
         assert int(model.seen) == state["mine"]["step"]
-    step = loaded = int(state["mine"]["step"])
+    loaded = int(state["mine"]["step"])
+    for step in (loaded + 1, loaded + 2):
+        model.seen.fill_(step)
+        with saves.one(step):
+            made.save(f"{at}/last.ckpt", {**state, "mine": {"step": step}})
+    return loaded
+
+
+def by_accelerate(saves: Saves, at: str, stage: int) -> int:
+    """Save two numbered checkpoints; return the number of the newest one that was whole."""
+    run, counter = owners.counted(stage, project_dir=at)
+    if saves.resumes:
+        run.accelerator.load_state()
+        assert int(run.counting.count) == counter.count
+    loaded = counter.count
+    run.accelerator.project_configuration.iteration = loaded + 1
+    for counter.count in (loaded + 1, loaded + 2):
+        run.counting.count.fill_(counter.count)
+        with saves.one(counter.count):
+            run.accelerator.save_state()
+    return loaded
+
+
+def by_trainer(saves: Saves, at: str, stage: int) -> int:
+    """Train two steps, each of which is saved; return the number of the first."""
+    each_step: Any = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "num_train_epochs": 999}
+    run, loaded = owners.Run("trainer", at, 2, stage, **each_step), list[int]()
+    save = run.trainer._save_checkpoint
+
+    def noted(*args: Any, **kwargs: Any) -> None:
+        with saves.one(run.trainer.state.global_step):
+            save(*args, **kwargs)
+
+    class Stopping(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            assert int(run.counting.count) == state.global_step
+            loaded.append(state.global_step)
+
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = saves.number == 2
+
+    run.trainer._save_checkpoint = noted
+    run.trainer.add_callback(Stopping())
+    run.train(saves.resumes)
+    return loaded[0]
+
+
+def save_twice(
+    this: ThisProcess, at: str, variables: dict[str, str], diary: str, stage: int, by: Callable[..., int]
+) -> dict[str, Any]:
+    """Load what is there, and save twice; the run can be killed in the second save."""
+    os.environ.update(variables)
+    cell.trainable_only()
+    agreeing.GRACE_SECONDS = 3
+    saves = Saves(this, diary)
     with buckets.around_requests(lambda what: this._count(f"os.{what}", ())):
-        for is_armed in (False, True):
-            step += 1
-            model.seen.fill_(step)
-            print("begun", step, file=note, flush=True)
-            if is_armed:
-                this.arm()
-                armed = time.perf_counter()
-            made.save(path, {"model": model, "optimizer": optimizer, "mine": {"step": step}})
-            print("saved", step, file=note, flush=True)
-    seconds = time.perf_counter() - armed
+        loaded = by(saves, at, stage)
     this.disarm()
-    return {"loaded": loaded, "calls": this.calls, "seconds": seconds}
+    return {"loaded": loaded, "calls": this.calls, "seconds": saves.seconds}
 
 
 @pytest.mark.timeout(0)
+@pytest.mark.parametrize(
+    ("by", "many", "last"),
+    [(by_fabric, 200, ""), (by_trainer, 100, "trainer_state.json"), (by_accelerate, 100, "random_states_0.pkl")],
+)
 def test_kills(
-    server: dict[str, str], tmp_path: Path, long: bool, counted: Callable[[str, int], None], request: Any
+    server: dict[str, str],
+    tmp_path: Path,
+    long: bool,
+    counted: Callable[[str, int], None],
+    request: Any,
+    by: Callable[..., int],
+    many: int,
+    last: str,
 ) -> None:
-    drawn, counts, kills = random.Random(0), Counter[str](), 200 * request.config.getoption("rounds") if long else 4
+    drawn, counts, kills = random.Random(0), Counter[str](), many * request.config.getoption("rounds") if long else 4
     for stage in (2, 3) if long else (2,):
         at, diary = f"s3://bucket/{tmp_path.name}{stage}", tmp_path / f"diary{stage}"
         variables = {**server, "DS_FROZEN_PATCH_SCRATCH": str(tmp_path)}
-        arguments: dict[str, Any] = {"at": at, "variables": variables, "stage": stage, "diary": str(diary)}
+        arguments: dict[str, Any] = {"at": at, "variables": variables, "stage": stage, "diary": str(diary), "by": by}
         alone = processes.run_ranks(save_twice, tmp_path / "log", (None, None), **arguments)
         assert [what for what, _ in alone] == ["returned", "returned"], alone
         for _ in range(kills // (2 if long else 1)):
@@ -84,15 +157,23 @@ def test_kills(
                 said
             )
             counts["kills"] += 1
-            counts["left"] += any("ds_frozen_patch-" in name for name in buckets.objects(at))
+            names = buckets.objects(at)
+            folders = {match[1] for name in names if (match := re.match(r"(.*checkpoint[-_]\d+)/", name))}
+            half = [folder for folder in folders if not {f"{folder}/latest", f"{folder}/{last}"} <= names.keys()]
+            counts["left"] += bool(half) or any("ds_frozen_patch-" in name for name in names)
             begun, saved = (int(re.findall(rf"{word} (\d+)", diary.read_text())[-1]) for word in ("begun", "saved"))
             diary.write_text(f"saved {saved}\nbegun {begun}\n")
         said = processes.run_ranks(save_twice, tmp_path / "log", (None, None), **arguments)
         assert [what for what, _ in said] == ["returned", "returned"], said
         assert saved <= said[0][1]["loaded"] <= begun
-        assert not hidden(f"{at}/last.ckpt")
+        assert not hidden(at)
     assert counts["left"] > counts["kills"] / 8, counts
-    counted("`kill -9` of one or both of two ranks during a save over a checkpoint in a bucket", counts["kills"])
+    of = (
+        f"a save by {by.__name__[3:].title()}, or the removal of old checkpoints,"
+        if last
+        else "a save over a checkpoint"
+    )
+    counted(f"`kill -9` of one or both of two ranks during {of} in a bucket", counts["kills"])
 
 
 def failing(at: str, variables: dict[str, str], out: str) -> dict[str, Any]:

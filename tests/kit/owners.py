@@ -209,12 +209,38 @@ class Run:
             self.trainer._save_checkpoint(self.trainer.model, None)
 
     def seen(self) -> Any:
-        base = next(module for module in self.module.modules() if isinstance(module, Counting))
-        return base.losses, runs.trained_state(self.module)
+        return self.counting.losses, runs.trained_state(self.module)
+
+    @property
+    def counting(self) -> Counting:
+        return next(module for module in self.module.modules() if isinstance(module, Counting))
 
     def _batches(self) -> Iterator[Any]:
         rank = torch.distributed.get_rank()
         return (rows[rank :: self.world_size].to(self.engine.device) for rows in tokens().split(SAMPLES))
+
+
+class Counter:
+    """An object that a program registers for checkpointing."""
+
+    count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def counted(stage: int = 2, **options: Any) -> tuple[Run, Counter]:
+    """A run by Accelerate with such an object; with options, its checkpoints are numbered, and two of them stay."""
+    from accelerate.utils import ProjectConfiguration
+
+    if options:
+        options["project_config"] = ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=2)
+    run, counter = Run("accelerate", "", 2, stage, accelerator=options), Counter()
+    run.accelerator.register_for_checkpointing(counter)
+    return run, counter
 
 
 @contextlib.contextmanager

@@ -561,8 +561,8 @@ for word, elastic in (("1", True), ("0", False), ("", None)):
 
 
 def test_few_attributes_are_wrapped() -> None:
-    """With two Lightnings. 10 of them act only with `async_save=True`, and one where PEFT merges adapters."""
-    assert sum(len(what.wrappers) + len(what.beside) for what in TARGETS) <= 41
+    """With two Lightnings. 10 act only with `async_save=True`, 5 where Trainer has an address, one if PEFT merges."""
+    assert sum(len(what.wrappers) + len(what.beside) for what in TARGETS) <= 46
 
 
 REAL = """

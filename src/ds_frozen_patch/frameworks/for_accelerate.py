@@ -6,13 +6,12 @@ A wrapper takes wrapt's four arguments: the wrapped method (bound), its instance
 from __future__ import annotations
 
 import inspect
-import shutil
 import sys
 import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ..common.errors import CheckpointError
 from ..common.names import Names
@@ -23,7 +22,7 @@ from ..publish import in_flight
 from ..publish.journal import is_not_whole
 from ..publish.notes import notes
 from ..publish.publication import is_local
-from ..save.agreement import Around
+from .around import Around
 from .plain import last_whole, logger_of, numbered
 
 _WRITERS = ("save_accelerator_state", "save_custom_state")
@@ -62,34 +61,35 @@ def save_state(wrapped: Callable[..., Any], accelerator: Any, args: tuple[Any, .
         folder = Path(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}")
     if folder is None:
         return wrapped(*args, **kwargs)
-    place, outdated, remove = Path(folder), list[Path](), cast(Callable[[Path], None], shutil.rmtree)
-    settings: Attributes = [(project, "total_limit", None)]
-    with Around(served.owner, place, _LAST) as around:
-        if around.is_remote:
-            from .remote import remove_checkpoint
-
-            remove, call.arguments["output_dir"] = remove_checkpoint, str(around.folder)
-        if is_numbered:
-            in_flight.wait()  # since the save before removes some when it has ended
-
-            def look() -> list[int]:
-                outdated.extend(_outdated(place, project.total_limit))
-                return [place in outdated or _was_interrupted(place)]
-
-            if any(map(any, around.ranks.step("look for an interrupted save", look, 1))):
-                call.arguments["output_dir"] = str(around.folder)
-                settings.append((project, "automatic_checkpoint_naming", False))
-            elif around.is_remote:
-                raise CheckpointError(f"{around.folder} exists. Set `project_configuration.iteration` to go on.")
+    with Around(served.owner, Path(folder), _LAST) as around:
+        outdated, is_reused = _look_beside(around, project.total_limit) if is_numbered else ([], False)
+        if around.is_remote or is_reused:
+            call.arguments["output_dir"] = str(around.folder)
         writers = [(sys.modules["accelerate.accelerator"], name) for name in _WRITERS]
-        changes = [(module, name, around.ranks.deferring(getattr(module, name))) for module, name in writers]
-        with overridden([*changes, *settings]):
+        changes: Attributes = [(owner, name, around.ranks.deferring(getattr(owner, name))) for owner, name in writers]
+        changes += [(project, "total_limit", None)]
+        changes += [(project, "automatic_checkpoint_naming", False)] if is_reused else []
+        with overridden(changes):
             saved = wrapped(*call.args, **call.kwargs)
         around.end(served)
     for item in outdated if is_first(served.owner) else ():
-        if item != place:
-            in_flight.afterwards(partial(remove, item))
+        in_flight.afterwards(partial(around.remove, item))
     return around.shown if around.is_remote else saved
+
+
+def _look_beside(around: Around, limit: int | None) -> tuple[list[Path], bool]:
+    """Which other numbered checkpoints a save makes outdated, and whether it goes into one, or an incomplete one."""
+    in_flight.wait()  # since the save before removes some when it has ended
+    place, outdated = Path(around.shown), list[Path]()
+
+    def look() -> list[int]:
+        outdated.extend(_outdated(place, limit))
+        return [place in outdated or _was_interrupted(place)]
+
+    is_reused = any(map(any, around.ranks.step("look for an interrupted save", look, 1)))
+    if around.is_remote and not is_reused:
+        raise CheckpointError(f"{around.shown} exists. Set `project_configuration.iteration` to go on.")
+    return [item for item in outdated if item != place], is_reused
 
 
 @_uses("Accelerator", "project_configuration", "project_dir")

@@ -23,8 +23,8 @@ from ..engine.served import attached
 from ..publish import in_flight
 from ..publish.journal import is_not_whole
 from ..publish.publication import is_local
-from ..save.agreement import Around
 from ..settings import current as settings
+from .around import Around
 from .plain import last_whole, logger_of, numbered
 
 _WRITERS = ("_save", "_save_rng_state")
@@ -40,6 +40,10 @@ _STATE = "trainer_state.json"
 """The last file of a checkpoint; without it, Trainer does not resume."""
 _PREFIX = "checkpoint-"
 _WEIGHTS = (".safetensors", ".bin")
+_BESIDE = ("_save", "create_model_card", "save_metrics", "save_model", "save_state")
+"""Methods that write to its folder, and not only in checkpoints."""
+_READ = ("README.md", "all_results.json")
+"""The files there to which they add."""
 
 
 NAMES = Names()
@@ -80,9 +84,8 @@ def train(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwar
     from .remote import Readers, remove_old
 
     in_flight.wait()
+    _leave_no_folder(trainer, output)
     if not is_local(output):
-        with suppress(OSError):  # it is not there, or not empty
-            os.removedirs(output)  # a folder that is called like the address, which Trainer has made
         file_system(output)  # so that a missing library raises now, and not at the first save
     with ExitStack() as stack:
         if not is_local(path):
@@ -95,7 +98,47 @@ def train(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwar
     best = trainer.state.best_model_checkpoint
     if not is_local(best) and trainer.args.save_total_limit == 1 and trainer.args.should_save:
         remove_old(Path(best), _PREFIX, 1)  # as Trainer does, which has kept the last one to resume from
+    _leave_no_folder(trainer, output)
     return result
+
+
+@_uses("Trainer", "args?", "is_deepspeed_enabled?")
+@_uses("TrainingArguments", "output_dir?", "should_save")
+def write(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`Trainer.save_model`, and what else of it writes to `output_dir`: at an address, that is uploaded.
+
+    The ranks do not agree on it, since a program may call it on one of them only.
+    """
+    call = inspect.signature(wrapped).bind(*args, **kwargs)
+    output = str(call.arguments.get("output_dir") or getattr(getattr(trainer, "args", None), "output_dir", None) or "")
+    if not getattr(trainer, "is_deepspeed_enabled", False) or is_local(output):
+        return wrapped(*args, **kwargs)
+    from .remote import uploading
+
+    with uploading(output, *(_READ if trainer.args.should_save else ())) as place:
+        if "output_dir" in inspect.signature(wrapped).parameters:
+            call.arguments["output_dir"] = place  # in `args` it would be saved
+            result = wrapped(*call.args, **call.kwargs)
+        else:
+            with overridden([(trainer.args, "output_dir", place)]):
+                result = wrapped(*args, **kwargs)
+    _leave_no_folder(trainer, output)
+    return result
+
+
+@_uses("TrainingArguments", "should_save")
+def _leave_no_folder(trainer: Any, output: str) -> None:
+    """Remove the folder called like an address that Trainer has made on this machine; warn if others have used it."""
+    if is_local(output):
+        return
+    with suppress(OSError):  # it is not there, or not empty
+        os.removedirs(output)
+    if trainer.args.should_save and Path(output).exists():
+        logger_of("transformers").warning(
+            "%s is also a folder below the current one: something other than Trainer writes to it as if it were no"
+            " address. That is not uploaded.",
+            output,
+        )
 
 
 @_uses("Trainer", "_load_callback_state?", "state")
@@ -270,6 +313,7 @@ TARGET = Target(
         "transformers.trainer:deepspeed_load_checkpoint": load_checkpoint,
         "transformers.trainer:get_last_checkpoint": find_last,
         "transformers.trainer_utils:get_last_checkpoint": find_last,
+        **{f"transformers.trainer:Trainer.{name}": write for name in _BESIDE},
     },
     names=NAMES,
     kinds={

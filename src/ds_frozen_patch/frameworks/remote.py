@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..buckets import address_of, below, bring_others, look, release, remove, scratch_of
+from ..buckets import address_of, below, bring_others, look, put, release, remove, scratch_of
 from ..common.errors import CheckpointError
 from ..common.files import is_state
 from ..ranks import Ranks, rank
@@ -24,6 +24,33 @@ _OF_A_RANK = re.compile(r"(?:rng_state|random_states)_(\d+)\.(?:pth|pkl)")
 def is_whole(folder: Path, last: str) -> bool:
     """Whether a checkpoint has `latest`, which its engine writes last, and the file that its framework does."""
     return {"latest", last} <= {Path(item["name"]).name for item in look(folder, "ls", detail=True) or ()}
+
+
+@contextmanager
+def uploading(address: str, *reads: str) -> Iterator[str]:
+    """A folder whose files are uploaded in the end.
+
+    Args:
+        address: where to.
+        reads: names of files there that are brought down first.
+    """
+    place, failed = scratch_of(address), list[Exception]()
+    try:
+        try:
+            place.mkdir(parents=True)
+            for name in reads:
+                look(place / name, "get_file", lpath=str(place / name))
+        except (CheckpointError, OSError) as error:  # not raised yet: the other ranks may wait for this one
+            failed.append(error)
+        yield str(place)
+        try:
+            if failed:
+                raise failed[0]
+            put(item for item in place.rglob("*") if item.is_file())
+        except OSError as error:
+            raise CheckpointError(f"{address} cannot be written: {type(error).__name__}: {error}") from error
+    finally:
+        release(place)
 
 
 @contextmanager
