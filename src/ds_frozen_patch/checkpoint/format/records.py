@@ -5,6 +5,7 @@ Files are read, not mapped into memory, so that only the current chunk takes mem
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import prod
@@ -16,6 +17,8 @@ from ...common.errors import CheckpointError
 from ...common.files import fastest_crc32, open_regular, read_into
 from .archive import CHUNK_BYTES
 from .stored import ITEM_SIZES, Storage, StoredTensor
+
+_MUCH = 2**21
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,16 @@ def from_stored(tensor: StoredTensor) -> TensorSource:
 
 
 def new_memory(size: int) -> memoryview:
-    """Memory that is not initialized, which can be written.
+    """Memory that can be written.
 
-    `bytearray` would fill it with zeros, and stop all threads meanwhile. numpy also asks for large pages.
+    If it is much, not that of a `bytearray`, which is filled with zeros while no other thread can run.
     """
-    import numpy
-
-    return numpy.empty(size, numpy.uint8).data
+    if size < _MUCH:
+        return memoryview(bytearray(size))
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux has it
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
 
 
 class Records:
