@@ -268,7 +268,7 @@ TOOLS = {
     "prune": Tool(
         "prune",
         PRUNES,
-        ((FAST, BY_HAND, 10, 0.1), ("prune", BY_HAND, 10, 0.1), (FAST, FLOOR, 1 / 1.5, math.inf)),
+        ((FAST, BY_HAND, 10, 0.1), ("prune", BY_HAND, 2, 0.1), (FAST, FLOOR, 1 / 1.5, math.inf)),
     ),
     "consolidate": Tool("consolidate", CONSOLIDATES, ((SMALL, THEIRS, 10, 0.1), (FULL, THEIRS, 1, 0.5))),
     "reshard": Tool(
