@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import mmap
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -31,6 +33,7 @@ from kit.checkpoints import (
 from safetensors.torch import load_file, load_model, save_file
 
 from ds_frozen_patch import CheckpointError, consolidate, prune
+from ds_frozen_patch.checkpoint.format.records import new_memory
 from ds_frozen_patch.record import KEY, Record
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday]
@@ -356,3 +359,19 @@ def test_parameters_without_a_fingerprint_are_named(checkpoints: Checkpoints, tm
     consolidate(checkpoints(2) / "full.ckpt", tmp_path / "full.ckpt")
     assert len(done.unverified) == 20
     assert bits(weights_of(tmp_path / "merged.ckpt")) == bits(weights_of(tmp_path / "full.ckpt"))
+
+
+class WithoutLargePages(mmap.mmap):
+    """Memory of a kernel that has no large pages."""
+
+    def madvise(self, *_: Any) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+
+def test_memory_without_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "mmap", WithoutLargePages)
+    for size in (0, 1, 2**21, 2**21 + 1):
+        memory = new_memory(size)
+        memory[size // 2 :] = b"1" * (size - size // 2)
+        assert bytes(memory[size // 2 :]) == b"1" * (size - size // 2)
+        assert len(memory) == size

@@ -54,7 +54,7 @@ def write_shard(file: Path, tensors: Tensors, aliases: Aliases, records: Records
     """Write a safetensors file. It contains tied tensors once, and the aliases as metadata, as the library does it."""
     about = {alias: name for alias, name in aliases.items() if name in tensors}
     entries = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    with ThreadPoolExecutor(2) as pool:  # each tensor is read while the two before it are read and written
+    with ThreadPoolExecutor(2) as pool:  # two are in memory at most: both read, or one read and one written
         reads = chain((pool.submit(tensor.read, records) for tensor in tensors.values()), [None])
         write_file(file, entries, (read.result() for read, _ in pairwise(reads) if read), about)
 

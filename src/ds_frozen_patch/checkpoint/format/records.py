@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -18,7 +19,8 @@ from ...common.files import fastest_crc32, open_regular, read_into
 from .archive import CHUNK_BYTES
 from .stored import ITEM_SIZES, Storage, StoredTensor
 
-_MUCH = 2**21
+_LARGE_PAGE = 2**21
+"""The size of a large page in bytes, on most machines."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +62,14 @@ def from_stored(tensor: StoredTensor) -> TensorSource:
 
 
 def new_memory(size: int) -> memoryview:
-    """Memory that can be written.
+    """Allocate writable memory.
 
-    If it is much, not that of a `bytearray`, which is filled with zeros while no other thread can run.
+    A large `bytearray` would be filled with zeros while holding the GIL, so that no other thread could run.
     """
-    if size < _MUCH:
+    if size < _LARGE_PAGE:
         return memoryview(bytearray(size))
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux has it
+    with suppress(AttributeError, OSError):  # not every kernel has large pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)
 

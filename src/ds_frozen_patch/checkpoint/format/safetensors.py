@@ -104,9 +104,10 @@ def write_file(
         begun = 0
         for content in contents:
             view = memoryview(content)
-            for at in range(0, len(view), SYNCED_BYTES):  # a sync of much at a time would wait for the disk
+            for at in range(0, len(view), SYNCED_BYTES):  # to begin the sync of a large range at once blocks
                 file.write(view[at : at + SYNCED_BYTES])
                 begun = begin_sync(file, begun)
+            del content, view  # frees the memory before the next tensor is waited for
 
 
 def _is_unicode(name: str) -> bool:
