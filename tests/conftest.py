@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kit.checkpoints import Checkpoints
 
 if CELL.name in ("everyday", "newest"):
-    sys.path.append(str(ROOT / ".nox" / "buckets"))  # where nox installs what the tests of buckets import
+    sys.path.append(str(ROOT / ".nox" / "buckets"))  # what the tests of buckets import, and `fast`
 collect_ignore = [] if CELL.name == "everyday" else ["test_docs.py"]  # Sybil is in that cell alone
 
 

@@ -84,7 +84,7 @@ def install_beside(session: nox.Session, python: str, folder: Path, *wanted: str
 
 
 def add_bucket_packages(session: nox.Session, python: str) -> None:
-    """Install what the tests of buckets import, and the extra `fast`, into `.nox/buckets`; conftest.py adds it."""
+    """Install what the tests of buckets import, and the extra `fast`, beside the cells; conftest.py adds the folder."""
     folder, lock = BUCKETS, LOCKS / "buckets.txt"
 
     def make() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,16 +42,6 @@ def here(variables: dict[str, str], out: str, **settings: Any) -> Any:
 
     with owners.served(**settings):
         yield left
-
-
-def forbids(words: str) -> Callable[[str], None]:
-    """Let the requests fail that are meant; to be seen by `around_requests`."""
-
-    def see(what: str) -> None:
-        if re.fullmatch(words, what):
-            raise PermissionError("not yours")
-
-    return see
 
 
 class Seeing(TrainerCallback):
@@ -159,7 +147,8 @@ def beside(at: str, variables: dict[str, str], out: str, stage: int, gathers: bo
         torch.distributed.barrier()
         said["output_dir"] = hugging.args.output_dir
         said["nowhere"] = runs.outcome(hugging.save_model, "s3://nowhere/final")
-        with buckets.around_requests(forbids("get_object .*README.md")):  # before the ranks gather the weights
+        refuse = buckets.failing("get_object .*README.md", PermissionError("not yours"))
+        with buckets.around_requests(refuse):  # before the ranks gather the weights
             said["forbidden"] = runs.outcome(hugging.save_model)
         said["empty"] = left()
         torch.distributed.barrier()
@@ -276,7 +265,7 @@ def test_exports(ranks: Any, bucket: dict[str, Any], by: str) -> None:
 def failing(at: str, variables: dict[str, str], out: str) -> dict[str, Any]:
     """Rank 1 cannot upload what Trainer writes, in a first save and over a checkpoint; then there is no bucket."""
     with here(variables, out) as left:
-        said, see = dict[str, Any](), forbids("put_object .*rng_state_1.pth")
+        said, see = dict[str, Any](), buckets.failing("put_object .*rng_state_1.pth", PermissionError("not yours"))
         with buckets.around_requests(see):
             said["first"] = runs.outcome(trainer(at, num_train_epochs=1).train)
         said["names"] = buckets.objects(f"{at}/checkpoint-{STEPS}")

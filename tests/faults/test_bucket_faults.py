@@ -253,16 +253,6 @@ def test_requests_that_fail(ranks: Any, server: dict[str, str], tmp_path: Path) 
     assert not hidden(at)
 
 
-def fails(words: str) -> Callable[[str], None]:
-    """Let the requests fail that are meant; to be seen by `around_requests`."""
-
-    def see(what: str) -> None:
-        if re.fullmatch(words, what):
-            raise ConnectionResetError("connection reset")
-
-    return see
-
-
 def exporting(at: str, variables: dict[str, str], out: str) -> dict[str, Any]:
     """Save with an export: to a new place, where a request fails, and twice over a checkpoint, where others fail."""
     os.environ.update(variables)
@@ -273,7 +263,8 @@ def exporting(at: str, variables: dict[str, str], out: str) -> dict[str, Any]:
 
     def save(words: str = "") -> tuple[Any, ...]:
         runs.fabric_epoch(made, model, optimizer)
-        with buckets.around_requests(fails(words) if made.global_rank == 0 else lambda _: None):
+        fail = buckets.failing(words, ConnectionResetError("connection reset"))
+        with buckets.around_requests(fail if made.global_rank == 0 else lambda _: None):
             outcome = runs.outcome(made.save, path, {"model": model, "optimizer": optimizer})
         torch.distributed.barrier()
         found = {name: size for name, size in buckets.objects(at).items() if not name.endswith(".py")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -68,6 +69,16 @@ def around_requests(see: Callable[[str], None]) -> Iterator[list[int]]:
         yield brought
     finally:
         S3FileSystem._call_s3 = original
+
+
+def failing(words: str, error: Exception) -> Callable[[str], None]:
+    """For `around_requests`: raise an error before each request that matches a pattern."""
+
+    def see(what: str) -> None:
+        if re.fullmatch(words, what):
+            raise error
+
+    return see
 
 
 def another_program() -> Any:

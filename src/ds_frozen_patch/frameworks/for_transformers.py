@@ -41,9 +41,9 @@ _STATE = "trainer_state.json"
 _PREFIX = "checkpoint-"
 _WEIGHTS = (".safetensors", ".bin")
 _BESIDE = ("_save", "create_model_card", "save_metrics", "save_model", "save_state")
-"""Methods that write to its folder, and not only in checkpoints."""
+"""Methods of Trainer that write to `output_dir`, and not only when it saves a checkpoint."""
 _READ = ("README.md", "all_results.json")
-"""The files there to which they add."""
+"""Files in `output_dir` that these methods update."""
 
 
 NAMES = Names()
@@ -116,7 +116,7 @@ def write(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwar
     from .remote import uploading
 
     with uploading(output, *(_READ if trainer.args.should_save else ())) as place:
-        if "output_dir" in inspect.signature(wrapped).parameters:
+        if "output_dir" in call.signature.parameters:
             call.arguments["output_dir"] = place  # in `args` it would be saved
             result = wrapped(*call.args, **call.kwargs)
         else:
@@ -128,15 +128,15 @@ def write(wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwar
 
 @_uses("TrainingArguments", "should_save")
 def _leave_no_folder(trainer: Any, output: str) -> None:
-    """Remove the folder called like an address that Trainer has made on this machine; warn if others have used it."""
+    """Remove the local folder that Trainer creates under the name of an address; warn if it is not empty."""
     if is_local(output):
         return
     with suppress(OSError):  # it is not there, or not empty
         os.removedirs(output)
     if trainer.args.should_save and Path(output).exists():
         logger_of("transformers").warning(
-            "%s is also a folder below the current one: something other than Trainer writes to it as if it were no"
-            " address. That is not uploaded.",
+            "%s is also a folder on this machine: a callback or a subclass of Trainer has written to it as if the"
+            " address were a local path. What is in it is not uploaded.",
             output,
         )
 

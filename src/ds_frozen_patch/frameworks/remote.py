@@ -28,11 +28,14 @@ def is_whole(folder: Path, last: str) -> bool:
 
 @contextmanager
 def uploading(address: str, *reads: str) -> Iterator[str]:
-    """A folder whose files are uploaded in the end.
+    """A scratch folder, whose files are uploaded at the end of the block.
 
     Args:
-        address: where to.
-        reads: names of files there that are brought down first.
+        address: where the files are uploaded to.
+        reads: names of files there that are downloaded first.
+
+    Raises:
+        CheckpointError: a download or an upload has failed.
     """
     place, failed = scratch_of(address), list[Exception]()
     try:
@@ -40,7 +43,10 @@ def uploading(address: str, *reads: str) -> Iterator[str]:
             place.mkdir(parents=True)
             for name in reads:
                 look(place / name, "get_file", lpath=str(place / name))
-        except (CheckpointError, OSError) as error:  # not raised yet: the other ranks may wait for this one
+        except (
+            CheckpointError,
+            OSError,
+        ) as error:  # raised later: other ranks may wait in a collective
             failed.append(error)
         yield str(place)
         try:
