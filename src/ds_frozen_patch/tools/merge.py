@@ -10,9 +10,8 @@ import json
 import re
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from math import prod, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from ..checkpoint.adapters import (
     match_adapter,
     read_config,
 )
-from ..checkpoint.format.records import Records, TensorSource, new_memory
+from ..checkpoint.format.records import Records, TensorSource
 from ..checkpoint.zero.opening import open_checkpoint
 from ..common.errors import CheckpointError, named
 from ..common.text import printable_lines, progress
@@ -34,21 +33,11 @@ from ..record import LeftOut, Record, unknown
 from .base import Base, endings, locate_base, match_base, open_base, without_quantized, without_wrappers
 from .consolidate import Consolidated
 from .loaded_names import CONFIG, empty_model
+from .lora import LORA, Change, changes_of
 from .output import check_output, new_output
-from .tensors import OutputTensor, write_folder
+from .tensors import write_folder
 
 _COPIED = re.compile(r"(?!.*\.index\.json|adapter_config|(.*/)?\.).*(\.(json|jinja|md|model|tiktoken|txt)|[A-Z]{3,})")
-# What the configuration of plain LoRA may say. All else is for PEFT to merge.
-_PLAIN = (
-    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config", "exclude_modules",
-    "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config",
-    "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_core", "modules_to_save", "peft_type", "peft_version",
-    "qalora_group_size", "r", "rank_pattern", "revision", "target_modules", "task_type", "use_rslora",
-)  # fmt: skip
-_INITS = ("true", "false", "none", "gaussian", "eva", "olora", "orthogonal", "loftq", "lora_ga", "pissa", "corda")
-_ELEMENTS = 2**15
-"""To so many a product is added at once: in the processor's cache, and by torch in one thread."""
-_LORA = re.compile(r"(.+?)\.(lora_[AB]\..+|lora_embedding_[AB]|lora_magnitude_vector.*)")
 
 
 @dataclass(frozen=True)
@@ -125,7 +114,7 @@ def merge(
         return values
 
     shards = {
-        file: {name: changes.get(name, _Change()).output(tensor, kind, read) for name, tensor in tensors.items()}
+        file: {name: changes.get(name, Change()).output(tensor, kind, read) for name, tensor in tensors.items()}
         for file, tensors in files.items()
     }
     size = sum(tensor.size for shard in shards.values() for tensor in shard.values())
@@ -190,7 +179,7 @@ def _read_run(root: Path, tag: str | None, name: str | None, config: str | Path 
     def inside(key: str) -> str | None:
         """The name of a parameter in the model; None if it is elsewhere, or is an adapter's."""
         name = adapter.peft_name(key) if adapter else key
-        if name is None or _LORA.match(name) or ".trainable_tokens" in name or ".modules_to_save." in name:
+        if name is None or LORA.match(name) or ".trainable_tokens" in name or ".modules_to_save." in name:
             return None
         return inner.removeprefix(prefix) if (inner := without_wrappers(name)).startswith(prefix) else None
 
@@ -219,99 +208,13 @@ def _prefix(names: Iterable[str], known: Collection[str]) -> str:
     return counts.most_common(1)[0][0] if counts else ""
 
 
-@dataclass(frozen=True)
-class _Change:
-    """What becomes of a tensor: another value, and the sources of LoRA's A and B, whose product is added."""
-
-    source: TensorSource | None = None
-    lora: tuple[TensorSource, ...] = ()
-    scale: float = 1.0
-    layer: str = "Linear"
-
-    @property
-    def is_turned(self) -> bool:
-        """Whether the layer has the transpose of the product."""
-        return self.layer in ("Embedding", "Conv1D")
-
-    def output(
-        self,
-        tensor: TensorSource,
-        dtype: str | None,
-        read_base: Callable[[TensorSource, Records], memoryview],
-    ) -> OutputTensor:
-        """A tensor of the base, changed."""
-        to = dtypes.output_dtype(tensor.dtype, dtype)
-        source = self.source or tensor
-
-        def read(records: Records) -> memoryview:
-            values = records.read(source) if self.source else read_base(tensor, records)
-            values = dtypes.convert(values, source.dtype, to)
-            if self.lora:
-                import torch
-
-                a, b = (_read(records, source).float() for source in self.lora)
-                weight, shape = _view(values, to, tensor.shape), (len(b), a.shape[1])
-                product = _view(new_memory(4 * prod(shape)), "float32", shape)
-                torch.mm(b, a, out=product)
-                product = product.T if self.is_turned else product
-                count = max(_ELEMENTS // weight.shape[1], 1)
-                for rows, added in zip(weight.split(count), product.split(count), strict=True):
-                    added.mul_(self.scale)
-                    # Rounded where PEFT does it.
-                    rows.add_(added.to(rows.dtype) if self.layer == "Embedding" else added)
-            return values
-
-        return OutputTensor(to, tensor.shape, read, source.nbytes + sum(part.nbytes for part in self.lora))
-
-
-def _changes(run: _Run, model: Any) -> dict[str, _Change]:
-    """What becomes of each parameter of a model.
-
-    Raises:
-        CheckpointError: the adapter is not plain LoRA.
-    """
-    config, modules = run.config, dict(model.named_modules())
-    changes = {name: _Change(source) for name, source in run.whole.items()}
-    lora: dict[str, dict[str, TensorSource]] = defaultdict(dict)
-    for in_file, source in run.adapter.items():
-        if match := _LORA.fullmatch(in_file.removeprefix(PEFTS_PREFIX)):
-            lora[match[1]][match[2]] = source
-        else:
-            changes[without_wrappers(in_file)] = _Change(source)
-    odd = {key for key, value in config.items() if value and key not in _PLAIN}
-    if config and config["peft_type"] != "LORA":
-        odd.add(str(config["peft_type"]))
-    if config and not str(config.get("init_lora_weights")).lower().startswith(_INITS):
-        odd.add("init_lora_weights")
-    for module, parts in lora.items():
-        layer = type(modules.get(module)).__name__
-        if [*sorted(parts)] not in (["lora_A.weight", "lora_B.weight"], ["lora_embedding_A", "lora_embedding_B"]):
-            odd |= parts.keys()
-        elif any(len(part.shape) != 2 for part in parts.values()):  # of a convolution
-            odd.add(module)
-        alphas, rank = config.get("alpha_pattern") or {}, parts[min(parts)].shape[0]
-        key = next((key for key in alphas if re.match(rf"(.*\.)?({key})$", module)), None)  # as PEFT does it
-        changes[f"{module}.weight"] = _Change(
-            source=changes.get(f"{module}.weight", _Change()).source,
-            lora=tuple(parts[name] for name in sorted(parts)),
-            scale=alphas.get(key, config["lora_alpha"]) / (sqrt(rank) if config.get("use_rslora") else rank),
-            layer="Embedding" if "lora_embedding_A" in parts else layer,
-        )
-    if odd:
-        raise CheckpointError(
-            f"The adapter is not plain LoRA ({named(sorted(odd), 5)}). Export it with --format peft, and let PEFT merge"
-            " it: PeftModel.from_pretrained(model, folder).merge_and_unload()."
-        )
-    return changes
-
-
-def _plan(base: Base, model: Any, run: _Run) -> tuple[dict[str, dict[str, TensorSource]], dict[str, _Change], bool]:
+def _plan(base: Base, model: Any, run: _Run) -> tuple[dict[str, dict[str, TensorSource]], dict[str, Change], bool]:
     """The base's tensors for each file of the output, and what becomes of them.
 
     Also whether weights that the base ties were trained apart.
     """
     try:
-        wanted = _changes(run, model)
+        wanted = changes_of(model, run.whole, run.adapter, run.config)
     except CheckpointError:
         raise
     except Exception as error:  # whatever a configuration says
@@ -343,7 +246,7 @@ def _plan(base: Base, model: Any, run: _Run) -> tuple[dict[str, dict[str, Tensor
     return files, changes, is_untied
 
 
-def _check_shapes(base: Base, tensors: Mapping[str, TensorSource], changes: Mapping[str, _Change]) -> None:
+def _check_shapes(base: Base, tensors: Mapping[str, TensorSource], changes: Mapping[str, Change]) -> None:
     wrong = []
     for name, change in changes.items():
         tensor, shapes = tensors[name], [change.source.shape] if change.source else []
@@ -366,16 +269,6 @@ def _write_config(folder: Path, output: Path, dtype: str | None, is_untied: bool
     for part in (config, config.get("text_config") or {}) if is_untied else ():
         part["tie_word_embeddings"] = False
     (output / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _read(records: Records, source: TensorSource) -> Any:
-    return _view(records.read(source), source.dtype, source.shape).clone()  # aligned, as in PEFT's own merge
-
-
-def _view(values: memoryview, dtype: str, shape: tuple[int, ...]) -> Any:
-    import torch
-
-    return torch.frombuffer(values, dtype=getattr(torch, dtype)).view(shape)
 
 
 def _files(base: Base) -> dict[str, dict[str, TensorSource]]:
