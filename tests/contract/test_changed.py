@@ -34,7 +34,7 @@ class WithAverage(runs.LoraRun):
                 weight.data = weight.data * 0.5
             elif self.way == "in place":
                 weight.mul_(0.5)
-        head: torch.Tensor = self.head(torch.ones(4, dtype=self.head.weight.dtype))
+        head: torch.Tensor = self.head(torch.ones(1, 4, dtype=self.head.weight.dtype))
         return loss + head.sum()
 
 
