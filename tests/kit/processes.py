@@ -6,6 +6,7 @@ process group on the CPU or on a GPU of its own, and the results are returned as
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -88,7 +89,7 @@ class Process:
         **arguments: Any,
     ) -> None:
         context = multiprocessing.get_context("forkserver")
-        self.point = point
+        self.log, self.point = log, point
         self.pipe, theirs = context.Pipe()
         asked = (theirs, function, str(log), point, environment or {}, arguments)
         self.process = context.Process(target=_run, args=asked, daemon=True)
@@ -97,7 +98,7 @@ class Process:
         theirs.close()
 
     def outcome(self) -> tuple[str, Any]:
-        """Return ("returned", value), ("raised", (type, text, traceback)) or ("killed", None)."""
+        """Return ("returned", value), ("raised", (type, text, traceback)), ("killed", None) or ("hangs", its stacks)."""
         try:
             while self.pipe.poll(SECONDS):
                 said: tuple[str, Any] = self.pipe.recv()
@@ -106,13 +107,16 @@ class Process:
                 assert self.point is not None
                 time.sleep(self.point.seconds)
                 self.process.kill()
+            assert self.process.pid is not None
+            os.kill(self.process.pid, signal.SIGABRT)
+            self.process.join(GRACE_SECONDS)
+            return "hangs", self.log.read_text(errors="replace")[-9000:]
         except (EOFError, ConnectionResetError):
             self.process.join(SECONDS)
             return "killed" if self.process.exitcode == -signal.SIGKILL else f"exit {self.process.exitcode}", None
         finally:
             self.process.kill()
             self.process.join()
-        return "hangs", None
 
 
 def free_port() -> int:
@@ -182,6 +186,7 @@ def _run(
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    faulthandler.enable()  # of a process that hangs, `outcome` wants the stacks
     os.environ.update(environment)
     try:
         said: tuple[str, Any] = ("returned", function(ThisProcess(pipe, point), **arguments))
