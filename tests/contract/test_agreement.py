@@ -179,6 +179,26 @@ def test_a_rank_that_is_gone_at_the_end_of_a_save(ranks: Any, tmp_path: Path, st
     assert is_unfinished(tmp_path / "epoch0") != is_saved
 
 
+def load_two_saves(out: str) -> tuple[str, str]:
+    """Load by paths of each rank's own, which lead to two saves."""
+    with owners.served():
+        run = Run("deepspeed", out, 2, 2)
+        run.train(epochs=2)
+        own = Path(out, os.environ["RANK"])
+        own.mkdir()
+        (own / "epoch0").symlink_to(Path(out, f"epoch{own.name}"))
+        return runs.outcome(run.engine.load_checkpoint, str(own), tag="epoch0")
+
+
+@pytest.mark.short
+@pytest.mark.timeout(60)
+def test_a_load_of_two_saves_ends(ranks: Any, tmp_path: Path) -> None:
+    """It begins again, since another process may be replacing the files, but not for ever."""
+    for rank, (error, text) in enumerate(ranks(2, load_two_saves, out=str(tmp_path))):
+        assert error == "ReplacedError"
+        assert text == f"{tmp_path}/{rank} has files of more than one save. Take all files from one checkpoint."
+
+
 # Set-up: ranks that are not alike, or not there
 
 

@@ -6,6 +6,7 @@ that runs within a save sees the paths that it would see without us; nothing cha
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -270,6 +271,28 @@ def _mounted_at(folder: Path) -> Iterator[None]:
     folder.rmdir()
     with mounted(folder):
         yield
+
+
+def saved_without_renames(out: str) -> Any:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(errno.EPERM, "nothing is renamed here")
+
+    with owners.served():
+        run = Run("deepspeed", out, 2, 2)
+        with overridden([(owner, name, refuse) for owner in (os, Path) for name in ("rename", "replace")]):
+            for _ in range(2):
+                run.train_epoch()
+                run.save(run.at(0))
+        again = Run("deepspeed", out, 2, 2)
+        again.load(run.at(0))
+        return run.seen()[1] == again.seen()[1]
+
+
+def test_a_folder_where_nothing_can_be_renamed(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2, saved_without_renames, out=str(tmp_path)) == [True, True]
+    assert (tmp_path / "epoch0" / RECORD).is_file()
+    assert not ds_frozen_patch.verify(tmp_path).problems
+    assert not list(tmp_path.rglob(".*"))
 
 
 @EVERYDAY

@@ -11,11 +11,12 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from kit import runs
+from kit import owners, runs
 from kit.cell import Callback, ModelCheckpoint
 from kit.checkpoints import changed, precision_of, refresh
 
 import ds_frozen_patch
+from ds_frozen_patch.common.overrides import overridden
 
 pytestmark = [
     pytest.mark.promise(15),
@@ -76,6 +77,29 @@ def resume_all(out: str, paths: list[str], stage: int, trust: bool) -> list[tupl
         else:
             found.append(("resumed", ""))
     return found
+
+
+def how_files_are_loaded(out: str) -> list[Any]:
+    load, seen = torch.load, list[Any]()
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs.get("weights_only"))
+        return load(*args, **kwargs)
+
+    with owners.served(weights_only=True):
+        run = owners.Run("deepspeed", out, 2, 2)
+        run.train(epochs=1)
+        with overridden([(torch, "load", noted)]):
+            run.load(run.at(0))
+    return seen
+
+
+@pytest.mark.short
+def test_torch_loads_no_more_than_weights(ranks: Any, tmp_path: Path) -> None:
+    """It does so whatever becomes of a file after it was inspected."""
+    for seen in ranks(2, how_files_are_loaded, out=str(tmp_path)):
+        assert seen
+        assert set(seen) == {True}
 
 
 def hostile_model(path: Path, canary: Path) -> None:

@@ -98,7 +98,7 @@ class Process:
         theirs.close()
 
     def outcome(self) -> tuple[str, Any]:
-        """Return ("returned", value), ("raised", (type, text, traceback)), ("killed", None) or ("hangs", its stacks)."""
+        """Return ("returned", value), ("raised", (type, text, traceback)), ("killed", None) or ("hangs", stacks)."""
         try:
             while self.pipe.poll(SECONDS):
                 said: tuple[str, Any] = self.pipe.recv()
