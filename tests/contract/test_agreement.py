@@ -179,6 +179,28 @@ def test_a_rank_that_is_gone_at_the_end_of_a_save(ranks: Any, tmp_path: Path, st
     assert is_unfinished(tmp_path / "epoch0") != is_saved
 
 
+def lose_a_file(out: str, odd: int) -> tuple[str, str]:
+    """Once every file is written, another program removes a rank's partition of the optimizer."""
+
+    def remove(_: int, what: str) -> None:
+        if what == "write its files" and os.environ["RANK"] == str(odd):
+            (mine,) = Path(out, "epoch0").glob(f".*zero_pp_rank_{odd}_*")
+            mine.unlink()
+
+    with owners.served():
+        run = Run("deepspeed", out, 2, 2)
+        with steps(remove):
+            return runs.refusal(run.save, run.at(0))
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_file_that_is_removed_before_it_has_its_name(ranks: Any, tmp_path: Path, odd: int) -> None:
+    for kind, said in ranks(2, lose_a_file, out=str(tmp_path), odd=odd):
+        assert kind == "CheckpointError"
+        assert f"another program has removed files from {tmp_path}/epoch0 during the save" in said
+
+
 def load_two_saves(out: str) -> tuple[str, str]:
     """Load by paths of each rank's own, which lead to two saves."""
     with owners.served():

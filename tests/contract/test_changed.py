@@ -153,7 +153,7 @@ def from_a_full_checkpoint(out: str, stage: int, has_saved: bool) -> list[Any]:
         other.load(run.at(0))
         other.save(other.at(1))
         again = owners.Run("deepspeed", out, 2, stage)
-        return [runs.outcome(again.load, again.at(1)), *map(runs.trained_state, (again.module, other.module))]
+        return [runs.outcome(again.load, again.at(1)), *map(runs.trained_state, (again.module, run.module))]
 
 
 def with_one_value_more() -> Any:

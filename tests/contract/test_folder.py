@@ -31,7 +31,6 @@ from ds_frozen_patch import CheckpointError
 from ds_frozen_patch.common.files import RECORD, is_state
 from ds_frozen_patch.common.overrides import overridden
 from ds_frozen_patch.publish import in_flight
-from ds_frozen_patch.ranks import Ranks
 
 pytestmark = pytest.mark.promise(22)
 EVERYDAY = pytest.mark.everyday
@@ -458,29 +457,6 @@ def test_a_program_that_removes_what_it_does_not_know(ranks: Any, tmp_path: Path
         assert len(there) == (4 if exists else 0)
     (problems,) = [ds_frozen_patch.verify(tmp_path).problems]
     assert not problems
-
-
-def removed_at_the_end(out: str, odd: int) -> Any:
-    """The same, once every file is written: a rank's partition of the optimizer is removed."""
-    step = Ranks.step
-
-    def remove_and_step(ranks: Any, what: str, *args: Any) -> Any:
-        if what == "write its files" and torch.distributed.get_rank() == odd:
-            (mine,) = Path(out, "epoch0").glob(f".*zero_pp_rank_{odd}_*")
-            mine.unlink()
-        return step(ranks, what, *args)
-
-    with owners.served():
-        run = Run("deepspeed", out, 2, 2)
-        with overridden([(Ranks, "step", remove_and_step)]):
-            return runs.refusal(run.save, run.at(0))
-
-
-@pytest.mark.parametrize("odd", [0, 1])
-def test_a_file_that_is_removed_before_it_has_its_name(ranks: Any, tmp_path: Path, odd: int) -> None:
-    for kind, said in ranks(2, removed_at_the_end, out=str(tmp_path), odd=odd):
-        assert kind == "CheckpointError"
-        assert f"another program has removed files from {tmp_path}/epoch0 during the save" in said
 
 
 def fails_beside(out: str) -> tuple[str, str]:
