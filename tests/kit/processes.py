@@ -108,15 +108,20 @@ class Process:
                 time.sleep(self.point.seconds)
                 self.process.kill()
             assert self.process.pid is not None
-            os.kill(self.process.pid, signal.SIGABRT)
-            self.process.join(GRACE_SECONDS)
-            return "hangs", self.log.read_text(errors="replace")[-9000:]
+            os.kill(self.process.pid, signal.SIGUSR1)
+            time.sleep(1)  # until the stacks are written
+            return "hangs", end_of(self.log, 9000)
         except (EOFError, ConnectionResetError):
             self.process.join(SECONDS)
             return "killed" if self.process.exitcode == -signal.SIGKILL else f"exit {self.process.exitcode}", None
         finally:
             self.process.kill()
             self.process.join()
+
+
+def end_of(log: Path, count: int) -> str:
+    """The last characters of a log; none if there is no such file."""
+    return log.read_text(errors="replace")[-count:] if log.exists() else ""
 
 
 def free_port() -> int:
@@ -186,7 +191,7 @@ def _run(
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    faulthandler.enable()  # of a process that hangs, `outcome` wants the stacks
+    faulthandler.register(signal.SIGUSR1)  # `outcome` asks for the stacks of a process that hangs
     os.environ.update(environment)
     try:
         said: tuple[str, Any] = ("returned", function(ThisProcess(pipe, point), **arguments))
@@ -274,8 +279,7 @@ class Ranks:
                 parts.append(f"rank {rank}: no answer in time")
             elif answer[0] == "raised":
                 parts.append(f"rank {rank}:\n{answer[1][2] or answer[1][1]}")
-        output = self.log.read_text(errors="replace")[-3000:] if self.log.exists() else ""
-        return "\n".join([*parts, "--- what the ranks printed last ---", output])
+        return "\n".join([*parts, "--- what the ranks printed last ---", end_of(self.log, 3000)])
 
     def stop(self) -> None:
         for process in self.processes:

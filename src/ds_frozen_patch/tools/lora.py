@@ -1,6 +1,6 @@
 """What becomes of the tensors of a base: values that were trained whole, and the product of plain LoRA, which is added.
 
-`merge` writes them. Any other adapter is for PEFT to merge.
+`merge` writes the result. Any other adapter is for PEFT to merge.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def changes_of(
 
     Raises:
         CheckpointError: the adapter is not plain LoRA.
-        Exception: its configuration is damaged.
+        Exception: any other, if its configuration is damaged.
     """
     modules = dict(model.named_modules())
     changes = {name: Change(source) for name, source in whole.items()}
