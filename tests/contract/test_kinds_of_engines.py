@@ -602,15 +602,16 @@ class WritesLater(TorchCheckpointEngine):  # type: ignore[misc]
         return True
 
 
-def save_later(out: str) -> Any:
-    with owners.served(export="safetensors"), runs.heard() as heard:
+def save_later(out: str, export: str, name: str) -> Any:
+    with owners.served(export=export), runs.heard() as heard:
         run = owners.Run("deepspeed", out, 2, 2)
         run.engine.checkpoint_engine = WritesLater()
         run.save(run.at(0))
-        run.at(1).mkdir(exist_ok=True)
-        (run.at(1) / "trainable.safetensors").touch()  # of an earlier save
+        earlier = run.at(1) / name
+        earlier.parent.mkdir(parents=True, exist_ok=True)
+        earlier.touch()
         run.save(run.at(1), 1)
-        saved, before = values(run.module), {file.name for file in run.at(1).iterdir()}
+        saved, before = values(run.module), {file.name for file in run.at(1).rglob("*") if file.is_file()}
         run.train_epoch()
         again = owners.Run("deepspeed", out, 2, 2, seed=1)
         again.load(run.at(1))
@@ -622,15 +623,19 @@ def save_later(out: str) -> Any:
 
 
 @pytest.mark.short
-def test_a_checkpoint_engine_that_writes_later(ranks: Any, tmp_path: Path) -> None:
-    first, second = ranks(2, save_later, out=str(tmp_path))
+@pytest.mark.parametrize(
+    ("export", "name"), [("safetensors", "trainable.safetensors"), ("peft", "adapter/adapter_model.safetensors")]
+)
+def test_a_checkpoint_engine_that_writes_later(ranks: Any, tmp_path: Path, export: str, name: str) -> None:
+    """It exports nothing, and removes what an earlier save has exported there."""
+    first, second = ranks(2, save_later, out=str(tmp_path), export=export, name=name)
     for different, before, is_kept, heard in (first, second):
         assert not different
         assert before == set()
         assert is_kept
         said = [message for message in heard if "WritesLater writes after a save has returned" in message]
         assert len(said) == (heard is first[3])
-        skipped = [message for message in heard if "patch(export='safetensors') has no effect" in message]
+        skipped = [message for message in heard if f"patch(export={export!r}) has no effect" in message]
         assert len(skipped) == (heard is first[3]), heard
     assert (tmp_path / "latest").read_text() == "epoch1"
     assert not (tmp_path / "epoch1" / "ds_frozen_patch.json").exists()  # it is in the files, which it cannot describe

@@ -337,7 +337,7 @@ def test_save_16bit_model_is_not_changed(ranks: Any, tmp_path: Path, stage: int)
 
 
 def configured_by_a_file(out: str) -> Any:
-    """DeepSpeed saves the path of its configuration, where it was given one."""
+    """By itself, DeepSpeed would save the path of its configuration."""
     with owners.served():
         run = Run("deepspeed", out, 2, 2, as_file=True)
         run.train(epochs=1)
@@ -349,6 +349,8 @@ def configured_by_a_file(out: str) -> Any:
 @EVERYDAY
 def test_a_configuration_in_a_file(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2, configured_by_a_file, out=str(tmp_path)) == [1, 1]
+    for file in owners.model_files(tmp_path):
+        assert torch.load(file, weights_only=False)["ds_config"]["zero_optimization"]["stage"] == 2
     ((losses, _),) = ranks(1, resumed_at_one, by="deepspeed", out=str(tmp_path), stage=2, elastic=True)
     assert len(losses) == owners.STEPS
 

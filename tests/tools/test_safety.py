@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -32,6 +33,7 @@ from kit.checkpoints import (
 
 from ds_frozen_patch import CheckpointError, consolidate, export, prune, reshard
 from ds_frozen_patch.cli import main
+from ds_frozen_patch.common.overrides import overridden
 
 pytestmark = [pytest.mark.promise(14), pytest.mark.everyday, pytest.mark.once]
 
@@ -130,6 +132,23 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "a text": lambda path: first(path, "model").write_text("not what it says"),
     "a single file": a_single_file,
 }
+
+
+@pytest.mark.short
+@EVERY_TOOL
+def test_an_output_is_on_disk_before_it_has_its_name(source: Callable[..., Path], tmp_path: Path, tool: str) -> None:
+    run, name, _ = TOOLS[tool]
+    path, target = source(2), tmp_path / "out of it" / name
+    synced, sync = dict[int, bool](), os.fsync
+
+    def noting(opened: int) -> None:
+        sync(opened)
+        synced[os.fstat(opened).st_ino] = target.exists()
+
+    with overridden([(os, "fsync", noting)]):
+        run(path, target)
+    assert {synced[item.stat().st_ino] for item in (target, *target.rglob("*"))} == {False}
+    assert synced[target.parent.stat().st_ino]  # its name
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -7,9 +7,10 @@ import itertools
 import json
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,23 +47,23 @@ class Place:
             for name in (STATES, OF_RANK, RECORD):
                 (self.target / name).write_text("before")
 
-    def publication(self) -> Publication:
-        given: dict[str, Any] = {"sync": False, "is_on_own_disks": False, "is_alone": False, "is_tag": True}
+    def publication(self, sync: bool = False) -> Publication:
+        given: dict[str, Any] = {"sync": sync, "is_on_own_disks": False, "is_alone": False, "is_tag": True}
 
         def warn(kind: str, text: str) -> None:
             self.warnings.append((kind, text))
 
         return Publication(self.target, self.folder, self.target, is_managed=True, warn=warn, **given)
 
-    def written(self, text: str = "new") -> Publication:
+    def written(self, text: str = "new", sync: bool = False) -> Publication:
         """One whose files are written, but have no names yet."""
-        made = self.publication()
+        made = self.publication(sync)
         made.open()
         made.path(STATES).write_text(text)
         return made
 
-    def save(self, text: str = "new") -> None:
-        made = self.written(text)
+    def save(self, text: str = "new", sync: bool = False) -> None:
+        made = self.written(text, sync)
         made.latest = "checkpoint"
         made.prepare(text)
         made.give_names()
@@ -166,6 +167,36 @@ def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         made.open()
     made.discard()
     assert place.seen() == before
+
+
+@pytest.mark.parametrize("why", [errno.EIO, errno.EINVAL])
+def test_a_folder_that_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: int) -> None:
+    """An error of the disk is one of the save; that a file system syncs no folders is none."""
+    sync = os.fsync
+
+    def fail(opened: int) -> None:
+        if stat.S_ISDIR(os.fstat(opened).st_mode):
+            raise OSError(why, os.strerror(why))
+        sync(opened)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    place = Place(tmp_path, "checkpoint")
+    with pytest.raises(OSError, match="Input/output") if why == errno.EIO else nullcontext():
+        place.save(sync=True)
+
+
+def test_a_save_that_replaces_another_jobs_warns(tmp_path: Path) -> None:
+    place = Place(tmp_path, "checkpoint")
+    jobs = {text: place.written(text) for text in ("first", "second")}
+    for text, made in jobs.items():
+        made.prepare(text)
+    place.warnings.clear()
+    for made in jobs.values():
+        made.give_names()
+        warned = ["Another job is saving" in text for _, text in place.warnings]
+        assert warned == ([True] if made is jobs["second"] else [])
+    expected = {f"checkpoint/{name}": "second" for name in (STATES, RECORD)}
+    assert place.seen() == {**expected, "checkpoint/theirs": "theirs"}
 
 
 def test_what_killed_saves_have_left_is_removed(tmp_path: Path) -> None:
