@@ -109,7 +109,7 @@ def by_trainer(saves: Saves, at: str, stage: int) -> int:
 
 
 def save_twice(
-    this: ThisProcess, at: str, variables: dict[str, str], diary: str, stage: int, by: Callable[..., int]
+    this: ThisProcess, at: str, variables: dict[str, str], diary: str, stage: int, program: Callable[..., int]
 ) -> dict[str, Any]:
     """Load what is there, and save twice; the run can be killed in the second save."""
     os.environ.update(variables)
@@ -117,14 +117,14 @@ def save_twice(
     agreeing.GRACE_SECONDS = 3
     saves = Saves(this, diary)
     with buckets.around_requests(lambda what: this._count(f"os.{what}", ())):
-        loaded = by(saves, at, stage)
+        loaded = program(saves, at, stage)
     this.disarm()
     return {"loaded": loaded, "calls": this.calls, "seconds": saves.seconds}
 
 
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize(
-    ("by", "many", "last"),
+    ("program", "many", "last"),
     [(by_fabric, 200, ""), (by_trainer, 100, "trainer_state.json"), (by_accelerate, 100, "random_states_0.pkl")],
 )
 def test_kills(
@@ -133,7 +133,7 @@ def test_kills(
     long: bool,
     counted: Callable[[str, int], None],
     request: Any,
-    by: Callable[..., int],
+    program: Callable[..., int],
     many: int,
     last: str,
 ) -> None:
@@ -141,7 +141,8 @@ def test_kills(
     for stage in (2, 3) if long else (2,):
         at, diary = f"s3://bucket/{tmp_path.name}{stage}", tmp_path / f"diary{stage}"
         variables = {**server, "DS_FROZEN_PATCH_SCRATCH": str(tmp_path)}
-        arguments: dict[str, Any] = {"at": at, "variables": variables, "stage": stage, "diary": str(diary), "by": by}
+        arguments: dict[str, Any] = {"at": at, "variables": variables, "stage": stage, "diary": str(diary)}
+        arguments["program"] = program
         alone = processes.run_ranks(save_twice, tmp_path / "log", (None, None), **arguments)
         assert [what for what, _ in alone] == ["returned", "returned"], alone
         for _ in range(kills // (2 if long else 1)):
@@ -169,7 +170,7 @@ def test_kills(
         assert not hidden(at)
     assert counts["left"] > counts["kills"] / 8, counts
     of = (
-        f"a save by {by.__name__[3:].title()}, or the removal of old checkpoints,"
+        f"a save by {program.__name__[3:].title()}, or the removal of old checkpoints,"
         if last
         else "a save over a checkpoint"
     )
