@@ -355,6 +355,23 @@ def test_a_configuration_in_a_file(ranks: Any, tmp_path: Path) -> None:
     assert len(losses) == owners.STEPS
 
 
+def resumed_as_with_zenflow(out: str) -> list[str]:
+    """The warnings of a run whose engine accumulates as ZenFlow's does: not as the configuration says."""
+    with owners.served(), runs.heard() as said:
+        before, again = (Run("deepspeed", out, 2, 2) for _ in range(2))
+        for run in (before, again):
+            run.engine._config.gradient_accumulation_steps = 2
+        before.save(before.at(0))
+        again.load(before.at(0))
+    return [message for message in said if "gradient accumulation" in message]
+
+
+@EVERYDAY
+@pytest.mark.short
+def test_an_accumulation_of_deepspeeds_own_is_no_other_batch(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2, resumed_as_with_zenflow, out=str(tmp_path)) == [[], []]
+
+
 # Accelerate
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
-from ..internals import optimizer_ranks
+from ..internals import config_of, optimizer_ranks
 from .served import Owner, ServedEngine, warn
 
 
@@ -27,19 +27,25 @@ class Batch:
 
 def saved_batch(state: Mapping[str, Any]) -> Batch:
     """The batch of the run that saved a checkpoint, from the state that `Owner.after_load` gets; 0 if unknown."""
-    config = state["ds_config"] if isinstance(state["ds_config"], Mapping) else {}
-    ranks = state["record"].trained_world_size or state["dp_world_size"]
-    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    samples, size, accumulated = (value if isinstance(value := config.get(key), int) else 0 for key in keys)
-    if samples and size:  # two of the three are enough for DeepSpeed
-        accumulated = accumulated or samples // (ranks * size)
-    return Batch(ranks, size or samples // (ranks * (accumulated or 1)), accumulated or 1)
+    return _configured(state["ds_config"], state["record"].trained_world_size or state["dp_world_size"])
 
 
 def own_batch(engine: Any) -> Batch:
-    """The batch of a running engine."""
-    ranks, size = optimizer_ranks(engine), int(engine.train_micro_batch_size_per_gpu())
-    return Batch(ranks, size, int(engine.gradient_accumulation_steps()))
+    """The batch of a running engine, as its checkpoint has it: ZenFlow changes the engine's accumulation alone."""
+    ranks = optimizer_ranks(engine)
+    if (configured := _configured(config_of(engine), ranks)).size:
+        return configured
+    return Batch(ranks, int(engine.train_micro_batch_size_per_gpu()), int(engine.gradient_accumulation_steps()))
+
+
+def _configured(config: Any, ranks: int) -> Batch:
+    """The batch by DeepSpeed's configuration, if that is one and not the path of a file; 0 if unknown."""
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    values = config if isinstance(config, Mapping) else {}
+    samples, size, accumulated = (value if isinstance(value := values.get(key), int) else 0 for key in keys)
+    if samples and size:  # two of the three are enough for DeepSpeed
+        accumulated = accumulated or samples // (ranks * size)
+    return Batch(ranks, size or samples // (ranks * (accumulated or 1)), accumulated or 1)
 
 
 def warn_of_another_batch(owner: Owner, before: Batch, now: Batch) -> None:
