@@ -77,9 +77,9 @@ def _taking(options: Callable[_P, object]) -> Callable[[Callable[[Mapping[str, A
         taking.__signature__ = inspect.signature(options).replace(return_annotation=Status)  # type: ignore[attr-defined]
         taking.__annotations__ = get_type_hints(options) | {"return": Status}
         entries = [f"{option.name}: {_settings.described(option)}" for option in _settings.OPTIONS.values()]
-        lines = [textwrap.fill(entry, 120, initial_indent=" " * 8, subsequent_indent=" " * 12) for entry in entries]
-        # There is no docstring under -OO.
-        taking.__doc__ = (function.__doc__ or "").replace("        {options}", "\n".join(lines))
+        lines = [textwrap.fill(entry, 116, initial_indent=" " * 4, subsequent_indent=" " * 8) for entry in entries]
+        # There is no docstring under -OO; it is indented before Python 3.13.
+        taking.__doc__ = inspect.cleandoc(function.__doc__ or "").replace("    {options}", "\n".join(lines))
         return taking
 
     return decorated
