@@ -138,10 +138,10 @@ def test_saves_resumes_and_tests(
         assert answer["learns"]
         assert answer["is set"]
         assert again["tested"] == answer["tested"] or setting.unlike[0] == "tested"
-    assert bool(resumed[0]["warns"]) == setting.uses_nvme, resumed[0]["warns"]
     is_exact = [again["run"] for again in resumed] == [answer["run"] for answer in whole]
     if why := setting.inexact or (setting.has_cpu_adam and not is_exact and ROUNDED):
         record_property("note", why)
+        assert bool(resumed[0]["warns"]) == setting.uses_nvme
         run(train, out=str(tmp_path / "full"), ours=False)
         from_full = run(resume, out=str(tmp_path / "full"), ours=False)
         assert [again["run"] for again in resumed] == [again["run"] for again in from_full]
@@ -149,6 +149,7 @@ def test_saves_resumes_and_tests(
     else:
         record_property("note", setting.unlike[1])
         assert is_exact
+        assert not resumed[0]["warns"]
     for epoch in (0, 1):
         for state in model_states(tmp_path / f"epoch={epoch}.ckpt"):
             assert not [name for name in state["module"] if not ("lora_" in name or name == "seen")]

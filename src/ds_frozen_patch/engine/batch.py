@@ -19,43 +19,41 @@ class Batch:
     size: int
     accumulated: int
 
-    @property
-    def samples(self) -> int:
-        """The number of samples of one optimizer step."""
-        return self.ranks * self.size * self.accumulated
 
+def batches(engine: Any, state: Mapping[str, Any]) -> tuple[Batch, Batch]:
+    """The batch of the run that saved a checkpoint, with a size of 0 if unknown, and that of the engine that loads it.
 
-def saved_batch(state: Mapping[str, Any]) -> Batch:
-    """The batch of the run that saved a checkpoint, from the state that `Owner.after_load` gets; 0 if unknown."""
-    return _configured(state["ds_config"], state["record"].trained_world_size or state["dp_world_size"])
+    Both are those of the configurations, since ZenFlow changes the accumulation of the engine alone.
 
-
-def own_batch(engine: Any) -> Batch:
-    """The batch of a running engine, as its checkpoint has it: ZenFlow changes the engine's accumulation alone."""
-    ranks = optimizer_ranks(engine)
-    if (configured := _configured(config_of(engine), ranks)).size:
-        return configured
-    return Batch(ranks, int(engine.train_micro_batch_size_per_gpu()), int(engine.gradient_accumulation_steps()))
-
-
-def _configured(config: Any, ranks: int) -> Batch:
-    """The batch by DeepSpeed's configuration, if that is one and not the path of a file; 0 if unknown."""
+    Args:
+        engine: that has loaded.
+        state: of the checkpoint, see `Owner.after_load`.
+    """
+    saved_by = state["record"].trained_world_size or state["dp_world_size"]
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    values = config if isinstance(config, Mapping) else {}
-    samples, size, accumulated = (value if isinstance(value := values.get(key), int) else 0 for key in keys)
-    if samples and size:  # two of the three are enough for DeepSpeed
-        accumulated = accumulated or samples // (ranks * size)
-    return Batch(ranks, size or samples // (ranks * (accumulated or 1)), accumulated or 1)
+    found = []
+    for config, ranks in ((state["ds_config"], saved_by), (config_of(engine), optimizer_ranks(engine))):
+        values = config if isinstance(config, Mapping) else {}  # but the path of a file
+        samples, size, accumulated = (value if isinstance(value := values.get(key), int) else 0 for key in keys)
+        if samples and size:  # two of the three are enough for DeepSpeed
+            accumulated = accumulated or samples // (ranks * size)
+        found.append(Batch(ranks, size or samples // (ranks * (accumulated or 1)), accumulated or 1))
+    before, now = found
+    if not now.size:
+        size, accumulated = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+        now = Batch(now.ranks, int(size), int(accumulated))
+    return before, now
 
 
 def warn_of_another_batch(owner: Owner, before: Batch, now: Batch) -> None:
     """Log a warning if a step takes another number of samples."""
-    if before.samples in (0, now.samples):
+    took, takes = before.ranks * before.size * before.accumulated, now.ranks * now.size * now.accumulated
+    if took in (0, takes):
         return
     warn(
         owner,
-        f"Each optimizer step of the saved run took {before.samples} samples ({before.ranks} ranks x batch size"
-        f" {before.size} x {before.accumulated} steps of gradient accumulation); now it takes {now.samples}. To"
+        f"Each optimizer step of the saved run took {took} samples ({before.ranks} ranks x batch size"
+        f" {before.size} x {before.accumulated} steps of gradient accumulation); now it takes {takes}. To"
         " continue as before, keep that product.",
     )
 

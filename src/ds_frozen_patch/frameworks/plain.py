@@ -11,7 +11,7 @@ from typing import Any
 from .. import process
 from ..common.names import resolved
 from ..common.probing import Target, probe
-from ..engine.batch import own_batch, saved_batch, warn_of_another_batch
+from ..engine.batch import batches, warn_of_another_batch
 from ..engine.served import Owner
 from ..internals import config_of
 from ..publish.durable import entries
@@ -53,7 +53,7 @@ def lacking(what: Target) -> str:
 
 def _after_load(owner: Owner, engine: Any, state: Mapping[str, Any], _: dict[str, Any]) -> None:
     """The program, or Trainer, counts its own batches; DeepSpeed divides the loss."""
-    warn_of_another_batch(owner, saved_batch(state), own_batch(engine))
+    warn_of_another_batch(owner, *batches(engine, state))
 
 
 def numbered(folder: Path, pattern: str) -> list[Path]:

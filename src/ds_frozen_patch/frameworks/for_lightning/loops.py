@@ -17,7 +17,7 @@ from math import ceil
 from typing import Any
 
 from ...common.errors import CheckpointMismatchError
-from ...engine.batch import own_batch, saved_batch, scale_loss, warn_of_another_batch
+from ...engine.batch import batches, scale_loss, warn_of_another_batch
 from ...engine.served import Owner, attach, warn
 from . import uses
 
@@ -99,7 +99,7 @@ def resume(owner: Owner, engine: Any, state: Mapping[str, Any], client_state: di
         CheckpointMismatchError: the checkpoint was saved within an epoch, and its position in the data cannot be found.
     """
     saved_factor = state["record"].loss_factor
-    before, now = saved_batch(state), own_batch(engine)
+    before, now = batches(engine, state)
     if not before.size:
         before = replace(now, ranks=before.ranks)
     if before == now and saved_factor == 1:
