@@ -19,11 +19,16 @@ class Batch:
     size: int
     accumulated: int
 
+    @property
+    def samples(self) -> int:
+        """The number of samples of one optimizer step."""
+        return self.ranks * self.size * self.accumulated
+
 
 def batches(engine: Any, state: Mapping[str, Any]) -> tuple[Batch, Batch]:
     """The batch of the run that saved a checkpoint, with a size of 0 if unknown, and that of the engine that loads it.
 
-    Both are those of the configurations, since ZenFlow changes the accumulation of the engine alone.
+    Both are read from the configurations, since ZenFlow overwrites the engine's gradient accumulation.
 
     Args:
         engine: that has loaded.
@@ -33,7 +38,7 @@ def batches(engine: Any, state: Mapping[str, Any]) -> tuple[Batch, Batch]:
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     found = []
     for config, ranks in ((state["ds_config"], saved_by), (config_of(engine), optimizer_ranks(engine))):
-        values = config if isinstance(config, Mapping) else {}  # but the path of a file
+        values = config if isinstance(config, Mapping) else {}  # it may be the path of a file
         samples, size, accumulated = (value if isinstance(value := values.get(key), int) else 0 for key in keys)
         if samples and size:  # two of the three are enough for DeepSpeed
             accumulated = accumulated or samples // (ranks * size)
@@ -47,13 +52,12 @@ def batches(engine: Any, state: Mapping[str, Any]) -> tuple[Batch, Batch]:
 
 def warn_of_another_batch(owner: Owner, before: Batch, now: Batch) -> None:
     """Log a warning if a step takes another number of samples."""
-    took, takes = before.ranks * before.size * before.accumulated, now.ranks * now.size * now.accumulated
-    if took in (0, takes):
+    if before.samples in (0, now.samples):
         return
     warn(
         owner,
-        f"Each optimizer step of the saved run took {took} samples ({before.ranks} ranks x batch size"
-        f" {before.size} x {before.accumulated} steps of gradient accumulation); now it takes {takes}. To"
+        f"Each optimizer step of the saved run took {before.samples} samples ({before.ranks} ranks x batch size"
+        f" {before.size} x {before.accumulated} steps of gradient accumulation); now it takes {now.samples}. To"
         " continue as before, keep that product.",
     )
 
