@@ -356,7 +356,7 @@ def test_a_configuration_in_a_file(ranks: Any, tmp_path: Path) -> None:
 
 
 def resumed_as_with_zenflow(out: str) -> list[str]:
-    """The warnings of a run whose engine accumulates as ZenFlow's does: not as the configuration says."""
+    """Return the warnings about the batch when the engine's accumulation is not the configured one, as with ZenFlow."""
     with owners.served(), runs.heard() as said:
         before, again = (Run("deepspeed", out, 2, 2) for _ in range(2))
         for run in (before, again):
@@ -368,7 +368,7 @@ def resumed_as_with_zenflow(out: str) -> list[str]:
 
 @EVERYDAY
 @pytest.mark.short
-def test_an_accumulation_of_deepspeeds_own_is_no_other_batch(ranks: Any, tmp_path: Path) -> None:
+def test_the_update_interval_of_zenflow_is_not_taken_for_another_batch(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2, resumed_as_with_zenflow, out=str(tmp_path)) == [[], []]
 
 

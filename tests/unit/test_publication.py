@@ -171,7 +171,7 @@ def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("why", [errno.EIO, errno.EINVAL])
 def test_a_folder_that_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: int) -> None:
-    """An error of the disk is one of the save; that a file system syncs no folders is none."""
+    """A disk error makes the save fail; a file system that cannot sync folders does not."""
     sync = os.fsync
 
     def fail(opened: int) -> None:
