@@ -270,6 +270,11 @@ def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
     faulthandler.dump_traceback_later(120, exit=True, file=node.config.stash[fault_handler_stderr_fd_key])
 
 
+def pytest_runtest_logfinish() -> None:
+    """Let pytest go on after a failed test that was torn down."""
+    faulthandler.cancel_dump_traceback_later()
+
+
 def pytest_unconfigure() -> None:
     """Print what keeps this process from its end, such as a child that it joins, and end it."""
     faulthandler.dump_traceback_later(60, exit=True, file=2)
