@@ -11,7 +11,9 @@ text of the record under `KEY`, and so have files that somebody else writes, or 
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,7 +40,7 @@ UNIVERSAL_INFO = {"universal_checkpoint_info": {"universal_checkpoint_version": 
 FORMAT = 1
 TRAINABLE_ONLY, FULL, UNKNOWN = KINDS = ("trainable-only", "full", "unknown")
 _MOST_BYTES = 1 << 26
-"""The largest record that is read. Each file and each left-out parameter takes about 200 bytes."""
+"""The size of a record that is too large to be read. Each file and each left-out parameter takes about 200 bytes."""
 
 
 @dataclass(frozen=True)
@@ -306,6 +308,8 @@ def read_record(folder: Path) -> Record | None:
     try:
         with open_regular(path) as file:
             text = file.read(_MOST_BYTES)
+            if len(text) == _MOST_BYTES:
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
     except FileNotFoundError:
         return None
     except OSError as error:
