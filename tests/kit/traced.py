@@ -79,8 +79,9 @@ def hit(log: Path, folder: Path) -> bool:
     return bool(failed) and all(str(folder) in line for line in failed)
 
 
-def calls_of(log: Path, folder: Path) -> list[Call]:
-    """Return the calls in a log that change something in a folder, each once."""
+def calls_of(log: Path, folder: Path, reads: bool = False) -> list[Call]:
+    """Return the calls in a log that change something in a folder, or `reads` that list one, each once."""
+    flags = "O_WRONLY|O_RDWR|O_CREAT" + "|O_DIRECTORY" * reads
     counts: Counter[tuple[str, str]] = Counter()
     found: dict[Call, None] = {}
     for line in log.read_text().splitlines():
@@ -88,6 +89,6 @@ def calls_of(log: Path, folder: Path) -> list[Call]:
             continue
         thread, name, rest = match.groups()
         counts[thread, name] += 1
-        if str(folder) in rest and (not name.startswith("open") or re.search("O_WRONLY|O_RDWR|O_CREAT", rest)):
+        if str(folder) in rest and (not name.startswith("open") or re.search(flags, rest)):
             found[Call(name, counts[thread, name], rest.replace(str(folder), ""))] = None
     return list(found)

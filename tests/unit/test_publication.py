@@ -158,6 +158,31 @@ def test_a_failure_where_files_cannot_be_renamed(tmp_path: Path, monkeypatch: py
     assert [kind for kind, _ in place.warnings] == ["files that cannot be renamed"]
 
 
+@pytest.mark.parametrize("there", ["nothing", "theirs", "checkpoint"])
+def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str) -> None:
+    """A folder is not taken for empty: where one listing fails, a save is complete, or fails and leaves the old one."""
+    iterdir = Path.iterdir
+    for number in itertools.count():
+        place, listings = Place(tmp_path / str(number), there), itertools.count()
+
+        def fail(folder: Path, number: int = number, listings: Iterator[int] = listings) -> Iterator[Path]:
+            if next(listings) == number:
+                refuse(errno.EIO)()
+            return iterdir(folder)
+
+        with monkeypatch.context() as patched, suppress(OSError):
+            patched.setattr(Path, "iterdir", fail)
+            saved = False
+            place.save()
+            saved = True
+        finish(place.target)
+        found = {place.seen().get(f"checkpoint/{name}") for name in (STATES, RECORD)}
+        assert found == {"new"} or (not saved and found == {"before" if there == "checkpoint" else None}), number
+        if next(listings) <= number:
+            break
+    assert number > 4
+
+
 def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(tmp_path, "checkpoint")
     before = place.seen()

@@ -83,7 +83,7 @@ class Around:
         put(item for item in files if (item == self.folder / self._last) is is_last)
 
     def _sync(self) -> None:
-        for item in entries(self.folder):
+        for item in self.folder.iterdir():
             with suppress(FileNotFoundError, PermissionError):  # other programs have files here too
                 if self._is_new(item):
                     sync_tree(item)

@@ -14,7 +14,6 @@ from ..common.probing import Target, probe
 from ..engine.batch import batches, warn_of_another_batch
 from ..engine.served import Owner
 from ..internals import config_of
-from ..publish.durable import entries
 from ..publish.publication import is_local
 from ..ranks import rank
 
@@ -59,7 +58,7 @@ def _after_load(owner: Owner, engine: Any, state: Mapping[str, Any], _: dict[str
 def numbered(folder: Path, pattern: str) -> list[Path]:
     """What a folder has with names such as the pattern, whose group is a number, in the order of these numbers."""
     if is_local(folder):
-        items = entries(folder)
+        items = [*folder.iterdir()] if folder.is_dir() else []  # a program that is told of none may begin anew
     else:
         from ..buckets import look
 

@@ -24,7 +24,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -56,9 +56,9 @@ def folders_of(tag: Path) -> set[Path]:
     return {(folder / name).parent for folder in (tag, tag.parent) for name in EXPORTS}
 
 
-def hidden_files(folder: Path) -> Iterator[tuple[Path, str, str]]:
-    """The hidden files of saves in a folder: each with the name that it is to have, and the id of its save."""
-    for item in entries(folder):
+def hidden_files(items: Iterable[Path]) -> Iterator[tuple[Path, str, str]]:
+    """The hidden files of saves among some: each with the name that it is to have, and the id of its save."""
+    for item in items:
         match = HIDDEN.fullmatch(item.name)
         if match and (is_state(match[1]) or match[1].startswith(_PREFIXES) or match[1] in ("latest", *_EXPORTED)):
             yield item, match[1], match[2]
@@ -113,13 +113,19 @@ def digest_of(record: bytes | None) -> str:
 
 
 def journals(folder: Path) -> list[Path]:
-    """The journals in a tag's folder."""
-    return [item for item in entries(folder) if item.name.startswith(_JOURNAL)]
+    """The journals in a tag's folder; none if there is no such folder, or this process may not list it.
+
+    Raises:
+        OSError: it cannot be listed, so there may be one.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        return sorted(item for item in folder.iterdir() if item.name.startswith(_JOURNAL))
+    return []
 
 
 def prepared(folder: Path) -> dict[str, Journal]:
     """The journals in a tag's folder that are not committed yet, by the ids of their saves."""
-    files = [item for item, name, _ in hidden_files(folder) if name == _PREPARED]
+    files = [item for item, name, _ in hidden_files(entries(folder)) if name == _PREPARED]
     return {journal.save: journal for journal in map(read, files) if journal is not None}
 
 
@@ -249,12 +255,13 @@ def linked(files: Mapping[str, Path], tag: str) -> Iterator[Path]:
 
 def is_unfinished(tag: Path) -> bool:
     """Whether a tag's folder has nothing but what a save has written that still runs, or was killed."""
-    names = [item.name for item in entries(tag)]
+    items = entries(tag)
+    names = [item.name for item in items]
     if any(name.startswith(_JOURNAL) for name in names) or RECORD in names:
         return False
     mine = [note for note in notes(tag.parent).values() if note.tag == tag.name]
     if not any(map(is_state_file, names)):
-        return bool(mine) or any(hidden_files(tag))
+        return bool(mine) or any(hidden_files(items))
     return any(note.in_place for note in mine)
 
 

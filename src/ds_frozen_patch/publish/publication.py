@@ -135,10 +135,15 @@ class Publication:
         return Path(path).with_name(name[1 : -len(self.id) - 1]) if name.endswith(f".{self.id}") else Path(path)
 
     def written(self) -> dict[str, Path]:
-        """What the ranks of this disk have written for the target, by final names."""
+        """What the ranks of this disk have written for the target, by final names.
+
+        Raises:
+            OSError: the folder cannot be listed.
+        """
+        there = self.home.iterdir()  # not `entries`: a folder that a failing disk cannot list is not empty
         if self.in_place or not self.is_managed:
-            return {item.name: item for item in entries(self.home) if is_state_file(item.name)}
-        mine = {name: item for item, name, save in hidden_files(self.home) if save == self.id}
+            return {item.name: item for item in there if is_state_file(item.name)}
+        mine = {name: item for item, name, save in hidden_files(there) if save == self.id}
         return {name: item for name, item in mine.items() if is_state_file(name)}
 
     def use_absolute_paths(self) -> None:
@@ -226,7 +231,7 @@ class Publication:
         # On disks of their own, a load can need what a killed save has prepared for another tag.
         tags = [] if self.is_on_own_disks else [parent / tag for tag in dead.values() if tag]
         for folder in self._folders().union(*map(folders_of, tags)):
-            for item, _, save in hidden_files(folder):
+            for item, _, save in hidden_files(entries(folder)):
                 if save in dead or (save not in running and _is_old(item)):
                     with suppress(OSError):
                         item.unlink()
@@ -272,7 +277,7 @@ class Publication:
 
     def _journal(self, record: str | None) -> Journal:
         names = {*self.written(), *([RECORD] if record is not None else [])}
-        removed = {item.name for item in entries(self.home) if is_state(item.name)} - names - {OFFLOADED}
+        removed = {item.name for item in self.home.iterdir() if is_state(item.name)} - names - {OFFLOADED}
         for name, is_written in self.exports.items():
             (names if is_written else removed).add(f"../{name}" if self._exports_beside else name)
         after = digest_of(None if record is None else record.encode())
@@ -345,7 +350,8 @@ class Publication:
     def discard(self) -> None:
         """Remove what was written, unless it has its name."""
         if not self.state_of_target()[1]:
-            mine = [item for folder in self._folders() for item, _, save in hidden_files(folder) if save == self.id]
+            items = [item for folder in self._folders() for item in entries(folder)]
+            mine = [item for item, _, save in hidden_files(items) if save == self.id]
             scripts = [script for script in self._scripts() if script.name not in self._beside]
             for item in (*mine, *scripts):
                 with suppress(OSError):
