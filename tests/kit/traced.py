@@ -80,7 +80,7 @@ def hit(log: Path, folder: Path) -> bool:
 
 
 def calls_of(log: Path, folder: Path, reads: bool = False) -> list[Call]:
-    """Return the calls in a log that change something in a folder, or `reads` that list one, each once."""
+    """Return the calls in a log that change something in a folder, each once; with `reads`, those that list one too."""
     flags = "O_WRONLY|O_RDWR|O_CREAT" + "|O_DIRECTORY" * reads
     counts: Counter[tuple[str, str]] = Counter()
     found: dict[Call, None] = {}

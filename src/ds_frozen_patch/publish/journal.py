@@ -57,7 +57,7 @@ def folders_of(tag: Path) -> set[Path]:
 
 
 def hidden_files(items: Iterable[Path]) -> Iterator[tuple[Path, str, str]]:
-    """The hidden files of saves among some: each with the name that it is to have, and the id of its save."""
+    """The hidden files of saves among `items`: each with the name that it is to have, and the id of its save."""
     for item in items:
         match = HIDDEN.fullmatch(item.name)
         if match and (is_state(match[1]) or match[1].startswith(_PREFIXES) or match[1] in ("latest", *_EXPORTED)):
