@@ -279,7 +279,7 @@ TOOLS = {
     "merge": Tool(
         "merge",
         {name: (way, TUNED) for name, way in MERGES.items()},
-        ((MERGE, COPY, 1 / 1.5, math.inf), (MERGE, PEFT, 0, 0.5), (MERGE, AXOLOTL, 0, 1)),
+        ((MERGE, COPY, 1 / 1.5, math.inf), (MERGE, PEFT, 1, 0.5), (MERGE, AXOLOTL, 0, 1)),
     ),
 }
 
