@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 import ds_frozen_patch
+from ds_frozen_patch.publish.notes import notes
 
 METADATA = ".metadata"  # which DCP writes last
 
@@ -269,12 +271,15 @@ def halting(run: Run, losses: Sequence[float]) -> Iterator[None]:
 
     def halt(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
         name = str(file)
-        is_second = len(losses) == EPOCHS * STEPS and name.endswith("mp_rank_00_model_states.pt")
+        is_second = len(losses) == EPOCHS * STEPS and "mp_rank_00_model_states.pt" in name  # ours is hidden at first
         if run.halt and is_second and not Path(run.left).exists():
             whole = io.BytesIO()
             write(value, whole, *args, **kwargs)
             Path(name).write_bytes(whole.getvalue()[: len(whole.getvalue()) // 2])
             shutil.copytree(run.out, run.left)
+            for folder, _, _ in os.walk(run.left):
+                for path, note in notes(Path(folder)).items():
+                    replace(note, started="").write(path)  # this process goes on, and a killed one would not
         write(value, file, *args, **kwargs)
 
     torch.save = halt  # type: ignore[assignment]
