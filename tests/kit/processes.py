@@ -41,9 +41,10 @@ class KillPoint:
     def random(cls, drawn: Random, calls: int, seconds: float) -> KillPoint:
         """Return a random point, given the number of calls and the seconds that the work takes.
 
-        Half of the points are times, because torch's own writes are no calls that Python sees.
+        Half of the points are times, because torch's own writes are no calls that Python sees. All are where the work
+        makes no calls, as on a rank that writes no file.
         """
-        if drawn.random() < 0.5:
+        if drawn.random() < 0.5 and calls:
             return cls(drawn.randrange(1, calls + 1))
         return cls(None, drawn.uniform(0, seconds))
 
