@@ -80,10 +80,12 @@ def faults(before: dict[str, Any], *files: Path) -> dict[str, Any]:
     minutes = sum(float(suite.get("time", "")) for suite in suites) / 60
     day, where = suites[0].get("timestamp", "")[:10], described(machine(files[0]))
     when = f"on {day}, for {minutes:.0f} minutes, on {where}"
-    runs = [f"Run {when}."]
-    if not before["times"].keys() <= tried.keys():
-        # Drop the line of an earlier rerun if this one has measured all of its rows again.
-        reruns = [one for one in before["runs"][1:] if not set(one.partition(": ")[2][:-1].split("; ")) <= tried.keys()]
+    # Drop the line of an earlier run if this one has measured all of its rows again.
+    of_reruns = [(one, set(one.partition(": ")[2][:-1].split("; "))) for one in before["runs"][1:]]
+    reruns = [one for one, rows in of_reruns if not rows <= tried.keys()]
+    if before["times"].keys() <= set(tried).union(*(rows for _, rows in of_reruns)):
+        runs = [f"Run {when}.", *reruns]
+    else:
         runs = [before["runs"][0], *reruns, f"Rerun {when}: {'; '.join(tried)}."]
     return {"runs": runs, "times": {**before["times"], **tried}}
 
