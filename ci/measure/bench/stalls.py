@@ -20,7 +20,7 @@ SHAPE = Shape(hidden=1024, intermediate=2816, layers=6, vocabulary=8000, lora=16
 SPEED = 50e6
 FAST, SLOW = "this disk", f"a disk of {SPEED / 1e6:.0f} MB/s"
 WAYS = (COPY, OURS_ASYNC, OURS, NATIVE, FULL, HUGGING_FACE, FSDP_ASYNC, FSDP)
-# The aims: at most so many times a copy and so many seconds more, so much of torch's stall, and of a step's time alone.
+# The aims: at most so many times a copy plus so many seconds; so much of torch's stall; and of a step's time alone.
 TIMES, MORE, OF_DCP, SLOWER_STEP = 1.2, 0.01, 0.5, 1.03
 
 
@@ -60,7 +60,7 @@ def render(found: list[dict[str, Any]]) -> str:
         )
     header = [
         OURS_ASYNC,
-        f"stall (aim: {TIMES} of a copy, and {1000 * MORE:.0f} ms)",
+        f"stall (aim: {TIMES} times a copy, plus {1000 * MORE:.0f} ms)",
         f"share of the stall of `dcp.async_save` (aim {OF_DCP})",
         "share of a synchronous save's stall",
         "until all is written",
