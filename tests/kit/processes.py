@@ -41,8 +41,8 @@ class KillPoint:
     def random(cls, drawn: Random, calls: int, seconds: float) -> KillPoint:
         """Return a random point, given the number of calls and the seconds that the work takes.
 
-        Half of the points are times, because torch's own writes are no calls that Python sees. All are where the work
-        makes no calls, as on a rank that writes no file.
+        Half of the points are times, because Python does not see torch's own writes as calls. If the work makes no
+        calls, as on a rank that writes no file, all points are times.
         """
         if drawn.random() < 0.5 and calls:
             return cls(drawn.randrange(1, calls + 1))

@@ -271,7 +271,7 @@ def halting(run: Run, losses: Sequence[float]) -> Iterator[None]:
 
     def halt(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
         name = str(file)
-        is_second = len(losses) == EPOCHS * STEPS and "mp_rank_00_model_states.pt" in name  # ours is hidden at first
+        is_second = len(losses) == EPOCHS * STEPS and "mp_rank_00_model_states.pt" in name  # ours has a hidden name
         if run.halt and is_second and not Path(run.left).exists():
             whole = io.BytesIO()
             write(value, whole, *args, **kwargs)
