@@ -67,7 +67,7 @@ def quantized_table(results: dict[str, Any]) -> str:
 
 
 def faults(before: dict[str, Any], *files: Path) -> dict[str, Any]:
-    """Return how often each fault was injected, and when; the counts of tests that did not run stay.
+    """Return how often each fault was injected, and in which run; those of tests that did not run stay.
 
     The files are those of one run in parts, on one day. Nothing was lost, or the tests would have failed.
     """
@@ -79,21 +79,19 @@ def faults(before: dict[str, Any], *files: Path) -> dict[str, Any]:
                 tried[what] += int(times)
     minutes = sum(float(suite.get("time", "")) for suite in suites) / 60
     day, where = suites[0].get("timestamp", "")[:10], described(machine(files[0]))
-    when = f"on {day}, for {minutes:.0f} minutes, on {where}"
-    # Drop the line of an earlier run if this one has measured all of its rows again.
-    of_reruns = [(one, set(one.partition(": ")[2][:-1].split("; "))) for one in before["runs"][1:]]
-    reruns = [one for one, rows in of_reruns if not rows <= tried.keys()]
-    if before["times"].keys() <= set(tried).union(*(rows for _, rows in of_reruns)):
-        runs = [f"Run {when}.", *reruns]
-    else:
-        runs = [before["runs"][0], *reruns, f"Rerun {when}: {'; '.join(tried)}."]
-    return {"runs": runs, "times": {**before["times"], **tried}}
+    run = f"on {day}, for {minutes:.0f} minutes, on {where}"
+    return {**before, **{what: {"times": times, "run": run} for what, times in tried.items()}}
 
 
 def faults_table(results: dict[str, Any]) -> str:
-    """Return a row for each fault."""
-    rows = [[what, str(times), "0"] for what, times in results["times"].items()]
-    return "\n\n".join([*results["runs"], markdown(["fault", "times", "lost, hung, or accepted silently"], rows)])
+    """Return a row for each fault, below the runs; those of any run but the largest are named."""
+    runs: dict[str, list[str]] = {}
+    for what, found in results.items():
+        runs.setdefault(found["run"], []).append(what)
+    largest, *others = sorted(runs, key=lambda run: -len(runs[run]))
+    said = [f"Run {largest}.", *(f"Run {run}: {'; '.join(runs[run])}." for run in others)]
+    rows = [[what, str(found["times"]), "0"] for what, found in results.items()]
+    return "\n\n".join([*said, markdown(["fault", "times", "lost, hung, or accepted silently"], rows)])
 
 
 def scale(before: dict[str, Any], file: Path) -> dict[str, Any]:
