@@ -18,8 +18,6 @@ import ds_frozen_patch
 pytestmark = [pytest.mark.programs]
 
 EDITS = {
-    # Our line.
-    "start_step = 1\n": "import ds_frozen_patch\nds_frozen_patch.serve(model_engine)\nstart_step = 1\n",
     # For CPU ranks.
     "local_batch.to(local_rank)": 'local_batch.to("cpu")',
     "torch.tensor(loss_per_step, device=local_rank)": 'torch.tensor(loss_per_step, device="cpu")',

@@ -132,9 +132,12 @@ PROGRAMS = {
         )
     },
 }
-ON_CPU = HERE / "openrlhf" / "on_cpu.py"
-ROTATE = HERE / "openrlhf" / "rotate.py"
-RLHF = Program(f"deepspeed.launcher.runner --num_accelerators {RANKS} --master_port {{port}}", OPENRLHF, to_complete)
+RLHF = Program(
+    f"deepspeed.launcher.runner --num_accelerators {RANKS} --master_port {{port}} --module",
+    OPENRLHF,
+    to_complete,
+    stubs="openrlhf",
+)
 ROTATED = [
     ("global_step1", {"global_step1"}),
     ("best_global_step1", {"global_step1", "best_global_step1"}),
@@ -254,16 +257,16 @@ def logged(folder: Path, *runs: str) -> list[float]:
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("name", ["openrlhf"])
 def test_openrlhf_resumes(name: str, tmp_path: Path) -> None:
-    def train(place: Place, epochs: int, run: str, *more: str, **environment: str) -> set[str]:
-        command = [*place.program.command.split(), str(ON_CPU), *place.program.arguments.split()]
-        place.start(*command, f"--train.max_epochs={epochs}", f"--logger.wandb.run_name={run}", *more, **environment)
+    def train(place: Place, epochs: int, run: str, *more: str) -> set[str]:
+        command = [*place.program.command.split(), "on_cpu", *place.program.arguments.split()]
+        place.start(*command, f"--train.max_epochs={epochs}", f"--logger.wandb.run_name={run}", *more)
         return {path.name for path in (place.folder / "out" / "saved").iterdir() if path.is_dir()}
 
     patched = Place(RLHF, tmp_path / "patched")
-    assert train(patched, 1, "first", SERVED="1") == {"global_step2", "global_step4"}
+    assert train(patched, 1, "first") == {"global_step2", "global_step4"}
     for tag in ("global_step2", "global_step4"):
         check_states(patched.folder / "out" / "saved", tag)
-    assert train(patched, 2, "second", "--ckpt.load_enable", SERVED="1") == {"global_step6", "global_step8"}
+    assert train(patched, 2, "second", "--ckpt.load_enable") == {"global_step6", "global_step8"}
     plain = Place(RLHF, tmp_path / "plain", is_plain=True)
     assert train(plain, 2, "full") == {"global_step6", "global_step8"}
     assert logged(patched.folder, "first", "second") == logged(plain.folder, "full")
@@ -279,15 +282,15 @@ def test_openrlhf_resumes(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["openrlhf"])
 def test_openrlhf_removes_what_it_should(name: str, tmp_path: Path) -> None:
     expected = [(tag, {*tags, "latest", "zero_to_fp32.py"}) for tag, tags in ROTATED]
-    served, plain = Place(RLHF, tmp_path / "served"), Place(RLHF, tmp_path / "plain", is_plain=True)
-    for place, environment in ((served, {"SERVED": "1"}), (plain, {})):
-        place.start(*RLHF.command.split(), str(ROTATE), **environment)
+    patched, plain = Place(RLHF, tmp_path / "patched"), Place(RLHF, tmp_path / "plain", is_plain=True)
+    for place in (patched, plain):
+        place.start(*RLHF.command.split(), "rotate")
         found = json.loads((place.folder / "rotated.json").read_text())
         assert [(tag, set(there)) for tag, there in found["after"]] == expected
         assert found["moved"]
         assert found["same"]
         assert found["state"] == ROTATED[-1][0]
-    assert names(served.folder / "rotated") == names(plain.folder / "rotated")
-    assert not list(served.folder.rglob(".ds_frozen_patch*"))
+    assert names(patched.folder / "rotated") == names(plain.folder / "rotated")
+    assert not list(patched.folder.rglob(".ds_frozen_patch*"))
     for tag in ROTATED[-1][1]:
-        check_states(served.folder / "rotated", tag)
+        check_states(patched.folder / "rotated", tag)
