@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,6 +39,16 @@ MADE = Record(
     compiled=frozenset(["model"]),
     loss_factor=1 / 3,
 )
+# What an NFS server does for a client that has written a file, until somebody else opens it.
+LEASE = """
+import fcntl, os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGIO])
+file = os.open(sys.argv[1], os.O_RDWR)
+fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+print("leased", flush=True)
+signal.sigwait([signal.SIGIO])
+fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+"""
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
 
@@ -147,3 +159,16 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / RECORD)
     with pytest.raises(CheckpointError, match="not a regular file"):
         read_record(tmp_path)
+
+
+def test_a_lease_is_waited_for(tmp_path: Path) -> None:
+    record = written(tmp_path)
+    holder = [sys.executable, "-c", LEASE, str(tmp_path / RECORD)]
+    with subprocess.Popen(holder, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout
+            assert process.stdout.readline() == "leased\n"
+            assert read_record(tmp_path) == record
+            assert process.wait(timeout=60) == 0
+        finally:
+            process.kill()

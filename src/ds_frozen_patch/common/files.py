@@ -73,7 +73,11 @@ def open_regular(path: Path, buffering: int = -1) -> IO[bytes]:
     if open_remote is not None and path.is_file() and not is_brought(path):
         remote: IO[bytes] = open_remote(path)
         return remote
-    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    try:
+        opened = os.open(path, flags | os.O_NONBLOCK)  # otherwise a pipe is waited for
+    except BlockingIOError:  # a regular file with a lease, such as an NFS server's for the client that wrote it
+        opened = os.open(path, flags)  # waits until the lease is given back
     if not stat.S_ISREG(os.fstat(opened).st_mode):
         os.close(opened)
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
