@@ -1,8 +1,9 @@
 """Save from several nodes on real NFS, in a virtual machine: `nox -f ci/noxfile.py -s nfs`.
 
 Linux's own NFS server and, for each node, an NFS client of its own run in one User-mode Linux, a kernel that is a
-process of this machine and sees its files read-only; it needs neither KVM nor a network. The nodes train together,
-and save to one name after every step. After each save the folder is read on the server. A save failed if it raised an
+process of this machine and sees its files read-only; it needs neither KVM nor a network. On a processor with AMX,
+that of Debian 12 (6.1) panics; 7.2 works, with its modules in /usr/lib/uml/modules. The nodes train together, and
+save to one name after every step. After each save the folder is read on the server. A save failed if it raised an
 error on any node, or if what lies under the name then is not whole or not of this save. It was lost if there is no
 whole checkpoint at all under the name then, neither the new one nor the one before.
 """
