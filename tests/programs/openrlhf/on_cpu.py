@@ -27,7 +27,7 @@ for name, functions in FLASH_ATTN.items():
 
 cuda: Any = torch.cuda
 cuda.set_device = lambda device: None
-cuda.synchronize = lambda device=None: None  # another one, since torch keeps a rule for each
+cuda.synchronize = lambda device=None: None  # torch.compile refuses one function under two names
 cuda.current_device = lambda: "cpu"
 init_device_mesh = device_mesh.init_device_mesh
 
